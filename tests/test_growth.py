@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import stat
 
 import pytest
 from conftest import Killed, kill_at, read_metrics
@@ -10,6 +11,7 @@ from conftest import Killed, kill_at, read_metrics
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
 from mpp.errors import UserError
+from mpp.pretrain import Pretraining
 from mpp.training import branch
 from mpp.training.checkpoint import kept_steps
 from mpp.training.growth import first_difference
@@ -178,9 +180,9 @@ def test_what_cannot_be_branched_from_is_refused_and_leaves_no_folder(pretrain, 
 def test_a_branch_of_another_branch_point_is_refused(pretrain, tmp_path):
     trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
     branched = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-    with pytest.raises(UserError, match=f"and the run in {branched} branched from {trunk}@2; choose another run.dir"):
+    with pytest.raises(UserError, match=f"and the run in {branched} branched from {trunk}@2; leave run.branch"):
         pretrain(*WSD, f"--run.branch_from={trunk}@4", dir=branched)
-    with pytest.raises(UserError, match=f"and the run in {trunk} began with its first step"):
+    with pytest.raises(UserError, match=f"and the run in {trunk} began with its first step; leave run.branch"):
         pretrain("--optim.schedule=constant", f"--run.branch_from={branched}@2", dir=trunk)
 
 
@@ -198,13 +200,14 @@ def test_a_copy_that_is_interrupted_is_made_again(pretrain, tmp_path, monkeypatc
     """Also where the command that is started again does not name the trunk."""
     whole = pretrain(*WSD, dir=tmp_path / "whole")
     trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
-    copytree = shutil.copytree
+    copyfile = shutil.copyfile
 
     def dies(source, target):
-        copytree(source, target)
-        raise Killed("killed")
+        copyfile(source, target)
+        if target.name == "optimizer.safetensors":
+            raise Killed("killed")
 
-    monkeypatch.setattr(branch.shutil, "copytree", dies)
+    monkeypatch.setattr(branch.shutil, "copyfile", dies)
     with pytest.raises(Killed):
         pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
     monkeypatch.undo()
@@ -246,3 +249,113 @@ def test_steps_to_keep_that_are_past_are_said_and_later_ones_refused(pretrain, c
     pretrain("--optim.schedule=constant", "--run.keep_checkpoints=1")
     pretrain("--optim.schedule=constant", "--run.keep_checkpoints=1", "--run.steps=6", "--run.keep_at=[3]")
     assert "run.keep_at: the checkpoint after step 3 cannot be kept" in capsys.readouterr().out
+
+
+def test_a_run_that_grew_is_finished_when_its_encoder_is_that_of_the_last_step(pretrain, tmp_path, monkeypatch):
+    """Killed between its last checkpoint and its encoder: the earlier encoder does not pass for it."""
+    stable = ("--optim.schedule=constant",)
+    whole = pretrain(*stable, "--run.steps=6", dir=tmp_path / "whole")
+    grown = pretrain(*stable, "--run.steps=4")
+    assert json.loads((grown / "encoder" / "config.json").read_text())["step"] == 4
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Pretraining, "export", lambda *_: (_ for _ in ()).throw(Killed("killed")))
+        pretrain(*stable, "--run.steps=6")
+    assert kept_steps(grown) == [4, 6]
+    pretrain(*stable, "--run.steps=6")
+    assert encoder_of(grown) == encoder_of(whole)
+
+
+def test_a_checkpoint_that_was_to_be_kept_stays_where_the_run_goes_on_without_saying_so_again(pretrain):
+    stable = ("--optim.schedule=constant", "--run.keep_checkpoints=1")
+    run = pretrain(*stable, "--run.keep_at=[2]", "--run.steps=4")
+    pretrain(*stable, "--run.steps=6")
+    pretrain(*stable, "--run.steps=8", "--run.keep_at=[7]")
+    assert kept_steps(run) == [2, 7, 8]
+    pretrain(*stable, "--run.steps=9")
+    assert kept_steps(run) == [2, 7, 9]
+
+
+def test_a_warm_up_is_that_of_the_first_command_once_a_step_is_kept(pretrain, monkeypatch):
+    """A command that was stopped before its first checkpoint decides nothing."""
+    stable = ("--optim.schedule=constant", "--optim.warmup_steps=null")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, 1)
+        pretrain(*stable, "--run.steps=5")
+    run = pretrain(*stable, "--run.steps=10")
+    assert "warmup_steps: 2\n" in (run / "config.yaml").read_text()
+
+
+def test_a_branch_may_write_its_copy_of_a_read_only_checkpoint(pretrain, tmp_path):
+    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
+    source = trunk / "checkpoints" / "step_00000002"
+    for path in (*source.iterdir(), source):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    branched = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    copy = branched / "checkpoints" / "step_00000002"
+    assert all(path.stat().st_mode & stat.S_IWUSR for path in (*copy.iterdir(), copy))
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(pretrain, tmp_path, monkeypatch):
+    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
+    source = trunk / "checkpoints" / "step_00000002"
+    copyfile = shutil.copyfile
+
+    def deletes(file, target):
+        copyfile(file, target)
+        if file.parent == source:
+            shutil.rmtree(source)
+
+    monkeypatch.setattr(branch.shutil, "copyfile", deletes)
+    with pytest.raises(UserError, match=r"step_00000002 was deleted while it was copied, .* its run.keep_at"):
+        pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    assert kept_steps(tmp_path / "branch") == []
+
+
+def test_one_rate_that_differs_at_the_last_step_that_is_done_is_refused(pretrain):
+    """s - 1 is the last step that s steps have done; of step s nothing is done."""
+    warm_up = ("--optim.warmup_steps=0",)
+    trunk = pretrain("--optim.schedule=constant", *warm_up, "--run.steps=8")
+    with pytest.raises(
+        UserError, match=r"from step 7 on its optim.lr was another"
+    ):  # by the square root of its progress since step 6
+        pretrain("--optim.schedule=wsd", "--optim.cooldown=0.4", *warm_up, "--run.steps=10")
+    assert pretrain("--optim.schedule=wsd", "--optim.cooldown=0.3", *warm_up, "--run.steps=10") == trunk  # from step 7
+
+
+def test_a_run_whose_teacher_follows_its_length_says_that_it_cannot_grow(pretrain, capsys):
+    teacher = ("--config=configs/rivals/data2vec.yaml", "--model.depth=2", "--optim.schedule=constant")
+    run = pretrain(*teacher)
+    assert "longer: another run, since objective.half_life follows run.steps (4)" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"its objective.half_life was another .*\[40, 40\], suit runs of any length"):
+        pretrain(*teacher, "--run.steps=8")
+    assert kept_steps(run) == [2, 4]
+
+
+def test_a_run_that_only_cools_down_names_no_checkpoint_to_branch_from(pretrain, capsys):
+    pretrain("--optim.schedule=wsd", "--optim.cooldown=1", "--run.checkpoint_every=4")
+    assert "longer: another run, since no checkpoint from before the cooldown is there" in capsys.readouterr().out
+
+
+def test_the_command_that_fewer_steps_are_told_works(pretrain, tmp_path):
+    """A run that had cooled down at the kept step cannot go on from it as one with fewer steps."""
+    run = pretrain(*WSD, "--run.steps=8", "--run.checkpoint_every=1", "--run.keep_checkpoints=8")
+    with pytest.raises(UserError, match=f"it must be at least that, or --run.branch_from {run}@4 --run.dir NEW"):
+        pretrain(*WSD, "--run.steps=7")
+    whole = pretrain(*WSD, "--run.steps=7", dir=tmp_path / "whole")
+    shorter = pretrain(*WSD, "--run.steps=7", f"--run.branch_from={run}@4", dir=tmp_path / "shorter")
+    assert encoder_of(shorter) == encoder_of(whole)
+    cosine = pretrain("--run.keep_checkpoints=8", dir=tmp_path / "cosine")
+    with pytest.raises(UserError, match=r"it must be at least that$"):
+        pretrain("--run.steps=3", dir=cosine)
+
+
+def test_the_best_encoder_of_a_branch_is_that_since_it_began(pretrain, tmp_path):
+    """The trunk's evaluations, which the branch's metrics have too, do not keep its own from being the best."""
+    options = ("--run.eval_every=1", "--run.keep_best=true")
+    trunk = pretrain("--optim.schedule=constant", *options, dir=tmp_path / "trunk")
+    lines = [json.loads(line) for line in (trunk / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"heldout/accuracy": 1.0, "knn/depth_01": 1.0} if "heldout/loss" in line else {}
+    (trunk / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    branched = pretrain(*WSD, *options, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    assert json.loads((branched / "encoder_best" / "config.json").read_text())["step"] in (3, 4)

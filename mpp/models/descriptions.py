@@ -30,6 +30,12 @@ def saved_section(folder: Path, name: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
+def exported_step(folder: Path) -> int | None:
+    """The steps that the encoder in a folder was trained for; None: unknown."""
+    step = saved_config(folder).get("step")
+    return step if isinstance(step, int) else None
+
+
 def trained_on(folder: Path, entry: str) -> Any:
     """The `mean`, `std` or `input_size` (height and width) of an exported encoder's images. None: unknown."""
     value = saved_section(folder, "pretrained_cfg").get(entry)

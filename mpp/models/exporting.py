@@ -29,6 +29,7 @@ def export_encoder(
     how_read: dict[str, Any] | None = None,
     label_names: Sequence[str] | None = None,
     learned_labels: bool = False,
+    step: int | None = None,
 ) -> None:
     """Write a timm model in timm's layout.
 
@@ -43,6 +44,7 @@ def export_encoder(
         label_names: names of the learned classes in the order of their numbers, for timm's
             `pretrained_cfg["label_names"]`. None: for a model with a head, the names in its `pretrained_cfg`.
         learned_labels: whether it learned from labels, or from an encoder that did.
+        step: steps that it was trained for; None: it is of no run.
     Raises:
         UserError: a head for another number of classes.
     """
@@ -61,6 +63,8 @@ def export_encoder(
         ours["position"] = FIXED_POSITIONS  # `load_encoder` reads it; timm alone takes the table for learned
     if how_read:
         ours["data"] = how_read  # evaluation reads it
+    if step is not None:
+        ours["step"] = step  # its run may grow beyond it
     if learned_labels:
         ours["learned_labels"] = True
     if label_names:

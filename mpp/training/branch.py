@@ -11,7 +11,7 @@ from mpp.errors import UserError
 from mpp.runtime.files import complete
 from mpp.runtime.lock import hold
 from mpp.training.checkpoint import checkpoint_path, damaged_files, kept_steps, newest_step
-from mpp.training.growth import GROWING_SETTINGS, refuse_other_rates
+from mpp.training.growth import GROWING_SETTINGS, branch_point, refuse_other_rates
 from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after
 from mpp.training.record import RECORD_FILE
 from mpp.training.run_folder import CONFIG_FILE, leave_out, saved_settings, settings_changed_since, write_config
@@ -20,18 +20,19 @@ from mpp.training.user_code import imports_used
 COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE)
 
 
-def branch_point(branch_from: str) -> tuple[Path, int]:
-    """The trunk's folder and the step: "runs/trunk@8000"."""
-    folder, _, step = branch_from.rpartition("@")
-    return Path(folder).expanduser(), int(step)
+def origin_of(config: Any) -> str | None:
+    """The checkpoint that a run branches from: as it is given or, where it is not, as the run's folder says."""
+    saved = saved_settings(Path(config.run.dir)).get("run") or {}
+    return config.run.branch_from or saved.get("branch_from")
 
 
 def first_folder(config: Any) -> Path:
     """Folder with the settings of a run's steps so far: its own or, where it is to begin as a branch, the trunk's."""
     folder = Path(config.run.dir)
-    if config.run.branch_from is None or (folder / CONFIG_FILE).is_file():
+    origin = origin_of(config)
+    if origin is None or newest_step(folder):
         return folder
-    trunk, _ = branch_point(config.run.branch_from)
+    trunk, _ = branch_point(origin)
     return trunk
 
 
@@ -51,12 +52,28 @@ def begin_branch(config: Any, folder: Path) -> None:
     refuse_other_trunk(config, trunk, step)
     with hold(folder, "run.dir"):
         write_config(config, folder)
-        for name in COPIED_FILES:
-            if (trunk / name).is_file():
-                with complete(folder / name) as partial:
-                    shutil.copyfile(trunk / name, partial)
-        drop_after(folder, step)
-        copy_checkpoint(trunk, folder, step)
+        try:
+            copy_files(trunk, folder, step)
+        except OSError as error:
+            raise UserError(describe_failed_copy(trunk, folder, step, error)) from error
+
+
+def copy_files(trunk: Path, folder: Path, step: int) -> None:
+    """Copy a checkpoint, and before it the files that belong to it, from the trunk to a branch's folder."""
+    for name in COPIED_FILES:
+        if (trunk / name).is_file():
+            with complete(folder / name) as partial:
+                shutil.copyfile(trunk / name, partial)
+    drop_after(folder, step)
+    copy_checkpoint(trunk, folder, step)
+
+
+def describe_failed_copy(trunk: Path, folder: Path, step: int, error: OSError) -> str:
+    """Why a checkpoint was not copied, in a line."""
+    source = checkpoint_path(trunk, step)
+    if not source.is_dir():
+        return f"{source} was deleted while it was copied, by its own run; branch from a step of its run.keep_at"
+    return f"{folder}: {source} cannot be copied ({error}); nothing of it is lost, and the same command copies it again"
 
 
 def refuse_other_branch(folder: Path, trunk: Path, step: int) -> None:
@@ -65,7 +82,8 @@ def refuse_other_branch(folder: Path, trunk: Path, step: int) -> None:
     now = f"{trunk.absolute()}@{step}"
     if saved != now:
         origin = f"branched from {saved}" if saved else "began with its first step"
-        raise UserError(f"run.branch_from is {now}, and the run in {folder} {origin}; choose another run.dir")
+        advice = "leave run.branch_from out to go on with that run, or choose another run.dir"
+        raise UserError(f"run.branch_from is {now}, and the run in {folder} {origin}; {advice}")
 
 
 def refuse_other_trunk(config: Any, trunk: Path, step: int) -> None:
@@ -85,12 +103,14 @@ def refuse_other_trunk(config: Any, trunk: Path, step: int) -> None:
 
 
 def copy_checkpoint(trunk: Path, folder: Path, step: int) -> None:
-    """Copy a checkpoint, verified; UserError where it is damaged."""
+    """Copy a checkpoint, verified; UserError where it is damaged. Its copy may be written, even if it may not."""
     source = checkpoint_path(trunk, step)
     target = checkpoint_path(folder, step)
     target.parent.mkdir(exist_ok=True)
     with complete(target) as partial:
-        shutil.copytree(source, partial)
+        partial.mkdir()
+        for file in source.iterdir():
+            shutil.copyfile(file, partial / file.name)
         damaged = damaged_files(partial)
         if damaged:
             raise UserError(f"{source} is damaged ({', '.join(damaged)}): no run can branch from it")

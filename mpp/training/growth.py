@@ -4,7 +4,9 @@ One rule decides: at all steps that are done, the learning rate and, where the t
 must be those that the new config has there. Nothing else in a step depends on the length of its run.
 """
 
+from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from mpp.errors import UserError
@@ -14,6 +16,13 @@ from mpp.training.optim import learning_rate
 
 GROWING_SETTINGS = {"run.steps", "optim.schedule", "optim.cooldown", "optim.warmup_steps"}
 """Settings in which a config may differ from that of the steps that are done, as far as the rule allows."""
+SAME_HALF_LIFE = "two equal numbers of steps, such as [40, 40], suit runs of any length"
+
+
+def branch_point(branch_from: str) -> tuple[Path, int]:
+    """The trunk's folder and the step: "runs/trunk@8000"."""
+    folder, _, step = branch_from.rpartition("@")
+    return Path(folder).expanduser(), int(step)
 
 
 def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> None:
@@ -24,17 +33,18 @@ def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> Non
         folder: of the run that did them.
         done: their number.
     """
-    if config.run.steps < done:
+    steps = config.run.steps
+    step, name = first_difference(config, before, min(done, steps))
+    if steps < done:
         raise UserError(
-            f"run.steps is {config.run.steps}, and {folder} has done {done} steps; it must be at least that"
-            f"{advice_to_branch(folder, config.run.steps, ', or')}"
+            f"run.steps is {steps}, and {folder} has done {done} steps; it must be at least that"
+            f"{advice_to_branch(folder, step, ', or')}"
         )
-    step, name = first_difference(config, before, done)
     if step == done:
         return
     lengths = f"{describe_schedule(before)}, now {describe_schedule(config)}"
     if name == "objective.half_life":
-        advice = "; two equal numbers of steps, such as [40, 40], suit runs of any length"
+        advice = f"; {SAME_HALF_LIFE}"
     else:
         advice = advice_to_branch(folder, step, ";") or advice_to_begin(before)
     raise UserError(f"{folder} cannot go on: from step {step} on its {name} was another ({lengths}){advice}")
@@ -69,8 +79,30 @@ def describe_schedule(config: Any) -> str:
 
 def advice_to_branch(folder: Path, last: int, conjunction: str) -> str:
     """The options that go on from the newest kept checkpoint up to step `last`; "" where none is kept."""
+    origin = newest_origin(folder, last)
+    return f"{conjunction} {options_of_branch(origin)} goes on from there" if origin else ""
+
+
+def newest_origin(folder: Path, last: int, branch_from: str | None = None) -> str | None:
+    """The newest checkpoint up to step `last` from which a run can branch, as `run.branch_from` names it.
+
+    Args:
+        branch_from: the run's own origin, which serves where the run has no such checkpoint itself.
+    Returns:
+        None: there is none.
+    """
     kept = [step for step in kept_steps(folder) if step <= last]
-    return f"{conjunction} --run.branch_from {folder}@{kept[-1]} --run.dir NEW goes on from there" if kept else ""
+    if kept:
+        return f"{folder}@{kept[-1]}"
+    if branch_from is None:
+        return None
+    trunk, step = branch_point(branch_from)
+    return branch_from if step in kept_steps(trunk) else None
+
+
+def options_of_branch(origin: str) -> str:
+    """The options of a run that branches from a checkpoint."""
+    return f"--run.branch_from {quote(origin)} --run.dir NEW"
 
 
 def advice_to_begin(before: Any) -> str:
@@ -81,7 +113,11 @@ def advice_to_begin(before: Any) -> str:
 
 
 def describe_growth(config: Any, folder: Path) -> str:
-    """How a finished run goes on, in a line."""
+    """How a finished run goes on, in a line.
+
+    Args:
+        config: the run's, resolved.
+    """
     schedule, steps = config.optim.schedule, config.run.steps
     stable = config.optim.stable_steps(steps)
     if stable is None:
@@ -89,10 +125,17 @@ def describe_growth(config: Any, folder: Path) -> str:
             f"longer: another run, since optim.schedule {schedule} ends with run.steps ({steps}); "
             "one with --optim.schedule wsd can go on"
         )
-    kept = [step for step in kept_steps(folder) if step <= stable]
-    origin = f"{folder}@{kept[-1]}" if kept else config.run.branch_from
-    branch = f"--run.branch_from {origin} --run.dir NEW"
-    if schedule == "wsd":
-        return f"longer: {branch} --run.steps N goes on from before the cooldown"
-    cooled_down = f"{branch} --optim.schedule wsd --run.steps {steps + max(1, steps // 4)}"
-    return f"longer: the same command with a larger run.steps; cooled down: {cooled_down}"
+    twice_as_long = replace(config, run=replace(config.run, steps=2 * steps))
+    step, name = first_difference(twice_as_long, config, stable)
+    if step < stable:
+        return f"longer: another run, since {name} follows run.steps ({steps}); {SAME_HALF_LIFE}"
+    origin = newest_origin(folder, stable, config.run.branch_from)
+    if stable == steps:
+        longer = "longer: the same command with a larger run.steps"
+        if origin is None:
+            return longer
+        cooled_down = f"--optim.schedule wsd --run.steps {steps + max(1, steps // 4)}"
+        return f"{longer}; cooled down: {options_of_branch(origin)} {cooled_down}"
+    if origin is None:
+        return "longer: another run, since no checkpoint from before the cooldown is there (run.keep_at keeps some)"
+    return f"longer: {options_of_branch(origin)} --run.steps N goes on from before the cooldown"

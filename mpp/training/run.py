@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, release_memory
 
-from mpp.config import DataConfig
+from mpp.config import DataConfig, RunConfig
 from mpp.config.imports import IMPORTS_FILE
 from mpp.config.keys import changed_settings
 from mpp.config.saved import to_yaml
@@ -32,8 +32,8 @@ from mpp.runtime.processes import TRAINING_TIMEOUT, broadcast_from_main, on_main
 from mpp.runtime.signals import Preemption
 from mpp.runtime.start import check_alike, start
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
-from mpp.training.branch import begin_branch, first_folder
-from mpp.training.checkpoint import clear_partial_checkpoints
+from mpp.training.branch import begin_branch, first_folder, origin_of
+from mpp.training.checkpoint import clear_partial_checkpoints, kept_steps, newest_step
 from mpp.training.compilation import compiled_before, describe_compiling, explaining_failures, is_compiled
 from mpp.training.flops import flops_of_step
 from mpp.training.growth import describe_growth
@@ -104,10 +104,10 @@ def resolve_config(config: Any, accelerator: Accelerator) -> Any:
     saved = saved_settings(origin)
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     compiled = all(gather_object([is_compiled(config.run, accelerator.device, compiled_before(origin))]))
-    branch_from = config.run.branch_from or saved.get("run", {}).get("branch_from")
-    run = replace(config.run, precision=precision, compile=compiled, branch_from=branch_from)
+    run = replace(config.run, precision=precision, compile=compiled, branch_from=origin_of(config))
+    run = replace(run, keep_at=steps_kept_for_good(run))
     optim = config.optim
-    if optim.warmup_steps is None:  # a run that grows keeps the number that it began with
+    if optim.warmup_steps is None and newest_step(origin):  # a run that grows keeps the number that it began with
         optim = replace(optim, warmup_steps=saved.get("optim", {}).get("warmup_steps"))
     resolved = replace(config, run=run, optim=optim.resolved(config.run.steps))
     if not hasattr(config, "model"):  # fine-tuning has an encoder instead
@@ -116,6 +116,15 @@ def resolve_config(config: Any, accelerator: Accelerator) -> Any:
         note("model.residual bf16 has no effect here: run.precision is fp32")
     measured = saved.get("model", {})  # when the run began
     return replace(resolved, model=config.model.with_moments(measured.get("mean"), measured.get("std")))
+
+
+def steps_kept_for_good(run: RunConfig) -> tuple[int, ...] | None:
+    """`run.keep_at`, with the steps of earlier commands whose checkpoints are there: those stay for good."""
+    folder = Path(run.dir)
+    before = (saved_settings(folder).get("run") or {}).get("keep_at") or ()
+    steps = {*(run.keep_at or ()), *set(before).intersection(kept_steps(folder))}
+    within = [step for step in sorted(steps) if step <= run.steps]  # fewer steps than are done are refused later
+    return tuple(within) or None
 
 
 def describe_overrides(config: Any) -> str:

@@ -27,10 +27,12 @@ from mpp.config.imports import IMPORTS_FILE, imports_as_json, refuse_other_code,
 from mpp.config.saved import Changes, changes_since, describe_changes, parse_saved, read_saved, to_yaml
 from mpp.data.data_path import is_local
 from mpp.errors import UserError
+from mpp.models.descriptions import exported_step
 from mpp.runtime import lock
 from mpp.runtime.files import partial_path, write_complete
 from mpp.runtime.output import printable
 from mpp.runtime.signals import MARKER
+from mpp.runtime.weights import ENCODER
 from mpp.training.checkpoint import newest_step
 from mpp.training.growth import GROWING_SETTINGS, refuse_other_rates
 from mpp.training.record import has_moved_images, path_after_move
@@ -130,8 +132,9 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def is_finished(folder: Path, steps: int) -> bool:
-    """Whether a run of so many steps is at its end, and its encoder written."""
-    return newest_step(folder) == steps and (folder / "encoder").is_dir()
+    """Whether a run of so many steps is at its end, with its encoder: one that grew may have an earlier one."""
+    encoder = folder / ENCODER
+    return newest_step(folder) == steps and encoder.is_dir() and exported_step(encoder) in (steps, None)
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:

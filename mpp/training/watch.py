@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.runtime.files import write_complete
+from mpp.training.growth import branch_point
 from mpp.training.health import Facts, RunWarning, find_warnings
 from mpp.training.log import Tracker, read_history
 from mpp.training.task import ImageTask
@@ -87,8 +88,15 @@ class Watch:
         self.tracker.log_text(step, "verdict", "\n\n".join([line, *listed]))
 
     def is_best(self) -> bool:
-        """Whether the evaluation that was logged last has the best features so far."""
-        return has_best_features(read_history(self.folder))
+        """Whether the evaluation that was logged last has the best features so far; of a branch, since it began.
+
+        The trunk's best encoder is in the trunk's folder, and may be of a later step.
+        """
+        history = read_history(self.folder)
+        if self.run.branch_from is not None:
+            _, first = branch_point(self.run.branch_from)
+            history = [line for line in history if line["step"] > first]
+        return has_best_features(history)
 
     def measure_facts(self) -> Facts:
         """Constants of the run that warnings need."""
