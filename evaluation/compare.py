@@ -20,6 +20,7 @@ from evaluation.comparison.entries import EncoderEntry, read_entries
 from evaluation.comparison.files import write_comparison
 from evaluation.comparison.reports import ResultRow, rows_of, with_interval
 from evaluation.comparison.run import evaluate_cases
+from evaluation.comparison.trunks import compute_of_trunks
 from evaluation.config import CompareConfig
 from mpp.config.parsing import parse
 from mpp.errors import UserError
@@ -49,7 +50,8 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         rows += [with_interval(row, case) for row in of_case]
     settings = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        results = write_comparison(folder, entries.questions, rows, settings, run_folders(entries.encoders))
+        runs = run_folders(entries.encoders)
+        results = write_comparison(folder, entries.questions, rows, settings, runs, compute_of_trunks(cases))
     if failures:
         raise UserError(f"{len(failures)} of {len(cases)} evaluations failed, such as {failures[0]}")
     return results

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from evaluation.comparison.branches import check_branch, parting_step
 from evaluation.comparison.entries import (
     DatasetEntry,
     EncoderEntry,
@@ -38,6 +39,10 @@ class Encoder:
     """Settings of the command that trains it, as the entry has them; None: the entry does not train it."""
     teacher: "Encoder | None" = None
     """The encoder whose features its training predicts, where that is one of the comparison."""
+    trunk: "Encoder | None" = None
+    """The encoder that its training goes on from, where its entry is a branch."""
+    branches: tuple["Encoder", ...] = ()
+    """The encoders whose training goes on from it."""
 
     @property
     def path(self) -> Path:
@@ -81,8 +86,8 @@ def cases_of(entries: Entries) -> list[Case]:
     """All cases that the questions ask for, each once: those of all first seeds come before those of second seeds.
 
     Raises:
-        UserError: a question about an unknown name, names that are alike in file names, or an encoder that would be its
-            own teacher.
+        UserError: a question about an unknown name, names that are alike in file names, an encoder that would be its
+            own teacher, or one that cannot branch from its trunk.
     """
     encoders = encoders_of(entries.encoders)
     cases: dict[str, Case] = {}
@@ -135,16 +140,45 @@ def fits(entry: EncoderEntry, evaluation: EvaluationEntry) -> bool:
 
 
 def encoders_of(entries: list[EncoderEntry]) -> dict[tuple[str, int], Encoder]:
-    """The encoders of all entries, with their teachers, by name of the entry and seed.
+    """The encoders of all entries, with their teachers and trunks, by name of the entry and seed.
 
     Raises:
-        UserError: an encoder would be its own teacher.
+        UserError: an encoder would be its own teacher, or cannot branch from its trunk.
     """
     alone = [Encoder(entry, seed, training_settings(entry, seed)) for entry in entries for seed in entry.seeds]
-    trained = [encoder for encoder in alone if encoder.settings is not None]
+    encoders = with_trunks(alone)
+    trained = [encoder for encoder in encoders if encoder.settings is not None]
     trained.sort(key=lambda encoder: not encoder.entry.random)  # of the same folder, the one with learned weights
     by_path = {encoder.path: encoder for encoder in trained}
-    return {(encoder.entry.name, encoder.seed): with_teacher(encoder, by_path) for encoder in alone}
+    return {(encoder.entry.name, encoder.seed): with_teacher(encoder, by_path) for encoder in encoders}
+
+
+def with_trunks(alone: list[Encoder]) -> list[Encoder]:
+    """The encoders, those that branch with their trunk, and all of a trunk's folder with its branches."""
+    by_name = {(encoder.entry.name, encoder.seed): encoder for encoder in alone}
+    branches: dict[Path, list[Encoder]] = {}
+    for encoder in alone:
+        if encoder.entry.branch_of is not None:
+            trunk = by_name.get((encoder.entry.branch_of, encoder.seed))
+            allowed = f"among the seeds of its trunk, {encoder.entry.branch_of}"
+            require(trunk is not None, f"encoders: {encoder.entry.name}: seeds", encoder.seed, allowed)
+            check_lengths(encoder, trunk)
+            branches.setdefault(trunk.path, []).append(encoder)
+    trunks = {}
+    for key, encoder in by_name.items():
+        trunks[key] = replace(encoder, branches=tuple(branches.get(encoder.path, ())))
+    linked = []
+    for encoder in trunks.values():
+        name = encoder.entry.branch_of
+        linked.append(encoder if name is None else replace(encoder, trunk=trunks[name, encoder.seed]))
+    return linked
+
+
+def check_lengths(branch: Encoder, trunk: Encoder) -> None:
+    """Raise UserError if an encoder cannot branch from its trunk, as far as that is known before images are loaded."""
+    of_settings = branch.entry.compute is None and trunk.entry.compute is None
+    check = parting_step if of_settings else check_branch
+    check(branch.settings, trunk.settings, f"encoders: {branch.entry.name}")
 
 
 def with_teacher(encoder: Encoder, trained: dict[Path, Encoder], students: tuple[Path, ...] = ()) -> Encoder:
@@ -152,14 +186,17 @@ def with_teacher(encoder: Encoder, trained: dict[Path, Encoder], students: tuple
 
     Args:
         trained: encoders by their paths.
-        students: paths of the encoders that it teaches, directly or not.
+        students: paths of the encoders that it teaches, or is the trunk of, directly or not.
     """
     if encoder.path in students:
         raise UserError(f"{encoder.path} would be taught by itself; objective.teacher must be another encoder")
+    above = (*students, encoder.path)
+    if encoder.trunk is not None:
+        encoder = replace(encoder, trunk=with_teacher(encoder.trunk, trained, above))
     teacher = trained.get(teacher_folder(encoder.settings))
     if teacher is None:
         return encoder
-    return replace(encoder, teacher=with_teacher(teacher, trained, (*students, encoder.path)))
+    return replace(encoder, teacher=with_teacher(teacher, trained, above))
 
 
 def training_settings(entry: EncoderEntry, seed: int) -> Any | None:

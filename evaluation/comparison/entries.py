@@ -15,6 +15,8 @@ Options = dict[str, Any]
 
 MEASURED_AXES = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
 """Values of a question's `x` that are measured, and the labels of their axes."""
+OF_TRUNK = {"run.steps", "run.keep_at", "run.branch_from"}
+"""Settings of a trunk that its branches do not take over."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class EncoderEntry:
     """Settings of that command."""
     compute: float | None = None
     """PFLOP that the training executes; the number of steps follows. null: as many steps as its settings say."""
+    branch_of: str | None = None
+    """Another entry, the trunk: the training goes on from a checkpoint of the trunk at the same seed, with the trunk's
+    train_options where it has none, but for the length. The result is that of training it separately."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ def read_entries(config: CompareConfig) -> Entries:
     for evaluation in evaluations:
         allowed = " or ".join(EVALUATIONS)
         require(evaluation.command in EVALUATIONS, "evaluations: command", evaluation.command, allowed)
+    encoders = [with_trunk(encoder, encoders) for encoder in encoders]
     for encoder in encoders:
         check_encoder(encoder, encoders)
     return Entries([with_training(encoder, encoders) for encoder in encoders], evaluations, datasets, questions)
@@ -148,6 +154,30 @@ def typed_entry(kind: type[EntryT], value: dict[str, Any], key: str) -> EntryT:
     return entry
 
 
+def with_trunk(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> EncoderEntry:
+    """The entry, with the training of its trunk where it is a branch, but for the length.
+
+    Raises:
+        UserError: the other entry cannot be a trunk, or this one no branch of it.
+    """
+    if entry.branch_of is None:
+        return entry
+    key = f"encoders: {entry.name}"
+    possible = {other.name: other for other in others if other.train and not other.branch_of and not other.random}
+    allowed = f"an entry with train, neither random nor a branch ({', '.join(possible) or 'there is none'})"
+    require(entry.branch_of in possible, f"{key}: branch_of", entry.branch_of, allowed)
+    trunk = possible[entry.branch_of]
+    require(entry.train in (None, trunk.train), f"{key}: train", entry.train, f"{trunk.train}, as in {trunk.name}")
+    allowed = f"another folder than that of {trunk.name}"
+    require(entry.encoder != trunk.encoder, f"{key}: encoder", entry.encoder, allowed)
+    has_length = entry.compute is not None or "run.steps" in entry.train_options
+    require(has_length, f"{key}: train_options", entry.train_options, "with run.steps, or beside compute")
+    given = entry.train_options.get("run.branch_from")
+    require(given is None, f"{key}: run.branch_from", given, "left out: it follows from branch_of")
+    shared = {name: value for name, value in trunk.train_options.items() if name not in OF_TRUNK}
+    return replace(entry, train=trunk.train, train_options=shared | entry.train_options)
+
+
 def check_encoder(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> None:
     """Raise UserError where an entry cannot be carried out, or another entry trains otherwise in its folder."""
     key = f"encoders: {entry.name}"
@@ -169,7 +199,8 @@ def check_encoder(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> None:
 
 def training_of(entry: EncoderEntry) -> dict[str, Any]:
     """The part of an entry that says how its encoder is trained."""
-    return {"train": entry.train, "train_options": entry.train_options, "compute": entry.compute}
+    names = ("train", "train_options", "compute", "branch_of")
+    return {name: getattr(entry, name) for name in names}
 
 
 def with_training(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> EncoderEntry:

@@ -34,9 +34,10 @@ from evaluation.comparison.tables import (
     spread,
     unique,
 )
+from evaluation.comparison.trunks import Compute, describe_trunks
 from evaluation.figures.style import DPI
 from evaluation.frozen.results import table, write_json
-from evaluation.pages.page import Link, Page, Section, Table, picture_of, write_page
+from evaluation.pages.page import Link, Page, Section, Table, Text, picture_of, write_page
 from mpp.runtime.files import write_complete
 from mpp.training.run_folder import REPORT_PAGE
 
@@ -70,6 +71,7 @@ def write_comparison(
     rows: list[ResultRow],
     settings: dict[str, Any],
     runs: Runs | None = None,
+    trunks: dict[str, Compute] | None = None,
 ) -> dict[str, Any]:
     """Write results.json, table.md, the plots and a page, and print the tables.
 
@@ -77,6 +79,7 @@ def write_comparison(
         rows: all results.
         settings: the config's entries.
         runs: run folders whose reports the page leads to.
+        trunks: the compute that each trunk and its branches took.
     Returns:
         `results`, the rows, and `summary`: question -> numbers.
     """
@@ -86,15 +89,20 @@ def write_comparison(
     summary = {answer.question.name: answer.numbers for answer in answers}
     versions = {"python": platform.python_version()} | {name: version(name) for name in RECORDED_LIBRARIES}
     results = {"summary": summary, "results": rows, "versions": versions, "settings": settings}
+    if trunks:
+        results["trunks"] = trunks
     write_json(folder / "results.json", results)
-    text = text_of(answers)
+    text = "\n\n".join([text_of(answers), *describe_trunks(trunks or {})])
     write_complete(folder / "table.md", f"{text}\n")
     plots = []
     for answer in answers:
         if answer.plot is not None:
             plots.append(f"{answer.question.name}.png")
             answer.plot.savefig(folder / plots[-1], dpi=DPI)
-    write_page(folder / REPORT_PAGE, page_of(folder, rows, answers, versions, runs or {}))
+    page = page_of(folder, rows, answers, versions, runs or {})
+    if trunks:
+        page.sections = [*page.sections, section_of_trunks(trunks)]
+    write_page(folder / REPORT_PAGE, page)
     print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', REPORT_PAGE, *plots])}; see reports/")
     return {"results": rows, "summary": summary}
 
@@ -148,6 +156,13 @@ def page_of(
     subtitle = f"{len(unique(rows, 'encoder'))} encoders, {len(tested)} results on test images"
     verdict = verdict or [("No results yet", None)]
     return Page(f"{folder}: a comparison", subtitle, verdict, warnings, [*filled, about], missing)
+
+
+def section_of_trunks(trunks: dict[str, Compute]) -> Section:
+    """The compute of each trunk and its branches, and a caution."""
+    caution = "At each seed, the points of a trunk share its steps: they are correlated."
+    texts = [Text(line) for line in (*describe_trunks(trunks), caution)]
+    return Section("trunks", "Compute of trunks and branches", texts)
 
 
 def section_of(answer: Answer, name: str, folder: Path, runs: Runs) -> Section:

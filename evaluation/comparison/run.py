@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from evaluation.comparison.branches import parting_step
 from evaluation.comparison.cases import Case, Encoder, evaluation_settings
 from evaluation.comparison.digests import digest_of, identity, provenance
 from evaluation.comparison.reports import divergence_of, read_report, report_of
@@ -25,6 +26,8 @@ from mpp.errors import Diverged, Unavailable, UserError
 from mpp.runtime.command import user_message
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.messages import note
+from mpp.training.checkpoint import kept_steps, newest_step
+from mpp.training.log import read_history
 from mpp.training.record import read_record
 from mpp.training.run import fingerprint_first_weights, train
 from mpp.training.run_folder import is_finished
@@ -108,10 +111,10 @@ def settings_to_evaluate(case: Case, folder: Path) -> Any:
 
 
 def train_encoder(encoder: Encoder, folder: Path) -> None:
-    """Train an encoder, its teacher first; a finished run is left as it is, an interrupted one continues.
+    """Train an encoder, its teacher and its trunk first; a finished run is left as it is, an interrupted one continues.
 
     Raises:
-        Held: another process trains it, or its teacher.
+        Held: another process trains it, its teacher or its trunk.
         Diverged: the training did, now or before.
     """
     if encoder.teacher is not None:
@@ -126,38 +129,78 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
     if not is_finished(run_folder, config.run.steps):
         forget_features()
     try:
-        train_unless_diverged(encoder, config, divergence_of(encoder, folder))
+        train_unless_diverged(encoder, config, folder)
     except Diverged as error:
         if encoder.entry.random:  # it takes the architecture from there, but no weights
             raise UserError(f"{run_folder} has no encoder to take the architecture of: {error}") from error
         raise
 
 
-def train_unless_diverged(encoder: Encoder, config: Any, divergence: Path) -> None:
-    """Train by these settings.
+def train_unless_diverged(encoder: Encoder, config: Any, folder: Path) -> None:
+    """Train by these settings; a file says it if the training diverges.
 
-    Args:
-        divergence: the file that says that the training diverged; it is written when it does.
     Raises:
         Diverged: the training did, now or before.
     """
+    divergence = divergence_of(encoder, folder)
     if divergence.is_file():
         message = json.loads(divergence.read_text(encoding="utf-8"))["diverged"]
         raise Diverged(f"{message} ({divergence} says so; delete it to try again)")
     try:
+        if encoder.trunk is not None and not newest_step(Path(config.run.dir)):
+            config = branch_from_trunk(encoder, config, folder)
         train(config, TRAININGS[encoder.entry.train].build_task)
     except Diverged as error:
         write_json(divergence, {"diverged": str(error)})
         raise
 
 
+def branch_from_trunk(encoder: Encoder, config: Any, folder: Path) -> Any:
+    """A branch's settings with the checkpoint that it goes on from. Its trunk is trained first, to the trunk's end.
+
+    Raises:
+        Held: another process trains the trunk.
+        Diverged: the trunk did, before the branch parts from it.
+        UserError: the trunk was trained without a checkpoint that the branch can go on from.
+    """
+    of_trunk = settings_to_train(encoder.trunk)
+    trunk = Path(of_trunk.run.dir)
+    parting = parting_step(config, of_trunk, f"encoders: {encoder.entry.name}")
+    try:
+        train_encoder(encoder.trunk, folder)
+    except Diverged as error:
+        if not is_past(trunk, parting):
+            raise Diverged(f"{trunk}, which it branches from: {error}") from error
+    where = f"step {parting}, where {encoder.path} parts from it"
+    kept = [step for step in kept_steps(trunk) if step <= parting]
+    if not kept:
+        raise UserError(f"{trunk} has no checkpoint up to {where}; rm -r {trunk}, and the same command makes it anew")
+    if kept[-1] < parting:
+        note(f"{trunk} has no checkpoint after {where}; the branch repeats the steps from {kept[-1]} on")
+    return replace(config, run=replace(config.run, branch_from=f"{trunk}@{kept[-1]}"))
+
+
+def is_past(run: Path, step: int) -> bool:
+    """Whether a run got through this step, by its checkpoints and its metrics."""
+    logged = [line["step"] for line in read_history(run)]
+    return newest_step(run) >= step or max(logged, default=0) > step
+
+
 @cache
 def settings_to_train(encoder: Encoder) -> Any:
-    """Settings of an encoder's training, with as many steps as its compute allows: to know these, images are loaded."""
+    """Settings of an encoder's training, with as many steps as its compute allows: to know these, images are loaded.
+
+    A trunk keeps the checkpoints that its branches go on from.
+    """
     config = encoder.settings
     if encoder.entry.compute is not None:
         config = with_compute(encoder.entry.train, config, encoder.entry.compute)
-    return replace(config, optim=config.optim.resolved(config.run.steps))
+    config = replace(config, optim=config.optim.resolved(config.run.steps))
+    partings = set(config.run.keep_at or ())
+    for branch in encoder.branches:
+        partings.add(parting_step(settings_to_train(branch), config, f"encoders: {branch.entry.name}"))
+    keep_at = tuple(sorted(partings)) or None
+    return replace(config, run=replace(config.run, keep_at=keep_at))
 
 
 def check_beginning(encoder: Encoder) -> None:

@@ -19,8 +19,10 @@ from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
+from mpp.training.branch import branch_point
 from mpp.training.flops import flops_of_step
 from mpp.training.log import last_scalars
+from mpp.training.run_folder import saved_settings
 from mpp.training.task import ImageTask
 
 PETA = 1e15
@@ -76,7 +78,7 @@ def teacher_folder(config: Any) -> Path | None:
 
 
 def executed_pflop(run: Path) -> float:
-    """PFLOP that a run, its teacher and the run that it began from executed.
+    """PFLOP that a run, its teacher and the run that it began from executed. A branch's count from its first step on.
 
     Raises:
         UserError: one of them has no record of it.
@@ -88,3 +90,15 @@ def executed_pflop(run: Path) -> float:
         if not published:
             ancestors.append(executed_pflop(find_run(encoder) or Path(encoder)))
     return own + sum(ancestors)
+
+
+def pflop_without_trunk(run: Path) -> float:
+    """PFLOP that a run executed itself: a branch without the steps of the trunk that it went on from.
+
+    Raises:
+        UserError: there is no record of it.
+    """
+    last = last_scalars(run, "compute/pflop")
+    branch_from = (saved_settings(run).get("run") or {}).get("branch_from")
+    taken = branch_point(branch_from)[1] if branch_from else 0
+    return last["compute/pflop"] * (1 - taken / last["step"])

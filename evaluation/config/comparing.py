@@ -57,7 +57,8 @@ class CompareConfig:
     dir: str = "runs/compare"
     """Folder of results.json, table.md, the plots, and each evaluation's report."""
     encoders: tuple[dict[str, Any], ...] = ()
-    """Rows: {name, encoder, random, options, seeds, train, train_options, compute}; name and encoder are needed."""
+    """Rows: {name, encoder, random, options, seeds, train, train_options, compute, branch_of}; name and encoder are
+    needed."""
     evaluations: tuple[dict[str, Any], ...] = ()
     """{name, command, options}: command is fewshot, knn, linear, segmentation, finetune, masked, or one of yours."""
     datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)

@@ -1,0 +1,54 @@
+"""Branches of a comparison: an encoder that goes on from a checkpoint of another one, its trunk, at the same seed.
+
+It ends with the bits of a run that was never interrupted (mpp/training/growth.py), and is known by that run's digest.
+"""
+
+from typing import Any
+
+from mpp.config import require
+from mpp.config.checks import describe_value
+from mpp.config.keys import flatten, iterate_settings
+from mpp.training.growth import GROWING_SETTINGS
+
+
+def check_branch(config: Any, trunk: Any, key: str) -> None:
+    """Raise UserError if a training cannot branch from another one, whatever their lengths are.
+
+    Args:
+        key: of the branch's entry, for messages.
+    """
+    before = flatten(trunk)
+    for name, field, value in iterate_settings(config):
+        if not field.metadata.get("operational") and name not in GROWING_SETTINGS:
+            allowed = f"{describe_value(before[name])}, as in its trunk"
+            require(value == before[name], f"{key}: {name}", describe_value(value), allowed)
+    for which, each in (("", config), ("its trunk's ", trunk)):
+        stable = each.optim.stable_steps(each.run.steps)
+        allowed = "wsd or constant: the rate of the others always falls"
+        require(stable is not None, f"{key}: {which}optim.schedule", each.optim.schedule, allowed)
+    objective = getattr(config, "objective", None)
+    if objective is not None and objective.moves_teacher:
+        start, end = objective.half_life
+        allowed = "two equal numbers of steps, such as [40, 40]: shares depend on the length of a run"
+        require(start == end >= 1, f"{key}: objective.half_life", list(objective.half_life), allowed)
+
+
+def parting_step(config: Any, trunk: Any, key: str) -> int:
+    """The step up to which a training and its trunk are one: where the first of them begins its cooldown, or ends.
+
+    Args:
+        config, trunk: settings with the numbers of steps that are carried out.
+        key: of the branch's entry, for messages.
+    Raises:
+        UserError: there is no such step.
+    """
+    check_branch(config, trunk, key)
+    warmup = config.optim.warmup(config.run.steps)
+    of_trunk = trunk.optim.warmup(trunk.run.steps)
+    allowed = f"{of_trunk}, as in its trunk: give both the same number"
+    require(warmup == of_trunk, f"{key}: optim.warmup_steps", warmup, allowed)
+    stable = min(each.optim.stable_steps(each.run.steps) for each in (config, trunk))
+    step = min(stable, config.run.steps - 1)  # the last step is the branch's own: it logs and evaluates there
+    allowed = "more, or optim.cooldown less: no step comes before the cooldown"
+    require(step > 0, f"{key}: run.steps", config.run.steps, allowed)
+    return step
