@@ -36,10 +36,10 @@ from evaluation.predictions.page import RowImages, Thumbnail, write_predictions_
 from evaluation.predictions.pixels import PixelRows
 from evaluation.predictions.summary import outcomes_by_split, print_summary, read_predictions, summarize
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
-from evaluation.tables.images import identify_splits, load_all_images
+from evaluation.tables.images import folder_of, identify_splits, load_all_images
 from evaluation.tables.parts import about_file, parts_folder, read_about, write_table
 from mpp.config import RunConfig, require
-from mpp.data.data_path import describe_source, is_local
+from mpp.data.data_path import describe_source
 from mpp.runtime.command import command
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
@@ -84,7 +84,7 @@ def predict_classes(
     labelled = has_known_labels(splits, classifier.class_names)
     network = FrozenClassifier(classifier).to(accelerator.device)
     top = min(config.top, classifier.classes)
-    rows = ClassRows(classifier, network, data, top, config.probabilities, labelled, accelerator)
+    rows = ClassRows(classifier, network, data, top, config.probabilities, labelled, folder_of(data), accelerator)
     about = describe_classifier(config, source, classifier, accelerator)
     out = Path(config.out)
     write_table(out, about | identify_splits(data, splits, labels=labelled), splits, rows.rows, "predictions")
@@ -112,8 +112,7 @@ def predict_pixels(
     is_new = not (out.exists() or parts_folder(out).exists())
     allowed = f"another: {masks} is there, and may hold the masks of other images"
     require(not (is_new and masks.exists()), "out", out, allowed)
-    root = Path(data.path).expanduser() if data.path and is_local(data.path) else None
-    rows = PixelRows(classifier, data, masks, overlays, root, accelerator)
+    rows = PixelRows(classifier, data, masks, overlays, folder_of(data), accelerator)
     about = {
         "weights": digest_network(torch.nn.ModuleList([classifier.encoder, classifier.reading])),
         "classes": classifier.class_names,

@@ -104,9 +104,9 @@ def test_a_fine_tuned_run_predicts_as_plain_timm_with_its_head(tuned, images, tm
     run = tuned / "lr_0.1"
     weights = load_file(next((run / "checkpoints").glob("*4")) / "model.safetensors")
     model = plain_model(run)
-    assert len(rows) == 12 and {row["file"] for row in rows} == {str(file) for file in images.rglob("*.png")}
+    assert len(rows) == 12 and {images / row["file"] for row in rows} == {*images.rglob("*.png")}
     for row in rows:
-        token = model.forward_features(plain_view(Path(row["file"])))[:, 0]
+        token = model.forward_features(plain_view(images / row["file"]))[:, 0]
         assert_is_predicted(row, token @ weights["head.weight"].T + weights["head.bias"])
     about = json.loads((tmp_path / "p.csv.json").read_text(encoding="utf-8"))
     assert about["classes"] == sorted(NAMES) and about["precision"] == "fp32" and about["images"] == 12
@@ -120,7 +120,7 @@ def test_a_kept_head_predicts_as_plain_timm_with_its_weights(probed, images, tmp
     model = plain_model(probed)
     for row in rows:
         (tokens,) = model.forward_intermediates(
-            plain_view(Path(row["file"])), indices=[0], norm=False, intermediates_only=True, output_fmt="NLC"
+            plain_view(images / row["file"]), indices=[0], norm=False, intermediates_only=True, output_fmt="NLC"
         )
         features = (tokens.mean(1) - weights["mean"]) / weights["std"]
         assert_is_predicted(row, features @ weights["classify.weight"].T + weights["classify.bias"])
@@ -186,12 +186,13 @@ def test_a_broken_image_is_named_and_the_others_are_predicted(probed, tmp_path, 
     broken.write_bytes(broken.read_bytes()[:60])
     after = read_csv(predict_to(tmp_path / "after.csv", head, images))
     error = capsys.readouterr().err
-    assert "1 images cannot be decoded, and have no prediction" in error and str(broken) in error
+    assert "1 images cannot be decoded, and have no prediction" in error and "owl/02, ü.png: " in error
     (row,) = [row for row in after if row["error"]]
-    assert row["file"] == str(broken) and row["class"] == row["probability"] == row["right"] == row["p_owl"] == ""
-    assert [each for each in after if each is not row] == [each for each in before if each["file"] != str(broken)]
+    name = "owl/02, ü.png"
+    assert row["file"] == name and row["class"] == row["probability"] == row["right"] == row["p_owl"] == ""
+    assert [each for each in after if each is not row] == [each for each in before if each["file"] != name]
     page = (tmp_path / "after.html").read_text(encoding="utf-8")
-    assert "1 images cannot be decoded" in page and str(broken) in page
+    assert "1 images cannot be decoded" in page and name in page
 
 
 def test_labels_give_an_accuracy_and_unknown_ones_are_named(probed, tmp_path, capsys):
@@ -207,8 +208,10 @@ def test_labels_give_an_accuracy_and_unknown_ones_are_named(probed, tmp_path, ca
     assert all(row["label"] == Path(row["file"]).parent.name for row in rows)
     said = capsys.readouterr()
     low, high = wilson(sum(right), 14)
-    assert f"train: accuracy {100 * np.mean(right):.1f} ({100 * low:.1f} to {100 * high:.1f})" in said.out
-    assert "% of 14 labelled images" in said.out
+    assert (
+        f"train, 14 labelled images (%): accuracy {100 * np.mean(right):.1f} ({100 * low:.1f} to {100 * high:.1f})"
+        in said.out
+    )
     assert "the classifier does not know zebra: images with such a label count as wrong" in said.err
     about = json.loads((tmp_path / "p.csv.json").read_text(encoding="utf-8"))
     figures = about["figures"]["train"]
@@ -237,7 +240,7 @@ def test_a_list_of_images_is_predicted_without_labels(probed, images, tmp_path):
         writer.writerows([file.name, "river, north"] for file in files[:7])
     head = probed / "evaluation" / "birds_head"
     rows = read_csv(predict_to(tmp_path / "p.csv", head, flat, f"--data.labels={tmp_path / 'sites.csv'}"))
-    assert [Path(row["file"]).name for row in rows] == sorted(file.name for file in files[:7])
+    assert [row["file"] for row in rows] == sorted(file.name for file in files[:7])
     assert all(row["class"] in NAMES for row in rows) and "label" not in rows[0]
 
 
@@ -345,7 +348,7 @@ def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
         "a&lt;b&gt; 70% · 4&amp;.png",
         "c 60% · 1&amp;.png",
     ]
-    assert "new: accuracy 33.3 (" in page and "% of 3 labelled images" in page and "Beside the labels of new" in page
+    assert "new, 3 labelled images (%): accuracy 33.3 (" in page and "Beside the labels of new" in page
     assert "<b>" not in page
 
 

@@ -49,7 +49,7 @@ def predict_to(out: Path, head: Path, images: Path, *options: str) -> dict[str, 
     """The rows of the table by the names of files."""
     predict.main([f"--classifier={head}", f"--data.path={images}", f"--out={out}", *FAST, *options])
     with out.open(encoding="utf-8", newline="") as opened:
-        return {str(Path(row["file"]).relative_to(images)): row for row in csv.DictReader(opened)}
+        return {row["file"]: row for row in csv.DictReader(opened)}
 
 
 @torch.no_grad()

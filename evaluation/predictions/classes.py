@@ -6,6 +6,7 @@ n images, C classes, K of them named for each image.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,10 @@ from torch import Tensor
 
 from evaluation.config import ProbeDataConfig
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
-from evaluation.tables.images import ViewsOrErrors, read_batches, stack_crops
+from evaluation.tables.images import ViewsOrErrors, name_in_folder, read_batches, stack_crops
 from mpp.data.crops import centre_crop
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.messages import shortened, warn
-from mpp.runtime.output import printable
 
 PROBABILITY_PREFIX = "p_"
 """Of the columns with the probability of each class; the class's name follows."""
@@ -38,6 +38,8 @@ class ClassRows:
     probabilities: bool
     labelled: bool
     """Whether the images have labels that are classes of the classifier."""
+    folder: Path | None
+    """Where the images are: see `folder_of`."""
     accelerator: Accelerator
 
     def rows(self, images: ImageDataset, indices: range, on_images: Callable[[int], Any]) -> pa.Table:
@@ -67,7 +69,7 @@ class ClassRows:
         order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.top].numpy()
         names = np.array(self.classifier.class_names, object)
         columns: dict[str, pa.Array] = {
-            "file": pa.array([printable(images.image_name(index)) for index in indices], pa.string()),
+            "file": pa.array([name_in_folder(images, index, self.folder) for index in indices], pa.string()),
             "split": pa.array([images.split] * len(indices), pa.string()),
         }
         for place, numbers in enumerate(order.T, 1):

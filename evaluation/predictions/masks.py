@@ -71,19 +71,19 @@ def write_classes(folder: Path, numbers: Sequence[int], names: Sequence[str]) ->
     write_complete(folder / CLASSES_FILE, json.dumps(classes, indent=1, ensure_ascii=False))
 
 
-def place_of_image(cell: Any, split: str, index: int, root: Path | None) -> Path:
+def place_of_image(cell: Any, split: str, index: int, folder: Path | None) -> Path:
     """Where the files of an image are, within their folder: as it lies in its own, or by its split and index.
 
     The whole file name is kept: `1.jpg` and `1.png` are two images.
 
     Args:
         cell: of the image's column.
-        root: the folder of the images; None: they are in no folder.
+        folder: where the images are; None: elsewhere.
     """
     path = cell.get("path") if isinstance(cell, dict) and cell.get("bytes") is None else None
-    if path and root is not None:
+    if path and folder is not None:
         path = decode_path(path)
         file = Path(path).absolute()
-        if not is_member_path(path) and "://" not in path and file.is_relative_to(root.absolute()):
-            return file.relative_to(root.absolute())
+        if not is_member_path(path) and "://" not in path and file.is_relative_to(folder):
+            return file.relative_to(folder)
     return Path(split) / f"{index:09d}"

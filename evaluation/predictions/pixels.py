@@ -29,7 +29,7 @@ from evaluation.patches.features import patch_features
 from evaluation.patches.readings import PIXEL_LOGITS_PER_BLOCK, LinearReading, upsample
 from evaluation.predictions.masks import place_of_image, write_mask, write_overlay
 from evaluation.predictions.summary import SHARE_PREFIX
-from evaluation.tables.images import ViewsOrErrors, read_batches
+from evaluation.tables.images import ViewsOrErrors, name_in_folder, read_batches
 from mpp.config import ImageSize
 from mpp.data.crops import MAX_RELATIVE_ASPECT, covering_size, to_8_bits
 from mpp.data.dataset import ImageDataset
@@ -148,8 +148,8 @@ class PixelRows:
     """Folder of the masks, beside the table."""
     overlays: Path | None
     """Folder of the overlays, beside the table; None: there are none."""
-    root: Path | None
-    """See `place_of_image`."""
+    folder: Path | None
+    """Where the images are: see `folder_of`."""
     accelerator: Accelerator
 
     def rows(self, images: ImageDataset, indices: range, on_images: Callable[[int], Any]) -> pa.Table:
@@ -160,7 +160,7 @@ class PixelRows:
         """
         rows = []
         for index, image, error in self.read(images, indices):
-            row = {"file": printable(images.image_name(index)), "split": images.split}
+            row = {"file": name_in_folder(images, index, self.folder), "split": images.split}
             rows.append(row | (self.write(images, index, image) if image is not None else {"error": error}))
             on_images(1)
         return pa.Table.from_pylist(rows, self.schema())
@@ -206,7 +206,7 @@ class PixelRows:
 
     def place(self, images: ImageDataset, index: int) -> Path:
         """Where the files of an image are in their folders."""
-        return place_of_image(images.rows[index][images.image_column], images.split, index, self.root)
+        return place_of_image(images.rows[index][images.image_column], images.split, index, self.folder)
 
     def schema(self) -> pa.Schema:
         """Names and types of the columns."""

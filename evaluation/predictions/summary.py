@@ -146,7 +146,7 @@ def describe_figures(summary: Mapping[str, Any]) -> Iterator[str]:
         for name, (value, low, high) in figures.items():
             interval = {"mean": value, "count": 1, "interval": (low, high)}
             parts.append(f"{KIND.headings[name]} {format_percent(interval)}")
-        yield f"{split}: {', '.join(parts)} % of {of_split['images']} labelled images"
+        yield f"{split}, {of_split['images']} labelled images (%): {', '.join(parts)}"
 
 
 def count_classes(predictions: Predictions) -> dict[str, dict[str, float]]:

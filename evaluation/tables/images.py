@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,14 @@ from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE
 from evaluation.frozen.run_images import LoadedSplits
 from mpp.config import HOW_READ
 from mpp.data.columns import find_image_column
-from mpp.data.data_path import describe_source
+from mpp.data.data_path import describe_source, is_local
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.identity import identify_images
 from mpp.data.sources import label_images, load_splits
 from mpp.data.workers import WatchedLoader, loader_processes, note_reading
 from mpp.errors import UnreadableImage
 from mpp.runtime.messages import tell
+from mpp.runtime.output import printable
 
 MAX_BROKEN_NAMED = 20
 
@@ -104,6 +106,19 @@ def stack_crops(samples: list[tuple[Tensor, str]]) -> tuple[Tensor, list[str]]:
     all_bytes = all(crop.dtype == torch.uint8 for crop in crops)
     dtype = torch.uint8 if all_bytes else torch.float32
     return torch.stack([crop.to(dtype) for crop in crops]), list(errors)
+
+
+def folder_of(data: ProbeDataConfig) -> Path | None:
+    """The folder, or file, of the images on this machine; None: they are elsewhere, or the package's birds."""
+    return Path(data.path).expanduser().absolute() if is_local(data.path) else None
+
+
+def name_in_folder(images: ImageDataset, index: int, folder: Path | None) -> str:
+    """The image's file from its folder on, as a list of images names it; of other images the name in messages."""
+    name = images.image_name(index)
+    if folder is not None and Path(name).absolute().is_relative_to(folder):
+        name = str(Path(name).absolute().relative_to(folder))
+    return printable(name)
 
 
 def identify_splits(data: ProbeDataConfig, splits: Sequence[ImageDataset], labels: bool = False) -> dict[str, Any]:
