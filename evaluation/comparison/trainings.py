@@ -19,8 +19,8 @@ from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
-from mpp.training.branch import branch_point
 from mpp.training.flops import flops_of_step
+from mpp.training.growth import branch_point
 from mpp.training.log import last_scalars
 from mpp.training.run_folder import saved_settings
 from mpp.training.task import ImageTask
