@@ -36,9 +36,13 @@ from mpp.runtime.command import command
 from mpp.runtime.messages import counted
 from mpp.runtime.resources import disk_shortage, free_disk
 from mpp.runtime.start import start_alone
+from mpp.training.branch import refuse_other_trunk
+from mpp.training.checkpoint import newest_step
 from mpp.training.feed import Feed
+from mpp.training.growth import branch_point
 from mpp.training.health import MAX_UNREADABLE_SHARE, Facts, find_warnings
 from mpp.training.history import RECENT_LINES
+from mpp.training.phases import Phases
 from mpp.training.run import resolve_config
 from mpp.training.run_folder import CHECK_CROPS, refuse_other_run
 from mpp.training.step import TrainingStep
@@ -85,6 +89,8 @@ def check(config: Config) -> Path:
     folder = Path(config.run.dir)
     config = resolve_config(config, accelerator)
     refuse_other_run(config, folder)
+    if config.run.branch_from is not None and not newest_step(folder):
+        refuse_other_trunk(config, *branch_point(config.run.branch_from))
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
     with deaths_explained():
         if config.model.needs_moments():
@@ -99,6 +105,7 @@ def check(config: Config) -> Path:
     print(f"images: {describe_source(config.data)}: {task.describe_images()}")
     print_images(task, surveyed)
     print_cost(config, precision, layout, timing)
+    print_phases(config)
     print_settings(config)
     for warning in warnings(task, config, surveyed, timing):
         print(f"warning: {warning}")
@@ -135,16 +142,21 @@ def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, l
     return Timing(seconds / steps, waiting / steps, memory / 1e9, *sizes), batches
 
 
+def checkpoints_on_disk(config: Config) -> int:
+    """The largest number of checkpoints that a run has at once: those that are kept, and the one being written."""
+    return config.run.keep_checkpoints + len(config.optim.steps_to_keep(config.run)) + 1
+
+
 def run_folder_bytes(config: Config, timing: Timing) -> int:
-    """Bytes of the checkpoints that are kept, of the one being written, and of the encoder."""
-    return timing.checkpoint * (config.run.keep_checkpoints + 1) + timing.encoder
+    """Bytes of the checkpoints on disk, and of the encoder."""
+    return timing.checkpoint * checkpoints_on_disk(config) + timing.encoder
 
 
 def disk_warnings(config: Config, timing: Timing) -> list[str]:
     """A warning where the run folder does not fit on its disk."""
     folder = Path(config.run.dir)
     try:
-        shortage = disk_shortage(folder, config.run.keep_checkpoints + 1, timing.checkpoint, timing.encoder)
+        shortage = disk_shortage(folder, checkpoints_on_disk(config), timing.checkpoint, timing.encoder)
     except UserError as error:  # with which the run itself would end
         shortage = str(error)
     return [shortage] if shortage else []
@@ -153,7 +165,15 @@ def disk_warnings(config: Config, timing: Timing) -> list[str]:
 def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing: Timing) -> list[str]:
     """Warnings before anything is trained: by the same rules and names as while a run trains, and some of settings."""
     optim, run = config.optim, config.run
-    facts = Facts(run.steps, optim.global_batch_size, optim.lr, optim.warmup(run.steps), optim.clip, **task.facts())
+    facts = Facts(
+        run.steps,
+        optim.global_batch_size,
+        optim.lr,
+        optim.warmup(run.steps),
+        optim.stable_steps(run.steps),
+        optim.clip,
+        **task.facts(),
+    )
     if surveyed:
         facts = replace(facts, duplicates=surveyed.duplicates, constant=surveyed.constant)
     waiting = timing.waiting / timing.step
@@ -169,7 +189,7 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing:
         low, high = SEARCHED.get(name, (-math.inf, math.inf))
         if not low <= value <= high:
             messages.append(
-                f"{name} is {value:g}, outside the range that was searched ({low:g} to {high:g}); "
+                f"{name} is {value:g}, outside the range that was searched ({low:g} to {high:g}{searched_by(config)}); "
                 "try half and double of optim.lr for a tenth of the steps first"
             )
     return messages
@@ -182,6 +202,11 @@ def searched_settings(config: Config) -> dict[str, float]:
         "run.steps": config.run.steps,
         f"optim.lr of {config.optim.name}": config.optim.lr,
     }
+
+
+def searched_by(config: Config) -> str:
+    """The schedule of the search, where the run has another: cosine's mean rate is half of a stable one."""
+    return "" if config.optim.schedule == "cosine" else ", with optim.schedule cosine"
 
 
 def print_images(task: Pretraining, surveyed: Survey | None) -> None:
@@ -218,17 +243,45 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
 def print_cost(config: Config, precision: str, layout: BatchLayout, timing: Timing) -> None:
     """Print time, memory and disk of a step and of the run, and a GPU's memory at the precision that was asked for."""
     free = free_disk(Path(config.run.dir))
+    left = config.run.steps - steps_done(config)
     rows = [
         ["a step", f"{timing.step:.4g} s"],
         ["of these it waits for images", f"{timing.waiting:.4g} s"],
         ["images/s", f"{layout.images / timing.step:.4g}"],
-        [f"{config.run.steps} steps of one process, without evaluations", duration(config.run.steps * timing.step)],
+        [f"{left} steps of one process, without evaluations", duration(left * timing.step)],
         ["memory of this process", f"{timing.memory:.3g} GB"],
         ["memory on a GPU, counted (mpp memory)", memory_on_a_gpu(config, precision, layout)],
         ["a checkpoint", f"{timing.checkpoint / 1e9:.3g} GB"],
         ["the run folder", f"{run_folder_bytes(config, timing) / 1e9:.2g} GB; {free / 1e9:.3g} GB are free"],
     ]
     print_table("Cost on this machine", rows)
+
+
+def steps_done(config: Config) -> int:
+    """Steps that a run need not take: those of its newest checkpoint, or of the trunk's that it is to begin from."""
+    done = newest_step(Path(config.run.dir))
+    if done or config.run.branch_from is None:
+        return done
+    _, step = branch_point(config.run.branch_from)
+    return step
+
+
+def print_phases(config: Config) -> None:
+    """Print where the cooldown begins and what the run branches from, if it does."""
+    run = config.run
+    phases = Phases(run.steps, config.optim.stable_steps(run.steps), run.branch_from)
+    rows = []
+    if run.branch_from is not None:
+        trunk, step = branch_point(run.branch_from)
+        copied = "has copied" if newest_step(Path(run.dir)) else "copies"
+        rows.append(["branch", f"{copied} the checkpoint of {trunk} after step {step} of {run.steps}"])
+    if phases.cooldown is not None:
+        cooling = run.steps - phases.cooldown
+        rows.append(["cooldown", f"the last {cooling} of {run.steps} steps, from step {phases.cooldown} on"])
+    elif phases.stable is not None:
+        rows.append(["cooldown", "none: the learning rate never falls; a branch cools down (optim.schedule wsd)"])
+    if rows:
+        print_table("Phases", rows)
 
 
 def memory_on_a_gpu(config: Config, precision: str, layout: BatchLayout) -> str:
@@ -251,7 +304,7 @@ def print_settings(config: Config) -> None:
         searched = "not searched"
         if name in SEARCHED:
             low, high = SEARCHED[name]
-            searched = f"searched from {low:g} to {high:g}"
+            searched = f"searched from {low:g} to {high:g}{searched_by(config)}"
         rows.append([f"{name} is {value:g}", searched])
     print_table("Small ViTs on the birds and on CIFAR-10 (configs/search.md)", rows)
 

@@ -22,6 +22,7 @@ from mpp.config import require
 from mpp.config.imports import require_imports
 from mpp.runtime.command import command
 from mpp.training.log import read_history
+from mpp.training.phases import saved_phases
 from mpp.training.run_folder import REPORT_PAGE
 from mpp.training.watch import read_verdict
 
@@ -39,7 +40,7 @@ def report(config: ReportConfig) -> Path:
     require(len(history) > 0, "encoder", folder, "a run that has logged something: its metrics.jsonl is empty or gone")
     missing: Missing = {}
     sections = [
-        Section("curves", "Curves", curves_of_run(history, missing)),
+        Section("curves", "Curves", curves_of_run(history, missing, saved_phases(folder).marks())),
         Section("features", "Evaluation of the features", features_blocks(config, folder, history, missing)),
         *picture_sections(config, folder, history, missing),
         Section("images", "Unreadable images", unreadable_blocks(folder)),

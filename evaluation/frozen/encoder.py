@@ -4,6 +4,7 @@ Vision Transformers, ResNets and hybrids from timm satisfy this contract; nothin
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +14,19 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig, ProbeDataConfig
+from evaluation.frozen.run_images import find_run
 from mpp.config import HOW_READ, ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at, stages
-from mpp.models.descriptions import is_named
+from mpp.models.descriptions import exported_step, is_named
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.timm_models import set_attention
 from mpp.palette import palette_for, sum_pixels
 from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.messages import note
+from mpp.runtime.weights import BEST, ENCODER
+from mpp.training.checkpoint import newest_step
+from mpp.training.phases import NOT_COOLED_DOWN, saved_phases
 
 CELLS_PER_SIDE = 8  # of the colour baselines
 BASELINE_SIZE = 64  # of the images that a colour baseline is shown, where nothing else is asked for
@@ -145,6 +151,8 @@ def load_frozen_encoder(
 
 def open_frozen_encoder(settings: EncoderConfig) -> FrozenEncoder | ColorBaseline:
     """Load the encoder that a command's settings name, for the channels of its images."""
+    if not settings.random and settings.checkpoint is None:
+        note_growth(settings.encoder)
     return load_frozen_encoder(
         settings.encoder,
         settings.checkpoint,
@@ -153,6 +161,22 @@ def open_frozen_encoder(settings: EncoderConfig) -> FrozenEncoder | ColorBaselin
         settings.seed,
         settings.data.channels,
     )
+
+
+def note_growth(encoder: str) -> None:
+    """Note that the run of an encoder has gone on since it was written, or that it is not cooled down."""
+    run = find_run(encoder)
+    folder = None if run is None else run / (BEST if Path(encoder).name == BEST else ENCODER)
+    if folder is None or not folder.is_dir():
+        return
+    phases = saved_phases(run)
+    newest = newest_step(run)
+    step = exported_step(folder) or newest
+    if folder.name == ENCODER and step < newest:
+        note(f"{folder} is of step {step}, and its run has gone on to step {newest}")
+    cooldown = phases.describe_cooldown(step)
+    if cooldown.startswith(NOT_COOLED_DOWN):
+        note(f"{folder} is {cooldown}: a branch of its run cools it down (run.branch_from)")
 
 
 def check_channels(encoder: FrozenEncoder, channels: int, setting: str = "encoder") -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -22,10 +23,17 @@ MAX_ROWS_OF_A_TABLE = 12
 PROBE_TITLES = {"knn": "kNN accuracy", "agreement": "Neighbours that agree between two crops"}
 Lines = dict[str, dict[float, float]]
 """Name -> x -> y."""
+Marks = dict[str, int]
+"""What begins at a step of a run -> that step."""
 
 
-def curves_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
-    """Loss, accuracy with its baselines, a teacher's targets, learning rate, gradient norm, speed, waiting."""
+def curves_of_run(history: History, missing: dict[str, str], marks: Marks) -> list[Chart]:
+    """Loss, accuracy with its baselines, a teacher's targets, learning rate, gradient norm, speed, waiting.
+
+    Args:
+        marks: steps that all charts mark, by what begins there.
+    """
+    chart_of = partial(chart_of_scalars, marks=marks)
     trained = after_training_began(history)
     accuracies = {
         "held out": "heldout/accuracy",
@@ -53,8 +61,9 @@ def curves_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
     return [each for each in charts if each]
 
 
-def features_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
+def features_of_run(history: History, missing: dict[str, str], marks: Marks) -> list[Chart]:
     """kNN accuracy (without labels: the neighbours' agreement) and effective rank, over steps and by depth."""
+    chart_of = partial(chart_of_scalars, marks=marks)
     group, lines = probe_lines(history)
     if not lines:
         missing["kNN, agreement, rank"] = "nothing was probed (probe.every)"
@@ -74,8 +83,14 @@ def features_of_run(history: History, missing: dict[str, str]) -> list[Chart]:
     return [each for each in charts if each]
 
 
-def chart_of(
-    title: str, history: History, scalars: dict[str, str], label: str, scale: str = "linear", percent: bool = False
+def chart_of_scalars(
+    title: str,
+    history: History,
+    scalars: dict[str, str],
+    label: str,
+    scale: str = "linear",
+    percent: bool = False,
+    marks: Marks | None = None,
 ) -> Chart | None:
     """A chart of scalars over steps, name of the line -> name of the scalar; None where none of them was logged."""
     lines: Lines = {}
@@ -85,7 +100,8 @@ def chart_of(
             lines[name] = dict(evenly_chosen(points, MAX_POINTS_OF_A_LINE))
     if not lines:
         return None
-    return chart(title, plot_series(lines, label, scale, percent), table_of(lines, "steps", percent))
+    figure = plot_series(lines, label, scale, percent, marks=marks)
+    return chart(title, figure, table_of(lines, "steps", percent))
 
 
 def chart_by_depth(title: str, lines: History, group: str) -> Chart:

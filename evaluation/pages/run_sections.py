@@ -21,6 +21,7 @@ from mpp.config.saved import parse_saved
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
 from mpp.training.history import History
+from mpp.training.phases import saved_phases
 from mpp.training.record import recorded_commit
 from mpp.training.run_folder import CONFIG_FILE, saved_settings
 
@@ -40,7 +41,7 @@ REPORTS_OF_TRAINING = ("supervised.json", "finetune.json")
 def features_blocks(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list[Block]:
     """kNN and rank by depth, and the results of the evaluation commands."""
     page_folder = Path(config.out).parent if config.out else folder
-    blocks: list[Block] = [*features_of_run(history, missing)]
+    blocks: list[Block] = [*features_of_run(history, missing, saved_phases(folder).marks())]
     rows = []
     details: list[Block] = []
     reports = [folder / name for name in REPORTS_OF_TRAINING if (folder / name).is_file()]
@@ -127,8 +128,12 @@ def config_class_of(settings: dict[str, Any]) -> type | None:
 
 
 def command_to_repeat(config: Any, folder: Path) -> str:
-    """The command that repeats a run beside its folder, with the precision and the data's revision of the run."""
+    """The command that repeats a run beside its folder, with the precision and the data's revision of the run.
+
+    A branch is repeated from its first step: the bits are the same, and its trunk may be gone.
+    """
     settings = changed(config)
+    settings.pop("run.branch_from", None)
     settings["run.precision"] = config.run.precision
     commit = recorded_commit(folder)
     if commit:

@@ -1,10 +1,15 @@
 """Sentences of a page on a run: what was trained, the verdict, and next steps."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from evaluation.pages.page import Link, Section
+from evaluation.pages.run_sections import COMMANDS, config_class_of
+from mpp.config.saved import parse_saved
+from mpp.errors import UserError
+from mpp.training.growth import describe_growth
 from mpp.training.history import (
     HOUR,
     History,
@@ -15,8 +20,9 @@ from mpp.training.history import (
     series,
     values_by_depth,
 )
+from mpp.training.phases import NOT_COOLED_DOWN, saved_phases
 from mpp.training.record import read_record
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import CONFIG_FILE, saved_settings
 from mpp.training.verdict import LOSS_FALLS, describe_features, describe_prediction, describe_trend, duration, percent
 from mpp.training.watch import read_verdict
 
@@ -82,7 +88,8 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
     """Sentences of the verdict, each with a link to the section of the page that shows it."""
     steps = group_of(saved_settings(folder), "run").get("steps")
     facts = read_verdict(folder).get("facts", {})
-    trend = describe_trend(history, facts.get("moving", False))
+    phases = saved_phases(folder)
+    trend = describe_trend(history, facts.get("moving", False), phases.cooldown)
     finished = not isinstance(steps, int) or last_step(history) >= steps
     unfinished = "" if finished else f"The run is not finished: it logged {last_step(history):,} of {steps:,} steps"
     sentences = [  # and the name of the section
@@ -90,6 +97,8 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
         (describe_prediction(history), "curves"),
         (describe_features(history), "features"),
         (trend, "curves"),
+        (phases.describe_cooldown(last_step(history)), "curves"),
+        (phases.describe_branch(), "curves"),
     ]
     names = {section.name for section in sections}
     points: list[tuple[str, Link | None]] = []
@@ -114,12 +123,24 @@ def next_steps(folder: Path, history: History, finished: bool, trend: str) -> li
     if not finished:
         return ["the command that started the run continues it"]
     advice = []
-    if trend == LOSS_FALLS:
-        advice.append("train longer (run.steps): the held-out loss still falls")
+    if trend.startswith(LOSS_FALLS):
+        falls = "still falls" if trend == LOSS_FALLS else "was still falling before the cooldown"
+        advice.append(f"train longer, since the held-out loss {falls}: {advice_to_train_longer(folder)}")
+    elif saved_phases(folder).describe_cooldown(last_step(history)) == NOT_COOLED_DOWN:
+        advice.append(f"cool down before the features are compared, or train longer: {advice_to_train_longer(folder)}")
     advice += advice_on_features(folder, history)
     if advice:
         return advice
     return [f"evaluate the features with labels (mpp fewshot --encoder {folder}), or fine-tune (mpp finetune)"]
+
+
+def advice_to_train_longer(folder: Path) -> str:
+    """The command that goes on from a finished run, by its schedule."""
+    config_class = config_class_of(saved_settings(folder))
+    with suppress(UserError):
+        if config_class in COMMANDS:
+            return describe_growth(parse_saved(config_class, folder / CONFIG_FILE), folder)
+    return "raise run.steps"  # its config.yaml is not one of today's
 
 
 def advice_on_features(folder: Path, history: History) -> list[str]:

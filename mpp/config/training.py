@@ -42,11 +42,11 @@ class RunConfig:
     keep_checkpoints: int = setting(2, at_least=1, operational=True)
     """Number of the newest checkpoints that stay on disk."""
     keep_at: tuple[int, ...] | None = setting(None, at_least=1, listed=True, operational=True)
-    """Steps after which a checkpoint is written and always stays, so that a run can branch from it. With
-    optim.schedule wsd the one where the cooldown begins stays anyway."""
+    """Steps after which a checkpoint is written and always stays, so that a run can branch from it: also where a later
+    command does not repeat them. With optim.schedule wsd the one where the cooldown begins stays anyway."""
     keep_best: bool = setting(False, operational=True)
     """Keep the encoder whose features were best in `encoder_best`, beside the last: by kNN accuracy on the held-out
-    images or, without labels, by the neighbours' agreement."""
+    images or, without labels, by the neighbours' agreement. Of a branch, since it began."""
     report: bool = setting(True, operational=True)
     """Write a page on the run at its end, report.html: `mpp report`. Of fine-tuning: on each of its runs."""
     threads: int = setting(0, at_least=0, operational=True)

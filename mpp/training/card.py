@@ -8,6 +8,7 @@ from torch import nn
 from mpp.models.timm_models import has_class
 from mpp.models.vit import VariantViT
 from mpp.training.log import last_evaluation
+from mpp.training.phases import saved_phases
 
 HEAD_LEFT_OUT = "the classification head is left out"
 BOTH_HEADS_LEFT_OUT = "both heads are left out"
@@ -22,7 +23,7 @@ tags: [{tags}, mpp]
 
 # {name}: {kind}
 
-{model}. {method}.
+{model}. {method}.{phases}
 
 Images: {images}.
 
@@ -74,6 +75,7 @@ def model_card(
         tags="timm, image-feature-extraction" if learned_labels else "timm, image-feature-extraction, self-supervised",
         model=model,
         method=method,
+        phases=describe_phases(folder, scalars["step"]),
         images=images,
         imports=imports,
         tokens=describe_output(encoder),
@@ -81,6 +83,14 @@ def model_card(
         figures="\n".join(figures),
         settings=(folder / "config.yaml").read_text(encoding="utf-8"),
     )
+
+
+def describe_phases(folder: Path, done: int) -> str:
+    """A sentence on the cooldown and the trunk of a run after so many steps; "" where it has neither."""
+    phases = saved_phases(folder)
+    parts = [part for part in (phases.describe_branch(), phases.describe_cooldown(done)) if part]
+    sentence = ", ".join(parts)
+    return f" {sentence[0].upper()}{sentence[1:]}." if sentence else ""
 
 
 def describe_output(encoder: nn.Module) -> str:

@@ -122,20 +122,20 @@ def describe_growth(config: Any, folder: Path) -> str:
     stable = config.optim.stable_steps(steps)
     if stable is None:
         return (
-            f"longer: another run, since optim.schedule {schedule} ends with run.steps ({steps}); "
+            f"another run, since optim.schedule {schedule} ends with run.steps ({steps}); "
             "one with --optim.schedule wsd can go on"
         )
     twice_as_long = replace(config, run=replace(config.run, steps=2 * steps))
     step, name = first_difference(twice_as_long, config, stable)
     if step < stable:
-        return f"longer: another run, since {name} follows run.steps ({steps}); {SAME_HALF_LIFE}"
+        return f"another run, since {name} follows run.steps ({steps}); {SAME_HALF_LIFE}"
     origin = newest_origin(folder, stable, config.run.branch_from)
     if stable == steps:
-        longer = "longer: the same command with a larger run.steps"
+        longer = "the same command with a larger run.steps"
         if origin is None:
             return longer
         cooled_down = f"--optim.schedule wsd --run.steps {steps + max(1, steps // 4)}"
         return f"{longer}; cooled down: {options_of_branch(origin)} {cooled_down}"
     if origin is None:
-        return "longer: another run, since no checkpoint from before the cooldown is there (run.keep_at keeps some)"
-    return f"longer: {options_of_branch(origin)} --run.steps N goes on from before the cooldown"
+        return "another run, since no checkpoint from before the cooldown is there (run.keep_at keeps some)"
+    return f"{options_of_branch(origin)} --run.steps N goes on from before the cooldown"

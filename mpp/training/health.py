@@ -39,6 +39,8 @@ class Facts:
     """Base learning rate."""
     warmup: int = 0
     """Steps of learning-rate warm-up."""
+    stable: int | None = None
+    """Steps up to the cooldown, in which the rate does not fall; None: it falls all along, as with cosine."""
     clip: float | None = None
     """Largest norm of the gradient."""
     known: int = 0

@@ -78,7 +78,7 @@ def train(config: Any, build: Build) -> Path:
                 accelerator.print(compiling)
             build_and_train(resolved, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
-        accelerator.print(describe_growth(resolved, folder))
+        accelerator.print(f"longer: {describe_growth(resolved, folder)}")
         if config.run.report and accelerator.is_main_process:
             write_report(folder)
         if preemption.asked_of_any():

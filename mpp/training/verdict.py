@@ -16,6 +16,7 @@ from mpp.training.history import (
     series,
     values_by_depth,
 )
+from mpp.training.phases import NOT_COOLED_DOWN, Phases
 
 ACCURACY_BASELINES = {"heldout/largest_class": "largest class", "heldout/chance": "chance"}
 """Baselines of the accuracy of supervised and of contrastive training, and how they are called."""
@@ -46,15 +47,17 @@ def has_best_features(history: History) -> bool:
 
 
 def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str:
-    """A run in one line: prediction, features, trend, time left, warnings.
+    """A run in one line: prediction, features, trend, cooldown, time left, warnings.
 
     Args:
         warnings: their names.
     """
+    phases = Phases(facts.steps, facts.stable)
     parts = [
         describe_prediction(history),
         describe_features(history),
-        describe_trend(history, facts.moving),
+        describe_trend(history, facts.moving, phases.cooldown),
+        describe_missing_cooldown(history, phases),
         describe_time_left(history, facts),
     ]
     if facts.steps < FEWEST_STEPS:
@@ -113,20 +116,36 @@ def describe_features(history: History) -> str:
     return text
 
 
-def describe_trend(history: History, moving: bool) -> str:
+def describe_trend(history: History, moving: bool, cooldown: int | None = None) -> str:
     """Whether the held-out loss changed by half a percent since the evaluation before; "" where there is none.
 
     "" too where targets move (see `Facts`): they may be easier, or harder, than before.
+
+    Args:
+        cooldown: steps that are done when the cooldown begins; None: there is none. The loss falls faster in it,
+            whatever more steps would bring: the trend is then that of the evaluations before.
     """
-    losses = [line[EVALUATED] for line in evaluations(history)]
+    lines = evaluations(history)
+    cooling = bool(lines) and cooldown is not None and lines[-1]["step"] > cooldown
+    if cooling:
+        lines = [line for line in lines if line["step"] <= cooldown]
+    losses = [line[EVALUATED] for line in lines]
     if len(losses) < 2 or moving:
         return ""
     change = (losses[-1] - losses[-2]) / (abs(losses[-2]) or 1)
+    trend = LOSS_FLAT
     if change < -FLAT_LOSS_CHANGE:
-        return LOSS_FALLS
-    if change > FLAT_LOSS_CHANGE:
-        return LOSS_RISES
-    return LOSS_FLAT
+        trend = LOSS_FALLS
+    elif change > FLAT_LOSS_CHANGE:
+        trend = LOSS_RISES
+    return f"{trend} before the cooldown" if cooling else trend
+
+
+def describe_missing_cooldown(history: History, phases: Phases) -> str:
+    """That a run is not cooled down yet; "" where it is, or where its rate falls all along."""
+    done = int(history[-1]["step"]) if history else 0
+    text = phases.describe_cooldown(done)
+    return text if text.startswith(NOT_COOLED_DOWN) else ""
 
 
 def describe_time_left(history: History, facts: Facts) -> str:

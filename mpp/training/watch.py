@@ -108,6 +108,7 @@ class Watch:
             lr=self.optim.lr,
             clip=self.optim.clip,
             warmup=self.optim.warmup(self.run.steps),
+            stable=self.optim.stable_steps(self.run.steps),
             gpu_tflops=accelerator.num_processes * measure_tflops(accelerator.device, dtype),
             **self.task.facts(),
         )

@@ -1,0 +1,190 @@
+"""Readers of a run know its cooldown and its trunk: verdict, card, curves, advice, check, evaluations."""
+
+import base64
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_growth import WSD, encoder_of
+from test_verdict import FACTS, evaluation
+
+from evaluation import check
+from evaluation.config import EncoderConfig
+from evaluation.frozen.encoder import open_frozen_encoder
+from evaluation.pages.curves import curves_of_run
+from evaluation.pages.run_sections import command_to_repeat
+from evaluation.pages.run_words import next_steps, verdict_points
+from mpp.config import Config
+from mpp.config.parsing import parse
+from mpp.errors import UserError
+from mpp.training.log import read_history
+from mpp.training.phases import Phases, saved_phases
+from mpp.training.verdict import LOSS_FALLS, describe_trend, verdict
+
+CONSTANT = ("--optim.schedule=constant",)
+
+
+@pytest.mark.parametrize(
+    ("stable", "step", "said"),
+    [
+        (None, 1000, ""),  # cosine
+        (800, 800, "; not cooled down yet"),
+        (800, 900, "; not cooled down yet (cooling down since step 800)"),
+        (800, 1000, ""),
+        (1000, 1000, "; not cooled down yet"),  # constant
+    ],
+)
+def test_the_verdict_says_what_is_not_cooled_down_yet(stable, step, said):
+    facts = replace(FACTS, stable=stable)
+    line = verdict([evaluation(step)], facts)
+    assert line == verdict([evaluation(step)], FACTS) + said
+
+
+@pytest.mark.parametrize(
+    ("losses", "cooldown", "said"),
+    [
+        ([2.0, 1.9, 1.5], None, "held-out loss still falling"),
+        ([2.0, 1.9, 1.5], 900, "held-out loss still falling"),  # the cooldown is still to come
+        ([2.0, 2.0, 1.5], 600, "held-out loss flat before the cooldown"),
+        ([2.0, 1.9, 1.9], 600, "held-out loss still falling before the cooldown"),
+        ([2.0, 2.1, 1.5], 600, "held-out loss rising before the cooldown"),
+        ([2.0, 1.9, 1.5], 300, ""),  # one evaluation before it shows no trend
+    ],
+)
+def test_a_loss_that_falls_in_the_cooldown_is_no_reason_to_train_longer(losses, cooldown, said):
+    history = [evaluation(300 * (number + 1), loss) for number, loss in enumerate(losses)]
+    assert describe_trend(history, moving=False, cooldown=cooldown) == said
+
+
+def test_phases_in_words_and_as_marks():
+    branch = Phases(steps=1000, stable=800, branch_from="/data/runs/trunk@500")
+    assert branch.describe_cooldown(1000) == "cooled down from step 800 on"
+    assert branch.describe_branch() == "a branch of trunk from step 500 on"
+    assert branch.marks() == {"branch of trunk": 500, "cooldown": 800}
+    constant = Phases(steps=1000, stable=1000)
+    assert (constant.describe_cooldown(1000), constant.describe_branch()) == ("not cooled down yet", "")
+    assert constant.marks() == Phases(steps=1000).marks() == {}
+
+
+@pytest.mark.parametrize("run", ["", "run: 3", "run: {steps: x}", "run: {steps: 9, branch_from: trunk}"])
+@pytest.mark.parametrize("optim", ["", "optim: {}", "optim: {schedule: 3}", "optim: {schedule: wsd, cooldown: x}"])
+def test_settings_that_are_not_todays_have_no_phases(tmp_path, run, optim):
+    (tmp_path / "config.yaml").write_text(f"{run}\n{optim}\n")
+    assert saved_phases(tmp_path) == Phases()
+
+
+@pytest.fixture
+def trunk_and_branch(pretrain, tmp_path):
+    trunk = pretrain(*CONSTANT, "--run.eval_every=1", dir=tmp_path / "trunk")
+    return trunk, pretrain(*WSD, "--run.eval_every=1", f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+
+
+def test_the_card_says_how_the_run_ended(trunk_and_branch, trained):
+    trunk, branch = ((folder / "encoder" / "README.md").read_text() for folder in trunk_and_branch)
+    assert ". Not cooled down yet.\n" in trunk
+    assert ". A branch of trunk from step 2 on, cooled down from step 2 on.\n" in branch
+    assert "cooled" not in (trained / "encoder" / "README.md").read_text()
+
+
+def test_curves_mark_the_cooldown_and_the_trunk(trunk_and_branch):
+    _, branch = trunk_and_branch
+    charts = curves_of_run(read_history(branch), {}, saved_phases(branch).marks())
+    for chart in charts:
+        drawing = base64.b64decode(chart.source.partition(",")[2]).decode()
+        assert "branch of trunk" in drawing and "cooldown" in drawing, chart.title
+    plain = curves_of_run(read_history(branch), {}, {})
+    assert b"cooldown" not in base64.b64decode(plain[0].source.partition(",")[2])
+
+
+def test_the_report_says_how_the_run_ended(trunk_and_branch):
+    trunk, branch = trunk_and_branch
+    sentences = [sentence for sentence, _ in verdict_points(branch, read_history(branch), [])]
+    assert "Cooled down from step 2 on" in sentences and "A branch of trunk from step 2 on" in sentences
+    assert "Not cooled down yet" in [sentence for sentence, _ in verdict_points(trunk, read_history(trunk), [])]
+
+
+def test_a_branch_is_repeated_without_its_trunk():
+    config = parse(Config, [*WSD, "--run.branch_from=runs/trunk@2"])
+    assert command_to_repeat(config, Path("runs/branch")) == (
+        "mpp pretrain --optim.schedule=wsd --optim.cooldown=0.5 --run.precision=auto --run.dir=runs/branch_again"
+    )
+
+
+@pytest.mark.parametrize("kind", ["constant", "wsd"])
+def test_advice_to_train_longer_is_a_command_that_works(pretrain, tmp_path, kind):
+    run = pretrain(*(CONSTANT if kind == "constant" else WSD))
+    advice, *_ = next_steps(run, read_history(run), finished=True, trend=LOSS_FALLS)
+    assert advice.startswith("train longer, since the held-out loss still falls: ")
+    options = re.search(r"--run\.branch_from .*? --run.steps \w+", advice)[0]
+    words = shlex.split(options.replace("NEW", str(tmp_path / "new")).replace("steps N", "steps 8"))
+    words = [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
+    schedule = [word for word in (*WSD, *words) if kind == "wsd" or "cooldown" not in word]
+    longer = pretrain(*schedule, dir=tmp_path / "new")
+    steps = json.loads((longer / "encoder" / "config.json").read_text())["step"]
+    whole = [word for word in schedule if not word.startswith(("--run.branch_from", "--run.dir"))]
+    assert encoder_of(longer) == encoder_of(pretrain(*whole, dir=tmp_path / "whole")) and steps in (5, 8)
+
+
+def test_advice_to_train_longer_of_a_cosine_run_is_another_run(trained):
+    advice, *_ = next_steps(trained, read_history(trained), finished=True, trend=LOSS_FALLS)
+    assert "another run, since optim.schedule cosine ends with run.steps (4)" in advice
+
+
+def test_a_run_that_is_not_cooled_down_is_advised_to(pretrain):
+    run = pretrain(*CONSTANT)
+    advice, *_ = next_steps(run, read_history(run), finished=True, trend="")
+    assert "cool down before the features are compared, or train longer: the same command with a larger run" in advice
+
+
+def test_an_evaluation_notes_an_encoder_that_is_older_than_its_run_or_not_cooled_down(pretrain, capsys):
+    run = pretrain(*CONSTANT)
+    open_frozen_encoder(EncoderConfig(encoder=str(run)))
+    out = capsys.readouterr().out
+    assert f"note: {run}/encoder is not cooled down yet: a branch of its run" in out and "gone on" not in out
+    pretrain(*CONSTANT, "--run.steps=8")
+    (run / "encoder" / "config.json").write_text(
+        (run / "encoder" / "config.json").read_text().replace('"step": 8', '"step": 4')
+    )
+    open_frozen_encoder(EncoderConfig(encoder=str(run)))
+    assert f"note: {run}/encoder is of step 4, and its run has gone on to step 8" in capsys.readouterr().out
+
+
+def test_an_evaluation_of_a_cosine_run_notes_nothing(trained, capsys):
+    open_frozen_encoder(EncoderConfig(encoder=str(trained)))
+    open_frozen_encoder(EncoderConfig(encoder="floor:pixels"))
+    assert "note" not in capsys.readouterr().out
+
+
+def test_a_check_says_where_the_cooldown_begins_and_what_is_left_of_a_branch(pretrain, tmp_path, capsys):
+    def config(*options):
+        return parse(Config, ["--run.steps=4", "--optim.warmup_steps=0", *options])
+
+    check.print_phases(config(*WSD))
+    assert "the last 2 of 4 steps, from step 2 on" in capsys.readouterr().out
+    check.print_phases(config(*CONSTANT))
+    assert "none: the learning rate never falls" in capsys.readouterr().out
+    check.print_phases(config())
+    assert capsys.readouterr().out == ""
+    trunk = pretrain(*CONSTANT, dir=tmp_path / "trunk")
+    branch = config(*WSD, f"--run.branch_from={trunk}@2", f"--run.dir={tmp_path / 'branch'}", "--run.keep_at=[3]")
+    check.print_phases(branch)
+    assert f"copies the checkpoint of {trunk} after step 2 of 4" in capsys.readouterr().out
+    assert check.steps_done(branch) == 2
+    assert check.checkpoints_on_disk(branch) == 2 + 2 + 1  # the newest; step 3, and 2, where it cools down; a new one
+
+
+def test_a_check_refuses_a_branch_that_cannot_begin(pretrain, tmp_path):
+    trunk = pretrain(*CONSTANT, dir=tmp_path / "trunk")
+    words = [f"--run.branch_from={trunk}@3", f"--run.dir={tmp_path / 'branch'}", "--run.precision=fp32"]
+    with pytest.raises(UserError, match=r"it must be one of the kept steps of that run: 2, 4"):
+        check.main(["--run.steps=8", "--run.threads=1", *words])
+
+
+def test_a_rate_outside_of_the_search_is_named_with_the_schedule_of_the_search(capsys):
+    check.print_settings(parse(Config, [*CONSTANT]))
+    assert "with optim.schedule cosine" in capsys.readouterr().out
+    check.print_settings(parse(Config, []))
+    assert "with optim.schedule" not in capsys.readouterr().out
