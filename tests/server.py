@@ -8,8 +8,10 @@ import gc
 import importlib
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -165,6 +167,18 @@ def die_at(step: int) -> None:
 def wait_at(step: int, file: Path) -> None:
     """Wait for a file before update `step`: so the test has time to act, on any machine."""
     at_update(step, lambda rank: wait_until(file.exists))
+
+
+def mounts_are_allowed() -> bool:
+    return bool(shutil.which("unshare")) and not subprocess.run(["unshare", "--mount", "true"]).returncode
+
+
+def mount_apart() -> None:
+    """What this process mounts from now on, it and its children alone see."""
+    new_mounts = 0x20000  # CLONE_NEWNS
+    if ctypes.CDLL(None).unshare(new_mounts):
+        raise OSError("no mount namespace")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 def told_to_stop() -> Callable[[], bool]:

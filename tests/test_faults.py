@@ -31,7 +31,17 @@ import psutil
 import pytest
 from conftest import HANGS, ROOT, TINY, encoded, picture, read_metrics, start_command, wait_until
 from PIL import Image
-from server import Command, at_update, context, die_at, told_to_stop, wait_at, wait_for_signal_at
+from server import (
+    Command,
+    at_update,
+    context,
+    die_at,
+    mount_apart,
+    mounts_are_allowed,
+    told_to_stop,
+    wait_at,
+    wait_for_signal_at,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpp.config import Config, ImagesConfig
@@ -619,10 +629,7 @@ def test_a_loader_process_that_dies_names_the_image(tmp_path, image_folder, tall
 
 def small_shared_memory(with_look: bool) -> None:
     """This process has a /dev/shm of 64 MB, as in a container of Docker's; `with_look`: and looks at it."""
-    new_mounts = 0x20000  # CLONE_NEWNS
-    if ctypes.CDLL(None).unshare(new_mounts):
-        raise OSError("no mount namespace")
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    mount_apart()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"], check=True)
     if not with_look:
         resources.SHARED_MEMORY = Path("/none")
@@ -634,10 +641,6 @@ BATCHES_OF_20_MB = (
     *("--model.img_size=224", "--model.patch_size=32", "--model.depth=1", "--optim.global_batch_size=128"),
     *("--run.steps=6", "--data.cache_gb=0"),
 )
-
-
-def mounts_are_allowed() -> bool:
-    return bool(shutil.which("unshare")) and not subprocess.run(["unshare", "--mount", "true"]).returncode
 
 
 @pytest.mark.skipif(not mounts_are_allowed(), reason="needs mount namespaces: root on Linux")

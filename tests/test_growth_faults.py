@@ -1,0 +1,174 @@
+"""Runs that grow under real faults, on a stream, and on several processes. Slow: `pytest -m faults`."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import TINY, read_metrics, wait_until
+from server import Command, die_at, mount_apart, mounts_are_allowed, wait_at
+
+from mpp.training import branch
+from mpp.training.checkpoint import kept_steps
+
+pytestmark = pytest.mark.faults
+
+TRUNK = (*TINY, "--optim.schedule=constant", "--run.keep_at=[2]", "--run.keep_checkpoints=1", "--run.steps=6")
+COOLED = (*TINY, "--optim.schedule=wsd", "--optim.cooldown=0.5")
+COPIED = 6
+"""Files that a branch copies: metrics.jsonl, data.json, and four of the checkpoint."""
+
+
+def encoder_of(folder: Path) -> bytes:
+    return (folder / "encoder" / "model.safetensors").read_bytes()
+
+
+def finish(*words: str, folder: Path, **how) -> str:
+    """Pre-train to the end in a folder, and return what was printed."""
+    run = Command("pretrain", *words, f"--run.dir={folder}", **how)
+    assert set(run.wait()) == {0}, run.said[-3000:]
+    return run.said
+
+
+def content_of(folder: Path) -> dict[Path, bytes]:
+    """All files of a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["two processes", "sharded", "stream", "two processes of a stream"])
+def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(tmp_path, two_shards, kind):
+    how = dict(processes=2 if kind != "stream" else 1, sharded=kind == "sharded")
+    images = (f"--data.path={two_shards}", "--data.streaming=true") if "stream" in kind else ()
+    finish(*COOLED, *images, folder=tmp_path / "whole", **how)
+    finish(*TRUNK, *images, folder=tmp_path / "trunk", **how)
+    branch_from = f"--run.branch_from={tmp_path / 'trunk'}@2"
+    finish(*COOLED, *images, branch_from, folder=tmp_path / "branch", **how)
+    assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole") != encoder_of(tmp_path / "trunk")
+    for scalar in ("loss", "compute/pflop", "optim/lr"):
+        assert read_metrics(tmp_path / "branch", scalar) == read_metrics(tmp_path / "whole", scalar)
+
+
+def test_a_branch_of_a_stream_is_read_by_as_many_processes_as_its_trunk(tmp_path, two_shards):
+    images = (f"--data.path={two_shards}", "--data.streaming=true")
+    finish(*COOLED, *images, folder=tmp_path / "whole")
+    finish(*TRUNK, *images, folder=tmp_path / "trunk")
+    words = (*COOLED, *images, f"--run.branch_from={tmp_path / 'trunk'}@2")
+    two = Command("pretrain", *words, f"--run.dir={tmp_path / 'branch'}", processes=2)
+    assert two.wait() == [2, 2] and "Traceback" not in two.said
+    assert "2 processes; a stream is resumed with as many as before (1)" in two.said
+    finish(*words, folder=tmp_path / "branch")
+    assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_kills_in_the_trunk_and_in_the_branch(tmp_path, tally, processes):
+    """Each at every step; the same command then goes on."""
+    options = ("--run.checkpoint_every=1", "--run.keep_checkpoints=2")
+    finish(*COOLED, *options, folder=tmp_path / "whole", processes=processes)
+    trunk = (*TRUNK, *options, "--run.steps=3")
+    cooled = (*COOLED, *options, f"--run.branch_from={tmp_path / 'trunk'}@2")
+    kills = 0
+    for words, folder, steps in ((trunk, tmp_path / "trunk", (1, 2)), (cooled, tmp_path / "branch", (2, 3))):
+        for step in steps:
+            prepare = partial(die_at, step)
+            run = Command("pretrain", *words, f"--run.dir={folder}", processes=processes, prepare=prepare)
+            assert run.wait() == [-signal.SIGKILL] * processes, run.said
+            kills += 1
+        finish(*words, folder=folder, processes=processes)
+    assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
+    assert read_metrics(tmp_path / "branch") == read_metrics(tmp_path / "whole")
+    tally("SIGKILL, trunk and branch", kills)
+
+
+def die_in_copy(number: int) -> None:
+    """SIGKILL when half of a file is copied: the first file of a branch is number 0."""
+    copied = []
+
+    def dies(source: Path, target: Path) -> None:
+        content = source.read_bytes()
+        if len(copied) == number:
+            target.write_bytes(content[: len(content) // 2])
+            os.killpg(0, signal.SIGKILL)
+        target.write_bytes(content)
+        copied.append(target)
+
+    branch.shutil.copyfile = dies
+
+
+def test_kills_while_a_branch_copies(tmp_path, tally):
+    """In each file; the command that then goes on need not name the trunk."""
+    finish(*COOLED, folder=tmp_path / "whole")
+    finish(*TRUNK, folder=tmp_path / "trunk")
+    words = (*COOLED, f"--run.dir={tmp_path / 'branch'}")
+    branch_from = f"--run.branch_from={tmp_path / 'trunk'}@2"
+    for number in range(COPIED):
+        run = Command("pretrain", *words, branch_from, prepare=partial(die_in_copy, number))
+        assert run.wait() == [-signal.SIGKILL], run.said
+        assert kept_steps(tmp_path / "branch") == []
+    shutil.copytree(tmp_path / "branch", tmp_path / "unnamed")
+    finish(*COOLED, branch_from, folder=tmp_path / "branch")
+    finish(*COOLED, folder=tmp_path / "unnamed")
+    for folder in (tmp_path / "branch", tmp_path / "unnamed"):
+        assert encoder_of(folder) == encoder_of(tmp_path / "whole")
+        assert read_metrics(folder) == read_metrics(tmp_path / "whole")
+        assert not [path for path in folder.rglob(".*") if "partial" in path.name]
+    tally("SIGKILL while a branch copies its checkpoint", COPIED)
+
+
+def little_disk() -> None:
+    """No file may have more than 100 kB: the weights fit, the optimiser's state does not."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_full_disk_while_a_branch_copies(tmp_path, tally, processes):
+    options = ("--model.width=48", "--run.trackers=[]")
+    finish(*COOLED, *options, folder=tmp_path / "whole", processes=processes)
+    finish(*TRUNK, *options, folder=tmp_path / "trunk", processes=processes)
+    before = content_of(tmp_path / "trunk")
+    words = (*COOLED, *options, f"--run.branch_from={tmp_path / 'trunk'}@2")
+    run = Command("pretrain", *words, f"--run.dir={tmp_path / 'branch'}", processes=processes, prepare=little_disk)
+    assert run.wait() == [2] * processes
+    assert "File too large" in run.said and "the same command copies it again" in run.said
+    assert "Traceback" not in run.said
+    assert kept_steps(tmp_path / "branch") == [] and not list((tmp_path / "branch" / "checkpoints").iterdir())
+    assert content_of(tmp_path / "trunk") == before
+    finish(*words, folder=tmp_path / "branch", processes=processes)
+    assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
+    tally("full disk while a branch copies its checkpoint", 1)
+
+
+def mount_read_only(folder: Path) -> None:
+    """For this process, nobody may write to a folder: permission bits do not stop root."""
+    mount_apart()
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+
+
+@pytest.mark.skipif(not mounts_are_allowed(), reason="needs mount namespaces: root on Linux")
+def test_a_trunk_that_is_read_only(tmp_path):
+    finish(*COOLED, folder=tmp_path / "whole")
+    finish(*TRUNK, folder=tmp_path / "trunk")
+    prepare = partial(mount_read_only, tmp_path / "trunk")
+    run = Command("pretrain", *TRUNK, "--run.steps=9", f"--run.dir={tmp_path / 'trunk'}", prepare=prepare)
+    assert run.wait() == [2] and "Read-only file system" in run.said  # it is
+    finish(*COOLED, f"--run.branch_from={tmp_path / 'trunk'}@2", folder=tmp_path / "branch", prepare=prepare)
+    assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
+
+
+def test_a_trunk_that_is_still_being_trained(tmp_path):
+    finish(*COOLED, folder=tmp_path / "whole")
+    finish(*TRUNK, folder=tmp_path / "undisturbed")
+    trunk, go_on = tmp_path / "trunk", tmp_path / "go on"
+    training = Command("pretrain", *TRUNK, f"--run.dir={trunk}", prepare=partial(wait_at, 5, go_on))
+    wait_until(lambda: kept_steps(trunk) == [2, 4], of=training)
+    finish(*COOLED, f"--run.branch_from={trunk}@2", folder=tmp_path / "branch")
+    assert not training.ended
+    go_on.touch()
+    assert training.wait() == [0], training.said
+    assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
+    assert encoder_of(trunk) == encoder_of(tmp_path / "undisturbed")
