@@ -35,6 +35,8 @@ from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.provenance import check_labels_unseen
 from evaluation.frozen.results import events_folder, report_of, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
+from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import without_outcomes
 from evaluation.patches.extraction import ExtractedPatches, extract_patches, load_masked_images
 from evaluation.patches.features import PatchBaseline, PatchEncoder, PatchFeatures
 from evaluation.patches.masks import MaskedImages, MaskedSplits
@@ -47,7 +49,7 @@ from evaluation.patches.readings import (
     neighbour_votes,
     predict_pixels,
 )
-from evaluation.patches.scores import count_confusion, score_confusion, score_most_frequent
+from evaluation.patches.scores import count_by_image, count_confusion, score_confusion, score_most_frequent
 from evaluation.patches.statistics import (
     describe_masked_images,
     report_pixels,
@@ -100,7 +102,8 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         baselines = {}
         for name, baseline in open_baselines(config, encoder).items():
             extracted = extract_asked_depths(config, baseline, splits, accelerator)
-            baselines[name] = evaluate_depths(config, extracted)
+            of_baseline = evaluate_depths(config, extracted)
+            baselines[name] = of_baseline | {"results": without_outcomes(of_baseline["results"])}
     report["baselines"] = baselines | report["baselines"]
 
     report = write_probe_report(path, report, "reading")
@@ -177,8 +180,11 @@ def evaluate(
         predicted = predict_pixels(predict, features.test, size, len(numbers))
         if predictions is not None and reading:
             predictions[reading] = torch.from_numpy(numbers)[predicted.long()]
-        confusion = count_confusion(torch.from_numpy(features.test_masks), predicted, len(numbers))
-        return score_confusion(confusion, numbers)
+        masks = torch.from_numpy(features.test_masks)
+        scores = score_confusion(count_confusion(masks, predicted, len(numbers)), numbers)
+        targets, counts = count_by_image(masks, predicted, len(numbers))
+        names = [str(number) for number in numbers.tolist()]
+        return scores | {"outcomes": Outcomes("pixels", targets, counts, names, features.test_images)}
 
     results = []
     if "linear" in config.readings:

@@ -513,6 +513,22 @@ def test_other_probes_write_the_same_sort_of_report(module, vit, tmp_path):
     assert all(0 <= result["accuracy"] <= 1 for result in report["results"])
 
 
+def test_random_weights_stand_beside_an_encoder_and_classes_have_their_names(trained, capsys):
+    words = [f"--encoder={trained}", *FAST, "--neighbours=5"]
+    knn.main([*words, "--random=true"])
+    random = capsys.readouterr().out
+    knn.main(words)
+    printed = capsys.readouterr().out
+    assert "largest class 28.0 %" in random and "random weights" not in random
+    assert "largest class 28.0 %; random weights " in printed and "test images, 95 % intervals over these" in printed
+    assert "| songbird " in printed and "class 0" not in printed
+    report = read_json(next((trained / "evaluation").glob("knn_[!r]*.json")))
+    (result,) = report["results"]
+    assert report["labels"]["class_names"][0] == "fowl" and set(result["figures"]) == {"class_mean", "macro_f1"}
+    files = {path.name.partition(".")[2] for path in (trained / "evaluation").glob("knn_[!r]*.*")}
+    assert {"json", "outcomes.npz", "classes.csv", "confusion.png"} <= files
+
+
 def test_commands_of_the_readme_run_after_the_default_run(vit, tmp_path, monkeypatch, capsys):
     """The script as `python evaluation/fewshot.py` runs it."""
 

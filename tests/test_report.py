@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import ROOT, TINY, encoded, picture
 from PIL import Image
@@ -17,9 +18,14 @@ from PIL import Image
 from evaluation import check, contrastive
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import write_comparison
+from evaluation.figures.charts import plot_confusion, plot_map
+from evaluation.frozen.results import write_report
+from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import add_figures
 from evaluation.pages import run_words
 from evaluation.pages.page import Link, Page, Section, Table, Text, render
 from evaluation.pages.page import picture as as_picture
+from evaluation.pages.run_sections import details_of_evaluation, rows_of_evaluation
 from evaluation.report import main as report
 from mpp import pretrain as command
 from mpp.config import Config
@@ -378,3 +384,28 @@ def test_a_browser_loads_it_without_an_error_or_a_request(hostile, tmp_path):
     hosts = set(re.findall(r'"url":"\w+://([^/"]+)', log.read_text()))
     browsers_own = ("google.com", "googleapis.com", "gvt1.com")  # it asks for its updates, and is not answered
     assert not [host for host in hosts if not host.endswith(browsers_own)], hosts
+
+
+def test_a_page_has_the_figures_of_an_evaluation_by_class_and_its_confusion_matrix(tmp_path):
+    outcomes = Outcomes("class", np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1]), ["ant", SCRIPT])
+    (result,) = add_figures([{"seed": 0, "outcomes": outcomes}])
+    write_report(tmp_path / "supervised.json", {"results": [result]})
+    (row,) = rows_of_evaluation(tmp_path / "supervised.json", tmp_path)
+    assert row[1:] == ["0", "75.0 (30.1 to 95.4)", "largest class 50.0 %"]
+    figures, by_class, confusion = details_of_evaluation(tmp_path / "supervised.json")
+    assert [name for name, _ in figures.rows] == ["accuracy", "mean over classes", "macro F1"]
+    assert [cells[:3] for cells in by_class.rows] == [["ant", "2", "1"], [SCRIPT, "2", "3"]]
+    assert confusion.alt == "Confusion matrix of supervised, seed 0"
+    (tmp_path / "supervised.outcomes.npz").unlink()  # of an earlier version
+    assert details_of_evaluation(tmp_path / "supervised.json") == []
+
+
+def test_a_map_and_a_confusion_matrix_name_the_classes():
+    labels = np.array([0, 1, 2, -1])
+    (axes,) = plot_map(np.zeros((4, 2)), labels, ["ant", "bee"]).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()][-3:] == ["ant", "bee", "class 2"]
+    axes, _ = plot_confusion(np.array([[3, 1], [0, 0]]), ["ant", "bee"]).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ant", "bee"]
+    assert [text.get_text() for text in axes.texts] == ["3", "1"]
+    (image,) = axes.images
+    assert image.get_array()[0].tolist() == [75, 25] and np.isnan(image.get_array()[1].filled(np.nan)).all()

@@ -245,7 +245,8 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     if labels is None:
         return
     random = random_weights(path, report)
-    print(f"{describe_baselines(labels)}{random}; {labels['images']} test images, 95 % intervals over these")
+    facts = [describe_baselines(labels), random, f"{labels['images']} test images, 95 % intervals over these"]
+    print("; ".join(filter(None, facts)))
     figures = figure_rows(path, report)
     if figures:
         print(table([describe_shown(report), "value (95 % interval)"], figures))
@@ -276,7 +277,7 @@ def random_weights(path: Path, report: dict[str, Any]) -> str:
         if re.fullmatch(rf"{re.escape(command)}_random_\d+{re.escape(rest)}", file.stem):
             summary = json.loads(file.read_text(encoding="utf-8")).get("summary", {})
             best = max(summary.values(), key=lambda case: case["mean"], default=None)
-            return f", random weights {format_percent(best)} %" if best else ""
+            return f"random weights {format_percent(best)} %" if best else ""
     return ""
 
 

@@ -14,10 +14,11 @@ import numpy as np
 from evaluation.metrics.kinds import Figure, LabelKind
 from evaluation.metrics.one_class import OneClass
 from evaluation.metrics.outcomes import Outcomes, save_outcomes
+from evaluation.metrics.pixels import Pixels
 from mpp.errors import UserError
 
 Result = dict[str, Any]
-KINDS: dict[str, LabelKind] = {kind.name: kind for kind in (OneClass(),)}
+KINDS: dict[str, LabelKind] = {kind.name: kind for kind in (OneClass(), Pixels())}
 """All kinds of labels by name. One class and its place in this line add a kind."""
 
 

@@ -105,9 +105,11 @@ def extract_patches(
         for masked in splits
     )
     warn_left_out((*train.unreadable, *test.unreadable))
+    all_images = splits.test.images.image_names()
+    test_images = [all_images[index] for index in test.kept]
     by_depth = {}
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
-        by_depth[depth] = PatchFeatures(of_train, train.labels, of_test, test.labels)
+        by_depth[depth] = PatchFeatures(of_train, train.labels, of_test, test.labels, test_images)
     kept = []
     for masked, extracted in zip(splits, (train, test), strict=True):
         images = masked.images.select(extracted.kept)

@@ -39,6 +39,7 @@ class PatchFeatures(NamedTuple):
     train_masks: NDArray[np.int16]  # (n, H, W)
     test: NDArray[np.float32]
     test_masks: NDArray[np.int16]
+    test_images: Sequence[str] = ()  # names of the test images; empty: unknown
 
     def dev_split(self) -> "PatchFeatures":
         """The training features, a tenth of whose images are the test split: choices are made on it."""

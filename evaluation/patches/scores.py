@@ -32,6 +32,22 @@ def count_confusion(truth: Tensor, predicted: Tensor, classes: int) -> Tensor:
     return total.view(classes, classes)
 
 
+def count_by_image(truth: Tensor, predicted: Tensor, classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Targets (n, C) and predictions (n, C, 2) of the kind of label `Pixels`.
+
+    Args:
+        truth, predicted: (n, H, W).
+    """
+    true_counts, predicted_counts = [], []
+    for mask, prediction in zip(truth, predicted, strict=True):
+        counted = mask != IGNORED_CLASS
+        true, found = mask[counted].long(), prediction[counted].long()
+        true_counts.append(torch.bincount(true, minlength=classes))
+        of_class = [torch.bincount(each, minlength=classes) for each in (found, true[true == found])]
+        predicted_counts.append(torch.stack(of_class, -1))
+    return torch.stack(true_counts).numpy(), torch.stack(predicted_counts).numpy()
+
+
 def score_confusion(confusion: Tensor, numbers: NDArray[np.int16]) -> dict[str, Any]:
     """Mean IoU, pixel accuracy, and the IoU of each class: null where it is neither in a mask nor predicted.
 
