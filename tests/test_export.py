@@ -140,7 +140,9 @@ RESNET = ("--encoder=resnet10t", "--random=true")
         pytest.param(
             ["--out=encoder.pt"], "out is encoder.pt; it must be a file whose name ends in .pt2", id="another end"
         ),
-        pytest.param(["--batch=0"], "batch is 0; it must be a whole number of at least 1, or dynamic", id="no such batch"),
+        pytest.param(
+            ["--batch=0"], "batch is 0; it must be a whole number of at least 1, or dynamic", id="no such batch"
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_words(options, message, tmp_path):
