@@ -30,6 +30,7 @@ AFTER_EVALUATIONS = {
     "report": "a page on a run: verdict, curves, pictures",
     "check": "look at images, memory and time before a run",
     "compare": "many encoders in one table",
+    "sweep": "choose a learning rate, or other settings, on a dev split",
     "supervised": "train from labels, from scratch",
     "contrastive": "pre-train by SimCLR",
     "throughput": "time training against other code",

@@ -202,8 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(ContrastiveConfig, arguments, prog="accelerate launch evaluation/contrastive.py")
     folder = train(config, Contrastive)
     if PartialState().is_main_process:
-        accuracy = last_evaluation(folder)["heldout/accuracy"]
-        print(f"the other view of a held-out image is the nearest one for {accuracy:.1%} of the views")
+        if config.run.eval_every > 0:
+            accuracy = last_evaluation(folder)["heldout/accuracy"]
+            print(f"the other view of a held-out image is the nearest one for {accuracy:.1%} of the views")
         print(f"next: tensorboard --logdir {quote(str(folder.parent))}")
         representation = "" if config.head.pooling == "mean" else " --representation class"
         print(f"next: mpp fewshot --encoder {quote(str(folder))}{representation}")

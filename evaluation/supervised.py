@@ -127,11 +127,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(SupervisedConfig, arguments, prog="accelerate launch evaluation/supervised.py")
     folder = train(with_teacher_digest(config), build_task)
     if PartialState().is_main_process:
-        report_results(folder, config.run.seed)
+        if config.run.eval_every > 0:
+            report_results(folder, config.run.seed)
+        encoder, tuned = quote(str(folder)), quote(f"{folder}_finetuned")
+        print(f"next: accelerate launch evaluation/finetune.py --encoder {encoder} --run.dir {tuned}")
 
 
 def report_results(folder: Path, seed: int) -> None:
-    """Write supervised.json into the run folder, and print the accuracy and the next command."""
+    """Write supervised.json into the run folder, and print the accuracy."""
     result = {"seed": seed, "accuracy": last_evaluation(folder)["heldout/accuracy"]}
     outcomes = held_out_outcomes(folder)
     if outcomes is not None:
@@ -142,8 +145,6 @@ def report_results(folder: Path, seed: int) -> None:
     print(table(["run", "held-out accuracy (%)"], [[folder.name, format_percent(summary)]]))
     print_details(path, report)
     print(f"wrote {path}")
-    encoder, tuned = quote(str(folder)), quote(f"{folder}_finetuned")
-    print(f"next: accelerate launch evaluation/finetune.py --encoder {encoder} --run.dir {tuned}")
 
 
 if __name__ == "__main__":

@@ -269,9 +269,9 @@ def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypa
     extracted = []
     extract = probing.extract_labelled_features
 
-    def noted(config, accelerator, loaded):
+    def noted(config, accelerator, loaded, **options):
         extracted.append(config.encoder)
-        return extract(config, accelerator, loaded)
+        return extract(config, accelerator, loaded, **options)
 
     monkeypatch.setattr(probing, "extract_labelled_features", noted)
     small.compare()

@@ -9,11 +9,19 @@ import yaml
 from comparisons import cases_in
 from conftest import ROOT
 
-from evaluation import compare
 from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.digests import identity
 from evaluation.comparison.entries import read_entries
-from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig, SegmentationConfig, SupervisedConfig
+from evaluation.comparison.reports import read_published
+from evaluation.comparison.trials import plan_sweep
+from evaluation.config import (
+    CompareConfig,
+    ContrastiveConfig,
+    FinetuneConfig,
+    SegmentationConfig,
+    SupervisedConfig,
+    SweepConfig,
+)
 from evaluation.registry import EVALUATIONS
 from mpp.config import Config
 from mpp.config.parsing import parse
@@ -21,10 +29,12 @@ from mpp.config.parsing import parse
 CONFIGS = sorted(file for file in (ROOT / "configs").rglob("*.yaml") if file.parent.name != "accelerate")
 CONFIG_CLASSES = {
     "compare": CompareConfig,
+    "sweep": SweepConfig,
     "supervised": SupervisedConfig,
     "finetune": FinetuneConfig,
     "segmentation": SegmentationConfig,
 }
+SWEEPS = [file for file in CONFIGS if file.parent.name == "sweep"]
 COMPARISONS = [file for file in CONFIGS if file.parent.name == "compare"]
 RESULTS = ROOT / "evaluation" / "results"
 PAGES = {
@@ -85,14 +95,28 @@ def test_vtab_has_its_19_tasks_in_three_groups():
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/results.json")), ids=str)
 def test_published_results_are_found_by_their_digests(path):
-    """So `extends` computes none of them again."""
+    """So `extends` computes none of them again. Those of sweeps have other names there."""
     cases = cases_in(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml")
-    published = compare.read_published(str(path))
-    assert {identity(case) for case in cases.values()} == set(published)
+    published = read_published(str(path))
+    swept = digests_of_sweeps(path.parent.name)
+    compared = {identity(case) for case in cases.values()}
+    assert compared | swept == set(published) and not compared & swept
     for rows in published.values():
         for row in rows:
-            case = cases[row["encoder"], row["encoder_seed"], row["evaluation"], row["dataset"]]
-            assert identity(case) == row["digest"]
+            if row["digest"] not in swept:
+                case = cases[row["encoder"], row["encoder_seed"], row["evaluation"], row["dataset"]]
+                assert identity(case) == row["digest"]
+
+
+def digests_of_sweeps(name):
+    """The digests of the results of a sweep's file, and of the files beside it that are overlays on it."""
+    base = ROOT / "configs" / "sweep" / f"{name}.yaml"
+    digests = set()
+    for file in SWEEPS:
+        if base in SWEEPS and file.stem.split("_")[0] == name.split("_")[0]:
+            plan = plan_sweep(parse(SweepConfig, ["--config", str(base), "--config", str(file)]))
+            digests |= {identity(case) for case in plan.cases}
+    return digests
 
 
 @pytest.mark.parametrize(("page", "comparisons"), PAGES.items(), ids=PAGES)

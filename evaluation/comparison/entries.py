@@ -123,13 +123,17 @@ def read_entries(config: CompareConfig) -> Entries:
     evaluations = typed_entries(EvaluationEntry, config.evaluations, "evaluations")
     datasets = typed_entries(DatasetEntry, config.datasets, "datasets")
     questions = typed_entries(Question, config.questions, "questions")
-    for evaluation in evaluations:
-        allowed = " or ".join(EVALUATIONS)
-        require(evaluation.command in EVALUATIONS, "evaluations: command", evaluation.command, allowed)
+    check_commands(evaluations, "evaluations")
     encoders = [with_trunk(encoder, encoders) for encoder in encoders]
     for encoder in encoders:
         check_encoder(encoder, encoders)
     return Entries([with_training(encoder, encoders) for encoder in encoders], evaluations, datasets, questions)
+
+
+def check_commands(evaluations: Sequence[EvaluationEntry], key: str) -> None:
+    """Raise UserError at an evaluation that is not registered."""
+    for evaluation in evaluations:
+        require(evaluation.command in EVALUATIONS, f"{key}: command", evaluation.command, " or ".join(EVALUATIONS))
 
 
 def typed_entries(kind: type[EntryT], values: Sequence[dict[str, Any]], key: str) -> list[EntryT]:

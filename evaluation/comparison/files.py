@@ -87,7 +87,7 @@ def write_comparison(
     groups = dataset_groups(settings.get("datasets", ()))
     answers = [answer_of(question, rows, groups, folder) for question in questions]
     summary = {answer.question.name: answer.numbers for answer in answers}
-    versions = {"python": platform.python_version()} | {name: version(name) for name in RECORDED_LIBRARIES}
+    versions = recorded_versions()
     results = {"summary": summary, "results": rows, "versions": versions, "settings": settings}
     if trunks:
         results["trunks"] = trunks
@@ -105,6 +105,11 @@ def write_comparison(
     write_page(folder / REPORT_PAGE, page)
     print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', REPORT_PAGE, *plots])}; see reports/")
     return {"results": rows, "summary": summary}
+
+
+def recorded_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that results depend on."""
+    return {"python": platform.python_version()} | {name: version(name) for name in RECORDED_LIBRARIES}
 
 
 def dataset_groups(datasets: Sequence[dict[str, Any]]) -> Groups:

@@ -14,19 +14,22 @@ from mpp.errors import UserError
 ResultRow = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, training_pflop where it is known, and its kind.
 
-test: an accuracy, of a case (such as 5 shots) and a seed, with `interval`, `images`, `figures` and the place of its
-`outcomes` where they are known; dev: an accuracy on the dev split, of a probe at a depth;
+test: an accuracy on held-out images, of a case (such as 5 shots) and a seed, with `interval`, `images`, `figures` and
+the place of its `outcomes` where they are known; validation: the same on a dev split, of an evaluation with
+`test: false`; dev: an accuracy on the dev split beside those, of a probe at a depth;
 rank: the effective rank of test features at a depth; diverged: no more.
 """
 
 
 def report_of(case: Case, folder: Path) -> Path:
-    """The file of a case's report: its name has the digest of the settings.
+    """The file of a case's report: its name has the digest of the settings, so that a renamed entry is found.
 
     Args:
         folder: of the comparison.
     """
-    return folder / "reports" / f"{case.slug}-{identity(case)}.json"
+    reports = folder / "reports"
+    by_digest = sorted(reports.glob(f"*-{identity(case)}.json"))
+    return by_digest[0] if by_digest else reports / f"{case.slug}-{identity(case)}.json"
 
 
 def divergence_of(encoder: Encoder, folder: Path) -> Path:
@@ -62,10 +65,20 @@ def rows_of(case: Case, folder: Path) -> list[ResultRow]:
         about["training_pflop"] = pflop
     if "diverged" in report:
         return [about | {"kind": "diverged"}]
-    return [about | row for row in (*test_rows(case, report), *dev_rows(case, report), *rank_rows(report))]
+    if not report["protocol"].get("test", True):
+        return [about | row for row in validation_rows(case, report, folder)]
+    return [about | row for row in (*test_rows(case, report, folder), *dev_rows(case, report), *rank_rows(report))]
 
 
-def test_rows(case: Case, report: dict[str, Any]) -> list[ResultRow]:
+def validation_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRow]:
+    """Accuracies of an evaluation with `test: false`; of fine-tuning, at the best of its learning rates."""
+    if case.evaluation.kind != "fine-tuning":
+        return [row | {"kind": "validation"} for row in test_rows(case, report, folder)]
+    best = max(report["dev"], key=lambda each: each["accuracy"])
+    return [{"kind": "validation", "case": "", "seed": 0, **best}]
+
+
+def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRow]:
     """Accuracies on test images; of several depths, at the one that counts."""
     chosen_depth = report["protocol"].get("chosen_depth")
     rows = []
@@ -78,7 +91,7 @@ def test_rows(case: Case, report: dict[str, Any]) -> list[ResultRow]:
         if "labels" in report:
             row["images"] = report["labels"]["images"]
         if "outcomes" in result:
-            row["outcomes"] = {"report": f"reports/{report_of(case, Path()).name}", "number": result["outcomes"]}
+            row["outcomes"] = {"report": f"reports/{report_of(case, folder).name}", "number": result["outcomes"]}
         rows.append(row)
     return rows
 
@@ -107,6 +120,23 @@ def rank_rows(report: dict[str, Any]) -> list[ResultRow]:
     """Effective ranks of test features by depth."""
     by_depth = report["protocol"].get("rank_by_depth", {})
     return [{"kind": "rank", "seed": 0, "depth": int(depth), "rank": rank} for depth, rank in by_depth.items()]
+
+
+def read_published(file: str | None) -> dict[str, list[ResultRow]]:
+    """The results of another comparison's or sweep's results.json, by their digests; None: there are none.
+
+    Raises:
+        UserError: the file is not a results.json.
+    """
+    if file is None:
+        return {}
+    by_digest: dict[str, list[ResultRow]] = {}
+    try:
+        for row in json.loads(Path(file).read_text(encoding="utf-8"))["results"]:
+            by_digest.setdefault(row["digest"], []).append(row)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None
+    return by_digest
 
 
 def training_pflop(encoder: Encoder) -> float | None:

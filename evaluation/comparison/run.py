@@ -11,19 +11,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from accelerate import PartialState
 
 from evaluation.comparison.branches import parting_step
 from evaluation.comparison.cases import Case, Encoder, evaluation_settings
 from evaluation.comparison.digests import digest_of, identity, provenance
-from evaluation.comparison.reports import divergence_of, read_report, report_of
+from evaluation.comparison.reports import (
+    ResultRow,
+    divergence_of,
+    read_published,
+    read_report,
+    report_of,
+    rows_of,
+    with_interval,
+)
 from evaluation.comparison.trainings import TRAININGS, with_compute
 from evaluation.frozen.probing import forget_features
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import record_images
 from mpp.data.identity import differences
 from mpp.errors import Diverged, Unavailable, UserError
+from mpp.runtime.caches import is_full_disk
 from mpp.runtime.command import user_message
+from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.lock import Held, hold
 from mpp.runtime.messages import note
 from mpp.training.checkpoint import kept_steps, newest_step
@@ -36,11 +48,48 @@ RETRY_S = 10
 """Seconds until cases that other processes work at are tried again."""
 
 
+class Outcome(NamedTuple):
+    """The results of cases, and the failures, a line each with its reason."""
+
+    rows: list[ResultRow]
+    failures: list[str]
+    asked: int
+    """Number of cases."""
+
+    def raise_failures(self) -> None:
+        """Raise UserError if an evaluation failed."""
+        if self.failures:
+            raise UserError(f"{len(self.failures)} of {self.asked} evaluations failed, such as {self.failures[0]}")
+
+
+def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate: bool) -> Outcome:
+    """Train and evaluate everything that is not done yet, here or in the results.json `extends`; all results.
+
+    Args:
+        tabulate: take only what is there already.
+    Raises:
+        UserError: a case that cannot be carried out, before anything is done; a full disk.
+    """
+    if PartialState(cpu=not uses_gpu()).num_processes > 1:
+        raise UserError("this command is one process; start it several times, and they share the work")
+    published = read_published(extends)
+    missing = [case for case in cases if identity(case) not in published]  # this parses the settings of each
+    failures = [] if tabulate else evaluate_cases(missing, folder)
+    rows: list[ResultRow] = []
+    for case in cases:
+        known = published.get(identity(case))
+        of_case = [row | case.labels for row in known] if known else rows_of(case, folder)
+        rows += [with_interval(row, case) for row in of_case]
+    return Outcome(rows, failures, len(cases))
+
+
 def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
     """Train and evaluate everything that is not done yet. Cases that another process works at come last.
 
     Returns:
         The failures, a line each with its reason.
+    Raises:
+        UserError: the disk is full, so that the other cases would fail, too.
     """
     failures: list[str] = []
     announced = False
@@ -53,7 +102,10 @@ def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
                 left.append(case)
             except Diverged as error:  # a finding
                 print(f"warning: {case.slug} diverged: {error}", file=sys.stderr)
-            except Exception as error:  # a full disk, a bug: the other cases go on
+            except Exception as error:  # images that are gone, a bug: the other cases go on
+                if is_full_disk(error):
+                    way = "finished work is kept: free space, and start the same command again"
+                    raise UserError(f"{case.slug}: {reason_of(error)}; {way}") from error
                 failures.append(f"{case.slug}: {reason_of(error)}")
                 print(f"warning: {failures[-1]}", file=sys.stderr)
         if len(left) == len(cases):

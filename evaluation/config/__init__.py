@@ -1,6 +1,6 @@
 """Settings of the evaluation's commands: typed, frozen, validated, and without torch, so that they are read at once."""
 
-from evaluation.config.comparing import CompareConfig, GpuReportConfig, ThroughputConfig
+from evaluation.config.comparing import CompareConfig, GpuReportConfig, SweepConfig, ThroughputConfig
 from evaluation.config.encoders import (
     EVERY,
     EmbedConfig,

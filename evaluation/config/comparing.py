@@ -1,6 +1,6 @@
 """Settings of commands that compare: encoders with each other, mpp with other code."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpp.config import check_bounds, require, setting
@@ -74,3 +74,38 @@ class CompareConfig:
     def __post_init__(self):
         for key in ("encoders", "evaluations", "datasets", "questions"):
             require(len(getattr(self, key)) > 0, key, "empty", "a list in a --config file; see configs/compare")
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """Trials of a training, each evaluated on a dev split: which settings are best? Test images are not looked at."""
+
+    dir: str = "runs/sweep"
+    """Folder of results.json, table.md, sweep.png, and each trial's run and reports."""
+    train: Literal["pretrain", "supervised", "contrastive"] = "pretrain"
+    """Command that trains."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Its settings in all trials; `config` is a file, or several. With data.eval_split null the held-out images are the
+    dev split: a part of the training images. Otherwise trials are not evaluated while they train."""
+    vary: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Settings and their values: {optim.lr: [5.0e-3, 1.0e-2]}. Each combination is a trial."""
+    points: tuple[dict[str, Any], ...] = ()
+    """Further trials, each a mapping of settings. With run.seed, a point is one more seed of that trial."""
+    compute: float | None = setting(None, above=0)
+    """PFLOP that each trial executes; its number of steps follows. null: run.steps, as settings say."""
+    seeds: int | tuple[int, ...] = setting((0,), at_least=0, listed=True)
+    """Seeds of each trial of the grid, and of points without run.seed: the spread is over them."""
+    evaluate: dict[str, Any] | tuple[dict[str, Any], ...] = field(default_factory=lambda: {"command": "linear"})
+    """{command, options}, or several: the first one chooses. It has a setting `test`, which is false here; with
+    data.eval_split null it may be any, on the held-out images."""
+    extends: str | None = None
+    """The results.json of a comparison or sweep: results with the same digest are taken from there."""
+    tabulate: bool = False
+    """Only write what is there already: a look at a sweep that is under way."""
+
+    def __post_init__(self):
+        check_bounds(self)
+        given = len(self.vary) + len(self.points)
+        require(given > 0, "vary", "empty", "{setting: [values]} in a --config file, or left out beside points")
+        for key, values in self.vary.items():
+            require(len(values) > 0, f"vary: {key}", list(values), "a list that is not empty")

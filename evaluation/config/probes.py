@@ -20,6 +20,9 @@ class FrozenProbeConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
 
     features: str | None = None
     """Saved features (.npz, of `mpp features` or another program) in place of an encoder."""
+    test: bool = True
+    """Evaluate on the held-out images. false: on a tenth of the training images, the dev split, to choose settings by;
+    the held-out images are not looked at."""
 
     def __post_init__(self):
         check_bounds(self)

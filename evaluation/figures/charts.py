@@ -96,19 +96,20 @@ def plot_map(places: NDArray, labels: NDArray[np.int64], names: Sequence[str] = 
     return figure
 
 
-def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str) -> Figure:
-    """Accuracy on test images by depth, a line for each case; for readings of patch features, mean IoU.
+def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str, split: str = "test") -> Figure:
+    """Accuracy by depth, a line for each case; for readings of patch features, mean IoU.
 
     Args:
         by_depth: depth -> value of the case -> accuracy.
         case: name of the case, such as `shots` or `reading`.
+        split: test or dev.
     """
     values = next(iter(by_depth.values()))
     lines = {}
     for value in values:
         lines[f"{case} {value}"] = {depth: accuracies[value] for depth, accuracies in by_depth.items()}
     metric = "mean IoU" if case == "reading" else "accuracy"
-    return plot_depths({"": lines}, f"test {metric} (%)")
+    return plot_depths({"": lines}, f"{split} {metric} (%)")
 
 
 def plot_depths(curves: Curves, y_label: str = "accuracy on the dev split (%)") -> Figure:
@@ -132,7 +133,7 @@ def plot_depths(curves: Curves, y_label: str = "accuracy on the dev split (%)") 
     return figure
 
 
-def plot_lines(curves: Curves, x_label: str) -> Figure:
+def plot_lines(curves: Curves, x_label: str, y_label: str = "accuracy (%)") -> Figure:
     """Evaluation -> case -> x -> accuracy, with a logarithmic x-axis."""
     figure, panels = panels_side_by_side(curves, x_label)
     for panel, cases in zip(panels, curves.values(), strict=True):
@@ -147,7 +148,7 @@ def plot_lines(curves: Curves, x_label: str) -> Figure:
         panel.minorticks_off()
         if any(cases):
             panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below the error bars
-    panels[0].set_ylabel("accuracy (%)")
+    panels[0].set_ylabel(y_label)
     return figure
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from evaluation.config import FeaturesConfig, FrozenProbeConfig, ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.labelled import load_labelled
-from evaluation.frozen.labelled_features import LabelledFeatures
+from evaluation.frozen.labelled_features import DEV, LabelledFeatures
 from evaluation.frozen.run_images import LoadedSplits
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
@@ -133,24 +133,28 @@ class ExtractedFeatures(NamedTuple):
     """Features of the labelled images."""
 
     by_depth: dict[int, LabelledFeatures]  # empty except on the main process
-    left_out: dict[str, int]  # number of training and of test images that cannot be decoded
+    left_out: dict[str, int]  # numbers of images that cannot be decoded: train, and test or dev
     shown: dict[str, Any] | None = None  # see HeadDescription.input; None: of features from a file, or of a floor
 
 
 def extract_labelled_features(
-    config: FeaturesConfig | FrozenProbeConfig, accelerator: Accelerator, loaded: LoadedSplits | None = None
+    config: FeaturesConfig | FrozenProbeConfig,
+    accelerator: Accelerator,
+    loaded: LoadedSplits | None = None,
+    on_dev: bool = False,
 ) -> ExtractedFeatures:
     """Extract features of the labelled images at the depths that `config.depth` means.
 
     Args:
         loaded: the splits of the images, if they are loaded already.
+        on_dev: take a tenth of the training images as the test images.
     Raises:
         UserError: the images have no labels, or there is no such encoder, image or depth.
     """
     encoder = open_frozen_encoder(config)
     depths = resolve_depths(config.depth, len(encoder.stages))
     weights = "" if config.random else config.checkpoint or config.encoder
-    splits = load_labelled(config.data, accelerator, weights, loaded=loaded)
+    splits = load_labelled(config.data, accelerator, weights, loaded=loaded, on_dev=on_dev)
     encoder.to(accelerator.device)
     encode = partial(encoder, representation=config.representation, depths=depths)
     with deaths_explained():
@@ -158,7 +162,7 @@ def extract_labelled_features(
             extract_split(views_for(encoder, split, config.data), encode, accelerator, config.strict, "features")
             for split in splits
         )
-    left_out = {"train": len(train.unreadable), "test": len(test.unreadable)}
+    left_out = {"train": len(train.unreadable), DEV if on_dev else "test": len(test.unreadable)}
     if not accelerator.is_main_process:
         return ExtractedFeatures({}, left_out)
     warn_left_out((*train.unreadable, *test.unreadable))

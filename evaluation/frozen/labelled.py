@@ -2,6 +2,7 @@
 
 from accelerate import Accelerator
 
+from evaluation.frozen.labelled_features import DEV, DEV_FRACTION
 from evaluation.frozen.provenance import check_labels_unseen
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images, run_image_settings
 from mpp.config import SourceConfig
@@ -18,6 +19,7 @@ def load_labelled(
     encoder: str = "",
     spare: int = 0,
     loaded: LoadedSplits | None = None,
+    on_dev: bool = False,
 ) -> list[ImageDataset]:
     """Load the labelled images of the training and the held-out split, and print which these are.
 
@@ -25,6 +27,7 @@ def load_labelled(
         encoder: the encoder that is evaluated on them; empty: one that has learned nothing.
         spare: maximum number of the training images that `data.train_images` leaves out, as a third split.
         loaded: the splits, if they are loaded already.
+        on_dev: take a tenth of the training images, the dev split, in place of the held-out ones.
     Raises:
         UserError: there are none, or the encoder was trained with the labels of those that are held out.
     """
@@ -32,8 +35,8 @@ def load_labelled(
         raise UserError("data.streaming is for pre-training; learning from labels needs indexed images")
     with accelerator.main_process_first():
         all_train, held_out = (split.labelled() for split in load_image_datasets(data, loaded))
-    if all_train is None or held_out is None:
-        splits = {"training": all_train, "held-out": held_out}
+    splits = {"training": all_train} if on_dev else {"training": all_train, "held-out": held_out}
+    if None in splits.values():
         lacking = " and ".join(name for name, split in splits.items() if split is None)
         ways = "name their column by data.label_column, have a folder for each of several classes, or a metadata.csv"
         raise UserError(f"the {lacking} images have no labels; {ways} with the columns file_name and label")
@@ -41,10 +44,12 @@ def load_labelled(
         raise UserError("training images have several labels each; only held-out ones may")
 
     train = all_train.choose(data.train_images, data.eval_seed)
+    if on_dev:
+        train, held_out = train.cut(DEV_FRACTION, data.eval_seed, DEV)
     check_labels_unseen(encoder, data, train, held_out)
     accelerator.print(
         f"{describe_source(data)}: {len(train)} labelled images to learn from{describe_share(encoder, data)}, "
-        f"{len(held_out)} to evaluate on"
+        f"{len(held_out)} to evaluate on{', a tenth of the training images' if on_dev else ''}"
     )
     note_tested(train.labels, held_out.labels, train.class_names)
     if spare == 0:

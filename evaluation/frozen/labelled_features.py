@@ -19,6 +19,10 @@ from mpp.runtime.files import complete
 from mpp.runtime.randomness import Stream, permutation
 
 DEV_SEED = 0
+DEV = "dev"
+"""Name of the part of the training images that choices are made on."""
+DEV_FRACTION = 0.1
+"""Its share where a probe has `test: false`, as in fine-tuning by default."""
 ARRAY_NAMES = ("train_features", "train_labels", "test_features", "test_labels")
 """Names of the arrays in a file of features, in the order of `LabelledFeatures`."""
 TEXT_NAMES = ("class_names", "test_images")

@@ -49,6 +49,7 @@ def run_probe(
     path = report_of(config, command)
     if config.features:
         saved = load_features(Path(config.features))
+        saved = saved if config.test else saved.dev_split()
         note_tested(saved.train_labels, saved.test_labels)
         extracted = ExtractedFeatures({0: saved}, {})
     else:
@@ -65,7 +66,7 @@ def run_probe(
 
 
 def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
-    """The effective rank of the test features at each depth, of as many images as `features/rank` in training."""
+    """The effective rank of the tested features at each depth, of as many images as `features/rank` in training."""
     count = len(next(iter(by_depth.values())).test)
     ranked = min(count, MAX_IMAGES_FOR_RANK)
     spaced = np.linspace(0, count - 1, ranked).astype(int)  # files may be in the order of their classes
@@ -78,10 +79,10 @@ def extract_once(config: FrozenProbeConfig, accelerator: Accelerator, loaded: Lo
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
     settings["out"] = None
     weights = fingerprint(Path(config.checkpoint or config.encoder))
-    key = repr((settings, weights))
+    key = repr((settings, config.test, weights))
     if key not in LATEST_FEATURES:
         LATEST_FEATURES.clear()
-        LATEST_FEATURES[key] = extract_labelled_features(config, accelerator, loaded)
+        LATEST_FEATURES[key] = extract_labelled_features(config, accelerator, loaded, on_dev=not config.test)
     return LATEST_FEATURES[key]
 
 

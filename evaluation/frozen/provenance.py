@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from timm import is_model
 
+from evaluation.frozen.labelled_features import DEV
 from evaluation.frozen.run_images import absolute_path, find_run, indices_in_split, run_source
 from mpp.config import SourceConfig
 from mpp.data.columns import is_encoded, read_encoded
@@ -224,11 +225,11 @@ def refuse_learned_images(setting: str, encoder: str, source: SourceConfig, test
         labelled = find_labelled_images(ancestor)
         if labelled is not None:
             all_labelled.append(labelled)
-            refuse_overlap(find_overlap(test, source, labelled), setting, encoder, ancestor, len(test))
+            refuse_overlap(find_overlap(test, source, labelled), setting, encoder, ancestor, test)
     return all_labelled
 
 
-def refuse_overlap(overlap: Overlap, setting: str, encoder: str, ancestor: str, test_images: int) -> None:
+def refuse_overlap(overlap: Overlap, setting: str, encoder: str, ancestor: str, test: ImageDataset) -> None:
     """Raise UserError if test images are known.
 
     Up to `ALLOWED_DUPLICATES` of the test images may have the bytes of training images: many datasets have duplicates.
@@ -237,18 +238,18 @@ def refuse_overlap(overlap: Overlap, setting: str, encoder: str, ancestor: str, 
         overlap: the test images that `ancestor` was trained on.
         setting: the setting that names the encoder.
         ancestor: the encoder, or one that it builds on.
-        test_images: number of test images.
+        test: the test images, or the dev split of the training images.
     """
     if overlap.known == 0:
         return
-    searched = "" if overlap.searched == test_images else f"{overlap.searched} of "
-    count = f"{overlap.known} of {searched}these {test_images}"
+    searched = "" if overlap.searched == len(test) else f"{overlap.searched} of "
+    count = f"{overlap.known} of {searched}these {len(test)}"
     builds_on = "" if ancestor == encoder else f"builds on {ancestor}, which "
     if not overlap.by_index and overlap.known <= ALLOWED_DUPLICATES * overlap.searched:
         note(f"{encoder} {builds_on}was trained with the labels of {count} test images: duplicates")
         return
-    raise UserError(
-        f"{setting} is {encoder}, which {builds_on}was trained with the labels of {count} "
-        "test images; test on those that it held out:"
-        f"{image_arguments(overlap.source) or ' leave out all --data settings'}"
-    )
+    refused = f"{setting} is {encoder}, which {builds_on}was trained with the labels of {count}"
+    if test.split == DEV:
+        raise UserError(f"{refused} training images; for test false, train it with --data.eval_split null")
+    arguments = image_arguments(overlap.source) or " leave out all --data settings"
+    raise UserError(f"{refused} test images; test on those that it held out:{arguments}")

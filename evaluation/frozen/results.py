@@ -212,15 +212,19 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     if not by_depth:
         by_depth = {report["protocol"].get("chosen_depth", 0): report["summary"]}
     print(table_by_depth(by_depth, list(report["summary"]), group_by))
+    on_dev = not report["protocol"].get("test", True)
+    if on_dev:
+        print("on a tenth of the training images; the held-out images were not looked at")
+    prefix = "dev_" if on_dev else ""
     with event_writer(events_folder(path)) as writer:
         for depth, summaries in by_depth.items():
             for name, summary in summaries.items():
-                writer.add_scalar(f"accuracy_by_depth/{group_by}_{name}", 100 * summary["mean"], int(depth))
+                writer.add_scalar(f"{prefix}accuracy_by_depth/{group_by}_{name}", 100 * summary["mean"], int(depth))
         if len(by_depth) > 1:
             plot_path = path.with_suffix(".png")
-            figure = plot_by_depth(by_depth, group_by)
+            figure = plot_by_depth(by_depth, group_by, "dev" if on_dev else "test")
             figure.savefig(plot_path, dpi=DPI)
-            writer.add_figure("accuracy_by_depth", figure)
+            writer.add_figure(f"{prefix}accuracy_by_depth", figure)
             print(f"wrote {plot_path}")
     print_details(path, report)
     print(f"wrote {path}")
@@ -245,7 +249,8 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     if labels is None:
         return
     random = random_weights(path, report)
-    facts = [describe_baselines(labels), random, f"{labels['images']} test images, 95 % intervals over these"]
+    split = "test" if report.get("protocol", {}).get("test", True) else "dev"
+    facts = [describe_baselines(labels), random, f"{labels['images']} {split} images, 95 % intervals over these"]
     print("; ".join(filter(None, facts)))
     figures = figure_rows(path, report)
     if figures:

@@ -55,7 +55,7 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
     encoder = open_frozen_encoder(config)
     protocol = open_protocol(config, encoder)
     weights = "" if config.random else config.checkpoint or config.encoder
-    train, test = load_labelled(config.data, accelerator, weights, loaded=loaded)
+    train, test = load_labelled(config.data, accelerator, weights, loaded=loaded, on_dev=not config.test)
     trainer = HeadTrainer(protocol, encoder, config, accelerator, classes_of(train, test))
     plan = protocol.plan(len(train))
     print(describe_plan(protocol, plan))
@@ -74,7 +74,7 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
     report["protocol"] |= settings | described(encoder, config, accelerator)
     report["class_names"] = list(train.class_names or ())
     if unreadable:
-        report["left_out"] = {"train": 0, "test": len(unreadable)}
+        report["left_out"] = {"train": 0, "test" if config.test else "dev": len(unreadable)}
     report = write_probe_report(path, report, "protocol")
     return ProbedProtocol(report, heads[-1], trainer.classes.numbers)
 

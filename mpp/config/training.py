@@ -35,8 +35,8 @@ class RunConfig:
     and kept when it is resumed. A run may be resumed with another value: results then differ by rounding."""
     log_every: int = setting(20, at_least=1, operational=True)
     """Steps between two lines of metrics."""
-    eval_every: int = setting(400, at_least=1, operational=True)
-    """Steps between two evaluations on the held-out images."""
+    eval_every: int = setting(400, at_least=0, operational=True)
+    """Steps between two evaluations on the held-out images. 0: never."""
     checkpoint_every: int = setting(400, at_least=1, operational=True)
     """Steps between two checkpoints."""
     keep_checkpoints: int = setting(2, at_least=1, operational=True)
@@ -44,7 +44,7 @@ class RunConfig:
     keep_at: tuple[int, ...] | None = setting(None, at_least=1, listed=True, operational=True)
     """Steps after which a checkpoint is written and always stays, so that a run can branch from it: also where a later
     command does not repeat them. With optim.schedule wsd the one where the cooldown begins stays anyway."""
-    keep_best: bool = setting(False, operational=True)
+    keep_best: bool = setting(False, needs={"eval_every": True}, operational=True)
     """Keep the encoder whose features were best in `encoder_best`, beside the last: by kNN accuracy on the held-out
     images or, without labels, by the neighbours' agreement. Of a branch, since it began."""
     report: bool = setting(True, operational=True)

@@ -1,4 +1,4 @@
-"""Caches outside the run folder: the one that cannot be written, and the variable that names another.
+"""Full disks, and caches outside the run folder: the one that cannot be written, and the variable that names another.
 
 Libraries put what they prepare, download and compile below the home folder. Where that cannot be written, as in a
 container or on a full disk, the data and the weights are not to blame.
@@ -53,6 +53,16 @@ def caches() -> list[Cache]:
 def absolute(folder: str | Path) -> Path:
     """A folder by its absolute path, as errors name it."""
     return Path(folder).expanduser().absolute()
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether an error comes from a disk, or a user's share of it, that is full."""
+    words = [os.strerror(number) for number in DISK_IS_FULL]
+    while error is not None:
+        if any(each in str(error) for each in words):  # safetensors has an error of its own, without errno
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def unwritable_cache(error: BaseException | None) -> str | None:

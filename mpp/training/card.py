@@ -7,7 +7,8 @@ from torch import nn
 
 from mpp.models.timm_models import has_class
 from mpp.models.vit import VariantViT
-from mpp.training.log import last_evaluation
+from mpp.training.history import EVALUATED, History
+from mpp.training.log import read_history
 from mpp.training.phases import saved_phases
 
 HEAD_LEFT_OUT = "the classification head is left out"
@@ -37,13 +38,7 @@ data_config = timm.data.resolve_model_data_config(encoder)  # input size, mean, 
 tokens = encoder.forward_features(images)  # {tokens}
 ```
 
-## Held-out figures after {step} steps
-
-| | |
-|-|-:|
-{figures}
-
-## Settings
+{figures}## Settings
 
 ```yaml
 {settings}```
@@ -64,8 +59,8 @@ def model_card(
         method: how it was trained, in a sentence without its full stop.
         images: those that it was trained on.
     """
-    scalars = last_evaluation(folder)
-    figures = [f"| `{name}` | {value:.4g} |" for name, value in scalars.items() if name != "step"]
+    history = read_history(folder)
+    done = int(history[-1]["step"]) if history else 0
     imports = "import timm"
     if isinstance(encoder, VariantViT):
         imports = f"import mpp.models  # timm then knows this architecture\n{imports}"
@@ -75,12 +70,11 @@ def model_card(
         tags="timm, image-feature-extraction" if learned_labels else "timm, image-feature-extraction, self-supervised",
         model=model,
         method=method,
-        phases=describe_phases(folder, scalars["step"]),
+        phases=describe_phases(folder, done),
         images=images,
         imports=imports,
         tokens=describe_output(encoder),
-        step=scalars["step"],
-        figures="\n".join(figures),
+        figures=figures_section(history),
         settings=(folder / "config.yaml").read_text(encoding="utf-8"),
     )
 
@@ -91,6 +85,17 @@ def describe_phases(folder: Path, done: int) -> str:
     parts = [part for part in (phases.describe_branch(), phases.describe_cooldown(done)) if part]
     sentence = ", ".join(parts)
     return f" {sentence[0].upper()}{sentence[1:]}." if sentence else ""
+
+
+def figures_section(history: History) -> str:
+    """The figures of the last evaluation below a heading; empty where the run was never evaluated."""
+    lines = [line for line in history if EVALUATED in line]
+    if not lines:
+        return ""
+    scalars = lines[-1]
+    figures = [f"| `{name}` | {value:.4g} |" for name, value in scalars.items() if name != "step"]
+    rows = "\n".join(figures)
+    return f"## Held-out figures after {scalars['step']} steps\n\n| | |\n|-|-:|\n{rows}\n\n"
 
 
 def describe_output(encoder: nn.Module) -> str:

@@ -89,7 +89,7 @@ class Loop:
             Preempted: a signal asked for a stop; the checkpoint is written.
         """
         run = self.run_config
-        if self.start == 0:
+        if self.start == 0 and run.eval_every > 0:
             self.evaluate_untrained()
         elif due(self.start, run.eval_every, run.steps) and not self.has_evaluation(self.start):
             self.evaluate(self.start)  # it failed when this step was done

@@ -1,0 +1,254 @@
+"""Results of a sweep: its trials sorted by dev accuracy, a plot, and what to do next."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from evaluation.comparison.cases import with_seed
+from evaluation.comparison.files import MASKED_BASELINES, recorded_versions
+from evaluation.comparison.reports import ResultRow
+from evaluation.comparison.tables import Cell, accuracy_text, grouped, of_encoder, of_kind, unique
+from evaluation.comparison.trials import SweepPlan, Trial, command_options, parsed_options
+from evaluation.config import SweepConfig
+from evaluation.figures.charts import Curves, plot_bars, plot_lines
+from evaluation.figures.style import DPI
+from evaluation.frozen.results import summarize_values, table, write_json
+from mpp.config.command_line import as_command_line, as_words
+from mpp.errors import UserError
+from mpp.runtime.files import write_complete
+from mpp.training.run_folder import saved_settings
+
+LONGER = 4
+"""Length of the run that the last line proposes, in lengths of a trial."""
+
+
+class Result(NamedTuple):
+    """A trial with its accuracies."""
+
+    trial: Trial
+    cells: dict[str, Cell]
+    """Evaluation -> its accuracy: mean, std and count over seeds; `diverged`, the number of seeds that did."""
+    pflop: float | None
+    """PFLOP that its training executed; None: unknown."""
+    steps: int | None
+    """Steps of its training; None: its run is not here."""
+
+    @property
+    def cell(self) -> Cell:
+        """The accuracy that chooses: of the first evaluation."""
+        return next(iter(self.cells.values()), {})
+
+
+def write_sweep(config: SweepConfig, plan: SweepPlan, rows: list[ResultRow]) -> str:
+    """Write results.json, table.md and sweep.png, print the table and what to do next, and return that text."""
+    folder = Path(config.dir)
+    ranked = ranking(plan, rows)
+    lines = [table_of(ranked), *advice(config, plan, ranked)]
+    text = "\n\n".join(lines)
+    trials = []
+    for result in ranked:
+        entry = result.trial.entry
+        about = {"name": entry.name, "settings": result.trial.values, "encoder": entry.encoder}
+        trials.append(about | {"accuracies": result.cells, "steps": result.steps})
+    content = {"trials": trials, "results": rows, "versions": recorded_versions(), "settings": asdict(config)}
+    write_json(folder / "results.json", content)
+    write_complete(folder / "table.md", f"{text}\n")
+    files = ["results.json", "table.md"]
+    figure = plot_sweep(ranked)
+    if figure is not None:
+        files.append("sweep.png")
+        figure.savefig(folder / files[-1], dpi=DPI)
+    print(f"\n{text}\n\nwrote {folder}: {', '.join(files)}; see reports/ and trials/")
+    return text
+
+
+def ranking(plan: SweepPlan, rows: list[ResultRow]) -> list[Result]:
+    """The trials that have results, the best first; those of which a seed diverged are last."""
+    results = [result_of(trial, of_encoder(rows, trial.entry.name)) for trial in plan.trials]
+    present = [result for result in results if result.cell]
+    return sorted(present, key=lambda result: ("diverged" in result.cell, -result.cell.get("mean", 0)))
+
+
+def result_of(trial: Trial, rows: list[ResultRow]) -> Result:
+    """A trial with the accuracies that its rows have."""
+    cells = {}
+    for (evaluation,), of_evaluation in grouped(rows, "evaluation").items():
+        scored = [row for row in of_evaluation if row["kind"] in ("validation", "test")]
+        accuracies = accuracies_by_seed(scored)
+        cell: Cell = summarize_values(list(accuracies.values())) if accuracies else {}
+        diverged = unique(of_kind(of_evaluation, "diverged"), "encoder_seed")
+        if diverged:
+            cell["diverged"] = len(diverged)
+        if cell:
+            cells[evaluation] = cell
+    executed = [row["training_pflop"] for row in rows if "training_pflop" in row]
+    run = Path(with_seed(trial.entry.encoder, trial.entry.seeds[0]))
+    steps = saved_settings(run).get("run", {}).get("steps")
+    return Result(trial, cells, float(np.mean(executed)) if executed else None, steps)
+
+
+def accuracies_by_seed(rows: list[ResultRow]) -> dict[int, float]:
+    """Seed of the training -> accuracy, the mean over the cases and draws of its evaluation."""
+    by_seed = {}
+    for (seed,), of_seed in grouped(rows, "encoder_seed").items():
+        measured = [row["accuracy"] for row in of_seed if row["case"] not in MASKED_BASELINES]
+        by_seed[seed] = float(np.mean(measured))
+    return by_seed
+
+
+def table_of(ranked: Sequence[Result]) -> str:
+    """The trials as a Markdown table."""
+    if not ranked:
+        return "no results yet"
+    keys = list(ranked[0].trial.values)
+    evaluations = list(dict.fromkeys(name for result in ranked for name in result.cells))
+    headings = ["run", *keys, *(f"{name}, dev accuracy (%)" for name in evaluations), "steps", "PFLOP"]
+    body = []
+    for result in ranked:
+        values = [as_words(result.trial.values[key]) for key in keys]
+        cells = [result.cells.get(name, {}) for name in evaluations]
+        accuracies = [accuracy_text(cell) if cell else "-" for cell in cells]
+        steps = "-" if result.steps is None else str(result.steps)
+        pflop = "-" if result.pflop is None else f"{result.pflop:.3g}"
+        body.append([run_name(result.trial), *values, *accuracies, steps, pflop])
+    return table(headings, body)
+
+
+def run_name(trial: Trial) -> str:
+    """The folder of a trial's run in that of the sweep; of several seeds, `{seed}` stands for them."""
+    encoder, seeds = trial.entry.encoder, trial.entry.seeds
+    folder = Path(with_seed(encoder, seeds[0]) if len(seeds) == 1 else encoder)
+    return f"{folder.parent.name}/{folder.name}"
+
+
+# --- advice ---
+
+
+def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[Result]) -> list[str]:
+    """Sentences below the table: how far the choice can be trusted, what to add, and the next command."""
+    missing = len(plan.trials) - len(ranked)
+    lines = [f"{missing} of {len(plan.trials)} trials have no result yet."] if missing else []
+    complete = [result for result in ranked if "diverged" not in result.cell]
+    if ranked and not complete:
+        lines.append("Every trial diverged: lower optim.lr.")
+    if not complete:
+        return lines
+    best = complete[0]
+    lines += edges(config, plan, best)
+    if len(complete) > 1:
+        lines.append(describe_lead(best, complete[1]))
+        lines.append(
+            f"The best of {len(complete)} trials was chosen by this accuracy, which is too high for that reason (the "
+            "winner's curse): measure the chosen settings anew, with other seeds, on the test images."
+        )
+    lines.append(f"next: {next_command(config, best)}")
+    return lines
+
+
+def edges(config: SweepConfig, plan: SweepPlan, best: Result) -> Iterator[str]:
+    """A sentence for each setting whose best value is the smallest or the largest that was tried."""
+    for key, value in best.trial.values.items():
+        tried = numbers_of(trial.values[key] for trial in plan.trials)
+        if len(tried) < 2 or value not in (tried[0], tried[-1]):
+            continue
+        further = next_value(tried if value == tried[-1] else tried[::-1])
+        if further is not None and is_allowed(config, best, key, further):
+            yield f"The best is at the edge of {key} ({as_words(value)}): add {as_words(further)}."
+
+
+def numbers_of(values: Iterator[Any]) -> list[float]:
+    """The different values in ascending order; none where they are no numbers."""
+    different = list(values)
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in different):
+        return []
+    return sorted(set(different))
+
+
+def next_value(values: Sequence[float]) -> float | None:
+    """The value after the last one of a sequence, at the same ratio; with a 0 among them, at the same distance."""
+    before, last = values[-2:]
+    further = last * last / before if before * last > 0 else 2 * last - before
+    if isinstance(before, int) and isinstance(last, int):
+        whole = round(further)
+        return None if whole == last else whole
+    return float(f"{further:.3g}")
+
+
+def is_allowed(config: SweepConfig, best: Result, key: str, value: float) -> bool:
+    """Whether a training takes this value in place of the best one."""
+    try:
+        parsed_options(config.train, best.trial.entry.train_options | {key: value})
+    except UserError:
+        return False
+    return True
+
+
+def describe_lead(best: Result, second: Result) -> str:
+    """How far the best trial is ahead of the second, beside the spread over seeds."""
+    lead = 100 * (best.cell["mean"] - second.cell["mean"])
+    both = f"{best.trial.entry.name} {accuracy_text(best.cell)}%, {second.trial.entry.name} "
+    both += f"{accuracy_text(second.cell)}%"
+    of_one_seed = [result.trial for result in (best, second) if result.cell["count"] < 2]
+    if of_one_seed:
+        points = ", ".join(map(point_with_new_seed, of_one_seed))
+        return (
+            f"The best is {lead:.1f} points ahead of the second ({both}). Nothing is known of the spread over seeds "
+            f"where there is one seed: add `points: [{points}]`."
+        )
+    spread = 100 * max(best.cell["std"], second.cell["std"])
+    if lead <= spread:
+        return f"The best is within the spread of the second ({both}): these seeds do not tell them apart."
+    return f"The best is ahead of the second by more than the spread over seeds ({both})."
+
+
+def point_with_new_seed(trial: Trial) -> str:
+    """A trial at one more seed, as a sweep's file has it."""
+    point = {**trial.values, "run.seed": max(trial.entry.seeds) + 1}
+    return "{" + ", ".join(f"{key}: {as_words(value)}" for key, value in point.items()) + "}"
+
+
+def next_command(config: SweepConfig, best: Result) -> str:
+    """The command that trains longer with the best settings, on all training images."""
+    options = command_options(config, best.trial)
+    length = best.steps or parsed_options(config.train, options).run.steps
+    options |= {"run.steps": LONGER * length, "run.dir": f"{config.dir}_best"}
+    return shlex.join(["mpp", config.train, *as_command_line(options)])
+
+
+# --- plot ---
+
+
+def plot_sweep(ranked: Sequence[Result]) -> Figure | None:
+    """Accuracy against the setting with the most values, a line for each choice of the others; None: no results.
+
+    Bars, where no setting has several positive numbers.
+    """
+    scored = [result for result in ranked if "mean" in result.cell]
+    if not scored:
+        return None
+    x_of_lines = axis_of(scored)
+    if x_of_lines is None:
+        return plot_bars({result.trial.entry.name: result.cells for result in scored})
+    curves: Curves = {}
+    for result in sorted(scored, key=lambda result: result.trial.values[x_of_lines]):
+        others = [f"{key}={as_words(value)}" for key, value in result.trial.values.items() if key != x_of_lines]
+        for evaluation, cell in result.cells.items():
+            if "mean" in cell:
+                line = curves.setdefault(evaluation, {}).setdefault(" ".join(others) or evaluation, {})
+                line[result.trial.values[x_of_lines]] = cell
+    return plot_lines(curves, x_of_lines, "dev accuracy (%)")
+
+
+def axis_of(results: Sequence[Result]) -> str | None:
+    """The setting with the most values, all of them positive numbers; None: none has two."""
+    counts = {}
+    for key in results[0].trial.values:
+        numbers = numbers_of(result.trial.values[key] for result in results)
+        if len(numbers) > 1 and numbers[0] > 0:
+            counts[key] = len(numbers)
+    return max(counts, key=counts.get) if counts else None

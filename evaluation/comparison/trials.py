@@ -1,0 +1,223 @@
+"""The trials of a sweep, as encoders of a comparison, each evaluated on a dev split."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from evaluation.comparison.cases import (
+    Case,
+    Encoder,
+    cases_of,
+    command_line,
+    evaluation_settings,
+    parsed,
+    training_settings,
+)
+from evaluation.comparison.digests import training_digest
+from evaluation.comparison.entries import (
+    DatasetEntry,
+    EncoderEntry,
+    Entries,
+    EvaluationEntry,
+    Options,
+    Question,
+    check_commands,
+    typed_entry,
+)
+from evaluation.comparison.trainings import TRAININGS
+from evaluation.config import SweepConfig
+from evaluation.registry import EVALUATIONS
+from mpp.config import HOW_READ, SourceConfig, require
+from mpp.config.command_line import as_words
+from mpp.config.keys import flatten, plain
+
+NOT_LOOKING: Options = {"run.eval_every": 0, "run.report": False}
+"""Settings by which a trial leaves the held-out images alone."""
+BATCH = "optim.global_batch_size"
+SEED = "run.seed"
+OF_THE_SWEEP = {"run.dir": "dir", SEED: "seeds"}
+"""Settings of trainings -> the settings of a sweep that decide them."""
+CUT = ("data.eval_split", "data.eval_fraction")
+"""Settings that cut a dev split off."""
+OF_THE_TRIAL = (*HOW_READ, "train_images")
+"""Settings of a trial's images that its evaluation does not take over from the sweep's settings."""
+
+
+class Trial(NamedTuple):
+    """Settings of a sweep's training that are tried."""
+
+    entry: EncoderEntry
+    values: dict[str, Any]
+    """The value of each setting that differs between trials."""
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What a sweep tries."""
+
+    trials: list[Trial]
+    cases: list[Case]
+    is_cut: bool
+    """Whether the held-out images are a part of the training images."""
+
+    def describe(self) -> str:
+        """The plan in a line."""
+        runs = sum(len(trial.entry.seeds) for trial in self.trials)
+        dev = "a tenth of the training images"
+        if self.is_cut:
+            dev = "the held-out images, which data.eval_split null cuts from the training images"
+        count = f"{len(self.trials)} trials, {runs} runs" if runs > len(self.trials) else f"{runs} trials"
+        return f"{count}; the dev split is {dev}; test images are not looked at"
+
+
+def plan_sweep(config: SweepConfig) -> SweepPlan:
+    """The trials of a sweep and their evaluations, every setting of them parsed.
+
+    Raises:
+        UserError: a setting that does not exist or is out of bounds, or an evaluation that would look at test images.
+    """
+    settings = dotted(config.settings)
+    refuse_settings(settings, "settings", OF_THE_SWEEP)
+    base = parsed_options(config.train, settings)
+    is_cut = base.data.eval_split is None
+    learns_labels = config.train == "supervised"
+    allowed = "null with train supervised, which learns the labels of all training images but those that it cuts off"
+    require(is_cut or not learns_labels, "settings: data.eval_split", base.data.eval_split, allowed)
+
+    common = dict(settings)
+    if config.compute is not None and BATCH in varied_settings(config):  # warm-up would follow the number of steps
+        common["optim.warmup_steps"] = base.optim.warmup(base.run.steps)
+    decided = {} if is_cut else NOT_LOOKING
+    trials = merged(trial_of(config, common | point | decided, seeds) for point, seeds in points_of(config))
+    evaluations = evaluation_entries(config, is_cut)
+    entries = Entries([trial.entry for trial in trials], evaluations, [dev_images(base.data)], [Question("sweep")])
+    cases = cases_of(entries)
+    for case in cases:
+        refuse_test_images(case)
+    return SweepPlan(trials, cases, is_cut)
+
+
+def parsed_options(train: str, options: Options) -> Any:
+    """The config of a training by the settings of its command line."""
+    return parsed(TRAININGS[train].config_class, tuple(command_line(options, 0)))
+
+
+def command_options(config: SweepConfig, trial: Trial) -> Options:
+    """The settings by which a trial is trained on all training images: without the cut of the dev split."""
+    settings = dotted(config.settings)
+    without_cut = {key: value for key, value in settings.items() if key not in CUT}
+    return without_cut | trial.values
+
+
+def dotted(settings: Mapping[str, Any], prefix: str = "") -> Options:
+    """Settings by dotted name, of a mapping that may have groups in it."""
+    flat: Options = {}
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        flat |= dotted(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
+def refuse_settings(settings: Options, place: str, refused: Mapping[str, str]) -> None:
+    """Raise UserError at a setting that the sweep decides."""
+    for key, decided_by in refused.items():
+        require(
+            key not in settings, f"{place}: {key}", settings.get(key), f"left out: the sweep's `{decided_by}` is it"
+        )
+
+
+def points_of(config: SweepConfig) -> Iterator[tuple[Options, tuple[int, ...]]]:
+    """The settings of each trial beside those of all, and its seeds: the grid, then the points."""
+    grid = dotted(config.vary)
+    refuse_settings(grid, "vary", OF_THE_SWEEP)
+    if grid:
+        for values in product(*grid.values()):
+            yield dict(zip(grid, values, strict=True)), config.seeds
+    for each in config.points:
+        point = dotted(each)
+        refuse_settings(point, "points", {"run.dir": "dir"})
+        seeds = (point.pop(SEED),) if SEED in point else config.seeds
+        yield point, seeds
+
+
+def varied_settings(config: SweepConfig) -> list[str]:
+    """The settings that differ between trials, those of the grid first."""
+    names = dict.fromkeys(dotted(config.vary))
+    for point in config.points:
+        names |= dict.fromkeys(dotted(point))
+    return [name for name in names if name != SEED]
+
+
+def trial_of(config: SweepConfig, options: Options, seeds: tuple[int, ...]) -> Trial:
+    """A trial, in a folder named by the digest of its settings: a sweep that grows finds it by any name.
+
+    Args:
+        options: settings of its training.
+    """
+    entry = EncoderEntry("", config.dir, seeds=seeds, train=config.train, train_options=options, compute=config.compute)
+    training = training_settings(entry, 0)
+    digest = training_digest(Encoder(entry, 0, training))
+    values = flatten(training)
+    tried = {key: plain(values[key]) if key in values else options.get(key) for key in varied_settings(config)}
+    name = " ".join(f"{key}={as_words(value)}" for key, value in tried.items())
+    folder = f"{config.dir}/trials/{digest}_{{seed}}"
+    return Trial(replace(entry, name=name, encoder=folder), tried)
+
+
+def merged(trials: Iterable[Trial]) -> list[Trial]:
+    """The trials, each once: of those with the same settings one that has the seeds of all."""
+    by_folder: dict[str, Trial] = {}
+    for trial in trials:
+        known = by_folder.setdefault(trial.entry.encoder, trial)
+        seeds = tuple(dict.fromkeys((*known.entry.seeds, *trial.entry.seeds)))
+        by_folder[trial.entry.encoder] = known._replace(entry=replace(known.entry, seeds=seeds))
+    return list(by_folder.values())
+
+
+def evaluation_entries(config: SweepConfig, is_cut: bool) -> list[EvaluationEntry]:
+    """The evaluations of a sweep, on the dev split; the first one chooses."""
+    given = [config.evaluate] if isinstance(config.evaluate, Mapping) else config.evaluate
+    entries = []
+    for value in given:
+        entry = typed_entry(EvaluationEntry, {"name": str(value.get("command")), **value}, "evaluate")
+        check_commands([entry], "evaluate")
+        options = dotted(entry.options)
+        if not is_cut:
+            able = [name for name, each in EVALUATIONS.items() if has_test(each.config_class())]
+            allowed = f"{' or '.join(able)}; with data.eval_split null in settings, which cuts a dev split, any"
+            require(entry.command in able, "evaluate: command", entry.command, allowed)
+            options["test"] = False
+        entries.append(replace(entry, options=options))
+    require(len(entries) > 0, "evaluate", "empty", "{command: linear}, say")
+    return entries
+
+
+def has_test(config_class: type) -> bool:
+    """Whether an evaluation can be done on a dev split."""
+    return "test" in {each.name for each in fields(config_class)}
+
+
+def dev_images(data: SourceConfig) -> DatasetEntry:
+    """The images of the trials, as a dataset of the evaluations."""
+    options: Options = {}
+    for each in fields(SourceConfig):
+        value = getattr(data, each.name)
+        if each.metadata.get("operational") or each.name in OF_THE_TRIAL:
+            continue
+        if value != getattr(SourceConfig, each.name):
+            options[f"data.{each.name}"] = value
+    return DatasetEntry("dev", options)
+
+
+def refuse_test_images(case: Case) -> None:
+    """Raise UserError where a trial or its evaluation would look at held-out images that are no part of train."""
+    training = case.encoder.settings
+    not_looking = training.run.eval_every == 0
+    if not not_looking:
+        split = training.data.eval_split
+        require(split is None, f"{case.encoder.entry.name}: data.eval_split", split, "null, as it is in settings")
+    evaluation = evaluation_settings(case)
+    if getattr(evaluation, "test", True) and hasattr(evaluation, "data"):
+        split = evaluation.data.eval_split
+        require(split is None, "evaluate: data.eval_split", split, "null, as it is in settings")

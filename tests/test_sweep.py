@@ -1,0 +1,454 @@
+"""Sweeps: each trial once, on a dev split, by processes that may be killed; and what is printed of them."""
+
+import errno
+import json
+import shutil
+from collections import Counter
+from importlib import import_module
+
+import numpy as np
+import pytest
+import yaml
+from comparisons import FAST, TINY_TRAINING, write_cats_and_dogs
+from conftest import encoded, picture, read_metrics, wait_until
+from server import Command
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_compare import hurry
+
+from evaluation import compare, sweep
+from evaluation.comparison import run
+from evaluation.comparison.digests import identity
+from evaluation.comparison.sweep_results import advice, next_value, plot_sweep, ranking, table_of
+from evaluation.comparison.trainings import step_flops
+from evaluation.comparison.trials import plan_sweep
+from evaluation.config import KnnConfig, ProbeDataConfig, SweepConfig
+from evaluation.frozen.encoder import open_frozen_encoder
+from evaluation.frozen.labelled_features import LabelledFeatures, save_features
+from mpp.config import Config, SourceConfig
+from mpp.config.parsing import parse
+from mpp.data.sources import load_image_datasets
+from mpp.data.views import ViewDataset, collate
+from mpp.errors import UserError
+from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
+
+KNN = {"command": "knn", "options": FAST | {"neighbours": 3, "depth": "dev"}}
+LR = "optim.lr"
+BATCH = "optim.global_batch_size"
+
+
+class SmallSweep:
+    """A sweep of a tiny model on red dogs and other cats; a test changes `config` before it sweeps.
+
+    Only the first image of the test split can be decoded: the others would be missed if they were looked at.
+    """
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.out = folder / "out"
+        images = folder / "images"
+        write_cats_and_dogs(images / "train")
+        for kind in ("cat", "dog"):
+            for number in range(4):
+                file = images / "test" / kind / f"{number}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(encoded(picture(number)) if (kind, number) == ("cat", 0) else b"broken")
+        self.config = {
+            "dir": str(self.out),
+            "settings": TINY_TRAINING | {"data.path": str(images)},
+            "vary": {LR: [0.01, 0.02]},
+            "evaluate": KNN,
+        }
+
+    def write(self):
+        file = self.folder / "sweep.yaml"
+        file.write_text(yaml.safe_dump(self.config, sort_keys=False))
+        return str(file)
+
+    def parse(self):
+        return parse(SweepConfig, ["--config", self.write()])
+
+    def plan(self):
+        return plan_sweep(self.parse())
+
+    def sweep(self, *words):
+        sweep.main(["--config", self.write(), *words])
+        return self.table()
+
+    def table(self):
+        return (self.out / "table.md").read_text()
+
+
+@pytest.fixture
+def small(tmp_path):
+    return SmallSweep(tmp_path)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The settings of each training that is begun."""
+    begun = []
+    train = run.train
+
+    def noted(config, build_task):
+        begun.append(config)
+        return train(config, build_task)
+
+    monkeypatch.setattr(run, "train", noted)
+    return begun
+
+
+# --- trials ---
+
+
+def test_the_grid_and_the_points_are_trials_each_once(small):
+    small.config["vary"] = {LR: ["1e-2", 0.01, 2.0e-2], BATCH: [8, 16]}
+    small.config["points"] = [{LR: 0.04}, {"optim": {"lr": 0.01}, BATCH: 8, "run.seed": 5}, {LR: 0.010, BATCH: 16}]
+    plan = small.plan()
+    seeds = {tuple(trial.values.values()): trial.entry.seeds for trial in plan.trials}
+    once = (0,)
+    assert seeds == {(0.01, 8): (0, 5), (0.01, 16): once, (0.02, 8): once, (0.02, 16): once, (0.04, 8): once}
+    assert len(plan.cases) == 6 and len({identity(case) for case in plan.cases}) == 6
+    assert plan.trials[0].entry.name == f"{LR}=0.01 {BATCH}=8"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"settings": {"optim.lrr": 1}}, "unknown setting optim.lrr: did you mean optim.lr?"),
+        ({"vary": {"optim.lrr": [1]}}, "unknown setting optim.lrr: did you mean optim.lr?"),
+        ({"points": [{"modle.width": 1}]}, "unknown setting modle.width: did you mean model.width?"),
+        ({"vary": {LR: [0.01, -1]}}, "optim.lr is -1.0; it must be a number above 0"),
+        ({"vary": {}}, "vary is empty"),
+        ({"vary": {LR: []}}, r"vary: optim.lr is \[\]; it must be a list"),
+        ({"vary": {"run.seed": [1, 2]}}, "vary: run.seed is .* left out: the sweep's `seeds` is it"),
+        ({"settings": {"run.dir": "a"}}, "settings: run.dir is a; it must be left out: the sweep's `dir` is it"),
+        ({"compute": -1}, "compute is -1.0; it must be a number above 0"),
+        ({"evaluate": {"command": "magic"}}, "evaluate: command is magic; it must be fewshot or knn"),
+        ({"evaluate": {"command": "knn", "option": {}}}, "evaluate: .* is not {name, command, options}"),
+        ({"evaluate": {"command": "knn", "options": {"neighbour": 3}}}, "unknown setting neighbour: did you mean"),
+        ({"evaluate": {"command": "masked"}}, "evaluate: command is masked; it must be fewshot or knn or linear"),
+        ({"settings": {"run.keep_best": True}}, "run.keep_best is True; it must be False or left out"),
+        ({"train": "supervised"}, "settings: data.eval_split is auto; it must be null with train supervised"),
+        (
+            {"settings": {"data.eval_split": None}, "points": [{"data.eval_split": "test"}]},
+            "data.eval_split is test; it must be null, as it is in settings",
+        ),
+        (
+            {
+                "settings": {"data.eval_split": None},
+                "evaluate": {"command": "knn", "options": {"data.eval_split": "test"}},
+            },
+            "evaluate: data.eval_split is test; it must be null",
+        ),
+    ],
+)
+def test_mistakes_are_named_before_the_first_trial(small, monkeypatch, change, message):
+    monkeypatch.setattr(run, "train", lambda *_: pytest.fail("it trains"))
+    with pytest.raises(UserError, match=message) as error:
+        small.config |= change
+        small.sweep()
+    assert "\n" not in str(error.value)
+
+
+def test_equal_compute_gives_inversely_scaled_steps_and_one_warm_up(small):
+    small.config["settings"]["optim.name"] = "adam"  # Muon's products cost the same for any batch
+    flops = step_flops("pretrain", run_settings(small.plan(), 0))
+    small.config |= {"vary": {BATCH: [8, 16, 32]}, "compute": 64 * flops / 1e15}
+    small.config["settings"]["run.steps"] = 40  # a fifth of which is the warm-up of all trials
+    trainings = [run_settings(small.plan(), number) for number in range(3)]
+    steps = [config.run.steps for config in trainings]
+    assert steps == [64, 32, 16]
+    assert [config.optim.warmup_steps for config in trainings] == [8] * 3
+
+
+def run_settings(plan, number):
+    """The settings that a trial is trained by."""
+    return run.settings_to_train(plan.cases[number].encoder)
+
+
+# --- dev split ---
+
+
+@pytest.mark.faults
+def test_no_output_has_a_figure_of_test_images_and_a_diverging_trial_is_last(small, capsys):
+    small.config["vary"] = {LR: [1e30, 0.01, 0.02]}
+    small.config["evaluate"] = [KNN, {"command": "linear", "options": FAST | {"l2": 0.01, "depth": "dev"}}]
+    small.config["evaluate"] += [{"command": "fewshot", "options": FAST | {"shots": 1}}]
+    text = small.sweep()
+    rows = [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| trials/")]
+    assert sorted(rows[:2]) == ["0.01", "0.02"] and rows[2] == "1e+30" and "diverged" in text
+    printed = capsys.readouterr()
+    assert "broken" not in printed.out + printed.err and "test accuracy" not in printed.out
+    assert not list(small.out.rglob("unreadable.txt"))
+    for file in small.out.rglob("metrics.jsonl"):
+        keys = {key for line in file.read_text().splitlines() for key in json.loads(line)}
+        assert "loss" in keys and not any(key.startswith(("heldout", "knn", "features", "agreement")) for key in keys)
+    for folder in {file.parent for file in small.out.rglob("events.out.*")}:
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        tags = events.Tags()
+        assert not any(tag.startswith(("heldout", "knn", "accuracy")) for tag in tags["scalars"] + tags["images"])
+    reports = [json.loads(file.read_text()) for file in (small.out / "reports").glob("*dev-*.json")]
+    assert len(reports) == 6 and not any(report["protocol"]["test"] for report in reports)
+    results = json.loads((small.out / "results.json").read_text())
+    assert {row["kind"] for row in results["results"]} == {"validation", "diverged"}
+    assert (small.out / "sweep.png").stat().st_size > 1000
+    for card in small.out.rglob("README.md"):
+        assert "Held-out" not in card.read_text()
+
+
+@pytest.mark.faults
+def test_a_dev_split_that_is_cut_may_be_evaluated_while_training_and_by_masked_patches(small):
+    small.config["settings"] |= {"data.eval_split": None, "data.eval_fraction": 0.25}
+    small.config["evaluate"] = {"command": "masked"}
+    small.sweep()
+    results = json.loads((small.out / "results.json").read_text())
+    for trial in results["trials"]:
+        recorded = read_metrics(small.folder / trial["encoder"].format(seed=0), "heldout/accuracy")[2]
+        assert trial["accuracies"]["masked"]["mean"] == recorded
+    assert not list(small.out.rglob("unreadable.txt"))
+
+
+# --- sharing, killing, growing ---
+
+
+@pytest.mark.faults
+def test_processes_share_a_sweep_and_one_is_killed(small, tmp_path):
+    small.config |= {"vary": {LR: [0.01, 0.02, 0.03]}, "seeds": [0, 1]}
+    small.config["settings"] |= {"run.steps": 30, "run.checkpoint_every": 10}
+    both = [Command("sweep", "--config", small.write(), prepare=hurry) for _ in range(2)]
+    assert [command.wait() for command in both] == [[0], [0]], both[0].said + both[1].said
+    whole = small.table()
+    begun = Counter()
+    for folder in (small.out / "trials").iterdir():
+        begun[folder.name] = sum(f"wrote {folder}: encoder/" in command.said for command in both)
+    assert set(begun.values()) == {1} and len(begun) == 6
+    tables = [
+        command.said[command.said.index("| run ") : command.said.index("\nwrote " + str(small.out) + ":")]
+        for command in both
+    ]
+    assert tables[0].strip() == tables[1].strip() == whole.strip()
+
+    small.out = tmp_path / "killed"
+    small.config["dir"] = str(small.out)
+    both = [Command("sweep", "--config", small.write(), prepare=hurry) for _ in range(2)]
+    wait_until(lambda: list(small.out.glob("trials/*/checkpoints/step_*")))
+    both[0].kill()
+    assert both[1].wait() == [0], both[1].said
+    killed = small.table()
+    assert killed.replace(str(small.out), str(tmp_path / "out")) == whole
+    again = Command("sweep", "--config", small.write(), prepare=hurry)
+    assert again.wait() == [0] and "training:" not in again.said
+    assert small.table() == killed
+
+
+@pytest.mark.faults
+def test_a_sweep_that_grows_keeps_what_it_has(small, trained):
+    """Trials have other names when another setting is varied; those with its default are known."""
+    small.config["vary"] = {LR: [0.01]}
+    small.sweep()
+    small.config["vary"] |= {"optim.weight_decay": [0.1, 0.2]}
+    text = small.sweep()
+    assert [config.optim.weight_decay for config in trained] == [0.1, 0.2]
+    assert text.count("| trials/") == 2
+    published = str(small.out / "results.json")
+    small.config["dir"] = str(small.folder / "elsewhere")
+    small.out.rename(small.folder / "moved")
+    small.out = small.folder / "elsewhere"
+    assert small.sweep("--extends", published.replace("/out/", "/moved/")).count("| trials/") == 2
+    assert len(trained) == 2
+
+
+@pytest.mark.faults
+def test_a_full_disk_is_one_line_and_nothing_is_lost(small, monkeypatch, trained):
+    small.config["vary"] = {LR: [0.01, 0.02, 0.03]}
+    train = run.train
+
+    def fill(config, build_task):
+        if config.optim.lr == 0.02:
+            raise UserError("the checkpoint cannot be written") from OSError(errno.ENOSPC, "No space left on device")
+        return train(config, build_task)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="finished work is kept: free space") as error:
+        patch.setattr(run, "train", fill)
+        small.sweep()
+    assert "\n" not in str(error.value)
+    assert [config.optim.lr for config in trained] == [0.01]  # the third one is not begun
+    assert small.sweep().count("| trials/") == 3
+    assert [config.optim.lr for config in trained] == [0.01, 0.02, 0.03]
+
+
+def test_a_look_at_a_sweep_says_how_many_trials_are_missing(small):
+    assert "no results yet\n\n2 of 2 trials have no result yet." in small.sweep("--tabulate", "true")
+    shutil.rmtree(small.out)
+
+
+# --- words ---
+
+
+def results_of(small, accuracies):
+    """Ranked results of a sweep whose trials have these accuracies: value -> by seed; None: it diverged."""
+    plan = small.plan()
+    rows = []
+    for trial in plan.trials:
+        for seed, accuracy in enumerate(accuracies[trial.values[LR]]):
+            row = {
+                "encoder": trial.entry.name,
+                "encoder_seed": seed,
+                "evaluation": "knn",
+                "dataset": "dev",
+                "case": "3",
+            }
+            kind = {"kind": "diverged"} if accuracy is None else {"kind": "validation", "accuracy": accuracy, "seed": 0}
+            rows.append(row | kind)
+    return plan, ranking(plan, rows)
+
+
+def advice_of(small, accuracies):
+    """The sentences below the table."""
+    small.config["vary"] = {LR: list(accuracies)}
+    plan, ranked = results_of(small, accuracies)
+    return " ".join(advice(small.parse(), plan, ranked))
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "said", "unsaid"),
+    [
+        ({0.01: [0.5], 0.02: [0.6]}, "edge of optim.lr (0.02): add 0.04.", "within the spread"),
+        ({0.01: [0.6], 0.02: [0.5]}, "edge of optim.lr (0.01): add 0.005.", "diverged"),
+        ({0.01: [0.5], 0.02: [0.6], 0.04: [0.4]}, "The best of 3 trials", "edge"),
+        ({0.01: [0.5], 0.02: [0.6], 0.04: [None]}, "The best of 2 trials", "edge"),
+        ({0.01: [0.5], 0.02: [0.6]}, "Nothing is known of the spread over seeds", "tell them apart"),
+        ({0.01: [0.5], 0.02: [0.6]}, "points: [{optim.lr: 0.02, run.seed: 1}, {optim.lr: 0.01, run.seed: 1}]", "abc"),
+        ({0.01: [0.58, 0.60], 0.02: [0.595, 0.605]}, "within the spread of the second", "Nothing is known"),
+        ({0.01: [0.40, 0.41], 0.02: [0.60, 0.61]}, "ahead of the second by more than the spread", "within the spread"),
+        ({0.01: [None], 0.02: [None]}, "Every trial diverged", "next:"),
+        ({0.01: [0.5]}, "next: mpp pretrain", "winner"),
+    ],
+)
+def test_the_advice_says_what_the_numbers_say(small, accuracies, said, unsaid):
+    text = advice_of(small, accuracies)
+    assert said in text and unsaid not in text
+
+
+def test_the_next_command_parses_and_trains_longer_on_all_training_images(small):
+    small.config["settings"] |= {"data.eval_split": None, "data.eval_fraction": 0.25}
+    command = advice_of(small, {0.01: [0.5], 0.02: [0.6]}).split("next: mpp pretrain ")[1]
+    config = parse(Config, command.split())
+    assert config.run.steps == 8 and config.optim.lr == 0.02 and config.run.dir == f"{small.out}_best"
+    assert config.data.eval_split == "auto" and config.run.eval_every == 400
+
+
+def test_the_table_is_sorted_and_the_plot_has_a_line_for_each_other_setting(small):
+    small.config |= {"vary": {LR: [0.01, 0.02, 0.04], BATCH: [8, 16]}, "seeds": [0, 1]}
+    _, ranked = results_of(small, {0.01: [0.5, 0.5], 0.02: [0.7, 0.7], 0.04: [None, 0.9]})
+    values = [line.split("|")[2].strip() for line in table_of(ranked).splitlines()[2:]]
+    assert values == ["0.02", "0.02", "0.01", "0.01", "0.04", "0.04"]
+    assert "90.0 (1 diverged)" in table_of(ranked)
+    (axes,) = plot_sweep(ranked).axes
+    assert axes.get_xlabel() == LR and axes.get_ylabel() == "dev accuracy (%)"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"{BATCH}=16", f"{BATCH}=8"][::-1]
+
+
+@pytest.mark.parametrize(
+    ("values", "further"),
+    [
+        ([0.01, 0.02], 0.04),
+        ([0.02, 0.01], 0.005),
+        ([64, 256], 1024),
+        ([0.0, 0.1], 0.2),
+        ([0.1, 0.0], -0.1),
+        ([3, 2], 1),
+    ],
+)
+def test_the_next_value_has_the_ratio_of_the_last_two(values, further):
+    assert next_value(values) == pytest.approx(further)
+
+
+# --- probes and trainings that do not look at held-out images ---
+
+
+@pytest.mark.parametrize("command", ["knn", "fewshot", "linear"])
+def test_a_probe_with_test_false_is_of_a_tenth_of_the_training_images(small, command):
+    """It equals a probe of the features of these images; held-out ones need neither labels nor readable files."""
+    write_broken_test_images(small)
+    options = {"knn": ["--neighbours=3"], "fewshot": ["--shots=2"], "linear": ["--l2=0.01"]}[command]
+    module = import_module(f"evaluation.{command}")
+    images = f"--data.path={small.folder / 'images'}"
+    words = [f"--{name}={value}" for name, value in FAST.items()]
+    report = small.folder / "report.json"
+    module.main(["--encoder=floor:pixels", images, "--test=false", f"--out={report}", *options, *words])
+
+    saved = small.folder / "dev.npz"
+    save_features(saved, features_of_the_cut(small.folder / "images"))
+    again = small.folder / "again.json"
+    module.main([f"--features={saved}", f"--out={again}", "--threads=1", *options])
+    assert accuracies(report) == accuracies(again)
+
+
+@pytest.mark.faults
+def test_a_published_protocol_with_test_false_looks_at_no_test_image(small, finished_run):
+    write_broken_test_images(small)
+    report = small.folder / "report.json"
+    words = [f"--encoder={finished_run}", f"--data.path={small.folder / 'images'}", f"--out={report}"]
+    import_module("evaluation.linear").main([*words, "--protocol=mae", "--test=false", "--threads=1"])
+    written = json.loads(report.read_text())
+    assert "left_out" not in written and written["labels"]["images"] == 2
+
+
+def write_broken_test_images(small):
+    """Leave the test split without labels and without a file that can be decoded."""
+    shutil.rmtree(small.folder / "images" / "test")
+    for number in range(4):
+        file = small.folder / "images" / "test" / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"broken")
+
+
+def features_of_the_cut(images):
+    """Mean colours of an 8x8 grid over the training images, nine tenths and a tenth of them."""
+    train, _ = load_image_datasets(SourceConfig(path=str(images)))
+    order = permutation(Stream.CUT, 0, 0, len(train))
+    held, rest = np.sort(order[:2]), np.sort(order[2:])
+    encoder = open_frozen_encoder(KnnConfig(encoder="floor:pixels"))
+    views = ViewDataset(train, ProbeDataConfig(eval_crop=encoder.crop_pct), encoder.img_size)
+    shown = collate([views[FIXED_VIEW, index] for index in range(len(train))]).images
+    (features,) = encoder(shown, representation="mean", depths=[1])
+    of_all = features.numpy()
+    return LabelledFeatures(of_all[rest], train.labels[rest], of_all[held], train.labels[held])
+
+
+def accuracies(file):
+    return [result["accuracy"] for result in json.loads(file.read_text())["results"]]
+
+
+@pytest.mark.faults
+def test_an_encoder_that_learned_the_labels_is_not_probed_on_a_part_of_these(small, finished_supervised_run):
+    with pytest.raises(UserError, match=r"training images; for test false, train it with --data\.eval_split null"):
+        import_module("evaluation.knn").main([f"--encoder={finished_supervised_run}", "--test=false"])
+
+
+@pytest.fixture
+def finished_supervised_run(tmp_path):
+    words = [f"--{name}={str(value).lower()}" for name, value in TINY_TRAINING.items()]
+    import_module("evaluation.supervised").main([*words, f"--run.dir={tmp_path / 'supervised'}"])
+    return tmp_path / "supervised"
+
+
+def test_a_run_that_is_never_evaluated_has_the_same_weights_and_no_figures(pretrain, tmp_path):
+    evaluated = pretrain("--run.eval_every=1", dir=tmp_path / "evaluated")
+    blind = pretrain("--run.eval_every=0", dir=tmp_path / "blind")
+    weights = [(folder / "encoder" / "model.safetensors").read_bytes() for folder in (evaluated, blind)]
+    assert weights[0] == weights[1]
+    assert read_metrics(evaluated, "heldout/loss") and not read_metrics(blind, "heldout/loss")
+    cards = [(folder / "encoder" / "README.md").read_text() for folder in (evaluated, blind)]
+    assert "Held-out figures after 4 steps" in cards[0] and "Held-out" not in cards[1] and "## Settings" in cards[1]
+    assert not (blind / "verdict.json").exists()
+
+
+def test_compare_tests_and_refuses_a_dev_split(tmp_path):
+    entries = {"encoders": [{"name": "a", "encoder": "floor:pixels"}]}
+    entries["evaluations"] = [{"name": "kNN", "command": "knn", "options": {"test": False}}]
+    (tmp_path / "compare.yaml").write_text(yaml.safe_dump(entries))
+    with pytest.raises(UserError, match="evaluations: kNN: test is False; it must be true: `mpp sweep` compares"):
+        compare.main(["--config", str(tmp_path / "compare.yaml")])
