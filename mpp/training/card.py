@@ -7,7 +7,7 @@ from torch import nn
 
 from mpp.models.timm_models import has_class
 from mpp.models.vit import VariantViT
-from mpp.training.history import EVALUATED, History
+from mpp.training.history import EVALUATED, History, last_logged_step
 from mpp.training.log import read_history
 from mpp.training.phases import saved_phases
 
@@ -60,7 +60,6 @@ def model_card(
         images: those that it was trained on.
     """
     history = read_history(folder)
-    done = int(history[-1]["step"]) if history else 0
     imports = "import timm"
     if isinstance(encoder, VariantViT):
         imports = f"import mpp.models  # timm then knows this architecture\n{imports}"
@@ -70,7 +69,7 @@ def model_card(
         tags="timm, image-feature-extraction" if learned_labels else "timm, image-feature-extraction, self-supervised",
         model=model,
         method=method,
-        phases=describe_phases(folder, done),
+        phases=describe_phases(folder, last_logged_step(history)),
         images=images,
         imports=imports,
         tokens=describe_output(encoder),

@@ -25,6 +25,11 @@ def last_value(history: History, name: str) -> float:
     return values[-1][1] if values else 0.0
 
 
+def last_logged_step(history: History) -> int:
+    """The step of the last line; 0 where there is none."""
+    return int(history[-1]["step"]) if history else 0
+
+
 def after_training_began(history: History) -> list[Line]:
     """The lines without the untrained encoder's."""
     return [line for line in history if line["step"] > 0]

@@ -29,7 +29,8 @@ from mpp.runtime.messages import note
 from mpp.runtime.resources import LoaderRoom, loader_room
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
-from mpp.training.log import Tracker, last_evaluation
+from mpp.training.history import last_logged_step
+from mpp.training.log import Tracker, read_history
 
 MAX_EVALUATION_WORKERS = 4  # they stay beside those that load training images
 MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
@@ -281,5 +282,5 @@ class ImageTask:
             self.data.how_read(),
             label_names=self.label_names,
             learned_labels=learned_labels,
-            step=last_evaluation(folder)["step"],
+            step=last_logged_step(read_history(folder)),
         )
