@@ -10,6 +10,7 @@ from conftest import Killed, kill_at, read_metrics
 
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
+from mpp.config.saved import parse_saved
 from mpp.errors import UserError
 from mpp.pretrain import Pretraining
 from mpp.training import branch
@@ -359,3 +360,58 @@ def test_the_best_encoder_of_a_branch_is_that_since_it_began(pretrain, tmp_path)
     (trunk / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     branched = pretrain(*WSD, *options, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
     assert json.loads((branched / "encoder_best" / "config.json").read_text())["step"] in (3, 4)
+
+
+def test_a_branch_point_may_be_spelled_in_any_way(pretrain, tmp_path, monkeypatch):
+    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
+    monkeypatch.chdir(tmp_path)
+    branch = pretrain(*WSD, "--run.branch_from=trunk/@02", dir=tmp_path / "branch")
+    assert f"branch_from: {trunk}@2\n" in (branch / "config.yaml").read_text()
+    for spelled in ("trunk/@02", f"{trunk}@2", "./trunk@2"):
+        assert pretrain(*WSD, f"--run.branch_from={spelled}", dir=branch) == branch
+    assert pretrain(*WSD, dir=branch) == branch
+
+
+def test_a_branch_that_another_process_began_meanwhile_is_left(pretrain, tmp_path, monkeypatch):
+    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
+    begun = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    seen = iter([0, 4])
+    monkeypatch.setattr(branch, "newest_step", lambda folder: next(seen))
+    branch.begin_branch(parse_saved(Config, begun / "config.yaml"), begun)
+    assert kept_steps(begun) == [2, 4] and list(read_metrics(begun)) == [1, 2, 3, 4]
+
+
+def test_a_branch_without_a_whole_checkpoint_does_not_begin_at_step_0(pretrain, tmp_path):
+    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
+    begun = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    for state in begun.glob("checkpoints/*/state.json"):
+        state.write_text("{}")
+    shutil.rmtree(begun / "encoder")
+    with pytest.raises(UserError, match=r"all checkpoints of .* are damaged; delete .*checkpoints, and the same"):
+        pretrain(*WSD, dir=begun)
+    shutil.rmtree(begun / "checkpoints")
+    assert read_metrics(pretrain(*WSD, dir=begun), "loss") == read_metrics(begun, "loss")
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (("--optim.schedule=constant", "--optim.warmup_steps=3"), r"optim\.warmup_steps must be 0, as when it began"),
+        (("--optim.schedule=cosine",), r"optim\.schedule must be constant or wsd"),
+    ],
+)
+def test_a_refusal_advises_what_would_work(pretrain, options, advice):
+    pretrain("--optim.schedule=constant")
+    with pytest.raises(UserError, match=advice):
+        pretrain("--run.steps=8", *options)
+
+
+def test_a_branch_that_would_end_before_it_begins_is_refused(pretrain, tmp_path):
+    trunk = pretrain("--optim.schedule=constant", "--run.steps=6", dir=tmp_path / "trunk")
+    with pytest.raises(UserError, match=f"run.steps is 3; it must be at least 4, where the run branches from {trunk}"):
+        pretrain(*WSD, "--run.steps=3", f"--run.branch_from={trunk}@4", dir=tmp_path / "branch")
+
+
+def test_a_stable_rate_with_a_moving_average_by_shares_is_noted_at_the_start(pretrain, capsys):
+    pretrain("--config=configs/rivals/data2vec.yaml", "--model.depth=2", "--optim.schedule=constant")
+    assert "this run cannot grow, since objective.half_life is a share of run.steps" in capsys.readouterr().out

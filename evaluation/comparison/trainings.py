@@ -101,4 +101,6 @@ def pflop_without_trunk(run: Path) -> float:
     last = last_scalars(run, "compute/pflop")
     branch_from = (saved_settings(run).get("run") or {}).get("branch_from")
     taken = branch_point(branch_from)[1] if branch_from else 0
+    if last["step"] <= taken:  # it has logged no step of its own yet
+        return 0.0
     return last["compute/pflop"] * (1 - taken / last["step"])

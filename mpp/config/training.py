@@ -43,7 +43,7 @@ class RunConfig:
     """Number of the newest checkpoints that stay on disk."""
     keep_at: tuple[int, ...] | None = setting(None, at_least=1, listed=True, operational=True)
     """Steps after which a checkpoint is written and always stays, so that a run can branch from it: also where a later
-    command does not repeat them. With optim.schedule wsd the one where the cooldown begins stays anyway."""
+    command does not repeat them. With optim.schedule wsd the one where the cooldown of run.steps begins stays, too."""
     keep_best: bool = setting(False, needs={"eval_every": True}, operational=True)
     """Keep the encoder whose features were best in `encoder_best`, beside the last: by kNN accuracy on the held-out
     images or, without labels, by the neighbours' agreement. Of a branch, since it began."""

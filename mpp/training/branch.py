@@ -50,7 +50,10 @@ def begin_branch(config: Any, folder: Path) -> None:
         refuse_other_branch(folder, trunk, step)
         return
     refuse_other_trunk(config, trunk, step)
+    refuse_damaged(trunk, step)
     with hold(folder, "run.dir"):
+        if newest_step(folder):  # another process began it meanwhile
+            return
         write_config(config, folder)
         try:
             copy_files(trunk, folder, step)
@@ -79,8 +82,8 @@ def describe_failed_copy(trunk: Path, folder: Path, step: int, error: OSError) -
 def refuse_other_branch(folder: Path, trunk: Path, step: int) -> None:
     """Raise UserError if a run did not begin at this checkpoint."""
     saved = (saved_settings(folder).get("run") or {}).get("branch_from")
-    now = f"{trunk.absolute()}@{step}"
-    if saved != now:
+    now = f"{trunk}@{step}"
+    if saved is None or branch_point(saved) != (trunk, step):
         origin = f"branched from {saved}" if saved else "began with its first step"
         advice = "leave run.branch_from out to go on with that run, or choose another run.dir"
         raise UserError(f"run.branch_from is {now}, and the run in {folder} {origin}; {advice}")
@@ -93,6 +96,8 @@ def refuse_other_trunk(config: Any, trunk: Path, step: int) -> None:
     kept = kept_steps(trunk)
     allowed = f"one of the kept steps of that run: {', '.join(map(str, kept)) or 'there are none'}"
     require(step in kept, key, value, f"{allowed} (run.keep_at keeps some)")
+    steps = config.run.steps
+    require(steps >= step, "run.steps", steps, f"at least {step}, where the run branches from {trunk}")
     require_imports(trunk)
     refuse_other_code(trunk, imports_used(config))
     different = leave_out(settings_changed_since(config, trunk), GROWING_SETTINGS)
@@ -100,6 +105,16 @@ def refuse_other_trunk(config: Any, trunk: Path, step: int) -> None:
         allowed = f"a run that differs in nothing but {', '.join(sorted(GROWING_SETTINGS))}"
         raise UserError(f"{key} is {value}, a run with {describe_changes(different, 'it')}; it must be {allowed}")
     refuse_other_rates(config, parse_saved(type(config), trunk / CONFIG_FILE), trunk, step)
+
+
+def refuse_damaged(trunk: Path, step: int) -> None:
+    """Raise UserError if a checkpoint is damaged."""
+    source = checkpoint_path(trunk, step)
+    damaged = damaged_files(source)
+    if damaged:
+        others = ", ".join(str(kept) for kept in kept_steps(trunk) if kept != step) or "none"
+        message = f"{source} is damaged ({', '.join(damaged)}): no run can branch from it; other kept steps: {others}"
+        raise UserError(message)
 
 
 def copy_checkpoint(trunk: Path, folder: Path, step: int) -> None:
@@ -113,4 +128,4 @@ def copy_checkpoint(trunk: Path, folder: Path, step: int) -> None:
             shutil.copyfile(file, partial / file.name)
         damaged = damaged_files(partial)
         if damaged:
-            raise UserError(f"{source} is damaged ({', '.join(damaged)}): no run can branch from it")
+            raise OSError(f"the copies of {', '.join(damaged)} differ")

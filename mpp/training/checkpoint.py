@@ -21,7 +21,7 @@ from torch import nn
 
 from mpp.config import OptimConfig
 from mpp.errors import UserError
-from mpp.runtime.files import clear_leftovers, complete
+from mpp.runtime.files import clear_leftovers, complete, delete, partial_path
 from mpp.runtime.hashing import sha256_of
 from mpp.runtime.processes import broadcast_from_main, on_main_process
 from mpp.training.averaging import parameters_of, swap_averages
@@ -143,8 +143,11 @@ def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collect
     kept = earlier[-keep:]
     kept += [path for path in earlier if checkpoint_step(path) in always]
     for other in set(checkpoints) - set(kept):
+        doomed = partial_path(other)
         try:
-            shutil.rmtree(other)
+            delete(doomed)
+            other.rename(doomed)  # a killed deletion leaves no half checkpoint
+            shutil.rmtree(doomed)
         except OSError as error:  # it is read over NFS, for example
             print(f"warning: {other} cannot be deleted: {error}", file=sys.stderr)
 

@@ -20,9 +20,9 @@ SAME_HALF_LIFE = "two equal numbers of steps, such as [40, 40], suit runs of any
 
 
 def branch_point(branch_from: str) -> tuple[Path, int]:
-    """The trunk's folder and the step: "runs/trunk@8000"."""
+    """The trunk's folder, absolute, and the step: of "runs/trunk@8000"."""
     folder, _, step = branch_from.rpartition("@")
-    return Path(folder).expanduser(), int(step)
+    return Path(folder).expanduser().absolute(), int(step)
 
 
 def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> None:
@@ -38,7 +38,7 @@ def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> Non
     if steps < done:
         raise UserError(
             f"run.steps is {steps}, and {folder} has done {done} steps; it must be at least that"
-            f"{advice_to_branch(folder, step, ', or')}"
+            f"{advice_to_branch(folder, step, ', or', before)}"
         )
     if step == done:
         return
@@ -46,7 +46,7 @@ def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> Non
     if name == "objective.half_life":
         advice = f"; {SAME_HALF_LIFE}"
     else:
-        advice = advice_to_branch(folder, step, ";") or advice_to_begin(before)
+        advice = advice_to_branch(folder, step, ";", before) or advice_to_begin(config, before)
     raise UserError(f"{folder} cannot go on: from step {step} on its {name} was another ({lengths}){advice}")
 
 
@@ -77,9 +77,13 @@ def describe_schedule(config: Any) -> str:
     return f"{config.run.steps} steps of {optim.schedule}{cooldown}, warm-up {optim.warmup(config.run.steps)}"
 
 
-def advice_to_branch(folder: Path, last: int, conjunction: str) -> str:
-    """The options that go on from the newest kept checkpoint up to step `last`; "" where none is kept."""
-    origin = newest_origin(folder, last)
+def advice_to_branch(folder: Path, last: int, conjunction: str, before: Any) -> str:
+    """The options that go on from the newest kept checkpoint up to step `last`; "" where none is kept.
+
+    Args:
+        before: the config of the folder's run.
+    """
+    origin = newest_origin(folder, last, before.run.branch_from)
     return f"{conjunction} {options_of_branch(origin)} goes on from there" if origin else ""
 
 
@@ -105,11 +109,26 @@ def options_of_branch(origin: str) -> str:
     return f"--run.branch_from {quote(origin)} --run.dir NEW"
 
 
-def advice_to_begin(before: Any) -> str:
-    """How to begin a run that can grow, in place of one that cannot."""
-    if before.optim.schedule == "wsd":
-        return "; no checkpoint before that is there (run.keep_at keeps some)"
-    return "; begin a run that can with --optim.schedule wsd --run.dir NEW"
+def advice_to_begin(config: Any, before: Any) -> str:
+    """What to change where no checkpoint can be branched from: see `refuse_other_rates`."""
+    warmup = before.optim.warmup(before.run.steps)
+    if config.optim.warmup(config.run.steps) != warmup:
+        return f"; optim.warmup_steps must be {warmup}, as when it began"
+    if before.optim.stable_steps(before.run.steps) is None:
+        return "; begin a run that can with --optim.schedule wsd --run.dir NEW"
+    if config.optim.stable_steps(config.run.steps) is None:
+        return "; optim.schedule must be constant or wsd"
+    return "; no checkpoint up to that step is there (run.keep_at keeps some)"
+
+
+def follows_length(config: Any) -> bool:
+    """Whether a run with a stable rate cannot grow all the same, since its teacher's moving average has its length."""
+    stable = config.optim.stable_steps(config.run.steps)
+    if stable is None:
+        return False
+    twice_as_long = replace(config, run=replace(config.run, steps=2 * config.run.steps))
+    step, _ = first_difference(twice_as_long, config, stable)
+    return step < stable
 
 
 def describe_growth(config: Any, folder: Path) -> str:
@@ -125,10 +144,8 @@ def describe_growth(config: Any, folder: Path) -> str:
             f"another run, since optim.schedule {schedule} ends with run.steps ({steps}); "
             "one with --optim.schedule wsd can go on"
         )
-    twice_as_long = replace(config, run=replace(config.run, steps=2 * steps))
-    step, name = first_difference(twice_as_long, config, stable)
-    if step < stable:
-        return f"another run, since {name} follows run.steps ({steps}); {SAME_HALF_LIFE}"
+    if follows_length(config):
+        return f"another run, since objective.half_life follows run.steps ({steps}); {SAME_HALF_LIFE}"
     origin = newest_origin(folder, stable, config.run.branch_from)
     if stable == steps:
         longer = "the same command with a larger run.steps"

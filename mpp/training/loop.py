@@ -55,6 +55,12 @@ class Loop:
         self.model = self.training_step.model
         self.torch_optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.torch_optimizer)
+        if self.start == 0 and self.run_config.branch_from is not None:
+            checkpoints = folder / "checkpoints"
+            raise UserError(
+                f"all checkpoints of {folder}, which branches from {self.run_config.branch_from}, are damaged; "
+                f"delete {checkpoints}, and the same command begins there again"
+            )
         self.saved_step = self.start  # of the newest checkpoint
         self.steps_to_keep = self.optim_config.steps_to_keep(self.run_config)
         for step in self.run_config.keep_at or ():

@@ -36,7 +36,7 @@ from mpp.training.branch import begin_branch, first_folder, origin_of
 from mpp.training.checkpoint import clear_partial_checkpoints, kept_steps, newest_step
 from mpp.training.compilation import compiled_before, describe_compiling, explaining_failures, is_compiled
 from mpp.training.flops import flops_of_step
-from mpp.training.growth import describe_growth
+from mpp.training.growth import SAME_HALF_LIFE, describe_growth, follows_length
 from mpp.training.log import METRICS_FILE
 from mpp.training.loop import Loop
 from mpp.training.record import RECORD_FILE, recorded_commit, write_record
@@ -64,6 +64,7 @@ def train(config: Any, build: Build) -> Path:
     if config.optim.name == "muon":
         refuse_unlike_arithmetic()
     resolved = resolve_config(config, accelerator)
+    before = compiled_before(first_folder(config))
     folder = open_run(resolved, accelerator)
     if resolved.run.branch_from is not None:
         on_main_process(accelerator, lambda: begin_branch(resolved, folder))
@@ -73,9 +74,11 @@ def train(config: Any, build: Build) -> Path:
     with Preemption(accelerator, folder) as preemption:
         with releasing_resources(accelerator), deaths_explained():
             accelerator.print(to_yaml(resolved) if config.run.print_config else describe_overrides(config))
-            compiling = describe_compiling(config.run, resolved.run.compile, compiled_before(folder))
+            compiling = describe_compiling(config.run, resolved.run.compile, before)
             if compiling:
                 accelerator.print(compiling)
+            if follows_length(resolved):
+                note(f"this run cannot grow, since objective.half_life is a share of run.steps; {SAME_HALF_LIFE}")
             build_and_train(resolved, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
         accelerator.print(f"longer: {describe_growth(resolved, folder)}")

@@ -34,7 +34,7 @@ from mpp.runtime.output import printable
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
 from mpp.training.checkpoint import newest_step
-from mpp.training.growth import GROWING_SETTINGS, refuse_other_rates
+from mpp.training.growth import GROWING_SETTINGS, branch_point, refuse_other_rates
 from mpp.training.record import has_moved_images, path_after_move
 from mpp.training.user_code import imports_used
 
@@ -169,6 +169,6 @@ def make_paths_absolute(config: Any) -> Any:
         changes = {group: replace(holder, **absolute)} if group else absolute
         config = replace(config, **changes)
     if hasattr(config, "run") and config.run.branch_from is not None:
-        absolute_path = str(Path(config.run.branch_from).expanduser().absolute())
-        config = replace(config, run=replace(config.run, branch_from=absolute_path))
+        trunk, step = branch_point(config.run.branch_from)
+        config = replace(config, run=replace(config.run, branch_from=f"{trunk}@{step}"))
     return config
