@@ -69,7 +69,7 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
     with deaths_explained():
         train, held_out = load_images_of(config, loaded, config.images if config.quantize else 0)
         verification = Verification(config, encoder, accelerator, train, held_out)
-        return write_verified(config, module, verification, classifier.class_names if classifier else None)
+        return write_verified(config, module, verification, classifier)
 
 
 def module_of(config: ExportConfig, encoder: FrozenEncoder, classifier: Classifier | None) -> ExportedModule:
@@ -85,18 +85,20 @@ def module_of(config: ExportConfig, encoder: FrozenEncoder, classifier: Classifi
 
 
 def write_verified(
-    config: ExportConfig, module: ExportedModule, verification: Verification, class_names: Sequence[str] | None
+    config: ExportConfig, module: ExportedModule, verification: Verification, classifier: Classifier | None
 ) -> dict[str, Any]:
     """Write the file beside its place, verify it, and put it in its place.
 
     Args:
-        class_names: of the logits, in their order; None: the output is no logits.
+        classifier: whose logits are the output; None: it is no logits.
     """
     out = Path(config.out)
     images = verification.example(TRACED_IMAGES if config.batch == "dynamic" else config.batch)
     metadata = describe_file(config, verification.encoder, images)
-    if class_names is not None:
-        metadata["class_names"] = list(class_names)
+    if classifier is not None:
+        metadata["class_names"] = list(classifier.class_names)
+        if classifier.label_kind != "class":
+            metadata["label_kind"] = classifier.label_kind
     out.parent.mkdir(parents=True, exist_ok=True)
     with folder_beside(out) as folder:
         file = folder / out.name

@@ -10,6 +10,7 @@ choose between fine-tunings by this dev accuracy.
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -26,8 +27,9 @@ from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import format_percent, print_details, table, write_report
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.scoring import add_figures
-from evaluation.supervision.classification import Classification, held_out_outcomes
+from evaluation.metrics.one_class import OneClass
+from evaluation.metrics.scoring import KINDS, add_figures, best_choice, kind_of, score_name
+from evaluation.supervision.classification import Classification, score_of_run
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
 from mpp.data.loader import BatchLayout
@@ -43,6 +45,10 @@ MAX_LEFT_OUT = 5000
 """Maximum number of left-out training images that a run is evaluated on, beside the held-out ones."""
 
 
+DIVERGED = -math.inf
+"""Score on the dev split of a learning rate that diverges; the report has 0."""
+
+
 class Finetuning(Classification):
     """The task: classify, from an encoder's weights."""
 
@@ -55,9 +61,11 @@ class Finetuning(Classification):
     ):
         weights = (config.checkpoint or config.encoder) if config.init == "encoder" else ""
         left_out_images = min(MAX_LEFT_OUT, config.data.eval_images)
-        train, test, left_out = load_labelled(config.data, accelerator, weights, left_out_images, loaded)
+        train, test, left_out = load_labelled(
+            config.data, accelerator, weights, left_out_images, loaded, task=config.task
+        )
         splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
-        super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
+        super().__init__(accelerator, layout, config.run, config.data, config.augment, splits, config.loss)
         if config.init == "random":
             self.method = f"Trained with labels, from random weights; {HEAD_LEFT_OUT}"
         else:
@@ -68,11 +76,11 @@ class Finetuning(Classification):
         encoder = frozen.model.requires_grad_(True)
         if config.activation_checkpointing:
             checkpoint_activations(encoder, "activation_checkpointing")
-        head = zero_head(encoder.head_hidden_size, self.classes)
+        head = self.learner.complete(zero_head(encoder.head_hidden_size, self.learner.outputs))
         self.model = HeadedEncoder(encoder, head, config.pooling, frozen.normalize.mean, frozen.normalize.std)
         self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
         self.left_out_views = None
-        left_out = left_out.select(np.flatnonzero(left_out.labels < self.classes))  # the head has no other classes
+        left_out = left_out.select(np.flatnonzero(self.learner.knows(left_out.labels)))
         if len(left_out) > 0 and not config.on_dev:
             self.left_out_views = self.fixed_view_loader.add(self.views(left_out))
 
@@ -95,7 +103,9 @@ class Finetuning(Classification):
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         scalars = super().evaluate(model, step, tracker)
         if self.left_out_views is not None:
-            scalars["dev/accuracy"] = self.measure_views(model, self.left_out_views, tracker)["accuracy"]
+            on_dev, _ = self.measure_outcomes(model, self.left_out_views, tracker)
+            score = KINDS[self.label_kind].score
+            scalars |= {f"dev/{score}": on_dev[score]} if score in on_dev else {}
         return scalars
 
 
@@ -122,20 +132,21 @@ def finetune_once(
     folder = train(OneRunConfig(**settings), partial(Finetuning, loaded=loaded))
     PartialState().wait_for_everyone()
     last = last_evaluation(folder)
-    result = {"accuracy": last["heldout/accuracy"], "pflop": last_scalars(folder, "compute/pflop")["compute/pflop"]}
-    if "dev/accuracy" in last:
-        result["dev_accuracy"] = last["dev/accuracy"]
-    outcomes = held_out_outcomes(folder)
-    return result if outcomes is None else result | {"outcomes": outcomes}
+    result = score_of_run(folder) | {"pflop": last_scalars(folder, "compute/pflop")["compute/pflop"]}
+    outcomes = result.get("outcomes")
+    on_dev_score = f"dev/{(OneClass() if outcomes is None else kind_of(outcomes)).score}"
+    if on_dev_score in last:
+        result["dev_accuracy"] = last[on_dev_score]
+    return result
 
 
 def accuracy_on_dev(config: FinetuneConfig, lr: float, loaded: LoadedSplits | None) -> float:
-    """Accuracy of a learning rate on the dev split; 0 where training diverges."""
+    """Score of a learning rate on the dev split; of one that diverges the worst."""
     try:
         return finetune_once(config, f"dev_lr_{lr:g}", lr, True, loaded)["accuracy"]
     except Diverged as error:
         print(f"warning: learning rate {lr:g} diverges: {error}", file=sys.stderr)
-        return 0.0
+        return DIVERGED
 
 
 def hash_initial_weights(config: FinetuneConfig) -> str:
@@ -149,14 +160,14 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     best = config.lrs[0]
     if len(config.lrs) > 1:
         on_dev = {lr: accuracy_on_dev(config, lr, loaded) for lr in config.lrs}
-        best = max(on_dev, key=on_dev.get)
+        best = best_choice(on_dev)
     results = []
     if config.test:
         result = {"seed": config.run.seed, "init": config.init, "lr": best}
         results.append(result | finetune_once(config, f"lr_{best:g}", best, False, loaded))
     report = {
         "results": add_figures(results),
-        "dev": [{"lr": lr, "accuracy": accuracy} for lr, accuracy in on_dev.items()],
+        "dev": [{"lr": lr, "accuracy": 0.0 if score == DIVERGED else score} for lr, score in on_dev.items()],
         "protocol": dataclasses.asdict(config),
     }
     if PartialState().is_main_process:
@@ -176,7 +187,8 @@ def table_of_rates(report: dict[str, Any]) -> str:
         row.append(f"{100 * result['dev_accuracy']:.1f}" if "dev_accuracy" in result else "-")
         interval = {"interval": result["interval"]} if "interval" in result else {}
         rows.append([*row, format_percent({"mean": result["accuracy"], "count": 1} | interval)])
-    headings = ["learning rate", "dev accuracy (%)", "dev accuracy, left-out images (%)", "test accuracy (%)"]
+    name = score_name(report["results"])
+    headings = ["learning rate", f"dev {name} (%)", f"dev {name}, left-out images (%)", f"test {name} (%)"]
     return table(headings, rows)
 
 

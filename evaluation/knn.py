@@ -13,21 +13,24 @@ from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
-from mpp.features.neighbours import knn_predict
+from evaluation.supervision.learners import learner_of
+from mpp.data.label_kinds import LABEL_READERS
 from mpp.runtime.command import command
 from mpp.runtime.hardware import device
 
 
 def run(config: KnnConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe the features, write the report, and return it."""
-    return run_probe(config, "knn", lambda features: evaluate(features, config), "neighbours", loaded)
+    return run_probe(
+        config, "knn", lambda features: evaluate(features, config), "neighbours", loaded, tuple(LABEL_READERS)
+    )
 
 
 def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
     """Outcomes for every number of neighbours."""
-    train_labels = torch.from_numpy(features.train_labels)
+    learner = learner_of(features.kind, features.train_labels, 0)
     test = torch.tensor(features.test, dtype=torch.float32).to(device())
-    predictions = knn_predict(features.train, train_labels, test, config.neighbours, config.temperature)
+    predictions = learner.nearest(features.train, test, config.neighbours, config.temperature)
     results = []
     for neighbours, predicted in predictions.items():
         results.append({"neighbours": neighbours, "outcomes": features.outcomes(predicted.cpu().numpy())})

@@ -5,8 +5,8 @@
     python evaluation/linear.py --encoder runs/birds --protocol mae
 
 Features are standardised by the training set. The penalty (L-BFGS) or learning rate (SGD) is chosen on a tenth of the
-training set; the classifier is then fitted to all of it, and tested once. Published protocols, which train on random
-crops, are in evaluation/protocols.
+training set; the classifier is then fitted to all of it, and tested once. Several classes are a logistic regression
+each, and numbers a ridge regression. Published protocols, which train on random crops, are in evaluation/protocols.
 """
 
 import math
@@ -14,22 +14,30 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.config import LinearConfig
-from evaluation.frozen.kept_heads import HeadDescription, StandardizedLinear, describe_encoder, save_head
+from evaluation.frozen.kept_heads import (
+    HEAD_TASKS,
+    HeadDescription,
+    HeadTask,
+    StandardizedLinear,
+    describe_encoder,
+    save_head,
+)
 from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.results import report_of
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import score
+from evaluation.metrics.scoring import best_choice, score
 from evaluation.protocols.probe import run_protocol
 from evaluation.supervision.heads import zero_head
+from evaluation.supervision.learners import Learner, learner_of
 from mpp.config import require
+from mpp.data.label_kinds import LABEL_READERS
 from mpp.runtime.arrays import in_blocks
 from mpp.runtime.command import command
 from mpp.runtime.hardware import device
@@ -45,6 +53,7 @@ class FittedHead(NamedTuple):
     """A head that was tested."""
 
     head: StandardizedLinear
+    task: HeadTask
     class_numbers: list[int]
     """Numbers in the dataset of the classes of its outputs."""
 
@@ -57,7 +66,8 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
     if config.protocol != "logistic":
         return run_published(config, loaded)
     heads: list[FittedHead] = []
-    report = run_probe(config, "linear", lambda features: evaluate(features, config, heads), "solver", loaded)
+    kinds = tuple(LABEL_READERS)
+    report = run_probe(config, "linear", lambda features: evaluate(features, config, heads), "solver", loaded, kinds)
     if config.save and report:
         keep_head(config, report, heads[0])
     return report
@@ -69,7 +79,7 @@ def run_published(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str
     if config.save:
         norm, classify = probed.head
         head = StandardizedLinear(classify, norm.running_mean, (norm.running_var + norm.eps).sqrt())
-        keep_head(config, probed.report, FittedHead(head, probed.class_numbers.tolist()))
+        keep_head(config, probed.report, FittedHead(head, "classes", probed.class_numbers.tolist()))
     return probed.report
 
 
@@ -79,7 +89,7 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead) 
     protocol = report["protocol"]
     names = report["class_names"] or []
     description = HeadDescription(
-        task="classes",
+        task=fitted.task,
         class_names=[names[number] if number < len(names) else str(number) for number in fitted.class_numbers],
         class_numbers=fitted.class_numbers,
         representation=config.representation,
@@ -96,8 +106,8 @@ def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[Fitte
     Args:
         heads: gets the tested head of each seed, in place of those that it has.
     """
-    numbers = features.class_numbers().tolist()
-    features, classes = features.with_numbered_classes()
+    features, numbers = with_numbered_outputs(features)
+    classes = len(numbers)
     if config.solver == "lbfgs":
         name, choices, seeds = "l2", config.l2, (0,)
     else:
@@ -106,16 +116,23 @@ def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[Fitte
     dev_cases = [(choice, seeds[0]) for choice in choices]
     on_dev, _ = fit_and_test(features.dev_split(), config, classes, dev_cases)
     by_choice = {choice: score(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
-    best = max(by_choice, key=by_choice.get)
+    best = best_choice(by_choice)
 
     tested, fitted = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])
     if heads is not None:
-        heads[:] = [FittedHead(head, numbers) for head in fitted]
+        heads[:] = [FittedHead(head, HEAD_TASKS[features.kind], numbers) for head in fitted]
     results = []
     for seed, outcomes in zip(seeds, tested, strict=True):
         chosen = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": by_choice[best]}
         results.append(chosen | {"outcomes": outcomes})
     return results
+
+
+def with_numbered_outputs(features: LabelledFeatures) -> tuple[LabelledFeatures, list[int]]:
+    """The same features with classes numbered as the outputs of a head, and the numbers in the dataset of these."""
+    if features.kind == "class":
+        return features.with_numbered_classes()[0], features.class_numbers().tolist()
+    return features, list(range(features.train_labels.shape[1])) if features.kind == "several" else []
 
 
 def fit_and_test(
@@ -126,7 +143,7 @@ def fit_and_test(
     All are fitted to one copy of the training features; test features are standardised block by block.
 
     Args:
-        classes: number of classes, which are numbered from 0.
+        classes: number of classes, of one class an image numbered from 0.
         cases: penalty or learning rate, and seed.
     """
     train = copy_to_device(features.train)
@@ -134,13 +151,14 @@ def fit_and_test(
     std = train.std(0, correction=0) + DEVIATION_OFFSET
     train.sub_(mean).div_(std)
     train_labels = torch.from_numpy(features.train_labels).to(device())
+    learner = learner_of(features.kind, features.train_labels, classes, config.loss)
     tested, heads = [], []
     for choice, seed in cases:
-        head = StandardizedLinear(fit(train, train_labels, classes, config, choice, seed), mean, std)
+        head = StandardizedLinear(fit(train, train_labels, learner, config, choice, seed), mean, std)
         predicted = []
         with torch.no_grad():
-            for block in blocks_on_device(features.test, max(1, LOGITS_PER_BLOCK // classes)):
-                predicted.append(head(block).argmax(1))
+            for block in blocks_on_device(features.test, max(1, LOGITS_PER_BLOCK // learner.outputs)):
+                predicted.append(learner.predict(head(block)))
         tested.append(features.outcomes(torch.cat(predicted).cpu().numpy()))
         heads.append(head)
     return tested, heads
@@ -160,8 +178,10 @@ def blocks_on_device(features: NDArray, rows: int) -> Iterator[Tensor]:
         yield torch.tensor(block, dtype=torch.float32, device=device())
 
 
-def fit(features: Tensor, labels: Tensor, classes: int, config: LinearConfig, choice: float, seed: int) -> nn.Linear:
-    """A classifier that the solver of `config` fits to features (N, D) with labels (N,).
+def fit(
+    features: Tensor, labels: Tensor, learner: Learner, config: LinearConfig, choice: float, seed: int
+) -> nn.Linear:
+    """A head that the solver of `config` fits to features (N, D) with labels (N, ...).
 
     Args:
         choice: the penalty of L-BFGS, or the learning rate of SGD.
@@ -169,72 +189,76 @@ def fit(features: Tensor, labels: Tensor, classes: int, config: LinearConfig, ch
     is_quick = features.numel() <= QUICK_FIT_NUMBERS
     with progress_bar(desc=f"{config.solver} {choice:g}", unit="pass", disable=is_quick) as bar:
         if config.solver == "lbfgs":
-            return fit_lbfgs(features, labels, classes, choice, config.iterations, bar.update)
-        return fit_sgd(features, labels, classes, choice, config.epochs, config.sgd_batch_size, seed, bar.update)
+            layer = fit_lbfgs(features, labels, learner, choice, config.iterations, bar.update)
+        else:
+            layer = fit_sgd(features, labels, learner, choice, config.epochs, config.sgd_batch_size, seed, bar.update)
+    return learner.merge(layer)
 
 
 def fit_lbfgs(
     features: Tensor,
     labels: Tensor,
-    classes: int,
+    learner: Learner,
     l2: float,
     iterations: int,
     on_pass: Callable[[], Any] = lambda: None,
 ) -> nn.Linear:
-    """The minimum of mean cross-entropy + l2 / 2 * |W|^2; the bias is free.
+    """The minimum of the learner's mean loss + l2 / 2 * |W|^2; the bias is free.
 
     Args:
         features: (N, D).
-        labels: (N,).
+        labels: (N, ...).
         on_pass: called after each pass over the features.
     """
-    classifier = zero_head(features.shape[1], classes).to(features.device)
+    layer = zero_head(features.shape[1], learner.outputs).to(features.device)
+    head = learner.complete(layer).to(features.device)
     optimizer = torch.optim.LBFGS(
-        classifier.parameters(),
+        layer.parameters(),
         max_iter=iterations,
         history_size=20,
         tolerance_grad=1e-6,
         line_search_fn="strong_wolfe",
     )
-    rows = max(1, LOGITS_PER_BLOCK // classes)
+    rows = max(1, LOGITS_PER_BLOCK // learner.outputs)
     blocks = list(zip(features.split(rows), labels.split(rows), strict=True))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        total = l2 / 2 * classifier.weight.square().sum()
+        total = l2 / 2 * layer.weight.square().sum()
         total.backward()
         for block, block_labels in blocks:
             share = len(block_labels) / len(labels)
-            loss = F.cross_entropy(classifier(block), block_labels) * share
+            loss = learner.loss(head(block), block_labels) * share
             loss.backward()
             total = total.detach() + loss.detach()
         on_pass()
         return total
 
     optimizer.step(closure)
-    return classifier
+    return layer
 
 
 def fit_sgd(
     features: Tensor,
     labels: Tensor,
-    classes: int,
+    learner: Learner,
     lr: float,
     epochs: int,
     batch_size: int,
     seed: int,
     on_pass: Callable[[], Any] = lambda: None,
 ) -> nn.Linear:
-    """A classifier by SGD with momentum 0.9 and cosine decay, without a penalty.
+    """A layer by SGD with momentum 0.9 and cosine decay, without a penalty.
 
     Args:
         features: (N, D).
-        labels: (N,).
+        labels: (N, ...).
         seed: seed of the order.
         on_pass: called after each epoch.
     """
-    classifier = zero_head(features.shape[1], classes).to(features.device)
-    optimizer = torch.optim.SGD(classifier.parameters(), lr=lr, momentum=0.9)
+    layer = zero_head(features.shape[1], learner.outputs).to(features.device)
+    head = learner.complete(layer).to(features.device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=lr, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
     steps = epochs * math.ceil(len(labels) / batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -242,12 +266,12 @@ def fit_sgd(
         order = torch.randperm(len(labels), generator=generator).to(labels.device)
         for batch in order.split(batch_size):
             optimizer.zero_grad()
-            loss = F.cross_entropy(classifier(features[batch]), labels[batch])
+            loss = learner.loss(head(features[batch]), labels[batch])
             loss.backward()
             optimizer.step()
             schedule.step()
         on_pass()
-    return classifier
+    return layer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

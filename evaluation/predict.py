@@ -23,7 +23,7 @@ from evaluation.config import PredictConfig
 from evaluation.frozen.extraction import describe_precision
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images
-from evaluation.predictions.classes import ClassRows, has_known_labels, number_labels
+from evaluation.predictions.classes import has_known_labels, number_labels
 from evaluation.predictions.masks import write_classes
 from evaluation.predictions.opening import (
     Source,
@@ -31,6 +31,14 @@ from evaluation.predictions.opening import (
     find_source,
     open_classifier,
     open_pixel_classifier,
+)
+from evaluation.predictions.other_kinds import (
+    ROWS,
+    outcomes_of_splits,
+    print_figures,
+    read_outputs,
+    summarize_others,
+    targets_of,
 )
 from evaluation.predictions.page import RowImages, Thumbnail, write_predictions_page
 from evaluation.predictions.pixels import PixelRows
@@ -40,6 +48,7 @@ from evaluation.tables.images import folder_of, identify_splits, load_all_images
 from evaluation.tables.parts import about_file, parts_folder, read_about, write_table
 from mpp.config import RunConfig, require
 from mpp.data.data_path import describe_source
+from mpp.data.dataset import ImageDataset
 from mpp.runtime.command import command
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
@@ -80,17 +89,47 @@ def predict_classes(
     """Write the table of a classifier of images: see `predict`."""
     classifier = open_classifier(source, config.data.channels)
     data = dataclasses.replace(config.data, eval_crop=config.data.eval_crop or classifier.crop_pct)
-    splits = load_all_images(data, loaded, labels=True)
-    labelled = has_known_labels(splits, classifier.class_names)
+    kind = classifier.label_kind
+    splits = load_all_images(data, loaded, labels=True, label_kind=kind)
+    if kind == "class":
+        labelled = has_known_labels(splits, classifier.class_names)
+    else:
+        labelled = any(images.labels is not None for images in splits)
+        require(config.top == PredictConfig.top, "top", config.top, f"left out: {config.classifier} predicts {kind}")
     network = FrozenClassifier(classifier).to(accelerator.device)
     top = min(config.top, classifier.classes)
-    rows = ClassRows(classifier, network, data, top, config.probabilities, labelled, folder_of(data), accelerator)
+    rows = ROWS[kind](classifier, network, data, top, config.probabilities, labelled, folder_of(data), accelerator)
     about = describe_classifier(config, source, classifier, accelerator)
     out = Path(config.out)
     write_table(out, about | identify_splits(data, splits, labels=labelled), splits, rows.rows, "predictions")
+    if kind != "class":
+        report_others(config, about, kind, splits if labelled else [])
+        return out
     images = RowImages(splits, data)
     report(config, about, classifier.class_names, labelled, images, images.thumbnail)
     return out
+
+
+def report_others(config: PredictConfig, about: dict[str, Any], kind: str, splits: Sequence[ImageDataset]) -> None:
+    """Print and keep the summary of a table of several classes an image, or of numbers; there is no page.
+
+    Args:
+        about: what the table depends on.
+        splits: with labels; empty: there are none.
+    """
+    out = Path(config.out)
+    names = about["classes"]
+    predictions = read_outputs(out, kind, names, config.probabilities)
+    outcomes = {}
+    if splits:
+        outcomes = outcomes_of_splits(predictions, targets_of(splits, kind, names), kind, names)
+    summary = summarize_others(predictions, outcomes)
+    print_figures(summary, kind, predictions.broken)
+    described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary
+    write_complete(about_file(out), json.dumps(read_about(out) | described, indent=1, ensure_ascii=False))
+    if config.page:
+        note("there is no page of predictions: it is for one class an image")
+    print(f"wrote {out}, {about_file(out).name}: {summary['images']} images, {summary['unreadable']} unreadable")
 
 
 def predict_pixels(
@@ -139,7 +178,8 @@ def describe_classifier(
     config: PredictConfig, source: Source, classifier: Classifier, accelerator: Accelerator
 ) -> dict[str, Any]:
     """What the numbers of a table depend on, but for the images."""
-    return {
+    kind = {} if classifier.label_kind == "class" else {"label_kind": classifier.label_kind}
+    return kind | {
         "weights": digest_network(classifier.network),
         "classes": classifier.class_names,
         "img_size": list(classifier.img_size),

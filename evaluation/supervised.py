@@ -19,12 +19,12 @@ from evaluation.config import SupervisedConfig
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.provenance import refuse_learned_images
 from evaluation.frozen.results import format_percent, print_details, summarize_accuracies, table, write_report
-from evaluation.metrics.scoring import add_figures
-from evaluation.supervision.classification import Classification, held_out_outcomes
+from evaluation.metrics.scoring import add_figures, score_name
+from evaluation.supervision.classification import Classification, score_of_run
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
 from evaluation.supervision.deit import DistilledEncoder, average_heads, build_student, distillation_loss
 from evaluation.supervision.heads import HeadedEncoder, build_backbone, build_head
-from mpp.config import ImageSize
+from mpp.config import ImageSize, require
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
@@ -32,7 +32,6 @@ from mpp.runtime.command import command
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.card import BOTH_HEADS_LEFT_OUT, HEAD_LEFT_OUT
 from mpp.training.flops import executed_flops
-from mpp.training.log import last_evaluation
 from mpp.training.run import train
 
 
@@ -40,10 +39,12 @@ class Supervised(Classification):
     """The task: classify, from random weights or those that the model begins from."""
 
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
-        splits = load_labelled(config.data, accelerator, config.model.init_from or "")
-        super().__init__(accelerator, layout, config.run, config.data, config.augment, splits)
+        splits = load_labelled(config.data, accelerator, config.model.init_from or "", task=config.task)
+        super().__init__(accelerator, layout, config.run, config.data, config.augment, splits, config.loss)
         self.config = config
         teacher = config.distill.teacher
+        allowed = f"null with task {self.label_kind}: a teacher is for one class an image"
+        require(teacher is None or self.learner.mixes, "distill.teacher", teacher, allowed)
         if teacher is not None:
             _, held_out = splits  # all, of which `eval_images` are chosen
             refuse_learned_images("distill.teacher", teacher, config.data, held_out)
@@ -65,7 +66,8 @@ class Supervised(Classification):
 
     def build_head(self, encoder: nn.Module) -> nn.Module:
         """A classifier on a token of the encoder."""
-        return build_head(self.config.head.kind, encoder.head_hidden_size, self.classes)
+        layers = build_head(self.config.head.kind, encoder.head_hidden_size, self.learner.outputs)
+        return self.learner.complete(layers)
 
 
 class Distilled(Supervised):
@@ -135,14 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def report_results(folder: Path, seed: int) -> None:
     """Write supervised.json into the run folder, and print the accuracy."""
-    result = {"seed": seed, "accuracy": last_evaluation(folder)["heldout/accuracy"]}
-    outcomes = held_out_outcomes(folder)
-    if outcomes is not None:
-        (result,) = add_figures([result | {"outcomes": outcomes}])
+    (result,) = add_figures([{"seed": seed} | score_of_run(folder)])
     path = folder / "supervised.json"
     report = write_report(path, {"results": [result]})
     summary = summarize_accuracies([result], "seed")[str(seed)]
-    print(table(["run", "held-out accuracy (%)"], [[folder.name, format_percent(summary)]]))
+    print(table(["run", f"held-out {score_name([result])} (%)"], [[folder.name, format_percent(summary)]]))
     print_details(path, report)
     print(f"wrote {path}")
 

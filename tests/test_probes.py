@@ -30,6 +30,7 @@ from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
 from evaluation.linear import fit_lbfgs
 from evaluation.metrics.scoring import add_scores
+from evaluation.supervision.learners import ClassLearner
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.crops import centre_crop
@@ -460,9 +461,9 @@ def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
     data = features(seed=4)
     standardised = standardise(data.train)
     labels = torch.from_numpy(data.train_labels)
-    whole = fit_lbfgs(standardised, labels, 7, 0.01, 5)
+    whole = fit_lbfgs(standardised, labels, ClassLearner(labels.numpy(), 7), 0.01, 5)
     monkeypatch.setattr(linear, "LOGITS_PER_BLOCK", 7 * 13)
-    blocks = fit_lbfgs(standardised, labels, 7, 0.01, 5)
+    blocks = fit_lbfgs(standardised, labels, ClassLearner(labels.numpy(), 7), 0.01, 5)
     torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
 
@@ -479,7 +480,8 @@ def test_a_linear_probe_that_takes_long_says_how_far_it_is(solver, monkeypatch, 
 def test_lbfgs_equals_scikit_learns_logistic_regression():
     data = features(seed=2)
     standardised = standardise(data.train)
-    classifier = fit_lbfgs(standardised.float(), torch.from_numpy(data.train_labels), 7, 0.01, 500)
+    learner = ClassLearner(data.train_labels, 7)
+    classifier = fit_lbfgs(standardised.float(), torch.from_numpy(data.train_labels), learner, 0.01, 500)
     of_ours = classifier(standardised.float()).log_softmax(1).detach().numpy()
     inputs = standardised.double().numpy()
     regression = LogisticRegression(C=1 / (0.01 * len(inputs)), max_iter=2000, tol=1e-8)

@@ -91,6 +91,11 @@ def depends_on_images_of_a_pass(config: Any) -> bool:
     return hasattr(config, "contrast") or getattr(corruption, "source", None) == "batch"
 
 
+def label_task(config: Any) -> str:
+    """The kind of label that a command's settings ask for; of a command without labels the usual one."""
+    return getattr(config, "task", "class")
+
+
 def provenance(case: Case) -> dict[str, Any]:
     """The images and weights that a result would be of if it were computed now."""
     encoder, config = case.encoder, evaluation_settings(case)
@@ -98,8 +103,10 @@ def provenance(case: Case) -> dict[str, Any]:
     of_training = None if encoder.entry.random else encoder.settings
     found = {
         "digest": identity(case),
-        "images": None if data is None else record_images(data),
-        "trained_on": None if of_training is None else record_images(of_training.data),
+        "images": None if data is None else record_images(data, getattr(config, "task", "class")),
+        "trained_on": None
+        if of_training is None
+        else record_images(of_training.data, getattr(of_training, "task", "class")),
         "weights": fingerprint(encoder.path),
     }
     if isinstance(data, MaskedDataConfig) and data.path is not None:

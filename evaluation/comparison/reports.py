@@ -9,6 +9,7 @@ from evaluation.comparison.cases import Case, Encoder
 from evaluation.comparison.digests import identity, provenance, training_digest
 from evaluation.comparison.trainings import executed_pflop
 from evaluation.metrics.intervals import wilson
+from evaluation.metrics.scoring import KINDS
 from mpp.errors import UserError
 
 ResultRow = dict[str, Any]
@@ -81,11 +82,13 @@ def validation_rows(case: Case, report: dict[str, Any], folder: Path) -> list[Re
 def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRow]:
     """Accuracies on test images; of several depths, at the one that counts."""
     chosen_depth = report["protocol"].get("chosen_depth")
+    figure = name_of_figure(report)
     rows = []
     for result in report["results"]:
         if result.get("depth", chosen_depth) != chosen_depth:
             continue
         name = str(result.get("case", result.get(case.evaluation.case_key, "")))
+        name = " ".join(filter(None, [name, figure]))
         row = {"kind": "test", "case": name, "seed": result.get("seed", 0), "accuracy": result["accuracy"]}
         row |= {key: result[key] for key in ("interval", "figures", "depth", "lr", "pflop") if key in result}
         if "labels" in report:
@@ -94,6 +97,12 @@ def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRo
             row["outcomes"] = {"report": f"reports/{report_of(case, folder).name}", "number": result["outcomes"]}
         rows.append(row)
     return rows
+
+
+def name_of_figure(report: dict[str, Any]) -> str:
+    """The figure of a report, for headings, where it is none of the usual ones: accuracy or mean IoU."""
+    kind = KINDS[report.get("labels", {}).get("kind", "class")]
+    return kind.headings[kind.score] if kind.name in ("several", "number") else ""
 
 
 def with_interval(row: ResultRow, case: Case) -> ResultRow:

@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from evaluation.comparison.branches import parting_step
 from evaluation.comparison.cases import Case, Encoder, evaluation_settings
-from evaluation.comparison.digests import digest_of, identity, provenance
+from evaluation.comparison.digests import digest_of, identity, label_task, provenance
 from evaluation.comparison.reports import (
     ResultRow,
     divergence_of,
@@ -259,7 +259,7 @@ def check_beginning(encoder: Encoder) -> None:
     """Raise UserError where the encoder exists, and was trained on other images or from other weights than today's."""
     config = settings_to_train(encoder)
     before = read_record(encoder.path) or {}
-    now = record_images(config.data) or {}
+    now = record_images(config.data, label_task(config)) or {}
     compared = fingerprint_first_weights(config)
     for split, images in now.items():
         compared[split] = {"files": images["files"]}

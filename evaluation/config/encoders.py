@@ -26,6 +26,10 @@ OF_CUTS = ("split", "eval_split", "eval_fraction", "train_images", "eval_seed")
 OF_SPLITS = (*OF_CUTS, "label_column", "eval_label_column")
 
 
+LabelTask = Literal["auto", "class", "several", "number"]
+NumberLoss = Literal["l2", "l1"]
+
+
 @dataclass(frozen=True)
 class ProbeDataConfig(SourceConfig):
     """The labelled images: the training split is learned from, the held-out split is tested on."""
@@ -94,6 +98,9 @@ class FeatureConfig:
     """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
     depth: int | Literal["last", "all", "dev"] = "last"
     """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
+    task: LabelTask = "auto"
+    """Kind of label. class: one an image; several: lists of classes, or text with `;` between them; number: a number.
+    auto: a number where the labels have fractions, or else one class."""
     strict: bool = False
     """Refuse images that cannot be decoded. false: they are left out, and named."""
     out: str | None = setting(None, operational=True)

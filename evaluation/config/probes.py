@@ -3,7 +3,14 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from evaluation.config.encoders import EncoderConfig, FeatureConfig, FeaturesConfig, MaskedDataConfig, PrecisionConfig
+from evaluation.config.encoders import (
+    EncoderConfig,
+    FeatureConfig,
+    FeaturesConfig,
+    MaskedDataConfig,
+    NumberLoss,
+    PrecisionConfig,
+)
 from mpp.config import check_bounds, group, require, setting
 
 Reading = Literal["linear", "knn"]
@@ -78,12 +85,19 @@ class LinearConfig(FrozenProbeConfig):
     """Seeds of SGD's order; L-BFGS has none."""
     iterations: int = setting(500, at_least=1, needs=OF_LBFGS)
     """Largest number of iterations of L-BFGS."""
+    loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
+    """Loss of numbers. l2: squared error; l1: absolute error (by SGD: it has kinks)."""
     save: bool = setting(False, operational=True, needs={"features": False})
     """Keep the classifier for `mpp predict`, in a folder beside the report. Of several depths it is that of the
     deepest, of several seeds that of the first."""
 
     def __post_init__(self):
         super().__post_init__()
+        allowed = "l2 with solver lbfgs, which needs a smooth loss; l1 is for sgd"
+        require(self.loss == "l2" or self.solver == "sgd", "loss", self.loss, allowed)
+        allowed = f"class with protocol {self.protocol}: mpp linear without a protocol is for all kinds"
+        is_for_all = self.protocol == "logistic" or self.task in ("auto", "class")
+        require(is_for_all, "task", self.task, allowed)
         if self.protocol == "logistic":
             return
         allowed = "logistic or left out: saved features have no random crops"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from evaluation.config.encoders import LabelTask, NumberLoss
 from mpp.config import (
     AugmentConfig,
     DataConfig,
@@ -62,6 +63,10 @@ class DistillConfig:
 class SupervisedConfig:
     """Supervised pre-training from scratch."""
 
+    task: LabelTask = "auto"
+    """Kind of label: see `mpp linear --help`. Mixup, CutMix, label smoothing and a teacher are for one class."""
+    loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
+    """Loss of numbers. l2: squared error; l1: absolute error."""
     run: RunConfig = group(lambda: RunConfig(dir="runs/birds_supervised"))
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -99,6 +104,10 @@ class FinetuneConfig:
     """Share of train that is the dev split (the paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
     dev_steps: int | None = setting(None, at_least=1)
     """Steps of the runs that compare rates, each with a whole schedule. null: as many as run.steps."""
+    task: LabelTask = "auto"
+    """Kind of label: see `mpp linear --help`. Mixup, CutMix, label smoothing and a teacher are for one class."""
+    loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
+    """Loss of numbers. l2: squared error; l1: absolute error."""
     test: bool = True
     """Train on all of train at the best rate and test. False: stop after the comparison."""
     out: str | None = setting(None, operational=True)

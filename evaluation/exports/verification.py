@@ -66,7 +66,7 @@ class Verification(NamedTuple):
         if self.config.representation in ("tokens", "logits"):
             return None
         train, test = self.train.labelled(), self.held_out.labelled()
-        if train is None or test is None or train.labels.ndim > 1:
+        if train is None or test is None or train.label_kind != "class" or train.labels.ndim > 1:
             return None
         train = train.choose(self.config.images, self.config.data.eval_seed)
         test = test.choose(self.config.images, self.config.data.cut_seed)

@@ -154,7 +154,7 @@ def extract_labelled_features(
     encoder = open_frozen_encoder(config)
     depths = resolve_depths(config.depth, len(encoder.stages))
     weights = "" if config.random else config.checkpoint or config.encoder
-    splits = load_labelled(config.data, accelerator, weights, loaded=loaded, on_dev=on_dev)
+    splits = load_labelled(config.data, accelerator, weights, loaded=loaded, on_dev=on_dev, task=config.task)
     encoder.to(accelerator.device)
     encode = partial(encoder, representation=config.representation, depths=depths)
     with deaths_explained():
@@ -172,7 +172,9 @@ def extract_labelled_features(
     test_images = [all_images[index] for index in test.kept]
     by_depth = {}
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
-        features = LabelledFeatures(of_train, train.labels, of_test, test.labels, class_names, test_images)
+        features = LabelledFeatures(
+            of_train, train.labels, of_test, test.labels, class_names, test_images, of_training.label_kind
+        )
         by_depth[depth] = features.checked(config.encoder)
     shown = None
     if isinstance(encoder, FrozenEncoder):

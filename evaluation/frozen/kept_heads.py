@@ -22,8 +22,10 @@ from mpp.runtime.weights import describe_unreadable, fingerprint
 WEIGHTS_FILE = "head.safetensors"
 DESCRIPTION_FILE = "head.json"
 
-HeadTask = Literal["classes", "pixels"]
-"""What a head predicts: the class of an image, or of each pixel."""
+HeadTask = Literal["classes", "several", "number", "pixels"]
+"""What a head predicts: the class of an image, several classes, a number, or the class of each pixel."""
+HEAD_TASKS: dict[str, HeadTask] = {"class": "classes", "several": "several", "number": "number"}
+"""By kind of label."""
 
 
 class StandardizedLinear(nn.Module):

@@ -5,12 +5,14 @@ from accelerate import Accelerator
 from evaluation.frozen.labelled_features import DEV, DEV_FRACTION
 from evaluation.frozen.provenance import check_labels_unseen
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images, run_image_settings
+from evaluation.metrics.scoring import KINDS
 from mpp.config import SourceConfig
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
-from mpp.data.overview import note_tested
+from mpp.data.label_kinds import SEPARATOR
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
+from mpp.runtime.messages import note, shortened
 
 
 def load_labelled(
@@ -20,6 +22,7 @@ def load_labelled(
     spare: int = 0,
     loaded: LoadedSplits | None = None,
     on_dev: bool = False,
+    task: str = "class",
 ) -> list[ImageDataset]:
     """Load the labelled images of the training and the held-out split, and print which these are.
 
@@ -28,20 +31,22 @@ def load_labelled(
         spare: maximum number of the training images that `data.train_images` leaves out, as a third split.
         loaded: the splits, if they are loaded already.
         on_dev: take a tenth of the training images, the dev split, in place of the held-out ones.
+        task: kind of label, or auto.
     Raises:
         UserError: there are none, or the encoder was trained with the labels of those that are held out.
     """
     if getattr(data, "streaming", False):
         raise UserError("data.streaming is for pre-training; learning from labels needs indexed images")
     with accelerator.main_process_first():
-        all_train, held_out = (split.labelled() for split in load_image_datasets(data, loaded))
+        all_train, held_out = (split.labelled() for split in load_image_datasets(data, loaded, task))
     splits = {"training": all_train} if on_dev else {"training": all_train, "held-out": held_out}
     if None in splits.values():
         lacking = " and ".join(name for name, split in splits.items() if split is None)
         ways = "name their column by data.label_column, have a folder for each of several classes, or a metadata.csv"
         raise UserError(f"the {lacking} images have no labels; {ways} with the columns file_name and label")
-    if all_train.labels.ndim > 1:
-        raise UserError("training images have several labels each; only held-out ones may")
+    kind = all_train.label_kind
+    if kind == "class" and all_train.labels.ndim > 1:
+        raise UserError("training images have several labels each: learn them with --task several")
 
     train = all_train.choose(data.train_images, data.eval_seed)
     if on_dev:
@@ -51,10 +56,22 @@ def load_labelled(
         f"{describe_source(data)}: {len(train)} labelled images to learn from{describe_share(encoder, data)}, "
         f"{len(held_out)} to evaluate on{', a tenth of the training images' if on_dev else ''}"
     )
-    note_tested(train.labels, held_out.labels, train.class_names)
+    KINDS[kind].note_tested(train.labels, held_out.labels, train.class_names or ())
+    if task == "auto":
+        note_kind(train)
     if spare == 0:
         return [train, held_out]
     return [train, held_out, all_train.choose(spare, data.eval_seed, after=len(train))]
+
+
+def note_kind(train: ImageDataset) -> None:
+    """Note a kind of label that was found, or that looks like another one."""
+    if train.label_kind == "number":
+        note("the labels have fractions: task is number")
+    joined = [name for name in train.class_names or () if SEPARATOR in name]
+    if joined and train.label_kind == "class":
+        way = f"--task several splits them at {SEPARATOR}"
+        note(f"classes such as {shortened(joined[:2])} are taken for one each: {way}")
 
 
 def describe_share(encoder: str, data: SourceConfig) -> str:

@@ -12,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import KINDS
 from mpp.config import require
+from mpp.data.dataset import has_label
 from mpp.errors import UserError
 from mpp.runtime.arrays import in_blocks, let_go, load_member, select
 from mpp.runtime.files import complete
+from mpp.runtime.messages import note
 from mpp.runtime.randomness import Stream, permutation
 
 DEV_SEED = 0
@@ -29,34 +32,55 @@ TEXT_NAMES = ("class_names", "test_images")
 """Names of arrays of text that a file may have besides."""
 
 
+KIND_NAME = "kind"
+"""Name of the array with the kind of label, which a file has where that is not one class an image."""
+
+
 class LabelledFeatures(NamedTuple):
     """Frozen features of one depth and their labels."""
 
     train: NDArray[np.float32]  # (N, D)
-    train_labels: NDArray[np.int64]  # (N,)
+    train_labels: NDArray  # (N, ...): see `ImageDataset.labels`; every image has one
     test: NDArray[np.float32]  # (M, D)
-    test_labels: NDArray[np.int64]  # (M,); or (M, L) of which any is right, padded with -1
+    test_labels: NDArray  # (M, ...); of one class also (M, L) of which any is right, padded with -1
     class_names: Sequence[str] = ()  # by number, as far as they are known
     test_images: Sequence[str] = ()  # (M,) names of the test images; empty: unknown
+    kind: str = "class"  # of label
 
     def checked(self, source: str) -> "LabelledFeatures":
-        """The same features with labels as int64.
+        """The same features with classes as int64, without images whose label is missing.
 
         Args:
             source: the file or the encoder that they come from, for messages.
         Raises:
             UserError: a probe would give nonsense.
         """
-        check_split(source, "train", self.train, self.train_labels)
-        check_split(source, "test", self.test, self.test_labels, several_labels=self.test_labels.ndim == 2)
+        check_split(source, "train", self.train, self.train_labels, self.kind)
+        check_split(source, "test", self.test, self.test_labels, self.kind)
         train_width = self.train.shape[1]
         test_width = self.test.shape[1]
         if train_width != test_width:
             raise UserError(f"{source}: train_features and test_features are {train_width} and {test_width} wide")
-        if len(np.unique(self.train_labels)) < 2:
-            raise UserError(f"{source}: all training images are of one class")
+        if self.kind == "class":
+            return self._replace(
+                train_labels=self.train_labels.astype(np.int64), test_labels=self.test_labels.astype(np.int64)
+            )
+        return self.without_missing(source)
+
+    def without_missing(self, source: str) -> "LabelledFeatures":
+        """The images that have a label; a note counts the others."""
+        known = [has_label(labels) for labels in (self.train_labels, self.test_labels)]
+        missing = [int((~each).sum()) for each in known]
+        if not any(missing):
+            return self
+        note(f"{source}: {missing[0]} training and {missing[1]} test images without a label are left out")
+        of_train, of_test = (np.flatnonzero(each) for each in known)
         return self._replace(
-            train_labels=self.train_labels.astype(np.int64), test_labels=self.test_labels.astype(np.int64)
+            train=select(self.train, of_train),
+            train_labels=self.train_labels[of_train],
+            test=select(self.test, of_test),
+            test_labels=self.test_labels[of_test],
+            test_images=[self.test_images[index] for index in of_test] if len(self.test_images) else (),
         )
 
     def with_numbered_classes(self) -> tuple["LabelledFeatures", int]:
@@ -86,8 +110,10 @@ class LabelledFeatures(NamedTuple):
         known = [labels[labels >= 0] for labels in (self.train_labels, self.test_labels)]
         return np.unique(np.concatenate(known))
 
-    def outcomes(self, predicted: NDArray[np.int64]) -> Outcomes:
-        """The outcomes of predicted classes (M,) of the test images; classes are numbered without gaps there."""
+    def outcomes(self, predicted: NDArray) -> Outcomes:
+        """The outcomes of predictions (M, ...) of the test images; one class is numbered without gaps there."""
+        if self.kind != "class":
+            return Outcomes(self.kind, self.test_labels, predicted, self.class_names, self.test_images)
         numbered, _ = self.with_numbered_classes()
         predicted = np.searchsorted(self.class_numbers(), predicted)
         return Outcomes("class", numbered.test_labels, predicted, numbered.class_names, self.test_images)
@@ -101,24 +127,23 @@ class LabelledFeatures(NamedTuple):
             select(self.train, dev),
             select(self.train_labels, dev),
             self.class_names,
+            kind=self.kind,
         )
 
 
-def check_split(source: str, split: str, features: NDArray, labels: NDArray, several_labels: bool = False) -> None:
-    """Raise UserError if the features and the labels of a split do not fit together.
-
-    Args:
-        several_labels: labels are (M, L), padded with negative numbers.
-    """
-    has_labels = labels.ndim == 1 or several_labels
+def check_split(source: str, split: str, features: NDArray, labels: NDArray, kind: str) -> None:
+    """Raise UserError if features and labels of a split do not fit together, or labels are not of their kind."""
+    has_labels = labels.ndim == 1 or (labels.ndim == 2 and (split == "test" or kind == "several"))
     if features.ndim != 2 or not has_labels or len(features) != len(labels):
         shapes = f"{split}_features {features.shape} and {split}_labels {labels.shape}"
         raise UserError(f"{source}: {shapes} disagree")
     if len(labels) == 0:
         raise UserError(f"{source}: no labelled images in {split}")
-    is_integer = np.issubdtype(labels.dtype, np.integer) and labels.max() <= np.iinfo(np.int64).max
-    if not is_integer or labels.reshape(len(labels), -1).max(1).min() < 0:
-        raise UserError(f"{source}: {split}_labels must be integers from 0 and below 2**63")
+    problem = KINDS[kind].problem(labels, split)
+    if problem is not None:
+        raise UserError(f"{source}: {problem}")
+    if not has_label(labels).any():
+        raise UserError(f"{source}: no labelled images in {split}")
     if not np.issubdtype(features.dtype, np.floating):
         raise UserError(f"{source}: {split}_features are {features.dtype}, not floating-point numbers")
     if not all(np.isfinite(block).all() for block in in_blocks(features)):
@@ -144,6 +169,7 @@ def save_features(path: Path, features: LabelledFeatures) -> None:
     """Write one depth's features as .npz, complete or not at all; an earlier file that is mapped stays readable."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, NDArray] = dict(zip(ARRAY_NAMES, features[: len(ARRAY_NAMES)], strict=True))
+    arrays |= {} if features.kind == "class" else {KIND_NAME: np.array(features.kind)}
     for name in TEXT_NAMES:
         texts = getattr(features, name)
         if len(texts):
@@ -168,7 +194,10 @@ def load_features(path: Path) -> LabelledFeatures:
             if missing:
                 raise ValueError(f"it lacks {', '.join(missing)}")
             texts = {name: load_texts(arrays, name) for name in TEXT_NAMES if name in arrays}
-            features = LabelledFeatures(*(load_member(arrays, name) for name in ARRAY_NAMES), **texts)
+            kind = str(arrays[KIND_NAME]) if KIND_NAME in arrays else "class"
+            if kind not in KINDS:
+                raise ValueError(f"its kind of label is {kind}; it must be one of {', '.join(KINDS)}")
+            features = LabelledFeatures(*(load_member(arrays, name) for name in ARRAY_NAMES), **texts, kind=kind)
     except UserError:
         raise  # of temporary files
     except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:

@@ -1,7 +1,7 @@
 """The common course of all probes: features, evaluation at each depth, the choice of a depth, the report."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_fea
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features
 from evaluation.frozen.results import report_of, summarize_accuracies, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.scoring import add_figures, add_scores
+from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice
 from mpp.config import RunConfig
-from mpp.data.overview import note_tested
+from mpp.errors import UserError
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
 from mpp.runtime.hardware import device
@@ -32,6 +32,7 @@ def run_probe(
     evaluate: Callable[[LabelledFeatures], list[dict]],
     group_by: str,
     loaded: LoadedSplits | None = None,
+    kinds: Sequence[str] = ("class",),
 ) -> dict[str, Any]:
     """Run a probe and write its report.
 
@@ -42,20 +43,26 @@ def run_probe(
             without outcomes has an `accuracy` of its own.
         group_by: entry that the summary groups results by, such as `shots`.
         loaded: the splits of the images, if they are loaded already.
+        kinds: kinds of label that it can learn.
     Returns:
         The report: results, summary, protocol.
     """
+    if config.task not in ("auto", *kinds):
+        raise UserError(describe_refusal(command, config.task, kinds))
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     path = report_of(config, command)
     if config.features:
         saved = load_features(Path(config.features))
         saved = saved if config.test else saved.dev_split()
-        note_tested(saved.train_labels, saved.test_labels)
+        KINDS[saved.kind].note_tested(saved.train_labels, saved.test_labels, saved.class_names)
         extracted = ExtractedFeatures({0: saved}, {})
     else:
         extracted = extract_once(config, accelerator, loaded)
     if not accelerator.is_main_process:  # it does not wait for a probe that may take hours
         return {}
+    kind = next(iter(extracted.by_depth.values())).kind
+    if kind not in kinds:
+        raise UserError(describe_refusal(command, kind, kinds))
     report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
@@ -63,6 +70,11 @@ def run_probe(
     report["protocol"]["input"] = extracted.shown
     report["class_names"] = list(next(iter(extracted.by_depth.values())).class_names)
     return write_probe_report(path, report, group_by)
+
+
+def describe_refusal(command: str, kind: str, kinds: Sequence[str]) -> str:
+    """Why a probe does not evaluate labels of this kind."""
+    return f"task is {kind}; it must be {' or '.join(kinds)} with {command}: mpp linear and mpp knn are for all kinds"
 
 
 def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
@@ -115,7 +127,7 @@ def evaluate_by_depth(
         for depth, features in by_depth.items():
             summary = summarize_accuracies(add_scores(evaluate(features.dev_split())), group_by)
             dev_accuracies[depth] = float(np.mean([case["mean"] for case in summary.values()]))
-        chosen = max(dev_accuracies, key=dev_accuracies.get)
+        chosen = best_choice(dev_accuracies)
         protocol["dev_accuracy_by_depth"] = dev_accuracies
         by_depth = {chosen: by_depth[chosen]}
     if chosen:

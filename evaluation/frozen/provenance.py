@@ -47,7 +47,8 @@ class LabelledImages:
     def train(self) -> ImageDataset | None:
         """The training images that have labels; None where none can be loaded."""
         try:
-            train = load_image_datasets(self.source)[0].labelled()
+            kind = saved_settings(self.run).get("task", "class")
+            train = load_image_datasets(self.source, label_kind=kind)[0].labelled()
         except UserError:  # gone, or changed
             return None
         return train and train.choose(self.source.train_images, self.source.eval_seed)

@@ -18,6 +18,7 @@ from mpp.config import SourceConfig
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
+from mpp.data.label_kinds import AUTO
 from mpp.data.listing.lists import named_mask_column
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.stream_sources import load_streamed
@@ -192,7 +193,7 @@ def load_images_of(
             images are those that it was evaluated on.
     """
     if not is_stream_of_run(config):
-        return load_image_datasets(config.data, loaded)
+        return load_image_datasets(config.data, loaded, AUTO)
     eval_images = saved_settings(find_run(config.encoder))["data"]["eval_images"]
     _, train, held_out = load_streamed(config.data, stream_images, eval_images)
     return train, held_out
@@ -205,17 +206,17 @@ def indices_in_split(dataset: ImageDataset) -> NDArray[np.int64]:
     return dataset.origin.indices
 
 
-def record_images(data: SourceConfig) -> dict[str, Any] | None:
+def record_images(data: SourceConfig, label_kind: str = "class") -> dict[str, Any] | None:
     """The record of the images that these settings mean now. None: a stream, which is not read through."""
     if getattr(data, "streaming", False):
         return None
-    return record_source(SourceConfig(**{name: getattr(data, name) for name in SOURCE_SETTINGS}))
+    return record_source(SourceConfig(**{name: getattr(data, name) for name in SOURCE_SETTINGS}), label_kind)
 
 
 @lru_cache
-def record_source(source: SourceConfig) -> dict[str, Any]:
+def record_source(source: SourceConfig, label_kind: str) -> dict[str, Any]:
     """The record of both splits, made once for each source."""
-    train, held_out = load_image_datasets(source)
+    train, held_out = load_image_datasets(source, label_kind=label_kind)
     return {
         "train": identify_images(train, labels=True, retries=source.read_retries),
         "held_out": identify_images(held_out, labels=True, retries=source.read_retries),

@@ -51,6 +51,18 @@ class LabelKind(ABC):
             train_targets: of the training images, where they are known.
         """
 
+    def problem(self, targets: NDArray, split: str) -> str | None:
+        """What is wrong with the labels of a split, `train` or `test`, in words; None: nothing."""
+        return None
+
+    def note_tested(self, train_targets: NDArray, test_targets: NDArray, names: Sequence[str]) -> None:
+        """Print what limits the figures of test images, such as classes that have none.
+
+        Args:
+            names: of the classes, by number.
+        """
+        return
+
     def intervals(self, outcomes: Outcomes) -> dict[str, Interval]:
         """95 % interval of each figure over test images: a bootstrap, unless the kind knows better."""
         values = self.measure(outcomes)

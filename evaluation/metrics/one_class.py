@@ -24,6 +24,7 @@ from evaluation.metrics.intervals import (
 )
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
+from mpp.data.overview import note_tested
 
 SMOOTHING = Z**2 / 2  # images added to those that are right, and to those that are wrong: as in Wilson's interval
 
@@ -79,6 +80,17 @@ class OneClass(LabelKind):
 
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         return {"largest class": largest_class_share(outcomes.targets)}
+
+    def problem(self, targets: NDArray, split: str) -> str | None:
+        is_integer = np.issubdtype(targets.dtype, np.integer) and targets.max() <= np.iinfo(np.int64).max
+        if not is_integer or not self.has_target(targets).all():
+            return f"{split}_labels must be integers from 0 and below 2**63"
+        if split == "train" and len(np.unique(targets)) < 2:
+            return "all training images are of one class"
+        return None
+
+    def note_tested(self, train_targets: NDArray, test_targets: NDArray, names: Sequence[str]) -> None:
+        note_tested(train_targets, test_targets, names)
 
     def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]]:
         counts = count_by_class(

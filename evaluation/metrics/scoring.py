@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from evaluation.metrics.kinds import Figure, LabelKind
+from evaluation.metrics.number import Number
 from evaluation.metrics.one_class import OneClass
 from evaluation.metrics.outcomes import Outcomes, save_outcomes
 from evaluation.metrics.pixels import Pixels
+from evaluation.metrics.several import SeveralClasses
 from mpp.errors import UserError
 
 Result = dict[str, Any]
-KINDS: dict[str, LabelKind] = {kind.name: kind for kind in (OneClass(), Pixels())}
+KINDS: dict[str, LabelKind] = {kind.name: kind for kind in (OneClass(), SeveralClasses(), Number(), Pixels())}
 """All kinds of labels by name. One class and its place in this line add a kind."""
 
 
@@ -43,6 +45,18 @@ def score(outcomes: Outcomes) -> float:
     """The figure that choices are made by, such as accuracy: more is better."""
     kind = kind_of(outcomes)
     return kind.measure(labelled_outcomes(outcomes))[kind.score]
+
+
+def best_choice(scores: dict[Any, float]) -> Any:
+    """The choice with the largest score, the first of equal ones; one whose score is not known (NaN) comes last."""
+    return max(scores, key=lambda choice: -math.inf if math.isnan(scores[choice]) else scores[choice])
+
+
+def score_name(results: Sequence[Result]) -> str:
+    """What tables call the score of results, such as accuracy."""
+    outcomes = [result["outcomes"] for result in results if isinstance(result.get("outcomes"), Outcomes)]
+    kind = kind_of(outcomes[0]) if outcomes else OneClass()
+    return kind.headings[kind.score]
 
 
 def add_scores(results: Sequence[Result]) -> list[Result]:

@@ -37,6 +37,7 @@ from evaluation.pictures.positions import filter_components, position_similarity
 from evaluation.pictures.similarity import patch_similarity, search_gallery, spread_patches
 from evaluation.pictures.subject import Subject, concatenate
 from mpp.config import Grid, require
+from mpp.data.label_kinds import AUTO
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.errors import Unavailable, UserError
@@ -303,8 +304,10 @@ def require_classes(subject: Subject) -> None:
         raise Unavailable("the images are a stream; `mpp fewshot` loads all of them")
     if subject.held_out.labelled() is None:
         raise Unavailable("the images have no labels")
-    train, _ = load_image_datasets(subject.config.data)
+    train, _ = load_image_datasets(subject.config.data, label_kind=AUTO)
     labelled = train.labelled()
+    if train.label_kind != "class":
+        raise Unavailable("the labels are numbers, and not classes")
     if labelled is None or len(np.unique(labelled.labels)) < 2:
         raise Unavailable("all training images are of one class, or have no labels")
 

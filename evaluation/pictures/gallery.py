@@ -49,7 +49,7 @@ def extract_gallery(
         batches.append((features.cpu(), subject.to_pixels(images), batch.labels))
         names += [dataset.image_name(index) for index in batch.indices.tolist()]
     features, pixels, labels = concatenate(batches)
-    if labels.ndim > 1:
+    if labels.ndim > 1 or labels.is_floating_point():
         labels = torch.full((len(labels),), -1)
     return Gallery(features, pixels.numpy(), labels.numpy(), names, dataset.class_names or ())
 

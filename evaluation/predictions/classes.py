@@ -60,6 +60,13 @@ class ClassRows:
             on_images(len(batch.indices))
         return self.build_table(torch.cat(logits), errors, images, indices)
 
+    def first_columns(self, images: ImageDataset, indices: range) -> dict[str, pa.Array]:
+        """The columns that every table has: file and split."""
+        return {
+            "file": pa.array([name_in_folder(images, index, self.folder) for index in indices], pa.string()),
+            "split": pa.array([images.split] * len(indices), pa.string()),
+        }
+
     def build_table(
         self, logits: Tensor, errors: Sequence[str | None], images: ImageDataset, indices: range
     ) -> pa.Table:
@@ -68,10 +75,7 @@ class ClassRows:
         probabilities = logits.double().softmax(1).float()
         order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.top].numpy()
         names = np.array(self.classifier.class_names, object)
-        columns: dict[str, pa.Array] = {
-            "file": pa.array([name_in_folder(images, index, self.folder) for index in indices], pa.string()),
-            "split": pa.array([images.split] * len(indices), pa.string()),
-        }
+        columns = self.first_columns(images, indices)
         for place, numbers in enumerate(order.T, 1):
             suffix = "" if place == 1 else f"_{place}"
             of_class = probabilities.numpy()[np.arange(len(numbers)), numbers]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from evaluation.config import PredictConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
-from evaluation.frozen.kept_heads import HeadDescription, KeptHead, is_kept_head, load_head, rebuild_linear
+from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, KeptHead, is_kept_head, load_head, rebuild_linear
 from evaluation.frozen.run_images import find_run
 from evaluation.patches.readings import LinearReading
 from evaluation.predictions.pixels import PixelClassifier
@@ -157,7 +157,9 @@ def open_classifier(source: Source, channels: int) -> Classifier:
     encoder = open_encoder_of_head(source, channels)
     network = HeadOnFeatures(encoder, rebuild_linear(source.head), about)
     names = name_classes(about.class_names, len(about.class_names))
-    return Classifier(network, encoder.img_size, len(names), about.input["crop_pct"], names)
+    kind = {task: kind for kind, task in HEAD_TASKS.items()}[about.task]
+    outputs = len(source.head.weights["classify.bias"])
+    return Classifier(network, encoder.img_size, outputs, about.input["crop_pct"], names, kind)
 
 
 def open_pixel_classifier(source: Source, channels: int) -> PixelClassifier:

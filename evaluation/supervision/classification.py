@@ -1,29 +1,32 @@
-"""Classification, trained end to end: the task that supervised pre-training and fine-tuning share."""
+"""Learning labels end to end: the task that supervised pre-training and fine-tuning share."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from evaluation.metrics.one_class import largest_class_share
+from evaluation.config import NumberLoss
 from evaluation.metrics.outcomes import Outcomes, load_outcomes, save_outcomes
+from evaluation.metrics.scoring import KINDS, kind_of
+from evaluation.supervision.learners import Learner, learner_of
 from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
-from mpp.data.views import Batch, collate
+from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
-from mpp.features.metrics import Sums, is_right
+from mpp.features.metrics import Sums
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.transfer import to_device
 from mpp.training.flops import executed_flops
-from mpp.training.log import Tracker
+from mpp.training.log import Tracker, last_evaluation
 from mpp.training.task import ImageTask
 
 HELD_OUT = "heldout"
@@ -31,7 +34,7 @@ HELD_OUT = "heldout"
 
 
 class Classification(ImageTask):
-    """Softmax cross-entropy on labelled images; top-1 accuracy.
+    """Learn the labels of images, of any kind: one class by softmax cross-entropy, others see `Learner`.
 
     Mixup and CutMix draw from torch's generator, which the loop seeds for each forward pass: what is mixed with what is
     a function of (seed, step, forward pass), and changes with the images in a forward pass, not with the processes.
@@ -48,6 +51,7 @@ class Classification(ImageTask):
         data: DataConfig,
         augment: AugmentConfig,
         splits: Sequence[ImageDataset],
+        number_loss: NumberLoss = "l2",
     ):
         super().__init__(accelerator, layout, run, data)
         self.augment = augment
@@ -60,6 +64,9 @@ class Classification(ImageTask):
         self.held_out = held_out.choose(data.eval_images, data.cut_seed)
         self.classes = count_classes(splits)
         self.label_names = class_names(train, self.classes)
+        self.label_kind = train.label_kind
+        self.learner = learner_of(self.label_kind, train.labels, self.classes, number_loss)
+        refuse_mixing(augment, self.learner)
         self.mix = build_mix(augment, self.classes)
         self.predicted: list[tuple[Tensor, Tensor]] | None = None  # indices and classes of held-out images, while asked
         if self.mix is not None:
@@ -69,20 +76,19 @@ class Classification(ImageTask):
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device
         images, labels = to_device([batch.images, batch.labels], device)
-        target = labels if labels.ndim == 1 else labels[:, 0]
+        target = self.learner.to_learn(labels)
         if model.training and self.mix is not None:
             images, target = self.mix(images.float(), target)  # (B, C) now
         outputs = model(images)
         logits = self.logits(outputs)
-        loss = self.criterion(outputs, images, target) if model.training else F.cross_entropy(logits, target)
+        loss = self.criterion(outputs, images, target) if model.training else self.learner.loss(logits, target)
         if not measure:
             return loss, {}
-        predicted = logits.argmax(-1)
+        predicted = self.learner.predict(logits)
         if self.predicted is not None:
             self.predicted.append((batch.indices, predicted.cpu()))
-        right = is_right(predicted, labels).double().sum()
         count = torch.tensor(len(labels), dtype=torch.double, device=device)
-        return loss, {"right": right, "images": count}
+        return loss, self.learner.sums(predicted, labels) | {"images": count}
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Outputs of the model to the logits (B, C) whose largest one is the prediction."""
@@ -94,9 +100,9 @@ class Classification(ImageTask):
         Args:
             outputs: outputs of the model.
             images: (B, C, H, W) as the model saw them, uint8 or float in [0, 255].
-            target: classes (B,) or shares of classes (B, C).
+            target: labels (B, ...), or shares of classes (B, C).
         """
-        return F.cross_entropy(outputs, target, label_smoothing=self.augment.label_smoothing)
+        return self.learner.loss(outputs, target, self.augment.label_smoothing)
 
     def flops(self) -> int:
         image = self.views(self.train)[FIXED_VIEW, 0]
@@ -104,37 +110,67 @@ class Classification(ImageTask):
         return executed_flops(self.model, two) // 2
 
     def describe(self, sums: Sums) -> dict[str, float]:
-        return {"accuracy": float(sums["right"] / sums["images"])}
+        return self.learner.describe(sums)
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        self.predicted = []
-        scalars = self.evaluate_held_out(model, tracker)
-        self.keep_outcomes(self.predicted)
-        self.predicted = None
-        scalars["heldout/largest_class"] = largest_class_share(np.asarray(self.held_out_views.dataset.labels))
-        return scalars
+        scalars, outcomes = self.measure_outcomes(model, self.held_out_views, tracker)
+        if self.accelerator.is_main_process:
+            save_outcomes(Path(self.run.dir) / HELD_OUT, [outcomes])
+        kind = KINDS[self.label_kind]
+        labels = Outcomes(self.label_kind, np.asarray(self.held_out_views.dataset.labels), np.empty(0))
+        scalars |= {name.replace(" ", "_"): value for name, value in kind.baselines(labels, None).items()}
+        return {f"heldout/{name}": value for name, value in scalars.items()}
 
-    def keep_outcomes(self, predicted: list[tuple[Tensor, Tensor]]) -> None:
-        """Write the held-out images' outcomes into the run folder; those of an earlier evaluation are replaced.
+    def measure_outcomes(
+        self, model: nn.Module, views: ViewDataset, tracker: Tracker
+    ) -> tuple[dict[str, float], Outcomes]:
+        """Mean loss and figures over views of `fixed_view_loader`, and the outcomes of their images, in their order.
+
+        Of one class an image the figure is the accuracy; the others need all images: those of their kind of label.
+        """
+        self.predicted = []
+        scalars = self.measure_views(model, views, tracker)
+        outcomes = self.gather_outcomes(views.dataset, self.predicted)
+        self.predicted = None
+        figures = {name: value for name, value in self.learner.figures(outcomes).items() if math.isfinite(value)}
+        return scalars | figures, outcomes
+
+    def gather_outcomes(self, dataset: ImageDataset, predicted: list[tuple[Tensor, Tensor]]) -> Outcomes:
+        """The outcomes of images, of all processes.
 
         Args:
-            predicted: indices of this process's images, and their predicted classes, batch by batch.
+            predicted: indices of this process's images, and what is predicted for them, batch by batch.
         """
-        indices, classes = (torch.cat(parts).tolist() for parts in zip(*predicted, strict=True))
-        pairs = sorted(gather_object(list(zip(indices, classes, strict=True))))
-        if not self.accelerator.is_main_process:
-            return
-        dataset = self.held_out_views.dataset
+        indices, predictions = (torch.cat(parts).tolist() for parts in zip(*predicted, strict=True))
+        pairs = sorted(gather_object(list(zip(indices, predictions, strict=True))))
         numbers = np.array([index for index, _ in pairs])
         predictions = np.array([each for _, each in pairs])
         names = (dataset.class_names or [])[: self.classes]
-        all_images = Outcomes("class", np.asarray(dataset.labels), np.zeros(len(dataset)), names, dataset.image_names())
-        save_outcomes(Path(self.run.dir) / HELD_OUT, [replace(all_images.select(numbers), predictions=predictions)])
+        labels = np.asarray(dataset.labels)
+        all_images = Outcomes(self.label_kind, labels, np.zeros(len(dataset)), names, dataset.image_names())
+        return replace(all_images.select(numbers), predictions=predictions)
+
+
+def score_of_run(folder: Path) -> dict[str, Any]:
+    """Entries of a result: the score of a run's last evaluation as `accuracy`, and its outcomes, if they were kept."""
+    outcomes = held_out_outcomes(folder)
+    if outcomes is None:
+        return {"accuracy": last_evaluation(folder)["heldout/accuracy"]}
+    score = kind_of(outcomes).score
+    accuracy = last_evaluation(folder).get(f"heldout/{score}", math.nan)
+    return {"accuracy": accuracy, "outcomes": outcomes}
 
 
 def held_out_outcomes(folder: Path) -> Outcomes | None:
     """The outcomes of a run's last evaluation; None: it kept none, as earlier versions did not."""
     return load_outcomes(folder / HELD_OUT)
+
+
+def refuse_mixing(augment: AugmentConfig, learner: Learner) -> None:
+    """Raise UserError where a setting is for one class an image, and the labels are of another kind."""
+    for name in ("mixup", "cutmix", "label_smoothing"):
+        value = getattr(augment, name)
+        require(learner.mixes or value == 0, f"augment.{name}", value, f"0 with task {learner.kind}")
 
 
 def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
@@ -161,8 +197,11 @@ def class_names(train: ImageDataset, classes: int) -> list[str] | None:
 
 
 def count_classes(splits: Sequence[ImageDataset]) -> int:
-    """C: the largest label of any split, plus one."""
+    """C: of one class an image the largest label of any split, plus one; of numbers 0."""
     train, _ = splits
-    if len(np.unique(train.labels)) < 2:
-        raise UserError("all training images are of one class")
+    problem = KINDS[train.label_kind].problem(train.labels, "train")
+    if problem is not None:
+        raise UserError(problem)
+    if train.label_kind != "class":
+        return len(train.class_names or ())
     return 1 + max(int(split.labels.max()) for split in splits)

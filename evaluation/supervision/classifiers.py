@@ -18,8 +18,9 @@ from evaluation.frozen.provenance import find_labelled_images
 from evaluation.frozen.run_images import find_run
 from evaluation.supervision.deit import DistilledEncoder, average_heads
 from evaluation.supervision.heads import HeadedEncoder, build_head
+from evaluation.supervision.learners import Rescale
 from mpp.config import ImageSize, OptimConfig, require
-from mpp.data.identity import CLASS_NAMES_FIELD
+from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
 from mpp.errors import UserError
 from mpp.models.encoder import load_encoder
 from mpp.models.teachers import resize_bilinear
@@ -44,7 +45,9 @@ class Classifier(NamedTuple):
     crop_pct: float
     """Share of the shorter side that the centre crop keeps."""
     class_names: list[str]
-    """Of the outputs, in their order, each once; a class without a name has its number."""
+    """Of the outputs, in their order, each once; a class without a name has its number. Of a number: none."""
+    label_kind: str = "class"
+    """Kind of label that it predicts."""
 
 
 class FrozenClassifier(nn.Module):
@@ -91,6 +94,8 @@ def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Froz
         sha256 = fingerprint(folder)
         require(sha256 == known, "distill.teacher_sha256", known, f"{sha256}, that of {folder}, or null")
     teacher = load_classifier(config.teacher, channels, CLASSIFIER_SETTING)
+    allowed = f"one of one class an image: its labels are of the kind {teacher.label_kind}"
+    require(teacher.label_kind == "class", CLASSIFIER_SETTING, folder, allowed)
     if teacher.classes != classes:
         raise UserError(
             f"{CLASSIFIER_SETTING} is {folder}, which knows {teacher.classes} classes; these images have {classes}"
@@ -154,13 +159,21 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     frozen = load_frozen_encoder(str(run))
     check_channels(frozen, channels, setting)
     classes = outputs_of_head(checkpoints[-1] / MODEL_FILE)
-    network = rebuild_network(frozen, settings, classes)
+    kind = recorded_label_kind(run)
+    network = rebuild_network(frozen, settings, classes, kind)
     restore_trained(run, network, OptimConfig(**settings["optim"]))
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the fingerprint is of these
     is_same = all(torch.equal(tensor, exported[name]) for name, tensor in network.encoder.state_dict().items())
     require(is_same, setting, run, "a run whose newest checkpoint has the weights of its encoder/")
     names = frozen.model.pretrained_cfg.get("label_names") or recorded_names(run)
-    return Classifier(network, frozen.img_size, classes, frozen.crop_pct, name_classes(names, classes))
+    known = [] if kind == "number" else name_classes(names, classes)
+    return Classifier(network, frozen.img_size, classes, frozen.crop_pct, known, kind)
+
+
+def recorded_label_kind(run: Path) -> str:
+    """The kind of label that a run has learned, by its record."""
+    record = read_record(run) or {}
+    return record.get("train", {}).get(LABEL_KIND_FIELD, "class")
 
 
 def recorded_names(run: Path) -> list[str] | None:
@@ -176,12 +189,14 @@ def outputs_of_head(weights: Path) -> int:
         return file.get_slice(max(biases)).get_shape()[0]
 
 
-def rebuild_network(frozen: FrozenEncoder, settings: dict[str, Any], classes: int) -> HeadedEncoder:
+def rebuild_network(frozen: FrozenEncoder, settings: dict[str, Any], classes: int, label_kind: str) -> HeadedEncoder:
     """The network that a run trained, by its saved settings, to load its weights into."""
     encoder = frozen.model.requires_grad_(True)  # restoring averaged weights matches them with trained parameters
     head = settings.get("head") or {"kind": "linear", "pooling": settings.get("pooling")}  # of fine-tuning: one layer
     is_distilled = (settings.get("distill") or {}).get("teacher") is not None
     heads = [build_head(head["kind"], encoder.head_hidden_size, classes)]
+    if label_kind == "number":
+        heads = [nn.Sequential(heads[0], Rescale(0.0, 1.0))]  # the checkpoint has both numbers
     if is_distilled:
         heads.append(build_head(head["kind"], encoder.head_hidden_size, classes))
     network_class = DistilledEncoder if is_distilled else HeadedEncoder

@@ -19,8 +19,8 @@ from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.identity import identify_images
 from mpp.data.sources import label_images, load_splits
 from mpp.data.workers import WatchedLoader, loader_processes, note_reading
-from mpp.errors import UnreadableImage
-from mpp.runtime.messages import tell
+from mpp.errors import UnreadableImage, UserError
+from mpp.runtime.messages import tell, warn
 from mpp.runtime.output import printable
 
 MAX_BROKEN_NAMED = 20
@@ -36,19 +36,28 @@ class ImageBatch(NamedTuple):
     """Why an image cannot be decoded; empty: it can."""
 
 
-def load_all_images(data: ProbeDataConfig, loaded: LoadedSplits | None, labels: bool = False) -> list[ImageDataset]:
+def load_all_images(
+    data: ProbeDataConfig, loaded: LoadedSplits | None, labels: bool = False, label_kind: str = "class"
+) -> list[ImageDataset]:
     """Load the images of every split that has any.
 
     Args:
         loaded: the splits, if they are loaded already.
         labels: with their labels, where they have some.
+        label_kind: kind of these. Labels of another kind than one class do without: a warning says so.
     """
     splits = {name: rows for name, rows in (loaded or load_splits(data)).items() if len(rows)}
     counts = ", ".join(f"{len(rows)} {name}" for name, rows in splits.items())
     columns = {name: find_image_column(data, rows.features) for name, rows in splits.items()}
     tell(f"{describe_source(data)}: {counts}")
     if labels:
-        return label_images(data, splits, columns[next(iter(splits))])
+        first_column = columns[next(iter(splits))]
+        try:
+            return label_images(data, splits, first_column, label_kind)
+        except UserError as error:
+            if label_kind == "class":
+                raise
+            warn(f"no figures are computed: {error}")
     images = []
     for name, rows in splits.items():
         images.append(ImageDataset(images_only(rows, columns[name]), columns[name], None, name))

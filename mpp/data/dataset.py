@@ -17,6 +17,13 @@ from mpp.runtime.messages import counted
 from mpp.runtime.randomness import Stream, permutation
 
 
+def has_label(labels: NDArray) -> NDArray[np.bool_]:
+    """(n,) whether each image has a label: see `ImageDataset.labels`."""
+    if np.issubdtype(labels.dtype, np.floating):
+        return np.isfinite(labels)
+    return labels >= 0 if labels.ndim == 1 else (labels >= 0).any(1)
+
+
 def images_only(rows: datasets.Dataset, column: str) -> datasets.Dataset:
     """Only the column of images, as they are stored."""
     return without_decoding(rows.select_columns([column]), column)
@@ -64,9 +71,10 @@ class ImageDataset:
     rows: datasets.Dataset
     image_column: str
     """Its cells are {"bytes", "path"}, not decoded, or arrays."""
-    labels: NDArray[np.int64] | None
-    """(n,) class of each image, -1 where there is none; (n, L) where several are right, padded with -1; None where
-    nothing is labelled."""
+    labels: NDArray | None
+    """By `label_kind`; None: nothing is labelled. class: (n,) int64, -1 where there is none, or (n, L) where any of
+    several is right, padded with -1. several: (n, C) int8, whether the image is of each class, all -1 where the label
+    is missing. number: (n,) float64, NaN where it is missing."""
     split: str
     """Its name, for messages."""
     class_names: list[str] | None = None
@@ -77,6 +85,8 @@ class ImageDataset:
     """The split that the images were selected from; None: this one."""
     decoded: DecodedImages | None = None
     """The same images in memory, if they are kept there."""
+    label_kind: str = "class"
+    """A key of `mpp.data.label_kinds.LABEL_READERS`."""
 
     def __post_init__(self):
         if self.origin is None:
@@ -144,15 +154,17 @@ class ImageDataset:
 
     def labelled(self) -> "ImageDataset | None":
         """The images that have a label; None where there are none."""
-        if self.labels is None or not (self.labels >= 0).any():
+        if self.labels is None:
             return None
-        has_label = (self.labels >= 0).reshape(len(self), -1).any(1)
-        return self if has_label.all() else self.select(np.flatnonzero(has_label))
+        known = has_label(self.labels)
+        if not known.any():
+            return None
+        return self if known.all() else self.select(np.flatnonzero(known))
 
     def class_shares(self) -> dict[str, float]:
-        """Class, as a number -> its share of the labelled images, largest first; {} without labels, or with several."""
+        """Class, as a number -> its share of the labelled images, largest first; {} where images may have several."""
         labelled = self.labelled()
-        if labelled is None or labelled.labels.ndim > 1:
+        if labelled is None or labelled.label_kind != "class" or labelled.labels.ndim > 1:
             return {}
         classes, counts = np.unique(labelled.labels, return_counts=True)
         largest_first = np.argsort(-counts, kind="stable")

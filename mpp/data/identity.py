@@ -29,10 +29,18 @@ FIELDS_IN_WORDS = {
     "names": FILES_IN_WORDS,
     "chosen": "which of them are chosen",
     "labels": "labels",
+    "label_kind": "kind of label",
     "revision": "revision on the hub",
     "weights": "weights",
 }
-PLAIN_FIELDS = ("split", "images", "shards", "revision")  # values that a person can read: the others are digests
+PLAIN_FIELDS = (
+    "split",
+    "images",
+    "shards",
+    "revision",
+    "label_kind",
+)  # values that a person can read: the others are digests
+LABEL_KIND_FIELD = "label_kind"  # of a run that learned labels of another kind than one class an image
 CLASS_NAMES_FIELD = "classes"  # not compared: the digest of the labels is
 
 

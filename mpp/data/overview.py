@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mpp.data.dataset import ImageDataset
+from mpp.data.dataset import ImageDataset, has_label
 from mpp.runtime.messages import counted, note, shortened, tell, warn
 
 SHOWN_CLASSES = 5
@@ -57,14 +57,9 @@ def describe_split(split: ImageDataset) -> str:
     return f"{len(split)} {split.split} ({label_count})"
 
 
-def has_label(labels: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """(n,) whether each image has a label; labels (n,), or (n, L) of which any is right, padded with -1."""
-    return labels >= 0 if labels.ndim == 1 else (labels >= 0).any(1)
-
-
 def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
     """Warn of labels that cannot be right, as where folders of sites or ids are taken for classes."""
-    if train.labels is None or train.labels.ndim > 1:
+    if train.labels is None or train.label_kind != "class" or train.labels.ndim > 1:
         return
     labels = train.labels[train.labels >= 0]
     if not len(labels):

@@ -15,7 +15,7 @@ from mpp.data.columns import find_image_column
 from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is_url
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.hub import announce_hub_lookup
-from mpp.data.labels import number_labels, read_labels
+from mpp.data.label_kinds import LABEL_READERS, find_label_kind
 from mpp.data.local import QUIET, load_local
 from mpp.data.overview import announce_splits, warn_of_labels
 from mpp.data.remote import from_a_server, load_from_hub, load_url
@@ -26,12 +26,13 @@ from mpp.runtime.messages import note
 
 
 def load_image_datasets(
-    config: SourceConfig, splits: dict[str, datasets.Dataset] | None = None
+    config: SourceConfig, splits: dict[str, datasets.Dataset] | None = None, label_kind: str = "class"
 ) -> tuple[ImageDataset, ImageDataset]:
     """The images to train on (all of them: see `data.train_images` and `ImageDataset.choose`) and the held-out images.
 
     Args:
         splits: all splits of the dataset, if they are loaded already.
+        label_kind: see `find_label_kind`.
     Raises:
         UserError: no images, a split that is not there, no image column, or too few images.
     """
@@ -52,7 +53,7 @@ def load_image_datasets(
             raise UserError(f"{source}: its split {name} has no images")
 
     hint_at_labels(config, train, image_column)
-    images = label_images(config, used, image_column)
+    images = label_images(config, used, image_column, label_kind)
     unused = {name: len(rows) for name, rows in splits.items() if name not in used}
     announce_splits(source, images, unused)
     if held_out is None:
@@ -62,21 +63,30 @@ def load_image_datasets(
     return train_images, held_out_images
 
 
-def label_images(config: ImagesConfig, splits: dict[str, datasets.Dataset], image_column: str) -> list[ImageDataset]:
-    """The images of each split, with their labels as numbers of the same classes.
+def label_images(
+    config: ImagesConfig, splits: dict[str, datasets.Dataset], image_column: str, label_kind: str = "class"
+) -> list[ImageDataset]:
+    """The images of each split, with their labels as arrays, classes by the same numbers in all.
 
     Args:
         splits: the training split first; all others have the labels of held-out images.
+        label_kind: see `find_label_kind`.
     """
+    source = describe_source(config)
+    first = next(iter(splits.values()))
+    kind = find_label_kind(label_kind, first, *label_setting(config, held_out=False), source)
+    reader = LABEL_READERS[kind]
     label_columns = []
     for position, rows in enumerate(splits.values()):
         column, setting = label_setting(config, held_out=position > 0)
-        label_columns.append(read_labels(rows, column, describe_source(config), setting))
-    numbered = number_labels(label_columns)
+        label_columns.append(reader.read(rows, column, source, setting))
+    numbered = reader.convert(label_columns)
     images = []
     for (split, rows), labels in zip(splits.items(), numbered.parts, strict=True):
         rows = images_only(rows, image_column)
-        images.append(ImageDataset(rows, image_column, labels, split, numbered.class_names, numbered.classes))
+        images.append(
+            ImageDataset(rows, image_column, labels, split, numbered.class_names, numbered.classes, label_kind=kind)
+        )
     return images
 
 

@@ -139,3 +139,25 @@ def knn_predict(
             votes = count_votes(nearest, classes, len(labels), temperature)
             predictions[k].append(labels[votes.argmax(-1)])
     return {k: torch.cat(blocks) for k, blocks in predictions.items()}
+
+
+def knn_means(
+    train: Tensor | NDArray, train_values: Tensor, test: Tensor, neighbours: Sequence[int], temperature: float
+) -> dict[int, Tensor]:
+    """Means of numbers over the nearest training images, weighted as the votes of `knn_predict`.
+
+    Args:
+        train, test, neighbours: see `knn_predict`.
+        train_values: (N, V) numbers of each training image.
+    Returns:
+        k -> (M, V), on the device of `test`.
+    """
+    values = train_values.to(test)
+    largest_k = min(max(neighbours), len(train))
+    means: dict[int, list[Tensor]] = {k: [] for k in neighbours}
+    for similarity, index in find_neighbours(train, test, largest_k):
+        weights = ((similarity - 1) / temperature).exp()
+        for k in neighbours:
+            of_nearest = weights[:, :k, None] * values[index[:, :k]]
+            means[k].append(of_nearest.sum(1) / weights[:, :k].sum(1, keepdim=True))
+    return {k: torch.cat(blocks) for k, blocks in means.items()}

@@ -30,6 +30,7 @@ def export_encoder(
     label_names: Sequence[str] | None = None,
     learned_labels: bool = False,
     step: int | None = None,
+    label_kind: str = "class",
 ) -> None:
     """Write a timm model in timm's layout.
 
@@ -45,6 +46,7 @@ def export_encoder(
             `pretrained_cfg["label_names"]`. None: for a model with a head, the names in its `pretrained_cfg`.
         learned_labels: whether it learned from labels, or from an encoder that did.
         step: steps that it was trained for; None: it is of no run.
+        label_kind: kind of the labels that it learned; one class an image is not written.
     Raises:
         UserError: a head for another number of classes.
     """
@@ -67,6 +69,8 @@ def export_encoder(
         ours["step"] = step  # its run may grow beyond it
     if learned_labels:
         ours["learned_labels"] = True
+    if label_kind != "class":
+        ours["label_kind"] = label_kind
     if label_names:
         count = len(label_names)
         allowed = f"{encoder.num_classes}, the outputs of the model's head"

@@ -11,6 +11,7 @@ from mpp.config import SourceConfig
 from mpp.data.data_path import could_be_hub_name, is_local, is_url
 from mpp.data.identity import differences, digest_listing, identify_images, keep_known_files, unlisted_parts
 from mpp.data.kept_samples import list_stream_files
+from mpp.data.label_kinds import AUTO
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
@@ -84,7 +85,7 @@ def image_differences(folder: Path, data: SourceConfig, splits: dict[str, datase
     if is_known_by_files(before):
         return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
     now = {}
-    for part, dataset in zip(("train", "held_out"), load_image_datasets(data, splits), strict=True):
+    for part, dataset in zip(("train", "held_out"), load_image_datasets(data, splits, AUTO), strict=True):
         known = identify_images(dataset, labels=False, retries=data.read_retries)
         now[part] = {key: known[key] for key in ("split", "files")}
         has_all_images = before.get(part, {}).get("chosen", "") is None

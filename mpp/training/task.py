@@ -15,7 +15,7 @@ from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoded_cache import cache_decoded
 from mpp.data.hub import cached_commit
-from mpp.data.identity import CLASS_NAMES_FIELD, identify_images
+from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD, identify_images
 from mpp.data.loader import BatchLayout, FixedViewLoader, training_loader
 from mpp.data.shards import Shards
 from mpp.data.stream import stream_workers, streaming_loader
@@ -233,6 +233,8 @@ class ImageTask:
             train = self.identify_split(self.train, commit)
         class_names = self.held_out.class_names
         train[CLASS_NAMES_FIELD] = class_names and class_names[: self.held_out.classes]
+        if self.learns_labels and self.held_out.label_kind != "class":
+            train[LABEL_KIND_FIELD] = self.held_out.label_kind
         return {"train": train, "held_out": self.identify_split(self.held_out, commit)}
 
     def identify_split(self, dataset: ImageDataset, commit: str | None) -> dict[str, Any]:
@@ -283,4 +285,5 @@ class ImageTask:
             label_names=self.label_names,
             learned_labels=learned_labels,
             step=last_logged_step(read_history(folder)),
+            label_kind=self.held_out.label_kind if self.learns_labels else "class",
         )

@@ -237,8 +237,8 @@ def to_label(value: Any) -> Any:
 
 
 def to_label_column(values: Iterable[Any]) -> list[Any]:
-    """Labels of images: all texts, or, where one is a list, all lists of texts."""
+    """Labels of images: all texts, or, where one is a list, all lists of texts; None: an image has no label."""
     labels = [to_label(value) for value in values]
     if any(isinstance(label, list) for label in labels):
-        return [to_label(label if isinstance(label, list) else [label]) for label in labels]
+        return [label if label is None or isinstance(label, list) else [label] for label in labels]
     return labels

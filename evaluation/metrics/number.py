@@ -1,0 +1,49 @@
+"""Figures of labels that are numbers: explained variance (R2) and mean absolute error. M test images."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.outcomes import Outcomes
+from mpp.runtime.messages import note
+
+FEW_IMAGES = 100  # with fewer, the interval of R2 is wide
+
+
+class Number(LabelKind):
+    """A number. Targets (M,) float64, NaN where the label is missing; predictions (M,) in the same unit."""
+
+    name = "number"
+    score = "r2"
+    headings = {"r2": "explained variance (R2)", "mae": "mean absolute error"}  # noqa: RUF012
+    shares = frozenset({"r2"})
+
+    def has_target(self, targets: NDArray) -> NDArray[np.bool_]:
+        return np.isfinite(targets)
+
+    def measure(self, outcomes: Outcomes) -> dict[str, float]:
+        targets = outcomes.targets
+        errors = outcomes.predictions.astype(np.float64) - targets
+        squares = float(np.square(targets - targets.mean()).sum())
+        r2 = 1 - float(np.square(errors).sum()) / squares if squares > 0 else float("nan")
+        return {"r2": r2, "mae": float(np.abs(errors).mean())}
+
+    def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
+        return {"mean of the test images": 0.0}  # by the definition of R2
+
+    def problem(self, targets: NDArray, split: str) -> str | None:
+        if targets.ndim != 1 or not np.issubdtype(targets.dtype, np.floating):
+            return f"{split}_labels must be floating-point numbers, one an image"
+        known = targets[self.has_target(targets)]
+        if split == "train" and len(known) and known.min() == known.max():
+            return f"all training images have the number {known[0]:g}"
+        return None
+
+    def note_tested(self, train_targets: NDArray, test_targets: NDArray, names: Sequence[str]) -> None:
+        low, high = test_targets.min(), test_targets.max()
+        if low == high:
+            note(f"all test images have the number {low:g}: there is no R2 of them")
+        if len(test_targets) < FEW_IMAGES:
+            note(f"{len(test_targets)} held-out images: see the interval of R2 over test images")

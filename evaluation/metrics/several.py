@@ -1,0 +1,126 @@
+"""Figures of labels that are several classes an image: average precision, its mean over classes (macro), and over all
+pairs of image and class together (micro).
+
+M test images, C classes, R resamples.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evaluation.metrics.intervals import Interval, bootstrap, resamples
+from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.outcomes import Outcomes
+from mpp.runtime.messages import counted, note, shortened
+
+WEIGHTS_IN_MEMORY = 2**24  # weights of pairs, for all resamples at a time
+
+
+class SeveralClasses(LabelKind):
+    """Several classes an image. Targets (M, C): 1, 0 and, of a missing label, -1. Predictions (M, C): larger is surer.
+
+    A class without a test image has no average precision: it is left out of the mean.
+    """
+
+    name = "several"
+    score = "macro_map"
+    headings = {"macro_map": "mAP, macro", "micro_map": "mAP, micro"}  # noqa: RUF012
+    shares = frozenset(headings)
+
+    def has_target(self, targets: NDArray) -> NDArray[np.bool_]:
+        return (targets >= 0).all(1)
+
+    def measure(self, outcomes: Outcomes) -> dict[str, float]:
+        return {name: float(value) for name, value in figures_of(outcomes, np.ones((1, len(outcomes)))).items()}
+
+    def intervals(self, outcomes: Outcomes) -> dict[str, Interval]:
+        count = len(outcomes)
+        weights = np.stack([np.bincount(drawn, minlength=count) for drawn in resamples(count)]).astype(float)
+        drawn = figures_of(outcomes, weights)
+        found = {}
+        for name, value in self.measure(outcomes).items():
+            low, high = bootstrap(value, drawn[name], count)
+            found[name] = (max(0.0, low), min(1.0, high))
+        return found
+
+    def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
+        frequency = outcomes.targets.mean(0)
+        present = frequency[frequency > 0]
+        return {"any order of the images": float(present.mean())} if len(present) else {}
+
+    def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]]:
+        precisions = class_precisions(outcomes, np.ones((1, len(outcomes))))[0]
+        rows = []
+        for number, name in enumerate(outcomes.names(outcomes.targets.shape[1])):
+            share = "-" if np.isnan(precisions[number]) else f"{100 * precisions[number]:.1f}"
+            rows.append([name, str(int(outcomes.targets[:, number].sum())), share])
+        return ["class", "images", "average precision (%)"], rows
+
+    def problem(self, targets: NDArray, split: str) -> str | None:
+        if targets.ndim != 2 or targets.shape[1] < 1 or not np.isin(targets, (-1, 0, 1)).all():
+            values = "1 where an image is of a class, 0 where not, and -1 in the whole row of a missing label"
+            return f"{split}_labels must be {values}"
+        if split == "train" and not (targets == 1).any():
+            return "no training image is of any class"
+        return None
+
+    def note_tested(self, train_targets: NDArray, test_targets: NDArray, names: Sequence[str]) -> None:
+        is_tested = (test_targets == 1).any(0)
+        is_learned = (train_targets == 1).any(0)
+        note_classes("test", "left out of mAP, macro", np.flatnonzero(~is_tested), names)
+        note_classes("training", "no feature tells them", np.flatnonzero(is_tested & ~is_learned), names)
+
+
+def note_classes(split: str, effect: str, classes: NDArray[np.int64], names: Sequence[str]) -> None:
+    """Note the classes, by number, that have no image in a split, if there are any."""
+    if len(classes):
+        shown = shortened([names[number] if number < len(names) else str(number) for number in classes.tolist()])
+        note(f"{counted(len(classes), 'class', 'classes')} without a {split} image ({shown}): {effect}")
+
+
+def average_precisions(scores: NDArray, targets: NDArray, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Average precision, (R,), of a ranking in which each item counts by its weight; NaN: no item is positive.
+
+    The sum over thresholds of precision times the gain in recall, as scikit-learn's; equal scores are one threshold.
+
+    Args:
+        scores, targets: (K,) of the items; targets are 1 or 0.
+        weights: (R, K).
+    """
+    order = np.argsort(-scores, kind="stable")
+    ranked = scores[order]
+    is_end = np.append(ranked[1:] != ranked[:-1], True)  # of a threshold
+    weights = weights[:, order]
+    positives = np.cumsum(weights * targets[order], 1)[:, is_end]
+    items = np.cumsum(weights, 1)[:, is_end]
+    precision = np.divide(positives, items, out=np.zeros_like(positives), where=items > 0)
+    gains = np.diff(positives, axis=1, prepend=0)
+    total = positives[:, -1]
+    return np.divide((precision * gains).sum(1), total, out=np.full(len(total), np.nan), where=total > 0)
+
+
+def class_precisions(outcomes: Outcomes, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Average precision of each class, (R, C), by weights (R, M) of the images."""
+    by_class = []
+    for scores, targets in zip(outcomes.predictions.T, outcomes.targets.T, strict=True):
+        by_class.append(average_precisions(scores, targets, weights))
+    return np.stack(by_class, 1)
+
+
+def figures_of(outcomes: Outcomes, weights: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """Both figures, (R,) or a number where R is 1, by weights (R, M) of the images."""
+    by_class = class_precisions(outcomes, weights)
+    known = np.isfinite(by_class)
+    sums = np.where(known, by_class, 0).sum(1)
+    macro = np.divide(sums, known.sum(1), out=np.full(len(sums), np.nan), where=known.any(1))
+
+    images, classes = outcomes.targets.shape
+    scores, targets = outcomes.predictions.ravel(), outcomes.targets.ravel()
+    rows = max(1, WEIGHTS_IN_MEMORY // (images * classes))
+    micro = []
+    for first in range(0, len(weights), rows):
+        of_pairs = np.repeat(weights[first : first + rows], classes, axis=1)
+        micro.append(average_precisions(scores, targets, of_pairs))
+    figures = {"macro_map": macro, "micro_map": np.concatenate(micro)}
+    return {name: values[0] if len(values) == 1 else values for name, values in figures.items()}

@@ -1,0 +1,173 @@
+"""Tables of predictions where an image has several classes, or a number.
+
+n images, K outputs of the classifier.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import KINDS, measured
+from evaluation.predictions.classes import PROBABILITY_PREFIX, ClassRows
+from evaluation.predictions.summary import rows_of_splits
+from evaluation.tables.images import MAX_BROKEN_NAMED
+from evaluation.tables.parts import read_columns
+from mpp.data.dataset import ImageDataset, has_label
+from mpp.data.label_kinds import SEPARATOR
+from mpp.runtime.messages import shortened, warn
+from mpp.runtime.output import printable
+
+NUMBER = "number"
+"""Name of the column of predicted numbers."""
+THRESHOLD = 0.5  # of the probability of a class that is named
+
+
+class SeveralRows(ClassRows):
+    """The rows of images with several classes: the classes of a probability above a half, and all probabilities."""
+
+    def build_table(
+        self, logits: Tensor, errors: Sequence[str | None], images: ImageDataset, indices: range
+    ) -> pa.Table:
+        is_broken = np.array([error is not None for error in errors])
+        probabilities = logits.double().sigmoid().float().numpy()
+        names = np.array(self.classifier.class_names, object)
+        joined = [SEPARATOR.join(names[row]) for row in probabilities > THRESHOLD]
+        columns = self.first_columns(images, indices)
+        columns["classes"] = pa.array(joined, pa.string(), mask=is_broken)
+        if self.labelled:
+            columns["label"] = pa.array(joined_labels(images, indices), pa.string())
+        columns["error"] = pa.array(errors, pa.string())
+        if self.probabilities:
+            for name, of_class in zip(self.classifier.class_names, probabilities.T, strict=True):
+                columns[f"{PROBABILITY_PREFIX}{name}"] = pa.array(of_class, mask=is_broken)
+        return pa.table(columns)
+
+
+class NumberRows(ClassRows):
+    """The rows of images with a number."""
+
+    def build_table(
+        self, logits: Tensor, errors: Sequence[str | None], images: ImageDataset, indices: range
+    ) -> pa.Table:
+        is_broken = np.array([error is not None for error in errors])
+        columns = self.first_columns(images, indices)
+        columns[NUMBER] = pa.array(logits.squeeze(1).numpy(), mask=is_broken)
+        if self.labelled:
+            labels = np.full(len(images), np.nan) if images.labels is None else images.labels
+            of_rows = labels[indices.start : indices.stop]
+            columns["label"] = pa.array(of_rows, pa.float64(), mask=~has_label(of_rows))
+        columns["error"] = pa.array(errors, pa.string())
+        return pa.table(columns)
+
+
+def joined_labels(images: ImageDataset, indices: range) -> list[str | None]:
+    """The labels of the images at these indices, with `;` between the classes; None: missing."""
+    if images.labels is None:
+        return [None] * len(indices)
+    names = np.array(images.class_names, object)
+    marks = images.labels[indices.start : indices.stop]
+    return [SEPARATOR.join(names[row == 1]) if row[0] >= 0 else None for row in marks]
+
+
+ROWS: dict[str, type[ClassRows]] = {"class": ClassRows, "several": SeveralRows, "number": NumberRows}
+"""The rows of a table by kind of label."""
+
+
+@dataclass
+class OtherPredictions:
+    """What a summary needs of a table's rows, in its order."""
+
+    outputs: NDArray[np.float64]
+    """(n, K): probabilities, or the number; NaN where an image cannot be decoded, or the table has no such columns."""
+    unreadable: int
+    splits: dict[str, slice]
+    broken: list[tuple[str, str]]
+    """Files that cannot be decoded, and why: the first of them."""
+
+
+def read_outputs(out: Path, kind: str, class_names: Sequence[str], has_probabilities: bool) -> OtherPredictions:
+    """Read a table of predictions.
+
+    Args:
+        has_probabilities: whether it has the probability of each class.
+    """
+    names = [NUMBER] if kind == "number" else [f"{PROBABILITY_PREFIX}{name}" for name in class_names]
+    if kind == "several" and not has_probabilities:
+        names = []
+    columns = {"file": pa.string(), "split": pa.string(), "error": pa.string()}
+    columns |= dict.fromkeys(names, pa.float32())
+    outputs, unreadable = [], 0
+    splits: Counter[str] = Counter()
+    broken: list[tuple[str, str]] = []
+    for batch in read_columns(out, columns):
+        numbers = [batch.column(name).cast(pa.float64()).fill_null(np.nan).to_numpy(False) for name in names]
+        outputs.append(np.stack(numbers, 1) if names else np.full((len(batch), 1), np.nan))
+        splits.update(batch.column("split").to_pylist())
+        failed = batch.filter(batch.column("error").is_valid()).select(["file", "error"]).to_pylist()
+        unreadable += len(failed)
+        broken += [(row["file"], row["error"]) for row in failed[: MAX_BROKEN_NAMED - len(broken)]]
+    return OtherPredictions(np.concatenate(outputs), unreadable, rows_of_splits(splits), broken)
+
+
+def targets_of(splits: Sequence[ImageDataset], kind: str, class_names: Sequence[str]) -> list[NDArray | None]:
+    """The labels of each split as the classifier predicts them; a warning names classes that it does not know."""
+    if kind == "number":
+        return [images.labels for images in splits]
+    targets: list[NDArray | None] = []
+    unknown: dict[str, None] = {}
+    for images in splits:
+        if images.labels is None:
+            targets.append(None)
+            continue
+        places = {name: number for number, name in enumerate(images.class_names)}
+        unknown |= dict.fromkeys(name for name in images.class_names if name not in class_names)
+        known = [images.labels[:, places[name]] if name in places else np.zeros(len(images)) for name in class_names]
+        marks = np.stack(known, 1).astype(np.int8)
+        marks[~has_label(images.labels)] = -1
+        targets.append(marks)
+    if unknown:
+        warn(f"the classifier does not know {shortened([*unknown])}: left out of the figures")
+    return targets
+
+
+def outcomes_of_splits(
+    predictions: OtherPredictions, targets: Sequence[NDArray | None], kind: str, class_names: Sequence[str]
+) -> dict[str, Outcomes]:
+    """The outcomes of the images of each split that have a label and a prediction, where there are some."""
+    outcomes = {}
+    for (split, rows), true in zip(predictions.splits.items(), targets, strict=True):
+        if true is None:
+            continue
+        outputs = predictions.outputs[rows]
+        known = np.isfinite(outputs).all(1) & has_label(true)
+        if known.any():
+            predicted = outputs[known, 0] if kind == "number" else outputs[known]
+            outcomes[split] = Outcomes(kind, true[known], predicted, class_names)
+    return outcomes
+
+
+def summarize_others(predictions: OtherPredictions, outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
+    """Images, broken ones, and figures of each split's outcomes."""
+    summary: dict[str, Any] = {"images": len(predictions.outputs), "unreadable": predictions.unreadable}
+    figures = {split: measured(of_split) | {"images": len(of_split)} for split, of_split in outcomes.items()}
+    return summary | {"figures": figures} if figures else summary
+
+
+def print_figures(summary: Mapping[str, Any], kind: str, broken: Sequence[tuple[str, str]]) -> None:
+    """Print the figures of each split with labels, and the broken images."""
+    label_kind = KINDS[kind]
+    for split, of_split in summary.get("figures", {}).items():
+        figures = {label_kind.score: [of_split["accuracy"], *of_split["interval"]]} | of_split["figures"]
+        parts = [f"{label_kind.headings[name]} {label_kind.text(name, *each)}" for name, each in figures.items()]
+        print(f"{split}: {', '.join(parts)}; {of_split['images']} labelled images")
+    if broken:
+        named = "; ".join(f"{file}: {reason}" for file, reason in broken)
+        warn(f"{summary['unreadable']} images cannot be decoded, and have no prediction: {printable(named)}")

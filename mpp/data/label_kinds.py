@@ -1,0 +1,179 @@
+"""Kinds of labels as columns hold them: one class an image, several classes, or a number.
+
+Each becomes an array with a row for each image, in which a missing label can be told from every other one.
+n images, C classes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from mpp.data.labels import (
+    NO_LABEL,
+    LabelColumn,
+    NumberedLabels,
+    find_label_column,
+    flatten_lists,
+    holds_classes,
+    holds_fractions,
+    holds_lists,
+    is_blank,
+    is_text,
+    number_labels,
+    read_labels,
+    without,
+    without_fractions,
+)
+from mpp.errors import UserError
+from mpp.runtime.messages import shortened
+
+SEPARATOR = ";"
+"""Between the classes of an image, where a column holds text."""
+AUTO = "auto"
+
+
+class LabelReader(NamedTuple):
+    """How one kind of label is read."""
+
+    read: Callable[[datasets.Dataset, str | None, str, str], LabelColumn | None]
+    """Arguments and result of `read_labels`."""
+    convert: Callable[[Sequence[LabelColumn | None]], NumberedLabels]
+    """The columns of all splits, training first, to arrays: as `number_labels`."""
+
+
+def find_label_kind(kind: str, rows: datasets.Dataset, column: str | None, setting: str, source: str) -> str:
+    """The kind of label of some images; of `auto` that is numbers where these have fractions, or else classes.
+
+    Args:
+        kind: auto, or a key of `LABEL_READERS`.
+        rows: of the training split.
+        column, setting, source: see `find_label_column`.
+    """
+    if kind != AUTO:
+        return kind
+    name = find_label_column(column, rows.features, source, setting)
+    if name is None:
+        return "class"
+    return "number" if holds_fractions(without_fractions(column_of(rows, name))) else "class"
+
+
+def column_of(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
+    """A column of a dataset as arrow has it."""
+    return rows.select_columns([name]).with_format("arrow")[:].column(0)
+
+
+def inner_feature(feature: object) -> object:
+    """The feature of the items of lists, or the feature itself."""
+    while hasattr(feature, "feature"):
+        feature = feature.feature
+    return feature
+
+
+def read_several(
+    rows: datasets.Dataset, column: str | None, source: str, setting: str = "data.label_column"
+) -> LabelColumn | None:
+    """The classes of each image: a list of them, or text with `;` between them. Arguments: see `read_labels`.
+
+    Null, or a blank text, is a missing label; an empty list, or a text of `;` alone, is an image of no class.
+
+    Raises:
+        UserError: the column holds something else.
+    """
+    name = find_label_column(column, rows.features, source, setting)
+    if name is None:
+        return None
+    labels = split_texts(without_fractions(column_of(rows, name)))
+    if not holds_classes(labels) or holds_fractions(labels):
+        content = f"lists of classes, or text with {SEPARATOR} between them, with task several"
+        raise UserError(f"{setting} is {name}, which holds {rows.features[name]}; it must hold {content}")
+    return LabelColumn(name, labels, getattr(inner_feature(rows.features[name]), "names", None))
+
+
+def split_texts(labels: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Texts as lists of the classes that they name; other labels as they are."""
+    if holds_lists(labels) or not is_text(labels.type):
+        return labels
+    texts = labels.cast(pa.string())
+    lists: list[list[str] | None] = []
+    for text in without(is_blank(texts), texts).to_pylist():
+        if text is None:
+            lists.append(None)
+            continue
+        names = [name.strip() for name in text.split(SEPARATOR)]
+        lists.append([name for name in names if name])
+    return pa.chunked_array([pa.array(lists, pa.list_(pa.string()))])
+
+
+def mark_classes(columns: Sequence[LabelColumn | None]) -> NumberedLabels:
+    """Several classes an image as marks (n, C) int8: 1 if it is of the class, 0 if not; -1: its label is missing.
+
+    Args:
+        columns: see `number_labels`, which numbers the classes.
+    """
+    numbered = number_labels(columns)
+    classes = len(numbered.class_names)
+    parts: list[NDArray[np.int8] | None] = []
+    for column, numbers in zip(columns, numbered.parts, strict=True):
+        if column is None or numbers is None:
+            parts.append(None)
+            continue
+        marks = np.zeros((len(numbers), classes), np.int8)
+        images, places = np.nonzero(numbers.reshape(len(numbers), -1) >= 0)
+        marks[images, numbers.reshape(len(numbers), -1)[images, places]] = 1
+        is_missing = column.values.is_null().to_numpy()
+        if not holds_lists(column.values):
+            is_missing = numbers < 0
+        marks[is_missing] = NO_LABEL
+        parts.append(marks)
+    return NumberedLabels(parts, numbered.class_names, classes)
+
+
+def read_numbers(
+    rows: datasets.Dataset, column: str | None, source: str, setting: str = "data.label_column"
+) -> LabelColumn | None:
+    """The number of each image. Arguments: see `read_labels`. Null, blank text, NaN and infinities are missing labels.
+
+    Raises:
+        UserError: the column holds something else.
+    """
+    name = find_label_column(column, rows.features, source, setting)
+    if name is None:
+        return None
+    labels = column_of(rows, name)
+    feature = rows.features[name]
+    allowed = "a column of numbers with task number"
+    if holds_lists(labels) or getattr(feature, "names", None) is not None:
+        raise UserError(f"{setting} is {name}, which holds {feature}; it must be {allowed}")
+    if is_text(labels.type):
+        texts = pc.utf8_trim_whitespace(labels.cast(pa.string()))
+        labels = without(is_blank(texts), texts)
+    try:
+        return LabelColumn(name, labels.cast(pa.float64()), None)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        shown = shortened([str(value) for value in pc.unique(flatten_lists(labels)).drop_null().to_pylist()[:3]])
+        raise UserError(f"{setting} is {name}, which holds {shown}; it must be {allowed}") from None
+
+
+def take_numbers(columns: Sequence[LabelColumn | None]) -> NumberedLabels:
+    """Numbers as they are, (n,) float64; NaN: the label is missing."""
+    parts: list[NDArray[np.float64] | None] = []
+    for column in columns:
+        values = None
+        if column is not None:
+            values = column.values.cast(pa.float64()).fill_null(np.nan).to_numpy()
+            values = np.where(np.isfinite(values), values, np.nan)
+        parts.append(values)
+    return NumberedLabels(parts, [], 0)
+
+
+LABEL_READERS: dict[str, LabelReader] = {
+    "class": LabelReader(read_labels, number_labels),
+    "several": LabelReader(read_several, mark_classes),
+    "number": LabelReader(read_numbers, take_numbers),
+}
+"""The kinds of labels by name."""

@@ -1,0 +1,313 @@
+"""Labels that are several classes, or a number: read, learned by probes, and measured, against scikit-learn."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import encoded
+from datasets import ClassLabel, List, Value
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import average_precision_score, mean_absolute_error, r2_score
+from sklearn.neighbors import KNeighborsRegressor
+
+from evaluation import features, fewshot, knn, linear
+from evaluation.config import LinearConfig
+from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
+from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import KINDS, best_choice, measured
+from evaluation.supervision.learners import NumberLearner, SeveralLearner
+from mpp.config import DataConfig
+from mpp.data.label_kinds import LABEL_READERS, find_label_kind
+from mpp.data.sources import load_image_datasets
+from mpp.errors import UserError
+
+
+def read(kind, feature, *splits):
+    """The labels of splits as arrays, and the names of classes."""
+    reader = LABEL_READERS[kind]
+    columns = []
+    for values in splits:
+        rows = datasets.Dataset.from_dict({"label": values}, features=datasets.Features({"label": feature}))
+        columns.append(reader.read(rows, "label", "here", "data.label_column"))
+    numbered = reader.convert(columns)
+    return [part.tolist() for part in numbered.parts], numbered.class_names
+
+
+@pytest.mark.parametrize(
+    ("feature", "values"),
+    [
+        (Value("string"), ["cat; dog", "dog", None, " ", ";", "cat;cat;"]),
+        (List(Value("string")), [["cat", "dog"], ["dog"], None, None, [], ["cat"]]),
+        (List(ClassLabel(names=["cat", "dog"])), [[0, 1], [1], None, None, [], [0]]),
+    ],
+)
+def test_an_empty_list_is_an_image_of_no_class_and_a_blank_is_missing(feature, values):
+    (marks,), names = read("several", feature, values)
+    assert names == ["cat", "dog"]
+    assert marks == [[1, 1], [0, 1], [-1, -1], [-1, -1], [0, 0], [1, 0]]
+
+
+def test_one_class_an_image_may_be_learned_as_several():
+    (train, test), names = read("several", Value("int64"), [3, -1, 1], [7, 3, None])
+    assert names == ["1", "3", "7"]
+    assert train == [[0, 1, 0], [-1, -1, -1], [1, 0, 0]]
+    assert test == [[0, 0, 1], [0, 1, 0], [-1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("feature", "values", "expected"),
+    [
+        (Value("float64"), [1.5, None, float("nan"), float("inf"), -2.0], [1.5, np.nan, np.nan, np.nan, -2.0]),
+        (Value("string"), ["1.5", " ", None, "nan", " -2e0 "], [1.5, np.nan, np.nan, np.nan, -2.0]),
+        (Value("int32"), [1, 2, None, -4, 0], [1, 2, np.nan, -4, 0]),
+    ],
+)
+def test_what_is_no_finite_number_is_missing(feature, values, expected):
+    (numbers,), names = read("number", feature, values)
+    np.testing.assert_array_equal(numbers, expected)
+    assert names == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "feature", "values", "message"),
+    [
+        ("number", Value("string"), ["1.5", "big"], "holds 1.5, big; it must be a column of numbers"),
+        ("number", ClassLabel(names=["a", "b"]), [0, 1], "it must be a column of numbers"),
+        ("number", List(Value("float64")), [[1.5]], "it must be a column of numbers"),
+        ("several", Value("float64"), [1.5, 2.0], "it must hold lists of classes, or text with ;"),
+        ("several", List(Value("float64")), [[1.5]], "it must hold lists of classes, or text with ;"),
+    ],
+)
+def test_a_column_of_another_kind_is_named(kind, feature, values, message):
+    with pytest.raises(UserError, match=f"data.label_column is label, which .*{message}"):
+        read(kind, feature, values)
+
+
+@pytest.mark.parametrize(
+    ("feature", "values", "kind"),
+    [
+        (Value("float64"), [1.0, 2.0, None], "class"),
+        (Value("float64"), [1.0, 2.5, None], "number"),
+        (Value("string"), ["1", "2.5"], "number"),
+        (Value("string"), ["a", "2.5"], "class"),
+        (List(Value("string")), [["a"], []], "class"),
+    ],
+)
+def test_auto_is_classes_unless_numbers_have_fractions(feature, values, kind):
+    rows = datasets.Dataset.from_dict({"label": values}, features=datasets.Features({"label": feature}))
+    assert find_label_kind("auto", rows, None, "data.label_column", "here") == kind
+    assert find_label_kind("several", rows, None, "data.label_column", "here") == "several"
+
+
+def several_outcomes(images=60, classes=5, seed=0):
+    """Scores with ties, of classes one of which has no image."""
+    generator = np.random.default_rng(seed)
+    targets = (generator.random((images, classes)) < np.linspace(0.5, 0.1, classes)).astype(np.int8)
+    targets[:, 2] = 0
+    scores = np.round(0.3 * targets + generator.random((images, classes)), 1)
+    return Outcomes("several", targets, scores)
+
+
+def test_average_precision_is_scikit_learns_with_ties_and_without_empty_classes():
+    outcomes = several_outcomes()
+    figures = KINDS["several"].measure(outcomes)
+    kept = [0, 1, 3, 4]
+    expected = average_precision_score(outcomes.targets[:, kept], outcomes.predictions[:, kept], average="macro")
+    assert figures["macro_map"] == pytest.approx(expected, abs=1e-12)
+    expected = average_precision_score(outcomes.targets, outcomes.predictions, average="micro")
+    assert figures["micro_map"] == pytest.approx(expected, abs=1e-12)
+    _, rows = KINDS["several"].class_table(outcomes)
+    assert rows[2][1:] == ["0", "-"]
+    assert float(rows[0][2]) == pytest.approx(
+        100 * average_precision_score(outcomes.targets[:, 0], outcomes.predictions[:, 0]), abs=0.05
+    )
+
+
+def test_a_resample_is_measured_as_if_its_images_were_there_several_times():
+    outcomes = several_outcomes()
+    interval = KINDS["several"].intervals(outcomes)
+    again = super(type(KINDS["several"]), KINDS["several"]).intervals(outcomes)  # image by image
+    for name, (low, high) in again.items():
+        assert interval[name] == pytest.approx((max(0, low), min(1, high)), abs=1e-12)
+        assert low < KINDS["several"].measure(outcomes)[name] < high
+
+
+def test_figures_of_numbers_are_scikit_learns_and_missing_ones_do_not_count():
+    generator = np.random.default_rng(0)
+    targets = generator.normal(20, 5, 50)
+    predictions = targets + generator.normal(0, 2, 50)
+    targets[::7] = np.nan
+    known = np.isfinite(targets)
+    result = measured(Outcomes("number", targets, predictions))
+    assert result["accuracy"] == pytest.approx(r2_score(targets[known], predictions[known]), abs=1e-12)
+    assert result["figures"]["mae"][0] == pytest.approx(mean_absolute_error(targets[known], predictions[known]))
+    low, high = result["interval"]
+    assert low < result["accuracy"] < high
+    with pytest.raises(UserError, match="none of the 50 test images has a label"):
+        measured(Outcomes("number", np.full(50, np.nan), predictions))
+
+
+def test_figures_that_images_do_not_have_are_unknown():
+    constant = measured(Outcomes("number", np.full(5, 3.0), np.arange(5.0)))
+    assert np.isnan(constant["accuracy"]) and constant["figures"]["mae"][0] == pytest.approx(1.4)
+    no_class = measured(Outcomes("several", np.zeros((5, 2), np.int8), np.random.rand(5, 2)))
+    assert np.isnan(no_class["accuracy"])
+    assert best_choice({1: float("nan"), 2: -3.0, 3: float("nan")}) == 2
+    assert best_choice({1: float("nan"), 2: float("nan")}) == 1
+    alone = measured(Outcomes("several", np.array([[1], [0], [1]], np.int8), np.array([[0.9], [0.5], [0.1]])))
+    assert alone["accuracy"] == pytest.approx((1 + 2 / 3) / 2)
+
+
+@pytest.fixture
+def clouds():
+    generator = np.random.default_rng(0)
+    cloud = generator.normal(size=(300, 8)).astype(np.float32)
+    weights = generator.normal(size=(8, 3))
+    return cloud, cloud @ weights + generator.normal(0, 0.5, (300, 3))
+
+
+def test_several_classes_are_a_logistic_regression_each(clouds):
+    cloud, scores = clouds
+    marks = (scores > [0, 1, -1]).astype(np.int8)
+    layer = linear.fit_lbfgs(torch.from_numpy(cloud), torch.from_numpy(marks), SeveralLearner(marks), 0.01, 500)
+    for number in range(3):
+        reference = LogisticRegression(C=1 / (0.01 * len(cloud)), tol=1e-8, max_iter=1000)
+        reference.fit(cloud, marks[:, number])
+        np.testing.assert_allclose(layer.weight[number].detach(), reference.coef_[0], atol=1e-3)
+        assert float(layer.bias[number]) == pytest.approx(reference.intercept_[0], abs=1e-3)
+
+
+def test_numbers_are_a_ridge_regression_in_their_own_unit(clouds):
+    cloud, scores = clouds
+    targets = 1000 + 50 * scores[:, 0]
+    learner = NumberLearner(targets)
+    layer = linear.fit_lbfgs(torch.from_numpy(cloud), torch.from_numpy(targets), learner, 0.1, 500)
+    learner.merge(layer)
+    reference = Ridge(alpha=0.1 / 2 * len(cloud)).fit(cloud, targets)
+    np.testing.assert_allclose(layer.weight[0].detach(), reference.coef_, rtol=1e-3, atol=0.02)
+    assert float(layer.bias[0]) == pytest.approx(reference.intercept_, rel=1e-5)
+
+
+def test_absolute_errors_do_not_follow_outliers():
+    config = LinearConfig(solver="sgd", lr=(0.1,), epochs=60, seeds=(0,), loss="l1")
+    cloud = np.random.default_rng(0).normal(size=(400, 1)).astype(np.float32)
+    targets = 3.0 * cloud[:, 0].astype(float)
+    targets[:40] = 500
+    data = LabelledFeatures(cloud, targets, cloud[40:], targets[40:], kind="number")
+    by_loss = {}
+    for loss in ("l1", "l2"):
+        (result,) = linear.evaluate(data, LinearConfig(**vars(config) | {"loss": loss}))
+        by_loss[loss] = KINDS["number"].measure(result["outcomes"])["mae"]
+    assert by_loss["l1"] < 3 < 30 < by_loss["l2"]
+    with pytest.raises(UserError, match="loss is l1; it must be l2 with solver lbfgs"):
+        LinearConfig(loss="l1")
+
+
+def test_neighbours_of_other_kinds_are_scikit_learns(clouds):
+    cloud, scores = clouds
+    units = cloud / np.linalg.norm(cloud, axis=1, keepdims=True)
+    reference = KNeighborsRegressor(10, metric="euclidean", weights=lambda far: np.exp((1 - far**2 / 2) / 0.07))
+    reference.fit(units[:200], scores[:200])
+    expected = reference.predict(units[200:])
+    test = torch.from_numpy(cloud[200:])
+    predicted = NumberLearner(scores[:200, 0]).nearest(cloud[:200], test, [10], 0.07)[10]
+    np.testing.assert_allclose(predicted, expected[:, 0], atol=1e-4)
+    marks = (scores > 0).astype(np.int8)
+    expected = reference.fit(units[:200], marks[:200]).predict(units[200:])
+    predicted = SeveralLearner(marks[:200]).nearest(cloud[:200], test, [10], 0.07)[10]
+    np.testing.assert_allclose(predicted, expected, atol=1e-4)
+
+
+def write_images(folder, label, count=24):
+    """Images that are more or less red, with labels in a CSV of splits."""
+    lines = ["file_name,split,label"]
+    for number in range(2 * count):
+        red = number % count / count
+        split = "train" if number < count else "test"
+        pixels = np.zeros((16, 16, 3), np.uint8)
+        pixels[..., 0] = 255 * red
+        pixels[..., 1] = 10 * (number % 7)
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / f"{number:03d}.png").write_bytes(encoded(pixels))
+        lines.append(f"{number:03d}.png,{split},{label(number, red)}")
+    (folder / "metadata.csv").write_text("\n".join(lines))
+    return folder
+
+
+def redness(number, red):
+    return "" if number % 8 == 3 else f"{3 + 7 * red:.2f}"
+
+
+def colours(number, red):
+    names = ["bright"] * (red > 0.3) + ["red"] * (red > 0.6)
+    return "" if number % 8 == 3 else ";".join(names) or ";"
+
+
+@pytest.mark.parametrize(
+    ("label", "arguments", "figure"), [(redness, (), "R2"), (colours, ("--task=several",), "mAP, macro")]
+)
+def test_probes_of_other_kinds_report_their_figures_and_count_missing_labels(
+    label, arguments, figure, tmp_path, capsys
+):
+    images = write_images(tmp_path / "images", label)
+    common = ("--encoder=floor:pixels", f"--data.path={images}", *arguments)
+    linear.main([*common, f"--out={tmp_path / 'linear.json'}"])
+    printed = capsys.readouterr().out
+    assert "24 train (21 labelled), 24 test (21 labelled)" in printed
+    assert figure in printed
+    knn.main([*common, "--neighbours=5", f"--out={tmp_path / 'knn.json'}"])
+    for name in ("linear", "knn"):
+        report = json.loads((tmp_path / f"{name}.json").read_text())
+        result = report["results"][-1]
+        assert result["accuracy"] > (0.9 if name == "linear" else 0.2), name
+        low, high = result["interval"]
+        assert low <= result["accuracy"] <= high
+        assert report["labels"]["images"] == 21
+        assert report["labels"]["class_names"] == ([] if label is redness else ["bright", "red"])
+    with pytest.raises(UserError, match=r"task is \w+; it must be class with fewshot: mpp linear and mpp knn"):
+        fewshot.main([*common, f"--out={tmp_path / 'fewshot.json'}"])
+
+    saved = tmp_path / "f.npz"
+    features.main([*common, f"--out={saved}"])
+    again = tmp_path / "again.json"
+    linear.main([f"--features={saved}", f"--out={again}"])
+    (result,) = json.loads(again.read_text())["results"]
+    (before,) = json.loads((tmp_path / "linear.json").read_text())["results"]
+    assert {name: before[name] for name in result} == result  # of features no depth is known
+
+
+def test_saved_features_without_labels_are_counted_and_wrong_labels_named(tmp_path, capsys):
+    generator = np.random.default_rng(0)
+    cloud = generator.normal(size=(30, 4)).astype(np.float32)
+    numbers = generator.normal(size=30)
+    data = LabelledFeatures(cloud, numbers, cloud, numbers, kind="number")
+    numbers[:3] = np.nan
+    save_features(tmp_path / "f.npz", data)
+    loaded = load_features(tmp_path / "f.npz")
+    assert loaded.kind == "number" and len(loaded.train) == 27 == len(loaded.test_labels)
+    assert "3 training and 3 test images without a label are left out" in capsys.readouterr().out
+    for labels, message in (
+        (np.full(30, np.nan), "no labelled images in train"),
+        (np.full(30, 2.0), "all training images have the number 2"),
+        (np.zeros((30, 2)), "disagree"),
+    ):
+        with pytest.raises(UserError, match=message):
+            data._replace(train_labels=labels).checked("here")
+    marks = np.zeros((30, 2), np.int8)
+    several = data._replace(train_labels=marks, test_labels=marks, kind="several")
+    with pytest.raises(UserError, match="no training image is of any class"):
+        several.checked("here")
+    with pytest.raises(UserError, match="train_labels must be 1 where an image is of a class"):
+        several._replace(train_labels=marks + 2).checked("here")
+
+
+def test_the_class_path_says_what_several_labels_need(tmp_path, capsys):
+    images = write_images(tmp_path / "images", colours)
+    linear.main(["--encoder=floor:pixels", f"--data.path={images}", f"--out={tmp_path / 'l.json'}"])
+    assert "classes such as bright;red are taken for one each: --task several splits them at ;" in (
+        capsys.readouterr().out
+    )
+    train, _ = load_image_datasets(DataConfig(path=str(images)), None, "several")
+    assert train.labels.dtype == np.int8 and train.class_shares() == {}

@@ -1,0 +1,152 @@
+"""Training with labels that are several classes, or a number, and predictions of what it made."""
+
+import csv
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, read_metrics
+from test_label_kinds import colours, redness, write_images
+
+from evaluation import finetune, linear, predict, supervised
+from evaluation.metrics.outcomes import load_outcomes
+from evaluation.metrics.scoring import KINDS
+from evaluation.supervision.classifiers import load_classifier
+from evaluation.supervision.learners import NumberLearner, Rescale, SeveralLearner
+from mpp.data.data_path import BIRDS_FOLDER
+from mpp.errors import UserError
+
+BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model", "--data.eval_images")))
+BIRDS = {split: BIRDS_FOLDER / f"{split}-00000-of-00001.parquet" for split in ("train", "test")}
+SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))
+OF_KIND = [pytest.param(redness, (), "number", id="number"), pytest.param(colours, ("--task=several",), "several")]
+
+
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(("label", "arguments", "kind"), OF_KIND)
+def test_a_run_learns_other_kinds_and_mpp_predicts_by_it(label, arguments, kind, tmp_path, capsys):
+    images = write_images(tmp_path / "images", label)
+    folder = tmp_path / "run"
+    supervised.main([*BASE, *SMALL, *arguments, f"--data.path={images}", f"--run.dir={folder}"])
+    printed = capsys.readouterr().out
+    score = KINDS[kind].score
+    assert KINDS[kind].headings[score] in printed and "24 test (21 labelled)" in printed
+    first_loss = {"number": 1.0, "several": 2 * np.log(2)}[kind]  # of the mean, of even chances for two classes
+    assert read_metrics(folder)[1] == pytest.approx(first_loss, rel=0.8 if kind == "number" else 1e-5)
+    (result,) = read_json(folder / "supervised.json")["results"]
+    assert result["accuracy"] == pytest.approx(read_metrics(folder, f"heldout/{score}")[4], abs=1e-9)
+    assert read_json(folder / "data.json")["train"]["label_kind"] == kind
+    assert read_json(folder / "encoder" / "config.json")["label_kind"] == kind
+
+    outcomes = load_outcomes(folder / "supervised.json")
+    assert len(outcomes) == 21
+    classifier = load_classifier(str(folder), 3, "classifier")
+    assert classifier.label_kind == kind
+    assert classifier.class_names == ([] if kind == "number" else ["bright", "red"])
+
+    out = tmp_path / "predictions.csv"
+    predict.main([f"--classifier={folder}", f"--out={out}", "--precision=fp32", f"--data.path={images}"])
+    with out.open(newline="") as file:
+        rows = {row["file"].rsplit("/", 1)[-1]: row for row in csv.DictReader(file)}
+    assert len(rows) == 48
+    columns = ["number"] if kind == "number" else ["p_bright", "p_red"]
+    for image, predicted in zip(outcomes.images, outcomes.predictions.reshape(21, -1), strict=True):
+        row = rows[image.rsplit("/", 1)[-1]]
+        assert [float(row[name]) for name in columns] == pytest.approx(predicted.tolist(), abs=1e-4)
+        if kind == "several":
+            named = [name for name in ("bright", "red") if float(row[f"p_{name}"]) > 0.5]
+            assert row["classes"] == ";".join(named)
+    of_test = read_json(tmp_path / "predictions.csv.json")["figures"]["test"]
+    assert of_test["images"] == 21
+    assert of_test["accuracy"] == pytest.approx(result["accuracy"], abs=1e-3)
+
+    other = tmp_path / "other"
+    with pytest.raises(UserError, match=rf"augment.mixup is 0.8; it must be 0 with task {kind}"):
+        supervised.main(
+            [*BASE, *SMALL, *arguments, "--augment.mixup=0.8", f"--data.path={images}", f"--run.dir={other}"]
+        )
+    with pytest.raises(UserError, match=f"distill.teacher is .*; it must be null with task {kind}"):
+        teacher = f"--distill.teacher={folder}"
+        supervised.main([*BASE, *SMALL, *arguments, teacher, f"--data.path={images}", f"--run.dir={other}"])
+
+
+@pytest.mark.parametrize(("label", "arguments", "kind"), OF_KIND)
+def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, kind, tmp_path, capsys):
+    images = write_images(tmp_path / "images", label)
+    encoder = ("--encoder=vit_tiny_r_s16_p8_224", "--init=random", "--img_size=32", "--optim.warmup_steps=0")
+    common = (*BASE, *encoder, *arguments, f"--data.path={images}", f"--run.dir={tmp_path}", "--run.steps=2")
+    finetune.main([*common, "--lrs=[0.01, 0.001]", "--run.checkpoint_every=2"])
+    report = read_json(tmp_path / "finetune.json")
+    (result,) = report["results"]
+    assert [row["lr"] for row in report["dev"]] == [0.01, 0.001]
+    outcomes = load_outcomes(tmp_path / "finetune.json")
+    assert outcomes.kind == kind
+    assert result["accuracy"] == pytest.approx(KINDS[kind].measure(outcomes)[KINDS[kind].score])
+    assert KINDS[kind].headings[KINDS[kind].score] in capsys.readouterr().out
+
+
+def test_learners_lose_what_they_say():
+    generator = np.random.default_rng(0)
+    marks = generator.integers(0, 2, (6, 3)).astype(np.int8)
+    outputs = torch.from_numpy(generator.normal(size=(6, 3))).float()
+    shares = outputs.sigmoid().numpy()
+    expected = -np.where(marks == 1, np.log(shares), np.log(1 - shares)).sum(1).mean()
+    assert float(SeveralLearner(marks).loss(outputs, torch.from_numpy(marks))) == pytest.approx(expected, rel=1e-5)
+
+    targets = generator.normal(1000, 10, 50)
+    predicted = torch.from_numpy(targets[:6] + 5).float()[:, None]
+    for loss, expected in (("l2", (5 / targets.std()) ** 2), ("l1", 5 / targets.std())):
+        learner = NumberLearner(targets, loss)
+        assert float(learner.loss(predicted, torch.from_numpy(targets[:6]))) == pytest.approx(expected, rel=1e-3)
+    head = NumberLearner(targets).complete(torch.nn.Identity())
+    assert isinstance(head[1], Rescale)
+    assert float(head(torch.zeros(1))) == pytest.approx(targets.mean(), rel=1e-6)
+
+
+GROUPS = {
+    "water": ("penguin", "seabird", "wader", "waterfowl"),
+    "hunter": ("owl", "raptor", "seabird"),
+    "singer": ("songbird",),
+}
+
+
+def write_birds(folder, kind):
+    """The birds with several groups each, or none, or with a number: the size of the file in thousands of bytes."""
+    splits = datasets.load_dataset("parquet", data_files={name: str(file) for name, file in BIRDS.items()})
+    for split, rows in splits.items():
+        names = rows.features["label"].names
+        rows = rows.cast_column("image", datasets.Image(decode=False))
+        labels = []
+        for image, number in zip(rows["image"], rows["label"], strict=True):
+            known = number is not None and number >= 0
+            groups = [group for group, birds in GROUPS.items() if known and names[number] in birds]
+            of_kind = {"several": groups if known else None, "number": len(image["bytes"]) / 1000}
+            labels.append(of_kind[kind])
+        folder.mkdir(exist_ok=True)
+        rows.remove_columns("label").add_column("label", labels).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["several", "number"])
+def test_birds_of_other_kinds_are_learned_beyond_their_baselines(kind, tmp_path):
+    birds = write_birds(tmp_path / "birds", kind)
+    common = (f"--data.path={birds}", f"--task={kind}")
+    linear.main([*common, "--encoder=floor:colors", f"--out={tmp_path / 'linear.json'}"])
+    report = read_json(tmp_path / "linear.json")
+    (baseline,) = report["labels"]["baselines"].values()
+    low, _ = report["results"][0]["interval"]
+    assert low > baseline
+
+    folder = tmp_path / "scratch"
+    training = ("--run.steps=60", "--lrs=0.03", "--encoder=vit_tiny_r_s16_p8_224", "--init=random", "--img_size=32")
+    base = [each for each in BASE if not each.startswith(("--run.steps", "--optim.global"))]
+    finetune.main([*base, *common, *training, "--optim.global_batch_size=32", f"--run.dir={folder}"])
+    losses = list(read_metrics(folder / "lr_0.03").values())
+    assert np.mean(losses[-10:]) < 0.95 * np.mean(losses[:5])
+    assert read_json(folder / "finetune.json")["results"][0]["accuracy"] > baseline
