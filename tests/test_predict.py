@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 from evaluation import finetune, linear, predict, supervised
 from evaluation.config import ProbeDataConfig
 from evaluation.metrics.intervals import wilson
-from evaluation.predictions.classes import number_labels
+from evaluation.predictions.classes import ClassRows, number_labels
 from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
 from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split, summarize
 from evaluation.supervision.classifiers import name_classes, timm_names
@@ -142,7 +142,7 @@ def test_an_interrupted_table_is_finished_to_the_same_bytes(name, probed, images
     head = probed / "evaluation" / "birds_head"
     whole = predict_to(tmp_path / f"whole_{name}", head, images)
     done = []
-    rows_of = predict.ClassRows.rows
+    rows_of = ClassRows.rows
 
     def interrupted(self, dataset, indices, on_images):
         if len(done) == 2:
@@ -151,12 +151,12 @@ def test_an_interrupted_table_is_finished_to_the_same_bytes(name, probed, images
         return rows_of(self, dataset, indices, on_images)
 
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        context.setattr(predict.ClassRows, "rows", interrupted)
+        context.setattr(ClassRows, "rows", interrupted)
         predict_to(tmp_path / name, head, images)
     assert not (tmp_path / name).exists() and done == [range(0, 5), range(5, 10)]
     again = predict_to(tmp_path / name, head, images)
     assert again.read_bytes() == whole.read_bytes()
-    monkeypatch.setattr(predict.ClassRows, "rows", None)  # nothing is left to compute
+    monkeypatch.setattr(ClassRows, "rows", None)  # nothing is left to compute
     assert predict_to(tmp_path / name, head, images).read_bytes() == whole.read_bytes()
     assert not list(tmp_path.glob(".*"))
 
