@@ -406,7 +406,7 @@ def test_an_encoder_of_other_images_or_weights_is_refused(small, tmp_path):
     (folder / "data.json").write_text('{"train": {"files": "others"}}')
     with pytest.raises(UserError, match=r"encoder began otherwise than it would now \(train: the files .*\)"):
         compare_in_a_new_process(small)
-    record = {split: dict(of_split) for split, of_split in record_source(images).items()}
+    record = {split: dict(of_split) for split, of_split in record_source(images, "class").items()}
     record["train"]["labels"] = "others"
     (folder / "data.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"than it would now \(train: labels changed\)"):
