@@ -54,7 +54,7 @@ MAX_TIMED_SECONDS = 15.0
 CROPS_SHOWN = 32
 CROPS_IN_A_ROW = 4
 ROWS_SHOWN = 20  # of classes, sizes, copies and broken images
-SEARCHED = {  # ranges that were searched: configs/search.md, configs/compare/rates_cifar10.yaml
+SEARCHED = {  # ranges that were searched: configs/search.md, configs/sweep/rates_cifar10.yaml
     "optim.global_batch_size": (32, 256),
     "run.steps": (400, 8000),
     "optim.lr of muon": (2.5e-3, 3e-2),

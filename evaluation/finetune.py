@@ -176,6 +176,8 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
         report = write_report(path, report)
         print_details(path, report)
         print(f"wrote {path}")
+        if config.test:
+            print(f"next: mpp predict --classifier {config.run.dir} --data.path NEW_IMAGES")
     return report
 
 

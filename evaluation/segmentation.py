@@ -174,6 +174,7 @@ def evaluate(
         fitted: gets the tested linear reading of each seed, in place of those that it has.
     """
     features, numbers = with_numbered_classes(features)
+    names = name_classes(config, numbers.tolist())
     size = features.test_masks.shape[1:]
 
     def test(predict: Predict, features: PatchFeatures, reading: str | None = None) -> dict[str, Any]:
@@ -183,7 +184,6 @@ def evaluate(
         masks = torch.from_numpy(features.test_masks)
         scores = score_confusion(count_confusion(masks, predicted, len(numbers)), numbers)
         targets, counts = count_by_image(masks, predicted, len(numbers))
-        names = [str(number) for number in numbers.tolist()]
         return scores | {"outcomes": Outcomes("pixels", targets, counts, names, features.test_images)}
 
     results = []
@@ -219,19 +219,11 @@ def keep_reading(
     report: dict[str, Any],
     accelerator: Accelerator,
 ) -> None:
-    """Write a linear reading to its folder beside the report at `path`.
-
-    Raises:
-        UserError: `class_names` has no name for a class.
-    """
+    """Write a linear reading to its folder beside the report at `path`."""
     numbers = fitted.class_numbers[: fitted.reading.classify.out_features]
-    names = config.class_names or (BIRD_CLASSES if config.data.path is None else None)
-    if names is None:
-        names = [f"class {number}" for number in range(numbers[-1] + 1)]
-    require(len(names) > numbers[-1], "class_names", list(names), f"{numbers[-1] + 1} names, from class 0 on")
     description = HeadDescription(
         task="pixels",
-        class_names=[names[number] for number in numbers],
+        class_names=name_classes(config, numbers),
         class_numbers=numbers,
         representation="patches",
         depth=report["protocol"]["chosen_depth"],
@@ -239,6 +231,28 @@ def keep_reading(
         **describe_encoder(config),
     )
     save_head(path.with_name(f"{path.stem}_head"), fitted.reading, description)
+
+
+def known_names(config: SegmentationConfig) -> Sequence[str]:
+    """Names of the classes by their number in the masks; empty: there are none."""
+    if config.class_names is None and config.data.path is None:
+        return BIRD_CLASSES
+    return config.class_names or ()
+
+
+def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str]:
+    """The name of each class.
+
+    Args:
+        numbers: of the classes in the files of the masks, ascending.
+    Raises:
+        UserError: `class_names` has no name for a class.
+    """
+    names = known_names(config)
+    if not names:
+        return [f"class {number}" for number in numbers]
+    require(len(names) > numbers[-1], "class_names", list(names), f"{numbers[-1] + 1} names, from class 0 on")
+    return [names[number] for number in numbers]
 
 
 def open_patch_encoder(config: SegmentationConfig) -> PatchEncoder:
@@ -277,7 +291,7 @@ def print_tables(report: dict[str, Any], config: SegmentationConfig) -> None:
     for name, baseline in report["baselines"].items():
         lines[name] = baseline if name == MOST_FREQUENT else results_at_chosen_depth(baseline)
     print(reading_table(lines, config.readings))
-    print(class_table(lines[config.encoder]))
+    print(class_table(lines[config.encoder], known_names(config)))
 
 
 def results_at_chosen_depth(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -363,7 +363,9 @@ def test_questions_choose_rows_and_columns_and_draw_them(small, tmp_path, capsys
     assert set(summary["depth"]) == {"pre-trained", "longer", "random", "floor"}
     for line, metric in (("model", "accuracy"), ("two nearest", "two_nearest"), ("nearest", "nearest")):
         recorded = read_metrics(tmp_path / "longer", f"heldout/{metric}")[6]
-        assert summary["length"]["longer"][f"hidden {line}"]["mean"] == recorded
+        (row,) = (row for row in rows if (row["encoder"], row.get("case")) == ("longer", line))
+        assert row["accuracy"] == recorded
+    assert [column for column in summary["length"]["longer"] if column.startswith("hidden")] == ["hidden model"]
     pflop = {row["encoder"]: row["training_pflop"] for row in rows if "training_pflop" in row}
     assert pflop["longer"] == pytest.approx(3 * pflop["pre-trained"])
     assert pflop["random"] == 0 and "floor" not in pflop
@@ -371,6 +373,7 @@ def test_questions_choose_rows_and_columns_and_draw_them(small, tmp_path, capsys
     assert {("pre-trained", 1, 1), ("pre-trained", 1, 2), ("random", 0, 2), ("floor", 0, 1)} <= depths
     text = small.table()
     assert text.startswith("### Hidden?\n\n| accuracy (%)") and text.count("accuracy (%)") == 3
+    assert "Baselines of hidden, which need no encoder: two nearest " in text
     for question in small.config["questions"]:
         assert (tmp_path / "out" / f"{question['name']}.png").stat().st_size > 1000
     assert small.compare("--tabulate", "true")["results"] == rows

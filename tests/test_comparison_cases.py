@@ -62,6 +62,26 @@ def only_case(encoder, evaluations=(KNN,), **entries):
     return case
 
 
+def test_pairs_that_do_not_apply_are_named(capsys):
+    floor = {"name": "floor", "encoder": "floor:pixels"}
+    random = {"name": "noise", "encoder": "vit_tiny_patch16_224", "random": True}
+    masked = {"name": "masked patches", "command": "masked"}
+    tuned = {"name": "tuned", "command": "finetune"}
+    config = CompareConfig(encoders=[floor, random], evaluations=[KNN, masked, tuned])
+    cases = cases_of(read_entries(config))
+    assert {(case.encoder.entry.name, case.entry.name) for case in cases} == {
+        ("floor", "kNN"),
+        ("noise", "kNN"),
+        ("noise", "tuned"),
+    }
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).splitlines() == [
+        "note: floor is left out of masked patches, which does not apply: a floor has no weights",
+        "note: floor is left out of tuned, which does not apply: a floor has no weights",
+        "note: noise is left out of masked patches, which does not apply: random weights have predicted no patches",
+    ]
+
+
 def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_path):
     options = {
         "config": "rivals/simclr",

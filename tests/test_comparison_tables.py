@@ -6,7 +6,7 @@ import pytest
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import write_comparison
 from evaluation.comparison.plots import plot_question
-from evaluation.comparison.tables import cells_of, numbers_of
+from evaluation.comparison.tables import cells_of, describe_masked_baselines, numbers_of
 from evaluation.figures.charts import plot_depths, plot_lines
 from evaluation.frozen import probing
 from evaluation.frozen.labelled_features import LabelledFeatures
@@ -56,6 +56,17 @@ def test_rank_and_dev_accuracy_are_columns_but_no_bars():
     assert headings[-2:] == ["kNN, dev", "rank"]
     assert cells == [["a", "50.0", "25.0", "4"]]
     assert len(plot_question(Question("bars"), rows, numbers).axes) == 1
+
+
+def test_baselines_of_masked_patches_are_a_sentence_and_no_columns():
+    """They depend on the images and masks, not on the encoder."""
+    masked = ROW | {"evaluation": "masked", "case": "model"}
+    rows = [masked, masked | {"case": "nearest", "accuracy": 0.25}]
+    rows += [row | {"encoder": "b"} for row in (masked, rows[1] | {"accuracy": 0.3})]
+    assert cells_of(numbers_of(rows)) == (["accuracy (%)", "masked model"], [["a", "50.0"], ["b", "50.0"]])
+    assert describe_masked_baselines(rows) == ["Baselines of masked, which need no encoder: nearest 25.0 to 30.0%."]
+    assert describe_masked_baselines(rows[:2]) == ["Baselines of masked, which need no encoder: nearest 25.0%."]
+    assert describe_masked_baselines([ROW]) == []
 
 
 def features_with_rank(directions):

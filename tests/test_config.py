@@ -1,11 +1,12 @@
 """Settings: one source of defaults, files that compose, errors of one line."""
 
+import dataclasses
 import runpy
 
 import pytest
 from conftest import ROOT
 
-from evaluation.config import ExportConfig, FewshotConfig, SegmentationConfig
+from evaluation.config import EmbedConfig, ExportConfig, FewshotConfig, PredictConfig, SegmentationConfig
 from mpp.config import Config
 from mpp.config.command_line import as_words
 from mpp.config.keys import flatten
@@ -240,6 +241,17 @@ def test_a_number_out_of_bounds_is_named_with_its_bounds(config_class, word, all
 def test_a_clip_may_be_infinite_and_a_list_may_be_one_value():
     assert parse(Config, ["--optim.clip=.inf"]).optim.clip == float("inf")
     assert parse(FewshotConfig, ["--shots=5"]).shots == (5,)
+
+
+@pytest.mark.parametrize("config_class", [PredictConfig, EmbedConfig, SegmentationConfig])
+def test_help_leaves_out_settings_without_effect(config_class, capsys):
+    with pytest.raises(SystemExit):
+        parse(config_class, ["--help"])
+    printed = capsys.readouterr().out
+    (images,) = (each for each in dataclasses.fields(config_class) if each.name == "data")
+    assert images.metadata["unused"] and "--data.path " in printed
+    for name in images.metadata["unused"]:
+        assert f"--data.{name} " not in printed
 
 
 def test_help_has_the_allowed_values_of_every_setting(capsys):

@@ -11,6 +11,7 @@ from evaluation.comparison.differences import (
     difference_table,
     differences_from_best,
     runners_up,
+    told_apart_table,
 )
 from evaluation.comparison.reports import with_interval
 from evaluation.comparison.tables import accuracy_text, spread
@@ -89,6 +90,18 @@ def test_the_table_has_all_and_the_words_the_second_best(tmp_path):
     assert [each.other for each in runners_up(differences)] == ["C"]
     headings, cells = difference_table(differences)
     assert all(len(row) == len(headings) for row in cells) and cells[0][4] == "told apart"
+
+
+def test_each_column_has_its_best_and_the_others_by_what_tells_them_apart(tmp_path):
+    shares = {"A": 0.5, "B": 0.9, "C": 0.89, "D": 0.3}
+    rows = []
+    for name, share in shares.items():
+        for seed in range(1 if name == "D" else 3):
+            rows.append(row_of(tmp_path, name, right(share, seed=seed), seed, kept=False))
+    headings, cells = told_apart_table(differences_from_best(rows, tmp_path))
+    assert cells == [["kNN 20", "B", "C", "D", "A"]] and len(headings) == 5
+    _, cells = told_apart_table(differences_from_best([row for row in rows if row["encoder"] in "BA"], tmp_path))
+    assert cells == [["kNN 20", "B", "-", "-", "A"]]
 
 
 def test_published_rows_get_wilsons_interval_where_the_images_are_known():

@@ -1,7 +1,6 @@
 """Features as a table: the encoder's own, broken images named, resumed to the same rows."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,7 +10,7 @@ from conftest import encoded, picture
 from PIL import Image
 
 import mpp
-from evaluation import embed, export, finetune
+from evaluation import embed, export, finetune, predict
 from evaluation.exports.formats import FORMATS
 from evaluation.supervision.classifiers import load_classifier
 from evaluation.tables import parts
@@ -129,16 +128,16 @@ def test_weights_count_and_neither_their_folder_nor_a_seed_that_nothing_draws(im
 def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run, tmp_path):
     (images / "cat" / "broken.png").unlink()
     words = ["--data.eval_fraction=0.3", "--lrs=0.1", "--run.steps=3", "--data.workers=0", "--run.threads=1"]
-    tuned, file = tmp_path / "tuned", tmp_path / "logits.parquet"
+    tuned, file = tmp_path / "tuned", tmp_path / "predictions.parquet"
     finetune.main([f"--encoder={finished_run}", f"--data.path={images}", f"--run.dir={tuned}", *words])
-    words = [f"--data.path={images}", f"--out={file}", "--representation=logits", *FAST]
-    embed.main([f"--encoder={tuned / 'lr_0.1'}", *words])
+    words = [f"--data.path={images}", f"--out={file}", "--page=false", *FAST]
+    predict.main([f"--classifier={tuned / 'lr_0.1'}", *words])
     rows = pq.read_table(file).to_pylist()
-    network, size, classes, *_ = load_classifier(str(tuned / "lr_0.1"), 3, "encoder")
+    network, size, *_ = load_classifier(str(tuned / "lr_0.1"), 3, "classifier")
     for row in rows[::5]:
-        image = centre_crop(decode(Path(row["file"]).read_bytes(), ImagesConfig()), size, 0.875)
-        expected = network.eval()(image[None].float())[0].detach()
-        assert len(row["features"]) == classes == 2 and np.allclose(row["features"], expected, atol=1e-5)
+        image = centre_crop(decode((images / row["file"]).read_bytes(), ImagesConfig()), size, 0.875)
+        expected = network.eval()(image[None].float())[0].softmax(0).detach()
+        assert np.allclose([row["p_cat"], row["p_dog"]], expected, atol=1e-5)
     for format, end in (("onnx", "onnx"), ("torch_export", "pt2")):
         written = tmp_path / f"classifier.{end}"
         options = [f"--format={format}", "--representation=logits", f"--out={written}", "--images=5", "--threads=1"]
@@ -149,10 +148,10 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
         assert about["class_names"] == ["cat", "dog"]
         card = about["card"]
         assert "this file has the classification head, too" in card and "left out" not in card
-    with pytest.raises(UserError, match=r"encoder is .*; it must be the folder of a finished supervised or fine-tuned"):
-        embed.main([f"--encoder={finished_run}", *words])
-    with pytest.raises(UserError, match="representation is logits; it must be another one beside depth"):
-        embed.main([f"--encoder={tuned / 'lr_0.1'}", *words, "--depth=1"])
+    with pytest.raises(
+        UserError, match=r"classifier is .*; it must be the folder of a finished supervised or fine-tuned"
+    ):
+        predict.main([f"--classifier={finished_run}", *words])
 
 
 def test_images_of_one_type_and_broken_ones_make_a_batch():

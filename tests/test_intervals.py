@@ -129,6 +129,18 @@ def test_cases_by_hand():
     assert KIND.measure(any_right)["accuracy"] == 0.5 and KIND.confusion(any_right)[2, 2] == 1
 
 
+def test_each_class_of_pixels_has_its_iou_with_an_interval():
+    """Of two images: class a is half right in each, b once right and once not at all, c is nowhere."""
+    targets = np.array([[4, 0, 0], [2, 2, 0]])
+    predictions = np.zeros((2, 3, 2), int)
+    predictions[0] = [[2, 2], [2, 0], [0, 0]]
+    predictions[1] = [[1, 1], [3, 2], [0, 0]]
+    headings, rows = Pixels().class_table(Outcomes("pixels", targets, predictions, ["a", "b", "c"]))
+    assert headings == ["class", "pixels", "predicted", "IoU (%)"]
+    assert [row[:3] for row in rows] == [["a", "6", "3"], ["b", "2", "5"], ["c", "0", "0"]]
+    assert rows[0][3] == "50.0 (50.0 to 50.0)" and rows[1][3].startswith("40.0 (") and rows[2][3] == "-"
+
+
 def test_images_without_a_label_are_left_out_and_none_with_one_is_refused():
     outcomes = Outcomes("class", np.array([0, -1, 1]), np.array([0, 0, 1]), ["a", "b"], ["x", "y", "z"])
     assert len(labelled_outcomes(outcomes)) == 2 and labelled_outcomes(outcomes).images == ["x", "z"]

@@ -186,13 +186,13 @@ def test_a_broken_image_is_named_and_the_others_are_predicted(probed, tmp_path, 
     broken.write_bytes(broken.read_bytes()[:60])
     after = read_csv(predict_to(tmp_path / "after.csv", head, images))
     error = capsys.readouterr().err
-    assert "1 images cannot be decoded, and have no prediction" in error and "owl/02, ü.png: " in error
+    assert "1 image cannot be decoded, and has no prediction" in error and "owl/02, ü.png: " in error
     (row,) = [row for row in after if row["error"]]
     name = "owl/02, ü.png"
     assert row["file"] == name and row["class"] == row["probability"] == row["right"] == row["p_owl"] == ""
     assert [each for each in after if each is not row] == [each for each in before if each["file"] != name]
     page = (tmp_path / "after.html").read_text(encoding="utf-8")
-    assert "1 images cannot be decoded" in page and name in page
+    assert "1 image cannot be decoded" in page and name in page
 
 
 def test_labels_give_an_accuracy_and_unknown_ones_are_named(probed, tmp_path, capsys):

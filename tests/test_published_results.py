@@ -10,9 +10,11 @@ from comparisons import cases_in
 from conftest import ROOT
 
 from evaluation.comparison.cases import cases_of, evaluation_settings
+from evaluation.comparison.differences import differences_from_best, told_apart_table
 from evaluation.comparison.digests import identity
 from evaluation.comparison.entries import read_entries
 from evaluation.comparison.reports import read_published
+from evaluation.comparison.tables import rows_asked
 from evaluation.comparison.trials import plan_sweep
 from evaluation.config import (
     CompareConfig,
@@ -22,6 +24,7 @@ from evaluation.config import (
     SupervisedConfig,
     SweepConfig,
 )
+from evaluation.metrics.intervals import wilson
 from evaluation.registry import EVALUATIONS
 from mpp.config import Config
 from mpp.config.parsing import parse
@@ -140,6 +143,26 @@ def test_a_page_says_what_was_measured(page, comparisons):
             named = {key: accuracies for key, accuracies in published.items() if names_encoder(row, key[1])}
             of_an_encoder = any(are_in_order(shown, accuracies.values()) for accuracies in named.values())
             assert of_an_encoder or are_of_a_method(cells, headings.split("|")[1:], published, named), row
+
+
+def test_the_leaderboard_says_which_differences_are_told_apart():
+    config = parse(CompareConfig, ["--config", str(ROOT / "configs/compare/leaderboard_cifar10.yaml")])
+    (question,) = (each for each in read_entries(config).questions if each.name == "methods")
+    rows = json.loads((RESULTS / "leaderboard_cifar10/results.json").read_text())["results"]
+    images = 10_000
+    tested = [row for row in rows if row["kind"] == "test"]
+    known = [row | {"interval": wilson(row["accuracy"] * images, images), "images": images} for row in tested]
+    _, cells = told_apart_table(differences_from_best(rows_asked(known, question), RESULTS))
+    expected = []
+    for column, *methods, by_seeds in cells:
+        short = ["; ".join(re.split(r"[ ,]", name)[0] for name in cell.split("; ")) for cell in methods]
+        heading = column.replace("10 % of labels", "fine-tuned")
+        expected.append(f"| {heading} | {' | '.join(short).replace(';', ',')} |")
+        assert by_seeds == "-"  # one seed each
+    (shown,) = (
+        rows for headings, rows in TABLE.findall((RESULTS / "leaderboard.md").read_text()) if "told" in headings
+    )
+    assert shown.splitlines() == expected
 
 
 def published_accuracies(comparison):

@@ -1,6 +1,7 @@
 """Pages on finished, broken and hostile runs: their content, that they load nothing, and that they run no script."""
 
 import html
+import io
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from PIL import Image
 from evaluation import check, contrastive
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import write_comparison
+from evaluation.figures import style
 from evaluation.figures.charts import plot_confusion, plot_map
 from evaluation.frozen.results import write_report
 from evaluation.metrics.outcomes import Outcomes
@@ -398,6 +400,20 @@ def test_a_page_has_the_figures_of_an_evaluation_by_class_and_its_confusion_matr
     assert confusion.alt == "Confusion matrix of supervised, seed 0"
     (tmp_path / "supervised.outcomes.npz").unlink()  # of an earlier version
     assert details_of_evaluation(tmp_path / "supervised.json") == []
+
+
+def test_names_that_no_font_has_are_numbers(monkeypatch, recwarn):
+    monkeypatch.setattr(style, "drawable_letters", lambda: frozenset(range(128)))
+    figure = plot_confusion(np.eye(3, dtype=int), ["cat", "\u732b", "\u732b cat"])
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["cat", "class 1", "class 2"]
+    legend = plot_map(np.zeros((2, 2)), np.arange(2), ["cat", "\u732b"]).axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["cat", "class 1"]
+    monkeypatch.undo()
+    assert style.drawable("caf\u00e9", "class 0") == "caf\u00e9"
+    assert style.drawable("\U0010fffd", "class 0") == "class 0"  # for private use: no font has it
+    plot_confusion(np.eye(1, dtype=int), ["\U0010fffd"]).savefig(io.BytesIO())
+    assert not recwarn.list
 
 
 def test_a_map_and_a_confusion_matrix_name_the_classes():

@@ -452,6 +452,7 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     out = tmp_path / "report.json"
     data = masked_parquet(tmp_path / "set")
     words = [f"--data.path={data}", "--data.mask_column=classes", "--depth=all", f"--out={out}", "--images=2"]
+    words.append("--class_names=[soil, crop, weed]")
     segmentation.main([f"--encoder={trained}", *words, *FAST])
     report = json.loads(out.read_text())
     rows = [(row["case"], row["depth"]) for row in report["results"]]
@@ -465,7 +466,9 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     assert out.with_suffix(".png").is_file()
     printed = capsys.readouterr().out
     assert "8 images with masks to learn from, 8 to evaluate on" in printed
-    assert "| class 2 |" in printed
+    assert "| weed  " in printed and "class 2" not in printed and "IoU (%)" in printed
+    assert report["labels"]["class_names"][-1] == "weed"
+    assert "weed," in out.with_name("report.classes.csv").read_text()
 
 
 def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
@@ -596,6 +599,8 @@ def test_classes_of_next_to_no_pixels_are_named(capsys):
 
 
 def test_numbers_that_no_pixel_has_are_no_rows():
+    named = class_table([{"case": "knn", "iou": [0.5, None, 0.25]}], ["soil", "rock"])
+    assert "| soil" in named and "rock" not in named and "class 2" in named
     printed = class_table([{"case": "knn", "iou": [0.5, None, 0.25]}])
     assert "class 0" in printed
     assert "class 1" not in printed

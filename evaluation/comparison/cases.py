@@ -25,6 +25,7 @@ from mpp.config.command_line import as_command_line
 from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
+from mpp.runtime.messages import note
 
 SettingsT = TypeVar("SettingsT")
 
@@ -116,7 +117,10 @@ def cases_of_question(
         encoder = encoders[entry.name, entry.seeds[position]]
         for dataset in entries.datasets:
             for evaluation in evaluations:
-                if fits(entry, evaluation):
+                reason = why_left_out(entry, evaluation)
+                if reason:
+                    note(f"{entry.name} is left out of {evaluation.name}, which does not apply: {reason}")
+                else:
                     yield Case(encoder, evaluation, dataset)
 
 
@@ -130,13 +134,16 @@ def entries_named(entries: list[EntryT], names: Iterable[str] | None, key: str) 
     return [by_name[name] for name in names]
 
 
-def fits(entry: EncoderEntry, evaluation: EvaluationEntry) -> bool:
-    """Whether there is something to evaluate: a floor has no weights, and only pre-training has predicted patches."""
+def why_left_out(entry: EncoderEntry, evaluation: EvaluationEntry) -> str:
+    """The reason why there is nothing to evaluate; empty: there is."""
     kind = EVALUATIONS[evaluation.command].kind
     if entry.encoder.startswith("floor:"):
-        return kind == "frozen features"
-    predicts_patches = not entry.random and entry.train not in ("supervised", "contrastive")
-    return kind != "masked patches" or predicts_patches
+        return "" if kind == "frozen features" else "a floor has no weights"
+    if kind != "masked patches":
+        return ""
+    if entry.random:
+        return "random weights have predicted no patches"
+    return f"{entry.train} training predicts no patches" if entry.train in ("supervised", "contrastive") else ""
 
 
 def encoders_of(entries: list[EncoderEntry]) -> dict[tuple[str, int], Encoder]:

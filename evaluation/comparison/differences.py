@@ -12,7 +12,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from evaluation.comparison.reports import ResultRow
-from evaluation.comparison.tables import MASKED_BASELINES, columns_of, of_encoder, of_kind, unique
+from evaluation.comparison.tables import columns_of, of_encoder, of_kind, unique
 from evaluation.metrics.intervals import Difference
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
 from evaluation.metrics.scoring import kind_of, labelled_outcomes, mean_interval
@@ -47,7 +47,7 @@ def differences_from_best(rows: list[ResultRow], folder: Path) -> list[EncoderDi
     """
     found = []
     for column in columns_of(of_kind(rows, "test")):
-        known = [row for row in column.rows if "interval" in row and row["case"] not in MASKED_BASELINES]
+        known = [row for row in column.rows if "interval" in row]
         if column.group is not None or not known:
             continue
         encoders = unique(known, "encoder")
@@ -160,6 +160,21 @@ def difference_table(differences: Sequence[EncoderDifference]) -> tuple[list[str
         methods = "told apart" if each.are_methods_told_apart else "not told apart"
         names = [f"{each.one}, {each.column}", each.other]
         rows.append([*names, signed(each.over_images), describe_images(each), encoders, describe_seeds(each), methods])
+    return headings, rows
+
+
+def told_apart_table(differences: Sequence[EncoderDifference]) -> tuple[list[str], list[list[str]]]:
+    """Headings and a row for each column: its best encoder, and the others by what tells them apart from it."""
+    headings = ["column", "best", "not told apart", "by test images alone", "by test images and seeds"]
+    by_column: dict[str, list[EncoderDifference]] = {}
+    for each in differences:
+        by_column.setdefault(each.column, []).append(each)
+    rows = []
+    for column, of_column in by_column.items():
+        cells: tuple[list[str], ...] = ([], [], [])
+        for each in sorted(of_column, key=lambda difference: difference.over_images.value):
+            cells[each.over_images.is_told_apart + each.are_methods_told_apart].append(each.other)
+        rows.append([column, of_column[0].one, *("; ".join(names) or "-" for names in cells)])
     return headings, rows
 
 

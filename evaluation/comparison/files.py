@@ -16,6 +16,7 @@ from evaluation.comparison.differences import (
     difference_table,
     differences_from_best,
     runners_up,
+    told_apart_table,
 )
 from evaluation.comparison.entries import Question
 from evaluation.comparison.plots import plot_question
@@ -26,6 +27,7 @@ from evaluation.comparison.tables import (
     Groups,
     accuracy_text,
     cells_of,
+    describe_masked_baselines,
     grouped,
     numbers_of,
     of_encoder,
@@ -42,7 +44,8 @@ from mpp.runtime.files import write_complete
 from mpp.training.run_folder import REPORT_PAGE
 
 RECORDED_LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
-DIFFERENCES = "Differences from the best, with 95 % intervals over test images"
+DIFFERENCES = "Differences from the best, with 95% intervals over test images"
+TOLD_APART = "Which encoders are told apart from the best, and by what"
 NAMED_BESIDE_BEST = 6
 """Encoders that the page's verdict names beside the best one, at most."""
 
@@ -58,6 +61,8 @@ class Answer(NamedTuple):
     plot: Figure | None
     differences: list[EncoderDifference]
     """Of the best encoder of each column from the others."""
+    baselines: list[str]
+    """Sentences about baselines that are of no encoder."""
 
     @property
     def has_table(self) -> bool:
@@ -124,7 +129,13 @@ def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder:
     """The numbers and the plot of a question, and the differences from its best encoders."""
     asked = rows_asked(rows, question)
     numbers = numbers_of(asked, question, groups)
-    return Answer(question, numbers, plot_question(question, asked, numbers), differences_from_best(asked, folder))
+    return Answer(
+        question,
+        numbers,
+        plot_question(question, asked, numbers),
+        differences_from_best(asked, folder),
+        describe_masked_baselines(asked),
+    )
 
 
 def text_of(answers: Sequence[Answer]) -> str:
@@ -134,15 +145,17 @@ def text_of(answers: Sequence[Answer]) -> str:
         if answer.has_table:
             heading = f"### {answer.question.title}\n\n" if answer.question.title else ""
             texts.append(heading + table(*cells_of(answer.numbers)))
+            texts += answer.baselines
             if answer.differences:
                 texts.append(text_of_differences(answer.differences))
     return "\n\n".join(texts) or "no results yet"
 
 
 def text_of_differences(differences: Sequence[EncoderDifference]) -> str:
-    """The differences from the best encoder of each column: the second best in words, and a table of all."""
+    """The differences from the best encoder of each column: who is told apart, the second best in words, all."""
     lines = [f"- {each.column}: {describe_difference(each)}" for each in runners_up(differences)]
-    return "\n".join([f"{DIFFERENCES}:", "", *lines, "", table(*difference_table(differences))])
+    told_apart = [f"{TOLD_APART}:", "", table(*told_apart_table(differences))]
+    return "\n".join([*told_apart, "", f"{DIFFERENCES}:", "", *lines, "", table(*difference_table(differences))])
 
 
 def page_of(
@@ -180,7 +193,9 @@ def section_of(answer: Answer, name: str, folder: Path, runs: Runs) -> Section:
             headings = [*headings, "reports"]
             cells = [[*row, of_row] for row, of_row in zip(cells, links, strict=True)]
         section.blocks.append(Table(headings, cells))
+        section.blocks += map(Text, answer.baselines)
         if answer.differences:
+            section.blocks.append(Table(*told_apart_table(answer.differences), TOLD_APART))
             section.blocks.append(Table(*difference_table(answer.differences), DIFFERENCES, folded=True))
     if answer.plot is not None:
         section.blocks.append(picture_of(answer.plot, f"Plot: {section.title}"))

@@ -94,7 +94,11 @@ def spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
 
 
 def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
-    """Columns of accuracies: each dataset's cases, then the means over groups of datasets."""
+    """Columns of accuracies: each dataset's cases, then the means over groups of datasets.
+
+    Without baselines of masked patches, which no encoder made: see `describe_masked_baselines`.
+    """
+    rows = [row for row in rows if row["case"] not in MASKED_BASELINES]
     several_datasets = len(unique(rows, "dataset")) > 1
     columns = []
     for (dataset, evaluation, case), in_column in grouped(rows, "dataset", "evaluation", "case").items():
@@ -105,6 +109,26 @@ def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
             words = [f"mean {group}", evaluation, case]
             columns.append(TableColumn(" ".join(filter(None, words)), group, in_column))
     return columns
+
+
+def describe_masked_baselines(rows: list[ResultRow]) -> list[str]:
+    """A sentence for each evaluation of masked patches: the accuracies of its baselines, over all encoders' masks."""
+    baselines = [row for row in of_kind(rows, "test") if row["case"] in MASKED_BASELINES]
+    several_datasets = len(unique(baselines, "dataset")) > 1
+    sentences = []
+    for (dataset, evaluation), of_evaluation in grouped(baselines, "dataset", "evaluation").items():
+        reached = [f"{case} {share_range(of_case)}" for (case,), of_case in grouped(of_evaluation, "case").items()]
+        name = f"{dataset} {evaluation}" if several_datasets else evaluation
+        sentences.append(f"Baselines of {name}, which need no encoder: {', '.join(reached)}.")
+    return sentences
+
+
+def share_range(rows: list[ResultRow]) -> str:
+    """The accuracies in percent, from the lowest to the highest."""
+    accuracies = [row["accuracy"] for row in rows]
+    low = f"{100 * min(accuracies):.1f}"
+    high = f"{100 * max(accuracies):.1f}"
+    return f"{low}%" if low == high else f"{low} to {high}%"
 
 
 def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: Groups | None = None) -> CellsByEncoder:

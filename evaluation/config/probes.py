@@ -139,8 +139,9 @@ class SegmentationConfig(PrecisionConfig, EncoderConfig):
     save: bool = setting(False, operational=True, needs={"readings": "linear"})
     """Keep the linear reading for `mpp predict`, in a folder beside the report. Of several depths it is that of the
     deepest, of several seeds that of the first."""
-    class_names: tuple[str, ...] | None = setting(None, operational=True, needs={"save": True})
-    """Names of the classes by their number in the masks, from 0. null: class 0, class 1 and so on."""
+    class_names: tuple[str, ...] | None = setting(None, operational=True)
+    """Names of the classes by their number in the masks, from 0, in tables and predictions. null: class 0, class 1 and
+    so on; of the package's birds background and bird."""
     images: int = setting(6, at_least=0)
     """Held-out images in the picture. 0: no picture."""
     strict: bool = False

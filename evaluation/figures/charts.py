@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from evaluation.figures.style import VALUE_COLORS, WIDTH, color_of_line, marker_of_line
+from evaluation.figures.style import VALUE_COLORS, WIDTH, color_of_line, drawable, marker_of_line
 
 SERIES_COLORS = ["#1b7fd6", "#e07b00", "#8c96a0", "#c2569c", "#2aa198", "#b58900", "#6c5fc7"]
 MARK_COLOR = "#5b6570"
@@ -87,7 +87,8 @@ def plot_map(places: NDArray, labels: NDArray[np.int64], names: Sequence[str] = 
     for number, (label, color) in enumerate(zip(classes, colors, strict=True)):
         of_class = places[labels == label]
         style = dict(s=16, color=[color], marker=marker_of_line(number), linewidths=0)
-        name = names[label] if label < len(names) else f"class {label}"
+        number_name = f"class {label}"
+        name = drawable(names[label], number_name) if label < len(names) else number_name
         axes.scatter(*of_class.T, label=name, **style)
     axes.set(xticks=[], yticks=[], xlabel="first principal component", ylabel="second")
     axes.spines[["top", "right"]].set_visible(False)
@@ -179,7 +180,7 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure
     figure.colorbar(colors, label="share of the class (%)", shrink=0.8)
     axes.set(xlabel="predicted", ylabel="true")
     if classes <= MAX_CONFUSED_NAMED:
-        short = [textwrap.shorten(name, 24, placeholder="...") if " " in name else name[:24] for name in names]
+        short = [short_name(name, number) for number, name in enumerate(names)]
         axes.set_xticks(range(classes), short, rotation=90, fontsize=8)
         axes.set_yticks(range(classes), short, fontsize=8)
     if classes <= MAX_CONFUSED_COUNTED:
@@ -188,6 +189,12 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure
             if count:
                 axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=color)
     return figure
+
+
+def short_name(name: str, number: int) -> str:
+    """A class's name beside a matrix: its beginning, or its number where no font has its letters."""
+    name = drawable(name, f"class {number}")
+    return textwrap.shorten(name, 24, placeholder="...") if " " in name else name[:24]
 
 
 def panels_side_by_side(curves: Curves, x_label: str) -> tuple[Figure, list[Axes]]:

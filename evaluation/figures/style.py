@@ -3,10 +3,15 @@
 Colours of values are cividis's, and colours of lines those of tableau-colorblind10.
 """
 
+import warnings
+from functools import cache
+
 import matplotlib
 import matplotlib.style
+from matplotlib import font_manager
 
 matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same figure is the same file
+warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)  # `drawable` says what to draw then
 matplotlib.rcParams["text.parse_math"] = False  # a user's name with two dollars is not a formula
 VALUE_COLORS = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
 LINE_COLORS = [style["color"] for style in matplotlib.style.library["tableau-colorblind10"]["axes.prop_cycle"]]
@@ -14,6 +19,30 @@ MARKERS = "osD^vPX"  # of lines, beside their colours
 WIDTH = 7.5  # inches
 MIN_HEIGHT = 2.4  # inches, for the label of a colour bar
 DPI = 110
+
+
+FALLBACK_FONTS = (
+    *("Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "Droid Sans Fallback"),
+    *("Hiragino Sans", "PingFang SC", "Apple SD Gothic Neo", "Yu Gothic", "Microsoft YaHei", "Malgun Gothic"),
+    *("Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Sans Thai", "Arial Unicode MS"),
+)
+"""Fonts of other scripts, of Linux, macOS and Windows, for letters that matplotlib's own font lacks."""
+INSTALLED_FONTS = {font.name for font in font_manager.fontManager.ttflist}
+matplotlib.rcParams["font.family"] = ["DejaVu Sans", *(name for name in FALLBACK_FONTS if name in INSTALLED_FONTS)]
+
+
+@cache
+def drawable_letters() -> frozenset[int]:
+    """Code points of the letters that the fonts of figures have."""
+    letters: set[int] = set()
+    for family in matplotlib.rcParams["font.family"]:
+        letters |= set(font_manager.get_font(font_manager.findfont(family)).get_charmap())
+    return frozenset(letters)
+
+
+def drawable(text: str, substitute: str) -> str:
+    """The text; or the substitute, where no font of this machine has all its letters."""
+    return text if set(map(ord, text)) <= drawable_letters() else substitute
 
 
 def color_of_line(number: int) -> str:

@@ -250,11 +250,11 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
         return
     random = random_weights(path, report)
     split = "test" if report.get("protocol", {}).get("test", True) else "dev"
-    facts = [describe_baselines(labels), random, f"{labels['images']} {split} images, 95 % intervals over these"]
+    facts = [describe_baselines(labels), random, f"{labels['images']} {split} images, 95% intervals over these"]
     print("; ".join(filter(None, facts)))
     figures = figure_rows(path, report)
     if figures:
-        print(table([describe_shown(report), "value (95 % interval)"], figures))
+        print(table([describe_shown(report), "value (95% interval)"], figures))
     outcomes = shown_outcomes(path, report)
     by_class = None if outcomes is None else kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
@@ -269,7 +269,7 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
 
 def describe_baselines(labels: dict[str, Any]) -> str:
     """The entry `labels` of a report in words: the scores of predictions that look at no image."""
-    return ", ".join(f"{name} {100 * share:.1f} %" for name, share in labels["baselines"].items())
+    return ", ".join(f"{name} {100 * share:.1f}%" for name, share in labels["baselines"].items())
 
 
 def random_weights(path: Path, report: dict[str, Any]) -> str:
@@ -282,7 +282,7 @@ def random_weights(path: Path, report: dict[str, Any]) -> str:
         if re.fullmatch(rf"{re.escape(command)}_random_\d+{re.escape(rest)}", file.stem):
             summary = json.loads(file.read_text(encoding="utf-8")).get("summary", {})
             best = max(summary.values(), key=lambda case: case["mean"], default=None)
-            return f"random weights {format_percent(best)} %" if best else ""
+            return f"random weights {format_percent(best)}%" if best else ""
     return ""
 
 

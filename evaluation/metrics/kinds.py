@@ -106,3 +106,14 @@ class LabelKind(ABC):
         """All figures with their intervals."""
         intervals = self.intervals(outcomes)
         return {name: Figure(value, intervals[name]) for name, value in self.measure(outcomes).items()}
+
+
+def as_percent(share: float, interval: Interval | None = None) -> str:
+    """A share in percent, with its interval where there is one; "-": there is no share."""
+    if np.isnan(share):
+        return "-"
+    value = f"{100 * share:.1f}"
+    if interval is None or np.isnan(interval[0]):
+        return value
+    low, high = interval
+    return f"{value} ({100 * low:.1f} to {100 * high:.1f})"

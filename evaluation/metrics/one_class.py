@@ -22,7 +22,7 @@ from evaluation.metrics.intervals import (
     paired_accuracies,
     wilson,
 )
-from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.kinds import LabelKind, as_percent
 from evaluation.metrics.outcomes import Outcomes
 from mpp.data.overview import note_tested
 
@@ -188,14 +188,3 @@ def f1_scores(counts: ClassCounts) -> NDArray[np.float64]:
 def class_figures(counts: ClassCounts) -> dict[str, NDArray[np.float64]]:
     """The mean of the classes' recall (scikit-learn's balanced accuracy) and of their F1, (...)."""
     return {"class_mean": np.nanmean(recall(counts), -1), "macro_f1": np.nanmean(f1_scores(counts), -1)}
-
-
-def as_percent(share: float, interval: Interval | None = None) -> str:
-    """A share in percent, with its interval where there is one; "-": there is no share."""
-    if np.isnan(share):
-        return "-"
-    value = f"{100 * share:.1f}"
-    if interval is None:
-        return value
-    low, high = interval
-    return f"{value} ({100 * low:.1f} to {100 * high:.1f})"

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.metrics.intervals import Interval, bootstrap, resamples
-from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.kinds import LabelKind, as_percent
 from evaluation.metrics.outcomes import Outcomes
 
 
@@ -30,19 +30,42 @@ class Pixels(LabelKind):
 
     def intervals(self, outcomes: Outcomes) -> dict[str, Interval]:
         count = len(outcomes)
-        times_drawn = np.stack([np.bincount(drawn, minlength=count) for drawn in resamples(count)])
-        drawn = figures_of(outcomes, times_drawn)
+        drawn = figures_of(outcomes, drawn_weights(count))
         return {name: bootstrap(value, drawn[name], count) for name, value in self.measure(outcomes).items()}
+
+    def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]]:
+        classes = outcomes.targets.shape[1]
+        values = ious_by_class(outcomes, np.ones(len(outcomes)))
+        resampled = ious_by_class(outcomes, drawn_weights(len(outcomes)))
+        predicted = outcomes.predictions[..., 0].sum(0)
+        rows = []
+        for number, name in enumerate(outcomes.names(classes)):
+            counts = [str(int(outcomes.targets[:, number].sum())), str(int(predicted[number]))]
+            interval = bootstrap(values[number], resampled[:, number], len(outcomes))
+            rows.append([name, *counts, as_percent(values[number], interval)])
+        return ["class", "pixels", "predicted", "IoU (%)"], rows
 
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         return {}  # a segmentation's report has those that need the images
 
 
-def figures_of(outcomes: Outcomes, weights: NDArray) -> dict[str, NDArray[np.float64]]:
-    """The figures (...) of images that count so often: weights (..., M)."""
+def drawn_weights(count: int) -> NDArray[np.int64]:
+    """How often each of `count` images is in each resample: (R, M)."""
+    return np.stack([np.bincount(drawn, minlength=count) for drawn in resamples(count)])
+
+
+def ious_by_class(outcomes: Outcomes, weights: NDArray) -> NDArray[np.float64]:
+    """IoU (..., C) of images that count so often: weights (..., M). NaN: in no mask, and never predicted."""
     true = weights @ outcomes.targets
     predicted, right = (weights @ outcomes.predictions[..., part] for part in (0, 1))
     union = true + predicted - right
-    present = union > 0
-    ious = np.divide(right, union, out=np.zeros(union.shape), where=present)
-    return {"mean_iou": ious.sum(-1) / present.sum(-1), "pixel_accuracy": right.sum(-1) / true.sum(-1)}
+    return np.divide(right, union, out=np.full(union.shape, np.nan), where=union > 0)
+
+
+def figures_of(outcomes: Outcomes, weights: NDArray) -> dict[str, NDArray[np.float64]]:
+    """The figures (...) of images that count so often: weights (..., M)."""
+    ious = ious_by_class(outcomes, weights)
+    present = np.isfinite(ious)
+    true = (weights @ outcomes.targets).sum(-1)
+    right = (weights @ outcomes.predictions[..., 1]).sum(-1)
+    return {"mean_iou": np.where(present, ious, 0).sum(-1) / present.sum(-1), "pixel_accuracy": right / true}

@@ -52,7 +52,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             missing[file.name] = "it is not a report of an evaluation"
     if rows:
-        headings = ["evaluation", "case", "accuracy or mean IoU (%), 95 % over test images", "without an image (%)"]
+        headings = ["evaluation", "case", "accuracy or mean IoU (%), 95% over test images", "without an image (%)"]
         blocks.append(Table(headings, rows, "Results of the evaluation commands"))
         blocks += details
     else:
@@ -78,7 +78,7 @@ def details_of_evaluation(file: Path) -> list[Block]:
     if outcomes is None:
         return []
     of = f"{file.stem}, {describe_shown(report)}"
-    blocks: list[Block] = [Table(["figure", "value (95 % interval)"], figure_rows(file, report), of, folded=True)]
+    blocks: list[Block] = [Table(["figure", "value (95% interval)"], figure_rows(file, report), of, folded=True)]
     by_class = kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
         blocks.append(Table(*by_class, f"{of}: by class", folded=True))

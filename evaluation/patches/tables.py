@@ -39,8 +39,12 @@ def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str
     return table(headings, rows)
 
 
-def class_table(results: list[dict[str, Any]]) -> str:
-    """IoU of each class, of each reading; the mean over seeds; without numbers that no pixel has."""
+def class_table(results: list[dict[str, Any]], names: Sequence[str] = ()) -> str:
+    """IoU of each class, of each reading; the mean over seeds; without numbers that no pixel has.
+
+    Args:
+        names: of the classes by their number in the masks, as far as they are known.
+    """
     by_case: dict[str, list[list[float | None]]] = {}
     for result in results:
         by_case.setdefault(result["case"], []).append(result["iou"])
@@ -51,7 +55,8 @@ def class_table(results: list[dict[str, Any]]) -> str:
             ious = [of_seed[number] for of_seed in seeds if of_seed[number] is not None]
             cells.append(format_percent(summarize_values(ious)) if ious else "-")
         if any(cell != "-" for cell in cells):
-            rows.append([f"class {number}", *cells])
+            name = names[number] if number < len(names) else f"class {number}"
+            rows.append([name, *cells])
     return table(["IoU (%)", *by_case], rows)
 
 

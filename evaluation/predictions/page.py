@@ -9,9 +9,29 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from evaluation.config import ProbeDataConfig
+from evaluation.frozen.by_class import draw_confusion
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.pages.page import Block, Page, Picture, PictureGrid, Section, Table, Text, picture, write_page
-from evaluation.predictions.summary import KIND, NO_CLASS, Predictions, count_classes, describe_figures, summarize
+from evaluation.pages.page import (
+    Block,
+    Page,
+    Picture,
+    PictureGrid,
+    Section,
+    Table,
+    Text,
+    picture,
+    picture_of,
+    write_page,
+)
+from evaluation.predictions.summary import (
+    KIND,
+    NO_CLASS,
+    Predictions,
+    count_classes,
+    describe_figures,
+    describe_unreadable,
+    summarize,
+)
 from mpp.data.crops import limit_aspect, to_8_bits
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
@@ -81,7 +101,7 @@ def write_predictions_page(
     ]
     shown = [section for section in sections if section.blocks]
     unreadable = int((predictions.classes == NO_CLASS).sum())
-    warnings = [f"{unreadable} images cannot be decoded, and have no prediction"] if unreadable else []
+    warnings = [describe_unreadable(unreadable)] if unreadable else []
     lines = [(line, None) for line in verdict(summarize(predictions, outcomes))]
     write_page(path, Page(title, subtitle, lines, warnings, shown, {}))
 
@@ -166,12 +186,14 @@ def broken_blocks(predictions: Predictions) -> list[Block]:
 
 
 def label_sections(outcomes: Mapping[str, Outcomes]) -> list[Section]:
-    """A section for each split with labels: its figures by class."""
+    """A section for each split with labels: its figures by class, and the confusion matrix."""
     sections = []
     for number, (split, of_split) in enumerate(outcomes.items()):
         headings, rows = KIND.class_table(of_split)
         shown = [row for row in rows if row[1:3] != ["0", "0"]]  # neither labelled nor predicted
-        sections.append(Section(f"labels{number}", f"Beside the labels of {split}", [Table(headings, shown)]))
+        name = f"Confusion matrix of {split}"
+        blocks: list[Block] = [Table(headings, shown), picture_of(draw_confusion(of_split), name, name)]
+        sections.append(Section(f"labels{number}", f"Beside the labels of {split}", blocks))
     return sections
 
 

@@ -16,7 +16,7 @@ from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, measured
 from evaluation.tables.images import MAX_BROKEN_NAMED
 from evaluation.tables.parts import read_columns
-from mpp.runtime.messages import warn
+from mpp.runtime.messages import counted, warn
 
 SHARE_PREFIX = "share_"
 """Of the columns of masks with the share of the pixels of each class; the class's name follows."""
@@ -164,6 +164,12 @@ def count_classes(predictions: Predictions) -> dict[str, dict[str, float]]:
     return counted
 
 
+def describe_unreadable(count: int) -> str:
+    """The number of images without a prediction, in words."""
+    verb = "has" if count == 1 else "have"
+    return f"{counted(count, 'image')} cannot be decoded, and {verb} no prediction"
+
+
 def print_summary(summary: dict[str, Any], broken: Sequence[tuple[str, str]]) -> None:
     """Print the images of each predicted class, the accuracy where there are labels, and the broken images."""
     if "shares" in summary:
@@ -184,4 +190,4 @@ def print_summary(summary: dict[str, Any], broken: Sequence[tuple[str, str]]) ->
         named = "; ".join(f"{file}: {reason}" for file, reason in broken)
         more = summary["unreadable"] - len(broken)
         rest = f"; and {more} more" if more > 0 else ""
-        warn(f"{summary['unreadable']} images cannot be decoded, and have no prediction: {named}{rest}")
+        warn(f"{describe_unreadable(summary['unreadable'])}: {named}{rest}")

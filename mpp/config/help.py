@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,15 +86,22 @@ def groups_of(keys: list[str]) -> dict[str, list[str]]:
 
 
 def documented_settings(
-    config_class: type, defaults: dict[str, Any], prefix: str = ""
+    config_class: type, defaults: dict[str, Any], prefix: str = "", unused: Container[str] = ()
 ) -> Iterator[tuple[str, list[str]]]:
-    """The settings of a config as (dotted key, lines of help): default, allowed values, docstring."""
+    """The settings of a config as (dotted key, lines of help): default, allowed values, docstring.
+
+    Args:
+        prefix: of the settings' names, such as "optim.".
+        unused: names of settings that have no effect in this command, and are left out.
+    """
     docstrings = field_docstrings(config_class)
     for each in dataclasses.fields(config_class):
+        if each.name in unused:
+            continue
         default = defaults[each.name]
         key = f"{prefix}{each.name}"
         if dataclasses.is_dataclass(default):
-            yield from documented_settings(type(default), vars(default), f"{key}.")
+            yield from documented_settings(type(default), vars(default), f"{key}.", each.metadata.get("unused", ()))
             continue
         text = " ".join(docstrings[each.name].split())
         about = [f"      {line}" for line in textwrap.wrap(text, LINE_WIDTH)]
