@@ -341,6 +341,7 @@ def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
 
     write_predictions_page(tmp_path / "p.html", "title", "subtitle", predictions, outcomes, Named(), thumbnail)
     page = (tmp_path / "p.html").read_text()
+    assert page.count('alt="Confusion matrix of new"') == 1
     captions = [part.split("</figcaption>")[0] for part in page.split("<figcaption>")[1:]]
     assert captions[:4] == [
         "a&lt;b&gt; 90% · 0&amp;.png",

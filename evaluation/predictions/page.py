@@ -192,7 +192,7 @@ def label_sections(outcomes: Mapping[str, Outcomes]) -> list[Section]:
         headings, rows = KIND.class_table(of_split)
         shown = [row for row in rows if row[1:3] != ["0", "0"]]  # neither labelled nor predicted
         name = f"Confusion matrix of {split}"
-        blocks: list[Block] = [Table(headings, shown), picture_of(draw_confusion(of_split), name, name)]
+        blocks: list[Block] = [Table(headings, shown), picture_of(draw_confusion(of_split), name)]
         sections.append(Section(f"labels{number}", f"Beside the labels of {split}", blocks))
     return sections
 
