@@ -7,6 +7,7 @@ from conftest import ROOT
 from scipy.stats import ttest_ind
 
 from evaluation.comparison.differences import (
+    columns_not_compared,
     describe_difference,
     difference_table,
     differences_from_best,
@@ -90,6 +91,14 @@ def test_the_table_has_all_and_the_words_the_second_best(tmp_path):
     assert [each.other for each in runners_up(differences)] == ["C"]
     headings, cells = difference_table(differences)
     assert all(len(row) == len(headings) for row in cells) and cells[0][4] == "told apart"
+
+
+def test_columns_without_intervals_are_named(tmp_path):
+    rows = [row_of(tmp_path, name, right(0.5, seed=3), kept=False) for name in "AB"]
+    assert columns_not_compared(rows) == [] and columns_not_compared(rows[:1]) == []
+    unknown = [{key: value for key, value in row.items() if key != "interval"} | {"case": "model"} for row in rows]
+    assert columns_not_compared([*rows, *unknown]) == ["kNN model"]
+    assert columns_not_compared([*rows, unknown[0]]) == []
 
 
 def test_each_column_has_its_best_and_the_others_by_what_tells_them_apart(tmp_path):

@@ -60,6 +60,16 @@ def differences_from_best(rows: list[ResultRow], folder: Path) -> list[EncoderDi
     return found
 
 
+def columns_not_compared(rows: list[ResultRow]) -> list[str]:
+    """The columns of several encoders of which at most one has an interval, so that no difference is known."""
+    found = []
+    for column in columns_of(of_kind(rows, "test")):
+        known = [row for row in column.rows if "interval" in row]
+        if len(unique(column.rows, "encoder")) > 1 and (column.group is not None or len(unique(known, "encoder")) < 2):
+            found.append(column.heading)
+    return found
+
+
 def compare_rows(column: str, one: list[ResultRow], other: list[ResultRow], folder: Path) -> EncoderDifference:
     """The difference of two encoders' results in a column: means over the seeds of encoders and draws."""
     paired = paired_difference(outcomes_of(one, folder), outcomes_of(other, folder))

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from evaluation.comparison.differences import (
     EncoderDifference,
+    columns_not_compared,
     describe_difference,
     difference_table,
     differences_from_best,
@@ -61,8 +62,8 @@ class Answer(NamedTuple):
     plot: Figure | None
     differences: list[EncoderDifference]
     """Of the best encoder of each column from the others."""
-    baselines: list[str]
-    """Sentences about baselines that are of no encoder."""
+    remarks: list[str]
+    """Sentences below the table: baselines that are of no encoder, columns whose differences are not known."""
 
     @property
     def has_table(self) -> bool:
@@ -129,13 +130,12 @@ def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder:
     """The numbers and the plot of a question, and the differences from its best encoders."""
     asked = rows_asked(rows, question)
     numbers = numbers_of(asked, question, groups)
-    return Answer(
-        question,
-        numbers,
-        plot_question(question, asked, numbers),
-        differences_from_best(asked, folder),
-        describe_masked_baselines(asked),
-    )
+    remarks = describe_masked_baselines(asked)
+    uncompared = columns_not_compared(asked)
+    if uncompared:
+        remarks.append(f"Without intervals, so that nothing is told apart: {', '.join(uncompared)}.")
+    plot = plot_question(question, asked, numbers)
+    return Answer(question, numbers, plot, differences_from_best(asked, folder), remarks)
 
 
 def text_of(answers: Sequence[Answer]) -> str:
@@ -145,7 +145,7 @@ def text_of(answers: Sequence[Answer]) -> str:
         if answer.has_table:
             heading = f"### {answer.question.title}\n\n" if answer.question.title else ""
             texts.append(heading + table(*cells_of(answer.numbers)))
-            texts += answer.baselines
+            texts += answer.remarks
             if answer.differences:
                 texts.append(text_of_differences(answer.differences))
     return "\n\n".join(texts) or "no results yet"
@@ -193,7 +193,7 @@ def section_of(answer: Answer, name: str, folder: Path, runs: Runs) -> Section:
             headings = [*headings, "reports"]
             cells = [[*row, of_row] for row, of_row in zip(cells, links, strict=True)]
         section.blocks.append(Table(headings, cells))
-        section.blocks += map(Text, answer.baselines)
+        section.blocks += map(Text, answer.remarks)
         if answer.differences:
             section.blocks.append(Table(*told_apart_table(answer.differences), TOLD_APART))
             section.blocks.append(Table(*difference_table(answer.differences), DIFFERENCES, folded=True))

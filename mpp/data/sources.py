@@ -102,7 +102,8 @@ def hint_at_labels(config: SourceConfig, rows: datasets.Dataset, image_column: s
     """Note the columns that may hold labels, if none is called `label` and no setting names one."""
     if config.label_column is not None or "label" in rows.column_names:
         return
-    others = [name for name in rows.column_names if name != image_column]
+    known = (image_column, getattr(config, "mask_column", None))
+    others = [name for name in rows.column_names if name not in known]
     if others:
         source = describe_source(config)
         note(f"{source} has no column `label`; data.label_column may name one of {', '.join(others)}")
