@@ -76,7 +76,9 @@ class OneClass(LabelKind):
         if len(one) == len(other) == 1:
             return paired_accuracies(is_right(one[0]), is_right(other[0]))
         gains = np.mean([is_right(each) for each in one], 0) - np.mean([is_right(each) for each in other], 0)
-        return paired(lambda indices: float(gains[indices].mean()), len(gains))
+        difference = paired(lambda indices: float(gains[indices].mean()), len(gains))
+        low, high = difference.interval  # widened for few images, beyond what a share can be
+        return difference._replace(interval=(max(-1.0, low), min(1.0, high)))
 
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         return {"largest class": largest_class_share(outcomes.targets)}
