@@ -249,9 +249,10 @@ def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str
         UserError: `class_names` has no name for a class.
     """
     names = known_names(config)
-    if not names:
+    fit = len(names) > numbers[-1]
+    if not names or (config.class_names is None and not fit):
         return [f"class {number}" for number in numbers]
-    require(len(names) > numbers[-1], "class_names", list(names), f"{numbers[-1] + 1} names, from class 0 on")
+    require(fit, "class_names", list(names), f"{numbers[-1] + 1} names, from class 0 on")
     return [names[number] for number in numbers]
 
 

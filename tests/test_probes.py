@@ -521,7 +521,7 @@ def test_random_weights_stand_beside_an_encoder_and_classes_have_their_names(tra
     random = capsys.readouterr().out
     knn.main(words)
     printed = capsys.readouterr().out
-    assert "largest class 28.0 %" in random and "random weights" not in random
+    assert "largest class 28.0%" in random and "random weights" not in random
     assert "largest class 28.0%; random weights " in printed and "test images, 95% intervals over these" in printed
     assert "| songbird " in printed and "class 0" not in printed
     report = read_json(next((trained / "evaluation").glob("knn_[!r]*.json")))
