@@ -28,7 +28,7 @@ from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import format_percent, print_details, table, write_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.one_class import OneClass
-from evaluation.metrics.scoring import KINDS, add_figures, best_choice, kind_of, score_name
+from evaluation.metrics.scoring import KINDS, add_figures, best_choice, describe_labels, kind_of, score_name
 from evaluation.supervision.classification import Classification, score_of_run
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
@@ -46,7 +46,7 @@ MAX_LEFT_OUT = 5000
 
 
 DIVERGED = -math.inf
-"""Score on the dev split of a learning rate that diverges; the report has 0."""
+"""Score on the dev split of a learning rate that diverges; the report has null."""
 
 
 class Finetuning(Classification):
@@ -140,13 +140,13 @@ def finetune_once(
     return result
 
 
-def accuracy_on_dev(config: FinetuneConfig, lr: float, loaded: LoadedSplits | None) -> float:
-    """Score of a learning rate on the dev split; of one that diverges the worst."""
+def measure_on_dev(config: FinetuneConfig, lr: float, loaded: LoadedSplits | None) -> dict[str, Any]:
+    """The result of a learning rate on the dev split; of one that diverges the worst score."""
     try:
-        return finetune_once(config, f"dev_lr_{lr:g}", lr, True, loaded)["accuracy"]
+        return finetune_once(config, f"dev_lr_{lr:g}", lr, True, loaded)
     except Diverged as error:
         print(f"warning: learning rate {lr:g} diverges: {error}", file=sys.stderr)
-        return DIVERGED
+        return {"accuracy": DIVERGED}
 
 
 def hash_initial_weights(config: FinetuneConfig) -> str:
@@ -156,20 +156,22 @@ def hash_initial_weights(config: FinetuneConfig) -> str:
 
 def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Compare learning rates, fine-tune, test, write the report, and return it."""
-    on_dev: dict[float, float] = {}
+    on_dev: dict[float, dict[str, Any]] = {}
     best = config.lrs[0]
     if len(config.lrs) > 1:
-        on_dev = {lr: accuracy_on_dev(config, lr, loaded) for lr in config.lrs}
-        best = best_choice(on_dev)
+        on_dev = {lr: measure_on_dev(config, lr, loaded) for lr in config.lrs}
+        best = best_choice({lr: result["accuracy"] for lr, result in on_dev.items()})
     results = []
     if config.test:
         result = {"seed": config.run.seed, "init": config.init, "lr": best}
         results.append(result | finetune_once(config, f"lr_{best:g}", best, False, loaded))
     report = {
         "results": add_figures(results),
-        "dev": [{"lr": lr, "accuracy": 0.0 if score == DIVERGED else score} for lr, score in on_dev.items()],
+        "dev": [{"lr": lr, "accuracy": reported(result["accuracy"])} for lr, result in on_dev.items()],
         "protocol": dataclasses.asdict(config),
     }
+    if not config.test:
+        report |= labels_of_dev(list(on_dev.values()))
     if PartialState().is_main_process:
         print(table_of_rates(report))
         path = Path(config.out or Path(config.run.dir) / "finetune.json")
@@ -181,15 +183,28 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     return report
 
 
+def reported(score: float) -> float:
+    """A score as the report has it: of a rate that diverged it is not known."""
+    return math.nan if score == DIVERGED else score
+
+
+def labels_of_dev(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The entry `labels` of a report that has compared rates only: of the dev split."""
+    outcomes = [result["outcomes"] for result in results if "outcomes" in result]
+    return {"labels": describe_labels(outcomes[0])} if outcomes else {}
+
+
 def table_of_rates(report: dict[str, Any]) -> str:
     """The report as a table: a row for each learning rate that was compared, and one for the test."""
-    rows = [[f"{row['lr']:g}", f"{100 * row['accuracy']:.1f}", "-", "-"] for row in report["dev"]]
+    rows = []
+    for rate in report["dev"]:
+        rows.append([f"{rate['lr']:g}", format_percent({"mean": rate["accuracy"], "count": 1}), "-", "-"])
     for result in report["results"]:
         row = [f"{result['lr']:g}", "-"]
-        row.append(f"{100 * result['dev_accuracy']:.1f}" if "dev_accuracy" in result else "-")
+        row.append(format_percent({"mean": result.get("dev_accuracy"), "count": 1}))
         interval = {"interval": result["interval"]} if "interval" in result else {}
         rows.append([*row, format_percent({"mean": result["accuracy"], "count": 1} | interval)])
-    name = score_name(report["results"])
+    name = KINDS[report["labels"]["kind"]].score_heading if "labels" in report else score_name(report["results"])
     headings = ["learning rate", f"dev {name} (%)", f"dev {name}, left-out images (%)", f"test {name} (%)"]
     return table(headings, rows)
 

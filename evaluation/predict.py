@@ -23,6 +23,7 @@ from evaluation.config import PredictConfig
 from evaluation.frozen.extraction import describe_precision
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images
+from evaluation.metrics.scoring import without_nan
 from evaluation.predictions.classes import has_known_labels, number_labels
 from evaluation.predictions.masks import write_classes
 from evaluation.predictions.opening import (
@@ -126,7 +127,7 @@ def report_others(config: PredictConfig, about: dict[str, Any], kind: str, split
     summary = summarize_others(predictions, outcomes)
     print_figures(summary, kind, predictions.broken)
     described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary
-    write_complete(about_file(out), json.dumps(read_about(out) | described, indent=1, ensure_ascii=False))
+    write_about(out, described)
     if config.page:
         note("there is no page of predictions: it is for one class an image")
     print(f"wrote {out}, {about_file(out).name}: {summary['images']} images, {summary['unreadable']} unreadable")
@@ -213,7 +214,7 @@ def report(
     summary = summarize(predictions, outcomes)
     print_summary(summary, predictions.broken)
     described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary
-    write_complete(about_file(out), json.dumps(read_about(out) | described, indent=1, ensure_ascii=False))
+    write_about(out, described)
     written = f"{out}, {about_file(out).name}"
     if config.page:
         page = out.with_suffix(".html")
@@ -221,6 +222,12 @@ def report(
         write_predictions_page(page, f"Predictions: {out.name}", subtitle, predictions, outcomes, images, thumbnail)
         written += f", {page.name}"
     print(f"wrote {written}: {summary['images']} images, {summary['unreadable']} unreadable")
+
+
+def write_about(out: Path, described: dict[str, Any]) -> None:
+    """Add what describes a table to the JSON beside it."""
+    about = without_nan(read_about(out) | described)
+    write_complete(about_file(out), json.dumps(about, indent=1, ensure_ascii=False))
 
 
 def note_differences(config: PredictConfig, source: Source, accelerator: Accelerator) -> None:

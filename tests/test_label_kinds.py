@@ -13,10 +13,13 @@ from sklearn.metrics import average_precision_score, mean_absolute_error, r2_sco
 from sklearn.neighbors import KNeighborsRegressor
 
 from evaluation import features, fewshot, knn, linear
+from evaluation.comparison.reports import with_known_numbers
 from evaluation.config import LinearConfig
+from evaluation.frozen.by_class import figure_rows
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
+from evaluation.frozen.results import format_percent, summarize_accuracies, write_report
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import KINDS, best_choice, measured
+from evaluation.metrics.scoring import KINDS, add_figures, best_choice, measured
 from evaluation.supervision.learners import NumberLearner, SeveralLearner
 from mpp.config import DataConfig
 from mpp.data.label_kinds import LABEL_READERS, find_label_kind
@@ -158,6 +161,31 @@ def test_figures_that_images_do_not_have_are_unknown():
     assert best_choice({1: float("nan"), 2: float("nan")}) == 1
     alone = measured(Outcomes("several", np.array([[1], [0], [1]], np.int8), np.array([[0.9], [0.5], [0.1]])))
     assert alone["accuracy"] == pytest.approx((1 + 2 / 3) / 2)
+
+
+def test_a_figure_that_images_do_not_have_is_null_in_files_and_a_dash_in_tables(tmp_path):
+    outcomes = Outcomes("number", np.full(5, 3.0), np.arange(5.0))
+    report = {"results": add_figures([{"seed": 0, "outcomes": outcomes}, {"seed": 1, "outcomes": outcomes}])}
+    report["summary"] = summarize_accuracies(report["results"], "seed")
+    path = tmp_path / "linear.json"
+    rows = figure_rows(path, write_report(path, report))
+    assert [row[1].split()[0] for row in rows] == ["-", "1.40"]
+    read = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert [result["accuracy"] for result in read["results"]] == [None, None]
+    assert figure_rows(path, read) == rows
+    assert format_percent(read["summary"]["0"]) == "-"
+    assert format_percent(summarize_accuracies(read["results"], "seed")["1"]) == "-"
+    row = with_known_numbers({"kind": "test"} | read["results"][0])
+    assert np.isnan(row["accuracy"]) and "interval" not in row
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.00012345, "0.000123"), (1.4, "1.40"), (123.4, "123"), (12345.6, "12346"), (0.0, "0.00")]
+)
+def test_an_error_is_shown_with_three_digits_whatever_its_unit(value, text):
+    assert KINDS["number"].text("mae", value, None, None) == text
+    assert KINDS["number"].text("mae", value, 0.5, value) == f"{text} (0.500 to {text})"
+    assert KINDS["number"].text("r2", 0.1234, None, None) == "12.3"
 
 
 @pytest.fixture
@@ -306,6 +334,6 @@ def test_saved_features_without_labels_are_counted_and_wrong_labels_named(tmp_pa
 def test_the_class_path_says_what_several_labels_need(tmp_path, capsys):
     images = write_images(tmp_path / "images", colours)
     linear.main(["--encoder=floor:pixels", f"--data.path={images}", f"--out={tmp_path / 'l.json'}"])
-    assert "bright;red are taken for one each: --task several splits them at ;" in capsys.readouterr().out
+    assert "classes such as bright;red are taken for one each: --task several splits" in capsys.readouterr().out
     train, _ = load_image_datasets(DataConfig(path=str(images)), None, "several")
     assert train.labels.dtype == np.int8 and train.class_shares() == {}

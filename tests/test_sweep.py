@@ -311,6 +311,21 @@ def advice_of(small, accuracies):
     return " ".join(advice(small.parse(), plan, ranked))
 
 
+def test_a_score_has_its_name_and_a_trial_without_one_is_last(small):
+    plan = small.plan()
+    rows = []
+    for trial, value in zip(plan.trials, (float("nan"), -0.2), strict=True):
+        about = {"encoder": trial.entry.name, "encoder_seed": 0, "evaluation": "knn", "dataset": "dev", "case": "R2"}
+        rows.append(about | {"kind": "validation", "accuracy": value, "seed": 0, "score": "R2"})
+    ranked = ranking(plan, rows)
+    first, second = table_of(ranked).splitlines()[2:]
+    assert "knn, dev R2 (%)" in table_of(ranked)
+    assert [line.split("|")[3].strip() for line in (first, second)] == ["-20.0", "-"]
+    assert "trials was chosen" not in " ".join(advice(small.parse(), plan, ranked))
+    nothing = ranking(plan, [row | {"accuracy": float("nan")} for row in rows])
+    assert advice(small.parse(), plan, nothing) == ["No trial has a score: these images have none."]
+
+
 @pytest.mark.parametrize(
     ("accuracies", "said", "unsaid"),
     [

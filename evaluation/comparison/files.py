@@ -40,6 +40,7 @@ from evaluation.comparison.tables import (
 from evaluation.comparison.trunks import Compute, describe_trunks
 from evaluation.figures.style import DPI
 from evaluation.frozen.results import table, write_json
+from evaluation.metrics.scoring import best_choice
 from evaluation.pages.page import Link, Page, Section, Table, Text, picture_of, write_page
 from mpp.runtime.files import write_complete
 from mpp.training.run_folder import REPORT_PAGE
@@ -219,7 +220,7 @@ def best_encoders(tested: list[ResultRow]) -> list[str]:
         if case in MASKED_BASELINES:
             continue
         cells = {encoder: spread(of_encoder(rows, encoder)) for encoder in unique(rows, "encoder")}
-        best = max(cells, key=lambda encoder: cells[encoder]["mean"])
+        best = best_choice({encoder: cell["mean"] for encoder, cell in cells.items()})
         others = [f"{encoder} {100 * cell['mean']:.1f}%" for encoder, cell in cells.items() if encoder != best]
         more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
         beside = f" (beside {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""

@@ -1,6 +1,7 @@
 """Reports of a comparison's cases: where they are, whether they count, and the rows of results that they give."""
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,18 @@ from evaluation.comparison.cases import Case, Encoder
 from evaluation.comparison.digests import identity, provenance, training_digest
 from evaluation.comparison.trainings import executed_pflop
 from evaluation.metrics.intervals import wilson
-from evaluation.metrics.scoring import KINDS
+from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.one_class import OneClass
+from evaluation.metrics.scoring import KINDS, rank_of
 from mpp.errors import UserError
 
+ACCURACY = OneClass().score_heading
 ResultRow = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, training_pflop where it is known, and its kind.
 
 test: an accuracy on held-out images, of a case (such as 5 shots) and a seed, with `interval`, `images`, `figures` and
-the place of its `outcomes` where they are known; validation: the same on a dev split, of an evaluation with
+the place of its `outcomes` where they are known, and `score`, its name, where it is another figure, such as mean IoU;
+validation: the same on a dev split, of an evaluation with
 `test: false`; dev: an accuracy on the dev split beside those, of a probe at a depth;
 rank: the effective rank of test features at a depth; diverged: no more.
 """
@@ -67,16 +72,24 @@ def rows_of(case: Case, folder: Path) -> list[ResultRow]:
     if "diverged" in report:
         return [about | {"kind": "diverged"}]
     if not report["protocol"].get("test", True):
-        return [about | row for row in validation_rows(case, report, folder)]
-    return [about | row for row in (*test_rows(case, report, folder), *dev_rows(case, report), *rank_rows(report))]
+        return [about | with_known_numbers(row) for row in validation_rows(case, report, folder)]
+    rows = (*test_rows(case, report, folder), *dev_rows(case, report), *rank_rows(report))
+    return [about | with_known_numbers(row) for row in rows]
+
+
+def with_known_numbers(row: ResultRow) -> ResultRow:
+    """A row of a file with NaN in place of null, an accuracy that the images do not have; it has no interval."""
+    if "accuracy" not in row or row["accuracy"] is not None:
+        return row
+    return {key: value for key, value in row.items() if key != "interval"} | {"accuracy": math.nan}
 
 
 def validation_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRow]:
     """Accuracies of an evaluation with `test: false`; of fine-tuning, at the best of its learning rates."""
     if case.evaluation.kind != "fine-tuning":
         return [row | {"kind": "validation"} for row in test_rows(case, report, folder)]
-    best = max(report["dev"], key=lambda each: each["accuracy"])
-    return [{"kind": "validation", "case": "", "seed": 0, **best}]
+    best = max(report["dev"], key=lambda each: rank_of(each["accuracy"]))
+    return [{"kind": "validation", "case": name_of_figure(report), "seed": 0, **best, **name_of_score(report)}]
 
 
 def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRow]:
@@ -90,6 +103,7 @@ def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRo
         name = str(result.get("case", result.get(case.evaluation.case_key, "")))
         name = " ".join(filter(None, [name, figure]))
         row = {"kind": "test", "case": name, "seed": result.get("seed", 0), "accuracy": result["accuracy"]}
+        row |= name_of_score(report)
         row |= {key: result[key] for key in ("interval", "figures", "depth", "lr", "pflop") if key in result}
         if "labels" in report:
             row["images"] = report["labels"]["images"]
@@ -101,8 +115,19 @@ def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRo
 
 def name_of_figure(report: dict[str, Any]) -> str:
     """The figure of a report, for headings, where it is none of the usual ones: accuracy or mean IoU."""
-    kind = KINDS[report.get("labels", {}).get("kind", "class")]
-    return kind.headings[kind.score] if kind.name in ("several", "number") else ""
+    kind = kind_of_report(report)
+    return kind.score_heading if kind.name in ("several", "number") else ""
+
+
+def name_of_score(report: dict[str, Any]) -> dict[str, str]:
+    """The entry `score` of a row: what tables call `accuracy`; empty where it is one."""
+    name = kind_of_report(report).score_heading
+    return {} if name == ACCURACY else {"score": name}
+
+
+def kind_of_report(report: dict[str, Any]) -> LabelKind:
+    """The kind of label of a report."""
+    return KINDS[report.get("labels", {}).get("kind", "class")]
 
 
 def with_interval(row: ResultRow, case: Case) -> ResultRow:
@@ -142,7 +167,7 @@ def read_published(file: str | None) -> dict[str, list[ResultRow]]:
     by_digest: dict[str, list[ResultRow]] = {}
     try:
         for row in json.loads(Path(file).read_text(encoding="utf-8"))["results"]:
-            by_digest.setdefault(row["digest"], []).append(row)
+            by_digest.setdefault(row["digest"], []).append(with_known_numbers(row))
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None
     return by_digest

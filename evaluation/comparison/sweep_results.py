@@ -1,5 +1,6 @@
 """Results of a sweep: its trials sorted by dev accuracy, a plot, and what to do next."""
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -11,13 +12,14 @@ from matplotlib.figure import Figure
 
 from evaluation.comparison.cases import with_seed
 from evaluation.comparison.files import MASKED_BASELINES, recorded_versions
-from evaluation.comparison.reports import ResultRow
+from evaluation.comparison.reports import ACCURACY, ResultRow
 from evaluation.comparison.tables import Cell, accuracy_text, grouped, of_encoder, of_kind, unique
 from evaluation.comparison.trials import SweepPlan, Trial, command_options, parsed_options
 from evaluation.config import SweepConfig
 from evaluation.figures.charts import Curves, plot_bars, plot_lines
 from evaluation.figures.style import DPI
 from evaluation.frozen.results import summarize_values, table, write_json
+from evaluation.metrics.scoring import rank_of
 from mpp.config.command_line import as_command_line, as_words
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
@@ -32,7 +34,10 @@ class Result(NamedTuple):
 
     trial: Trial
     cells: dict[str, Cell]
-    """Evaluation -> its accuracy: mean, std and count over seeds; `diverged`, the number of seeds that did."""
+    """Evaluation -> its accuracy: mean, std and count over seeds; `diverged`, the number of seeds that did.
+
+    `score` is its name where it is another figure, such as R2.
+    """
     pflop: float | None
     """PFLOP that its training executed; None: unknown."""
     steps: int | None
@@ -71,7 +76,7 @@ def ranking(plan: SweepPlan, rows: list[ResultRow]) -> list[Result]:
     """The trials that have results, the best first; those of which a seed diverged are last."""
     results = [result_of(trial, of_encoder(rows, trial.entry.name)) for trial in plan.trials]
     present = [result for result in results if result.cell]
-    return sorted(present, key=lambda result: ("diverged" in result.cell, -result.cell.get("mean", 0)))
+    return sorted(present, key=lambda result: ("diverged" in result.cell, -rank_of(result.cell.get("mean"))))
 
 
 def result_of(trial: Trial, rows: list[ResultRow]) -> Result:
@@ -84,6 +89,9 @@ def result_of(trial: Trial, rows: list[ResultRow]) -> Result:
         diverged = unique(of_kind(of_evaluation, "diverged"), "encoder_seed")
         if diverged:
             cell["diverged"] = len(diverged)
+        names = [row["score"] for row in scored if "score" in row]
+        if names:
+            cell["score"] = names[0]
         if cell:
             cells[evaluation] = cell
     executed = [row["training_pflop"] for row in rows if "training_pflop" in row]
@@ -107,7 +115,8 @@ def table_of(ranked: Sequence[Result]) -> str:
         return "no results yet"
     keys = list(ranked[0].trial.values)
     evaluations = list(dict.fromkeys(name for result in ranked for name in result.cells))
-    headings = ["run", *keys, *(f"{name}, dev accuracy (%)" for name in evaluations), "steps", "PFLOP"]
+    scores = [f"{name}, dev {score_of(ranked, name)} (%)" for name in evaluations]
+    headings = ["run", *keys, *scores, "steps", "PFLOP"]
     body = []
     for result in ranked:
         values = [as_words(result.trial.values[key]) for key in keys]
@@ -117,6 +126,12 @@ def table_of(ranked: Sequence[Result]) -> str:
         pflop = "-" if result.pflop is None else f"{result.pflop:.3g}"
         body.append([run_name(result.trial), *values, *accuracies, steps, pflop])
     return table(headings, body)
+
+
+def score_of(results: Sequence[Result], evaluation: str) -> str:
+    """What the score of an evaluation is called."""
+    named = [result.cells[evaluation]["score"] for result in results if "score" in result.cells.get(evaluation, {})]
+    return named[0] if named else ACCURACY
 
 
 def run_name(trial: Trial) -> str:
@@ -136,14 +151,18 @@ def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[Result]) -> li
     complete = [result for result in ranked if "diverged" not in result.cell]
     if ranked and not complete:
         lines.append("Every trial diverged: lower optim.lr.")
-    if not complete:
+    known = [result for result in complete if not math.isnan(result.cell["mean"])]
+    if not known:
+        if complete:
+            lines.append("No trial has a score: these images have none.")
         return lines
-    best = complete[0]
+    best = known[0]
     lines += edges(config, plan, best)
-    if len(complete) > 1:
-        lines.append(describe_lead(best, complete[1]))
+    if len(known) > 1:
+        score = score_of(known, next(iter(best.cells)))
+        lines.append(describe_lead(best, known[1]))
         lines.append(
-            f"The best of {len(complete)} trials was chosen by this accuracy, which is too high for that reason (the "
+            f"The best of {len(known)} trials was chosen by this {score}, which is too high for that reason (the "
             "winner's curse): measure the chosen settings anew, with other seeds, on the test images."
         )
     lines.append(f"next: {next_command(config, best)}")
@@ -241,7 +260,8 @@ def plot_sweep(ranked: Sequence[Result]) -> Figure | None:
             if "mean" in cell:
                 line = curves.setdefault(evaluation, {}).setdefault(" ".join(others) or evaluation, {})
                 line[result.trial.values[x_of_lines]] = cell
-    return plot_lines(curves, x_of_lines, "dev accuracy (%)")
+    names = {score_of(scored, evaluation) for evaluation in curves}
+    return plot_lines(curves, x_of_lines, f"dev {names.pop() if len(names) == 1 else 'score'} (%)")
 
 
 def axis_of(results: Sequence[Result]) -> str | None:

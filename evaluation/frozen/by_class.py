@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from evaluation.figures.charts import plot_confusion
 from evaluation.figures.style import DPI
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
-from evaluation.metrics.scoring import kind_of, labelled_outcomes
+from evaluation.metrics.scoring import kind_of, labelled_outcomes, rank_of
 from mpp.runtime.files import complete
 
 MAX_CLASSES_PRINTED = 30
@@ -26,7 +26,7 @@ def shown_result(report: dict[str, Any]) -> dict[str, Any] | None:
     kept = [result for result in report["results"] if isinstance(result.get("outcomes"), int)]
     of_depth = [result for result in kept if result.get("depth", chosen) == chosen]
     first_seed = [result for result in of_depth if result.get("seed", 0) == of_depth[0].get("seed", 0)]
-    return max(first_seed, key=lambda result: result["accuracy"], default=None)
+    return max(first_seed, key=lambda result: rank_of(result["accuracy"]), default=None)
 
 
 def shown_outcomes(path: Path, report: dict[str, Any]) -> Outcomes | None:

@@ -68,7 +68,7 @@ def note_kind(train: ImageDataset) -> None:
     """Note a kind of label that was found, or that looks like another one."""
     if train.label_kind == "number":
         note("the labels have fractions: task is number")
-    joined = [name for name in train.class_names or () if SEPARATOR in name]
+    joined = [name for name in train.class_names or () if SEPARATOR in name.strip(f"{SEPARATOR} ")]
     if joined and train.label_kind == "class":
         way = f"--task several splits them at {SEPARATOR}"
         note(f"classes such as {shortened(joined[:2])} are taken for one each: {way}")

@@ -1,6 +1,7 @@
 """Writing of results: JSON, a Markdown table, TensorBoard."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from evaluation.figures.charts import plot_by_depth
 from evaluation.figures.style import DPI
 from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, worst_first, write_details
 from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
-from evaluation.metrics.scoring import describe_labels, keep_outcomes, kind_of, mean_interval
+from evaluation.metrics.scoring import describe_labels, keep_outcomes, kind_of, mean_interval, rank_of, without_nan
 from mpp.config import SourceConfig, sides
 from mpp.config.fields import default_of
 from mpp.config.keys import iterate_settings, plain
@@ -161,8 +162,9 @@ def summarize_accuracies(results: list[dict], group_by: str) -> dict[str, dict[s
 
 
 def summarize_values(values: Sequence[float]) -> dict[str, float]:
-    """Mean, (population) standard deviation and number of some values."""
-    return {"mean": float(np.mean(values)), "std": float(np.std(values)), "count": len(values)}
+    """Mean, (population) standard deviation and number of some values; null of a file is NaN."""
+    numbers = np.array(values, float)
+    return {"mean": float(numbers.mean()), "std": float(numbers.std()), "count": len(values)}
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
@@ -179,7 +181,12 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def format_percent(summary: dict[str, Any]) -> str:
-    """A mean in percent, with its spread where there are several measurements, and its interval where it has one."""
+    """A mean in percent, with its spread where there are several measurements, and its interval where it has one.
+
+    "-": it is not known (NaN; null of a file).
+    """
+    if summary["mean"] is None or math.isnan(summary["mean"]):
+        return "-"
     text = f"{100 * summary['mean']:.1f}"
     if summary.get("count", 2) > 1:
         text += f" ± {100 * summary['std']:.1f}"
@@ -190,10 +197,10 @@ def format_percent(summary: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON, complete or not at all."""
+    """Write JSON, complete or not at all; NaN is null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with complete(path, shared=True) as partial:
-        partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
+        partial.write_text(json.dumps(without_nan(value), indent=1), encoding="utf-8")
 
 
 def events_folder(path: Path) -> Path:
@@ -281,7 +288,7 @@ def random_weights(path: Path, report: dict[str, Any]) -> str:
     for file in sorted(path.parent.glob(f"{command}_random_*{path.suffix}")):
         if re.fullmatch(rf"{re.escape(command)}_random_\d+{re.escape(rest)}", file.stem):
             summary = json.loads(file.read_text(encoding="utf-8")).get("summary", {})
-            best = max(summary.values(), key=lambda case: case["mean"], default=None)
+            best = max(summary.values(), key=lambda case: rank_of(case["mean"]), default=None)
             return f"random weights {format_percent(best)}%" if best else ""
     return ""
 

@@ -4,6 +4,7 @@ A kind is a class with the members of `LabelKind`, and a line in `KINDS`. Evalua
 kind: they hand over `Outcomes`, and show what they get.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
@@ -23,6 +24,11 @@ class Figure(NamedTuple):
     """95 % over test images."""
 
 
+def three_digits(value: float) -> str:
+    """A number with three significant digits, and all digits before the point: 0.00123, 12.3, 12346."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
 class LabelKind(ABC):
     """A kind of label. M test images, C classes."""
 
@@ -34,6 +40,11 @@ class LabelKind(ABC):
     """Figure -> what tables call it."""
     shares: ClassVar[frozenset[str]]
     """The figures that are shares, which tables show in percent."""
+
+    @property
+    def score_heading(self) -> str:
+        """What tables call the score."""
+        return self.headings[self.score]
 
     @abstractmethod
     def has_target(self, targets: NDArray) -> NDArray[np.bool_]:
@@ -93,14 +104,20 @@ class LabelKind(ABC):
         return None
 
     def text(self, name: str, value: float | None, low: float | None, high: float | None) -> str:
-        """A figure with its interval, as tables have it; "-": these images do not have it."""
-        if value is None:
+        """A figure with its interval, as tables have it; "-": these images do not have it.
+
+        Shares are in percent with one decimal, others have three significant digits.
+        """
+        if value is None or math.isnan(value):
             return "-"
-        factor, digits = (100, 1) if name in self.shares else (1, 3)
-        text = f"{factor * value:.{digits}f}"
-        if low is None or high is None:
+        text = self.text_of_number(name, value)
+        if low is None or high is None or math.isnan(low + high):
             return text
-        return f"{text} ({factor * low:.{digits}f} to {factor * high:.{digits}f})"
+        return f"{text} ({self.text_of_number(name, low)} to {self.text_of_number(name, high)})"
+
+    def text_of_number(self, name: str, value: float) -> str:
+        """A value, or an end of the interval, of a figure."""
+        return f"{100 * value:.1f}" if name in self.shares else three_digits(value)
 
     def figures(self, outcomes: Outcomes) -> dict[str, Figure]:
         """All figures with their intervals."""

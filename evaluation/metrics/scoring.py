@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.metrics.kinds import Figure, LabelKind
+from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.number import Number
 from evaluation.metrics.one_class import OneClass
 from evaluation.metrics.outcomes import Outcomes, save_outcomes
@@ -49,14 +49,18 @@ def score(outcomes: Outcomes) -> float:
 
 def best_choice(scores: dict[Any, float]) -> Any:
     """The choice with the largest score, the first of equal ones; one whose score is not known (NaN) comes last."""
-    return max(scores, key=lambda choice: -math.inf if math.isnan(scores[choice]) else scores[choice])
+    return max(scores, key=lambda choice: rank_of(scores[choice]))
+
+
+def rank_of(score: float | None) -> float:
+    """A score as choices compare it: one that is not known (NaN; null of a file) is below all others."""
+    return -math.inf if score is None or math.isnan(score) else score
 
 
 def score_name(results: Sequence[Result]) -> str:
     """What tables call the score of results, such as accuracy."""
     outcomes = [result["outcomes"] for result in results if isinstance(result.get("outcomes"), Outcomes)]
-    kind = kind_of(outcomes[0]) if outcomes else OneClass()
-    return kind.headings[kind.score]
+    return (kind_of(outcomes[0]) if outcomes else OneClass()).score_heading
 
 
 def add_scores(results: Sequence[Result]) -> list[Result]:
@@ -74,13 +78,17 @@ def measured(outcomes: Outcomes) -> Result:
     kind = kind_of(outcomes)
     figures = kind.figures(labelled_outcomes(outcomes))
     entries: Result = {"accuracy": figures[kind.score].value, "interval": list(figures[kind.score].interval)}
-    others = {name: as_numbers(figure) for name, figure in figures.items() if name != kind.score}
+    others = {name: [figure.value, *figure.interval] for name, figure in figures.items() if name != kind.score}
     return entries | {"figures": others} if others else entries
 
 
-def as_numbers(figure: Figure) -> list[float | None]:
-    """Value, low and high; null: these images do not have it."""
-    return [number if math.isfinite(number) else None for number in (figure.value, *figure.interval)]
+def without_nan(value: Any) -> Any:
+    """What JSON has of a value: null in place of NaN, a figure that the images do not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def keep_outcomes(report: Path, results: Sequence[Result]) -> list[Result]:
@@ -118,4 +126,4 @@ def mean_interval(results: Sequence[Result]) -> list[float] | None:
     """The interval of a mean over seeds, tested on the same images: the means of the ends; None: one has none."""
     if not all("interval" in result for result in results):
         return None
-    return np.mean([result["interval"] for result in results], 0).tolist()
+    return np.mean(np.array([result["interval"] for result in results], float), 0).tolist()
