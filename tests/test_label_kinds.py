@@ -152,6 +152,36 @@ def test_figures_of_numbers_are_scikit_learns_and_missing_ones_do_not_count():
         measured(Outcomes("number", np.full(50, np.nan), predictions))
 
 
+def draw_several(rng, images):
+    targets = (rng.random((images, 3)) < [0.5, 0.3, 0.2]).astype(np.int8)
+    return Outcomes("several", targets, targets + rng.normal(0, 1, targets.shape))
+
+
+def draw_numbers(rng, images):
+    targets = rng.normal(0, 2, images)
+    return Outcomes("number", targets, targets + rng.normal(0, 1, images))
+
+
+COVERAGES = [
+    (draw_numbers, {"r2": 1 - 1 / 4, "mae": np.sqrt(2 / np.pi)}, 0.92),  # closed forms
+    (draw_several, {"macro_map": 0.5994, "micro_map": 0.6164}, 0.86),  # of a million images
+]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("images", "simulations"), [(50, 1000), (286, 300)])
+@pytest.mark.parametrize(("draw", "truth", "least"), COVERAGES)
+def test_intervals_of_other_kinds_cover_the_truth(draw, truth, least, images, simulations):
+    rng = np.random.default_rng(0)
+    covered = dict.fromkeys(truth, 0)
+    for _ in range(simulations):
+        outcomes = draw(rng, images)
+        for name, (low, high) in KINDS[outcomes.kind].intervals(outcomes).items():
+            covered[name] += low <= truth[name] <= high
+    for name, count in covered.items():
+        assert least <= count / simulations <= 0.975, name
+
+
 def test_figures_that_images_do_not_have_are_unknown():
     constant = measured(Outcomes("number", np.full(5, 3.0), np.arange(5.0)))
     assert np.isnan(constant["accuracy"]) and constant["figures"]["mae"][0] == pytest.approx(1.4)
