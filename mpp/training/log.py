@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from mpp.config.keys import flatten
 from mpp.config.saved import to_yaml
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.runtime.files import write_complete
 from mpp.runtime.output import printable
 from mpp.training.history import EVALUATED, Line
@@ -86,7 +86,7 @@ class Tracker:
                 with self.metrics_file.open("a", encoding="utf-8") as file:
                     file.write(f"{line}\n")
             except OSError as error:
-                message = f"{self.metrics_file} cannot be written: {error}; the last checkpoint is good"
+                message = f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is good"
                 raise UserError(message) from error
         tagged = {name if "/" in name else f"train/{name}": value for name, value in values.items()}
         self.accelerator.log(tagged, step)
