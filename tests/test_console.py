@@ -1,5 +1,6 @@
 """The command `mpp`: every command by its name, and what is wrong said before torch is loaded."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from conftest import TINY, finished, start_command
 
 from evaluation.cli import commands, places
+from mpp.config.fields import default_of
 from mpp.config.help import CHANGED_FIRST
 from mpp.config.keys import known_keys
 from mpp.runtime.messages import counted
@@ -56,6 +58,15 @@ def test_what_is_misspelt_is_one_line_before_torch_is_loaded(words, error):
     assert (code, loaded) == (2, "False False") and said.startswith(error) and said.count("\n") == 1
 
 
+def unused_keys(config_class):
+    """Settings that have no effect in a command, which its help leaves out."""
+    keys = set()
+    for field in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(default_of(field)):
+            keys |= {f"{field.name}.{name}" for name in field.metadata.get("unused", ())}
+    return keys
+
+
 @pytest.mark.parametrize("name", commands())
 def test_help_of_a_command_has_every_setting_once_and_ten_first(name, capsys):
     module, configs, config = places(name)
@@ -64,7 +75,7 @@ def test_help_of_a_command_has_every_setting_once_and_ten_first(name, capsys):
         import_module(module).main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
-    assert sorted(shown) == sorted(known_keys(config_class))
+    assert sorted(shown) == sorted(set(known_keys(config_class)) - unused_keys(config_class))
     first = lines.index("What people change first:") + 1
     assert lines[first].startswith(f"  --{next(key for key in CHANGED_FIRST if key in shown)} ")
     assert all(after.startswith("      ") for line, after in pairwise(lines) if line.startswith("  --"))  # documented
