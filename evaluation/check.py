@@ -38,9 +38,11 @@ from mpp.runtime.resources import disk_shortage, free_disk
 from mpp.runtime.start import start_alone
 from mpp.training.branch import refuse_other_trunk
 from mpp.training.checkpoint import newest_step
+from mpp.training.data_warnings import MAX_UNREADABLE_SHARE
+from mpp.training.facts import Facts
 from mpp.training.feed import Feed
 from mpp.training.growth import branch_point
-from mpp.training.health import MAX_UNREADABLE_SHARE, Facts, find_warnings
+from mpp.training.health import find_warnings
 from mpp.training.history import RECENT_LINES
 from mpp.training.phases import Phases
 from mpp.training.run import resolve_config

@@ -1,11 +1,11 @@
-"""What a classifier takes new images for: a table with the names of classes, or masks with the class of each pixel.
+"""Predictions of a classifier for new images: a table with the names of classes, or masks with the class of each pixel.
 
     python evaluation/predict.py --classifier runs/birds_finetuned --data.path FOLDER --out predictions.csv
 
 A row for each image: `file`, `split`, the likeliest classes by name with their probabilities, the probability of each
 class, and `error`. An image that cannot be decoded has no prediction, and its error says why. After an interruption
 the same command continues. The classifier is a fine-tuned or supervised run, a head that `mpp linear --save true` or
-`mpp segmentation --save true` kept, or one of timm's.
+`mpp segmentation --save true` kept, or a model from timm with its head.
 """
 
 import dataclasses

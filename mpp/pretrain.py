@@ -42,7 +42,7 @@ from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.transfer import to_device
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
-from mpp.training.health import describe_collapse
+from mpp.training.learning_warnings import describe_collapse
 from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import train

@@ -163,6 +163,21 @@ def kill_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(TrainingStep, "__call__", dies)
 
 
+def interrupt_after(monkeypatch, owner: type, name: str, calls: int) -> list:
+    """Raise KeyboardInterrupt in a method of (self, dataset, WHAT, images) after so many calls; -> WHAT of each."""
+    method = getattr(owner, name)
+    done = []
+
+    def interrupted(self, dataset, what, images):
+        if len(done) == calls:
+            raise KeyboardInterrupt
+        done.append(what)
+        return method(self, dataset, what, images)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return done
+
+
 def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:
     """Step -> value of a scalar in metrics.jsonl; of a run that writes, the last line may not be whole."""
     whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]

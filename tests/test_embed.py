@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import encoded, picture
+from conftest import encoded, interrupt_after, picture
 from PIL import Image
 
 import mpp
@@ -51,15 +51,7 @@ def test_what_is_there_is_not_done_again(images, finished_run, tmp_path, monkeyp
     words = [f"--encoder={finished_run}", f"--data.path={images}", *FAST]
     embed.main([*words, f"--out={tmp_path / 'whole.parquet'}"])
     rows_of_part = embed.Embedder.rows
-    done = []
-
-    def interrupted_after_two_parts(embedder, dataset, indices, on_images):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(indices)
-        return rows_of_part(embedder, dataset, indices, on_images)
-
-    monkeypatch.setattr(embed.Embedder, "rows", interrupted_after_two_parts)
+    done = interrupt_after(monkeypatch, embed.Embedder, "rows", 2)
     file = tmp_path / "features.parquet"
     with pytest.raises(KeyboardInterrupt):
         embed.main([*words, f"--out={file}"])

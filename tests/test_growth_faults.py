@@ -143,7 +143,7 @@ def test_a_full_disk_while_a_branch_copies(tmp_path, tally, processes):
 
 
 def mount_read_only(folder: Path) -> None:
-    """For this process, nobody may write to a folder: permission bits do not stop root."""
+    """Mount a folder read-only for this process: permission bits do not stop root."""
     mount_apart()
     subprocess.run(["mount", "--bind", folder, folder], check=True)
     subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import timm
 import torch
-from conftest import TINY, dataset_of, encoded, kill_group, picture, start_command, wait_until
+from conftest import TINY, dataset_of, encoded, interrupt_after, kill_group, picture, start_command, wait_until
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
@@ -141,17 +141,8 @@ def test_an_interrupted_table_is_finished_to_the_same_bytes(name, probed, images
     monkeypatch.setattr(parts, "ROWS_PER_PART", 5)
     head = probed / "evaluation" / "birds_head"
     whole = predict_to(tmp_path / f"whole_{name}", head, images)
-    done = []
-    rows_of = ClassRows.rows
-
-    def interrupted(self, dataset, indices, on_images):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(indices)
-        return rows_of(self, dataset, indices, on_images)
-
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        context.setattr(ClassRows, "rows", interrupted)
+        done = interrupt_after(context, ClassRows, "rows", 2)
         predict_to(tmp_path / name, head, images)
     assert not (tmp_path / name).exists() and done == [range(0, 5), range(5, 10)]
     again = predict_to(tmp_path / name, head, images)

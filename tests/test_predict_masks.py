@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import dataset_of, encoded, picture
+from conftest import dataset_of, encoded, interrupt_after, picture
 from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms import v2
@@ -117,17 +117,8 @@ def test_interrupted_masks_are_finished_to_the_same_bytes(head, images, tmp_path
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     predict_to(tmp_path / "a" / "p.csv", head, images)
-    write = pixels.PixelRows.write
-    done = []
-
-    def interrupted(self, dataset, index, image):
-        if len(done) == 3:
-            raise KeyboardInterrupt
-        done.append(index)
-        return write(self, dataset, index, image)
-
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        context.setattr(pixels.PixelRows, "write", interrupted)
+        interrupt_after(context, pixels.PixelRows, "write", 3)
         predict_to(tmp_path / "b" / "p.csv", head, images)
     predict_to(tmp_path / "b" / "p.csv", head, images)
     assert (tmp_path / "b" / "p.csv").read_bytes() == (tmp_path / "a" / "p.csv").read_bytes()

@@ -27,7 +27,8 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.survey import survey
 from mpp.features.probe import Probe, agreement
 from mpp.pretrain import main
-from mpp.training.health import WARNINGS, Facts, find_warnings
+from mpp.training.facts import Facts
+from mpp.training.health import WARNINGS, find_warnings
 from mpp.training.log import read_history
 from mpp.training.verdict import has_best_features, verdict
 from mpp.training.watch import read_verdict
@@ -343,7 +344,7 @@ EVALUATED = ("--run.eval_every=1",)
 @pytest.mark.faults
 def test_a_run_says_how_it_is_and_warns_once_in_all_of_its_lives(pretrain, capsys, monkeypatch):
     arguments = (*EVALUATED, "--optim.lr=1e-9", "--probe.every=1", "--probe.images=40", "--run.checkpoint_every=1")
-    monkeypatch.setattr("mpp.training.health.FEWEST_STEPS", 0)
+    monkeypatch.setattr("mpp.training.learning_warnings.FEWEST_STEPS", 0)
     with monkeypatch.context() as patch, pytest.raises(BaseException, match="killed"):
         kill_at(patch, 3)
         pretrain(*arguments)

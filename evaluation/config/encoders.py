@@ -132,11 +132,11 @@ class EmbedConfig(PrecisionConfig, EncoderConfig):
 
 @dataclass(frozen=True)
 class PredictConfig(PrecisionConfig):
-    """What a classifier takes new images for, as a table; or the class of each pixel, as masks."""
+    """Predictions of a classifier for new images, as a table; or the class of each pixel, as masks."""
 
     classifier: str = "runs/birds_finetuned"
     """Folder of a fine-tuned or supervised run, of a head that `mpp linear --save true` or `mpp segmentation --save
-    true` kept, or of timm's with a head; or the name of a timm model."""
+    true` kept, or in timm's layout with a head; or the name of a timm model."""
     encoder: str | None = None
     """Where the encoder of a kept head is now. null: in the run beside the head, or where it was."""
     out: str = setting("predictions.csv", operational=True)

@@ -1,6 +1,7 @@
 """Figures of labels that are numbers: explained variance (R2) and mean absolute error. M test images."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ class Number(LabelKind):
 
     name = "number"
     score = "r2"
-    headings = {"r2": "explained variance (R2)", "mae": "mean absolute error"}  # noqa: RUF012
+    headings: ClassVar[dict[str, str]] = {"r2": "explained variance (R2)", "mae": "mean absolute error"}
     shares = frozenset({"r2"})
 
     def has_target(self, targets: NDArray) -> NDArray[np.bool_]:

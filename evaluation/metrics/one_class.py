@@ -4,7 +4,7 @@ M test images, C classes, R resamples.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,11 @@ class OneClass(LabelKind):
 
     name = "class"
     score = "accuracy"
-    headings = {"accuracy": "accuracy", "class_mean": "mean over classes", "macro_f1": "macro F1"}  # noqa: RUF012
+    headings: ClassVar[dict[str, str]] = {
+        "accuracy": "accuracy",
+        "class_mean": "mean over classes",
+        "macro_f1": "macro F1",
+    }
     shares = frozenset(headings)
 
     def has_target(self, targets: NDArray) -> NDArray[np.bool_]:

@@ -3,6 +3,8 @@
 M test images, C classes.
 """
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +21,7 @@ class Pixels(LabelKind):
 
     name = "pixels"
     score = "mean_iou"
-    headings = {"mean_iou": "mean IoU", "pixel_accuracy": "pixel accuracy"}  # noqa: RUF012
+    headings: ClassVar[dict[str, str]] = {"mean_iou": "mean IoU", "pixel_accuracy": "pixel accuracy"}
     shares = frozenset(headings)
 
     def has_target(self, targets: NDArray) -> NDArray[np.bool_]:

@@ -5,6 +5,7 @@ M test images, C classes, R resamples.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ class SeveralClasses(LabelKind):
 
     name = "several"
     score = "macro_map"
-    headings = {"macro_map": "mAP, macro", "micro_map": "mAP, micro"}  # noqa: RUF012
+    headings: ClassVar[dict[str, str]] = {"macro_map": "mAP, macro", "micro_map": "mAP, micro"}
     shares = frozenset(headings)
 
     def has_target(self, targets: NDArray) -> NDArray[np.bool_]:

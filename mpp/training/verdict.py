@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mpp.training.health import FEWEST_STEPS, Facts
+from mpp.training.facts import Facts
 from mpp.training.history import (
     EVALUATED,
     HOUR,
@@ -16,6 +16,7 @@ from mpp.training.history import (
     series,
     values_by_depth,
 )
+from mpp.training.learning_warnings import FEWEST_STEPS
 from mpp.training.phases import NOT_COOLED_DOWN, Phases
 
 ACCURACY_BASELINES = {"heldout/largest_class": "largest class", "heldout/chance": "chance"}

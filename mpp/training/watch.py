@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.runtime.files import write_complete
+from mpp.training.facts import Facts
 from mpp.training.growth import branch_point
-from mpp.training.health import Facts, RunWarning, find_warnings
+from mpp.training.health import RunWarning, find_warnings
 from mpp.training.log import Tracker, read_history
 from mpp.training.task import ImageTask
 from mpp.training.verdict import has_best_features, verdict
