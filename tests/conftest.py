@@ -241,12 +241,6 @@ def launched(folder: Path, *nodes: tuple[str, ...]) -> list[dict[str, str]]:
     ]
 
 
-def kill_group(process: subprocess.Popen) -> None:
-    """SIGKILL to the launcher and to all that it started."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-
-
 def wait_until(condition, poll: float = 0.02, of=None) -> None:
     """Poll until the condition holds, while the command `of` runs."""
     end = time.monotonic() + HANGS

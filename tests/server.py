@@ -24,7 +24,7 @@ from conftest import HANGS, heed_interrupts, wait_until
 
 from evaluation.registry import EVALUATIONS
 
-OTHER_COMMANDS = ("supervised", "contrastive", "compare", "sweep", "features", "visualize")
+OTHER_COMMANDS = ("supervised", "contrastive", "compare", "sweep", "predict", "features", "visualize")
 MODULES = {name: f"mpp.{name}" for name in ("pretrain", "prepare")}
 MODULES |= {name: evaluation.module for name, evaluation in EVALUATIONS.items()}
 MODULES |= {name: f"evaluation.{name}" for name in OTHER_COMMANDS}

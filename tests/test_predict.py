@@ -2,8 +2,10 @@
 
 import csv
 import json
+import os
 import shutil
-import time
+import signal
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 import timm
 import torch
-from conftest import TINY, dataset_of, encoded, interrupt_after, kill_group, picture, start_command, wait_until
+from conftest import TINY, dataset_of, encoded, interrupt_after, picture
 from PIL import Image
 from safetensors.torch import load_file
+from server import Command
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 from torchvision.transforms import v2
 
@@ -152,21 +155,36 @@ def test_an_interrupted_table_is_finished_to_the_same_bytes(name, probed, images
     assert not list(tmp_path.glob(".*"))
 
 
+def small_parts() -> None:
+    parts.ROWS_PER_PART = 5
+
+
+def die_in_the_third_part() -> None:
+    """SIGKILL to all of the command, loader processes included, when two parts of its table are written."""
+    rows, calls = ClassRows.rows, count()
+
+    def rows_or_death(self, *given):
+        if next(calls) == 2:
+            os.killpg(0, signal.SIGKILL)
+        return rows(self, *given)
+
+    ClassRows.rows = rows_or_death
+    small_parts()
+
+
 @pytest.mark.faults
-def test_a_killed_command_is_finished_to_the_same_bytes(probed, tmp_path):
-    images = write_images(tmp_path / "many", 5000)
-    words = ("mpp", "predict", f"--classifier={probed / 'evaluation' / 'birds_head'}", f"--data.path={images}", *FAST)
+def test_a_killed_command_is_finished_to_the_same_bytes(probed, images, tmp_path, tally):
+    words = (f"--classifier={probed / 'evaluation' / 'birds_head'}", f"--data.path={images}", *FAST, "--data.workers=2")
     whole, killed = tmp_path / "whole.csv", tmp_path / "killed.csv"
-    process = start_command(*words, f"--out={killed}")
-    wait_until(lambda: list((tmp_path / ".killed.csv.parts").glob("*.parquet")))
-    time.sleep(0.3)
-    kill_group(process)
-    assert not killed.exists()
+    run = Command("predict", *words, f"--out={killed}", prepare=die_in_the_third_part)
+    assert run.wait() == [-signal.SIGKILL] and not killed.exists(), run.said
+    left = {file.name for file in (tmp_path / ".killed.csv.parts").glob("*.parquet")}
+    assert left == {"000-000000000000.parquet", "000-000000000005.parquet"}
     for out in (killed, whole):
-        ended = start_command(*words, f"--out={out}")
-        assert ended.wait() == 0
-        ended.communicate()
-    assert killed.read_bytes() == whole.read_bytes() and len(read_csv(killed)) == 5000
+        run = Command("predict", *words, f"--out={out}", prepare=small_parts)
+        assert run.wait() == [0], run.said
+    assert killed.read_bytes() == whole.read_bytes() and len(read_csv(killed)) == 12
+    tally("a kill of mpp predict", 1)
 
 
 def test_a_broken_image_is_named_and_the_others_are_predicted(probed, tmp_path, capsys):
