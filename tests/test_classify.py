@@ -391,18 +391,19 @@ def test_a_kill_during_finetuning_loses_nothing(tmp_path, encoder, monkeypatch):
     assert weights_of(run) == weights_of(tmp_path / "whole" / "lr_0.1")
 
 
+@pytest.mark.parametrize("warmup", [True, False], ids=["decay rises", "constant decay"])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_polyak_average_by_hand(optimizer):
+def test_polyak_average_by_hand(optimizer, warmup):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    config = OptimConfig(name=optimizer, lr=0.1, average=0.8)
+    config = OptimConfig(name=optimizer, lr=0.1, average=0.8, average_warmup=warmup)
     built = build_optimizer(model, config)
     average = None
     for step in range(1, 60):
         model(torch.randn(4, 3)).square().sum().backward()
         built.step()
         built.zero_grad()
-        decay = min(0.8, (1 + step) / (10 + step))
+        decay = min(0.8, (1 + step) / (10 + step)) if warmup else 0.8
         weight = model.weight.detach().clone()
         average = weight if average is None else decay * average + (1 - decay) * weight
     with averaged_weights(built):

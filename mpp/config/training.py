@@ -107,8 +107,10 @@ class OptimConfig:
     clip: float | None = setting(1.0, above=0, at_most=math.inf)
     """Largest global norm of the gradient. null: no clipping."""
     average: float | None = setting(None, above=0, below=1)
-    """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. After t steps
-    it is at most (1 + t) / (10 + t), so that first weights are forgotten. null: none."""
+    """Decay of Polyak averaging (the paper's Table 2: 0.9999): the average is evaluated and exported. null: none."""
+    average_warmup: bool = setting(True, needs={"average": True})
+    """Whether the decay of the average is at most (1 + t) / (10 + t) after t steps, so that the first weights are soon
+    forgotten. false: it is optim.average from the first step on."""
 
     def warmup(self, steps: int) -> int:
         """Warm-up steps of a run."""

@@ -91,8 +91,8 @@ def load_encoder(
     Returns:
         The timm model. That of a folder is in eval mode. `forward_features` gives tokens (B, 1 + N, D), [class] first,
         of images that are normalised: `timm.data.resolve_model_data_config(model)` says size, mean, std and crop,
-        after `changes`. Calling it gives [class] (B, D), which masked patch prediction did not train; with
-        `global_pool="avg", fc_norm=False` the mean.
+        after `changes`. Calling it gives [class] (B, D), to which masked patch prediction gave no gradient of its own;
+        with `global_pool="avg", fc_norm=False` the mean.
     Raises:
         UserError: no encoder there, or weights that cannot be read or are not this model's.
     """

@@ -11,12 +11,16 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class PolyakAverage:
     """Averages the weights after each step, in the optimiser's state: checkpoints have the averages.
 
-    After t steps the decay is at most (1 + t) / (10 + t), so that the initial weights are soon forgotten. The paper
-    says nothing of that. It is 0.9991 after 10,000 steps, and 0.9999 after 90,000.
+    Args:
+        warmup: whether the decay is at most (1 + t) / (10 + t) after t steps, so that the first weights are soon
+            forgotten: 0.9991 after 10,000 steps, and 0.9999 only after 90,000. The paper says nothing of that. Without
+            it the weights after the first step keep a share of decay^(t - 1): 13.5 % with 0.9999 after 20,000 steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, decay: float):
-        self.decay, self.updates = decay, 0
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float, warmup: bool = True):
+        self.decay = decay
+        self.warmup = warmup
+        self.updates = 0
         optimizer.register_step_post_hook(self)
 
     @torch.no_grad()
@@ -31,9 +35,14 @@ class PolyakAverage:
             self.updates = int(first["updates"])
         self.updates += 1
         first["updates"].fill_(self.updates)
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         averages = [optimizer.state[parameter]["average"] for parameter in parameters]
-        get_ema_multi_avg_fn(decay)(averages, parameters, None)
+        get_ema_multi_avg_fn(self.decay_of_step())(averages, parameters, None)
+
+    def decay_of_step(self) -> float:
+        """The decay of the step that was counted last."""
+        if not self.warmup:
+            return self.decay
+        return min(self.decay, (1 + self.updates) / (10 + self.updates))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

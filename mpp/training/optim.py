@@ -42,7 +42,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum_or_default(), fused=not sharded)
     if config.average is not None:
-        PolyakAverage(optimizer, config.average)
+        PolyakAverage(optimizer, config.average, config.average_warmup)
     return optimizer
 
 
