@@ -92,11 +92,11 @@ class SmallComparison:
         return cases_in(self.write())
 
 
-def write_cats_and_dogs(folder: Path) -> None:
+def write_cats_and_dogs(folder: Path, seed: int = 0) -> None:
     """Write 24 images of two classes, by folder: dogs are red."""
     for number in range(24):
         kind = "cat" if number % 2 else "dog"
-        image = picture(number)
+        image = picture(seed + number)
         red = image[..., 0] // 2
         image[..., 0] = red if kind == "cat" else 255 - red
         file = folder / kind / f"{number:02d}.png"

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+import yaml
 from accelerate import Accelerator
 from conftest import TINY, encoded, kill_at, picture, read_metrics, title_and_tags
 from safetensors.torch import load_file
@@ -176,6 +177,36 @@ def test_a_batch_norm_over_one_place_trains_and_is_not_averaged(tmp_path):
 def test_a_resnet_has_no_depth_to_set(tmp_path):
     with pytest.raises(ValueError, match=r"model\.depth is 3; it must be null with resnetv2_50x1_bit"):
         train_supervised(tmp_path / "run", "--model.name=resnetv2_50x1_bit", "--model.depth=3")
+
+
+THIN = "--model.arguments={channels: [128, 128, 128, 128], stem_chs: 32}"
+
+
+def test_a_resnet_of_fewer_channels_trains_and_is_loaded_by_plain_timm(tmp_path):
+    arguments = ["--model.name=resnetv2_50x1_bit", THIN, "--model.img_size=32", "--run.steps=1", "--data.eval_images=2"]
+    folder = train_supervised(tmp_path / "run", *arguments, "--optim.global_batch_size=2")
+    encoder = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True)
+    channels = [stage.blocks[-1].conv3.out_channels for stage in encoder.stages]
+    assert encoder.num_features == 128 and channels == [128] * 4
+    trained = load_file(folder / "encoder" / "model.safetensors")
+    assert all(torch.equal(value, trained[name]) for name, value in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "argument, said",
+    [
+        ("{in_chans: 1}", r"model\.arguments is in_chans; it must be an argument of this timm model that no other"),
+        ("{chanels: [8]}", r"model\.arguments is {'chanels': \[8\]}: model\.name is resnetv2_50x1_bit, .*'chanels'"),
+        (
+            "{channels: [8, 8]}",
+            r"model\.arguments is {'channels': .*: model\.name is resnetv2_50x1_bit, .* divisible by",
+        ),
+    ],
+)
+def test_arguments_that_a_resnet_does_not_take_are_refused(argument, said):
+    config = ModelConfig(name="resnetv2_50x1_bit", arguments=yaml.safe_load(argument))
+    with pytest.raises(ValueError, match=said):
+        supervised.build_backbone(config)
 
 
 def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, capsys):

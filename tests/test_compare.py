@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from comparisons import FAST, SmallComparison
+from comparisons import FAST, SmallComparison, write_cats_and_dogs
 from conftest import encoded, picture, read_metrics
 from server import Command
 
@@ -124,9 +124,12 @@ def cell_by_definition(rows):
 
 
 @pytest.mark.faults
-def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
+@pytest.mark.parametrize("command", ["pretrain", "supervised"])
+def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path, command):
     """A run that is taught by another of the comparison costs both; while its teacher is being trained, it waits."""
-    teacher = small.config["encoders"][0] | {"seeds": [0]}
+    teacher = small.config["encoders"][0] | {"seeds": [0], "train": command}
+    write_cats_and_dogs(tmp_path / "learned", seed=100)
+    teacher["train_options"] = teacher["train_options"] | {"data.path": str(tmp_path / "learned")}
     student = student_of(teacher, tmp_path / "taught")
     small.config["encoders"] = [student, teacher]
     ask_few_shots_of_one_dataset(small)
@@ -142,16 +145,21 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path):
     teacher["train_options"]["optim.lr"] = 0.02
     taught_otherwise, _ = small.cases().values()
     assert identity(taught_otherwise) != identity(case_of_student)
-    student["train_options"]["objective.teacher"] = str(tmp_path / "taught")
+    student["train_options"][TEACHER_SETTINGS[command]] = str(tmp_path / "taught")
     with pytest.raises(UserError, match="taught would be taught by itself"):
         small.compare()
 
 
+TEACHER_SETTINGS = {"pretrain": "objective.teacher", "supervised": "distill.teacher"}
+
+
 def student_of(teacher, folder):
-    """An entry that is trained as its teacher was, to predict the teacher's features."""
-    options = {"objective.name": "features", "objective.teacher": teacher["encoder"]}
-    options = teacher["train_options"] | options
-    return {"name": "taught", "encoder": str(folder), "train": "pretrain", "train_options": options}
+    """An entry that is trained as its teacher was, to predict the teacher's features or classes."""
+    command = teacher["train"]
+    options = teacher["train_options"] | {TEACHER_SETTINGS[command]: teacher["encoder"].format(seed=0)}
+    if command == "pretrain":
+        options["objective.name"] = "features"
+    return {"name": "taught", "encoder": str(folder), "train": command, "train_options": options}
 
 
 def executed(folder):

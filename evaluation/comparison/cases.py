@@ -17,7 +17,7 @@ from evaluation.comparison.entries import (
     Options,
     Question,
 )
-from evaluation.comparison.trainings import TRAININGS, teacher_folder
+from evaluation.comparison.trainings import TRAININGS, teacher_setting
 from evaluation.frozen.run_images import find_run, run_image_settings
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import HOW_READ, require
@@ -39,7 +39,7 @@ class Encoder:
     settings: Any | None
     """Settings of the command that trains it, as the entry has them; None: the entry does not train it."""
     teacher: "Encoder | None" = None
-    """The encoder whose features its training predicts, where that is one of the comparison."""
+    """The encoder that its training learns from, where that is one of the comparison."""
     trunk: "Encoder | None" = None
     """The encoder that its training goes on from, where its entry is a branch."""
     branches: tuple["Encoder", ...] = ()
@@ -196,14 +196,16 @@ def with_teacher(encoder: Encoder, trained: dict[Path, Encoder], students: tuple
         students: paths of the encoders that it teaches, or is the trunk of, directly or not.
     """
     if encoder.path in students:
-        raise UserError(f"{encoder.path} would be taught by itself; objective.teacher must be another encoder")
+        raise UserError(f"{encoder.path} would be taught by itself; its teacher must be another encoder")
     above = (*students, encoder.path)
     if encoder.trunk is not None:
         encoder = replace(encoder, trunk=with_teacher(encoder.trunk, trained, above))
-    teacher = trained.get(teacher_folder(encoder.settings))
-    if teacher is None:
+    _, folder = teacher_setting(encoder.settings) or (None, None)
+    if folder in trained:
+        return replace(encoder, teacher=with_teacher(trained[folder], trained, above))
+    if encoder.settings is None:
         return encoder
-    return replace(encoder, teacher=with_teacher(teacher, trained, above))
+    return replace(encoder, settings=TRAININGS[encoder.entry.train].resolve(encoder.settings))
 
 
 def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
@@ -211,8 +213,7 @@ def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
     if entry.train is None:
         return None
     options = {"run.seed": seed} | entry.train_options | {"run.dir": entry.encoder}
-    training = TRAININGS[entry.train]
-    return training.resolve(parsed(training.config_class, tuple(command_line(options, seed))))
+    return parsed(TRAININGS[entry.train].config_class, tuple(command_line(options, seed)))
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import Any
 from timm import is_model
 
 from evaluation.comparison.cases import Case, Encoder, evaluation_settings
+from evaluation.comparison.trainings import teacher_setting
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.run_images import record_images
 from mpp.config.imports import UserImport, user_imports
@@ -48,7 +49,8 @@ def training_digest(encoder: Encoder) -> str | None:
         return None
     of_training = relevant_settings(encoder.settings)
     if encoder.teacher is not None:
-        of_training["objective.teacher"] = training_digest(encoder.teacher)
+        setting, _ = teacher_setting(encoder.settings)
+        of_training[setting] = training_digest(encoder.teacher)
     entry = encoder.entry
     content = {"command": entry.train, "settings": of_training, "compute": entry.compute}
     imports = imports_used(encoder.settings)

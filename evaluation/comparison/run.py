@@ -244,7 +244,7 @@ def settings_to_train(encoder: Encoder) -> Any:
 
     A trunk keeps the checkpoints that its branches go on from.
     """
-    config = encoder.settings
+    config = TRAININGS[encoder.entry.train].resolve(encoder.settings)
     if encoder.entry.compute is not None:
         config = with_compute(encoder.entry.train, config, encoder.entry.compute)
     config = replace(config, optim=config.optim.resolved(config.run.steps))

@@ -65,16 +65,19 @@ def with_compute(command: str, config: Any, pflop: float) -> Any:
     return replace(config, run=replace(config.run, steps=steps))
 
 
-def teacher_folder(config: Any) -> Path | None:
-    """Folder of the frozen teacher whose features a training predicts; None: it has no teacher, or a published one."""
+def teacher_setting(config: Any) -> tuple[str, Path] | None:
+    """The setting that names the frozen teacher of a training, and its folder; None: no teacher, or a published one."""
+    distill = getattr(config, "distill", None)
+    if distill is not None and distill.teacher is not None:
+        return "distill.teacher", Path(distill.teacher)
     objective = getattr(config, "objective", None)
     if objective is None or not objective.frozen_teacher:
         return None
     teacher = objective.teacher_checkpoint or objective.teacher
     run = find_run(teacher)
-    if run is not None:
-        return run
-    return None if is_model(teacher) else Path(teacher)
+    if run is None and is_model(teacher):
+        return None
+    return "objective.teacher", run or Path(teacher)
 
 
 def executed_pflop(run: Path) -> float:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evaluation.config import HeadKind, Pooling
 from mpp.config import ImageSize, ModelConfig, require, sides
 from mpp.features.frozen import pool
-from mpp.models.encoder import Normalize, build_encoder, load_encoder
+from mpp.models.encoder import SET_ELSEWHERE, Normalize, build_encoder, load_encoder
 from mpp.models.timm_models import checkpoint_activations, has_class
 from mpp.runtime.hardware import uses_gpu
 
@@ -61,9 +61,13 @@ def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, I
         encoder = build_encoder(config, channels)
         return encoder, encoder.patch_embed.img_size
     refuse_vit_settings(config)
-    encoder = load_encoder(
-        name, pretrained=False, setting="model.name", img_size=config.img_size, in_chans=channels, num_classes=0
-    )
+    arguments = config.arguments or {}
+    for argument in arguments:
+        allowed = "an argument of this timm model that no other setting gives"
+        require(argument not in SET_ELSEWHERE | {"img_size"}, "model.arguments", argument, allowed)
+    setting = f"model.arguments is {arguments}: model.name" if arguments else "model.name"
+    sizes = dict(img_size=config.img_size, in_chans=channels, num_classes=0)
+    encoder = load_encoder(name, pretrained=False, setting=setting, **arguments, **sizes)
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     if uses_gpu():
@@ -74,7 +78,7 @@ def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, I
 def refuse_vit_settings(config: ModelConfig) -> None:
     """Raise UserError where a setting of Vision Transformers is given beside the name of another model."""
     numbers = ("width", "depth", "heads", "patch_size", "init_from", "dropout", "drop_path")
-    kinds = ("position", "position_at", "stride", "mixing", "arguments", "attention", "residual")
+    kinds = ("position", "position_at", "stride", "mixing", "attention", "residual")
     require_defaults(config, (*numbers, *kinds), str(config.name))
 
 

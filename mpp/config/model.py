@@ -43,7 +43,8 @@ class ModelConfig:
     """axial: each block is two, attention along rows with its MLP, and along columns with another (paper, D.6). There
     is no [class] then; the mean of the patches is the feature."""
     arguments: dict[str, Any] | None = None
-    """Further arguments of timm's VisionTransformer: {"reg_tokens": 4}, {"init_values": 1e-5}, {"qk_norm": true}."""
+    """Further arguments of timm's VisionTransformer: {"reg_tokens": 4}, {"init_values": 1e-5}, {"qk_norm": true}; in
+    supervised training those of the named model: {"channels": [128, 256, 512, 1024]} of resnetv2_50x1_bit."""
     dropout: float = setting(0.0, at_least=0, below=1)
     """Dropout after position embeddings and every dense layer but qkv (paper, Table 3)."""
     drop_path: float = setting(0.0, at_least=0, below=1)

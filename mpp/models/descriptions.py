@@ -110,7 +110,7 @@ def timm_crop_pct(img_size: int | ImageSize, share: float) -> float:
 
 
 def describe_changes(model: nn.Module, changes: dict[str, Any], eval_crop: float | None = None) -> None:
-    """TrainingStep a model's `pretrained_cfg`, by which `timm.data.resolve_model_data_config` describes its images.
+    """Update a model's `pretrained_cfg`, by which `timm.data.resolve_model_data_config` describes its images.
 
     timm describes the published weights there, whatever the arguments of the model.
 
