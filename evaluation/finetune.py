@@ -38,6 +38,7 @@ from mpp.models.timm_models import checkpoint_activations
 from mpp.runtime.command import command
 from mpp.runtime.weights import fingerprint
 from mpp.training.card import HEAD_LEFT_OUT
+from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.log import Tracker, last_evaluation, last_scalars
 from mpp.training.run import train
 
@@ -116,7 +117,8 @@ def finetune_once(
 
     Returns:
         accuracy: at the end, the only time that it is evaluated; outcomes: of the same images, if they were kept;
-        pflop: executed; dev_accuracy: on training images that the run left out, where it did.
+        pflop: executed; device_hours: hours times devices; dev_accuracy: on training images that the run left out,
+        where it did.
     """
     steps = config.dev_steps if on_dev and config.dev_steps else config.run.steps
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -132,7 +134,10 @@ def finetune_once(
     folder = train(OneRunConfig(**settings), partial(Finetuning, loaded=loaded))
     PartialState().wait_for_everyone()
     last = last_evaluation(folder)
-    result = score_of_run(folder) | {"pflop": last_scalars(folder, "compute/pflop")["compute/pflop"]}
+    scalars = last_scalars(folder, PFLOP)
+    result = score_of_run(folder) | {"pflop": scalars[PFLOP]}
+    if DEVICE_HOURS in scalars:  # a finished run of earlier code has not logged them
+        result["device_hours"] = scalars[DEVICE_HOURS]
     outcomes = result.get("outcomes")
     on_dev_score = f"dev/{(OneClass() if outcomes is None else kind_of(outcomes)).score}"
     if on_dev_score in last:

@@ -12,8 +12,8 @@ from evaluation.comparison import run
 from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.digests import identity, relevant_settings
 from evaluation.comparison.entries import read_entries
-from evaluation.comparison.reports import training_pflop
-from evaluation.comparison.trainings import executed_pflop, step_flops
+from evaluation.comparison.reports import training_cost
+from evaluation.comparison.trainings import device_hours, executed_pflop, step_flops
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.config import Config
@@ -113,7 +113,7 @@ def test_the_digest_has_timms_name_beside_a_file_of_weights(tmp_path):
     for name in ("vit_tiny_patch16_224", "deit_tiny_patch16_224"):
         case = only_case({"name": name, "encoder": name, "options": {"checkpoint": str(file)}})
         digests.add(identity(case))
-        assert training_pflop(case.encoder) is None  # there is no record
+        assert training_cost(case.encoder) == {}  # there is no record
     assert len(digests) == 2
 
 
@@ -151,9 +151,10 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
     for name, settings in runs.items():
         (tmp_path / name / "encoder").mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"data": {}} | settings))
-        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5}\n')
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5, "speed/device_hours": 2}\n')
     pflop = {name: executed_pflop(tmp_path / name) for name in runs}
     assert pflop == {"first": 1.5, "longer": 3.0, "student": 4.5, "tuned": 4.5}
+    assert device_hours(tmp_path / "student") == 6
 
 
 def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):

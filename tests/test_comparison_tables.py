@@ -150,3 +150,21 @@ def test_the_table_of_a_plot_against_compute_has_a_column_of_compute(fine_tuned,
     assert "Without intervals, so that nothing is told apart: tuned." in text
     assert headings == ["accuracy (%)", "tuned", "tuned, PFLOP"]
     assert cells == [["long", "30.0", "6"], ["scratch", "20.0", "2"]]
+
+
+def test_device_hours_stand_beside_the_compute_where_they_are_known(fine_tuned):
+    """Rows of an earlier version have none; a sum with an unknown part is not known either."""
+    short, long, scratch = fine_tuned
+    rows = [
+        short | {"training_device_hours": 10.0, "device_hours": 0.5},
+        long | {"training_device_hours": 40.0},
+        scratch,
+    ]
+    for x, expected in (("total compute", ["10.5", "-", "-"]), ("compute", ["10", "40", "-"])):
+        question = Question("q", encoders=["short", "long", "scratch"], plot="lines", x=x)
+        headings, body = cells_of(numbers_of(rows, question))
+        assert headings == ["accuracy (%)", "tuned", "tuned, PFLOP", "tuned, device-hours"]
+        assert [line[-1] for line in body] == expected
+    probed = {key: value for key, value in rows[0].items() if key not in ("pflop", "device_hours")}
+    _, body = cells_of(numbers_of([probed], Question("q", plot="lines", x="total compute")))
+    assert body == [["short", "10.0", "1", "10"]]  # a probe trains nothing

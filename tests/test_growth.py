@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import stat
 
@@ -112,7 +113,9 @@ def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(pretrain, tmp_path,
 def test_a_run_whose_rate_was_stable_goes_on_in_its_folder(pretrain, tmp_path, capsys):
     whole = pretrain("--optim.schedule=constant", "--run.steps=8", dir=tmp_path / "whole")
     grown = pretrain("--optim.schedule=constant", "--run.steps=4")
-    assert "longer: the same command with a larger run.steps; cooled down: --run.branch_from" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "longer: the same command with a larger run.steps; cooled down: --run.branch_from" in printed
+    assert re.search(r"^cost: \S+ PFLOP, \S+ device-hours$", printed, re.MULTILINE)
     assert pretrain("--optim.schedule=constant", "--run.steps=8") == grown
     assert encoder_of(grown) == encoder_of(whole)
 

@@ -27,7 +27,7 @@ def clock(monkeypatch):
 
 
 def test_evaluations_are_in_the_hours_and_not_in_the_speed(clock):
-    measured = Speed(flops=10**12, images=64, device=torch.device("cpu"), hours=1.0)
+    measured = Speed(flops=10**12, images=64, device=torch.device("cpu"), devices=3, hours=1.0, device_hours=8.0)
     for _ in range(10):
         clock.pass_(2)
         measured.count_step()
@@ -39,6 +39,7 @@ def test_evaluations_are_in_the_hours_and_not_in_the_speed(clock):
     assert scalars["speed/executed_tflops"] == 0.5
     assert scalars["speed/data_wait"] == 0.25
     assert scalars["speed/hours"] == pytest.approx(1 + 80 / 3600)
+    assert scalars["speed/device_hours"] == pytest.approx(8 + 3 * 80 / 3600)  # 8 are of an earlier start
     assert "speed/gpu_idle" not in scalars
     clock.pass_(2)
     measured.count_step()
@@ -88,7 +89,7 @@ def gpu(clock, monkeypatch):
 
 
 def test_a_gpu_is_idle_where_its_queue_is_empty_and_not_where_the_host_waits(clock, gpu):
-    measured = Speed(flops=1, images=1, device=torch.device("cuda"), hours=0.0)
+    measured = Speed(flops=1, images=1, device=torch.device("cuda"), devices=1)
     gpu.work(8)
     with measured.waiting():
         clock.pass_(5)  # the GPU still computes
@@ -105,7 +106,7 @@ def test_a_gpu_is_idle_where_its_queue_is_empty_and_not_where_the_host_waits(clo
 
 def test_events_are_no_more_than_the_gpu_is_behind(clock, gpu):
     """5,000 steps between two lines: the GPU takes a second a step, and is idle for half of one."""
-    measured = Speed(flops=1, images=1, device=torch.device("cuda"), hours=0.0)
+    measured = Speed(flops=1, images=1, device=torch.device("cuda"), devices=1)
     most = 0
     for _ in range(5_000):
         with measured.waiting():

@@ -8,7 +8,7 @@ from typing import Any
 
 from evaluation.comparison.cases import Case, Encoder
 from evaluation.comparison.digests import identity, provenance, training_digest
-from evaluation.comparison.trainings import executed_pflop
+from evaluation.comparison.trainings import device_hours, executed_pflop
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.one_class import OneClass
@@ -16,8 +16,11 @@ from evaluation.metrics.scoring import KINDS, rank_of
 from mpp.errors import UserError
 
 ACCURACY = OneClass().score_heading
+COSTS = {"pflop": executed_pflop, "device_hours": device_hours}
+"""Entry of a row about what fine-tuning took -> the same of training an encoder (`training_pflop`), from its folder."""
 ResultRow = dict[str, Any]
-"""A result: encoder, encoder_seed, evaluation, dataset, group, digest, training_pflop where it is known, and its kind.
+"""A result: encoder, encoder_seed, evaluation, dataset, group, digest, its kind, and, where they are known,
+training_pflop and training_device_hours.
 
 test: an accuracy on held-out images, of a case (such as 5 shots) and a seed, with `interval`, `images`, `figures` and
 the place of its `outcomes` where they are known, and `score`, its name, where it is another figure, such as mean IoU;
@@ -66,9 +69,7 @@ def rows_of(case: Case, folder: Path) -> list[ResultRow]:
     if report is None:
         return []
     about = case.labels | {"digest": identity(case)}
-    pflop = training_pflop(case.encoder)
-    if pflop is not None:
-        about["training_pflop"] = pflop
+    about |= training_cost(case.encoder)
     if "diverged" in report:
         return [about | {"kind": "diverged"}]
     if not report["protocol"].get("test", True):
@@ -104,7 +105,7 @@ def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRo
         name = " ".join(filter(None, [name, figure]))
         row = {"kind": "test", "case": name, "seed": result.get("seed", 0), "accuracy": result["accuracy"]}
         row |= name_of_score(report)
-        row |= {key: result[key] for key in ("interval", "figures", "depth", "lr", "pflop") if key in result}
+        row |= {key: result[key] for key in ("interval", "figures", "depth", "lr", *COSTS) if key in result}
         if "labels" in report:
             row["images"] = report["labels"]["images"]
         if "outcomes" in result:
@@ -173,10 +174,16 @@ def read_published(file: str | None) -> dict[str, list[ResultRow]]:
     return by_digest
 
 
-def training_pflop(encoder: Encoder) -> float | None:
-    """PFLOP executed to train an encoder and its ancestors; 0 of random weights; None: there is no record."""
-    if encoder.entry.random:
-        return 0.0
-    with suppress(UserError):  # a folder from elsewhere, or timm's name
-        return executed_pflop(encoder.path)
-    return None
+def training_cost(encoder: Encoder) -> dict[str, float]:
+    """PFLOP and device-hours that training an encoder and its ancestors took, as entries of a row.
+
+    Those of random weights are 0. Those without a record are left out: of a folder from elsewhere, or of timm's name.
+    """
+    costs = {}
+    for name, measure in COSTS.items():
+        if encoder.entry.random:
+            costs[f"training_{name}"] = 0.0
+            continue
+        with suppress(UserError):
+            costs[f"training_{name}"] = measure(encoder.path)
+    return costs

@@ -40,6 +40,8 @@ class Result(NamedTuple):
     """
     pflop: float | None
     """PFLOP that its training executed; None: unknown."""
+    device_hours: float | None
+    """Hours times devices of its training; None: unknown."""
     steps: int | None
     """Steps of its training; None: its run is not here."""
 
@@ -94,10 +96,15 @@ def result_of(trial: Trial, rows: list[ResultRow]) -> Result:
             cell["score"] = names[0]
         if cell:
             cells[evaluation] = cell
-    executed = [row["training_pflop"] for row in rows if "training_pflop" in row]
     run = Path(with_seed(trial.entry.encoder, trial.entry.seeds[0]))
     steps = saved_settings(run).get("run", {}).get("steps")
-    return Result(trial, cells, float(np.mean(executed)) if executed else None, steps)
+    return Result(trial, cells, mean_of(rows, "training_pflop"), mean_of(rows, "training_device_hours"), steps)
+
+
+def mean_of(rows: list[ResultRow], key: str) -> float | None:
+    """Mean of a number that rows have; None: none has it."""
+    known = [row[key] for row in rows if key in row]
+    return float(np.mean(known)) if known else None
 
 
 def accuracies_by_seed(rows: list[ResultRow]) -> dict[int, float]:
@@ -116,16 +123,26 @@ def table_of(ranked: Sequence[Result]) -> str:
     keys = list(ranked[0].trial.values)
     evaluations = list(dict.fromkeys(name for result in ranked for name in result.cells))
     scores = [f"{name}, dev {score_of(ranked, name)} (%)" for name in evaluations]
+    has_device_hours = any(result.device_hours is not None for result in ranked)
     headings = ["run", *keys, *scores, "steps", "PFLOP"]
+    if has_device_hours:
+        headings.append("device-hours")
     body = []
     for result in ranked:
         values = [as_words(result.trial.values[key]) for key in keys]
         cells = [result.cells.get(name, {}) for name in evaluations]
         accuracies = [accuracy_text(cell) if cell else "-" for cell in cells]
         steps = "-" if result.steps is None else str(result.steps)
-        pflop = "-" if result.pflop is None else f"{result.pflop:.3g}"
-        body.append([run_name(result.trial), *values, *accuracies, steps, pflop])
+        line = [run_name(result.trial), *values, *accuracies, steps, cost_text(result.pflop)]
+        if has_device_hours:
+            line.append(cost_text(result.device_hours))
+        body.append(line)
     return table(headings, body)
+
+
+def cost_text(cost: float | None) -> str:
+    """A cost as the table has it."""
+    return "-" if cost is None else f"{cost:.3g}"
 
 
 def score_of(results: Sequence[Result], evaluation: str) -> str:

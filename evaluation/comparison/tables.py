@@ -12,8 +12,8 @@ from evaluation.frozen.results import format_percent, summarize_values
 from evaluation.metrics.scoring import mean_interval
 
 Cell = dict[str, Any]
-"""Mean, standard deviation (std) and count; `interval` over test images, where it is known; PFLOP, where asked;
-`diverged`, the number of seeds that did, where any."""
+"""Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and
+device_hours, where asked; `diverged`, the number of seeds that did, where any."""
 CellsByEncoder = dict[str, dict[str, Cell]]
 """Encoder -> column -> cell.
 
@@ -24,6 +24,8 @@ Groups = Mapping[str | None, set[str]]
 """Group -> its datasets, measured or not."""
 
 RANK_COLUMN = "rank"
+COST_UNITS = {"pflop": "PFLOP", "device_hours": "device-hours"}
+"""Entry of a cell -> its unit, for headings."""
 MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
 """Cases of masked patches that no encoder made."""
 
@@ -73,10 +75,16 @@ def x_of(row: ResultRow, question: Question) -> float | None:
     """Position of an accuracy on the question's x-axis; None: unknown."""
     if question.x not in MEASURED_AXES:
         return dict(question.encoders or {}).get(row["encoder"])
-    training = row.get("training_pflop")
-    if training is None:
-        return None
-    return training + (row.get("pflop", 0) if question.x == "total compute" else 0)
+    return cost_of(row, question, "pflop")
+
+
+def cost_of(row: ResultRow, question: Question, name: str) -> float | None:
+    """The `pflop` or `device_hours` of training the encoder, with fine-tuning's for `total compute`; None: unknown."""
+    training = row.get(f"training_{name}")
+    if training is None or question.x == "compute":
+        return training
+    fine_tuning = 0.0 if "pflop" not in row else row.get(name)  # other evaluations train nothing
+    return None if fine_tuning is None else training + fine_tuning
 
 
 def spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
@@ -135,7 +143,7 @@ def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: 
     """The numbers of a table.
 
     Args:
-        question: where it plots against compute, each cell has the mean PFLOP that its accuracies took.
+        question: where it plots against compute, each cell has the mean PFLOP and device-hours of its accuracies.
         groups: the datasets of each group; a mean over a group is one over all of them.
     """
     scored = [*of_kind(rows, "test"), *diverged_cases(rows)]
@@ -163,9 +171,11 @@ def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question
     if diverged:
         cell["diverged"] = len(unique(diverged, "encoder_seed"))
     if question is not None and question.x in MEASURED_AXES:
-        compute = [x for x in (x_of(row, question) for row in rows) if x is not None]
-        if compute:
-            cell["pflop"] = float(np.mean(compute))
+        for name in COST_UNITS:
+            costs = [cost_of(row, question, name) for row in rows]
+            known = [cost for cost in costs if cost is not None]
+            if known:
+                cell[name] = float(np.mean(known))
     return cell
 
 
@@ -216,12 +226,15 @@ def cells_of(numbers: CellsByEncoder) -> tuple[list[str], list[list[str]]]:
     for name in names:
         text_of_cell = rank_text if name == RANK_COLUMN else accuracy_text
         column = [cells.get(name, {}) for cells in numbers.values()]
-        has_compute = any("pflop" in cell for cell in column)
-        headings += [name, f"{name}, PFLOP"] if has_compute else [name]
+        headings.append(name)
         for line, cell in zip(body, column, strict=True):
             line.append(text_of_cell(cell) if cell else "-")
-            if has_compute:
-                line.append(f"{cell['pflop']:.3g}" if "pflop" in cell else "-")
+        for cost, unit in COST_UNITS.items():
+            if not any(cost in cell for cell in column):
+                continue
+            headings.append(f"{name}, {unit}")
+            for line, cell in zip(body, column, strict=True):
+                line.append(f"{cell[cost]:.3g}" if cost in cell else "-")
     return headings, body
 
 

@@ -19,6 +19,7 @@ from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
+from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.flops import flops_of_step
 from mpp.training.growth import branch_point
 from mpp.training.log import last_scalars
@@ -86,12 +87,30 @@ def executed_pflop(run: Path) -> float:
     Raises:
         UserError: one of them has no record of it.
     """
-    own = last_scalars(run, "compute/pflop")["compute/pflop"]
+    return sum_with_ancestors(run, PFLOP)
+
+
+def device_hours(run: Path) -> float:
+    """Hours times devices that a run, its teacher and the run that it began from took, as `executed_pflop` counts.
+
+    Raises:
+        UserError: one of them has no record of it.
+    """
+    return sum_with_ancestors(run, DEVICE_HOURS)
+
+
+def sum_with_ancestors(run: Path, scalar: str) -> float:
+    """The last value of a scalar that grows with training, of a run and of all that it was made from, together.
+
+    Raises:
+        UserError: one of them has no record of it.
+    """
+    own = last_scalars(run, scalar)[scalar]
     ancestors = []
     for setting, encoder in parent_encoders(run).items():
         published = setting == "objective.teacher" and is_model(encoder)  # its training is not counted
         if not published:
-            ancestors.append(executed_pflop(find_run(encoder) or Path(encoder)))
+            ancestors.append(sum_with_ancestors(find_run(encoder) or Path(encoder), scalar))
     return own + sum(ancestors)
 
 
@@ -101,9 +120,9 @@ def pflop_without_trunk(run: Path) -> float:
     Raises:
         UserError: there is no record of it.
     """
-    last = last_scalars(run, "compute/pflop")
+    last = last_scalars(run, PFLOP)
     branch_from = (saved_settings(run).get("run") or {}).get("branch_from")
     taken = branch_point(branch_from)[1] if branch_from else 0
     if last["step"] <= taken:  # it has logged no step of its own yet
         return 0.0
-    return last["compute/pflop"] * (1 - taken / last["step"])
+    return last[PFLOP] * (1 - taken / last["step"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from evaluation.comparison.cases import Case
 from evaluation.comparison.trainings import pflop_without_trunk
 from mpp.errors import UserError
+from mpp.training.cost import PFLOP
 from mpp.training.log import last_scalars
 
 Compute = dict[str, float]
@@ -29,7 +30,7 @@ class Family:
         for run in self.points:
             if (run / "encoder").is_dir():
                 with suppress(UserError):  # its metrics are gone
-                    separate.append(last_scalars(run, "compute/pflop")["compute/pflop"])
+                    separate.append(last_scalars(run, PFLOP)[PFLOP])
         executed = 0.0
         for run in self.trunks | self.points:
             with suppress(UserError):  # it has not begun, or its results are published

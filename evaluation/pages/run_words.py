@@ -9,6 +9,7 @@ from evaluation.pages.page import Link, Section
 from evaluation.pages.run_sections import COMMANDS, config_class_of
 from mpp.config.saved import parse_saved
 from mpp.errors import UserError
+from mpp.training.cost import describe_cost
 from mpp.training.growth import describe_growth
 from mpp.training.history import (
     HOUR,
@@ -17,7 +18,6 @@ from mpp.training.history import (
     best_depth,
     last_value,
     probe_lines,
-    series,
     values_by_depth,
 )
 from mpp.training.phases import NOT_COOLED_DOWN, saved_phases
@@ -46,11 +46,8 @@ def subtitle(folder: Path, history: History) -> str:
     hours = last_value(history, "speed/hours")
     if hours:
         parts.append(f"{duration(HOUR * hours)} of training, with its evaluations")
-    compute = series(history, "compute/pflop")
-    if compute:
-        _, pflop = compute[-1]
-        parts.append(f"{pflop:.3g} PFLOP")
-    return "; ".join(parts)
+    parts.append(describe_cost(history))
+    return "; ".join(part for part in parts if part)
 
 
 def group_of(saved: dict[str, Any], name: str) -> dict[str, Any]:

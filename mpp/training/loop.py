@@ -23,6 +23,7 @@ from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.averaging import averaged_weights
 from mpp.training.checkpoint import Cursors, kept_steps, resume, save
+from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.feed import Feed
 from mpp.training.history import EVALUATED, last_value, series
 from mpp.training.log import Tracker, read_history
@@ -74,8 +75,15 @@ class Loop:
             start_compilers(self.accelerator.device)
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
         self.watch = Watch(task, self.tracker, self.run_config, self.optim_config)
-        hours = last_value(read_history(folder), "speed/hours")  # up to this checkpoint
-        self.speed = Speed(flops, task.layout.images, self.accelerator.device, hours)
+        history = read_history(folder)  # up to this checkpoint
+        self.speed = Speed(
+            flops,
+            task.layout.images,
+            self.accelerator.device,
+            self.accelerator.num_processes,
+            last_value(history, "speed/hours"),
+            last_value(history, DEVICE_HOURS),
+        )
         self.bar = progress_bar(
             total=self.run_config.steps,
             initial=self.start,
@@ -187,7 +195,7 @@ class Loop:
         scalars |= self.task.describe(sum_over_processes(sums))
         waited = maximum_of_all(self.feed.reset_wait())  # the others wait for the one that waits for its images
         scalars |= self.speed.read(waited)
-        scalars["compute/pflop"] = self.flops * done / 1e15
+        scalars[PFLOP] = self.flops * done / 1e15
         scalars["unreadable"] = self.tracker.count_unreadable()
         self.tracker.log(done, scalars)
         self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")

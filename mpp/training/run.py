@@ -35,9 +35,10 @@ from mpp.runtime.weights import BEST, ENCODER, fingerprint
 from mpp.training.branch import begin_branch, first_folder, origin_of
 from mpp.training.checkpoint import clear_partial_checkpoints, kept_steps, newest_step
 from mpp.training.compilation import compiled_before, describe_compiling, explaining_failures, is_compiled
+from mpp.training.cost import describe_cost
 from mpp.training.flops import flops_of_step
 from mpp.training.growth import SAME_HALF_LIFE, describe_growth, follows_length
-from mpp.training.log import METRICS_FILE
+from mpp.training.log import METRICS_FILE, read_history
 from mpp.training.loop import Loop
 from mpp.training.record import RECORD_FILE, recorded_commit, write_record
 from mpp.training.report_process import write_report
@@ -81,6 +82,8 @@ def train(config: Any, build: Build) -> Path:
                 note(f"this run cannot grow, since objective.half_life is a share of run.steps; {SAME_HALF_LIFE}")
             build_and_train(resolved, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
+        if accelerator.is_main_process:
+            print(f"cost: {describe_cost(read_history(folder))}")
         accelerator.print(f"longer: {describe_growth(resolved, folder)}")
         if config.run.report and accelerator.is_main_process:
             write_report(folder)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
+from mpp.training.cost import DEVICE_HOURS
 from mpp.training.history import HOUR
 
 
@@ -18,14 +19,20 @@ class Speed:
         flops: executed by a step.
         images: of a step, over all processes.
         device: of the model.
+        devices: of all processes, one each.
         hours: that the run has trained before this start.
+        device_hours: the same times the devices that it had then.
     """
 
-    def __init__(self, flops: int, images: int, device: torch.device, hours: float):
+    def __init__(
+        self, flops: int, images: int, device: torch.device, devices: int, hours: float = 0.0, device_hours: float = 0.0
+    ):
         self.flops = flops
         self.images = images
         self.device = device
+        self.devices = devices
         self.hours = hours
+        self.device_hours = device_hours
         self.steps = 0
         self.line_begin = time.perf_counter()
         self.paused_seconds = 0.0
@@ -62,7 +69,7 @@ class Speed:
         self.steps += 1
 
     def read(self, waited: float) -> dict[str, float]:
-        """Scalars since the last line: images/s over all processes, waiting for data, TFLOP/s, hours, memory in GB.
+        """Scalars since the last line: images/s over all processes, waiting for data, TFLOP/s, hours, device-hours, GB.
 
         Args:
             waited: seconds for data since the last call.
@@ -71,12 +78,14 @@ class Speed:
         wall_seconds = now - self.line_begin
         seconds = wall_seconds - self.paused_seconds
         self.hours += wall_seconds / HOUR
+        self.device_hours += self.devices * wall_seconds / HOUR
         scalars = {
             "speed/images_per_second": self.images * self.steps / seconds,
             "speed/images_per_second_overall": self.images * self.steps / wall_seconds,
             "speed/data_wait": waited / seconds,
             "speed/executed_tflops": self.flops * self.steps / seconds / 1e12,
             "speed/hours": self.hours,
+            DEVICE_HOURS: self.device_hours,
             "speed/memory_gb": self.memory_bytes() / 1e9,
         }
         if self.device.type == "cuda":
