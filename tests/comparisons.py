@@ -104,6 +104,11 @@ def write_cats_and_dogs(folder: Path, seed: int = 0) -> None:
         file.write_bytes(encoded(image))
 
 
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of results without the time that they took, which differs each time."""
+    return [{key: value for key, value in row.items() if not key.endswith("device_hours")} for row in rows]
+
+
 def cases_in(file: Path) -> dict[tuple[str, int, str, str], Case]:
     """The cases of a comparison's file, by encoder, seed, evaluation and dataset."""
     cases = {}

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from collections import Counter
 from importlib import import_module
@@ -212,6 +213,11 @@ def test_a_dev_split_that_is_cut_may_be_evaluated_while_training_and_by_masked_p
 # --- sharing, killing, growing ---
 
 
+def without_last_column(text: str) -> str:
+    """A text without the last column of its tables: the time that trainings took, which differs each time."""
+    return re.sub(r"\|[^|\n]*\|$", "|", text, flags=re.MULTILINE)
+
+
 @pytest.mark.faults
 def test_processes_share_a_sweep_and_one_is_killed(small, tmp_path):
     small.config |= {"vary": {LR: [0.01, 0.02, 0.03]}, "seeds": [0, 1]}
@@ -236,7 +242,7 @@ def test_processes_share_a_sweep_and_one_is_killed(small, tmp_path):
     both[0].kill()
     assert both[1].wait() == [0], both[1].said
     killed = small.table()
-    assert killed.replace(str(small.out), str(tmp_path / "out")) == whole
+    assert without_last_column(killed.replace(str(small.out), str(tmp_path / "out"))) == without_last_column(whole)
     again = Command("sweep", "--config", small.write(), prepare=hurry)
     assert again.wait() == [0] and "training:" not in again.said
     assert small.table() == killed
