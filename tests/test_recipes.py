@@ -1,0 +1,192 @@
+"""Recipes of published datasets, each for some steps on toy images in the layout of the dataset."""
+
+import csv
+import json
+import pkgutil
+import re
+from typing import NamedTuple
+
+import datasets
+import pytest
+import timm
+import torch
+import yaml
+from comparisons import FAST
+from conftest import ROOT, encoded, picture
+from timm.data import ImageNetInfo
+
+from evaluation import compare, finetune, predict
+from evaluation.config import FinetuneConfig
+from mpp.config.parsing import parse
+from mpp.models.exporting import export_encoder
+
+CONFIGS = ROOT / "configs"
+FEW = (
+    *("--run.steps=2", "--lrs=0.01", "--optim.global_batch_size=4", "--data.eval_images=6", "--run.threads=1"),
+    *("--data.workers=0", "--run.precision=fp32"),
+)
+
+
+class Layout(NamedTuple):
+    """Splits and columns of a dataset as it is published: columns of classes with their number, or null for text."""
+
+    splits: tuple[str, ...]
+    image: str
+    columns: dict[str, int | None]
+
+
+LAYOUTS = {
+    "cifar10": Layout(("train", "test"), "img", {"label": 10}),
+    "cifar100": Layout(("train", "test"), "img", {"fine_label": 100, "coarse_label": 20}),
+    "pets": Layout(("train", "test"), "image", {"label": 37, "image_id": None, "label_cat_dog": 2}),
+    "flowers": Layout(("train", "validation", "test"), "image", {"label": 102}),
+    "imagenet": Layout(("train", "validation", "test"), "image", {"label": 1000}),
+}
+TABLE_4 = {  # steps, dev split, learning rates
+    "cifar10": (10_000, 0.02, (0.001, 0.003, 0.01, 0.03)),
+    "cifar100": (10_000, 0.02, (0.001, 0.003, 0.01, 0.03)),
+    "pets": (500, 0.1, (0.001, 0.003, 0.01, 0.03)),
+    "flowers": (500, 0.1, (0.001, 0.003, 0.01, 0.03)),
+    "imagenet": (20_000, 0.01, (0.003, 0.01, 0.03, 0.06)),
+}
+
+
+def write_dataset(folder, layout: Layout) -> None:
+    """Write a dataset of the hub as it is downloaded: parquet files with declared classes; a test split of ImageNet
+    has none, which is -1."""
+    kinds = {layout.image: datasets.Image()}
+    for name, classes in layout.columns.items():
+        kinds[name] = datasets.Value("string") if classes is None else datasets.ClassLabel(classes)
+    for position, split in enumerate(layout.splits):
+        rows = []
+        for number in range(12):
+            row = {layout.image: {"bytes": encoded(picture(100 * position + number)), "path": None}}
+            for name, classes in layout.columns.items():
+                row[name] = str(number) if classes is None else -number % classes  # the last class, too
+            if layout.columns.get("label") == 1000 and split == "test":
+                row["label"] = -1
+            rows.append(row)
+        table = datasets.Dataset.from_list(rows, features=datasets.Features(kinds))
+        table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+
+
+def tiny_encoder(folder, patch: int, side: int):
+    """The encoder folder of an untrained ViT with patches of a published one's size."""
+    torch.manual_seed(0)
+    sizes = dict(img_size=side, patch_size=patch, embed_dim=16, depth=1, num_heads=2, num_classes=0)
+    export_encoder(timm.create_model("vit_base_patch16_224", **sizes), folder, side, (0.5,) * 3, (0.5,) * 3, 0.875)
+    return folder
+
+
+@pytest.mark.parametrize("name", TABLE_4)
+def test_recipes_are_those_of_the_papers_table_4(name):
+    config = parse(FinetuneConfig, ["--config", str(CONFIGS / "finetune" / f"{name}.yaml")])
+    assert (config.run.steps, config.dev_fraction, config.lrs) == TABLE_4[name]
+    optim = config.optim
+    assert (optim.name, optim.momentum_or_default(), optim.global_batch_size) == ("sgd", 0.9, 512)
+    assert (optim.schedule, optim.weight_decay, optim.clip, optim.warmup_steps) == ("cosine", 0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "patch", "options", "side"),
+    [
+        ("cifar10", 16, (), 32),
+        ("cifar100", 16, (), 32),
+        ("pets", 16, (), 384),
+        ("flowers", 16, (), 384),
+        ("imagenet", 16, (), 384),
+        ("imagenet imagenet_512", 16, (), 512),
+        ("imagenet imagenet_512", 14, ("--img_size=518",), 518),
+    ],
+)
+def test_fine_tuning_on_the_layout_of_a_published_dataset(tmp_path, recipe, patch, options, side):
+    names = recipe.split()
+    layout = LAYOUTS[names[0]]
+    write_dataset(tmp_path / "images", layout)
+    encoder = tiny_encoder(tmp_path / "encoder", patch, 2 * patch)
+    configs = [f"--config={CONFIGS / 'finetune' / name}.yaml" for name in names]
+    places = (f"--data.path={tmp_path / 'images'}", f"--encoder={encoder}", f"--run.dir={tmp_path / 'run'}")
+    finetune.main([*configs, *places, *FEW, *options])
+    (run,) = (tmp_path / "run").glob("lr_*")
+    settings = json.loads((run / "encoder" / "config.json").read_text())
+    assert settings["pretrained_cfg"]["input_size"] == [3, side, side]
+    label = "fine_label" if names[0] == "cifar100" else "label"
+    assert len(settings["label_names"]) == layout.columns[label]
+    report = json.loads((tmp_path / "run" / "finetune.json").read_text())
+    assert report["labels"]["images"] == 6
+    averages = [report["protocol"]["optim"][key] for key in ("average", "average_warmup")]
+    assert averages == ([0.9999, False] if "imagenet_512" in names else [None, True])
+
+
+def test_real_labels_count_any_right_class_of_the_published_list(tmp_path, monkeypatch):
+    """By the code and the command of configs/README.md, which name files of ImageNet that are not here."""
+    page = (CONFIGS / "README.md").read_text()
+    section = page.split("## ImageNet's ReaL labels")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (command,) = re.findall(r"^    mpp predict (.*?)\n\n", section, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    answers = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
+    names = ImageNetInfo().label_names()
+    numbers = [1, 2, 3, 4]  # the first has no right class
+    for kind in sorted({names[each] for number in numbers for each in answers[number - 1]}):
+        for number in range(4):
+            write_picture(tmp_path / "imagenet" / "train" / kind / f"{number}.JPEG", number)
+    for number in numbers:
+        write_picture(tmp_path / "imagenet" / "val" / f"ILSVRC2012_val_{number:08d}.JPEG", number)
+    encoder = tiny_encoder(tmp_path / "encoder", 16, 32)
+    own = ("--data.eval_split=null", "--data.eval_fraction=0.25", "--data.path=imagenet")
+    finetune.main([f"--encoder={encoder}", *own, "--run.dir=runs/imagenet_finetuned", *FEW])
+    predict.main([*command.replace("\\\n", "").split(), "--data.missing=skip", "--threads=1", "--page=false"])
+    with open("real.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["right"] for row in rows] == [is_right(row, answers, names) for row in rows]
+    assert sum(row["right"] != "" for row in rows) == 3
+    several = [row["label"] for row in rows if ";" in row["label"]]
+    assert len(several) == 2
+
+
+def write_picture(file, seed: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(encoded(picture(seed), "JPEG"))
+
+
+def is_right(row, answers, names) -> str:
+    """What ReaL's own evaluation says of a predicted image; "": it is left out."""
+    number = int(row["file"].split("_")[-1].removesuffix(".JPEG"))
+    right = [names[each] for each in answers[number - 1]]
+    return str(row["class"] in right).lower() if right else ""
+
+
+@pytest.mark.faults
+def test_vit_hybrid_and_resnet_are_trained_on_the_same_data(tmp_path):
+    """The published networks themselves, on few images of 64 pixels."""
+    write_dataset(tmp_path / "images", LAYOUTS["imagenet"])
+    content = yaml.safe_load((CONFIGS / "compare" / "families_imagenet.yaml").read_text())
+    small = {"run.steps": 2, "optim.warmup_steps": 0, "optim.global_batch_size": 2, "model.img_size": 64}
+    small |= {"run.compile": False, "run.threads": 1, "run.report": False, "data.workers": 0, "run.eval_every": 2}
+    tuning = {"lrs": 0.01, "img_size": 64, "run.steps": 2, "optim.global_batch_size": 2, "run.threads": 1}
+    images = {"data.path": str(tmp_path / "images")}
+    content["dir"] = str(tmp_path / "out")
+    for entry in content["encoders"]:
+        if entry["encoder"].startswith("floor:"):
+            entry["options"] = {"img_size": 64}
+            continue
+        entry["encoder"] = entry["encoder"].replace("runs/compare/families_imagenet", str(tmp_path / "encoders"))
+        entry["train_options"] |= small | images
+    few_shot, tuned = content["evaluations"]
+    few_shot["options"] |= FAST
+    tuned["options"] |= tuning | {"data.workers": 0}
+    content["datasets"][0]["options"] |= images
+    file = tmp_path / "compare.yaml"
+    file.write_text(yaml.safe_dump(content))
+    compare.main(["--config", str(file)])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    trained = {row["encoder"]: row["training_pflop"] for row in results if row.get("training_pflop")}
+    assert set(trained) == {"ViT-B/16", "R50+ViT-B/16", "ResNet-50x1 (BiT)"}
+    saved = [yaml.safe_load(path.read_text()) for path in (tmp_path / "encoders").glob("*/config.yaml")]
+    assert len(saved) == 3
+    for group, differing in (("data", set()), ("run", {"dir"}), ("optim", {"lr"})):
+        for settings in saved[1:]:
+            different = {key for key in settings[group] if settings[group][key] != saved[0][group][key]}
+            assert different <= differing
