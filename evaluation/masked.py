@@ -2,7 +2,8 @@
 
     python evaluation/masked.py --encoder runs/birds
 
-The numbers are those of the run's last evaluation; nothing is computed again.
+The numbers are those of the run's last evaluation, which kept counts of each image for the intervals; nothing is
+computed again.
 """
 
 import dataclasses
@@ -11,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.config import MaskedConfig
-from evaluation.frozen.results import report_path, table, write_json
+from evaluation.frozen.results import report_path, table, write_report
+from evaluation.metrics.kinds import as_percent
+from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import add_figures
 from mpp.config.checks import require
 from mpp.config.parsing import parse
 from mpp.errors import Unavailable
+from mpp.features.masked_counts import COUNTED, load_masked_counts
 from mpp.runtime.command import command
+from mpp.runtime.messages import note
 from mpp.training.log import last_evaluation
 
 METRIC_OF_LINE = {
@@ -25,6 +31,7 @@ METRIC_OF_LINE = {
     "most frequent": "heldout/most_frequent",
 }
 """The lines of the table, and the run's metrics that they show."""
+WITHOUT_COUNTS = "no intervals: the run's last evaluation kept no counts of each image, as earlier versions did not"
 
 
 def run(config: MaskedConfig) -> dict[str, Any]:
@@ -40,17 +47,39 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     if "heldout/nearest" not in last:
         lacks = "it has no heldout/nearest, which runs that predict colours have"
         raise Unavailable(f"encoder is {config.encoder}; it must be a pre-training run: {lacks}")
+    outcomes = outcomes_by_line(Path(config.encoder), int(last["step"]))
     results = []
     for line, metric in METRIC_OF_LINE.items():
         if metric in last:
-            results.append({"case": line, "accuracy": last[metric]})
+            result = {"case": line, "accuracy": last[metric]}
+            results.append(result | {"outcomes": outcomes[line]} if line in outcomes else result)
+    results = add_figures(results)
     report = {"results": results, "protocol": dataclasses.asdict(config) | {"step": last["step"]}}
-    rows = [[result["case"], f"{100 * result['accuracy']:.1f}"] for result in results]
-    print(table(["masked patches", "accuracy (%)"], rows))
     path = report_path(config.out, config.encoder, "masked.json")
-    write_json(path, report)
+    report = write_report(path, report)
+    rows = [[result["case"], as_percent(result["accuracy"], result.get("interval"))] for result in results]
+    print(table(["masked patches", "accuracy (%)"], rows))
+    if outcomes:
+        print(f"{len(outcomes['model'])} held-out images, 95% intervals over these")
+    else:
+        note(WITHOUT_COUNTS)
     print(f"wrote {path}")
     return report
+
+
+def outcomes_by_line(run: Path, step: int) -> dict[str, Outcomes]:
+    """Line of the table -> outcomes of the held-out images; empty where the run kept none.
+
+    `most frequent` has none: its colour is chosen on these very patches.
+    """
+    kept = load_masked_counts(run, step)
+    if kept is None:
+        return {}
+    masked, *others = kept.counts.T
+    outcomes = {}
+    for name, right in zip(COUNTED[1:], others, strict=True):
+        outcomes[name.replace("_", " ")] = Outcomes("patches", masked, right, images=kept.images)
+    return outcomes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,6 +29,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.stream_sources import load_streamed
 from mpp.data.views import Batch, collate
 from mpp.errors import UserError
+from mpp.features.masked_counts import MaskedCounts
 from mpp.features.metrics import Sums, measure_features, summarize
 from mpp.features.metrics import measure as measure_predictions
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
@@ -121,7 +122,9 @@ class Pretraining(ImageTask):
             return loss, measure_features(
                 predictions, predicted.collapse_features, corruption.positions, self.patch_count
             )
-        return loss, measure_predictions(self.objective, predictions, images, corruption)
+        places = None if model.training else batch.indices  # of held-out images
+        count = len(self.held_out_views.dataset)
+        return loss, measure_predictions(self.objective, predictions, images, corruption, places, count)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""
@@ -166,9 +169,13 @@ class Pretraining(ImageTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        scalars = self.evaluate_held_out(model, tracker)
+        sums = self.sum_views(model, self.held_out_views, tracker)
+        scalars = {f"heldout/{name}": value for name, value in self.describe_views(sums).items()}
         if self.accelerator.is_main_process:
             self.log_panel(model, step, tracker)
+            if "by_image" in sums:
+                names = self.held_out_views.dataset.image_names()
+                MaskedCounts(step, sums["by_image"].numpy(), names).save(Path(self.config.run.dir))
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(self.exported(model))
         return scalars

@@ -1,9 +1,53 @@
-"""Masked-patch accuracy of a run: a run without it is refused."""
+"""Masked-patch accuracy of a run, with intervals over images; a run without it is refused."""
 
+import json
+
+import numpy as np
 import pytest
 
 from evaluation import masked
+from evaluation.comparison.differences import paired_difference
+from evaluation.metrics.outcomes import Outcomes, load_outcomes
+from evaluation.metrics.scoring import KINDS, score
 from mpp.errors import Unavailable, UserError
+from mpp.training.log import last_evaluation
+
+
+def test_a_run_keeps_the_patches_of_each_image_and_its_accuracies_have_intervals(pretrain, tmp_path, capsys):
+    run = pretrain("--objective.name=grid_color", "--run.eval_every=2")
+    capsys.readouterr()
+    masked.main(["--encoder", str(run)])
+    assert "8 held-out images, 95% intervals over these" in capsys.readouterr().out
+    path = run / "evaluation" / "masked.json"
+    report = json.loads(path.read_text())
+    logged = last_evaluation(run)
+    for result in report["results"][:3]:
+        outcomes = load_outcomes(path, result["outcomes"])
+        assert result["accuracy"] == logged[masked.METRIC_OF_LINE[result["case"]]]
+        assert score(outcomes) == pytest.approx(result["accuracy"], abs=1e-12)
+        low, high = result["interval"]
+        assert low < result["accuracy"] < high
+        assert len(set(outcomes.images)) == 8 and (outcomes.predictions <= outcomes.targets).all()
+    assert report["labels"]["images"] == 8 and "interval" not in report["results"][3]
+    model, mixed = (load_outcomes(path, number) for number in (0, 1))
+    assert paired_difference([model], [mixed]).value == pytest.approx(score(model) - score(mixed))
+
+    (run / "metrics.jsonl").open("a").write(json.dumps(logged | {"step": 6}) + "\n")  # counts are not of this step
+    masked.main(["--encoder", str(run)])
+    assert "no intervals: the run's last evaluation kept no counts of each image" in capsys.readouterr().out
+    assert all("interval" not in result for result in json.loads(path.read_text())["results"])
+
+
+@pytest.mark.parametrize("images", [50, 286])
+def test_intervals_over_images_cover_the_truth_where_patches_of_an_image_are_alike(images):
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(300):
+        patches = rng.integers(20, 40, images)
+        right = rng.binomial(patches, rng.beta(2, 3, images))
+        low, high = KINDS["patches"].intervals(Outcomes("patches", patches, right))["accuracy"]
+        covered += low <= 0.4 <= high
+    assert 0.92 <= covered / 300 <= 0.975
 
 
 def test_a_run_that_predicts_no_patches_has_no_masked_accuracy(tmp_path):

@@ -15,12 +15,14 @@ from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.number import Number
 from evaluation.metrics.one_class import OneClass
 from evaluation.metrics.outcomes import Outcomes, save_outcomes
+from evaluation.metrics.patches import MaskedPatches
 from evaluation.metrics.pixels import Pixels
 from evaluation.metrics.several import SeveralClasses
 from mpp.errors import UserError
 
 Result = dict[str, Any]
-KINDS: dict[str, LabelKind] = {kind.name: kind for kind in (OneClass(), SeveralClasses(), Number(), Pixels())}
+ALL_KINDS = (OneClass(), SeveralClasses(), Number(), Pixels(), MaskedPatches())
+KINDS: dict[str, LabelKind] = {kind.name: kind for kind in ALL_KINDS}
 """All kinds of labels by name. One class and its place in this line add a kind."""
 
 

@@ -63,13 +63,21 @@ def mean_in_a_row(one: Tensor, other: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(objective: Objective, predictions: Tensor, images: Tensor, corruption: Corruption) -> Sums:
+def measure(
+    objective: Objective,
+    predictions: Tensor,
+    images: Tensor,
+    corruption: Corruption,
+    places: Tensor | None = None,
+    image_count: int = 0,
+) -> Sums:
     """Counts for `summarize`, additive over batches; empty for an objective without colours.
 
     Args:
         predictions: (B, K, outputs).
         images: (B, C, H, W), clean.
         corruption: of the images that the model saw.
+        places: (B,) of the images among `image_count`, for `by_image`, (image_count, 4): see `MaskedCounts`.
     """
     if objective.palette is None:
         return {}
@@ -92,15 +100,20 @@ def measure(objective: Objective, predictions: Tensor, images: Tensor, corruptio
     grid = (height // objective.patch_size, width // objective.patch_size)
     first, second = nearest_visible(corruption.positions, grid, corruption.hidden).unbind(-1)
     copied = objective.colour_classes(objective.targets(images, first))
-    sums["right_nearest"] = (share_right(copied) * masked).sum()
+    right_nearest = share_right(copied) * masked
+    sums["right_nearest"] = right_nearest.sum()
 
     first_patches = patches_at(images, first, objective.patch_size)
     second_patches = patches_at(images, second, objective.patch_size)
     row = mean_in_a_row(first_patches, second_patches)
     all_of_row = torch.arange(truth.shape[1], device=images.device).expand(truth.shape[:2])
     mixed = objective.colour_classes(objective.targets(row, all_of_row))
-    sums["right_two_nearest"] = (share_right(mixed) * masked).sum()
+    right_two_nearest = share_right(mixed) * masked
+    sums["right_two_nearest"] = right_two_nearest.sum()
     sums["colors"] = objective.palette.count(truth[masked])
+    if places is not None:
+        counts = torch.stack([masked.double(), right * masked, right_nearest, right_two_nearest]).sum(-1).T  # (B, 4)
+        sums["by_image"] = counts.new_zeros(image_count, 4).index_add_(0, places.to(counts.device), counts)
     return sums
 
 

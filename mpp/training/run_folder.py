@@ -4,6 +4,7 @@ config.yaml                        the resolved config
 imports.json                       name and digest of the user's code (--import), where the run uses any
 data.json                          the images that it began with (mpp/training/record.py)
 metrics.jsonl, events.out.*        scalars; pictures
+heldout_patches.npz                masked patches of each held-out image (mpp/features/masked_counts.py)
 checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
 encoder/, encoder_best/            timm's layout: when the run is finished; with the best features (run.keep_best)
 evaluation/                        results and pictures of the evaluation commands

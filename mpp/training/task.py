@@ -171,22 +171,24 @@ class ImageTask:
         return dataclasses.replace(views, data=dataclasses.replace(self.data, workers=0))
 
     @torch.no_grad()
-    def measure_views(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> dict[str, float]:
-        """Mean loss and the scalars of `describe`, over views of `fixed_view_loader`; `model` is in eval mode."""
+    def sum_views(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> Sums:
+        """Sums over views of `fixed_view_loader`, of all processes; `model` is in eval mode."""
         sums: Sums = {}
         for batch in self.fixed_view_loader.batches(views):
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
             sums = add_sums(sums, measured | {"loss": loss.double() * count, "images": count})
-        sums = sum_over_processes(sums)
+        return sum_over_processes(sums)
+
+    def measure_views(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> dict[str, float]:
+        """Mean loss and the scalars of `describe`: see `sum_views`."""
+        return self.describe_views(self.sum_views(model, views, tracker))
+
+    def describe_views(self, sums: Sums) -> dict[str, float]:
+        """Mean loss and the scalars of `describe`."""
         mean_loss = float(sums["loss"] / sums["images"])
         return {"loss": mean_loss} | self.describe(sums)
-
-    def evaluate_held_out(self, model: nn.Module, tracker: Tracker) -> dict[str, float]:
-        """Loss and scalars of the held-out images, named `heldout/NAME`; `model` is in eval mode."""
-        scalars = self.measure_views(model, self.held_out_views, tracker)
-        return {f"heldout/{name}": value for name, value in scalars.items()}
 
     def evaluate_untrained(self, model: nn.Module) -> dict[str, float]:
         """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
