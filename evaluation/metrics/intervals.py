@@ -22,12 +22,12 @@ Interval = tuple[float, float]
 """Lower and upper end."""
 
 
-def wilson(right: float, count: int) -> Interval:
+def wilson(right: float, count: float) -> Interval:
     """Wilson's score interval of a share (Wilson, 1927).
 
     Args:
         right: number of images that are right; of a mean over seeds, their mean number.
-        count: number of images, at least one.
+        count: number of images, at least one; perhaps an effective number, with a fraction.
     """
     share = right / count
     denominator = 1 + Z**2 / count
@@ -37,7 +37,7 @@ def wilson(right: float, count: int) -> Interval:
 
 
 def bootstrap(value: float, resampled: NDArray[np.float64], count: int) -> Interval:
-    """Percentile interval of a figure, widened for small samples (Hesterberg, 2015, section 5.3).
+    """Percentile interval of a figure, widened for small samples: see `few_sample_widening`.
 
     Args:
         value: the figure of all images.
@@ -48,9 +48,37 @@ def bootstrap(value: float, resampled: NDArray[np.float64], count: int) -> Inter
     if not len(known) or not math.isfinite(value):
         return math.nan, math.nan
     low, high = np.quantile(known, [0.025, 0.975])
-    degrees = max(1, count - 1)
-    widening = float(stdtrit(degrees, 0.975)) / Z * math.sqrt(count / degrees)
+    widening = few_sample_widening(count)
     return value + widening * (float(low) - value), value + widening * (float(high) - value)
+
+
+def bootstrap_of_share(value: float, resampled: NDArray[np.float64], count: float, most: float) -> Interval:
+    """Wilson's interval with as many independent images as a bootstrap's variance is of.
+
+    Its centre is less the bias that the bootstrap shows. So it stays in [0, 1], is skewed near its ends, and has a width
+    where all resamples are equal.
+
+    Args:
+        value, resampled: as of `bootstrap`.
+        count: draws that the variance is known by, as of `few_sample_widening`.
+        most: most independent images that are believed.
+    """
+    known = resampled[np.isfinite(resampled)]
+    if not len(known) or not math.isfinite(value):
+        return math.nan, math.nan
+    bias = float(known.mean()) - value
+    centre = min(max(value - bias, 0.0), 1.0)
+    variance = (few_sample_widening(count) * float(known.std())) ** 2
+    independent = most
+    if variance > 0:
+        independent = min(most, max(1.0, centre * (1 - centre) / variance))
+    return wilson(centre * independent, independent)
+
+
+def few_sample_widening(count: float) -> float:
+    """Factor for the half-widths of a percentile interval of `count` draws (Hesterberg, 2015, section 5.3)."""
+    degrees = max(1.0, count - 1)
+    return float(stdtrit(degrees, 0.975)) / Z * math.sqrt(count / degrees)
 
 
 def resamples(count: int, number: int = RESAMPLES) -> NDArray[np.int64]:

@@ -4,17 +4,20 @@ pairs of image and class together (micro).
 M test images, C classes, R resamples.
 """
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.metrics.intervals import Interval, bootstrap, resamples
+from evaluation.metrics.intervals import Interval, bootstrap_of_share, resamples
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
 from mpp.runtime.messages import counted, note, shortened
 
+IMAGES_OF_A_POSITIVE = 3
+"""Independent images that a positive one counts for at most: out of its place it costs about a third of a precision."""
 WEIGHTS_IN_MEMORY = 2**24  # weights of pairs, for all resamples at a time
 
 
@@ -39,10 +42,17 @@ class SeveralClasses(LabelKind):
         count = len(outcomes)
         weights = np.stack([np.bincount(drawn, minlength=count) for drawn in resamples(count)]).astype(float)
         drawn = figures_of(outcomes, weights)
+        values = self.measure(outcomes)
+        positives = outcomes.targets.sum(0)
+        positives = positives[positives > 0]
+        if not len(positives):
+            return dict.fromkeys(values, (math.nan, math.nan))
+        of_class = float(len(positives) / (1 / positives).sum())  # harmonic mean: the smallest classes vary most
+        draws = {"macro_map": of_class, "micro_map": count}
+        most = {"macro_map": of_class * len(positives), "micro_map": float(positives.sum())}
         found = {}
-        for name, value in self.measure(outcomes).items():
-            low, high = bootstrap(value, drawn[name], count)
-            found[name] = (max(0.0, low), min(1.0, high))
+        for name, value in values.items():
+            found[name] = bootstrap_of_share(value, drawn[name], draws[name], IMAGES_OF_A_POSITIVE * most[name])
         return found
 
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
