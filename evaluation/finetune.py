@@ -28,7 +28,7 @@ from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import format_percent, print_details, table, write_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.one_class import OneClass
-from evaluation.metrics.scoring import KINDS, add_figures, best_choice, describe_labels, kind_of, score_name
+from evaluation.metrics.scoring import KINDS, add_figures, best_choice, describe_labels, error, kind_of, score_name
 from evaluation.supervision.classification import Classification, score_of_run
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
@@ -165,7 +165,8 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     best = config.lrs[0]
     if len(config.lrs) > 1:
         on_dev = {lr: measure_on_dev(config, lr, loaded) for lr in config.lrs}
-        best = best_choice({lr: result["accuracy"] for lr, result in on_dev.items()})
+        errors = {lr: error(result["outcomes"]) for lr, result in on_dev.items() if "outcomes" in result}
+        best = best_choice({lr: result["accuracy"] for lr, result in on_dev.items()}, errors)
     results = []
     if config.test:
         result = {"seed": config.run.seed, "init": config.init, "lr": best}

@@ -32,7 +32,7 @@ from evaluation.frozen.probing import run_probe
 from evaluation.frozen.results import report_of
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import best_choice, score
+from evaluation.metrics.scoring import best_choice, error, score
 from evaluation.protocols.probe import run_protocol
 from evaluation.supervision.heads import zero_head
 from evaluation.supervision.learners import Learner, learner_of
@@ -116,7 +116,8 @@ def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[Fitte
     dev_cases = [(choice, seeds[0]) for choice in choices]
     on_dev, _ = fit_and_test(features.dev_split(), config, classes, dev_cases)
     by_choice = {choice: score(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
-    best = best_choice(by_choice)
+    errors = {choice: error(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
+    best = best_choice(by_choice, errors)
 
     tested, fitted = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])
     if heads is not None:

@@ -221,6 +221,24 @@ def test_figures_that_images_do_not_have_are_unknown():
     assert alone["accuracy"] == pytest.approx((1 + 2 / 3) / 2)
 
 
+def test_where_r2_of_the_dev_images_is_not_defined_the_error_chooses_and_this_is_said(capsys):
+    cloud = np.random.default_rng(0).normal(size=(24, 12)).astype(np.float32)
+    numbers = 3 * cloud[:, 0].astype(float) + np.random.default_rng(1).normal(0, 2, 24)
+    data = LabelledFeatures(cloud[:16], numbers[:16], cloud[16:], numbers[16:], kind="number")
+    dev = data.dev_split()
+    assert len(dev.test) == 1
+    penalties = (1e-6, 0.3, 30.0)
+    on_dev, _ = linear.fit_and_test(dev, LinearConfig(l2=penalties), 0, [(each, 0) for each in penalties])
+    errors = [float(abs(each.predictions - each.targets).mean()) for each in on_dev]
+    assert np.argmin(errors) > 0  # not the first
+    (result,) = linear.evaluate(data, LinearConfig(l2=penalties))
+    assert result["l2"] == penalties[int(np.argmin(errors))]
+    printed = capsys.readouterr().out
+    assert f"note: {result['l2']} is chosen, and the mean absolute error decides: the score of the dev" in printed
+    assert best_choice({1: np.nan, 2: np.nan}, {1: np.nan, 2: np.nan}) == 1
+    assert "note: 1 is chosen, and it is the first choice" in capsys.readouterr().out
+
+
 def test_a_figure_that_images_do_not_have_is_null_in_files_and_a_dash_in_tables(tmp_path):
     outcomes = Outcomes("number", np.full(5, 3.0), np.arange(5.0))
     report = {"results": add_figures([{"seed": 0, "outcomes": outcomes}, {"seed": 1, "outcomes": outcomes}])}

@@ -13,7 +13,7 @@ from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_fea
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features
 from evaluation.frozen.results import report_of, summarize_accuracies, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice
+from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error
 from mpp.config import RunConfig
 from mpp.errors import UserError
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
@@ -124,10 +124,13 @@ def evaluate_by_depth(
     chosen = max(by_depth)
     if config.depth == "dev" and not is_saved:
         dev_accuracies = {}
+        errors = {}
         for depth, features in by_depth.items():
-            summary = summarize_accuracies(add_scores(evaluate(features.dev_split())), group_by)
+            of_depth = evaluate(features.dev_split())
+            summary = summarize_accuracies(add_scores(of_depth), group_by)
+            errors[depth] = float(np.mean([error(result["outcomes"]) for result in of_depth]))
             dev_accuracies[depth] = float(np.mean([case["mean"] for case in summary.values()]))
-        chosen = best_choice(dev_accuracies)
+        chosen = best_choice(dev_accuracies, errors)
         protocol["dev_accuracy_by_depth"] = dev_accuracies
         by_depth = {chosen: by_depth[chosen]}
     if chosen:

@@ -55,8 +55,8 @@ def bootstrap(value: float, resampled: NDArray[np.float64], count: int) -> Inter
 def bootstrap_of_share(value: float, resampled: NDArray[np.float64], count: float, most: float) -> Interval:
     """Wilson's interval with as many independent images as a bootstrap's variance is of.
 
-    Its centre is less the bias that the bootstrap shows. So it stays in [0, 1], is skewed near its ends, and has a width
-    where all resamples are equal.
+    Its centre is the value less the bias that the bootstrap shows. It stays in [0, 1], is skewed near these ends, and
+    has a width even where all resamples are equal.
 
     Args:
         value, resampled: as of `bootstrap`.

@@ -54,6 +54,10 @@ class LabelKind(ABC):
     def measure(self, outcomes: Outcomes) -> dict[str, float]:
         """All figures, by name. NaN: these images do not have it."""
 
+    def error(self, outcomes: Outcomes) -> float:
+        """A figure by which predictions are compared where the score is not defined, less is better; NaN: none."""
+        return math.nan
+
     @abstractmethod
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         """The score of predictions that look at no image, by name: such as the largest class.

@@ -31,6 +31,9 @@ class Number(LabelKind):
         r2 = 1 - float(np.square(errors).sum()) / squares if squares > 0 else float("nan")
         return {"r2": r2, "mae": float(np.abs(errors).mean())}
 
+    def error(self, outcomes: Outcomes) -> float:
+        return self.measure(outcomes)["mae"]
+
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         return {"mean of the test images": 0.0}  # by the definition of R2
 

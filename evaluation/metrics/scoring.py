@@ -19,6 +19,7 @@ from evaluation.metrics.patches import MaskedPatches
 from evaluation.metrics.pixels import Pixels
 from evaluation.metrics.several import SeveralClasses
 from mpp.errors import UserError
+from mpp.runtime.messages import note
 
 Result = dict[str, Any]
 ALL_KINDS = (OneClass(), SeveralClasses(), Number(), Pixels(), MaskedPatches())
@@ -49,9 +50,26 @@ def score(outcomes: Outcomes) -> float:
     return kind.measure(labelled_outcomes(outcomes))[kind.score]
 
 
-def best_choice(scores: dict[Any, float]) -> Any:
-    """The choice with the largest score, the first of equal ones; one whose score is not known (NaN) comes last."""
-    return max(scores, key=lambda choice: rank_of(scores[choice]))
+def error(outcomes: Outcomes) -> float:
+    """The figure that choices are made by where the score is not defined: less is better. NaN: the kind has none."""
+    return kind_of(outcomes).error(labelled_outcomes(outcomes))
+
+
+def best_choice(scores: dict[Any, float], errors: dict[Any, float] | None = None) -> Any:
+    """The choice with the largest score, the first of equal ones; one whose score is not known (NaN) comes last.
+
+    Args:
+        errors: see `error`; they decide, which is noted, where no score is known: such as R2 of a single dev image.
+    """
+    best = max(scores, key=lambda choice: rank_of(scores[choice]))
+    if not errors or rank_of(scores[best]) > -math.inf:
+        return best
+    known = {choice: value for choice, value in errors.items() if math.isfinite(value)}
+    if known:
+        best = min(known, key=known.__getitem__)
+    reason = "the mean absolute error decides" if known else "it is the first choice"
+    note(f"{best} is chosen, and {reason}: the score of the dev images is not defined; more training images help")
+    return best
 
 
 def rank_of(score: float | None) -> float:
