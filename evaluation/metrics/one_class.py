@@ -29,7 +29,10 @@ from mpp.data.overview import note_tested
 SMOOTHING = Z**2 / 2  # images added to those that are right, and to those that are wrong: as in Wilson's interval
 
 BIASED = {"macro_f1"}
-"""Figures that are lower in resamples than in the images that these are drawn from, with few images a class."""
+"""Figures that are lower in resamples than in the images that these are drawn from, with few images a class.
+
+The figure of these images is as much lower than the truth, so the interval is moved by twice the bias of resamples.
+"""
 
 
 class ClassCounts(NamedTuple):
@@ -72,7 +75,7 @@ class OneClass(LabelKind):
         values, drawn = class_figures(expected), class_figures(resampled)
         for name, of_resamples in drawn.items():
             bias = of_resamples.mean() - values[name] if name in BIASED else 0.0
-            low, high = bootstrap(values[name], of_resamples - bias, len(outcomes))
+            low, high = bootstrap(values[name], of_resamples - 2 * bias, len(outcomes))
             found[name] = (max(0.0, low), min(1.0, high))
         return found
 
