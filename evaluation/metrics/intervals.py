@@ -86,6 +86,11 @@ def resamples(count: int, number: int = RESAMPLES) -> NDArray[np.int64]:
     return np.random.default_rng(SEED).integers(count, size=(number, count))
 
 
+def drawn_weights(count: int) -> NDArray[np.int64]:
+    """How often each of `count` images is in each resample: (RESAMPLES, count)."""
+    return np.stack([np.bincount(drawn, minlength=count) for drawn in resamples(count)])
+
+
 class Difference(NamedTuple):
     """A difference of two figures of the same images."""
 

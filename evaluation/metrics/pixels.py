@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.metrics.intervals import Interval, bootstrap, resamples
+from evaluation.metrics.intervals import Interval, bootstrap, drawn_weights
 from evaluation.metrics.kinds import LabelKind, as_percent
 from evaluation.metrics.outcomes import Outcomes
 
@@ -49,11 +49,6 @@ class Pixels(LabelKind):
 
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         return {}  # a segmentation's report has those that need the images
-
-
-def drawn_weights(count: int) -> NDArray[np.int64]:
-    """How often each of `count` images is in each resample: (R, M)."""
-    return np.stack([np.bincount(drawn, minlength=count) for drawn in resamples(count)])
 
 
 def ious_by_class(outcomes: Outcomes, weights: NDArray) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.metrics.intervals import Interval, bootstrap_of_share, resamples
+from evaluation.metrics.intervals import Interval, bootstrap_of_share, drawn_weights
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
 from mpp.runtime.messages import counted, note, shortened
@@ -40,8 +40,7 @@ class SeveralClasses(LabelKind):
 
     def intervals(self, outcomes: Outcomes) -> dict[str, Interval]:
         count = len(outcomes)
-        weights = np.stack([np.bincount(drawn, minlength=count) for drawn in resamples(count)]).astype(float)
-        drawn = figures_of(outcomes, weights)
+        drawn = figures_of(outcomes, drawn_weights(count).astype(float))
         values = self.measure(outcomes)
         positives = outcomes.targets.sum(0)
         positives = positives[positives > 0]

@@ -123,8 +123,9 @@ def mark_classes(columns: Sequence[LabelColumn | None]) -> NumberedLabels:
             parts.append(None)
             continue
         marks = np.zeros((len(numbers), classes), np.int8)
-        images, places = np.nonzero(numbers.reshape(len(numbers), -1) >= 0)
-        marks[images, numbers.reshape(len(numbers), -1)[images, places]] = 1
+        of_image = numbers.reshape(len(numbers), -1)
+        images, places = np.nonzero(of_image >= 0)
+        marks[images, of_image[images, places]] = 1
         is_missing = column.values.is_null().to_numpy()
         if not holds_lists(column.values):
             is_missing = numbers < 0
