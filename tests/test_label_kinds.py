@@ -19,7 +19,7 @@ from evaluation.comparison.reports import with_known_numbers
 from evaluation.config import LinearConfig
 from evaluation.frozen.by_class import figure_rows
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
-from evaluation.frozen.results import format_percent, summarize_accuracies, write_report
+from evaluation.frozen.results import format_percent, print_details, summarize_accuracies, write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, add_figures, best_choice, measured
 from evaluation.metrics.several import figures_of
@@ -405,6 +405,27 @@ def test_saved_features_without_labels_are_counted_and_wrong_labels_named(tmp_pa
         several.checked("here")
     with pytest.raises(UserError, match="train_labels must be 1 where an image is of a class"):
         several._replace(train_labels=marks + 2).checked("here")
+
+
+@pytest.mark.parametrize("kind", ["class", "several", "pixels"])
+def test_of_many_classes_the_worst_are_printed(kind, capsys, tmp_path):
+    """Ten classes are never predicted; the file has all."""
+    numbers = np.tile(np.arange(40), 2)
+    predicted = np.where(numbers < 10, 10 + numbers, numbers)
+    marks = np.eye(40, dtype=np.int8)
+    pixels = 9 * np.stack([marks[predicted], marks[numbers] * (numbers == predicted)[:, None]], -1)
+    arrays = {
+        "class": (numbers, predicted),
+        "several": (marks[numbers], marks[predicted] + 0.0),
+        "pixels": (9 * marks[numbers], pixels),
+    }
+    outcomes = Outcomes(kind, *arrays[kind], [f"species {number}" for number in range(40)])
+    report = write_report(tmp_path / "probe.json", {"results": add_figures([{"seed": 0, "outcomes": outcomes}])})
+    print_details(tmp_path / "probe.json", report)
+    printed = capsys.readouterr().out
+    assert "these 30 of 40 classes are recognised worst" in printed
+    named = {int(line.split()[2]) for line in printed.splitlines() if line.startswith("| species")}
+    assert len(named) == 30 and named.issuperset(range(10))
 
 
 def test_the_class_path_says_what_several_labels_need(tmp_path, capsys):

@@ -30,6 +30,7 @@ def read_json(path):
     return json.loads(path.read_text())
 
 
+@pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
 @pytest.mark.parametrize(("label", "arguments", "kind"), OF_KIND)
 def test_a_run_learns_other_kinds_and_mpp_predicts_by_it(label, arguments, kind, tmp_path, capsys):
     images = write_images(tmp_path / "images", label)

@@ -81,12 +81,14 @@ def draw_confusion(outcomes: Outcomes) -> Figure | None:
     return plot_confusion(confusion, outcomes.names(len(confusion)))
 
 
-def worst_first(rows: list[list[str]]) -> list[list[str]]:
-    """The classes that are printed: all, or of many those that are recognised worst."""
+def worst_first(headings: list[str], rows: list[list[str]]) -> list[list[str]]:
+    """The classes of a table that are printed: all, or of many those that are recognised worst, by its first share."""
     if len(rows) <= MAX_CLASSES_PRINTED:
         return rows
 
+    column = next(place for place, heading in enumerate(headings) if heading.endswith("(%)"))
+
     def share(row: list[str]) -> float:
-        return float(row[3].split()[0]) if row[3] != "-" else np.inf
+        return float(row[column].split()[0]) if row[column] != "-" else np.inf
 
     return sorted(rows, key=share)[:MAX_CLASSES_PRINTED]

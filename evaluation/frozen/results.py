@@ -266,7 +266,7 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     by_class = None if outcomes is None else kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
         headings, rows = by_class
-        shown = worst_first(rows)
+        shown = worst_first(headings, rows)
         print(table(headings, shown))
         if len(shown) < len(rows):
             print(f"these {len(shown)} of {len(rows)} classes are recognised worst; the file by class has all")

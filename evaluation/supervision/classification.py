@@ -84,7 +84,7 @@ class Classification(ImageTask):
         loss = self.criterion(outputs, images, target) if model.training else self.learner.loss(logits, target)
         if not measure:
             return loss, {}
-        predicted = self.learner.predict(logits)
+        predicted = self.learner.predict(logits.detach())
         if self.predicted is not None:
             self.predicted.append((batch.indices, predicted.cpu()))
         count = torch.tensor(len(labels), dtype=torch.double, device=device)
