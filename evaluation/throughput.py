@@ -65,7 +65,7 @@ Seconds = dict[str, list[float]]
 def measure_all(config: ThroughputConfig) -> dict[str, Any]:
     """All figures: seconds and FLOPs of each step, the highest rate of the machine, and ratios."""
     bench = open_bench(
-        ModelConfig(name=config.model),
+        ModelConfig(name=config.model, img_size=config.img_size),
         config.batch_size,
         device=config.device,
         precision=config.precision,

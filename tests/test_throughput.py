@@ -19,7 +19,15 @@ def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(throughput, "DRAINED_STEPS", 1)
     torch.set_num_threads(1)
     out = tmp_path / "throughput.json"
-    words = ["--model=test_vit", "--batch_size=1", "--rounds=2", "--precision=fp32", "--workers=0", "--jpeg_side=64"]
+    words = [
+        "--model=test_vit",
+        "--img_size=80",
+        "--batch_size=1",
+        "--rounds=2",
+        "--precision=fp32",
+        "--workers=0",
+        "--jpeg_side=64",
+    ]
     throughput.main([*words, f"--out={out}"])
     result = json.loads(out.read_text())
     of_timm, of_mpp = (result["seconds"][name] for name in ("timm training step", "mpp training step"))
@@ -28,8 +36,8 @@ def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
     assert (ratio["min"], ratio["max"]) == (min(first, second), max(first, second))
     assert ratio["median"] == pytest.approx((first + second) / 2)
     assert {"steps in memory / steps from JPEG", "ImageFolder with PIL / mpp's loading"} <= set(result["ratios"])
-    # of 100 patches of 16 x 16, width 64, 6 blocks whose MLP is 3 times as wide; ours skips part of the last block
-    tokens, width, embedding, head = 101, 64, 100 * 3 * 16**2 * 64, 64 * 1000
+    # of 25 patches of 16 x 16, width 64, 6 blocks whose MLP is 3 times as wide; ours skips part of the last block
+    tokens, width, embedding, head = 26, 64, 25 * 3 * 16**2 * 64, 64 * 1000
     blocks = 6 * (10 * tokens * width**2 + 2 * tokens**2 * width)
     flops = result["flops"]
     assert flops["timm training step"] == 2 * (3 * (blocks + head) + 2 * embedding)  # pixels get no gradient

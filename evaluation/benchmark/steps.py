@@ -154,8 +154,8 @@ def training_step(bench: Bench, model: nn.Module, loss: Callable[[], torch.Tenso
 def timm_step(bench: Bench) -> TimedStep:
     """timm's model as it comes, trained to classify."""
     device = bench.accelerator.device
-    model = timm.create_model(bench.model.name, num_classes=1000).to(device)
-    images = torch.randn(bench.batch_size, *model.pretrained_cfg["input_size"], device=device)
+    model = timm.create_model(bench.model.name, num_classes=1000, img_size=bench.model.img_size).to(device)
+    images = torch.randn(bench.batch_size, 3, *model.patch_embed.img_size, device=device)
     labels = torch.randint(0, 1000, (bench.batch_size,), device=device)
     return training_step(bench, model, lambda: F.cross_entropy(model(images), labels))
 

@@ -11,7 +11,9 @@ class ThroughputConfig:
     """Throughput of training, against other code and the machine's limits."""
 
     model: str = "vit_tiny_patch16_224"
-    """A timm VisionTransformer, at its own image size."""
+    """A timm VisionTransformer."""
+    img_size: int | None = setting(None, at_least=1)
+    """Side of its images, a multiple of its patches. null: its own."""
     batch_size: int = setting(16, at_least=1)
     """Images a step."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
