@@ -27,6 +27,7 @@ from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import format_percent, print_details, table, write_report
 from evaluation.frozen.run_images import LoadedSplits
+from evaluation.frozen.training_reports import FINETUNING_REPORT
 from evaluation.metrics.one_class import OneClass
 from evaluation.metrics.scoring import KINDS, add_figures, best_choice, describe_labels, error, kind_of, score_name
 from evaluation.supervision.classification import Classification, score_of_run
@@ -40,6 +41,7 @@ from mpp.runtime.weights import fingerprint
 from mpp.training.card import HEAD_LEFT_OUT
 from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.log import Tracker, last_evaluation, last_scalars
+from mpp.training.report_process import write_run_page
 from mpp.training.run import train
 
 MAX_LEFT_OUT = 5000
@@ -131,7 +133,7 @@ def finetune_once(
         "run": dataclasses.replace(config.run, dir=str(Path(config.run.dir) / name), steps=steps, eval_every=steps),
         "optim": dataclasses.replace(config.optim, lr=lr),
     }
-    folder = train(OneRunConfig(**settings), partial(Finetuning, loaded=loaded))
+    folder = train(OneRunConfig(**settings), partial(Finetuning, loaded=loaded), page=on_dev)
     PartialState().wait_for_everyone()
     last = last_evaluation(folder)
     scalars = last_scalars(folder, PFLOP)
@@ -180,11 +182,13 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
         report |= labels_of_dev(list(on_dev.values()))
     if PartialState().is_main_process:
         print(table_of_rates(report))
-        path = Path(config.out or Path(config.run.dir) / "finetune.json")
+        path = Path(config.out or Path(config.run.dir) / FINETUNING_REPORT)
         report = write_report(path, report)
         print_details(path, report)
         print(f"wrote {path}")
         if config.test:
+            if config.run.report:  # with the figures
+                write_run_page(Path(config.run.dir) / f"lr_{best:g}")
             print(f"next: mpp predict --classifier {config.run.dir} --data.path NEW_IMAGES")
     return report
 

@@ -19,6 +19,7 @@ from evaluation.config import SupervisedConfig
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.provenance import refuse_learned_images
 from evaluation.frozen.results import format_percent, print_details, summarize_accuracies, table, write_report
+from evaluation.frozen.training_reports import SUPERVISED_REPORT
 from evaluation.metrics.scoring import add_figures, score_name
 from evaluation.supervision.classification import Classification, score_of_run
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
@@ -32,6 +33,7 @@ from mpp.runtime.command import command
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.card import BOTH_HEADS_LEFT_OUT, HEAD_LEFT_OUT
 from mpp.training.flops import executed_flops
+from mpp.training.report_process import write_run_page
 from mpp.training.run import train
 
 
@@ -127,18 +129,22 @@ def build_task(config: SupervisedConfig, accelerator: Accelerator, layout: Batch
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line, or `arguments`, say."""
     config = parse(SupervisedConfig, arguments, prog="accelerate launch evaluation/supervised.py")
-    folder = train(with_teacher_digest(config), build_task)
+    folder = train(with_teacher_digest(config), build_task, page=False)
     if PartialState().is_main_process:
         if config.run.eval_every > 0:
             report_results(folder, config.run.seed)
-        encoder, tuned = quote(str(folder)), quote(f"{folder}_finetuned")
-        print(f"next: accelerate launch evaluation/finetune.py --encoder {encoder} --run.dir {tuned}")
+        if config.run.report:  # with the figures
+            write_run_page(folder)
+        run = quote(str(folder))
+        print(f"next: mpp predict --classifier {run} --data.path NEW_IMAGES")
+        tuned = quote(f"{folder}_finetuned")
+        print(f"next: accelerate launch evaluation/finetune.py --encoder {run} --run.dir {tuned}")
 
 
 def report_results(folder: Path, seed: int) -> None:
     """Write supervised.json into the run folder, and print the accuracy."""
     (result,) = add_figures([{"seed": seed} | score_of_run(folder)])
-    path = folder / "supervised.json"
+    path = folder / SUPERVISED_REPORT
     report = write_report(path, {"results": [result]})
     summary = summarize_accuracies([result], "seed")[str(seed)]
     print(table(["run", f"held-out {score_name([result])} (%)"], [[folder.name, format_percent(summary)]]))

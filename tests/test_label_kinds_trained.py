@@ -2,7 +2,9 @@
 
 import csv
 import json
+import subprocess
 from io import BytesIO
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -13,6 +15,7 @@ from PIL import Image
 from test_label_kinds import colours, redness, write_images
 
 from evaluation import finetune, linear, predict, supervised
+from evaluation.frozen.training_reports import find_tested_run, reports_of_training
 from evaluation.metrics.outcomes import load_outcomes
 from evaluation.metrics.scoring import KINDS
 from evaluation.supervision.classifiers import load_classifier
@@ -30,12 +33,28 @@ def read_json(path):
     return json.loads(path.read_text())
 
 
+@pytest.fixture
+def pages(monkeypatch):
+    """The runs whose page is asked for, with the reports of training that it finds then."""
+    written = []
+
+    def write(words, **options):
+        run = Path(words[words.index("--encoder") + 1])
+        written.append((run, reports_of_training(run)))
+        return subprocess.CompletedProcess(words, 0, "wrote report.html\n", "")
+
+    monkeypatch.setattr("mpp.training.report_process.subprocess.run", write)
+    return written
+
+
 @pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
 @pytest.mark.parametrize(("label", "arguments", "kind"), OF_KIND)
-def test_a_run_learns_other_kinds_and_mpp_predicts_by_it(label, arguments, kind, tmp_path, capsys):
+def test_a_run_learns_other_kinds_and_mpp_predicts_by_it(label, arguments, kind, tmp_path, capsys, pages):
     images = write_images(tmp_path / "images", label)
     folder = tmp_path / "run"
-    supervised.main([*BASE, *SMALL, *arguments, f"--data.path={images}", f"--run.dir={folder}"])
+    common = [*BASE, *SMALL, *arguments, f"--data.path={images}", f"--run.dir={folder}"]
+    supervised.main([*common, "--run.report=true"])
+    assert pages == [(folder, [folder / "supervised.json"])]
     printed = capsys.readouterr().out
     score = KINDS[kind].score
     assert KINDS[kind].headings[score] in printed and "24 test (21 labelled)" in printed
@@ -79,13 +98,16 @@ def test_a_run_learns_other_kinds_and_mpp_predicts_by_it(label, arguments, kind,
 
 
 @pytest.mark.parametrize(("label", "arguments", "kind"), OF_KIND)
-def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, kind, tmp_path, capsys):
+def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, kind, tmp_path, capsys, pages):
     images = write_images(tmp_path / "images", label)
     encoder = ("--encoder=vit_tiny_r_s16_p8_224", "--init=random", "--img_size=32", "--optim.warmup_steps=0")
     common = (*BASE, *encoder, *arguments, f"--data.path={images}", f"--run.dir={tmp_path}", "--run.steps=2")
-    finetune.main([*common, "--lrs=[0.01, 0.001]", "--run.checkpoint_every=2"])
+    finetune.main([*common, "--lrs=[0.01, 0.001]", "--run.checkpoint_every=2", "--run.report=true"])
+    dev_runs = [(tmp_path / f"dev_lr_{lr}", []) for lr in (0.01, 0.001)]
     report = read_json(tmp_path / "finetune.json")
     (result,) = report["results"]
+    assert pages == [*dev_runs, (tmp_path / f"lr_{result['lr']}", [tmp_path / "finetune.json"])]
+    assert find_tested_run(tmp_path, "encoder") == tmp_path / f"lr_{result['lr']}"
     assert [row["lr"] for row in report["dev"]] == [0.01, 0.001]
     outcomes = load_outcomes(tmp_path / "finetune.json")
     assert outcomes.kind == kind

@@ -287,6 +287,40 @@ def test_pretraining_has_the_report_written_by_a_process_that_is_alone(pretrain,
     assert (folder / "encoder").is_dir()
 
 
+def write_finetuning(folder: Path) -> Path:
+    """A fine-tuning by hand, without weights: the folder of its tested run."""
+    run = folder / "lr_0.01"
+    run.mkdir()
+    (run / "config.yaml").write_text("lrs: [0.01]\ndata: {}\n")
+    lines = [
+        {"step": step, "heldout/loss": 1, "heldout/accuracy": 0.7, "heldout/largest_class": 0.5} for step in (1, 2)
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    outcomes = Outcomes("class", np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1]), ["ant", "bee"])
+    (result,) = add_figures([{"seed": 0, "lr": 0.01, "outcomes": outcomes}])
+    write_report(folder / "finetune.json", {"results": [result]})
+    return run
+
+
+@pytest.mark.parametrize("named", ["fine-tuning", "run"])
+def test_the_page_of_a_finetuning_has_its_figures_whichever_folder_is_named(named, tmp_path):
+    run = write_finetuning(tmp_path)
+    report([f"--encoder={tmp_path if named == 'fine-tuning' else run}", *FAST])
+    page = read(run / "report.html")
+    assert_has(page, "75.0 (30.1 to 95.4)", "macro F1")
+    assert any(alt.startswith("Confusion matrix of finetune") for alt in page.values("alt"))
+    assert_has(page, f"mpp predict --classifier {run} --data.path", "largest class")
+    text = "".join(page.text)
+    assert "masked patches" not in text and "mpp fewshot" not in text
+
+
+def test_a_finetuning_without_a_tested_run_is_one_line(tmp_path):
+    write_finetuning(tmp_path)
+    (tmp_path / "finetune.json").write_text('{"results": []}')
+    with pytest.raises(UserError, match="which has compared rates only"):
+        report([f"--encoder={tmp_path}", *FAST])
+
+
 @pytest.mark.faults
 def test_the_report_is_written_at_the_end(pretrain):
     folder = pretrain("--run.report=true", without="--run.report")

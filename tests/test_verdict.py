@@ -30,7 +30,7 @@ from mpp.pretrain import main
 from mpp.training.facts import Facts
 from mpp.training.health import WARNINGS, find_warnings
 from mpp.training.log import read_history
-from mpp.training.verdict import has_best_features, verdict
+from mpp.training.verdict import duration, has_best_features, verdict
 from mpp.training.watch import read_verdict
 
 FACTS = Facts(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, known=640, evaluated=400)
@@ -273,6 +273,13 @@ def test_without_labels_the_line_has_rank_and_agreement():
         "neighbour agreement 50.0% at block 1 (random weights 20.0%, pixel colours 30.0%), effective rank 9.0 "
         "(random weights 5.0)"
     ) in verdict([first, last], FACTS)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 seconds"), (1.3, "1 second"), (89, "89 seconds"), (90, "1.5 minutes")]
+)
+def test_a_duration_has_its_unit_in_the_right_number(seconds, text):
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(("name", "said"), [("largest_class", "(largest class 28.0%)"), ("chance", "(chance 28.0%)")])

@@ -8,6 +8,7 @@ import numpy as np
 
 from evaluation.figures.charts import plot_series
 from evaluation.pages.page import Chart, Table, chart
+from mpp.runtime.messages import counted
 from mpp.training.history import (
     EVALUATED,
     History,
@@ -17,6 +18,7 @@ from mpp.training.history import (
     series,
     values_by_depth,
 )
+from mpp.training.verdict import ACCURACY_BASELINES
 
 MAX_POINTS_OF_A_LINE = 200
 MAX_ROWS_OF_A_TABLE = 12
@@ -41,8 +43,10 @@ def curves_of_run(history: History, missing: dict[str, str], marks: Marks) -> li
         "two nearest": "heldout/two_nearest",
         "nearest": "heldout/nearest",
         "most frequent": "heldout/most_frequent",
-    }
-    accuracy_chart = chart_of("Accuracy on masked patches", trained, accuracies, "accuracy", percent=True)
+    } | {name: scalar for scalar, name in ACCURACY_BASELINES.items()}
+    of_images = any(series(trained, scalar) for scalar in ACCURACY_BASELINES)
+    title = "Accuracy" if of_images else "Accuracy on masked patches"
+    accuracy_chart = chart_of(title, trained, accuracies, "accuracy", percent=True)
     deviations = {"targets": "target_deviation", "predictions": "prediction_deviation"}
     charts = [
         chart_of("Loss", trained, {"training": "loss", "held out": EVALUATED}, "loss"),
@@ -108,7 +112,7 @@ def chart_by_depth(title: str, lines: History, group: str) -> Chart:
     """A chart of the last probe by depth, beside the untrained encoder and pixel colours."""
     first, last = lines[0], lines[-1]
     trained = values_by_depth(last, group)
-    curves: Lines = {f"after {int(last['step'])} steps": trained}
+    curves: Lines = {f"after {counted(int(last['step']), 'step')}": trained}
     if first["step"] == 0 and len(lines) > 1:
         curves["random weights"] = values_by_depth(first, group)
     colors = first.get(f"{group}/floor_pixels")

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig
 from evaluation.frozen.by_class import describe_shown, draw_confusion, figure_rows, shown_outcomes
 from evaluation.frozen.results import describe_baselines, format_percent, summarize_accuracies
+from evaluation.frozen.training_reports import REPORTS_OF_TRAINING, reports_of_training
 from evaluation.metrics.scoring import kind_of
 from evaluation.pages.about import Missing, changed, settings_rows
 from evaluation.pages.curves import features_of_run
@@ -34,8 +35,6 @@ CONFIG_BY_SETTING = {
 """A setting that only one kind of run has -> the class of the run's settings."""
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
 MAX_UNREADABLE_LISTED = 20
-REPORTS_OF_TRAINING = ("supervised.json", "finetune.json")
-"""Reports in the run folder itself."""
 
 
 def features_blocks(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list[Block]:
@@ -44,8 +43,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
     blocks: list[Block] = [*features_of_run(history, missing, saved_phases(folder).marks())]
     rows = []
     details: list[Block] = []
-    reports = [folder / name for name in REPORTS_OF_TRAINING if (folder / name).is_file()]
-    for file in [*reports, *sorted((folder / "evaluation").glob("*.json"))]:
+    for file in [*reports_of_training(folder), *sorted((folder / "evaluation").glob("*.json"))]:
         try:
             rows += rows_of_evaluation(file, page_folder)
             details += details_of_evaluation(file)

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from evaluation.config import OneRunConfig, SupervisedConfig
 from evaluation.pages.page import Link, Section
 from evaluation.pages.run_sections import COMMANDS, config_class_of
 from mpp.config.saved import parse_saved
@@ -26,6 +27,8 @@ from mpp.training.run_folder import CONFIG_FILE, saved_settings
 from mpp.training.verdict import LOSS_FALLS, describe_features, describe_prediction, describe_trend, duration, percent
 from mpp.training.watch import read_verdict
 
+CLASSIFIERS = (SupervisedConfig, OneRunConfig)
+"""Classes of the settings of runs that learn labels."""
 MIN_GAIN_OVER_BASELINES = 0.03  # in accuracy
 MIN_GAIN_OVER_LAST_DEPTH = 0.01  # in accuracy
 
@@ -125,6 +128,8 @@ def next_steps(folder: Path, history: History, finished: bool, trend: str) -> li
         advice.append(f"train longer, since the held-out loss {falls}: {advice_to_train_longer(folder)}")
     elif saved_phases(folder).describe_cooldown(last_step(history)) == NOT_COOLED_DOWN:
         advice.append(f"cool down before the features are compared, or train longer: {advice_to_train_longer(folder)}")
+    if config_class_of(saved_settings(folder)) in CLASSIFIERS:
+        return [*advice, f"predict new images: mpp predict --classifier {folder} --data.path NEW_IMAGES"]
     advice += advice_on_features(folder, history)
     if advice:
         return advice

@@ -1,7 +1,6 @@
 """The one door to a classifier that predicts: a trained run, a kept head on its encoder, or timm's."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from evaluation.config import PredictConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, KeptHead, is_kept_head, load_head, rebuild_linear
-from evaluation.frozen.run_images import find_run
+from evaluation.frozen.training_reports import find_tested_run
 from evaluation.patches.readings import LinearReading
 from evaluation.predictions.pixels import PixelClassifier
 from evaluation.supervision.classifiers import Classifier, load_classifier, name_classes
@@ -21,8 +20,6 @@ from mpp.config import sides
 from mpp.errors import UserError
 from mpp.models.descriptions import is_named
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
-
-FINETUNING_REPORT = "finetune.json"
 
 
 class HeadOnFeatures(nn.Module):
@@ -75,26 +72,8 @@ def find_named(classifier: str, encoder: str | None) -> Source:
         return find_encoder_of_head(load_head(folder), encoder)
     if encoder is not None:
         raise UserError(f"encoder is {encoder}; it must be null with {classifier}, which is no kept head: it has one")
-    trained = find_finetuned(folder) or classifier
+    trained = str(find_tested_run(folder, "classifier") or classifier)
     return Source(trained, trained, None)
-
-
-def find_finetuned(folder: Path) -> str | None:
-    """The run of the best rate in the folder of a fine-tuning; None: it is none.
-
-    Raises:
-        UserError: it has compared rates and trained no run on all images.
-    """
-    if find_run(str(folder)) is not None or not (folder / FINETUNING_REPORT).is_file():
-        return None
-    try:
-        report = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))
-        rates = [result["lr"] for result in report["results"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"classifier is {folder}, whose {FINETUNING_REPORT} cannot be read: {error}") from error
-    if not rates:
-        raise UserError(f"classifier is {folder}, which has compared rates only (--test false); fine-tune with one")
-    return str(folder / f"lr_{rates[0]:g}")
 
 
 def find_encoder_of_head(head: KeptHead, named: str | None) -> Source:

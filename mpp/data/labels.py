@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mpp.errors import UserError
-from mpp.runtime.messages import note
+from mpp.runtime.messages import counted, note
 
 ANY_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?\s*$"
 WHOLE_NUMBER = r"^[+-]?\d{1,18}(\.0*)?$"
@@ -89,7 +89,8 @@ class LabelColumn:
     def note_negative(self, count: int | None) -> None:
         """Print how many labels are negative numbers, if any."""
         if count:
-            what = f"{count} labels in the column {self.name} are negative numbers"
+            verb = "is a negative number" if count == 1 else "are negative numbers"
+            what = f"{counted(count, 'label')} in the column {self.name} {verb}"
             note(f"{what}: no labels, as datasets of the hub have it; as text, or in a list, they are classes")
 
 

@@ -30,7 +30,7 @@ LAUNCHER_VARIABLES = (
 """Beginnings of the variables by which launchers tell processes that they belong together."""
 
 
-def write_report(folder: Path) -> None:
+def write_run_page(folder: Path) -> None:
     """Have `mpp report` write `report.html` in a run folder; a failure is a warning on stderr."""
     words = (sys.executable, str(REPORT_SCRIPT), "--encoder", str(folder), *import_words())
     try:

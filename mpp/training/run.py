@@ -41,7 +41,7 @@ from mpp.training.growth import SAME_HALF_LIFE, describe_growth, follows_length
 from mpp.training.log import METRICS_FILE, read_history
 from mpp.training.loop import Loop
 from mpp.training.record import RECORD_FILE, recorded_commit, write_record
-from mpp.training.report_process import write_report
+from mpp.training.report_process import write_run_page
 from mpp.training.run_folder import CONFIG_FILE, is_finished, open_run, saved_settings, write_config
 from mpp.training.task import ImageTask
 from mpp.training.watch import VERDICT
@@ -52,12 +52,13 @@ WRITTEN_WHOLE = (CONFIG_FILE, IMPORTS_FILE, RECORD_FILE, METRICS_FILE, VERDICT, 
 """Files and folders of a run, besides checkpoints, that training writes aside and renames."""
 
 
-def train(config: Any, build: Build) -> Path:
+def train(config: Any, build: Build, page: bool = True) -> Path:
     """Carry out the run that `config` describes, or what is left of it.
 
     Args:
         config: has `run`, `data` and `optim`.
         build: its task.
+        page: whether to write the run's page, if `run.report` asks for it; a caller that adds figures does it later.
     Returns:
         The run folder, finished.
     """
@@ -85,8 +86,8 @@ def train(config: Any, build: Build) -> Path:
         if accelerator.is_main_process:
             print(f"cost: {describe_cost(read_history(folder))}")
         accelerator.print(f"longer: {describe_growth(resolved, folder)}")
-        if config.run.report and accelerator.is_main_process:
-            write_report(folder)
+        if page and config.run.report and accelerator.is_main_process:
+            write_run_page(folder)
         if preemption.asked_of_any():
             preemption.leave("when this run was finished")  # there may be others to come
     return folder

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mpp.runtime.messages import counted
 from mpp.training.facts import Facts
 from mpp.training.history import (
     EVALUATED,
@@ -168,7 +169,7 @@ def duration(seconds: float) -> str:
         if seconds >= 1.5 * size:
             count = seconds / size
             return f"{count:.1f} {unit}" if count < 10 else f"{count:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return counted(round(seconds), "second")
 
 
 def percent(share: float) -> str:

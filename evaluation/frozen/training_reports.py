@@ -1,0 +1,48 @@
+"""Reports of training with labels: where they are, and which run they are about.
+
+RUN/supervised.json       of the run itself
+FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the best one
+"""
+
+import json
+from pathlib import Path
+
+from evaluation.frozen.run_images import find_run
+from mpp.errors import UserError
+
+SUPERVISED_REPORT = "supervised.json"
+FINETUNING_REPORT = "finetune.json"
+REPORTS_OF_TRAINING = (SUPERVISED_REPORT, FINETUNING_REPORT)
+
+
+def find_tested_run(folder: Path, setting: str) -> Path | None:
+    """The run of the best rate in the folder of a fine-tuning; None: it is none.
+
+    Args:
+        setting: that names the folder, for messages.
+    Raises:
+        UserError: it has compared rates and trained no run on all images.
+    """
+    if find_run(str(folder)) is not None or not (folder / FINETUNING_REPORT).is_file():
+        return None
+    try:
+        report = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))
+        rates = [result["lr"] for result in report["results"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{setting} is {folder}, whose {FINETUNING_REPORT} cannot be read: {error}") from error
+    if not rates:
+        raise UserError(f"{setting} is {folder}, which has compared rates only (--test false); fine-tune with one")
+    return folder / f"lr_{rates[0]:g}"
+
+
+def reports_of_training(run: Path) -> list[Path]:
+    """The reports of training that are about a run: one, or none."""
+    supervised = run / SUPERVISED_REPORT
+    if supervised.is_file():
+        return [supervised]
+    parent = run.absolute().parent
+    try:
+        is_tested = find_tested_run(parent, "encoder") == run.absolute()
+    except UserError:  # a report of no test
+        return []
+    return [parent / FINETUNING_REPORT] if is_tested else []
