@@ -17,6 +17,7 @@ from sklearn.neighbors import KNeighborsRegressor
 from evaluation import features, fewshot, knn, linear
 from evaluation.comparison.reports import with_known_numbers
 from evaluation.config import LinearConfig
+from evaluation.frozen import extraction
 from evaluation.frozen.by_class import figure_rows
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.results import format_percent, print_details, summarize_accuracies, write_report
@@ -25,9 +26,10 @@ from evaluation.metrics.scoring import KINDS, add_figures, best_choice, measured
 from evaluation.metrics.several import figures_of
 from evaluation.supervision.learners import NumberLearner, SeveralLearner
 from mpp.config import DataConfig
-from mpp.data.label_kinds import LABEL_READERS, find_label_kind
+from mpp.data.label_kinds import AUTO, LABEL_READERS, find_label_kind
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
+from mpp.runtime.messages import shortened
 
 
 def read(kind, feature, *splits):
@@ -353,7 +355,7 @@ def colours(number, red):
     ("label", "arguments", "figure"), [(redness, (), "R2"), (colours, ("--task=several",), "mAP, macro")]
 )
 def test_probes_of_other_kinds_report_their_figures_and_count_missing_labels(
-    label, arguments, figure, tmp_path, capsys
+    label, arguments, figure, tmp_path, capsys, monkeypatch
 ):
     images = write_images(tmp_path / "images", label)
     common = ("--encoder=floor:pixels", f"--data.path={images}", *arguments)
@@ -370,8 +372,11 @@ def test_probes_of_other_kinds_report_their_figures_and_count_missing_labels(
         assert low <= result["accuracy"] <= high
         assert report["labels"]["images"] == 21
         assert report["labels"]["class_names"] == ([] if label is redness else ["bright", "red"])
-    with pytest.raises(UserError, match=r"task is \w+; it must be class with fewshot: mpp linear and mpp knn"):
+    monkeypatch.setattr(extraction, "extract_split", lambda *arguments: pytest.fail("features are extracted"))
+    ways = r"mpp linear \(protocol logistic\), knn, finetune and supervised learn all kinds"
+    with pytest.raises(UserError, match=rf"task is \w+; it must be class with fewshot: {ways}"):
         fewshot.main([*common, f"--out={tmp_path / 'fewshot.json'}"])
+    monkeypatch.undo()
 
     saved = tmp_path / "f.npz"
     features.main([*common, f"--out={saved}"])
@@ -428,9 +433,25 @@ def test_of_many_classes_the_worst_are_printed(kind, capsys, tmp_path):
     assert len(named) == 30 and named.issuperset(range(10))
 
 
+def test_each_command_hints_at_several_classes_in_one_text(tmp_path, capsys):
+    """Pre-training too, whose probe takes each combination for a class."""
+    texts = ["red;bright", "red", "bright;dull", "red;bright;dull", ";", "dull;red"]
+    images = write_images(tmp_path / "images", lambda number, red: texts[number % 6])
+    load_image_datasets(DataConfig(path=str(images)), None, AUTO)
+    printed = capsys.readouterr()
+    assert "note: classes such as bright;dull, dull;red are taken for one each" in printed.out
+    assert printed.err == ""
+
+
+def test_names_with_a_comma_are_quoted_where_names_are_listed():
+    assert shortened(["auk, puffin", "duck", "a  b", ""]) == '"auk, puffin", duck, a b and 1 more'
+
+
 def test_the_class_path_says_what_several_labels_need(tmp_path, capsys):
     images = write_images(tmp_path / "images", colours)
     linear.main(["--encoder=floor:pixels", f"--data.path={images}", f"--out={tmp_path / 'l.json'}"])
-    assert "classes such as bright;red are taken for one each: --task several splits" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "classes such as bright;red are taken for one each" in printed.out
+    assert "--task several" in printed.out and "one training image" not in printed.err
     train, _ = load_image_datasets(DataConfig(path=str(images)), None, "several")
     assert train.labels.dtype == np.int8 and train.class_shares() == {}

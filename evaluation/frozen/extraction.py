@@ -142,19 +142,23 @@ def extract_labelled_features(
     accelerator: Accelerator,
     loaded: LoadedSplits | None = None,
     on_dev: bool = False,
+    check_kind: Callable[[str], object] = lambda kind: None,
 ) -> ExtractedFeatures:
     """Extract features of the labelled images at the depths that `config.depth` means.
 
     Args:
         loaded: the splits of the images, if they are loaded already.
         on_dev: take a tenth of the training images as the test images.
+        check_kind: called with the kind of the labels, before the features are extracted.
     Raises:
         UserError: the images have no labels, or there is no such encoder, image or depth.
     """
     encoder = open_frozen_encoder(config)
     depths = resolve_depths(config.depth, len(encoder.stages))
     weights = "" if config.random else config.checkpoint or config.encoder
-    splits = load_labelled(config.data, accelerator, weights, loaded=loaded, on_dev=on_dev, task=config.task)
+    splits = load_labelled(
+        config.data, accelerator, weights, loaded=loaded, on_dev=on_dev, task=config.task, check_kind=check_kind
+    )
     encoder.to(accelerator.device)
     encode = partial(encoder, representation=config.representation, depths=depths)
     with deaths_explained():

@@ -1,5 +1,7 @@
 """The labelled images that evaluation learns from and tests on."""
 
+from collections.abc import Callable, Sequence
+
 from accelerate import Accelerator
 
 from evaluation.frozen.labelled_features import DEV, DEV_FRACTION
@@ -9,10 +11,9 @@ from evaluation.metrics.scoring import KINDS
 from mpp.config import SourceConfig
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
-from mpp.data.label_kinds import SEPARATOR
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
-from mpp.runtime.messages import note, shortened
+from mpp.runtime.messages import note
 
 
 def load_labelled(
@@ -23,6 +24,7 @@ def load_labelled(
     loaded: LoadedSplits | None = None,
     on_dev: bool = False,
     task: str = "class",
+    check_kind: Callable[[str], object] = lambda kind: None,
 ) -> list[ImageDataset]:
     """Load the labelled images of the training and the held-out split, and print which these are.
 
@@ -32,6 +34,7 @@ def load_labelled(
         loaded: the splits, if they are loaded already.
         on_dev: take a tenth of the training images, the dev split, in place of the held-out ones.
         task: kind of label, or auto.
+        check_kind: called with the kind that was found; see `refuse_other_kinds`.
     Raises:
         UserError: there are none, or the encoder was trained with the labels of those that are held out.
     """
@@ -45,6 +48,7 @@ def load_labelled(
         ways = "name their column by data.label_column, have a folder for each of several classes, or a metadata.csv"
         raise UserError(f"the {lacking} images have no labels; {ways} with the columns file_name and label")
     kind = all_train.label_kind
+    check_kind(kind)
     if kind == "class" and all_train.labels.ndim > 1:
         raise UserError("training images have several labels each: learn them with --task several")
 
@@ -64,14 +68,22 @@ def load_labelled(
     return [train, held_out, all_train.choose(spare, data.eval_seed, after=len(train))]
 
 
+def refuse_other_kinds(command: str, kinds: Sequence[str], kind: str) -> None:
+    """Raise UserError for a kind of label that a command cannot learn.
+
+    Args:
+        kinds: that it can learn.
+        kind: that the labels are of, or the setting `task`.
+    """
+    if kind not in kinds:
+        ways = "mpp linear (protocol logistic), knn, finetune and supervised learn all kinds"
+        raise UserError(f"task is {kind}; it must be {' or '.join(kinds)} with {command}: {ways}")
+
+
 def note_kind(train: ImageDataset) -> None:
-    """Note a kind of label that was found, or that looks like another one."""
+    """Note a kind of label that was found."""
     if train.label_kind == "number":
         note("the labels have fractions: task is number")
-    joined = [name for name in train.class_names or () if SEPARATOR in name.strip(f"{SEPARATOR} ")]
-    if joined and train.label_kind == "class":
-        way = f"--task several splits them at {SEPARATOR}"
-        note(f"classes such as {shortened(joined[:2])} are taken for one each: {way}")
 
 
 def describe_share(encoder: str, data: SourceConfig) -> str:

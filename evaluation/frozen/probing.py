@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ from accelerate import Accelerator
 
 from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
 from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_features
+from evaluation.frozen.labelled import refuse_other_kinds
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features
 from evaluation.frozen.results import report_of, summarize_accuracies, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error
 from mpp.config import RunConfig
-from mpp.errors import UserError
+from mpp.data.label_kinds import AUTO
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
 from mpp.runtime.hardware import device
@@ -47,8 +49,9 @@ def run_probe(
     Returns:
         The report: results, summary, protocol.
     """
-    if config.task not in ("auto", *kinds):
-        raise UserError(describe_refusal(command, config.task, kinds))
+    check_kind = partial(refuse_other_kinds, command, kinds)
+    if config.task != AUTO:
+        check_kind(config.task)
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     path = report_of(config, command)
     if config.features:
@@ -57,12 +60,10 @@ def run_probe(
         KINDS[saved.kind].note_tested(saved.train_labels, saved.test_labels, saved.class_names)
         extracted = ExtractedFeatures({0: saved}, {})
     else:
-        extracted = extract_once(config, accelerator, loaded)
+        extracted = extract_once(config, accelerator, loaded, check_kind)
     if not accelerator.is_main_process:  # it does not wait for a probe that may take hours
         return {}
-    kind = next(iter(extracted.by_depth.values())).kind
-    if kind not in kinds:
-        raise UserError(describe_refusal(command, kind, kinds))
+    check_kind(next(iter(extracted.by_depth.values())).kind)  # of saved features, or those of another probe
     report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
@@ -70,11 +71,6 @@ def run_probe(
     report["protocol"]["input"] = extracted.shown
     report["class_names"] = list(next(iter(extracted.by_depth.values())).class_names)
     return write_probe_report(path, report, group_by)
-
-
-def describe_refusal(command: str, kind: str, kinds: Sequence[str]) -> str:
-    """Why a probe does not evaluate labels of this kind."""
-    return f"task is {kind}; it must be {' or '.join(kinds)} with {command}: mpp linear and mpp knn are for all kinds"
 
 
 def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
@@ -86,15 +82,26 @@ def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
     return dict(zip(by_depth, ranks, strict=True))
 
 
-def extract_once(config: FrozenProbeConfig, accelerator: Accelerator, loaded: LoadedSplits | None) -> ExtractedFeatures:
-    """Extract features, or take the latest: the probes of a comparison use the same ones in turn."""
+def extract_once(
+    config: FrozenProbeConfig,
+    accelerator: Accelerator,
+    loaded: LoadedSplits | None,
+    check_kind: Callable[[str], object],
+) -> ExtractedFeatures:
+    """Extract features, or take the latest: the probes of a comparison use the same ones in turn.
+
+    Args:
+        loaded, check_kind: see `extract_labelled_features`.
+    """
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
     settings["out"] = None
     weights = fingerprint(Path(config.checkpoint or config.encoder))
     key = repr((settings, config.test, weights))
     if key not in LATEST_FEATURES:
         LATEST_FEATURES.clear()
-        LATEST_FEATURES[key] = extract_labelled_features(config, accelerator, loaded, on_dev=not config.test)
+        LATEST_FEATURES[key] = extract_labelled_features(
+            config, accelerator, loaded, on_dev=not config.test, check_kind=check_kind
+        )
     return LATEST_FEATURES[key]
 
 

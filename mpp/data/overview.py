@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpp.data.dataset import ImageDataset, has_label
+from mpp.data.label_kinds import SEPARATOR
 from mpp.runtime.messages import counted, note, shortened, tell, warn
 
 SHOWN_CLASSES = 5
@@ -65,7 +66,11 @@ def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
     if not len(labels):
         return
     classes, counts = np.unique(labels, return_counts=True)
-    if len(classes) > max(len(labels) / 2, MIN_SUSPICIOUS_CLASSES):
+    joined = [name for name in train.class_names or () if SEPARATOR in name.strip(f"{SEPARATOR} ")]
+    if joined:
+        way = f"evaluations and training with labels split them at {SEPARATOR} with --task several"
+        note(f"classes such as {shortened(joined[:2])} are taken for one each: {way}")
+    elif len(classes) > max(len(labels) / 2, MIN_SUSPICIOUS_CLASSES):
         what = f"{len(classes)} classes among {len(labels)} labelled training images"
         warn(f"{what}: are these names of images, and not of classes?")
     elif (counts == 1).any():

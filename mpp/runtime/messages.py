@@ -57,10 +57,13 @@ def did_you_mean(path: str) -> str:
 
 
 def shortened(names: list[str], most: int = 3) -> str:
-    """The first names of a list, and the number of the others: "a, b, c and 7 more"."""
+    """The first names of a list, and the number of the others: "a, b, c and 7 more".
+
+    A name with a comma is in quotes: it would read as two.
+    """
     shown = []
     for name in names[:most]:
         one_line = " ".join(name.split())
-        shown.append(one_line or repr(name))
+        shown.append(f'"{one_line}"' if "," in one_line else one_line or repr(name))
     text = ", ".join(shown)
     return text if len(names) <= most else f"{text} and {len(names) - most} more"
