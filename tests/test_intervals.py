@@ -6,11 +6,11 @@ import torch
 from scipy.stats import binomtest
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix, f1_score, jaccard_score
 
-from evaluation.metrics.intervals import bootstrap, paired_accuracies, wilson
+from evaluation.metrics.intervals import bootstrap, containing, paired_accuracies, wilson
 from evaluation.metrics.one_class import OneClass
 from evaluation.metrics.outcomes import Outcomes, load_outcomes, save_outcomes
 from evaluation.metrics.pixels import Pixels
-from evaluation.metrics.scoring import add_figures, add_scores, keep_outcomes, labelled_outcomes, score
+from evaluation.metrics.scoring import KINDS, add_figures, add_scores, keep_outcomes, labelled_outcomes, score
 from evaluation.patches.scores import count_by_image
 from mpp.errors import UserError
 
@@ -150,6 +150,37 @@ def test_each_class_of_pixels_has_its_iou_with_an_interval():
     assert headings == ["class", "pixels", "predicted", "IoU (%)"]
     assert [row[:3] for row in rows] == [["a", "6", "3"], ["b", "2", "5"], ["c", "0", "0"]]
     assert rows[0][3] == "50.0 (50.0 to 50.0)" and rows[1][3].startswith("40.0 (") and rows[2][3] == "-"
+
+
+def unlearned(kind, images=79, classes=9):
+    """Outcomes of an encoder that has learned nothing: always the same prediction, or noise."""
+    rng = np.random.default_rng(0)
+    truth = np.arange(images) % classes
+    marks = np.eye(classes, dtype=np.int8)[truth]
+    if kind == "several":
+        return Outcomes(kind, marks, rng.random((images, classes)))
+    if kind == "pixels":
+        always_first = 9 * np.eye(classes, dtype=np.int64)[np.zeros_like(truth)]
+        return Outcomes(kind, 9 * marks, np.stack([always_first, always_first * marks], -1))
+    if kind == "number":
+        return Outcomes(kind, rng.normal(size=images), np.zeros(images))
+    return Outcomes("class", truth, np.zeros_like(truth), [str(number) for number in range(classes)])
+
+
+@pytest.mark.parametrize("images", [9, 79])
+@pytest.mark.parametrize("kind", ["class", "several", "number", "pixels"])
+def test_an_interval_contains_its_value(kind, images):
+    outcomes = unlearned(kind, images)
+    figures = KINDS[kind].figures(outcomes)
+    if kind == "class":
+        assert figures["macro_f1"].value < KIND.intervals(outcomes)["macro_f1"][0]  # centred on added images
+    for name, (value, (low, high)) in figures.items():
+        assert low <= value <= high, name
+
+
+def test_an_interval_is_widened_to_its_value_and_an_unknown_one_is_not():
+    assert containing(2.0, (0.0, 1.0)) == (0.0, 2.0) and containing(0.5, (0.0, 1.0)) == (0.0, 1.0)
+    assert np.isnan(containing(0.5, (np.nan, np.nan))).all() and containing(np.nan, (0.0, 1.0)) == (0.0, 1.0)
 
 
 def test_images_without_a_label_are_left_out_and_none_with_one_is_refused():

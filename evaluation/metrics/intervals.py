@@ -49,7 +49,18 @@ def bootstrap(value: float, resampled: NDArray[np.float64], count: int) -> Inter
         return math.nan, math.nan
     low, high = np.quantile(known, [0.025, 0.975])
     widening = few_sample_widening(count)
-    return value + widening * (float(low) - value), value + widening * (float(high) - value)
+    return containing(value, (value + widening * (float(low) - value), value + widening * (float(high) - value)))
+
+
+def containing(value: float, interval: Interval) -> Interval:
+    """An interval, widened to its value where that is outside; as it is where one of them is not known (NaN).
+
+    Resamples of few images may all be on one side of the value, and intervals of small samples are centred elsewhere.
+    """
+    if math.isnan(value + sum(interval)):
+        return interval
+    low, high = interval
+    return min(low, value), max(high, value)
 
 
 def bootstrap_of_share(value: float, resampled: NDArray[np.float64], count: float, most: float) -> Interval:

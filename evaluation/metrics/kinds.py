@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.metrics.intervals import Difference, Interval, bootstrap, paired, resamples
+from evaluation.metrics.intervals import Difference, Interval, bootstrap, containing, paired, resamples
 from evaluation.metrics.outcomes import Outcomes
 
 
@@ -124,9 +124,12 @@ class LabelKind(ABC):
         return f"{100 * value:.1f}" if name in self.shares else three_digits(value)
 
     def figures(self, outcomes: Outcomes) -> dict[str, Figure]:
-        """All figures with their intervals."""
+        """All figures with their intervals, which contain them."""
         intervals = self.intervals(outcomes)
-        return {name: Figure(value, intervals[name]) for name, value in self.measure(outcomes).items()}
+        figures = {}
+        for name, value in self.measure(outcomes).items():
+            figures[name] = Figure(value, containing(value, intervals[name]))
+        return figures
 
 
 def as_percent(share: float, interval: Interval | None = None) -> str:
