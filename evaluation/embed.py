@@ -24,7 +24,15 @@ from evaluation.config import EmbedConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.tables.images import ViewsOrErrors, identify_splits, load_all_images, read_batches, stack_crops
+from evaluation.tables.given import given_columns
+from evaluation.tables.images import (
+    ViewsOrErrors,
+    identify_splits,
+    images_of_splits,
+    load_all_splits,
+    read_batches,
+    stack_crops,
+)
 from evaluation.tables.parts import write_table
 from mpp.config import RunConfig, require
 from mpp.data.crops import centre_crop
@@ -48,10 +56,12 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
     eval_crop = config.data.eval_crop or encoder.crop_pct
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=eval_crop))
     embedder = Embedder(encoder, config, accelerator)
-    splits = load_all_images(config.data, loaded)
-    identity = identify_table(config, splits) | {"precision": accelerator.mixed_precision}
+    splits = load_all_splits(config.data, loaded)
+    images = images_of_splits(config.data, splits)
     out = Path(config.out)
-    write_table(out, identity, splits, embedder.rows, "features")
+    given = given_columns(splits, out, {each.image_column for each in images})
+    identity = identify_table(config, images) | given.identity() | {"precision": accelerator.mixed_precision}
+    write_table(out, identity, images, given.beside(embedder.rows), "features")
     errors = pq.read_table(out, columns=["error"])["error"]
     unreadable = len(errors) - errors.null_count
     undecoded = f", {unreadable} of them could not be decoded" if unreadable else ""

@@ -96,6 +96,7 @@ def write_verified(
     images = verification.example(TRACED_IMAGES if config.batch == "dynamic" else config.batch)
     metadata = describe_file(config, verification.encoder, images)
     if classifier is not None:
+        metadata["output"] += f": {classifier.meaning}"
         metadata["class_names"] = list(classifier.class_names)
         if classifier.label_kind != "class":
             metadata["label_kind"] = classifier.label_kind
@@ -103,7 +104,7 @@ def write_verified(
     with folder_beside(out) as folder:
         file = folder / out.name
         write_file(config, module, images, file, metadata)
-        kept, report = verify(config, module, verification, file)
+        kept, report = verify(config, module, verification, file, classifier.unit if classifier else 1.0)
         if kept != file:
             for other in folder.iterdir():  # a large encoder has two files
                 if other != kept:
@@ -150,10 +151,12 @@ def write_file(
 
 
 def verify(
-    config: ExportConfig, module: ExportedModule, verification: Verification, file: Path
+    config: ExportConfig, module: ExportedModule, verification: Verification, file: Path, unit: float
 ) -> tuple[Path, dict[str, Any]]:
     """Compare the file with PyTorch, and quantise it where that is asked for.
 
+    Args:
+        unit: by which differences are measured: see `Classifier`.
     Returns:
         The file that is kept; its largest `difference`, and with int8 a row of the printed table for each way to
         compute.
@@ -163,10 +166,10 @@ def verify(
     compute = in_batches_of(config.batch, FORMATS[config.format].read(file))
     difference = verification.largest_difference(compute, module)
     require(
-        difference <= MAX_ROUNDING_DIFFERENCE,
+        difference <= MAX_ROUNDING_DIFFERENCE * unit,
         "format",
         f"{config.format}, which makes a file whose numbers differ from PyTorch's by {difference:.1e}",
-        f"another one: at most {MAX_ROUNDING_DIFFERENCE:g} is ok",
+        f"another one: at most {MAX_ROUNDING_DIFFERENCE * unit:g} is ok",
     )
     report: dict[str, Any] = {"difference": difference}
     if config.quantize:

@@ -25,11 +25,18 @@ from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.results import format_percent, print_details, table, write_report
+from evaluation.frozen.results import print_details, table, write_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.frozen.training_reports import FINETUNING_REPORT
-from evaluation.metrics.one_class import OneClass
-from evaluation.metrics.scoring import KINDS, add_figures, best_choice, describe_labels, error, kind_of, score_name
+from evaluation.metrics.scoring import (
+    KINDS,
+    add_figures,
+    best_choice,
+    describe_labels,
+    error,
+    kind_of_report,
+    kind_of_results,
+)
 from evaluation.supervision.classification import Classification, score_of_run
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
@@ -140,8 +147,7 @@ def finetune_once(
     result = score_of_run(folder) | {"pflop": scalars[PFLOP]}
     if DEVICE_HOURS in scalars:  # a finished run of earlier code has not logged them
         result["device_hours"] = scalars[DEVICE_HOURS]
-    outcomes = result.get("outcomes")
-    on_dev_score = f"dev/{(OneClass() if outcomes is None else kind_of(outcomes)).score}"
+    on_dev_score = f"dev/{kind_of_results([result]).score}"
     if on_dev_score in last:
         result["dev_accuracy"] = last[on_dev_score]
     return result
@@ -206,16 +212,17 @@ def labels_of_dev(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table_of_rates(report: dict[str, Any]) -> str:
     """The report as a table: a row for each learning rate that was compared, and one for the test."""
+    kind = kind_of_report(report) if "labels" in report else kind_of_results(report["results"])
     rows = []
     for rate in report["dev"]:
-        rows.append([f"{rate['lr']:g}", format_percent({"mean": rate["accuracy"], "count": 1}), "-", "-"])
+        rows.append([f"{rate['lr']:g}", kind.text_of_scores({"mean": rate["accuracy"], "count": 1}), "-", "-"])
     for result in report["results"]:
         row = [f"{result['lr']:g}", "-"]
-        row.append(format_percent({"mean": result.get("dev_accuracy"), "count": 1}))
+        row.append(kind.text_of_scores({"mean": result.get("dev_accuracy"), "count": 1}))
         interval = {"interval": result["interval"]} if "interval" in result else {}
-        rows.append([*row, format_percent({"mean": result["accuracy"], "count": 1} | interval)])
-    name = KINDS[report["labels"]["kind"]].score_heading if "labels" in report else score_name(report["results"])
-    headings = ["learning rate", f"dev {name} (%)", f"dev {name}, left-out images (%)", f"test {name} (%)"]
+        rows.append([*row, kind.text_of_scores({"mean": result["accuracy"], "count": 1} | interval)])
+    title = kind.score_title
+    headings = ["learning rate", f"dev {title}", f"dev {title}, left-out images", f"test {title}"]
     return table(headings, rows)
 
 

@@ -97,7 +97,8 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead) 
         input=protocol["input"],
         **describe_encoder(config),
     )
-    save_head(path.with_name(f"{path.stem}_head"), fitted.head, description)
+    seeds = list(dict.fromkeys(result["seed"] for result in report["results"]))
+    save_head(path.with_name(f"{path.stem}_head"), fitted.head, description, seeds)
 
 
 def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[FittedHead] | None = None) -> list[dict]:

@@ -10,7 +10,8 @@ the same command continues. The classifier is a fine-tuned or supervised run, a 
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from accelerate import Accelerator
 from PIL import Image
 
 import mpp
-from evaluation.config import PredictConfig
+from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
 from evaluation.frozen.extraction import describe_precision
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images
+from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import without_nan
+from evaluation.patches.masks import with_image_column
 from evaluation.predictions.classes import has_known_labels, number_labels
+from evaluation.predictions.mask_scores import outcomes_of_masks
 from evaluation.predictions.masks import write_classes
 from evaluation.predictions.opening import (
     Source,
@@ -35,17 +39,25 @@ from evaluation.predictions.opening import (
 )
 from evaluation.predictions.other_kinds import (
     ROWS,
+    OutputRows,
     outcomes_of_splits,
-    print_figures,
     read_outputs,
     summarize_others,
-    targets_of,
 )
 from evaluation.predictions.page import RowImages, Thumbnail, write_predictions_page
-from evaluation.predictions.pixels import PixelRows
-from evaluation.predictions.summary import outcomes_by_split, print_summary, read_predictions, summarize
+from evaluation.predictions.pixels import PixelClassifier, PixelRows
+from evaluation.predictions.summary import (
+    Predictions,
+    outcomes_by_split,
+    print_classes,
+    print_figures,
+    print_summary,
+    read_predictions,
+    summarize,
+)
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
-from evaluation.tables.images import folder_of, identify_splits, load_all_images
+from evaluation.tables.given import given_columns
+from evaluation.tables.images import folder_of, identify_splits, images_of_splits, load_all_splits
 from evaluation.tables.parts import about_file, parts_folder, read_about, write_table
 from mpp.config import RunConfig, require
 from mpp.data.data_path import describe_source
@@ -76,12 +88,12 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
 
 def refuse_settings_of_others(config: PredictConfig, is_of_pixels: bool) -> None:
     """Raise UserError at a setting that the other kind of classifier has."""
-    names = ("top", "probabilities") if is_of_pixels else ("overlays",)
+    of_images = ("top", "probabilities")
+    of_pixels = ("overlays", "data.mask_column", "data.ignore_index")
     kind = "the class of each pixel" if is_of_pixels else "a class for each image"
-    for name in names:
-        usual = getattr(PredictConfig, name)
-        allowed = f"left out: {config.classifier} predicts {kind}"
-        require(getattr(config, name) == usual, name, getattr(config, name), allowed)
+    for name in of_images if is_of_pixels else of_pixels:
+        value, usual = (attrgetter(name)(each) for each in (config, PredictConfig()))
+        require(value == usual, name, value, f"left out: {config.classifier} predicts {kind}")
 
 
 def predict_classes(
@@ -89,43 +101,59 @@ def predict_classes(
 ) -> Path:
     """Write the table of a classifier of images: see `predict`."""
     classifier = open_classifier(source, config.data.channels)
-    data = dataclasses.replace(config.data, eval_crop=config.data.eval_crop or classifier.crop_pct)
+    data = image_settings(config, classifier.crop_pct, ProbeDataConfig)
     kind = classifier.label_kind
-    splits = load_all_images(data, loaded, labels=True, label_kind=kind)
+    splits = load_all_splits(data, loaded)
+    images = images_of_splits(data, splits, labels=True, label_kind=kind)
     if kind == "class":
-        labelled = has_known_labels(splits, classifier.class_names)
+        labelled = has_known_labels(images, classifier.class_names)
     else:
-        labelled = any(images.labels is not None for images in splits)
+        labelled = any(each.labels is not None for each in images)
         require(config.top == PredictConfig.top, "top", config.top, f"left out: {config.classifier} predicts {kind}")
     network = FrozenClassifier(classifier).to(accelerator.device)
     top = min(config.top, classifier.classes)
     rows = ROWS[kind](classifier, network, data, top, config.probabilities, labelled, folder_of(data), accelerator)
     about = describe_classifier(config, source, classifier, accelerator)
     out = Path(config.out)
-    write_table(out, about | identify_splits(data, splits, labels=labelled), splits, rows.rows, "predictions")
-    if kind != "class":
-        report_others(config, about, kind, splits if labelled else [])
+    shown_as_label = {"label"} if labelled and data.label_column in (None, "label") else set()
+    given = given_columns(splits, out, {each.image_column for each in images} | shown_as_label)
+    identity = about | given.identity() | identify_splits(data, images, labels=labelled)
+    write_table(out, identity, images, given.beside(rows.rows), "predictions")
+    if isinstance(rows, OutputRows):
+        report_others(config, about, rows, images)
         return out
-    images = RowImages(splits, data)
-    report(config, about, classifier.class_names, labelled, images, images.thumbnail)
+    predictions = read_predictions(out, classifier.class_names, labelled)
+    outcomes = {}
+    if labelled:
+        outcomes = outcomes_by_split(predictions, *number_labels(images, classifier.class_names))
+    row_images = RowImages(images, data)
+    report(config, about, predictions, outcomes, row_images, row_images.thumbnail)
     return out
 
 
-def report_others(config: PredictConfig, about: dict[str, Any], kind: str, splits: Sequence[ImageDataset]) -> None:
+def image_settings(config: PredictConfig, crop_pct: float, settings: type[ProbeDataConfig]) -> ProbeDataConfig:
+    """The settings of the images, with the crop of the classifier where there is no other.
+
+    Args:
+        settings: with masks, or without: a column `mask` of a list of images then is one as any other.
+    """
+    values = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(settings)}
+    return settings(**values | {"eval_crop": config.data.eval_crop or crop_pct})
+
+
+def report_others(
+    config: PredictConfig, about: dict[str, Any], rows: OutputRows, images: Sequence[ImageDataset]
+) -> None:
     """Print and keep the summary of a table of several classes an image, or of numbers; there is no page.
 
     Args:
         about: what the table depends on.
-        splits: with labels; empty: there are none.
     """
     out = Path(config.out)
-    names = about["classes"]
-    predictions = read_outputs(out, kind, names, config.probabilities)
-    outcomes = {}
-    if splits:
-        outcomes = outcomes_of_splits(predictions, targets_of(splits, kind, names), kind, names)
+    predictions = read_outputs(out, rows.output_columns())
+    outcomes = outcomes_of_splits(predictions, images, rows) if rows.labelled else {}
     summary = summarize_others(predictions, outcomes)
-    print_figures(summary, kind, predictions.broken)
+    print_figures(summary, outcomes, predictions.broken)
     described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary
     write_about(out, described)
     if config.page:
@@ -144,8 +172,10 @@ def predict_pixels(
     classifier = open_pixel_classifier(source, config.data.channels)
     classifier.encoder.to(accelerator.device)
     classifier.reading.to(accelerator.device)
-    data = dataclasses.replace(config.data, eval_crop=config.data.eval_crop or classifier.crop_pct)
-    splits = load_all_images(data, loaded)
+    data = image_settings(config, classifier.crop_pct, MaskedDataConfig)
+    splits = load_all_splits(data, loaded)
+    data = with_image_column(data, next(iter(splits.values())).features)
+    images = images_of_splits(data, splits)
     out = Path(config.out)
     masks = out.with_name(f"{out.stem}_masks")
     overlays = out.with_name(f"{out.stem}_overlays") if config.overlays else None
@@ -153,7 +183,30 @@ def predict_pixels(
     allowed = f"another: {masks} is there, and may hold the masks of other images"
     require(not (is_new and masks.exists()), "out", out, allowed)
     rows = PixelRows(classifier, data, masks, overlays, folder_of(data), accelerator)
-    about = {
+    about = describe_pixel_classifier(config, classifier, accelerator)
+    given = given_columns(splits, out, {each.image_column for each in images} | {data.mask_column})
+    identity = about | given.identity() | identify_splits(data, images)
+    write_table(out, identity, images, given.beside(rows.rows), "masks", MASKS_PER_PART)
+    write_classes(masks, classifier.class_numbers, classifier.class_names)
+    outcomes = outcomes_of_masks(images, splits, rows, data)
+    row_images = RowImages(images, data)
+
+    def thumbnail(row: int) -> Image.Image:
+        if overlays is None:
+            return row_images.thumbnail(row)
+        return Image.open(rows.overlay_file(*row_images.place(row)))
+
+    predictions = read_predictions(out, classifier.class_names, of_pixels=True)
+    report(config, about, predictions, outcomes, row_images, thumbnail)
+    print_classes(outcomes)
+    return out
+
+
+def describe_pixel_classifier(
+    config: PredictConfig, classifier: PixelClassifier, accelerator: Accelerator
+) -> dict[str, Any]:
+    """What a table of masks depends on, but for the images."""
+    return {
         "weights": digest_network(torch.nn.ModuleList([classifier.encoder, classifier.reading])),
         "classes": classifier.class_names,
         "class_numbers": classifier.class_numbers,
@@ -162,17 +215,6 @@ def predict_pixels(
         "precision": describe_precision(accelerator),
         "overlays": config.overlays,
     }
-    write_table(out, about | identify_splits(data, splits), splits, rows.rows, "masks", MASKS_PER_PART)
-    write_classes(masks, classifier.class_numbers, classifier.class_names)
-    images = RowImages(splits, data)
-
-    def thumbnail(row: int) -> Image.Image:
-        if overlays is None:
-            return images.thumbnail(row)
-        return Image.open(rows.overlay_file(*images.place(row)))
-
-    report(config, about, classifier.class_names, labelled=False, images=images, thumbnail=thumbnail)
-    return out
 
 
 def describe_classifier(
@@ -193,8 +235,8 @@ def describe_classifier(
 def report(
     config: PredictConfig,
     about: dict[str, Any],
-    class_names: Sequence[str],
-    labelled: bool,
+    predictions: Predictions,
+    outcomes: Mapping[str, Outcomes],
     images: RowImages,
     thumbnail: Thumbnail,
 ) -> None:
@@ -202,17 +244,13 @@ def report(
 
     Args:
         about: what the table depends on.
-        labelled: whether it has labels.
+        outcomes: of each split with labels.
         images: of its rows.
         thumbnail: the picture of a row.
     """
     out = Path(config.out)
-    predictions = read_predictions(out, class_names, labelled, of_pixels="class_numbers" in about)
-    outcomes = {}
-    if labelled:
-        outcomes = outcomes_by_split(predictions, *number_labels(images.splits, class_names))
     summary = summarize(predictions, outcomes)
-    print_summary(summary, predictions.broken)
+    print_summary(summary, outcomes, predictions.broken)
     described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary
     write_about(out, described)
     written = f"{out}, {about_file(out).name}"

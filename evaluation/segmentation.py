@@ -230,7 +230,7 @@ def keep_reading(
         input=encoder.describe_input(config.data) | {"precision": describe_precision(accelerator)},
         **describe_encoder(config),
     )
-    save_head(path.with_name(f"{path.stem}_head"), fitted.reading, description)
+    save_head(path.with_name(f"{path.stem}_head"), fitted.reading, description, config.seeds)
 
 
 def known_names(config: SegmentationConfig) -> Sequence[str]:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from evaluation.config import SupervisedConfig
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.provenance import refuse_learned_images
-from evaluation.frozen.results import format_percent, print_details, summarize_accuracies, table, write_report
+from evaluation.frozen.results import print_details, summarize_accuracies, table, write_report
 from evaluation.frozen.training_reports import SUPERVISED_REPORT
-from evaluation.metrics.scoring import add_figures, score_name
+from evaluation.metrics.scoring import add_figures, kind_of_results
 from evaluation.supervision.classification import Classification, score_of_run
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
 from evaluation.supervision.deit import DistilledEncoder, average_heads, build_student, distillation_loss
@@ -147,7 +147,8 @@ def report_results(folder: Path, seed: int) -> None:
     path = folder / SUPERVISED_REPORT
     report = write_report(path, {"results": [result]})
     summary = summarize_accuracies([result], "seed")[str(seed)]
-    print(table(["run", f"held-out {score_name([result])} (%)"], [[folder.name, format_percent(summary)]]))
+    kind = kind_of_results([result])
+    print(table(["run", f"held-out {kind.score_title}"], [[folder.name, kind.text_of_scores(summary)]]))
     print_details(path, report)
     print(f"wrote {path}")
 

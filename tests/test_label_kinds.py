@@ -18,9 +18,9 @@ from evaluation import features, fewshot, knn, linear
 from evaluation.comparison.reports import with_known_numbers
 from evaluation.config import LinearConfig
 from evaluation.frozen import extraction
-from evaluation.frozen.by_class import figure_rows
+from evaluation.frozen.by_class import figure_rows, worst_first
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
-from evaluation.frozen.results import format_percent, print_details, summarize_accuracies, write_report
+from evaluation.frozen.results import print_details, summarize_accuracies, write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, add_figures, best_choice, measured
 from evaluation.metrics.several import figures_of
@@ -212,6 +212,15 @@ def test_intervals_of_other_kinds_cover_the_truth(draw, truth, least, images, si
         assert least <= count / simulations <= 0.99, name
 
 
+def test_of_many_classes_those_are_printed_that_are_recognised_worst():
+    """By average precision as by recall; a class without an image comes last."""
+    outcomes = several_outcomes(images=80, classes=40)
+    headings, rows = KINDS["several"].class_table(outcomes)
+    shares = [np.inf if row[2] == "-" else float(row[2]) for row in rows]
+    expected = [rows[place] for place in np.argsort(shares, kind="stable")]
+    assert worst_first(headings, rows) == expected[:30]
+
+
 def test_figures_that_images_do_not_have_are_unknown():
     constant = measured(Outcomes("number", np.full(5, 3.0), np.arange(5.0)))
     assert np.isnan(constant["accuracy"]) and constant["figures"]["mae"][0] == pytest.approx(1.4)
@@ -251,8 +260,8 @@ def test_a_figure_that_images_do_not_have_is_null_in_files_and_a_dash_in_tables(
     read = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert [result["accuracy"] for result in read["results"]] == [None, None]
     assert figure_rows(path, read) == rows
-    assert format_percent(read["summary"]["0"]) == "-"
-    assert format_percent(summarize_accuracies(read["results"], "seed")["1"]) == "-"
+    assert KINDS["several"].text_of_scores(read["summary"]["0"]) == "-"
+    assert KINDS["several"].text_of_scores(summarize_accuracies(read["results"], "seed")["1"]) == "-"
     row = with_known_numbers({"kind": "test"} | read["results"][0])
     assert np.isnan(row["accuracy"]) and "interval" not in row
 
@@ -263,7 +272,10 @@ def test_a_figure_that_images_do_not_have_is_null_in_files_and_a_dash_in_tables(
 def test_an_error_is_shown_with_three_digits_whatever_its_unit(value, text):
     assert KINDS["number"].text("mae", value, None, None) == text
     assert KINDS["number"].text("mae", value, 0.5, value) == f"{text} (0.500 to {text})"
-    assert KINDS["number"].text("r2", 0.1234, None, None) == "12.3"
+    assert KINDS["number"].text("r2", 0.1234, -0.01, None) == "0.123"
+    summary = {"mean": 0.8239, "std": 0.0123, "count": 3, "interval": [-0.1, 0.9]}
+    assert KINDS["number"].text_of_scores(summary) == "0.824 ± 0.012 (-0.100 to 0.900)"
+    assert KINDS["class"].text_of_scores(summary) == "82.4 ± 1.2 (-10.0 to 90.0)"
 
 
 @pytest.fixture

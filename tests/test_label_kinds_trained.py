@@ -114,7 +114,7 @@ def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, ki
     assert result["accuracy"] == pytest.approx(KINDS[kind].measure(outcomes)[KINDS[kind].score])
     assert KINDS[kind].headings[KINDS[kind].score] in capsys.readouterr().out
     finetune.main([*common, "--lrs=[0.01, 0.001]", "--run.checkpoint_every=2", "--test=false"])
-    assert f"dev {KINDS[kind].score_heading} (%)" in capsys.readouterr().out
+    assert f"dev {KINDS[kind].score_title} |" in capsys.readouterr().out
     assert read_json(tmp_path / "finetune.json")["labels"]["kind"] == kind
 
 

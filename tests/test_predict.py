@@ -218,12 +218,12 @@ def test_labels_give_an_accuracy_and_unknown_ones_are_named(probed, tmp_path, ca
     said = capsys.readouterr()
     low, high = wilson(sum(right), 14)
     assert (
-        f"train, 14 labelled images (%): accuracy {100 * np.mean(right):.1f} ({100 * low:.1f} to {100 * high:.1f})"
+        f"all, 14 labelled images (%): accuracy {100 * np.mean(right):.1f} ({100 * low:.1f} to {100 * high:.1f})"
         in said.out
     )
     assert "the classifier does not know zebra: images with such a label count as wrong" in said.err
     about = json.loads((tmp_path / "p.csv.json").read_text(encoding="utf-8"))
-    figures = about["figures"]["train"]
+    figures = about["figures"]["all"]
     truth, predicted = [row["label"] for row in rows], [row["class"] for row in rows]
     assert figures["accuracy"] == pytest.approx(accuracy_score(truth, predicted)) and figures["images"] == 14
     assert figures["figures"]["class_mean"][0] == pytest.approx(balanced_accuracy_score(truth, predicted))

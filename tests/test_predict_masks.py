@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import dataset_of, encoded, interrupt_after, picture
 from PIL import Image
 from safetensors.torch import load_file
+from sklearn.metrics import jaccard_score
 from torchvision.transforms import v2
 
 from evaluation import predict, segmentation
@@ -108,6 +109,68 @@ def test_a_mask_is_the_largest_logit_at_the_images_own_size(head, images, tmp_pa
     assert "p_masks" not in (tmp_path / "p.html").read_text()  # the page is one file
 
 
+def write_masked(folder: Path, names: dict[str, tuple[str, np.ndarray]]) -> None:
+    """Masks beside the images of a folder, and the list that names them, with a column of a site."""
+    (folder / "masks").mkdir()
+    lines = []
+    for name, (file, numbers) in names.items():
+        Image.fromarray(numbers.astype(np.uint8)).save(folder / "masks" / file)
+        lines.append({"file_name": name, "mask_file_name": f"masks/{file}", "site": f"at {file}"})
+    lines += [{"file_name": name, "mask_file_name": None, "site": None} for name in SIZES if name not in names]
+    (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, capsys):
+    """As scikit-learn's Jaccard score of all pixels that count; the classes that the head does not know are missed."""
+    generator = np.random.default_rng(0)
+    named = {}
+    for name in ("wide, ü.png", "tall.png"):
+        numbers = generator.choice([0, 1, 7, 255], SIZES[name], p=[0.5, 0.3, 0.1, 0.1])
+        named[name] = (f"{len(named)}.png", numbers)
+    named["sub/square.jpg"] = ("2.png", np.zeros((9, 9)))  # of another size
+    write_masked(images, named)
+    rows = predict_to(tmp_path / "p.csv", head, images)
+    said = capsys.readouterr()
+    true, predicted = [], []
+    for name in ("wide, ü.png", "tall.png"):
+        counts = named[name][1] != 255
+        true.append(named[name][1][counts])
+        predicted.append(np.array(Image.open(tmp_path / rows[name]["mask"]))[counts])
+    true, predicted = np.concatenate(true), np.concatenate(predicted)
+    ious = jaccard_score(true, predicted, labels=[0, 1, 7], average=None)
+    figures = json.loads((tmp_path / "p.csv.json").read_text())["figures"]["all"]
+    assert figures["accuracy"] == pytest.approx(ious.mean()) and figures["images"] == 2
+    assert figures["figures"]["pixel_accuracy"][0] == pytest.approx((true == predicted).mean())
+    low, high = figures["interval"]
+    line = f"all, 2 labelled images (%): mean IoU {100 * ious.mean():.1f} ({100 * low:.1f} to {100 * high:.1f})"
+    assert line in said.out
+    (bird,) = [line for line in said.out.splitlines() if line.startswith("| bird") and line.count("|") == 5]
+    cells = [cell.strip() for cell in bird.split("|")[1:-1]]
+    assert cells[1:3] == [str((true == 1).sum()), str((predicted == 1).sum())]
+    assert cells[3].startswith(f"{100 * ious[1]:.1f} (")
+    assert "does not know the classes 7 of the masks" in said.err
+    assert (
+        "1 mask of all left out, the first of" in said.err and "its mask has 9 x 9 pixels, and the image 64" in said.err
+    )
+    assert rows["tall.png"]["site"] == "at 1.png" and rows["sub/square.png"]["site"] == ""
+    assert "mask" in rows["tall.png"] and "given_mask" not in rows["tall.png"]
+    page = (tmp_path / "p.html").read_text()
+    assert "mean IoU" in page and "Beside the labels of all" in page and "Confusion" not in page
+
+
+def test_scores_need_no_prediction_of_their_own(head, images, tmp_path, monkeypatch, capsys):
+    """An interrupted table has the same figures; a broken image has none; blank masks are no masks."""
+    write_masked(images, {name: (f"{n}.png", np.full(SIZES[name], n % 2)) for n, name in enumerate(SIZES)})
+    (images / "tall.png").write_bytes(b"no image")
+    predict_to(tmp_path / "p.csv", head, images)
+    first = json.loads((tmp_path / "p.csv.json").read_text())["figures"]["all"]
+    assert first["images"] == 3
+    monkeypatch.setattr(pixels.PixelRows, "rows", None)  # nothing is left to predict
+    predict_to(tmp_path / "p.csv", head, images)
+    assert json.loads((tmp_path / "p.csv.json").read_text())["figures"]["all"] == first
+    assert "| all: class" in capsys.readouterr().out
+
+
 def files_in(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.*g") if file.is_file()}
 
@@ -158,7 +221,7 @@ def test_images_in_a_container_have_masks_by_their_number(head, tmp_path):
     rows.to_parquet(tmp_path / "set" / "train-00000-of-00001.parquet")
     predict.main([f"--classifier={head}", f"--data.path={tmp_path / 'set'}", f"--out={tmp_path / 'p.parquet'}", *FAST])
     masks = {str(file.relative_to(tmp_path)) for file in (tmp_path / "p_masks").rglob("*.png")}
-    assert masks == {"p_masks/train/000000000.png", "p_masks/train/000000001.png"}
+    assert masks == {"p_masks/all/000000000.png", "p_masks/all/000000001.png"}
 
 
 @pytest.mark.parametrize("size", [(7, 9), (40, 23), (5, 64)])

@@ -427,7 +427,7 @@ def test_a_page_has_the_figures_of_an_evaluation_by_class_and_its_confusion_matr
     (result,) = add_figures([{"seed": 0, "outcomes": outcomes}])
     write_report(tmp_path / "supervised.json", {"results": [result]})
     (row,) = rows_of_evaluation(tmp_path / "supervised.json", tmp_path)
-    assert row[1:] == ["0", "75.0 (30.1 to 95.4)", "largest class 50.0%"]
+    assert row[1:] == ["0", "accuracy (%)", "75.0 (30.1 to 95.4)", "largest class 50.0%"]
     figures, by_class, confusion = details_of_evaluation(tmp_path / "supervised.json")
     assert [name for name, _ in figures.rows] == ["accuracy", "mean over classes", "macro F1"]
     assert [cells[:3] for cells in by_class.rows] == [["ant", "2", "1"], [SCRIPT, "2", "3"]]

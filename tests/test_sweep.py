@@ -25,6 +25,7 @@ from evaluation.comparison.trials import plan_sweep
 from evaluation.config import KnnConfig, ProbeDataConfig, SweepConfig
 from evaluation.frozen.encoder import open_frozen_encoder
 from evaluation.frozen.labelled_features import LabelledFeatures, save_features
+from evaluation.metrics.scoring import KINDS
 from mpp.config import Config, SourceConfig
 from mpp.config.parsing import parse
 from mpp.data.sources import load_image_datasets
@@ -321,12 +322,14 @@ def test_a_score_has_its_name_and_a_trial_without_one_is_last(small):
     plan = small.plan()
     rows = []
     for trial, value in zip(plan.trials, (float("nan"), -0.2), strict=True):
-        about = {"encoder": trial.entry.name, "encoder_seed": 0, "evaluation": "knn", "dataset": "dev", "case": "R2"}
-        rows.append(about | {"kind": "validation", "accuracy": value, "seed": 0, "score": "R2"})
+        about = {"encoder": trial.entry.name, "encoder_seed": 0, "evaluation": "knn", "dataset": "dev", "case": ""}
+        rows.append(
+            about | {"kind": "validation", "accuracy": value, "seed": 0, "score": KINDS["number"].score_heading}
+        )
     ranked = ranking(plan, rows)
     first, second = table_of(ranked).splitlines()[2:]
-    assert "knn, dev R2 (%)" in table_of(ranked)
-    assert [line.split("|")[3].strip() for line in (first, second)] == ["-20.0", "-"]
+    assert "| knn, dev explained variance (R2) |" in table_of(ranked)
+    assert [line.split("|")[3].strip() for line in (first, second)] == ["-0.200", "-"]
     assert "trials was chosen" not in " ".join(advice(small.parse(), plan, ranked))
     nothing = ranking(plan, [row | {"accuracy": float("nan")} for row in rows])
     assert advice(small.parse(), plan, nothing) == ["No trial has a score: these images have none."]

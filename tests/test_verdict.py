@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evaluation import contrastive
+from evaluation.metrics.scoring import KINDS
 from mpp.config import DataConfig
 from mpp.data.columns import without_decoding
 from mpp.data.dataset import ImageDataset
@@ -286,6 +287,21 @@ def test_a_duration_has_its_unit_in_the_right_number(seconds, text):
 def test_the_line_of_another_training_has_what_is_reached_without(name, said):
     line = {"step": 9, "heldout/loss": 1.0, "heldout/accuracy": 0.5, f"heldout/{name}": 0.28}
     assert verdict([line], FACTS).startswith(f"held-out accuracy 50.0% {said}")
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        ({"macro_map": 0.5, "any_order_of_the_images": 0.25}, "held-out mAP 50.0% (any order 25.0%)"),
+        ({"r2": -0.0625, "mae": 3.0, "mean_of_the_test_images": 0.0}, "held-out R2 -0.062"),
+    ],
+)
+def test_the_line_of_other_labels_has_their_score(score, said):
+    line = {"step": 9, "heldout/loss": 1.0} | {f"heldout/{name}": value for name, value in score.items()}
+    assert verdict([line], FACTS).split(";")[0] == said
+    for name in score:
+        if not name.startswith(("any", "mean")):
+            assert any(name in kind.headings for kind in KINDS.values())  # as training logs it
 
 
 def test_the_best_is_by_the_probe_or_by_the_accuracy():

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-from evaluation.comparison.reports import ResultRow
+from evaluation.comparison.reports import ResultRow, kind_of_rows
 from evaluation.comparison.tables import columns_of, of_encoder, of_kind, unique
-from evaluation.metrics.intervals import Difference
+from evaluation.metrics.intervals import Difference, Interval
+from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
 from evaluation.metrics.scoring import kind_of, labelled_outcomes, mean_interval
 
@@ -22,6 +23,8 @@ class EncoderDifference(NamedTuple):
     """The accuracy of an encoder minus that of another, in one column of a table."""
 
     column: str
+    kind: LabelKind
+    """Whose score it is of."""
     one: str
     other: str
     over_images: Difference
@@ -76,6 +79,7 @@ def compare_rows(column: str, one: list[ResultRow], other: list[ResultRow], fold
     seeds = (len(unique(one, "encoder_seed")), len(unique(other, "encoder_seed")))
     return EncoderDifference(
         column,
+        kind_of_rows(one),
         one[0]["encoder"],
         other[0]["encoder"],
         paired or unpaired_difference(one, other),
@@ -141,7 +145,7 @@ def describe_difference(each: EncoderDifference) -> str:
     """In words: `A - B: +2.1 (+0.9 to +3.3), same 10,000 images; one seed each: methods not told apart`."""
     methods = "told apart" if each.are_methods_told_apart else "not told apart"
     return (
-        f"{each.one} - {each.other}: {signed(each.over_images)}, {describe_images(each)}; {describe_seeds(each)}: "
+        f"{each.one} - {each.other}: {describe_value(each)}, {describe_images(each)}; {describe_seeds(each)}: "
         f"methods {methods}"
     )
 
@@ -157,8 +161,7 @@ def describe_seeds(each: EncoderDifference) -> str:
     one, other = each.seeds
     if each.over_seeds is None:
         return "one seed each" if one == other == 1 else f"{one} and {other} seeds"
-    low, high = each.over_seeds.interval
-    return f"{one} and {other} seeds ({100 * low:+.1f} to {100 * high:+.1f})"
+    return f"{one} and {other} seeds ({signed_interval(each.kind, each.over_seeds.interval)})"
 
 
 def difference_table(differences: Sequence[EncoderDifference]) -> tuple[list[str], list[list[str]]]:
@@ -169,7 +172,7 @@ def difference_table(differences: Sequence[EncoderDifference]) -> tuple[list[str
         encoders = "told apart" if each.over_images.is_told_apart else "not told apart"
         methods = "told apart" if each.are_methods_told_apart else "not told apart"
         names = [f"{each.one}, {each.column}", each.other]
-        rows.append([*names, signed(each.over_images), describe_images(each), encoders, describe_seeds(each), methods])
+        rows.append([*names, describe_value(each), describe_images(each), encoders, describe_seeds(each), methods])
     return headings, rows
 
 
@@ -198,7 +201,19 @@ def runners_up(differences: Sequence[EncoderDifference]) -> list[EncoderDifferen
     return list(by_column.values())
 
 
-def signed(difference: Difference) -> str:
-    """A difference in percent with its interval."""
-    low, high = difference.interval
-    return f"{100 * difference.value:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+def describe_value(each: EncoderDifference) -> str:
+    """A difference over images with its interval, in the unit of the score."""
+    difference = each.over_images
+    return f"{signed(each.kind, difference.value)} ({signed_interval(each.kind, difference.interval)})"
+
+
+def signed_interval(kind: LabelKind, interval: Interval) -> str:
+    """The ends of a difference's interval."""
+    low, high = interval
+    return f"{signed(kind, low)} to {signed(kind, high)}"
+
+
+def signed(kind: LabelKind, value: float) -> str:
+    """A difference of scores with its sign."""
+    text = kind.text_of_number(kind.score, value)
+    return text if text.startswith("-") else f"+{text}"

@@ -24,9 +24,9 @@ from evaluation.comparison.plots import plot_question
 from evaluation.comparison.reports import ResultRow
 from evaluation.comparison.tables import (
     MASKED_BASELINES,
+    Cell,
     CellsByEncoder,
     Groups,
-    accuracy_text,
     cells_of,
     describe_masked_baselines,
     grouped,
@@ -34,6 +34,7 @@ from evaluation.comparison.tables import (
     of_encoder,
     of_kind,
     rows_asked,
+    score_in_words,
     spread,
     unique,
 )
@@ -221,9 +222,14 @@ def best_encoders(tested: list[ResultRow]) -> list[str]:
             continue
         cells = {encoder: spread(of_encoder(rows, encoder)) for encoder in unique(rows, "encoder")}
         best = best_choice({encoder: cell["mean"] for encoder, cell in cells.items()})
-        others = [f"{encoder} {100 * cell['mean']:.1f}%" for encoder, cell in cells.items() if encoder != best]
+        others = [f"{encoder} {mean_in_words(cell)}" for encoder, cell in cells.items() if encoder != best]
         more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
         beside = f" (beside {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""
         name = f"{evaluation} {case}".strip()
-        sentences.append(f"{name} on {dataset}: best is {best} with {accuracy_text(cells[best])}%{beside}")
+        sentences.append(f"{name} on {dataset}: best is {best} with {score_in_words(cells[best])}{beside}")
     return sentences
+
+
+def mean_in_words(cell: Cell) -> str:
+    """The mean of a cell without spread and interval."""
+    return score_in_words({key: cell[key] for key in ("mean", "score") if key in cell} | {"count": 1})

@@ -5,18 +5,20 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from evaluation.comparison.entries import MEASURED_AXES, Question
-from evaluation.comparison.reports import ResultRow
+from evaluation.comparison.reports import ResultRow, kind_of_rows
 from evaluation.comparison.tables import (
     CellsByEncoder,
     columns_of,
     diverged_cases,
     grouped,
+    kind_of_cells,
     of_kind,
     spread,
     unique,
     x_of,
 )
-from evaluation.figures.charts import Curves, plot_bars, plot_depths, plot_lines
+from evaluation.figures.charts import Curves, Scale, plot_bars, plot_depths, plot_lines
+from evaluation.metrics.kinds import LabelKind
 
 
 def plot_question(question: Question, rows: list[ResultRow], numbers: CellsByEncoder) -> Figure | None:
@@ -29,14 +31,36 @@ def plot_question(question: Question, rows: list[ResultRow], numbers: CellsByEnc
     tested = of_kind(rows, "test")
     if question.plot == "depth":
         by_depth = [row for row in of_kind(rows, "dev") if "depth" in row]
-        return plot_depths(curves_of(by_depth, "encoder", "depth")) if by_depth else None
+        scales = scales_of(by_depth, "{} on the dev split")
+        return plot_depths(curves_of(by_depth, "encoder", "depth"), scales) if by_depth else None
     if question.plot == "lines":
         return plot_against_x(question, tested)
     headings = [column.heading for column in columns_of([*tested, *diverged_cases(rows)])]
     bars = {}
     for encoder, cells in numbers.items():
         bars[encoder] = {heading: cells[heading] for heading in headings if heading in cells}
-    return plot_bars(bars) if bars else None
+    scales = {}
+    for heading in headings:
+        scales[heading] = scale_of(kind_of_cells(cells[heading] for cells in bars.values() if heading in cells))
+    return plot_bars(bars, scales) if bars else None
+
+
+def scale_of(kind: LabelKind, words: str = "{}") -> Scale:
+    """The axis of the score of a kind of label.
+
+    Args:
+        words: around its heading.
+    """
+    unit = kind.score_title.removeprefix(kind.score_heading)
+    return Scale(words.format(kind.score_heading) + unit, kind.factor)
+
+
+def scales_of(rows: list[ResultRow], words: str = "{}") -> dict[str, Scale]:
+    """The axis of each panel of curves: see `curves_of`."""
+    scales = {}
+    for (dataset, evaluation), of_panel in grouped(rows, "dataset", "evaluation").items():
+        scales[panel_name(rows, dataset, evaluation)] = scale_of(kind_of_rows(of_panel), words)
+    return scales
 
 
 def plot_against_x(question: Question, tested: list[ResultRow]) -> Figure | None:
@@ -47,7 +71,7 @@ def plot_against_x(question: Question, tested: list[ResultRow]) -> Figure | None
         drawn = on_lines(drawn, question.lines)
     if not drawn:
         return None
-    return plot_lines(curves_of(drawn, "case", "x"), MEASURED_AXES.get(question.x, question.x))
+    return plot_lines(curves_of(drawn, "case", "x"), MEASURED_AXES.get(question.x, question.x), scales_of(drawn))
 
 
 def on_lines(rows: list[ResultRow], lines: Mapping[str, Sequence[str]]) -> list[ResultRow]:
@@ -62,10 +86,14 @@ def on_lines(rows: list[ResultRow], lines: Mapping[str, Sequence[str]]) -> list[
 
 def curves_of(rows: list[ResultRow], line: str, x: str) -> Curves:
     """Accuracies as curves: evaluation (of a dataset) -> value of the key `line` -> value of the key `x`, ascending."""
-    several_datasets = len(unique(rows, "dataset")) > 1
     curves: Curves = {}
     for (dataset, evaluation, name), of_line in grouped(rows, "dataset", "evaluation", line).items():
-        panel = f"{dataset} {evaluation}" if several_datasets else evaluation
+        panel = panel_name(rows, dataset, evaluation)
         points = sorted(grouped(of_line, x).items())
         curves.setdefault(panel, {})[name] = {place: spread(at_place) for (place,), at_place in points}
     return curves
+
+
+def panel_name(rows: list[ResultRow], dataset: str, evaluation: str) -> str:
+    """The evaluation that a panel shows; of several datasets with its own."""
+    return f"{dataset} {evaluation}" if len(unique(rows, "dataset")) > 1 else evaluation

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,9 @@ from evaluation.comparison.digests import identity, provenance, training_digest
 from evaluation.comparison.trainings import device_hours, executed_pflop
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.kinds import LabelKind
-from evaluation.metrics.one_class import OneClass
-from evaluation.metrics.scoring import KINDS, rank_of
+from evaluation.metrics.scoring import ONE_CLASS, kind_of_report, kind_of_score, rank_of
 from mpp.errors import UserError
 
-ACCURACY = OneClass().score_heading
 COSTS = {"pflop": executed_pflop, "device_hours": device_hours}
 """Entry of a row about what fine-tuning took -> the same of training an encoder (`training_pflop`), from its folder."""
 ResultRow = dict[str, Any]
@@ -122,13 +121,13 @@ def name_of_figure(report: dict[str, Any]) -> str:
 
 def name_of_score(report: dict[str, Any]) -> dict[str, str]:
     """The entry `score` of a row: what tables call `accuracy`; empty where it is one."""
-    name = kind_of_report(report).score_heading
-    return {} if name == ACCURACY else {"score": name}
+    heading = kind_of_report(report).score_heading
+    return {} if heading == ONE_CLASS.score_heading else {"score": heading}
 
 
-def kind_of_report(report: dict[str, Any]) -> LabelKind:
-    """The kind of label of a report."""
-    return KINDS[report.get("labels", {}).get("kind", "class")]
+def kind_of_rows(rows: Iterable[ResultRow]) -> LabelKind:
+    """The kind of label whose score rows have: that of the first."""
+    return kind_of_score(next((row["score"] for row in rows if "score" in row), None))
 
 
 def with_interval(row: ResultRow, case: Case) -> ResultRow:
@@ -143,11 +142,12 @@ def with_interval(row: ResultRow, case: Case) -> ResultRow:
 def dev_rows(case: Case, report: dict[str, Any]) -> list[ResultRow]:
     """Accuracies on the dev split, by depth; of fine-tuning, on training images that it left out."""
     by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
-    rows = [{"kind": "dev", "seed": 0, "depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
+    on_dev = {"kind": "dev", "seed": 0} | name_of_score(report)
+    rows = [on_dev | {"depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
     if case.evaluation.kind == "fine-tuning":
         for result in report["results"]:
             if "dev_accuracy" in result:
-                rows.append({"kind": "dev", "seed": 0, "accuracy": result["dev_accuracy"]})
+                rows.append(on_dev | {"accuracy": result["dev_accuracy"]})
     return rows
 
 

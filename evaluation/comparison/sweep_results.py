@@ -12,14 +12,24 @@ from matplotlib.figure import Figure
 
 from evaluation.comparison.cases import with_seed
 from evaluation.comparison.files import MASKED_BASELINES, recorded_versions
-from evaluation.comparison.reports import ACCURACY, ResultRow
-from evaluation.comparison.tables import Cell, accuracy_text, grouped, of_encoder, of_kind, unique
+from evaluation.comparison.reports import ResultRow, kind_of_rows
+from evaluation.comparison.tables import (
+    Cell,
+    grouped,
+    kind_of_cells,
+    of_encoder,
+    of_kind,
+    score_in_words,
+    score_text,
+    unique,
+)
 from evaluation.comparison.trials import SweepPlan, Trial, command_options, parsed_options
 from evaluation.config import SweepConfig
-from evaluation.figures.charts import Curves, plot_bars, plot_lines
+from evaluation.figures.charts import Curves, Scale, plot_bars, plot_lines
 from evaluation.figures.style import DPI
 from evaluation.frozen.results import summarize_values, table, write_json
-from evaluation.metrics.scoring import rank_of
+from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.scoring import ONE_CLASS, rank_of
 from mpp.config.command_line import as_command_line, as_words
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
@@ -91,9 +101,9 @@ def result_of(trial: Trial, rows: list[ResultRow]) -> Result:
         diverged = unique(of_kind(of_evaluation, "diverged"), "encoder_seed")
         if diverged:
             cell["diverged"] = len(diverged)
-        names = [row["score"] for row in scored if "score" in row]
-        if names:
-            cell["score"] = names[0]
+        kind = kind_of_rows(scored)
+        if kind is not ONE_CLASS:
+            cell["score"] = kind.score_heading
         if cell:
             cells[evaluation] = cell
     run = Path(with_seed(trial.entry.encoder, trial.entry.seeds[0]))
@@ -122,7 +132,7 @@ def table_of(ranked: Sequence[Result]) -> str:
         return "no results yet"
     keys = list(ranked[0].trial.values)
     evaluations = list(dict.fromkeys(name for result in ranked for name in result.cells))
-    scores = [f"{name}, dev {score_of(ranked, name)} (%)" for name in evaluations]
+    scores = [f"{name}, dev {kind_of_trials(ranked, name).score_title}" for name in evaluations]
     has_device_hours = any(result.device_hours is not None for result in ranked)
     headings = ["run", *keys, *scores, "steps", "PFLOP"]
     if has_device_hours:
@@ -131,7 +141,7 @@ def table_of(ranked: Sequence[Result]) -> str:
     for result in ranked:
         values = [as_words(result.trial.values[key]) for key in keys]
         cells = [result.cells.get(name, {}) for name in evaluations]
-        accuracies = [accuracy_text(cell) if cell else "-" for cell in cells]
+        accuracies = [score_text(cell) if cell else "-" for cell in cells]
         steps = "-" if result.steps is None else str(result.steps)
         line = [run_name(result.trial), *values, *accuracies, steps, cost_text(result.pflop)]
         if has_device_hours:
@@ -145,10 +155,9 @@ def cost_text(cost: float | None) -> str:
     return "-" if cost is None else f"{cost:.3g}"
 
 
-def score_of(results: Sequence[Result], evaluation: str) -> str:
-    """What the score of an evaluation is called."""
-    named = [result.cells[evaluation]["score"] for result in results if "score" in result.cells.get(evaluation, {})]
-    return named[0] if named else ACCURACY
+def kind_of_trials(results: Sequence[Result], evaluation: str) -> LabelKind:
+    """The kind of label whose score an evaluation has."""
+    return kind_of_cells(result.cells.get(evaluation, {}) for result in results)
 
 
 def run_name(trial: Trial) -> str:
@@ -176,7 +185,7 @@ def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[Result]) -> li
     best = known[0]
     lines += edges(config, plan, best)
     if len(known) > 1:
-        score = score_of(known, next(iter(best.cells)))
+        score = kind_of_trials(known, next(iter(best.cells))).score_heading
         lines.append(describe_lead(best, known[1]))
         lines.append(
             f"The best of {len(known)} trials was chosen by this {score}, which is too high for that reason (the "
@@ -226,17 +235,19 @@ def is_allowed(config: SweepConfig, best: Result, key: str, value: float) -> boo
 
 def describe_lead(best: Result, second: Result) -> str:
     """How far the best trial is ahead of the second, beside the spread over seeds."""
-    lead = 100 * (best.cell["mean"] - second.cell["mean"])
-    both = f"{best.trial.entry.name} {accuracy_text(best.cell)}%, {second.trial.entry.name} "
-    both += f"{accuracy_text(second.cell)}%"
+    kind = kind_of_cells([best.cell])
+    lead = best.cell["mean"] - second.cell["mean"]
+    lead_in_words = kind.text_of_number(kind.score, lead) + (" points" if kind.sign else "")
+    both = f"{best.trial.entry.name} {score_in_words(best.cell)}, {second.trial.entry.name} "
+    both += score_in_words(second.cell)
     of_one_seed = [result.trial for result in (best, second) if result.cell["count"] < 2]
     if of_one_seed:
         points = ", ".join(map(point_with_new_seed, of_one_seed))
         return (
-            f"The best is {lead:.1f} points ahead of the second ({both}). Nothing is known of the spread over seeds "
+            f"The best is {lead_in_words} ahead of the second ({both}). Nothing is known of the spread over seeds "
             f"where there is one seed: add `points: [{points}]`."
         )
-    spread = 100 * max(best.cell["std"], second.cell["std"])
+    spread = max(best.cell["std"], second.cell["std"])
     if lead <= spread:
         return f"The best is within the spread of the second ({both}): these seeds do not tell them apart."
     return f"The best is ahead of the second by more than the spread over seeds ({both})."
@@ -269,7 +280,9 @@ def plot_sweep(ranked: Sequence[Result]) -> Figure | None:
         return None
     x_of_lines = axis_of(scored)
     if x_of_lines is None:
-        return plot_bars({result.trial.entry.name: result.cells for result in scored})
+        evaluations = dict.fromkeys(name for result in scored for name in result.cells)
+        scales = {name: dev_scale(scored, name) for name in evaluations}
+        return plot_bars({result.trial.entry.name: result.cells for result in scored}, scales)
     curves: Curves = {}
     for result in sorted(scored, key=lambda result: result.trial.values[x_of_lines]):
         others = [f"{key}={as_words(value)}" for key, value in result.trial.values.items() if key != x_of_lines]
@@ -277,8 +290,13 @@ def plot_sweep(ranked: Sequence[Result]) -> Figure | None:
             if "mean" in cell:
                 line = curves.setdefault(evaluation, {}).setdefault(" ".join(others) or evaluation, {})
                 line[result.trial.values[x_of_lines]] = cell
-    names = {score_of(scored, evaluation) for evaluation in curves}
-    return plot_lines(curves, x_of_lines, f"dev {names.pop() if len(names) == 1 else 'score'} (%)")
+    return plot_lines(curves, x_of_lines, {name: dev_scale(scored, name) for name in curves})
+
+
+def dev_scale(results: Sequence[Result], evaluation: str) -> Scale:
+    """The axis of an evaluation's score on the dev split."""
+    kind = kind_of_trials(results, evaluation)
+    return Scale(f"dev {kind.score_title}", kind.factor)
 
 
 def axis_of(results: Sequence[Result]) -> str | None:

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evaluation.comparison.entries import MEASURED_AXES, Question
-from evaluation.comparison.reports import ResultRow
-from evaluation.frozen.results import format_percent, summarize_values
-from evaluation.metrics.scoring import mean_interval
+from evaluation.comparison.reports import ResultRow, kind_of_rows
+from evaluation.frozen.results import summarize_values
+from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.scoring import ONE_CLASS, kind_of_score, mean_interval
 
 Cell = dict[str, Any]
 """Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and
-device_hours, where asked; `diverged`, the number of seeds that did, where any."""
+device_hours, where asked; `diverged`, the number of seeds that did, where any; `score`, its name, where it is no
+accuracy."""
 CellsByEncoder = dict[str, dict[str, Cell]]
 """Encoder -> column -> cell.
 
@@ -96,9 +98,17 @@ def spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
     means = []
     for of_seed in grouped(rows, "encoder_seed", "seed").values():
         means.append(np.mean([row[key] for row in of_seed]))
-    cell = summarize_values(means)
+    cell: Cell = summarize_values(means)
+    kind = kind_of_rows(rows)
+    if key == "accuracy" and kind is not ONE_CLASS:
+        cell["score"] = kind.score_heading
     interval = mean_interval(rows) if len(unique(rows, "dataset")) == 1 else None
     return cell if interval is None else cell | {"interval": interval}
+
+
+def kind_of_cells(cells: Iterable[Cell]) -> LabelKind:
+    """The kind of label whose score the cells of a column have."""
+    return kind_of_score(next((cell["score"] for cell in cells if "score" in cell), None))
 
 
 def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
@@ -221,12 +231,14 @@ def cells_of(numbers: CellsByEncoder) -> tuple[list[str], list[list[str]]]:
     for cells in numbers.values():
         rank_last = sorted(cells, key=lambda name: name == RANK_COLUMN)
         names |= dict.fromkeys(rank_last)
-    headings = ["accuracy (%)"]
+    columns = {name: [cells.get(name, {}) for cells in numbers.values()] for name in names}
+    titles = {name: kind_of_cells(column).score_title for name, column in columns.items() if name != RANK_COLUMN}
+    has_one_score = len(set(titles.values())) <= 1
+    headings = [next(iter(titles.values()), ONE_CLASS.score_title) if has_one_score else "encoder"]
     body = [[encoder] for encoder in numbers]
-    for name in names:
-        text_of_cell = rank_text if name == RANK_COLUMN else accuracy_text
-        column = [cells.get(name, {}) for cells in numbers.values()]
-        headings.append(name)
+    for name, column in columns.items():
+        text_of_cell = rank_text if name == RANK_COLUMN else score_text
+        headings.append(name if has_one_score or name == RANK_COLUMN else with_title(name, titles[name]))
         for line, cell in zip(body, column, strict=True):
             line.append(text_of_cell(cell) if cell else "-")
         for cost, unit in COST_UNITS.items():
@@ -238,12 +250,23 @@ def cells_of(numbers: CellsByEncoder) -> tuple[list[str], list[list[str]]]:
     return headings, body
 
 
-def accuracy_text(cell: Cell) -> str:
-    """An accuracy as the table has it; a single measurement has no spread."""
+def with_title(name: str, title: str) -> str:
+    """The name of a column with its score and unit, which a case may end in: "linear mAP, macro (%)"."""
+    heading = title.removesuffix(" (%)")
+    return f"{name.removesuffix(heading).rstrip()}: {title}"
+
+
+def score_text(cell: Cell) -> str:
+    """An accuracy, or another score, as the table has it; a single measurement has no spread."""
     if "mean" not in cell:
         return "diverged"
     diverged = f" ({cell['diverged']} diverged)" if "diverged" in cell else ""
-    return format_percent(cell) + diverged
+    return kind_of_cells([cell]).text_of_scores(cell) + diverged
+
+
+def score_in_words(cell: Cell) -> str:
+    """The same in a sentence, with its sign."""
+    return f"{score_text(cell)}{kind_of_cells([cell]).sign}"
 
 
 def rank_text(cell: Cell) -> str:

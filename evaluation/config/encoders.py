@@ -152,7 +152,8 @@ class PredictConfig(PrecisionConfig):
     """Write a page: the surest and the least sure predictions, and some of each class."""
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
-    data: ProbeDataConfig = group(ProbeDataConfig, **dict.fromkeys(OF_CUTS, "the images of all splits are predicted"))
+    data: MaskedDataConfig = group(MaskedDataConfig, **dict.fromkeys(OF_CUTS, "the images of all splits are predicted"))
+    """The images. Those with labels, or with masks (of a classifier of pixels), are scored."""
 
     def __post_init__(self):
         check_bounds(self)

@@ -2,7 +2,8 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -23,9 +24,23 @@ MAX_CONFUSED_COUNTED = 25  # whose cells have their numbers
 MAX_SIDE = 11.0  # of a confusion matrix, in inches
 MIN_TICK_DISTANCE = 0.06  # of the length of a logarithmic axis
 Statistics = dict[str, float]
-"""`mean` and `std` of an accuracy."""
+"""`mean` and `std` of a score."""
 Curves = dict[str, dict[str, dict[float, Statistics]]]
-"""Panel -> line -> x -> statistics of an accuracy."""
+"""Panel -> line -> x -> statistics of a score."""
+
+
+class Scale(NamedTuple):
+    """The axis of a score, such as accuracy."""
+
+    label: str
+    factor: int
+    """By which a score is multiplied: 100 of a share, which is in percent."""
+
+
+ACCURACY = Scale("accuracy (%)", 100)
+DEV_ACCURACY = Scale("accuracy on the dev split (%)", 100)
+Scales = Mapping[str, Scale]
+"""Panel -> the axis of its score; of those that are not named it is accuracy."""
 
 
 def plot_series(
@@ -97,49 +112,54 @@ def plot_map(places: NDArray, labels: NDArray[np.int64], names: Sequence[str] = 
     return figure
 
 
-def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str, split: str = "test") -> Figure:
-    """Accuracy by depth, a line for each case; for readings of patch features, mean IoU.
+def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str, scale: Scale) -> Figure:
+    """Score by depth, a line for each case.
 
     Args:
-        by_depth: depth -> value of the case -> accuracy.
+        by_depth: depth -> value of the case -> score.
         case: name of the case, such as `shots` or `reading`.
-        split: test or dev.
     """
     values = next(iter(by_depth.values()))
     lines = {}
     for value in values:
-        lines[f"{case} {value}"] = {depth: accuracies[value] for depth, accuracies in by_depth.items()}
-    metric = "mean IoU" if case == "reading" else "accuracy"
-    return plot_depths({"": lines}, f"{split} {metric} (%)")
+        lines[f"{case} {value}"] = {depth: scores[value] for depth, scores in by_depth.items()}
+    return plot_depths({"": lines}, {"": scale})
 
 
-def plot_depths(curves: Curves, y_label: str = "accuracy on the dev split (%)") -> Figure:
-    """Evaluation -> encoder -> depth -> accuracy; an encoder with one depth is a horizontal line."""
+def plot_depths(curves: Curves, scales: Scales | None = None) -> Figure:
+    """Evaluation -> encoder -> depth -> score; an encoder with one depth is a horizontal line.
+
+    Args:
+        scales: of the score; None: accuracy on the dev split.
+    """
+    scales = scales or dict.fromkeys(curves, DEV_ACCURACY)
     figure, panels = panels_side_by_side(curves, "depth (blocks)")
     numbers: dict[str, int] = {}  # of an encoder's line, the same in all panels
     legend = {}
-    for panel, encoders in zip(panels, curves.values(), strict=True):
+    for panel, (column, encoders) in zip(panels, curves.items(), strict=True):
+        factor = scales.get(column, ACCURACY).factor
         for name, accuracies in encoders.items():
             number = numbers.setdefault(name, len(numbers))
             if len(accuracies) == 1:
                 (accuracy,) = accuracies.values()
-                panel.axhline(100 * accuracy["mean"], linestyle="--", color=color_of_line(number), label=name)
+                panel.axhline(factor * accuracy["mean"], linestyle="--", color=color_of_line(number), label=name)
             else:
-                draw_line(panel, accuracies, name, number)
+                draw_line(panel, accuracies, name, number, factor)
                 panel.set_xticks(list(accuracies))
         handles, names = panel.get_legend_handles_labels()
         legend |= zip(names, handles, strict=True)
-    panels[0].set_ylabel(y_label)
+    label_scores(panels, curves, scales)
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
-def plot_lines(curves: Curves, x_label: str, y_label: str = "accuracy (%)") -> Figure:
-    """Evaluation -> case -> x -> accuracy, with a logarithmic x-axis."""
+def plot_lines(curves: Curves, x_label: str, scales: Scales | None = None) -> Figure:
+    """Evaluation -> case -> x -> score, with a logarithmic x-axis."""
+    scales = scales or {}
     figure, panels = panels_side_by_side(curves, x_label)
-    for panel, cases in zip(panels, curves.values(), strict=True):
+    for panel, (column, cases) in zip(panels, curves.items(), strict=True):
         for number, (name, accuracies) in enumerate(cases.items()):
-            draw_line(panel, accuracies, name, number)
+            draw_line(panel, accuracies, name, number, scales.get(column, ACCURACY).factor)
         places = sorted(place for place in set().union(*cases.values()) if place > 0)  # random weights are at 0
         if places:
             panel.set_xscale("log")
@@ -149,8 +169,16 @@ def plot_lines(curves: Curves, x_label: str, y_label: str = "accuracy (%)") -> F
         panel.minorticks_off()
         if any(cases):
             panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below the error bars
-    panels[0].set_ylabel(y_label)
+    label_scores(panels, curves, scales)
     return figure
+
+
+def label_scores(panels: Sequence[Axes], columns: Iterable[str], scales: Scales) -> None:
+    """Label the axes of scores: the first one, or each where they differ."""
+    labels = [scales.get(column, ACCURACY).label for column in columns]
+    for number, (panel, label) in enumerate(zip(panels, labels, strict=True)):
+        if number == 0 or len(set(labels)) > 1:
+            panel.set_ylabel(label)
 
 
 def readable_ticks(places: list[float]) -> list[float]:
@@ -214,34 +242,37 @@ def panels_side_by_side(curves: Curves, x_label: str) -> tuple[Figure, list[Axes
     return figure, panels
 
 
-def draw_line(panel: Axes, accuracies: dict[float, Statistics], name: str, number: int) -> None:
+def draw_line(panel: Axes, accuracies: dict[float, Statistics], name: str, number: int, factor: int) -> None:
     """Draw x -> mean and standard deviation as a line with error bars.
 
     A band would shrink towards points that were measured once.
     """
-    means = [100 * each["mean"] for each in accuracies.values()]
-    deviations = [100 * each["std"] for each in accuracies.values()]
+    means = [factor * each["mean"] for each in accuracies.values()]
+    deviations = [factor * each["std"] for each in accuracies.values()]
     style = dict(marker=marker_of_line(number), ms=5, color=color_of_line(number))
     panel.errorbar(list(accuracies), means, deviations, label=name, **style)
 
 
-def plot_bars(accuracies: dict[str, dict[str, Statistics]]) -> Figure:
-    """Encoder -> column -> accuracy: a panel for each column, a bar for each encoder with its standard deviation."""
+def plot_bars(accuracies: dict[str, dict[str, Statistics]], scales: Scales | None = None) -> Figure:
+    """Encoder -> column -> score: a panel for each column, a bar for each encoder with its standard deviation."""
+    scales = scales or {}
     columns = list(dict.fromkeys(column for cells in accuracies.values() for column in cells))
     size = (2.2 + 2.2 * len(columns), 0.8 + 0.4 * len(accuracies))
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(1, len(columns), sharex=True, sharey=True, squeeze=False)[0]
+    has_one_scale = len({scales.get(column, ACCURACY).factor for column in columns}) == 1
+    panels = figure.subplots(1, len(columns), sharex=has_one_scale, sharey=True, squeeze=False)[0]
     colors = VALUE_COLORS(np.linspace(0, 0.9, len(accuracies)))
     for panel, column in zip(panels, columns, strict=True):
+        scale = scales.get(column, ACCURACY)
         means = []
         deviations = []
         for cells in accuracies.values():
             cell = cells.get(column, {})
-            means.append(100 * cell.get("mean", np.nan))
-            deviations.append(100 * cell.get("std", 0))
+            means.append(scale.factor * cell.get("mean", np.nan))
+            deviations.append(scale.factor * cell.get("std", 0))
         bars = panel.barh(list(accuracies), means, xerr=deviations, color=colors)
-        panel.bar_label(bars, fmt="%.1f", padding=4, fontsize=8)
-        panel.set(title=textwrap.fill(column, 20), xlabel="accuracy (%)")
+        panel.bar_label(bars, fmt="%.1f" if scale.factor == 100 else "%.3f", padding=4, fontsize=8)
+        panel.set(title=textwrap.fill(column, 20), xlabel=scale.label)
         panel.margins(x=0.28)
     panels[0].invert_yaxis()
     return figure

@@ -5,6 +5,7 @@ C classes, D width.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from evaluation.config import EncoderConfig
 from mpp.errors import UserError
 from mpp.runtime.files import complete
+from mpp.runtime.messages import note
 from mpp.runtime.weights import describe_unreadable, fingerprint
 
 WEIGHTS_FILE = "head.safetensors"
@@ -93,8 +95,12 @@ def describe_encoder(config: EncoderConfig) -> dict[str, Any]:
     }
 
 
-def save_head(folder: Path, head: nn.Module, description: HeadDescription) -> None:
-    """Write a head, complete or not at all, in place of an earlier one, and say how it is used."""
+def save_head(folder: Path, head: nn.Module, description: HeadDescription, seeds: Sequence[int] = ()) -> None:
+    """Write a head, complete or not at all, in place of an earlier one, and say how it is used.
+
+    Args:
+        seeds: of all heads that were tested; this is the first.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with complete(folder) as partial:
         partial.mkdir()
@@ -102,6 +108,8 @@ def save_head(folder: Path, head: nn.Module, description: HeadDescription) -> No
         save_file(weights, partial / WEIGHTS_FILE)
         text = json.dumps(asdict(description), indent=1, ensure_ascii=False)
         (partial / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
+    if len(seeds) > 1:
+        note(f"the head of seed {seeds[0]} is kept, of seeds {', '.join(map(str, seeds))}")
     print(f"wrote {folder}: mpp predict --classifier {folder} --data.path NEW_IMAGES")
 
 

@@ -1,7 +1,6 @@
 """Writing of results: JSON, a Markdown table, TensorBoard."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,20 @@ from typing import Any
 import numpy as np
 
 from evaluation.config import EncoderConfig
-from evaluation.figures.charts import plot_by_depth
+from evaluation.figures.charts import Scale, plot_by_depth
 from evaluation.figures.style import DPI
 from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, worst_first, write_details
 from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
-from evaluation.metrics.scoring import describe_labels, keep_outcomes, kind_of, mean_interval, rank_of, without_nan
+from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.scoring import (
+    describe_labels,
+    keep_outcomes,
+    kind_of,
+    kind_of_report,
+    mean_interval,
+    rank_of,
+    without_nan,
+)
 from mpp.config import SourceConfig, sides
 from mpp.config.fields import default_of
 from mpp.config.keys import iterate_settings, plain
@@ -180,22 +188,6 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def format_percent(summary: dict[str, Any]) -> str:
-    """A mean in percent, with its spread where there are several measurements, and its interval where it has one.
-
-    "-": it is not known (NaN; null of a file).
-    """
-    if summary["mean"] is None or math.isnan(summary["mean"]):
-        return "-"
-    text = f"{100 * summary['mean']:.1f}"
-    if summary.get("count", 2) > 1:
-        text += f" ± {100 * summary['std']:.1f}"
-    if "interval" in summary:
-        low, high = summary["interval"]
-        text += f" ({100 * low:.1f} to {100 * high:.1f})"
-    return text
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, complete or not at all; NaN is null."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,7 +210,8 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     by_depth = report.get("summary_by_depth")
     if not by_depth:
         by_depth = {report["protocol"].get("chosen_depth", 0): report["summary"]}
-    print(table_by_depth(by_depth, list(report["summary"]), group_by))
+    kind = kind_of_report(report)
+    print(table_by_depth(by_depth, list(report["summary"]), group_by, kind))
     on_dev = not report["protocol"].get("test", True)
     if on_dev:
         print("on a tenth of the training images; the held-out images were not looked at")
@@ -226,10 +219,12 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     with event_writer(events_folder(path)) as writer:
         for depth, summaries in by_depth.items():
             for name, summary in summaries.items():
-                writer.add_scalar(f"{prefix}accuracy_by_depth/{group_by}_{name}", 100 * summary["mean"], int(depth))
+                writer.add_scalar(
+                    f"{prefix}accuracy_by_depth/{group_by}_{name}", kind.factor * summary["mean"], int(depth)
+                )
         if len(by_depth) > 1:
             plot_path = path.with_suffix(".png")
-            figure = plot_by_depth(by_depth, group_by, "dev" if on_dev else "test")
+            figure = plot_by_depth(by_depth, group_by, scale_of(kind, "dev" if on_dev else "test"))
             figure.savefig(plot_path, dpi=DPI)
             writer.add_figure(f"{prefix}accuracy_by_depth", figure)
             print(f"wrote {plot_path}")
@@ -257,7 +252,7 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
         return
     random = random_weights(path, report)
     split = "test" if report.get("protocol", {}).get("test", True) else "dev"
-    facts = [describe_baselines(labels), random, f"{labels['images']} {split} images, 95% intervals over these"]
+    facts = [describe_baselines(report), random, f"{labels['images']} {split} images, 95% intervals over these"]
     print("; ".join(filter(None, facts)))
     figures = figure_rows(path, report)
     if figures:
@@ -274,9 +269,13 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
         print(f"wrote {file}")
 
 
-def describe_baselines(labels: dict[str, Any]) -> str:
-    """The entry `labels` of a report in words: the scores of predictions that look at no image."""
-    return ", ".join(f"{name} {100 * share:.1f}%" for name, share in labels["baselines"].items())
+def describe_baselines(report: dict[str, Any]) -> str:
+    """The scores of predictions that look at no image, by the entry `labels` of a report; "" where it has none."""
+    kind = kind_of_report(report)
+    baselines = report.get("labels", {}).get("baselines", {})
+    return ", ".join(
+        f"{name} {kind.text(kind.score, value, None, None)}{kind.sign}" for name, value in baselines.items()
+    )
 
 
 def random_weights(path: Path, report: dict[str, Any]) -> str:
@@ -287,16 +286,24 @@ def random_weights(path: Path, report: dict[str, Any]) -> str:
         return ""
     for file in sorted(path.parent.glob(f"{command}_random_*{path.suffix}")):
         if re.fullmatch(rf"{re.escape(command)}_random_\d+{re.escape(rest)}", file.stem):
-            summary = json.loads(file.read_text(encoding="utf-8")).get("summary", {})
-            best = max(summary.values(), key=lambda case: rank_of(case["mean"]), default=None)
-            return f"random weights {format_percent(best)}%" if best else ""
+            random = json.loads(file.read_text(encoding="utf-8"))
+            best = max(random.get("summary", {}).values(), key=lambda case: rank_of(case["mean"]), default=None)
+            kind = kind_of_report(random)
+            return f"random weights {kind.text_of_scores(best)}{kind.sign}" if best else ""
     return ""
 
 
-def table_by_depth(by_depth: dict[int, dict[str, dict[str, float]]], names: list[str], group_by: str) -> str:
+def scale_of(kind: LabelKind, split: str) -> Scale:
+    """The axis of a plot for the score of a kind of label on a split."""
+    return Scale(f"{split} {kind.score_title}", kind.factor)
+
+
+def table_by_depth(
+    by_depth: dict[int, dict[str, dict[str, float]]], names: list[str], group_by: str, kind: LabelKind
+) -> str:
     """A table of summaries with a line for each depth and a column for each name."""
     rows = []
     for depth, summaries in by_depth.items():
-        accuracies = [format_percent(summaries[name]) for name in names]
+        accuracies = [kind.text_of_scores(summaries[name]) for name in names]
         rows.append([str(depth) if depth else "-", *accuracies])
     return table(["depth", *(f"{group_by} {name}" for name in names)], rows)

@@ -6,8 +6,8 @@ kind: they hand over `Outcomes`, and show what they get.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,21 @@ class LabelKind(ABC):
     def score_heading(self) -> str:
         """What tables call the score."""
         return self.headings[self.score]
+
+    @property
+    def sign(self) -> str:
+        """Behind a score in a sentence: "%", or nothing."""
+        return "%" if self.score in self.shares else ""
+
+    @property
+    def score_title(self) -> str:
+        """The score with its unit, for headings of columns and axes: "accuracy (%)"."""
+        return f"{self.score_heading} (%)" if self.sign else self.score_heading
+
+    @property
+    def factor(self) -> int:
+        """Plots and tables have scores times this."""
+        return 100 if self.sign else 1
 
     @abstractmethod
     def has_target(self, targets: NDArray) -> NDArray[np.bool_]:
@@ -110,18 +125,37 @@ class LabelKind(ABC):
     def text(self, name: str, value: float | None, low: float | None, high: float | None) -> str:
         """A figure with its interval, as tables have it; "-": these images do not have it.
 
-        Shares are in percent with one decimal, others have three significant digits.
+        Shares are in percent with one decimal. Others have three significant digits, unless the kind says otherwise.
         """
         if value is None or math.isnan(value):
             return "-"
-        text = self.text_of_number(name, value)
+        return self.text_of_number(name, value) + self.text_of_interval(name, low, high)
+
+    def text_of_interval(self, name: str, low: float | None, high: float | None) -> str:
+        """The interval of a figure in brackets, behind its value; "" where it is not known."""
         if low is None or high is None or math.isnan(low + high):
-            return text
-        return f"{text} ({self.text_of_number(name, low)} to {self.text_of_number(name, high)})"
+            return ""
+        return f" ({self.text_of_number(name, low)} to {self.text_of_number(name, high)})"
 
     def text_of_number(self, name: str, value: float) -> str:
         """A value, or an end of the interval, of a figure."""
         return f"{100 * value:.1f}" if name in self.shares else three_digits(value)
+
+    def text_of_scores(self, summary: Mapping[str, Any]) -> str:
+        """A mean score, with its spread where there are several measurements, and its interval where it has one.
+
+        Args:
+            summary: see `summarize_accuracies`.
+        Returns:
+            "-": it is not known (NaN; null of a file).
+        """
+        mean = summary["mean"]
+        if mean is None or math.isnan(mean):
+            return "-"
+        text = self.text_of_number(self.score, mean)
+        if summary.get("count", 2) > 1:
+            text += f" ± {self.text_of_number(self.score, summary['std'])}"
+        return text + self.text_of_interval(self.score, *summary.get("interval", (None, None)))
 
     def figures(self, outcomes: Outcomes) -> dict[str, Figure]:
         """All figures with their intervals, which contain them."""

@@ -19,7 +19,7 @@ class Number(LabelKind):
     name = "number"
     score = "r2"
     headings: ClassVar[dict[str, str]] = {"r2": "explained variance (R2)", "mae": "mean absolute error"}
-    shares = frozenset({"r2"})
+    shares = frozenset()
 
     def has_target(self, targets: NDArray) -> NDArray[np.bool_]:
         return np.isfinite(targets)
@@ -33,6 +33,9 @@ class Number(LabelKind):
 
     def error(self, outcomes: Outcomes) -> float:
         return self.measure(outcomes)["mae"]
+
+    def text_of_number(self, name: str, value: float) -> str:
+        return f"{value:.3f}" if name == "r2" else super().text_of_number(name, value)
 
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         return {"mean of the test images": 0.0}  # by the definition of R2

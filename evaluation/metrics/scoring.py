@@ -5,7 +5,7 @@ A result is a dict of a report. An evaluation puts `outcomes` (an `Outcomes`) in
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ Result = dict[str, Any]
 ALL_KINDS = (OneClass(), SeveralClasses(), Number(), Pixels(), MaskedPatches())
 KINDS: dict[str, LabelKind] = {kind.name: kind for kind in ALL_KINDS}
 """All kinds of labels by name. One class and its place in this line add a kind."""
+ONE_CLASS = KINDS["class"]
 
 
 def kind_of(outcomes: Outcomes) -> LabelKind:
@@ -77,10 +78,21 @@ def rank_of(score: float | None) -> float:
     return -math.inf if score is None or math.isnan(score) else score
 
 
-def score_name(results: Sequence[Result]) -> str:
-    """What tables call the score of results, such as accuracy."""
+def kind_of_results(results: Sequence[Result]) -> LabelKind:
+    """The kind of label that results are of, before a report is written; one class where they kept no outcomes."""
     outcomes = [result["outcomes"] for result in results if isinstance(result.get("outcomes"), Outcomes)]
-    return (kind_of(outcomes[0]) if outcomes else OneClass()).score_heading
+    return kind_of(outcomes[0]) if outcomes else ONE_CLASS
+
+
+def kind_of_report(report: Mapping[str, Any]) -> LabelKind:
+    """The kind of label of a report that was written."""
+    return KINDS[report.get("labels", {}).get("kind", ONE_CLASS.name)]
+
+
+def kind_of_score(heading: str | None) -> LabelKind:
+    """The kind of label whose score tables call so; None, or a name from elsewhere: one class."""
+    named = [kind for kind in KINDS.values() if kind.score_heading == heading]
+    return named[0] if named else ONE_CLASS
 
 
 def add_scores(results: Sequence[Result]) -> list[Result]:

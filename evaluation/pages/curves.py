@@ -47,10 +47,17 @@ def curves_of_run(history: History, missing: dict[str, str], marks: Marks) -> li
     of_images = any(series(trained, scalar) for scalar in ACCURACY_BASELINES)
     title = "Accuracy" if of_images else "Accuracy on masked patches"
     accuracy_chart = chart_of(title, trained, accuracies, "accuracy", percent=True)
+    average_precisions = {"macro": "heldout/macro_map", "micro": "heldout/micro_map"}
+    of_other_labels = [
+        chart_of("Mean average precision", trained, average_precisions, "mAP, held out", percent=True),
+        chart_of("Explained variance", trained, {"held out": "heldout/r2"}, "R2"),
+        chart_of("Mean absolute error", trained, {"held out": "heldout/mae"}, "error"),
+    ]
     deviations = {"targets": "target_deviation", "predictions": "prediction_deviation"}
     charts = [
         chart_of("Loss", trained, {"training": "loss", "held out": EVALUATED}, "loss"),
         accuracy_chart,
+        *of_other_labels,
         chart_of("Deviation of features over patches", trained, deviations, "deviation"),
         chart_of("Effective rank of the targets", trained, {"targets": "target_rank"}, "effective rank"),
         chart_of("Learning rate", trained, {"learning rate": "optim/lr"}, "learning rate"),
@@ -58,7 +65,7 @@ def curves_of_run(history: History, missing: dict[str, str], marks: Marks) -> li
         chart_of("Speed", trained, {"images/s": "speed/images_per_second"}, "images/s"),
         chart_of("Waiting for data", trained, {"waiting": "speed/data_wait"}, "share of the time", percent=True),
     ]
-    if accuracy_chart is None:
+    if accuracy_chart is None and not any(of_other_labels):
         missing["Accuracy on masked patches"] = "this run predicts no colours: see the loss and the features"
     if not series(trained, EVALUATED):
         missing["Held-out figures"] = "the run has not been evaluated yet"

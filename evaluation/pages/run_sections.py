@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig
 from evaluation.frozen.by_class import describe_shown, draw_confusion, figure_rows, shown_outcomes
-from evaluation.frozen.results import describe_baselines, format_percent, summarize_accuracies
+from evaluation.frozen.results import describe_baselines, summarize_accuracies
 from evaluation.frozen.training_reports import REPORTS_OF_TRAINING, reports_of_training
-from evaluation.metrics.scoring import kind_of
+from evaluation.metrics.scoring import kind_of, kind_of_report
 from evaluation.pages.about import Missing, changed, settings_rows
 from evaluation.pages.curves import features_of_run
 from evaluation.pages.page import Block, Link, Table, Text, picture_of
@@ -50,7 +50,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             missing[file.name] = "it is not a report of an evaluation"
     if rows:
-        headings = ["evaluation", "case", "accuracy or mean IoU (%), 95% over test images", "without an image (%)"]
+        headings = ["evaluation", "case", "score", "value, 95% over test images", "without an image"]
         blocks.append(Table(headings, rows, "Results of the evaluation commands"))
         blocks += details
     else:
@@ -65,8 +65,12 @@ def rows_of_evaluation(file: Path, page_folder: Path) -> list[list[str | Link]]:
     summary = report.get("summary") or {}
     if not summary and file.name in REPORTS_OF_TRAINING:
         summary = summarize_accuracies(report["results"], "seed")
-    baselines = describe_baselines(report["labels"]) if "labels" in report else ""
-    return [[link, case, format_percent(statistics), baselines] for case, statistics in summary.items()]
+    kind = kind_of_report(report)
+    baselines = describe_baselines(report)
+    rows: list[list[str | Link]] = []
+    for case, statistics in summary.items():
+        rows.append([link, case, kind.score_title, kind.text_of_scores(statistics), baselines])
+    return rows
 
 
 def details_of_evaluation(file: Path) -> list[Block]:

@@ -46,16 +46,22 @@ def load_masks_of_path(data: MaskedDataConfig, splits: dict[str, datasets.Datase
     """
     find_held_out_split(data, list(splits))  # refuses a split that is not there
     columns = splits[data.split].features
-    other_images = [
-        name for name, feature in columns.items() if isinstance(feature, datasets.Image) and name != data.mask_column
-    ]
-    if data.image_column is None and len(other_images) == 1:
-        data = dataclasses.replace(data, image_column=other_images[0])
+    data = with_image_column(data, columns)
     if data.mask_column not in columns:
         raise UserError(describe_no_masks(data, list(columns)))
     train, held_out = load_image_datasets(data, splits)
     train = train.choose(data.train_images, data.eval_seed)
     return MaskedSplits(attach_masks(train, splits, data), attach_masks(held_out, splits, data))
+
+
+def with_image_column(data: MaskedDataConfig, columns: datasets.Features) -> MaskedDataConfig:
+    """The settings with the column of images, where it is the only one beside that of masks."""
+    other_images = [
+        name for name, feature in columns.items() if isinstance(feature, datasets.Image) and name != data.mask_column
+    ]
+    if data.image_column is None and len(other_images) == 1:
+        return dataclasses.replace(data, image_column=other_images[0])
+    return data
 
 
 def describe_no_masks(data: MaskedDataConfig, columns: list[str]) -> str:

@@ -3,6 +3,7 @@
 n images, K outputs of the classifier.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,22 +16,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import KINDS, measured
 from evaluation.predictions.classes import PROBABILITY_PREFIX, ClassRows
-from evaluation.predictions.summary import rows_of_splits
+from evaluation.predictions.summary import figures_of, rows_of_splits
 from evaluation.tables.images import MAX_BROKEN_NAMED
 from evaluation.tables.parts import read_columns
 from mpp.data.dataset import ImageDataset, has_label
 from mpp.data.label_kinds import SEPARATOR
 from mpp.runtime.messages import shortened, warn
-from mpp.runtime.output import printable
 
 NUMBER = "number"
 """Name of the column of predicted numbers."""
 THRESHOLD = 0.5  # of the probability of a class that is named
 
 
-class SeveralRows(ClassRows):
+class OutputRows(ClassRows, ABC):
+    """The rows of images whose figures need all outputs of the classifier, and not the likeliest class alone."""
+
+    @abstractmethod
+    def output_columns(self) -> list[str]:
+        """The columns of the table with the outputs; none: the table does not have them."""
+
+    @abstractmethod
+    def targets(self, splits: Sequence[ImageDataset]) -> list[NDArray | None]:
+        """The labels of each split, as the kind of label has them; None: a split has none."""
+
+    def predictions(self, outputs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Outputs (n, K) as the kind of label has predictions."""
+        return outputs
+
+
+class SeveralRows(OutputRows):
     """The rows of images with several classes: the classes of a probability above a half, and all probabilities."""
 
     def build_table(
@@ -45,13 +60,19 @@ class SeveralRows(ClassRows):
         if self.labelled:
             columns["label"] = pa.array(joined_labels(images, indices), pa.string())
         columns["error"] = pa.array(errors, pa.string())
-        if self.probabilities:
-            for name, of_class in zip(self.classifier.class_names, probabilities.T, strict=True):
-                columns[f"{PROBABILITY_PREFIX}{name}"] = pa.array(of_class, mask=is_broken)
+        for name, of_class in zip(self.output_columns(), probabilities.T, strict=False):
+            columns[name] = pa.array(of_class, mask=is_broken)
         return pa.table(columns)
 
+    def output_columns(self) -> list[str]:
+        names = self.classifier.class_names if self.probabilities else []
+        return [f"{PROBABILITY_PREFIX}{name}" for name in names]
 
-class NumberRows(ClassRows):
+    def targets(self, splits: Sequence[ImageDataset]) -> list[NDArray | None]:
+        return marks_of_splits(splits, self.classifier.class_names)
+
+
+class NumberRows(OutputRows):
     """The rows of images with a number."""
 
     def build_table(
@@ -67,6 +88,15 @@ class NumberRows(ClassRows):
         columns["error"] = pa.array(errors, pa.string())
         return pa.table(columns)
 
+    def output_columns(self) -> list[str]:
+        return [NUMBER]
+
+    def targets(self, splits: Sequence[ImageDataset]) -> list[NDArray | None]:
+        return [images.labels for images in splits]
+
+    def predictions(self, outputs: NDArray[np.float64]) -> NDArray[np.float64]:
+        return outputs[:, 0]
+
 
 def joined_labels(images: ImageDataset, indices: range) -> list[str | None]:
     """The labels of the images at these indices, with `;` between the classes; None: missing."""
@@ -75,6 +105,25 @@ def joined_labels(images: ImageDataset, indices: range) -> list[str | None]:
     names = np.array(images.class_names, object)
     marks = images.labels[indices.start : indices.stop]
     return [SEPARATOR.join(names[row == 1]) if row[0] >= 0 else None for row in marks]
+
+
+def marks_of_splits(splits: Sequence[ImageDataset], class_names: Sequence[str]) -> list[NDArray | None]:
+    """Whether each image of each split is of each class of a classifier; a warning names classes that it lacks."""
+    targets: list[NDArray | None] = []
+    unknown: dict[str, None] = {}
+    for images in splits:
+        if images.labels is None:
+            targets.append(None)
+            continue
+        places = {name: number for number, name in enumerate(images.class_names)}
+        unknown |= dict.fromkeys(name for name in images.class_names if name not in class_names)
+        known = [images.labels[:, places[name]] if name in places else np.zeros(len(images)) for name in class_names]
+        marks = np.stack(known, 1).astype(np.int8)
+        marks[~has_label(images.labels)] = -1
+        targets.append(marks)
+    if unknown:
+        warn(f"the classifier does not know {shortened([*unknown])}: left out of the figures")
+    return targets
 
 
 ROWS: dict[str, type[ClassRows]] = {"class": ClassRows, "several": SeveralRows, "number": NumberRows}
@@ -93,15 +142,12 @@ class OtherPredictions:
     """Files that cannot be decoded, and why: the first of them."""
 
 
-def read_outputs(out: Path, kind: str, class_names: Sequence[str], has_probabilities: bool) -> OtherPredictions:
+def read_outputs(out: Path, names: Sequence[str]) -> OtherPredictions:
     """Read a table of predictions.
 
     Args:
-        has_probabilities: whether it has the probability of each class.
+        names: of the columns of outputs.
     """
-    names = [NUMBER] if kind == "number" else [f"{PROBABILITY_PREFIX}{name}" for name in class_names]
-    if kind == "several" and not has_probabilities:
-        names = []
     columns = {"file": pa.string(), "split": pa.string(), "error": pa.string()}
     columns |= dict.fromkeys(names, pa.float32())
     outputs, unreadable = [], 0
@@ -117,57 +163,24 @@ def read_outputs(out: Path, kind: str, class_names: Sequence[str], has_probabili
     return OtherPredictions(np.concatenate(outputs), unreadable, rows_of_splits(splits), broken)
 
 
-def targets_of(splits: Sequence[ImageDataset], kind: str, class_names: Sequence[str]) -> list[NDArray | None]:
-    """The labels of each split as the classifier predicts them; a warning names classes that it does not know."""
-    if kind == "number":
-        return [images.labels for images in splits]
-    targets: list[NDArray | None] = []
-    unknown: dict[str, None] = {}
-    for images in splits:
-        if images.labels is None:
-            targets.append(None)
-            continue
-        places = {name: number for number, name in enumerate(images.class_names)}
-        unknown |= dict.fromkeys(name for name in images.class_names if name not in class_names)
-        known = [images.labels[:, places[name]] if name in places else np.zeros(len(images)) for name in class_names]
-        marks = np.stack(known, 1).astype(np.int8)
-        marks[~has_label(images.labels)] = -1
-        targets.append(marks)
-    if unknown:
-        warn(f"the classifier does not know {shortened([*unknown])}: left out of the figures")
-    return targets
-
-
 def outcomes_of_splits(
-    predictions: OtherPredictions, targets: Sequence[NDArray | None], kind: str, class_names: Sequence[str]
+    predicted: OtherPredictions, splits: Sequence[ImageDataset], rows: OutputRows
 ) -> dict[str, Outcomes]:
     """The outcomes of the images of each split that have a label and a prediction, where there are some."""
+    classifier = rows.classifier
     outcomes = {}
-    for (split, rows), true in zip(predictions.splits.items(), targets, strict=True):
+    for (split, of_split), true in zip(predicted.splits.items(), rows.targets(splits), strict=True):
         if true is None:
             continue
-        outputs = predictions.outputs[rows]
+        outputs = predicted.outputs[of_split]
         known = np.isfinite(outputs).all(1) & has_label(true)
         if known.any():
-            predicted = outputs[known, 0] if kind == "number" else outputs[known]
-            outcomes[split] = Outcomes(kind, true[known], predicted, class_names)
+            predictions = rows.predictions(outputs[known])
+            outcomes[split] = Outcomes(classifier.label_kind, true[known], predictions, classifier.class_names)
     return outcomes
 
 
 def summarize_others(predictions: OtherPredictions, outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
     """Images, broken ones, and figures of each split's outcomes."""
-    summary: dict[str, Any] = {"images": len(predictions.outputs), "unreadable": predictions.unreadable}
-    figures = {split: measured(of_split) | {"images": len(of_split)} for split, of_split in outcomes.items()}
-    return summary | {"figures": figures} if figures else summary
-
-
-def print_figures(summary: Mapping[str, Any], kind: str, broken: Sequence[tuple[str, str]]) -> None:
-    """Print the figures of each split with labels, and the broken images."""
-    label_kind = KINDS[kind]
-    for split, of_split in summary.get("figures", {}).items():
-        figures = {label_kind.score: [of_split["accuracy"], *of_split["interval"]]} | of_split["figures"]
-        parts = [f"{label_kind.headings[name]} {label_kind.text(name, *each)}" for name, each in figures.items()]
-        print(f"{split}: {', '.join(parts)}; {of_split['images']} labelled images")
-    if broken:
-        named = "; ".join(f"{file}: {reason}" for file, reason in broken)
-        warn(f"{summary['unreadable']} images cannot be decoded, and have no prediction: {printable(named)}")
+    images = {"images": len(predictions.outputs), "unreadable": predictions.unreadable}
+    return images | figures_of(outcomes)

@@ -11,6 +11,7 @@ from PIL import Image
 from evaluation.config import ProbeDataConfig
 from evaluation.frozen.by_class import draw_confusion
 from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import kind_of
 from evaluation.pages.page import (
     Block,
     Page,
@@ -24,7 +25,6 @@ from evaluation.pages.page import (
     write_page,
 )
 from evaluation.predictions.summary import (
-    KIND,
     NO_CLASS,
     Predictions,
     count_classes,
@@ -102,7 +102,7 @@ def write_predictions_page(
     shown = [section for section in sections if section.blocks]
     unreadable = int((predictions.classes == NO_CLASS).sum())
     warnings = [describe_unreadable(unreadable)] if unreadable else []
-    lines = [(line, None) for line in verdict(summarize(predictions, outcomes))]
+    lines = [(line, None) for line in verdict(summarize(predictions, outcomes), outcomes)]
     write_page(path, Page(title, subtitle, lines, warnings, shown, {}))
 
 
@@ -189,14 +189,17 @@ def label_sections(outcomes: Mapping[str, Outcomes]) -> list[Section]:
     """A section for each split with labels: its figures by class, and the confusion matrix."""
     sections = []
     for number, (split, of_split) in enumerate(outcomes.items()):
-        headings, rows = KIND.class_table(of_split)
+        headings, rows = kind_of(of_split).class_table(of_split)
         shown = [row for row in rows if row[1:3] != ["0", "0"]]  # neither labelled nor predicted
-        name = f"Confusion matrix of {split}"
-        blocks: list[Block] = [Table(headings, shown), picture_of(draw_confusion(of_split), name)]
+        blocks: list[Block] = [Table(headings, shown)]
+        confusion = draw_confusion(of_split)
+        if confusion is not None:
+            blocks.append(picture_of(confusion, f"Confusion matrix of {split}"))
         sections.append(Section(f"labels{number}", f"Beside the labels of {split}", blocks))
     return sections
 
 
-def verdict(summary: Mapping[str, Any]) -> list[str]:
+def verdict(summary: Mapping[str, Any], outcomes: Mapping[str, Outcomes]) -> list[str]:
     """Number of images, and figures by split where there are labels."""
-    return [f"{summary['images']} images, of {len(summary['predicted'])} classes", *describe_figures(summary)]
+    images = f"{summary['images']} images, of {len(summary['predicted'])} classes"
+    return [images, *describe_figures(outcomes, summary)]

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from evaluation.frozen.results import format_percent, table
+from evaluation.frozen.by_class import worst_first
+from evaluation.frozen.results import table
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import KINDS, measured
+from evaluation.metrics.scoring import kind_of, measured
 from evaluation.tables.images import MAX_BROKEN_NAMED
 from evaluation.tables.parts import read_columns
 from mpp.runtime.messages import counted, warn
@@ -22,7 +23,6 @@ SHARE_PREFIX = "share_"
 """Of the columns of masks with the share of the pixels of each class; the class's name follows."""
 NO_CLASS = -1  # of an image that cannot be decoded
 NO_LABEL = -1
-KIND = KINDS["class"]
 MAX_CLASSES_PRINTED = 30
 
 
@@ -132,21 +132,28 @@ def summarize(predictions: Predictions, outcomes: Mapping[str, Outcomes]) -> dic
     }
     if predictions.shares:
         summary["shares"] = predictions.shares
+    return summary | figures_of(outcomes)
+
+
+def figures_of(outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
+    """The entry `figures` of a summary, by split; empty where there are no outcomes."""
     figures = {split: measured(of_split) | {"images": len(of_split)} for split, of_split in outcomes.items()}
-    if figures:
-        summary["figures"] = figures
-    return summary
+    return {"figures": figures} if figures else {}
 
 
-def describe_figures(summary: Mapping[str, Any]) -> Iterator[str]:
-    """The figures of each split with labels, with their 95 % intervals, in a line."""
-    for split, of_split in summary.get("figures", {}).items():
-        figures = {"accuracy": [of_split["accuracy"], *of_split["interval"]]} | of_split.get("figures", {})
-        parts = []
-        for name, (value, low, high) in figures.items():
-            interval = {"mean": value, "count": 1, "interval": (low, high)}
-            parts.append(f"{KIND.headings[name]} {format_percent(interval)}")
-        yield f"{split}, {of_split['images']} labelled images (%): {', '.join(parts)}"
+def describe_figures(outcomes: Mapping[str, Outcomes], summary: Mapping[str, Any]) -> Iterator[str]:
+    """The figures of each split with labels, with their 95 % intervals, in a line.
+
+    Args:
+        summary: has them: see `figures_of`.
+    """
+    for split, of_split in outcomes.items():
+        kind = kind_of(of_split)
+        entry = summary["figures"][split]
+        figures = {kind.score: [entry["accuracy"], *entry["interval"]]} | entry.get("figures", {})
+        parts = [f"{kind.headings[name]} {kind.text(name, *numbers)}" for name, numbers in figures.items()]
+        unit = f" ({kind.sign})" if kind.sign else ""
+        yield f"{split}, {counted(len(of_split), 'labelled image')}{unit}: {', '.join(parts)}"
 
 
 def count_classes(predictions: Predictions) -> dict[str, dict[str, float]]:
@@ -170,8 +177,8 @@ def describe_unreadable(count: int) -> str:
     return f"{counted(count, 'image')} cannot be decoded, and {verb} no prediction"
 
 
-def print_summary(summary: dict[str, Any], broken: Sequence[tuple[str, str]]) -> None:
-    """Print the images of each predicted class, the accuracy where there are labels, and the broken images."""
+def print_summary(summary: dict[str, Any], outcomes: Mapping[str, Outcomes], broken: Sequence[tuple[str, str]]) -> None:
+    """Print the images of each predicted class, the figures where there are labels, and the broken images."""
     if "shares" in summary:
         headings = ["class", "share of pixels (%)"]
         largest_first = sorted(summary["shares"].items(), key=lambda each: -each[1])
@@ -184,10 +191,27 @@ def print_summary(summary: dict[str, Any], broken: Sequence[tuple[str, str]]) ->
     print(table(headings, rows[:MAX_CLASSES_PRINTED]))
     if len(rows) > MAX_CLASSES_PRINTED:
         print(f"and {len(rows) - MAX_CLASSES_PRINTED} more classes")
-    for line in describe_figures(summary):
+    print_figures(summary, outcomes, broken)
+
+
+def print_figures(
+    summary: Mapping[str, Any], outcomes: Mapping[str, Outcomes], broken: Sequence[tuple[str, str]]
+) -> None:
+    """Print the figures of each split with labels, and the broken images."""
+    for line in describe_figures(outcomes, summary):
         print(line)
     if broken:
         named = "; ".join(f"{file}: {reason}" for file, reason in broken)
         more = summary["unreadable"] - len(broken)
         rest = f"; and {more} more" if more > 0 else ""
         warn(f"{describe_unreadable(summary['unreadable'])}: {named}{rest}")
+
+
+def print_classes(outcomes: Mapping[str, Outcomes]) -> None:
+    """Print the table by class of each split with labels; of many classes those that are recognised worst."""
+    for split, of_split in outcomes.items():
+        headings, rows = kind_of(of_split).class_table(of_split)
+        shown = worst_first(headings, rows)
+        print(table([f"{split}: {headings[0]}", *headings[1:]], shown))
+        if len(shown) < len(rows):
+            print(f"these {len(shown)} of {len(rows)} classes are recognised worst")

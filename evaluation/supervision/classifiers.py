@@ -18,7 +18,7 @@ from evaluation.frozen.provenance import find_labelled_images
 from evaluation.frozen.run_images import find_run
 from evaluation.supervision.deit import DistilledEncoder, average_heads
 from evaluation.supervision.heads import HeadedEncoder, build_head
-from evaluation.supervision.learners import Rescale
+from evaluation.supervision.learners import LEARNERS, Rescale
 from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
 from mpp.errors import UserError
@@ -48,6 +48,17 @@ class Classifier(NamedTuple):
     """Of the outputs, in their order, each once; a class without a name has its number. Of a number: none."""
     label_kind: str = "class"
     """Kind of label that it predicts."""
+
+    @property
+    def meaning(self) -> str:
+        """Of its outputs, in words."""
+        return LEARNERS[self.label_kind].meaning
+
+    @property
+    def unit(self) -> float:
+        """By which rounding differences are measured: the size of numbers in the unit of their labels, and else 1."""
+        scales = [each for each in self.network.modules() if isinstance(each, Rescale)]
+        return max([1.0, *(abs(float(scale.mean)) + float(scale.std) for scale in scales)])
 
 
 class FrozenClassifier(nn.Module):

@@ -29,6 +29,8 @@ class Learner(ABC):
 
     kind: ClassVar[str]
     """Name of the kind of label."""
+    meaning: ClassVar[str]
+    """Of a head's outputs, for who uses a file of it elsewhere."""
     mixes: ClassVar[bool] = False
     """Whether mixup, CutMix, label smoothing and distillation apply."""
     outputs: int
@@ -92,6 +94,7 @@ class ClassLearner(Learner):
     """
 
     kind = "class"
+    meaning = "logits; their softmax has the probabilities"
     mixes = True
 
     def __init__(self, targets: NDArray[np.int64], classes: int):
@@ -130,6 +133,7 @@ class SeveralLearner(Learner):
     """
 
     kind = "several"
+    meaning = "logits; the sigmoid of each is the probability of its class"
 
     def __init__(self, targets: NDArray):
         self.targets, self.outputs = targets, targets.shape[1]
@@ -176,6 +180,7 @@ class NumberLearner(Learner):
     """
 
     kind = "number"
+    meaning = "the number, in the unit of the labels"
     outputs = 1
 
     def __init__(self, targets: NDArray[np.float64], loss: NumberLoss = "l2"):
@@ -200,7 +205,7 @@ class NumberLearner(Learner):
         return outputs.squeeze(1).float()
 
     def sums(self, predicted: Tensor, labels: Tensor) -> Sums:
-        return {"absolute_errors": (predicted.double() - labels).abs().sum()}
+        return {"absolute_errors": (predicted.detach().double() - labels).abs().sum()}
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return {"mae": float(sums["absolute_errors"] / sums["images"])}
@@ -209,6 +214,10 @@ class NumberLearner(Learner):
         targets = torch.from_numpy((self.targets - self.mean) / self.std).float()
         means = knn_means(train, targets[:, None], test, neighbours, temperature)
         return {k: predicted.squeeze(1).cpu().double() * self.std + self.mean for k, predicted in means.items()}
+
+
+LEARNERS: dict[str, type[Learner]] = {each.kind: each for each in (ClassLearner, SeveralLearner, NumberLearner)}
+"""By kind of label."""
 
 
 def learner_of(kind: str, targets: NDArray, classes: int, loss: NumberLoss = "l2") -> Learner:

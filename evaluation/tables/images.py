@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from evaluation.config import ProbeDataConfig
 from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE
 from evaluation.frozen.run_images import LoadedSplits
-from mpp.config import HOW_READ
+from mpp.config import HOW_READ, SourceConfig
 from mpp.data.columns import find_image_column
 from mpp.data.data_path import describe_source, is_local
 from mpp.data.dataset import ImageDataset, images_only
@@ -20,7 +20,7 @@ from mpp.data.identity import identify_images
 from mpp.data.sources import label_images, load_splits
 from mpp.data.workers import WatchedLoader, loader_processes, note_reading
 from mpp.errors import UnreadableImage, UserError
-from mpp.runtime.messages import tell, warn
+from mpp.runtime.messages import counted, tell, warn
 from mpp.runtime.output import printable
 
 MAX_BROKEN_NAMED = 20
@@ -36,20 +36,34 @@ class ImageBatch(NamedTuple):
     """Why an image cannot be decoded; empty: it can."""
 
 
-def load_all_images(
-    data: ProbeDataConfig, loaded: LoadedSplits | None, labels: bool = False, label_kind: str = "class"
-) -> list[ImageDataset]:
-    """Load the images of every split that has any.
+ALL = "all"
+"""Name of the only split of a dataset that has none of its own: no image is trained on here."""
+
+
+def load_all_splits(data: ProbeDataConfig, loaded: LoadedSplits | None) -> LoadedSplits:
+    """Load the rows of every split that has any, and print how many these are. The only split, `train`, is `all` here.
 
     Args:
         loaded: the splits, if they are loaded already.
+    """
+    splits = {name: rows for name, rows in (loaded or load_splits(data)).items() if len(rows)}
+    if [*splits] == [SourceConfig.split]:
+        splits = {ALL: splits[SourceConfig.split]}
+    counts = [counted(len(rows), "image") if name == ALL else f"{len(rows)} {name}" for name, rows in splits.items()]
+    tell(f"{describe_source(data)}: {', '.join(counts)}")
+    return splits
+
+
+def images_of_splits(
+    data: ProbeDataConfig, splits: LoadedSplits, labels: bool = False, label_kind: str = "class"
+) -> list[ImageDataset]:
+    """The images of each split.
+
+    Args:
         labels: with their labels, where they have some.
         label_kind: kind of these. Labels of another kind than one class do without: a warning says so.
     """
-    splits = {name: rows for name, rows in (loaded or load_splits(data)).items() if len(rows)}
-    counts = ", ".join(f"{len(rows)} {name}" for name, rows in splits.items())
     columns = {name: find_image_column(data, rows.features) for name, rows in splits.items()}
-    tell(f"{describe_source(data)}: {counts}")
     if labels:
         first_column = columns[next(iter(splits))]
         try:

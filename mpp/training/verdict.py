@@ -22,6 +22,8 @@ from mpp.training.phases import NOT_COOLED_DOWN, Phases
 
 ACCURACY_BASELINES = {"heldout/largest_class": "largest class", "heldout/chance": "chance"}
 """Baselines of the accuracy of supervised and of contrastive training, and how they are called."""
+ANY_ORDER = "heldout/any_order_of_the_images"
+"""Baseline of mAP, of training with several classes an image."""
 PROBES = {"knn": "kNN", "agreement": "neighbour agreement"}
 LOSS_FALLS = "held-out loss still falling"
 LOSS_FLAT = "held-out loss flat"
@@ -70,11 +72,16 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
 
 
 def describe_prediction(history: History) -> str:
-    """Accuracy, or loss, of the last evaluation, with its baselines."""
+    """Accuracy, mAP or R2 of the last evaluation with its baselines, or its loss."""
     lines = [line for line in history if EVALUATED in line]
     if not lines:
         return "not evaluated yet"
     last = lines[-1]
+    if "heldout/macro_map" in last:
+        baselines = {"any order": last[ANY_ORDER]} if ANY_ORDER in last else {}
+        return f"held-out mAP {percent(last['heldout/macro_map'])}{in_brackets(baselines)}"
+    if "heldout/r2" in last:
+        return f"held-out R2 {last['heldout/r2']:.3f}"
     if "heldout/accuracy" not in last:
         return f"held-out loss {last[EVALUATED]:.4g}"
     accuracy = last["heldout/accuracy"]
