@@ -62,6 +62,16 @@ def only_case(encoder, evaluations=(KNN,), **entries):
     return case
 
 
+def test_masked_patches_are_evaluated_once_for_all_datasets():
+    """They are of the run's own images."""
+    pretrained = {"name": "a", "encoder": "b", "train": "pretrain"}
+    masked = {"name": "masked patches", "command": "masked"}
+    datasets = [{"name": name, "group": "both"} for name in ("one", "two")]
+    cases = cases_of(read_entries(CompareConfig(encoders=[pretrained], evaluations=[KNN, masked], datasets=datasets)))
+    named = [(case.entry.name, case.dataset.name, case.labels["group"]) for case in cases]
+    assert named == [("kNN", "one", "both"), ("masked patches", "one", None), ("kNN", "two", "both")]
+
+
 def test_pairs_that_do_not_apply_are_named(capsys):
     floor = {"name": "floor", "encoder": "floor:pixels"}
     random = {"name": "noise", "encoder": "vit_tiny_patch16_224", "random": True}

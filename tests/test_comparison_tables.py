@@ -69,6 +69,12 @@ def test_baselines_of_masked_patches_are_a_sentence_and_no_columns():
     assert describe_masked_baselines([ROW]) == []
 
 
+def test_a_column_names_its_dataset_where_the_evaluation_has_several():
+    rows = [ROW, ROW | {"dataset": "other"}, ROW | {"evaluation": "masked", "case": "model"}]
+    headings, _ = cells_of(numbers_of(rows))
+    assert headings[1:] == [f"{ROW['dataset']} kNN 20", "other kNN 20", "masked model"]
+
+
 def features_with_rank(directions):
     """Test features that point in as many directions, each as often."""
     train_labels = np.arange(6) % 2

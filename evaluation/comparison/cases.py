@@ -79,7 +79,7 @@ class Case:
             "encoder_seed": self.encoder.seed,
             "evaluation": self.entry.name,
             "dataset": self.dataset.name,
-            "group": self.dataset.group,
+            "group": None if has_own_images(self.entry) else self.dataset.group,
         }
 
 
@@ -117,11 +117,18 @@ def cases_of_question(
         encoder = encoders[entry.name, entry.seeds[position]]
         for dataset in entries.datasets:
             for evaluation in evaluations:
+                if has_own_images(evaluation) and dataset is not entries.datasets[0]:
+                    continue
                 reason = why_left_out(entry, evaluation)
                 if reason:
                     note(f"{entry.name} is left out of {evaluation.name}, which does not apply: {reason}")
                 else:
                     yield Case(encoder, evaluation, dataset)
+
+
+def has_own_images(evaluation: EvaluationEntry) -> bool:
+    """Whether an evaluation is on the images of the run, whatever the dataset: it is a case of the first one only."""
+    return EVALUATIONS[evaluation.command].kind == "masked patches"
 
 
 def entries_named(entries: list[EntryT], names: Iterable[str] | None, key: str) -> list[EntryT]:

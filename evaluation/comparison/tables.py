@@ -114,13 +114,14 @@ def kind_of_cells(cells: Iterable[Cell]) -> LabelKind:
 def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
     """Columns of accuracies: each dataset's cases, then the means over groups of datasets.
 
+    A column names its dataset where the evaluation has several; masked patches are of a run's own images, and have one.
     Without baselines of masked patches, which no encoder made: see `describe_masked_baselines`.
     """
     rows = [row for row in rows if row["case"] not in MASKED_BASELINES]
-    several_datasets = len(unique(rows, "dataset")) > 1
+    datasets = {name: unique(of_one, "dataset") for (name,), of_one in grouped(rows, "evaluation").items()}
     columns = []
     for (dataset, evaluation, case), in_column in grouped(rows, "dataset", "evaluation", "case").items():
-        words = [dataset if several_datasets else "", evaluation, case]
+        words = [dataset if len(datasets[evaluation]) > 1 else "", evaluation, case]
         columns.append(TableColumn(" ".join(filter(None, words)), None, in_column))
     for (group, evaluation, case), in_column in grouped(rows, "group", "evaluation", "case").items():
         if group:
@@ -132,12 +133,10 @@ def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
 def describe_masked_baselines(rows: list[ResultRow]) -> list[str]:
     """A sentence for each evaluation of masked patches: the accuracies of its baselines, over all encoders' masks."""
     baselines = [row for row in of_kind(rows, "test") if row["case"] in MASKED_BASELINES]
-    several_datasets = len(unique(baselines, "dataset")) > 1
     sentences = []
-    for (dataset, evaluation), of_evaluation in grouped(baselines, "dataset", "evaluation").items():
+    for (evaluation,), of_evaluation in grouped(baselines, "evaluation").items():
         reached = [f"{case} {share_range(of_case)}" for (case,), of_case in grouped(of_evaluation, "case").items()]
-        name = f"{dataset} {evaluation}" if several_datasets else evaluation
-        sentences.append(f"Baselines of {name}, which need no encoder: {', '.join(reached)}.")
+        sentences.append(f"Baselines of {evaluation}, which need no encoder: {', '.join(reached)}.")
     return sentences
 
 
