@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import CUT, dataset_of, encoded, picture
+from test_label_kinds import write_images
 
 from evaluation import embed, fewshot, finetune, knn, segmentation, visualize
 from evaluation.config import FewshotConfig, FinetuneConfig, KnnConfig, LinearConfig
@@ -19,6 +20,7 @@ from evaluation.frozen.run_images import load_images_of
 from mpp.config import SourceConfig
 from mpp.data import sources
 from mpp.errors import UserError
+from mpp.runtime import messages
 
 FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--seeds=0")
 
@@ -102,6 +104,18 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, 
         assert others.path == path
         assert others.cut_seed == 0
     assert own_images("floor:pixels") == fewshot.FewshotConfig().data
+
+
+def test_images_with_other_labels_are_described_once_by_the_labels_that_are_taken(pretrain, tmp_path, capsys):
+    images = write_images(tmp_path / "images", lambda number, red: f"{number % 2},{red}")
+    metadata = images / "metadata.csv"
+    metadata.write_text(metadata.read_text().replace("split,label", "split,side,redness"))
+    folder = pretrain(f"--data.path={images}", "--data.label_column=side")
+    capsys.readouterr()
+    messages.tell.cache_clear()  # as in a new process
+    knn.main([f"--encoder={folder}", "--data.label_column=redness", "--threads=1", "--neighbours=5"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " train (" in line]
+    assert line.endswith("24 train (labelled), 24 test (labelled)")
 
 
 def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_path, monkeypatch):

@@ -26,13 +26,17 @@ from mpp.runtime.messages import note
 
 
 def load_image_datasets(
-    config: SourceConfig, splits: dict[str, datasets.Dataset] | None = None, label_kind: str = "class"
+    config: SourceConfig,
+    splits: dict[str, datasets.Dataset] | None = None,
+    label_kind: str = "class",
+    announce: bool = True,
 ) -> tuple[ImageDataset, ImageDataset]:
     """The images to train on (all of them: see `data.train_images` and `ImageDataset.choose`) and the held-out images.
 
     Args:
         splits: all splits of the dataset, if they are loaded already.
         label_kind: see `find_label_kind`.
+        announce: whether to print which images and labels these are, and warnings of labels that cannot be right.
     Raises:
         UserError: no images, a split that is not there, no image column, or too few images.
     """
@@ -52,14 +56,16 @@ def load_image_datasets(
         if len(rows) == 0:
             raise UserError(f"{source}: its split {name} has no images")
 
-    hint_at_labels(config, train, image_column)
     images = label_images(config, used, image_column, label_kind)
-    unused = {name: len(rows) for name, rows in splits.items() if name not in used}
-    announce_splits(source, images, unused)
+    if announce:
+        hint_at_labels(config, train, image_column)
+        unused = {name: len(rows) for name, rows in splits.items() if name not in used}
+        announce_splits(source, images, unused)
     if held_out is None:
         images = images[0].cut(config.eval_fraction, config.cut_seed, "held out")
     train_images, held_out_images = images
-    warn_of_labels(train_images, held_out_images)
+    if announce:
+        warn_of_labels(train_images, held_out_images)
     return train_images, held_out_images
 
 

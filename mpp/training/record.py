@@ -85,7 +85,8 @@ def image_differences(folder: Path, data: SourceConfig, splits: dict[str, datase
     if is_known_by_files(before):
         return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
     now = {}
-    for part, dataset in zip(("train", "held_out"), load_image_datasets(data, splits, AUTO), strict=True):
+    images = load_image_datasets(data, splits, AUTO, announce=False)  # the command says which images it takes
+    for part, dataset in zip(("train", "held_out"), images, strict=True):
         known = identify_images(dataset, labels=False, retries=data.read_retries)
         now[part] = {key: known[key] for key in ("split", "files")}
         has_all_images = before.get(part, {}).get("chosen", "") is None
