@@ -103,9 +103,7 @@ def rows_of_types() -> datasets.Dataset:
 @pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
 def test_columns_of_all_types_are_taken_over(name, capsys):
     """Of two splits, one of which has other columns; classes have their names, and files are left out by name."""
-    note_again = given.note.__wrapped__
-    given.note.cache_clear()
-    assert note_again is not None
+    given.note.cache_clear()  # which prints a line once
     other = rows_of_types().select_columns(["image", "count"]).cast_column("count", Value("string"))
     splits = {"train": rows_of_types(), "test": other}
     columns = given_columns(splits, Path(name), {"image"})
