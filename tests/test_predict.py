@@ -215,6 +215,7 @@ def test_labels_give_an_accuracy_and_unknown_ones_are_named(probed, tmp_path, ca
     right = [row["class"] == Path(row["file"]).parent.name for row in rows]
     assert [row["right"] for row in rows] == [str(each).lower() for each in right]
     assert all(row["label"] == Path(row["file"]).parent.name for row in rows)
+    assert "labelled zebra" in out.with_suffix(".html").read_text(encoding="utf-8")
     said = capsys.readouterr()
     low, high = wilson(sum(right), 14)
     assert (
@@ -326,7 +327,8 @@ def test_labels_are_numbered_as_the_classifiers_classes():
 def predictions_of(classes: list[int], probabilities: list[float], right: list[int]) -> Predictions:
     rows = {"new": slice(0, len(classes))}
     numbers = np.array(classes, np.int32), np.array(probabilities, np.float32), np.array(right, np.int8)
-    return Predictions(["a<b>", "c"], *numbers, rows, [("x.png", "broken")])
+    labels = pa.chunked_array([pa.array([None if each == NO_LABEL else "c" for each in right]).dictionary_encode()])
+    return Predictions(["a<b>", "c"], *numbers, rows, [("x.png", "broken")], labels=labels)
 
 
 def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
@@ -353,13 +355,13 @@ def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
     assert page.count('alt="Confusion matrix of new"') == 1
     captions = [part.split("</figcaption>")[0] for part in page.split("<figcaption>")[1:]]
     assert captions[:4] == [
-        "a&lt;b&gt; 90% · 0&amp;.png",
-        "c 80% · 3&amp;.png",
+        "a&lt;b&gt; 90% · labelled c · 0&amp;.png",
+        "c 80% · labelled c · 3&amp;.png",
         "a&lt;b&gt; 70% · 4&amp;.png",
         "c 60% · 1&amp;.png",
     ]
     assert "new, 3 labelled images (%): accuracy 33.3 (" in page and "Beside the labels of new" in page
-    assert "<b>" not in page
+    assert "<b>" not in page and "5 images, predicted to be of 2 classes" in page
 
 
 def test_a_table_that_is_larger_than_a_part_is_read_in_parts(tmp_path):

@@ -35,6 +35,7 @@ from evaluation.predictions.summary import (
 from mpp.data.crops import limit_aspect, to_8_bits
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
+from mpp.runtime.messages import counted
 from mpp.runtime.output import printable
 
 EXTREMES = 12  # of the surest images, of the least sure, of those that are wrong
@@ -129,8 +130,10 @@ class Sheets:
         image.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
         name = self.predictions.class_names[self.predictions.classes[row]]
         file = self.images.name(row)
-        caption = f"{name} {self.predictions.probabilities[row]:.0%} · {file.rsplit('/', 1)[-1]}"
-        return picture(image, f"{file}: {name}", caption)
+        words = [f"{name} {self.predictions.probabilities[row]:.0%}", file.rsplit("/", 1)[-1]]
+        if self.predictions.right[row] == 0:
+            words.insert(1, f"labelled {self.predictions.labels[row].as_py()}")
+        return picture(image, f"{file}: {name}", " · ".join(words))
 
 
 def known_rows(predictions: Predictions) -> NDArray[np.int64]:
@@ -163,7 +166,7 @@ def class_sections(predictions: Predictions, sheets: Sheets) -> list[Section]:
     for number in frequent[:MAX_CLASSES]:
         rows = np.flatnonzero(predictions.classes == number)
         spaced = np.unique(np.linspace(0, len(rows) - 1, min(IMAGES_OF_A_CLASS, len(rows))).astype(int))
-        title = f"{predictions.class_names[number]}: {counts[number]} images"
+        title = f"{predictions.class_names[number]}: {counted(int(counts[number]), 'image')}"
         sections.append(Section(f"class{number}", title, sheets.blocks(rows[spaced])))
     left_out = len(frequent) - len(sections)
     if left_out > 0:
@@ -201,5 +204,6 @@ def label_sections(outcomes: Mapping[str, Outcomes]) -> list[Section]:
 
 def verdict(summary: Mapping[str, Any], outcomes: Mapping[str, Outcomes]) -> list[str]:
     """Number of images, and figures by split where there are labels."""
-    images = f"{summary['images']} images, of {len(summary['predicted'])} classes"
+    classes = counted(len(summary["predicted"]), "class", "classes")
+    images = f"{counted(summary['images'], 'image')}, predicted to be of {classes}"
     return [images, *describe_figures(outcomes, summary)]

@@ -43,6 +43,8 @@ class Predictions:
     """Files that cannot be decoded, and why: the first of them."""
     shares: dict[str, float] = field(default_factory=dict)
     """Of masks: the mean share of the pixels of each class."""
+    labels: pa.ChunkedArray | None = None
+    """(n,) the labels as the table has them; None: it has none."""
 
 
 def read_predictions(
@@ -57,12 +59,12 @@ def read_predictions(
     columns = {"file": pa.string(), "split": pa.string(), "class": pa.string(), "probability": pa.float32()}
     columns["error"] = pa.string()
     if labelled:
-        columns["right"] = pa.bool_()
+        columns |= {"right": pa.bool_(), "label": pa.string()}
     if of_pixels:
         columns |= {f"{SHARE_PREFIX}{name}": pa.float32() for name in class_names}
     share_sums: Counter[str] = Counter()
     names = pa.array(class_names, pa.string())
-    classes, probabilities, right = [], [], []
+    classes, probabilities, right, labels = [], [], [], []
     splits: Counter[str] = Counter()
     broken: list[tuple[str, str]] = []
     for batch in read_columns(out, columns):
@@ -72,6 +74,7 @@ def read_predictions(
         if labelled:
             known = batch.column("right").cast(pa.int8()).fill_null(NO_LABEL)
             right.append(known.to_numpy(zero_copy_only=False))
+            labels.append(batch.column("label").dictionary_encode())
         if of_pixels:
             share_sums.update(
                 {name: pc.sum(batch.column(f"{SHARE_PREFIX}{name}")).as_py() or 0 for name in class_names}
@@ -92,6 +95,7 @@ def read_predictions(
         rows_of_splits(splits),
         broken[:MAX_BROKEN_NAMED],
         {name: total / segmented for name, total in share_sums.items()},
+        pa.chunked_array(labels) if labelled else None,
     )
 
 
