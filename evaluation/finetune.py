@@ -25,7 +25,7 @@ from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.results import print_details, table, write_report
+from evaluation.frozen.results import print_details, table, without_empty_columns, write_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.frozen.training_reports import FINETUNING_REPORT
 from evaluation.metrics.scoring import (
@@ -223,7 +223,7 @@ def table_of_rates(report: dict[str, Any]) -> str:
         rows.append([*row, kind.text_of_scores({"mean": result["accuracy"], "count": 1} | interval)])
     title = kind.score_title
     headings = ["learning rate", f"dev {title}", f"dev {title}, left-out images", f"test {title}"]
-    return table(headings, rows)
+    return table(*without_empty_columns(headings, rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

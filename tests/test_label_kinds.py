@@ -20,7 +20,7 @@ from evaluation.config import LinearConfig
 from evaluation.frozen import extraction
 from evaluation.frozen.by_class import figure_rows, worst_first
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
-from evaluation.frozen.results import print_details, summarize_accuracies, write_report
+from evaluation.frozen.results import describe_baselines, print_details, summarize_accuracies, write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, add_figures, best_choice, measured
 from evaluation.metrics.several import figures_of
@@ -221,6 +221,15 @@ def test_of_many_classes_those_are_printed_that_are_recognised_worst():
     assert worst_first(headings, rows) == expected[:30]
 
 
+def test_a_number_has_the_error_of_its_baseline_beside_it(tmp_path):
+    """Of always predicting the mean, whose R2 is 0 by definition."""
+    targets = np.array([0.0, 0.0, 30.0, 90.0])
+    results = add_figures([{"seed": 0, "outcomes": Outcomes("number", targets, targets + 1)}])
+    report = write_report(tmp_path / "knn.json", {"results": results})
+    assert describe_baselines(report) == "always predicting the mean of the test images: R2 0.000"
+    assert figure_rows(tmp_path / "knn.json", report)[-1] == ["mean absolute error of always their mean", "30.0"]
+
+
 def test_figures_that_images_do_not_have_are_unknown():
     constant = measured(Outcomes("number", np.full(5, 3.0), np.arange(5.0)))
     assert np.isnan(constant["accuracy"]) and constant["figures"]["mae"][0] == pytest.approx(1.4)
@@ -256,7 +265,7 @@ def test_a_figure_that_images_do_not_have_is_null_in_files_and_a_dash_in_tables(
     report["summary"] = summarize_accuracies(report["results"], "seed")
     path = tmp_path / "linear.json"
     rows = figure_rows(path, write_report(path, report))
-    assert [row[1].split()[0] for row in rows] == ["-", "1.40"]
+    assert [row[1].split()[0] for row in rows] == ["-", "1.40", "0.00"]
     read = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert [result["accuracy"] for result in read["results"]] == [None, None]
     assert figure_rows(path, read) == rows

@@ -112,7 +112,10 @@ def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, ki
     outcomes = load_outcomes(tmp_path / "finetune.json")
     assert outcomes.kind == kind
     assert result["accuracy"] == pytest.approx(KINDS[kind].measure(outcomes)[KINDS[kind].score])
-    assert KINDS[kind].headings[KINDS[kind].score] in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert KINDS[kind].headings[KINDS[kind].score] in printed
+    assert "left-out images" not in printed  # none was left out
+    assert "random weights: not evaluated" not in printed  # it began from them
     finetune.main([*common, "--lrs=[0.01, 0.001]", "--run.checkpoint_every=2", "--test=false"])
     assert f"dev {KINDS[kind].score_title} |" in capsys.readouterr().out
     assert read_json(tmp_path / "finetune.json")["labels"]["kind"] == kind

@@ -517,12 +517,16 @@ def test_other_probes_write_the_same_sort_of_report(module, vit, tmp_path):
 
 def test_random_weights_stand_beside_an_encoder_and_classes_have_their_names(trained, capsys):
     words = [f"--encoder={trained}", *FAST, "--neighbours=5"]
+    knn.main(words)
+    assert "largest class 28.0%; random weights: not evaluated (--random true); " in capsys.readouterr().out
     knn.main([*words, "--random=true"])
     random = capsys.readouterr().out
     knn.main(words)
     printed = capsys.readouterr().out
     assert "largest class 28.0%" in random and "random weights" not in random
-    assert "largest class 28.0%; random weights " in printed and "test images, 95% intervals over these" in printed
+    assert re.search(r"largest class 28.0%; random weights \d+\.\d \(", printed)
+    assert "not evaluated" not in printed
+    assert "test images, 95% intervals over these" in printed
     assert "| songbird " in printed and "class 0" not in printed
     report = read_json(next((trained / "evaluation").glob("knn_[!r]*.json")))
     (result,) = report["results"]

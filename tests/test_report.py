@@ -19,15 +19,16 @@ from PIL import Image
 from evaluation import check, contrastive
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import write_comparison
+from evaluation.config import ReportConfig
 from evaluation.figures import style
 from evaluation.figures.charts import plot_confusion, plot_map
-from evaluation.frozen.results import write_report
+from evaluation.frozen.results import summarize_accuracies, write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import add_figures
 from evaluation.pages import run_words
 from evaluation.pages.page import Link, Page, Section, Table, Text, render
 from evaluation.pages.page import picture as as_picture
-from evaluation.pages.run_sections import details_of_evaluation, rows_of_evaluation
+from evaluation.pages.run_sections import details_of_evaluation, features_blocks, rows_of_evaluation
 from evaluation.report import main as report
 from mpp import pretrain as command
 from mpp.config import Config
@@ -314,6 +315,28 @@ def test_the_page_of_a_finetuning_has_its_figures_whichever_folder_is_named(name
     assert "masked patches" not in text and "mpp fewshot" not in text
 
 
+def test_random_weights_stand_beside_an_evaluation_and_are_none_of_their_own(tmp_path):
+    run = write_finetuning(tmp_path)
+    for name, right in (("knn", 3), ("knn_random_0", 2), ("linear", 3), ("fewshot_random_1", 1)):
+        outcomes = Outcomes("class", np.array([0, 0, 1, 1]), np.array([0, 0, 1, 1]) ^ (np.arange(4) >= right))
+        results = add_figures([{"seed": 0, "outcomes": outcomes}])
+        protocol = {"encoder": str(run), "random": "random" in name}
+        report_of_probe = {"results": results, "summary": summarize_accuracies(results, "seed"), "protocol": protocol}
+        write_report(run / "evaluation" / f"{name}.json", report_of_probe)
+    rows = {}
+    for block in features_blocks(ReportConfig(encoder=str(run)), run, [], {}):
+        if isinstance(block, Table) and block.headings[-1] == "random weights":
+            rows = {row[0].text: row[-1] for row in block.rows}
+        else:
+            assert "knn_random" not in getattr(block, "caption", "")
+    assert rows == {
+        "finetune": "-",
+        "fewshot_random_1": "-",
+        "knn": "50.0 (15.0 to 85.0)%",
+        "linear": "not evaluated (--random true)",
+    }
+
+
 def test_a_finetuning_without_a_tested_run_is_one_line(tmp_path):
     write_finetuning(tmp_path)
     (tmp_path / "finetune.json").write_text('{"results": []}')
@@ -427,7 +450,7 @@ def test_a_page_has_the_figures_of_an_evaluation_by_class_and_its_confusion_matr
     (result,) = add_figures([{"seed": 0, "outcomes": outcomes}])
     write_report(tmp_path / "supervised.json", {"results": [result]})
     (row,) = rows_of_evaluation(tmp_path / "supervised.json", tmp_path)
-    assert row[1:] == ["0", "accuracy (%)", "75.0 (30.1 to 95.4)", "largest class 50.0%"]
+    assert row[1:] == ["0", "accuracy (%)", "75.0 (30.1 to 95.4)", "largest class 50.0%", "-"]
     figures, by_class, confusion = details_of_evaluation(tmp_path / "supervised.json")
     assert [name for name, _ in figures.rows] == ["accuracy", "mean over classes", "macro F1"]
     assert [cells[:3] for cells in by_class.rows] == [["ant", "2", "1"], [SCRIPT, "2", "3"]]

@@ -24,7 +24,7 @@ from evaluation.patches.outlines import OUTLINES_FILE, draw_mask
 from evaluation.patches.readings import choose_labelled_patches, masked_loss, neighbour_votes
 from evaluation.patches.scores import count_confusion, score_confusion, score_most_frequent
 from evaluation.patches.statistics import class_shares, report_pixels, warn_of_turned_images
-from evaluation.patches.tables import class_table
+from evaluation.patches.tables import class_table, reading_table
 from mpp.data.columns import without_decoding
 from mpp.data.dataset import ImageDataset
 from mpp.data.sources import load_splits
@@ -599,6 +599,12 @@ def test_classes_of_next_to_no_pixels_are_named(capsys):
 
 
 def test_numbers_that_no_pixel_has_are_no_rows():
+    of_seeds = [
+        {"case": "linear", "seed": seed, "iou": [0.5], "accuracy": 0.5, "pixel_accuracy": 0.5} for seed in range(3)
+    ]
+    assert "IoU (%), means of 3 seeds" in class_table(of_seeds)
+    assert "%, means of 3 seeds" in reading_table({"vit": of_seeds}, ["linear"])
+    assert "seeds" not in class_table(of_seeds[:1])
     named = class_table([{"case": "knn", "iou": [0.5, None, 0.25]}], ["soil", "rock"])
     assert "| soil" in named and "rock" not in named and "class 2" in named
     printed = class_table([{"case": "knn", "iou": [0.5, None, 0.25]}])

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from evaluation.figures.charts import plot_confusion
 from evaluation.figures.style import DPI
+from evaluation.metrics.kinds import three_digits
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
 from evaluation.metrics.scoring import kind_of, labelled_outcomes, rank_of
 from mpp.runtime.files import complete
@@ -37,14 +38,19 @@ def shown_outcomes(path: Path, report: dict[str, Any]) -> Outcomes | None:
 
 
 def figure_rows(path: Path, report: dict[str, Any]) -> list[list[str]]:
-    """A row for each figure of the result that is shown: its name, and its value with the interval."""
+    """A row for each figure of the result that is shown: its name, and its value with the interval.
+
+    Below them are the errors of baselines.
+    """
     outcomes = shown_outcomes(path, report)
     if outcomes is None:
         return []
     kind = kind_of(outcomes)
     result = shown_result(report)
     figures = {kind.score: [result["accuracy"], *result["interval"]]} | result.get("figures", {})
-    return [[kind.headings[name], kind.text(name, *numbers)] for name, numbers in figures.items()]
+    rows = [[kind.headings[name], kind.text(name, *numbers)] for name, numbers in figures.items()]
+    rows += [[name, three_digits(error)] for name, error in kind.baseline_errors(outcomes).items()]
+    return rows
 
 
 def describe_shown(report: dict[str, Any]) -> str:

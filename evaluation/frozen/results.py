@@ -13,6 +13,7 @@ from evaluation.config import EncoderConfig
 from evaluation.figures.charts import Scale, plot_by_depth
 from evaluation.figures.style import DPI
 from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, worst_first, write_details
+from evaluation.frozen.random_weights import describe_random_weights
 from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.scoring import (
@@ -21,7 +22,6 @@ from evaluation.metrics.scoring import (
     kind_of,
     kind_of_report,
     mean_interval,
-    rank_of,
     without_nan,
 )
 from mpp.config import SourceConfig, sides
@@ -250,11 +250,14 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     labels = report.get("labels")
     if labels is None:
         return
-    random = random_weights(path, report)
+    random = describe_random_weights(path, report)
     split = "test" if report.get("protocol", {}).get("test", True) else "dev"
     facts = [describe_baselines(report), random, f"{labels['images']} {split} images, 95% intervals over these"]
     print("; ".join(filter(None, facts)))
     figures = figure_rows(path, report)
+    seeds = {result["seed"] for result in report["results"] if "seed" in result}
+    if figures and len(seeds) > 1:
+        print(f"above: means over {len(seeds)} seeds ± their deviation; below: {describe_shown(report)}")
     if figures:
         print(table([describe_shown(report), "value (95% interval)"], figures))
     outcomes = shown_outcomes(path, report)
@@ -273,24 +276,13 @@ def describe_baselines(report: dict[str, Any]) -> str:
     """The scores of predictions that look at no image, by the entry `labels` of a report; "" where it has none."""
     kind = kind_of_report(report)
     baselines = report.get("labels", {}).get("baselines", {})
-    return ", ".join(
-        f"{name} {kind.text(kind.score, value, None, None)}{kind.sign}" for name, value in baselines.items()
-    )
+    return ", ".join(kind.describe_baseline(name, value) for name, value in baselines.items())
 
 
-def random_weights(path: Path, report: dict[str, Any]) -> str:
-    """The best accuracy of the same evaluation of random weights, where its report is in the same folder."""
-    command = path.stem.partition("_")[0]
-    rest = path.stem.removeprefix(command)
-    if report.get("protocol", {}).get("random", True):
-        return ""
-    for file in sorted(path.parent.glob(f"{command}_random_*{path.suffix}")):
-        if re.fullmatch(rf"{re.escape(command)}_random_\d+{re.escape(rest)}", file.stem):
-            random = json.loads(file.read_text(encoding="utf-8"))
-            best = max(random.get("summary", {}).values(), key=lambda case: rank_of(case["mean"]), default=None)
-            kind = kind_of_report(random)
-            return f"random weights {kind.text_of_scores(best)}{kind.sign}" if best else ""
-    return ""
+def without_empty_columns(headings: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table without the columns that have no value ("-" in all rows)."""
+    kept = [place for place in range(len(headings)) if any(row[place] != "-" for row in rows)]
+    return [headings[place] for place in kept], [[row[place] for place in kept] for row in rows]
 
 
 def scale_of(kind: LabelKind, split: str) -> Scale:
@@ -306,4 +298,4 @@ def table_by_depth(
     for depth, summaries in by_depth.items():
         accuracies = [kind.text_of_scores(summaries[name]) for name in names]
         rows.append([str(depth) if depth else "-", *accuracies])
-    return table(["depth", *(f"{group_by} {name}" for name in names)], rows)
+    return table(*without_empty_columns(["depth", *(f"{group_by} {name}" for name in names)], rows))

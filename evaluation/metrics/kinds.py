@@ -81,6 +81,14 @@ class LabelKind(ABC):
             train_targets: of the training images, where they are known.
         """
 
+    def describe_baseline(self, name: str, value: float | None) -> str:
+        """A baseline and its score in words: `largest class 25.0%`."""
+        return f"{name} {self.text(self.score, value, None, None)}{self.sign}"
+
+    def baseline_errors(self, outcomes: Outcomes) -> dict[str, float]:
+        """Errors of the baselines, by what tables call them, where the score says nothing of their size."""
+        return {}
+
     def problem(self, targets: NDArray, split: str) -> str | None:
         """What is wrong with the labels of a split, `train` or `test`, in words; None: nothing."""
         return None

@@ -40,6 +40,13 @@ class Number(LabelKind):
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         return {"mean of the test images": 0.0}  # by the definition of R2
 
+    def describe_baseline(self, name: str, value: float | None) -> str:
+        return f"always predicting the {name}: R2 {self.text(self.score, value, None, None)}"
+
+    def baseline_errors(self, outcomes: Outcomes) -> dict[str, float]:
+        targets = outcomes.targets
+        return {"mean absolute error of always their mean": float(np.abs(targets - targets.mean()).mean())}
+
     def problem(self, targets: NDArray, split: str) -> str | None:
         if targets.ndim != 1 or not np.issubdtype(targets.dtype, np.floating):
             return f"{split}_labels must be floating-point numbers, one an image"

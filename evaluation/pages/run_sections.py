@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig
 from evaluation.frozen.by_class import describe_shown, draw_confusion, figure_rows, shown_outcomes
+from evaluation.frozen.random_weights import of_learned_weights, score_of_random_weights, way_to_random_weights
 from evaluation.frozen.results import describe_baselines, summarize_accuracies
 from evaluation.frozen.training_reports import REPORTS_OF_TRAINING, reports_of_training
 from evaluation.metrics.scoring import kind_of, kind_of_report
@@ -44,13 +45,15 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
     rows = []
     details: list[Block] = []
     for file in [*reports_of_training(folder), *sorted((folder / "evaluation").glob("*.json"))]:
+        if of_learned_weights(file) != file and of_learned_weights(file).is_file():
+            continue  # random weights stand beside these
         try:
             rows += rows_of_evaluation(file, page_folder)
             details += details_of_evaluation(file)
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             missing[file.name] = "it is not a report of an evaluation"
     if rows:
-        headings = ["evaluation", "case", "score", "value, 95% over test images", "without an image"]
+        headings = ["evaluation", "case", "score", "value, 95% over test images", "without an image", "random weights"]
         blocks.append(Table(headings, rows, "Results of the evaluation commands"))
         blocks += details
     else:
@@ -67,9 +70,11 @@ def rows_of_evaluation(file: Path, page_folder: Path) -> list[list[str | Link]]:
         summary = summarize_accuracies(report["results"], "seed")
     kind = kind_of_report(report)
     baselines = describe_baselines(report)
+    way = way_to_random_weights(file, report)
+    random = score_of_random_weights(file, report) or (f"not evaluated ({way})" if way else "-")
     rows: list[list[str | Link]] = []
     for case, statistics in summary.items():
-        rows.append([link, case, kind.score_title, kind.text_of_scores(statistics), baselines])
+        rows.append([link, case, kind.score_title, kind.text_of_scores(statistics), baselines, random])
     return rows
 
 

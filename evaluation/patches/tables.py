@@ -1,6 +1,6 @@
 """Tables and the picture of a segmentation report."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str
     Args:
         lines: results of each encoder or baseline, by name; the case `all` stands for all readings.
     """
-    headings = ["%", "depth"]
+    headings = [f"%{of_seeds(lines.values())}", "depth"]
     for reading in readings:
         headings += [f"{reading} mIoU", f"{reading} pixels"]
     rows = []
@@ -60,7 +60,13 @@ def class_table(results: list[dict[str, Any]], names: Sequence[str] = ()) -> str
         if any(cell != "-" for cell in cells):
             name = names[number] if number < len(names) else f"class {number}"
             rows.append([name, *cells])
-    return table(["IoU (%)", *by_case], rows)
+    return table([f"IoU (%){of_seeds([results])}", *by_case], rows)
+
+
+def of_seeds(lines: Iterable[list[dict[str, Any]]]) -> str:
+    """The end of a heading over means of several seeds: ", means of 3 seeds"; "" of one."""
+    seeds = {result["seed"] for results in lines for result in results if "seed" in result}
+    return f", means of {len(seeds)} seeds" if len(seeds) > 1 else ""
 
 
 def draw_predictions(
