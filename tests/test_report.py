@@ -323,6 +323,15 @@ def test_random_weights_stand_beside_an_evaluation_and_are_none_of_their_own(tmp
         protocol = {"encoder": str(run), "random": "random" in name}
         report_of_probe = {"results": results, "summary": summarize_accuracies(results, "seed"), "protocol": protocol}
         write_report(run / "evaluation" / f"{name}.json", report_of_probe)
+    linear, neighbours, untrained = ({"mean": mean, "count": 1} for mean in (0.5, 0.4, 0.3))
+    report_of_masks = {
+        "protocol": {"encoder": str(run), "random": False},
+        "summary": {"linear": linear, "knn": neighbours},
+        "baselines": {"random weights": {"summary": {"linear": untrained}}},
+    }
+    (tmp_path / "segmentation.json").write_text(json.dumps(report_of_masks))
+    of_masks = rows_of_evaluation(tmp_path / "segmentation.json", tmp_path)
+    assert [row[-1] for row in of_masks] == ["30.0", "not evaluated (--random true)"]  # case by case
     rows = {}
     for block in features_blocks(ReportConfig(encoder=str(run)), run, [], {}):
         if isinstance(block, Table) and block.headings[-1] == "random weights":
@@ -332,7 +341,7 @@ def test_random_weights_stand_beside_an_evaluation_and_are_none_of_their_own(tmp
     assert rows == {
         "finetune": "-",
         "fewshot_random_1": "-",
-        "knn": "50.0 (15.0 to 85.0)%",
+        "knn": "50.0 (15.0 to 85.0)",
         "linear": "not evaluated (--random true)",
     }
 

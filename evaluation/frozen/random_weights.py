@@ -12,18 +12,14 @@ RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
 """Beginning of the name of a report of random weights: the command, and their seed."""
 
 
-def score_of_random_weights(path: Path, report: dict[str, Any]) -> str:
-    """The best score of random weights in the same evaluation, from their report in the same folder; "": not there.
+def scores_of_random_weights(path: Path, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The summary of random weights in the same evaluation, from their report in the same folder; {}: not there.
 
     Args:
         path, report: of an encoder.
     """
     random = report.get("baselines", {}).get("random weights") or random_report(path)
-    if random is None or not can_be_random(report):
-        return ""
-    best = max(random.get("summary", {}).values(), key=lambda case: rank_of(case["mean"]), default=None)
-    kind = kind_of_report(random if "labels" in random else report)
-    return f"{kind.text_of_scores(best)}{kind.sign}" if best else ""
+    return random.get("summary", {}) if random and can_be_random(report) else {}
 
 
 def random_report(path: Path) -> dict[str, Any] | None:
@@ -56,9 +52,11 @@ def way_to_random_weights(path: Path, report: dict[str, Any]) -> str:
 
 
 def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
-    """The score of random weights in words, or how to get it; "": they have no part in this evaluation."""
-    score = score_of_random_weights(path, report)
-    if score:
-        return f"random weights {score}"
+    """The best score of random weights in words, or how to get it; "": they have no part in this evaluation."""
+    scores = scores_of_random_weights(path, report)
+    if scores:
+        kind = kind_of_report(report)
+        best = max(scores.values(), key=lambda case: rank_of(case["mean"]))
+        return f"random weights {kind.text_of_scores(best)}{kind.sign}"
     way = way_to_random_weights(path, report)
     return f"random weights: not evaluated ({way})" if way else ""

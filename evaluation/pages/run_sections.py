@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig
 from evaluation.frozen.by_class import describe_shown, draw_confusion, figure_rows, shown_outcomes
-from evaluation.frozen.random_weights import of_learned_weights, score_of_random_weights, way_to_random_weights
+from evaluation.frozen.random_weights import of_learned_weights, scores_of_random_weights, way_to_random_weights
 from evaluation.frozen.results import describe_baselines, summarize_accuracies
 from evaluation.frozen.training_reports import REPORTS_OF_TRAINING, reports_of_training
 from evaluation.metrics.scoring import kind_of, kind_of_report
@@ -71,9 +71,11 @@ def rows_of_evaluation(file: Path, page_folder: Path) -> list[list[str | Link]]:
     kind = kind_of_report(report)
     baselines = describe_baselines(report)
     way = way_to_random_weights(file, report)
-    random = score_of_random_weights(file, report) or (f"not evaluated ({way})" if way else "-")
+    of_random = scores_of_random_weights(file, report)
+    without = f"not evaluated ({way})" if way else "-"
     rows: list[list[str | Link]] = []
     for case, statistics in summary.items():
+        random = kind.text_of_scores(of_random[case]) if case in of_random else without
         rows.append([link, case, kind.score_title, kind.text_of_scores(statistics), baselines, random])
     return rows
 
