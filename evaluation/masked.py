@@ -21,7 +21,7 @@ from mpp.config.parsing import parse
 from mpp.errors import Unavailable
 from mpp.features.masked_counts import COUNTED, load_masked_counts
 from mpp.runtime.command import command
-from mpp.runtime.messages import note
+from mpp.runtime.messages import counted, note
 from mpp.training.log import last_evaluation
 
 METRIC_OF_LINE = {
@@ -60,7 +60,7 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     rows = [[result["case"], as_percent(result["accuracy"], result.get("interval"))] for result in results]
     print(table(["masked patches", "accuracy (%)"], rows))
     if outcomes:
-        print(f"{len(outcomes['model'])} held-out images, 95% intervals over these")
+        print(f"{counted(len(outcomes['model']), 'held-out image')}, 95% intervals over these")
     else:
         note(WITHOUT_COUNTS)
     print(f"wrote {path}")

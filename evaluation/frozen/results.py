@@ -30,6 +30,7 @@ from mpp.config.keys import iterate_settings, plain
 from mpp.data.identity import short_digest
 from mpp.errors import UserError
 from mpp.runtime.files import complete
+from mpp.runtime.messages import counted
 from mpp.runtime.weights import BEST, encoder_folder, run_of
 from mpp.training.log import event_writer
 
@@ -252,7 +253,8 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
         return
     random = describe_random_weights(path, report)
     split = "test" if report.get("protocol", {}).get("test", True) else "dev"
-    facts = [describe_baselines(report), random, f"{labels['images']} {split} images, 95% intervals over these"]
+    images = counted(labels["images"], f"{split} image")
+    facts = [describe_baselines(report), random, f"{images}, 95% intervals over these"]
     print("; ".join(filter(None, facts)))
     figures = figure_rows(path, report)
     seeds = {result["seed"] for result in report["results"] if "seed" in result}
