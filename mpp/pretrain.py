@@ -36,7 +36,7 @@ from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction
 from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.networks import build_model
 from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
-from mpp.models.timm_models import cell_grid
+from mpp.models.timm_models import cell_grid, has_class
 from mpp.runtime.command import command
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
@@ -104,7 +104,7 @@ class Pretraining(ImageTask):
         init_from = self.config.model.init_from
         start = f", from {init_from}," if init_from else ""
         method = f"Pre-trained without labels{start} by {self.model.method}"
-        if not self.model.encoder.has_class_token:
+        if not has_class(self.model.encoder):
             return method
         return (
             f"{method}. Its [class] token got no gradient of its own: the mean of the patch tokens is mostly the "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evaluation.frozen.encoder import FrozenEncoder, patch_grid
 from mpp.errors import Unavailable
-from mpp.models.attention import is_known
+from mpp.models.attention import shows_weights
 from mpp.models.timm_models import has_class, set_attention
 
 
@@ -45,7 +45,7 @@ def blocks_with_attention(encoder: FrozenEncoder) -> Sequence[nn.Module]:
     """The blocks of a ViT; Unavailable where the patches form no grid, or a block has another attention than plain."""
     patch_grid(encoder.model)
     blocks = getattr(encoder.model, "blocks", ())
-    if len(blocks) == 0 or not all(is_known(getattr(block, "attn", None)) for block in blocks):
+    if len(blocks) == 0 or not all(shows_weights(getattr(block, "attn", None)) for block in blocks):
         raise Unavailable(f"the blocks of this {type(encoder.model).__name__} have no plain attention")
     return blocks
 

@@ -6,7 +6,6 @@ import timm
 import torch
 from accelerate import Accelerator
 from timm.layers import convert_sync_batchnorm
-from timm.models import is_model_in_modules
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -14,11 +13,9 @@ from evaluation.config import HeadKind, Pooling
 from mpp.config import ImageSize, ModelConfig, require, sides
 from mpp.features.frozen import pool
 from mpp.models.encoder import SET_ELSEWHERE, Normalize, build_encoder, load_encoder
+from mpp.models.plain import is_plain, model_without_memory
 from mpp.models.timm_models import checkpoint_activations, has_class
 from mpp.runtime.hardware import uses_gpu
-
-VIT_MODULES = ("vision_transformer", "vision_transformer_hybrid")
-"""timm's modules whose models `build_encoder` builds."""
 
 
 class HeadedEncoder(nn.Module):
@@ -49,7 +46,7 @@ class HeadedEncoder(nn.Module):
 
 
 def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, ImageSize]:
-    """Build the encoder that the settings describe: a ViT or hybrid as in pre-training, or another timm model.
+    """Build the encoder that the settings describe: a plain transformer as in pre-training, or another timm model.
 
     Returns:
         The encoder, and height and width of the images that it takes.
@@ -57,7 +54,7 @@ def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, I
         UserError: see `build_encoder`; settings that another model does not have.
     """
     name = config.name
-    if name is None or not timm.is_model(name) or is_model_in_modules(name, VIT_MODULES):
+    if name is None or not timm.is_model(name) or is_plain(model_without_memory(name)):
         encoder = build_encoder(config, channels)
         return encoder, encoder.patch_embed.img_size
     refuse_vit_settings(config)

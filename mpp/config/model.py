@@ -14,10 +14,11 @@ Representation = Literal["class", "mean", "both"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The encoder: one of timm's Vision Transformers, or a plain one by its numbers."""
+    """The encoder: one of timm's plain transformers, or a plain ViT by its numbers."""
 
     name: str | None = None
-    """A timm VisionTransformer (vit_base_patch16_224, ...). null: a plain one of the five numbers below."""
+    """A timm VisionTransformer, Eva or Beit (vit_base_patch16_224, vit_small_patch16_dinov3, ...), with random weights.
+    null: a plain ViT of the five numbers below."""
     width: int | None = setting(None, at_least=1)
     """Width of the tokens. null: the named model's, or 128."""
     depth: int | None = setting(None, at_least=1)
@@ -43,7 +44,7 @@ class ModelConfig:
     """axial: each block is two, attention along rows with its MLP, and along columns with another (paper, D.6). There
     is no [class] then; the mean of the patches is the feature."""
     arguments: dict[str, Any] | None = None
-    """Further arguments of timm's VisionTransformer: {"reg_tokens": 4}, {"init_values": 1e-5}, {"qk_norm": true}; in
+    """Further arguments of timm's class: {"reg_tokens": 4}, {"init_values": 1e-5}, {"qk_norm": true}; in
     supervised training those of the named model: {"channels": [128, 256, 512, 1024]} of resnetv2_50x1_bit."""
     dropout: float = setting(0.0, at_least=0, below=1)
     """Dropout after position embeddings and every dense layer but qkv (paper, Table 3)."""

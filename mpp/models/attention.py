@@ -171,6 +171,16 @@ def is_known(attention: nn.Module | None) -> bool:
     return getattr(attention, "gate", None) is None and getattr(attention, "lines", None) is None
 
 
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention of timm's or ours, by torch's kernel or step by step."""
+    return hasattr(module, "fused_attn") and hasattr(module, "num_heads") and hasattr(module, "attn_drop")
+
+
+def shows_weights(attention: nn.Module | None) -> bool:
+    """Whether an attention among all tokens gives its weights to `attn_drop` when it is not fused: timm's and ours."""
+    return is_attention(attention) and getattr(attention, "lines", None) is None
+
+
 def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> Tensor:
     """Attention with only the tokens at `index` (B, K) as queries; None: all. (B, T, D) to (B, K, D)."""
     queries, keys, values = project(attention, tokens, index)
@@ -214,17 +224,19 @@ def attention_kernel(model: nn.Module, tokens: int, device: torch.device, dtype:
         tokens: T.
         dtype: of queries, keys and values.
     """
-    attention = next((module for module in model.modules() if isinstance(module, Attention)), None)
+    attention = next((module for module in model.modules() if is_attention(module)), None)
     if attention is None:
         return None
     if not attention.fused_attn:
         return "unfused"
-    shape = (2, tokens, attention.num_heads, attention.head_dim)
+    head_width = getattr(attention, "head_dim", round(attention.scale**-2))  # Beit's has no name for it
+    shape = (2, tokens, attention.num_heads, head_width)
     queries, keys, values = (
         torch.empty(shape, device=device, dtype=dtype, requires_grad=True).transpose(1, 2) for _ in range(3)
     )
     bias = None
-    if getattr(attention, "added", None) is not None:
+    tables = ("added", "relative_position_bias_table")
+    if any(getattr(attention, table, None) is not None for table in tables):
         bias_shape = (1, attention.num_heads, tokens, tokens)
         bias = torch.empty(bias_shape, device=device, dtype=dtype, requires_grad=True)
     kernel = torch._fused_sdp_choice(queries, keys, values, attn_mask=bias, dropout_p=attention.attn_drop.p)

@@ -8,18 +8,17 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import LayerNorm, PatchEmbed
-from timm.models.vision_transformer import Block, VisionTransformer
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from mpp.config import NetworkConfig, require
 from mpp.corruption import Corruption
-from mpp.models.attention import gather_tokens
 from mpp.models.blocks import block_at, initialize, run_blocks
 from mpp.models.encoder import Normalize
+from mpp.models.plain import finish, place, takes_some_tokens
 from mpp.models.positions import sincos_2d
 from mpp.models.residual import has_bf16_residual, use_bf16_norms
 from mpp.models.timm_models import has_fused_attention, set_attention
-from mpp.models.vit import VariantViT
 
 MAE_DECODER_WIDTH = 512
 MAE_DECODER_DEPTH = 8
@@ -32,7 +31,7 @@ class MaskedAutoencoder(nn.Module):
     Every corrupted patch counts as a [mask], whatever its kind.
 
     Args:
-        encoder: timm's; trained in place and exported alone.
+        encoder: a plain transformer of timm's; trained in place and exported alone.
         outputs: number of predicted values for a patch.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
         config: size of the decoder.
@@ -44,7 +43,7 @@ class MaskedAutoencoder(nn.Module):
 
     def __init__(
         self,
-        encoder: VisionTransformer,
+        encoder: nn.Module,
         outputs: int,
         mean: Sequence[float],
         std: Sequence[float],
@@ -71,18 +70,18 @@ class MaskedAutoencoder(nn.Module):
         """
         encoder = self.encoder
         checkpointed = self.training and encoder.grad_checkpointing
-        tokens = encoder._pos_embed(encoder.patch_embed(self.normalize(images)))  # (B, prefix + N, D)
+        patches = encoder.patch_embed(self.normalize(images))
         corrupted = encoder.num_prefix_tokens + corruption.positions
         hidden = encoder.num_prefix_tokens + corruption.hidden
-        visible = complement(torch.cat([corrupted, hidden], dim=1), tokens.shape[1])
+        token_count = encoder.num_prefix_tokens + encoder.patch_embed.num_patches
+        visible = complement(torch.cat([corrupted, hidden], dim=1), token_count)
 
-        seen = encoder.norm_pre(gather_tokens(tokens, visible))  # (B, V, D)
-        seen = run_blocks(encoder.blocks, seen, checkpointed)
-        seen = encoder.fc_norm(encoder.norm(seen))
+        seen, beside = place(encoder, patches, visible)  # (B, V, D)
+        seen = finish(encoder, run_blocks(encoder.blocks, seen, checkpointed, beside))
         return self.head(self.decoder(seen, visible, corrupted, checkpointed))
 
 
-def require_independent_patches(encoder: VisionTransformer) -> None:
+def require_independent_patches(encoder: nn.Module) -> None:
     """Refuse an encoder that cannot run on the visible patches alone.
 
     Raises:
@@ -90,9 +89,9 @@ def require_independent_patches(encoder: VisionTransformer) -> None:
     """
     allowed = "predictor with a hybrid or overlapping patches: visible ones would show the encoder masked pixels"
     require(type(encoder.patch_embed) is PatchEmbed, "network.name", "autoencoder", allowed)
-    if isinstance(encoder, VariantViT):
-        allowed = "predictor where positions act in the blocks, or mixing is axial: the encoder here lacks some tokens"
-        require(encoder.takes_any_tokens, "network.name", "autoencoder", allowed)
+    allowed = "predictor where positions act in the blocks by a table (BEiT), or mixing is axial: the encoder here "
+    allowed += "lacks some tokens"
+    require(takes_some_tokens(encoder), "network.name", "autoencoder", allowed)
 
 
 def complement(index: Tensor, count: int) -> Tensor:
@@ -111,7 +110,7 @@ class Decoder(nn.Module):
         width, depth, heads: of the decoder.
     """
 
-    def __init__(self, encoder: VisionTransformer, width: int, depth: int, heads: int):
+    def __init__(self, encoder: nn.Module, width: int, depth: int, heads: int):
         super().__init__()
         self.embed = nn.Linear(encoder.embed_dim, width)
         self.mask_token = nn.Parameter(torch.empty(width))
@@ -147,7 +146,7 @@ class Decoder(nn.Module):
         return self.norm(block_at(self.blocks[-1], tokens, corrupted))
 
 
-def decoder_numbers(config: NetworkConfig, encoder: VisionTransformer) -> tuple[int, int, int]:
+def decoder_numbers(config: NetworkConfig, encoder: nn.Module) -> tuple[int, int, int]:
     """Width, depth and heads of the decoder: those of the config, or two thirds of the encoder's, at most MAE's."""
     two_thirds_of_heads = max(1, round(2 * encoder.embed_dim / (3 * HEAD_WIDTH)))
     two_thirds_of_blocks = max(1, round(2 * len(encoder.blocks) / 3))

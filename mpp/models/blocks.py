@@ -1,6 +1,6 @@
 """Blocks of a Vision Transformer: run with checkpointed activations, the last one at a few tokens; initial weights."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from timm.layers import DropPath
 from timm.models.vision_transformer import Block
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpp.models.attention import attention_at, gather_tokens, is_known
+from mpp.models.plain import BlockArguments
 from mpp.models.vit import PositionedBlock
 
 
@@ -18,17 +19,23 @@ def initialize(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def run_blocks(blocks: Iterable[nn.Module], tokens: Tensor, checkpointed: bool) -> Tensor:
+def run_blocks(
+    blocks: Sequence[nn.Module], tokens: Tensor, checkpointed: bool, beside: Sequence[BlockArguments] | None = None
+) -> Tensor:
     """Tokens (B, T, D) after these blocks.
 
     Args:
         checkpointed: compute the activations of the blocks again in the backward pass, instead of keeping them.
+        beside: what each block gets beside its tokens; None: nothing.
     """
-    for block in blocks:
+    if beside is None:
+        beside = [{}] * len(blocks)
+    for block, arguments in zip(blocks, beside, strict=True):
         if checkpointed:
-            tokens = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=draws_random_numbers(block))
+            repeats = draws_random_numbers(block)
+            tokens = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=repeats, **arguments)
         else:
-            tokens = block(tokens)
+            tokens = block(tokens, **arguments)
     return tokens
 
 
@@ -39,17 +46,18 @@ def draws_random_numbers(block: nn.Module) -> bool:
     return any(rate > 0 for rate in rates)
 
 
-def block_at(block: nn.Module, tokens: Tensor, index: Tensor) -> Tensor:
-    """`block(tokens)` at `index`, without computing the rest where the block is timm's plain one or ours.
+def block_at(block: nn.Module, tokens: Tensor, index: Tensor, beside: BlockArguments | None = None) -> Tensor:
+    """`block(tokens, **beside)` at `index`, without computing the rest where the block is timm's plain one or ours.
 
     Args:
         tokens: (B, N, D), all of them: every token is a key and a value.
         index: (B, K), the tokens whose output is needed.
+        beside: what the block gets beside its tokens; timm's plain one and ours get nothing.
     Returns:
         (B, K, D).
     """
     if type(block) not in (Block, PositionedBlock):
-        return gather_tokens(block(tokens), index)
+        return gather_tokens(block(tokens, **(beside or {})), index)
     if isinstance(block, PositionedBlock):
         tokens = block.add_positions(tokens)
     normed = block.norm1(tokens)

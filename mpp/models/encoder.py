@@ -5,7 +5,6 @@ Behind them stand vit.py (architectures that timm lacks), timm_models.py (proper
 """
 
 import difflib
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,13 @@ import timm
 import torch
 from safetensors import SafetensorError
 from timm.models import is_model_in_modules
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.config import ModelConfig, require
 from mpp.errors import UserError, one_line
 from mpp.models.descriptions import describe_changes, is_named, saved_config, trained_on
 from mpp.models.loading import WeightsFile, load_hybrid, load_timm_model, load_weights, note_other_moments
+from mpp.models.plain import constructor_arguments, is_plain
 from mpp.models.residual import use_bf16_residual
 from mpp.models.timm_models import (
     FIXED_POSITIONS,
@@ -36,6 +35,8 @@ from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import encoder_folder, refuse_pickle
 
 PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
+PLAIN_TRANSFORMERS = "a plain transformer of timm's (VisionTransformer, Eva, Beit)"
+NAMES_OF_TRANSFORMERS = ["*vit*", "eva*", "beit*", "deit*"]
 HYBRIDS = ("vision_transformer_hybrid",)  # timm's module of ViTs on convolutions
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
 SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
@@ -43,8 +44,8 @@ SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
 VALUE_ERRORS = (AttributeError, KeyError, RuntimeError, ValueError)  # errors of timm for arguments of senseless values
 
 
-def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
-    """Build the ViT that the settings describe, without a classification head.
+def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
+    """Build the plain transformer of timm's that the settings describe, without a classification head.
 
     Its weights are random, from torch's global generator, or those of `init_from` with position embeddings and patch
     filters resampled where the sizes differ, and filters on RGB repeated or summed where the channels do (timm's way).
@@ -52,7 +53,7 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> VisionTransformer:
     Args:
         channels: of the images.
     Raises:
-        UserError: an unknown name, a model that is not a ViT or does not fit, weights that do not fit.
+        UserError: an unknown name, a model that is no plain transformer or does not fit, weights that do not fit.
     """
     encoder = create_vit(config, channels)
     fused = config.attention == "fused" or (config.attention == "auto" and uses_gpu())
@@ -150,18 +151,15 @@ class Normalize(nn.Module):
         return (images - self.shift) / self.scale
 
 
-def create_vit(config: ModelConfig, channels: int) -> VisionTransformer:
-    """The ViT that the settings describe, with random weights, as timm creates it.
+def create_vit(config: ModelConfig, channels: int) -> nn.Module:
+    """The plain transformer that the settings describe, with random weights, as timm creates it.
 
     Raises:
-        UserError: an unknown name, a model that is not a ViT, or one that does not fit the settings.
+        UserError: an unknown name, a model that is no plain transformer, or one that does not fit the settings.
     """
     name, arguments = architecture(config)
     if channels != 3:
         arguments["in_chans"] = channels
-    if not timm.is_model(name):
-        similar = difflib.get_close_matches(name, timm.list_models("*vit*"), n=3)
-        raise UserError(f"model.name is {name}; it must be a timm Vision Transformer, such as {similar or PLAIN_VIT}")
     setting = f"model.name is {name}"
     refusals: tuple[type[Exception], ...] = (AssertionError, TypeError)
     if config.arguments:
@@ -173,10 +171,11 @@ def create_vit(config: ModelConfig, channels: int) -> VisionTransformer:
         raise
     except refusals as error:
         raise UserError(f"{setting}, which timm cannot build to these numbers: {one_line(error)}") from error
-    if not isinstance(encoder, VisionTransformer):
-        raise UserError(f"model.name is {name}, a {type(encoder).__name__}; it must be a timm VisionTransformer")
-    if encoder.attn_pool is not None:
-        raise UserError(f"model.name is {name}, which pools by attention; that head cannot be trained here")
+    if not is_plain(encoder):
+        raise UserError(f"model.name is {name}, a {type(encoder).__name__}; it must be {PLAIN_TRANSFORMERS}")
+    if getattr(encoder, "attn_pool", None) is not None:
+        serves = without_attention_pool(name)
+        raise UserError(f"model.name is {name}, whose attention pooling is not trained here; {serves} has none")
     check_cells(encoder)
     has_positions = getattr(encoder, "pos_embed", None) is not None
     allowed = f"learned with {name}, which has position embeddings"
@@ -188,7 +187,7 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Name and arguments by which timm builds the encoder: a plain one, or our `mpp_vit` where timm has none.
 
     Raises:
-        UserError: `model.arguments` that timm's VisionTransformer does not take.
+        UserError: an unknown name, or `model.arguments` that this model of timm's does not take.
     """
     numbers = config.numbers()
     arguments = dict(
@@ -217,12 +216,44 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if config.mixing == "axial":
         refused |= {"class_token", "reg_tokens", "global_pool", "fix_init"}
 
-    known_to_timm = set(inspect.signature(VisionTransformer).parameters)
-    allowed = sorted(known_to_timm - set(arguments) - refused)
-    for argument, value in (config.arguments or {}).items():
-        require(argument in allowed, "model.arguments", argument, f"some of {', '.join(allowed)}")
-        arguments[argument] = value
+    if not timm.is_model(name):
+        similar = difflib.get_close_matches(
+            name, timm.list_models(NAMES_OF_TRANSFORMERS, exclude_filters="naflex*"), n=3
+        )
+        raise UserError(f"model.name is {name}; it must be {PLAIN_TRANSFORMERS}, such as {similar or PLAIN_VIT}")
+    arguments |= further_arguments(config, name, refused | arguments.keys())
     return name, {argument: value for argument, value in arguments.items() if value is not None}
+
+
+def further_arguments(config: ModelConfig, name: str, given: set[str]) -> dict[str, Any]:
+    """`model.arguments`, for the timm model of that name.
+
+    Args:
+        given: arguments that other settings give, or that the user must not give.
+    Raises:
+        UserError: an argument that the model does not take, or positions that cannot be left out.
+    """
+    arguments = config.arguments or {}
+    if not arguments and config.position != "none":
+        return {}
+    taken = constructor_arguments(name)
+    can_lack_positions = "pos_embed" in taken
+    allowed = f"learned with {name}, whose positions are its own"
+    require(config.position != "none" or can_lack_positions, "model.position", config.position, allowed)
+    allowed = f"some of {', '.join(sorted(taken - given))}"
+    for argument in arguments:
+        require(argument in taken - given, "model.arguments", argument, allowed)
+    return arguments
+
+
+def without_attention_pool(name: str) -> str:
+    """The settings for a model like the named one, which pools by attention, without that head."""
+    namesake = name.split(".")[0].replace("siglip_", "siglip_gap_")
+    if namesake != name and timm.is_model(namesake):
+        return f"model.name {namesake}"
+    without_norm = "fc_norm" if "fc_norm" in constructor_arguments(name) else "use_fc_norm"
+    arguments = f'{{"global_pool": "avg", "{without_norm}": false}}'
+    return f"model.arguments '{arguments}'"
 
 
 def load_at_size(load: Callable[[dict[str, Any]], nn.Module], changes: dict[str, Any]) -> nn.Module:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.config import ImageSize, ModelConfig, require
@@ -61,7 +60,7 @@ class WeightsFile(NamedTuple):
         return UserError(f"{self.setting} is {self.path}; it must be the weights {self.model}; {problem}")
 
 
-def load_weights(encoder: VisionTransformer, path: Path) -> None:
+def load_weights(encoder: nn.Module, path: Path) -> None:
     """Load the weights at `path` (run folder, encoder folder or .safetensors file), resampled to the encoder's sizes.
 
     Raises:
@@ -99,7 +98,7 @@ def note_other_moments(config: ModelConfig, channels: int) -> None:
             note(f"model.{name} is {list(values)}, and {path} learned with {list(trained_values)}")
 
 
-def adapt_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> dict[str, Tensor]:
+def adapt_channels(state: dict[str, Tensor], encoder: nn.Module) -> dict[str, Tensor]:
     """Weights with the first filters for the encoder's channels.
 
     Raises:
@@ -118,7 +117,7 @@ def adapt_channels(state: dict[str, Tensor], encoder: VisionTransformer) -> dict
     return state | {f"{name}.weight": adapt_input_conv(first.in_channels, filters)}
 
 
-def load_hybrid(encoder: VisionTransformer, file: WeightsFile, size: ImageSize | None) -> None:
+def load_hybrid(encoder: nn.Module, file: WeightsFile, size: ImageSize | None) -> None:
     """Load the weights of a hybrid, whose grid of positions timm does not know.
 
     Args:

@@ -8,7 +8,6 @@ network and a teacher, and returns targets with the predictions.
 
 from collections.abc import Callable, Sequence
 
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from mpp.config import Config, NetworkConfig
@@ -22,7 +21,7 @@ from mpp.objectives import Objective, build_objective
 
 
 def build_predictor(
-    encoder: VisionTransformer, outputs: int, mean: Sequence[float], std: Sequence[float], config: NetworkConfig
+    encoder: nn.Module, outputs: int, mean: Sequence[float], std: Sequence[float], config: NetworkConfig
 ) -> MaskedPatchPredictor:
     """The paper's network, which needs none of the decoder's settings."""
     return MaskedPatchPredictor(encoder, outputs, mean, std)
@@ -57,7 +56,7 @@ def build_model(config: Config) -> tuple[nn.Module, Objective]:
 
 
 def build_network(
-    config: NetworkConfig, encoder: VisionTransformer, outputs: int, mean: Sequence[float], std: Sequence[float]
+    config: NetworkConfig, encoder: nn.Module, outputs: int, mean: Sequence[float], std: Sequence[float]
 ) -> nn.Module:
     """The network that the config names.
 

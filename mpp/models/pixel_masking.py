@@ -7,7 +7,6 @@ B images, N cells, T tokens, K corrupted cells.
 
 import torch
 from einops import rearrange
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.corruption import Corruption, Kind, corrupt
@@ -27,7 +26,7 @@ class PixelMasking(nn.Module):
         encoder: one whose windows overlap.
     """
 
-    def __init__(self, encoder: VisionTransformer):
+    def __init__(self, encoder: nn.Module):
         super().__init__()
         (rows, columns), self.side = cell_grid(encoder)
         stride = getattr(encoder.patch_embed, "stride", self.side)  # pixels from one token to the next

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 
 import torch
 from timm.layers import PatchEmbed
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.corruption import Corruption, corrupt
 from mpp.models.blocks import block_at, initialize, run_blocks
 from mpp.models.encoder import Normalize
 from mpp.models.pixel_masking import PixelMasking
+from mpp.models.plain import finish, place
 
 
 class MaskedPatchPredictor(nn.Module):
     """A ViT with a learnable [mask] and a linear head on the corrupted patches.
 
     Args:
-        encoder: timm's; trained in place and exported alone.
+        encoder: a plain transformer of timm's; trained in place and exported alone.
         outputs: number of predicted values for a patch.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
     """
@@ -32,7 +32,7 @@ class MaskedPatchPredictor(nn.Module):
     method = "masked patch prediction (Dosovitskiy et al., ICLR 2021, appendix B.1.2)"
     on_top = "a linear head"
 
-    def __init__(self, encoder: VisionTransformer, outputs: int, mean: Sequence[float], std: Sequence[float]):
+    def __init__(self, encoder: nn.Module, outputs: int, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.normalize = Normalize(mean, std)
         self.encoder = encoder
@@ -53,14 +53,14 @@ class MaskedPatchPredictor(nn.Module):
         """
         encoder = self.encoder
         embeddings = self.embed(self.normalize(images), corruption)
-        tokens = encoder.norm_pre(encoder._pos_embed(embeddings))
+        tokens, beside = place(encoder, embeddings)
         checkpointed = self.training and encoder.grad_checkpointing
-        tokens = run_blocks(encoder.blocks[:-1], tokens, checkpointed)
+        tokens = run_blocks(encoder.blocks[:-1], tokens, checkpointed, beside[:-1])
         places = corruption.positions
         if self.pixel_masking is not None:
             places = self.pixel_masking.tokens[places]
-        corrupted = block_at(encoder.blocks[-1], tokens, encoder.num_prefix_tokens + places)
-        return self.head(encoder.fc_norm(encoder.norm(corrupted)))
+        corrupted = block_at(encoder.blocks[-1], tokens, encoder.num_prefix_tokens + places, beside[-1])
+        return self.head(finish(encoder, corrupted))
 
     def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Normalised images (B, C, H, W) to corrupted patch embeddings, (B, N, D)."""

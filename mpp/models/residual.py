@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.layers import LayerNorm, LayerScale
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+
+from mpp.models.plain import last_step_before_blocks
 
 
 class ResidualNorm(LayerNorm):
@@ -24,10 +25,13 @@ class ResidualNorm(LayerNorm):
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)  # sums are float32 inside
 
 
-def use_bf16_residual(encoder: VisionTransformer) -> None:
+def use_bf16_residual(encoder: nn.Module) -> None:
     """Run an encoder's blocks on bf16 tokens under autocast; its weights and their names stay as they are."""
-    encoder.norm_pre.register_forward_hook(to_autocast_type)  # the last step before the blocks, of every caller
+    last_step_before_blocks(encoder).register_forward_hook(to_autocast_type)  # of every caller
     use_bf16_norms(encoder)
+    for block in encoder.blocks:
+        if getattr(block, "gamma_1", None) is not None:  # Eva and Beit scale by a parameter, which is float32
+            block.register_forward_hook(to_input_type)
 
 
 def use_bf16_norms(module: nn.Module) -> None:

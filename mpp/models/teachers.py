@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from timm.data import resolve_model_data_config
 from timm.layers import PatchEmbed
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -194,7 +193,7 @@ class StudentWithTeacher(nn.Module):
         return PredictedBatch(predictions, *self.teacher(images, corruption.positions))
 
     @property
-    def encoder(self) -> VisionTransformer:
+    def encoder(self) -> nn.Module:
         """The encoder that learns."""
         return self.student.encoder
 
@@ -204,7 +203,7 @@ class StudentWithTeacher(nn.Module):
         return self.student.normalize
 
 
-def build_teacher(config: ObjectiveConfig, encoder: VisionTransformer, normalize: Normalize) -> FeatureTeacher:
+def build_teacher(config: ObjectiveConfig, encoder: nn.Module, normalize: Normalize) -> FeatureTeacher:
     """The teacher of the settings.
 
     Args:

@@ -4,7 +4,6 @@ import math
 
 import torch
 from timm.layers import PatchEmbed
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.config import Grid, check_grid, require
@@ -15,7 +14,7 @@ from mpp.models.vit import OverlappingPatchEmbed
 FIXED_POSITIONS = "sincos_2d"  # the position embeddings that are not learned
 
 
-def cell_grid(encoder: VisionTransformer) -> tuple[Grid, int]:
+def cell_grid(encoder: nn.Module) -> tuple[Grid, int]:
     """Grid of adjacent squares that an image consists of, and the side of a square in pixels.
 
     They are the patches. Where patches overlap, squares are as large as patches; those of a hybrid are as large as the
@@ -27,7 +26,7 @@ def cell_grid(encoder: VisionTransformer) -> tuple[Grid, int]:
     return (rows, columns), side
 
 
-def check_cells(encoder: VisionTransformer) -> None:
+def check_cells(encoder: nn.Module) -> None:
     """Raise UserError where the image is no whole number of cells (see `cell_grid`)."""
     _, side = cell_grid(encoder)
     if not isinstance(encoder.patch_embed, PatchEmbed):  # a hybrid's convolutions pad to a power of two
@@ -40,7 +39,7 @@ def has_class(encoder: nn.Module) -> bool:
     return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
 
 
-def fix_positions(encoder: VisionTransformer) -> None:
+def fix_positions(encoder: nn.Module) -> None:
     """Replace learned positions by sines and cosines; [class] and registers have none.
 
     Raises:
@@ -56,7 +55,7 @@ def fix_positions(encoder: VisionTransformer) -> None:
     hold_positions(encoder, table)
 
 
-def hold_positions(encoder: VisionTransformer, table: Tensor) -> None:
+def hold_positions(encoder: nn.Module, table: Tensor) -> None:
     """Make a table the encoder's positions for good: a buffer under timm's name, which is not trained."""
     del encoder.pos_embed
     encoder.register_buffer("pos_embed", table)

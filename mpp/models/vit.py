@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import PatchEmbed, resample_abs_pos_embed, to_2tuple
+from timm.layers import PatchEmbed, resample_abs_pos_embed, resize_rel_pos_bias_table, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from mpp.config import Grid, ImageSize
 from mpp.models.attention import RELATIVE, PositionedAttention, RelativeBiases, RelativeKeys
+from mpp.models.plain import BIAS_TABLE, timm_filter
 from mpp.models.positions import ABSOLUTE, AbsolutePositions
 
 RESAMPLED = (AbsolutePositions, RelativeKeys, RelativeBiases)  # modules with tables that depend on the grid
@@ -191,7 +192,7 @@ class VariantViT(VisionTransformer):
 
 
 def resample(
-    state: dict[str, Tensor], model: VisionTransformer, size: ImageSize | None, stride: int | None = None
+    state: dict[str, Tensor], model: nn.Module, size: ImageSize | None, stride: int | None = None
 ) -> dict[str, Tensor]:
     """Weights of another input size as this model's: timm's rules, and those of the tables that timm does not know.
 
@@ -206,14 +207,19 @@ def resample(
     model_table = getattr(model, "pos_embed", None)
     if table is not None:
         if old_grid and model_table is not None and (moved or table.shape != model_table.shape):
-            prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+            prefix = 0 if getattr(model, "no_embed_class", False) else model.num_prefix_tokens
             table = resample_abs_pos_embed(table, list(grid), list(old_grid), num_prefix_tokens=prefix)
         state = state | {"pos_embed": table}
-    state = checkpoint_filter_fn(state, model)
+    bias_tables = {name: tensor for name, tensor in state.items() if name.endswith(BIAS_TABLE)}
+    state = timm_filter(model)(state, model)
     if old_grid and "pos_embed" in state:
         state["pos_embed"] = table  # timm's may be of the square with as many patches
 
     for path, module in model.named_modules():
+        key = f"{path}.{BIAS_TABLE}"
+        if old_grid and key in bias_tables and hasattr(module, "set_window_size"):  # Beit's
+            shape = tuple(module.relative_position_bias_table.shape)
+            state[key] = resize_rel_pos_bias_table(bias_tables[key], module.window_size, shape, old_grid)
         if not isinstance(module, RESAMPLED):
             continue
         for name, parameter in module.named_parameters():
@@ -223,9 +229,7 @@ def resample(
     return state
 
 
-def grid_of_weights(
-    state: dict[str, Tensor], model: VisionTransformer, size: ImageSize, stride: int | None = None
-) -> Grid:
+def grid_of_weights(state: dict[str, Tensor], model: nn.Module, size: ImageSize, stride: int | None = None) -> Grid:
     """Rows and columns of the patches of images of this size, for weights whose patches may differ from the model's."""
     height, width = size
     embed = model.patch_embed
@@ -240,7 +244,7 @@ def grid_of_weights(
     return height // patch_size[0], width // patch_size[1]
 
 
-def resample_exported(state: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
+def resample_exported(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """timm's filter of weights: those that mpp has written are for the input size in the model's configuration."""
     exported = model.pretrained_cfg.get("tag") == "mpp"
     size = tuple(model.pretrained_cfg["input_size"][1:]) if exported else None

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
+from mpp.models.plain import is_plain, stem_parameters
 from mpp.training.averaging import PolyakAverage
 from mpp.training.muon import Muon
 
@@ -58,12 +59,13 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     says whether its parameters are orthogonalised; with `optim.layer_decay`, `lr_scale` is its share of the rate.
     """
     matrices = block_matrices(model) if config.name == "muon" else set()
+    exempt = exempt_from_decay(model)
     scales = layer_scales(model, config.layer_decay) if config.layer_decay is not None else {}
     groups: dict[tuple, dict] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        undecayed = is_undecayed(name, parameter)
+        undecayed = name in exempt or is_undecayed(name, parameter)
         scale = scales.get(name, 1.0)
         key = (undecayed, name not in matrices, -scale)
         if key not in groups:
@@ -80,6 +82,15 @@ def is_undecayed(name: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter is a bias, a norm, a token or a position embedding."""
     last_name = name.rsplit(".", 1)[-1]
     return parameter.ndim < 2 or any(word in last_name for word in UNDECAYED_NAMES)
+
+
+def exempt_from_decay(model: nn.Module) -> set[str]:
+    """Names of the parameters that timm exempts from weight decay, such as a rotation's frequencies."""
+    names = set()
+    for path, module in model.named_modules():
+        if hasattr(module, "no_weight_decay"):
+            names |= {f"{path}.{name}".removeprefix(".") for name in module.no_weight_decay()}
+    return names
 
 
 def block_matrices(model: nn.Module) -> set[str]:
@@ -103,8 +114,9 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Parameter of the encoder -> its share of the learning rate: `decay` once for each layer above it (BEiT, MAE).
 
     The layers are timm's: stem, blocks, and the head with the norm that some encoders have after pooling. A norm before
-    pooling belongs to the last block (in BEiT and MAE it has the whole rate). Parameters outside of the encoder, such
-    as a head's, have the whole rate.
+    pooling belongs to the last block (in BEiT and MAE it has the whole rate). Of a plain transformer all that acts
+    before the blocks is in the stem, registers and `norm_pre`, too, and so are the frequencies of its rotations.
+    Parameters outside of the encoder, such as a head's, have the whole rate.
 
     Raises:
         UserError: timm does not know the layers.
@@ -116,6 +128,8 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     head = ""  # a name that is of no layer is of the head
     named = [(name, None) for name in (*names, head)]
     layers = group_with_matcher(named, encoder.group_matcher(), reverse=True)
+    if is_plain(encoder):
+        layers |= dict.fromkeys(stem_parameters(encoder), 0)
     prefix = next(name for name, module in model.named_modules() if module is encoder)
     return {f"{prefix}.{name}": decay ** (layers[head] - layers[name]) for name in names}
 

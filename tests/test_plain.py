@@ -1,0 +1,353 @@
+"""timm's plain transformers as students: their tokens are timm's own, visible or all, and so is what they export."""
+
+from collections import Counter
+
+import pytest
+import timm
+import torch
+from conftest import read_metrics
+from model_inputs import HALVES, draw_batch, randomize, scaled
+from timm.models.beit import Beit
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from evaluation import finetune, knn, supervised, visualize
+from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, OptimConfig
+from mpp.corruption import Corruption
+from mpp.errors import UserError
+from mpp.models.attention import gather_tokens
+from mpp.models.blocks import run_blocks
+from mpp.models.encoder import build_encoder
+from mpp.models.exporting import export_encoder
+from mpp.models.networks import build_model
+from mpp.models.plain import is_plain, model_without_memory, place, takes_some_tokens
+from mpp.models.timm_models import cell_grid
+from mpp.training.optim import build_optimizer, parameter_groups
+
+NUMBERS = dict(width=32, depth=3, heads=2)
+MEAN_POOLED = {"global_pool": "avg", "use_fc_norm": False}
+FAMILIES = {  # a model of timm's -> settings beside its numbers
+    "vit_small_patch14_reg4_dinov2": dict(img_size=56),
+    "vit_base_patch16_clip_224": dict(img_size=64),
+    "deit3_small_patch16_224": dict(img_size=64),
+    "vit_small_patch16_dinov3": dict(img_size=64),
+    "vit_small_patch16_dinov3_qkvb": dict(img_size=(48, 80)),
+    "eva02_tiny_patch14_224": dict(img_size=56),
+    "vit_small_patch16_rope_mixed_ape_224": dict(img_size=(48, 80)),
+    "vit_pe_core_tiny_patch16_384": dict(img_size=64, arguments=MEAN_POOLED),
+    "vit_medium_patch16_rope_reg1_gap_256": dict(img_size=64),
+    "vit_base_patch16_sapiens2": dict(img_size=64, arguments={"num_kv_heads": [2, 1, 1]}),
+    "beit_base_patch16_224": dict(img_size=(48, 80)),
+    "beitv2_base_patch16_224": dict(img_size=64),
+}
+RUN_ON_SOME = [name for name in FAMILIES if not name.startswith("beit")]
+HIDDEN = CorruptionConfig(rate=0.5, mask=1.0, random=0.0, keep=0.0)
+every_family = pytest.mark.parametrize("name", FAMILIES)
+some_families = pytest.mark.parametrize("name", RUN_ON_SOME)
+
+
+def settings_of(name: str, **changes) -> ModelConfig:
+    return ModelConfig(name=name, **NUMBERS | FAMILIES[name] | changes)
+
+
+def encoder_of(name: str, channels: int = 3, **changes) -> nn.Module:
+    """An encoder whose weights all matter, in eval mode."""
+    torch.manual_seed(0)
+    encoder = build_encoder(settings_of(name, **changes), channels)
+    randomize(encoder, std=0.2)
+    return encoder.eval()
+
+
+def network_of(name: str, network: str = "predictor", **options) -> nn.Module:
+    """A network of a family, whose weights all matter."""
+    torch.manual_seed(0)
+    config = Config(model=settings_of(name), network=NetworkConfig(name=network), corruption=HIDDEN, **options)
+    model, _ = build_model(config)
+    randomize(model, std=0.1)
+    return model
+
+
+def inputs_of(encoder: nn.Module) -> tuple[torch.Tensor, Corruption]:
+    """Images (B, C, H, W) from 0 to 255, and which of their patches are hidden."""
+    grid, _ = cell_grid(encoder)
+    images = torch.randint(0, 256, (3, 3, *encoder.patch_embed.img_size)).float()
+    return images, draw_batch(HIDDEN, grid)
+
+
+def tokens_by_parts(encoder: nn.Module, images: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+    """An encoder's tokens after its last norm before pooling, by the parts that networks use."""
+    tokens, beside = place(encoder, encoder.patch_embed(images), kept)
+    return encoder.norm(run_blocks(encoder.blocks, tokens, False, beside))
+
+
+@every_family
+def test_the_parts_together_are_timms_forward_features(name):
+    encoder = encoder_of(name)
+    images = torch.randn(2, 3, *encoder.patch_embed.img_size)
+    assert torch.equal(tokens_by_parts(encoder, images), encoder.forward_features(images))
+
+
+class KeepThese(nn.Module):
+    """In the place of timm's `patch_drop`, after positions: keeps the prefix and these patches, (B, V) of all patches.
+
+    timm takes what a rotation needs from the indices, where it has one.
+    """
+
+    def __init__(self, patches: torch.Tensor, prefix: int, with_indices: bool):
+        super().__init__()
+        self.patches = patches
+        self.prefix = prefix
+        self.with_indices = with_indices
+
+    def forward(self, tokens):
+        of_patches = gather_tokens(tokens[:, self.prefix :], self.patches)
+        kept = torch.cat([tokens[:, : self.prefix], of_patches], dim=1)
+        return (kept, self.patches) if self.with_indices else kept
+
+
+@some_families
+def test_visible_tokens_alone_are_those_of_timms_patch_drop(name):
+    encoder = encoder_of(name)
+    images = torch.randn(2, 3, *encoder.patch_embed.img_size)
+    patches = torch.stack([torch.randperm(encoder.patch_embed.num_patches)[:6].sort().values for _ in images])
+    prefix = encoder.num_prefix_tokens
+    places = torch.cat([torch.arange(prefix).expand(2, -1), prefix + patches], dim=1)
+    found = tokens_by_parts(encoder, images, places)
+    encoder.patch_drop = KeepThese(patches, prefix, with_indices=isinstance(encoder, Eva))
+    torch.testing.assert_close(found, encoder.forward_features(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("network", ["predictor", "autoencoder"])
+@some_families
+def test_no_gradient_comes_from_hidden_patches(name, network):
+    model = network_of(name, network).eval()
+    images, corruption = inputs_of(model.encoder)
+    images.requires_grad_()
+    model(images, corruption).square().sum().backward()
+    side = model.encoder.patch_embed.patch_size[0]
+    rows, columns = model.encoder.patch_embed.grid_size
+    by_patch = images.grad.unflatten(2, (rows, side)).unflatten(4, (columns, side)).abs().sum((1, 3, 5)).flatten(1)
+    hidden = torch.zeros_like(by_patch, dtype=torch.bool).scatter_(1, corruption.positions, True)
+    assert not by_patch[hidden].any()
+    assert by_patch[~hidden].all()
+
+
+@every_family
+def test_every_parameter_learns(name):
+    for network in ("predictor", "autoencoder") if name in RUN_ON_SOME else ("predictor",):
+        model = network_of(name, network)
+        model(*inputs_of(model.encoder)).square().sum().backward()
+        assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+@every_family
+def test_checkpointed_activations_give_the_same_gradients(name):
+    gradients = []
+    for checkpointed in (False, True):
+        model = network_of(name)
+        model.encoder.set_grad_checkpointing(checkpointed)
+        model(*inputs_of(model.encoder)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, again)
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch16_224", "vit_small_patch16_dinov3", "beit_base_patch16_224"])
+def test_the_residual_stream_may_be_bf16(name):
+    encoder = build_encoder(ModelConfig(name=name, **NUMBERS, img_size=64, residual="bf16"))
+    types = []
+    for block in encoder.blocks:
+        block.register_forward_hook(lambda _, inputs, output: types.extend([inputs[0].dtype, output.dtype]))
+    with torch.autocast("cpu", torch.bfloat16):
+        encoder.forward_features(torch.randn(1, 3, 64, 64))
+    assert set(types) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+@every_family
+def test_each_parameter_is_in_one_group_and_tables_are_not_decayed(name, optimizer):
+    model = network_of(name)
+    groups = parameter_groups(model, OptimConfig(name=optimizer))
+    counts = Counter(id(parameter) for group in groups for parameter in group["params"])
+    assert counts == Counter(id(parameter) for parameter in model.parameters())
+    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
+    exempt = {f"encoder.{name}" for name in model.encoder.no_weight_decay()}
+    assert not names & exempt
+    assert {name.rsplit(".", 1)[-1] for name in names} == {"weight"}  # no bias, scale, token, table, frequency
+    if optimizer == "muon":
+        matrices = {id(parameter) for group in groups if group["use_muon"] for parameter in group["params"]}
+        named = {name for name, parameter in model.named_parameters() if id(parameter) in matrices}
+        assert {name.split(".")[1] for name in named} == {"blocks"}
+        assert any("qkv" in name or "q_proj" in name for name in named)
+
+
+@every_family
+def test_the_stem_has_the_smallest_rate(name):
+    """Registers, norms before the blocks and frequencies, too, which timm's own layers count to the head."""
+    model = network_of(name)
+    optimizer = build_optimizer(model, OptimConfig(name="adam", lr=1.0, layer_decay=0.5))
+    scales = {id(p): group["lr_scale"] for group in optimizer.param_groups for p in group["params"]}
+    in_blocks = [0.5**3, 0.5**2, 0.5]
+    for path, parameter in model.encoder.named_parameters():
+        top, *rest = path.split(".")
+        expected = 0.5**4
+        if top == "blocks":
+            expected = in_blocks[int(rest[0])]
+        elif top == "norm":
+            expected = 0.5
+        elif top == "fc_norm":
+            expected = 1.0
+        assert scales[id(parameter)] == pytest.approx(expected), path
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+@every_family
+def test_plain_timm_gives_the_bits_of_an_export(name, channels, tmp_path):
+    encoder = encoder_of(name, channels, attention="fused")  # as timm's own default
+    moments = ((0.1,) * channels, (0.4,) * channels)
+    size = encoder.patch_embed.img_size
+    export_encoder(encoder, tmp_path / "encoder", size, *moments, 1.0)
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'encoder'}", pretrained=True).eval()
+    images = torch.randn(2, channels, *size)
+    assert type(theirs) is type(encoder)
+    assert torch.equal(theirs.forward_features(images), encoder.forward_features(images))
+    assert torch.equal(theirs(images), encoder(images))
+    assert timm.data.resolve_model_data_config(theirs)["input_size"] == (channels, *size)
+    again = build_encoder(settings_of(name, attention="fused", init_from=str(tmp_path / "encoder")), channels).eval()
+    assert torch.equal(again.forward_features(images), encoder.forward_features(images))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "eva02_tiny_patch14_224", "beit_base_patch16_224"])
+def test_transformers_gives_the_same_tokens(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    encoder = encoder_of(name, attention="fused")
+    size = encoder.patch_embed.img_size
+    export_encoder(encoder, tmp_path, size, *HALVES, 1.0)
+    images = torch.randn(2, 3, *size)
+    tokens = transformers.AutoModel.from_pretrained(tmp_path).eval()(pixel_values=images).last_hidden_state
+    torch.testing.assert_close(tokens, encoder.forward_features(images), rtol=0, atol=1e-6)
+
+
+DINOV3 = "vit_small_patch16_dinov3"
+NOT_PLAIN = "it must be a plain transformer of timm's"
+GAP = "model.name vit_base_patch16_siglip_gap_224"
+REFUSED = [
+    ("vit_base_patch16_siglip_224", {}, f"attention pooling is not trained here; {GAP} has none"),
+    ("vit_pe_core_tiny_patch16_384", {}, """model.arguments '{"global_pool": "avg", "use_fc_norm": false}' has none"""),
+    ("naflexvit_base_patch16_gap", {}, f"a NaFlexVit; {NOT_PLAIN}"),
+    ("cait_xxs24_224", {}, f"a Cait; {NOT_PLAIN}"),
+    ("vit_relpos_small_patch16_224", {}, f"a VisionTransformerRelPos; {NOT_PLAIN}"),
+    ("eva03_tiny_patch14_224", {}, "such as ['eva02_tiny_patch14_224'"),
+    (DINOV3, dict(position="none"), f"model.position is none; it must be learned with {DINOV3}"),
+    (DINOV3, dict(position="sincos_2d"), "model.position is sincos_2d; it must be learned with a model that has no"),
+    (DINOV3, dict(arguments={"reg_tokens": 4}), "model.arguments is reg_tokens; it must be some of attn_drop_rate,"),
+    (DINOV3, dict(img_size=60), "model.img_size is 60; it must be a multiple of the patch size (16)"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "words"), REFUSED)
+def test_a_model_that_does_not_serve_is_refused_by_name(name, settings, words):
+    with pytest.raises(UserError) as error:
+        build_encoder(ModelConfig(name=name, **NUMBERS | settings))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_settings_that_a_refusal_names_serve():
+    assert build_encoder(settings_of("vit_pe_core_tiny_patch16_384")).attn_pool is None
+    assert build_encoder(ModelConfig(name="vit_base_patch16_siglip_gap_224", **NUMBERS)).attn_pool is None
+
+
+def test_an_autoencoder_is_refused_where_positions_are_a_table_of_the_blocks():
+    with pytest.raises(UserError, match=r"network\.name is autoencoder; it must be predictor .*\(BEiT\)"):
+        network_of("beit_base_patch16_224", "autoencoder")
+
+
+def side_of(name: str) -> int:
+    """Side of a square that a family's patches fill."""
+    size = FAMILIES[name]["img_size"]
+    return size if isinstance(size, int) else max(size)
+
+
+UNSEEN = ("--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0")
+RUNS = {
+    "vit_small_patch16_dinov3": ("--network.name=autoencoder", *UNSEEN),
+    "eva02_tiny_patch14_224": ("--objective.name=features", *UNSEEN),
+    "vit_small_patch16_rope_mixed_ape_224": ("--model.activation_checkpointing=true", "--model.drop_path=0.1"),
+    "beit_base_patch16_224": ("--probe.every=2", "--probe.images=40"),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_trains_and_its_encoder_is_evaluated(name, pretrain, tmp_path):
+    numbers = (f"--model.name={name}", "--model.width=32", f"--model.img_size={side_of(name)}")
+    folder = pretrain(*numbers, *RUNS[name], "--run.steps=2")
+    assert len(read_metrics(folder)) == 2
+    assert is_plain(timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True))
+    fast = ("--data.workers=0", "--precision=fp32", "--threads=1", f"--encoder={folder}")
+    knn.main([*fast, f"--out={tmp_path / 'knn'}"])
+    visualize.main([*fast, f"--out={tmp_path / 'pictures'}"])
+    assert list((tmp_path / "pictures").glob("attention*"))
+    quick = ("--data.workers=0", "--run.threads=1", "--run.report=false", "--optim.global_batch_size=8")
+    tuned = tmp_path / "tuned"
+    finetune.main([*quick, f"--encoder={folder}", "--run.steps=2", "--lrs=[0.01]", f"--run.dir={tuned}"])
+    numbers = ("--model.depth=1", "--model.width=32", "--model.heads=2", f"--model.img_size={side_of(name)}")
+    learned = tmp_path / "supervised"
+    supervised.main([*quick, *numbers, f"--model.name={name}", "--run.steps=1", f"--run.dir={learned}"])
+    assert is_plain(timm.create_model(f"local-dir:{learned / 'encoder'}", pretrained=True))
+
+
+def small(name: str) -> nn.Module:
+    """A timm model without memory, to 2 blocks of width 64, at 4 x 4 patches where it takes these numbers."""
+    patch = model_without_memory(name).patch_embed.patch_size[0]
+    numbers = dict(embed_dim=64, num_heads=4, depth=2, img_size=4 * patch, num_classes=0)
+    return timm.create_model(name, **numbers)
+
+
+def looked_at() -> list[str]:
+    """timm's models: all of the modules whose first ones are plain, three of each other module."""
+    by_module: dict[str, list[str]] = {}
+    for name in timm.list_models():
+        by_module.setdefault(timm.models.model_entrypoint(name).__module__, []).append(name)
+    names = []
+    for of_module in by_module.values():
+        any_plain = any(is_plain(model_without_memory(name)) for name in of_module[:3])
+        names += of_module if any_plain else of_module[:3]
+    return names
+
+
+@pytest.mark.rehearsal
+def test_all_plain_transformers_of_timm_are_taken_apart(capsys):
+    """By structure they are the three classes; their tokens are timm's; those left out are named and counted."""
+    taken: Counter[str] = Counter()
+    left_out = {}
+    for name in looked_at():
+        model = model_without_memory(name)
+        assert is_plain(model) == isinstance(model, VisionTransformer | Eva | Beit), name
+        if not is_plain(model):
+            continue
+        if getattr(model, "attn_pool", None) is not None:
+            left_out[name] = "attention pooling"
+            continue
+        try:
+            encoder = small(name).eval()
+        except (AssertionError, TypeError) as error:
+            left_out[name] = str(error).splitlines()[0]
+            continue
+        randomize(encoder, std=0.1)
+        images = scaled(torch.randint(0, 256, (2, 3, *encoder.patch_embed.img_size)))
+        with torch.no_grad():
+            assert torch.equal(tokens_by_parts(encoder, images), encoder.forward_features(images)), name
+        taken[type(encoder).__name__] += 1
+        assert takes_some_tokens(encoder) != isinstance(encoder, Beit)
+    with capsys.disabled():
+        print(f"\ntaken apart: {dict(taken)}; left out: {len(left_out)}")
+        for name, reason in left_out.items():
+            print(f"  {name}: {reason[:100]}")
+    assert taken["Eva"] > 40
+    assert taken["Beit"] == 7
+    assert taken["VisionTransformer"] > 110
