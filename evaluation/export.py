@@ -9,6 +9,7 @@ The file is run on held-out images, and kept if its numbers are PyTorch's.
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import table, write_json
 from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
+from evaluation.frozen.training_reports import tested_encoder
 from evaluation.supervision.classifiers import Classifier, load_classifier
 from mpp.config import RunConfig, require
 from mpp.data.workers import deaths_explained
@@ -261,7 +263,9 @@ def weights_and_card(config: ExportConfig) -> tuple[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Export as the command line, or `arguments`, say."""
-    export(*parse_and_load(ExportConfig, arguments, prog="python evaluation/export.py"))
+    prog = "python evaluation/export.py"
+    config, loaded = parse_and_load(ExportConfig, arguments, prog, encoder_of=tested_encoder)
+    export(replace(config, encoder=tested_encoder(config)), loaded)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from evaluation.config import ReportConfig
 from evaluation.frozen.parsing import read_with_images
 from evaluation.frozen.run_images import find_run
-from evaluation.frozen.training_reports import find_tested_run
+from evaluation.frozen.training_reports import tested_encoder
 from evaluation.pages.about import Missing, machine_blocks
 from evaluation.pages.curves import curves_of_run
 from evaluation.pages.page import Page, Section, write_page
@@ -69,11 +69,6 @@ def report(config: ReportConfig) -> Path:
     return path
 
 
-def run_named(config: ReportConfig) -> str:
-    """The encoder whose run the page is on: of the folder of a fine-tuning its tested run."""
-    return str(find_tested_run(Path(config.encoder), "encoder") or config.encoder)
-
-
 def active_warnings(folder: Path) -> list[str]:
     """Warnings of the health checks that failed when they last ran."""
     verdict = read_verdict(folder)
@@ -87,8 +82,8 @@ def active_warnings(folder: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page with the settings of the command line, or of `arguments`."""
     # without its images a run still has curves, so other images than the run's are not refused here
-    config, _ = read_with_images(ReportConfig, arguments, prog="python evaluation/report.py", encoder_of=run_named)
-    report(replace(config, encoder=run_named(config)))
+    config, _ = read_with_images(ReportConfig, arguments, prog="python evaluation/report.py", encoder_of=tested_encoder)
+    report(replace(config, encoder=tested_encoder(config)))
 
 
 if __name__ == "__main__":

@@ -365,3 +365,12 @@ def test_no_encoder_there(tmp_path, exported):
     shutil.copy(exported[1] / "config.json", tmp_path)
     with pytest.raises(ValueError, match="no encoder at"):
         mpp.load_encoder(tmp_path)
+
+
+def test_an_encoder_one_folder_below_is_named(tmp_path, exported):
+    shutil.copytree(exported[1], tmp_path / "lr_0.1" / "encoder")
+    shutil.copytree(exported[1], tmp_path / "encoder_best")
+    (tmp_path / "lr_0.2" / "encoder").mkdir(parents=True)
+    below = f"{tmp_path / 'encoder_best'} or {tmp_path / 'lr_0.1'}"
+    with pytest.raises(ValueError, match=f"no encoder at {tmp_path}, but below it: give encoder as {below}$"):
+        mpp.load_encoder(tmp_path)

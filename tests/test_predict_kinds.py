@@ -117,7 +117,7 @@ def test_a_file_of_onnx_has_kind_names_and_outputs_in_their_unit(kind, tuned, im
     assert config["label_kind"] == kind
     file = tmp_path / "logits.onnx"
     few = ("--images=6", "--threads=1", "--data.workers=0")
-    export.main([f"--encoder={run}", f"--out={file}", "--representation=logits", *few])
+    export.main([f"--encoder={tuned}", f"--out={file}", "--representation=logits", *few])  # of its tested run
     session = onnxruntime.InferenceSession(str(file))
     metadata = session.get_modelmeta().custom_metadata_map
     assert metadata["label_kind"] == kind and json.loads(metadata["class_names"]) == ([] if kind == "number" else NAMES)

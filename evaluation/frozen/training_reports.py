@@ -7,6 +7,7 @@ FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the b
 import json
 from pathlib import Path
 
+from evaluation.config import EncoderConfig, ReportConfig
 from evaluation.frozen.run_images import find_run
 from mpp.errors import UserError
 
@@ -33,6 +34,11 @@ def find_tested_run(folder: Path, setting: str) -> Path | None:
     if not rates:
         raise UserError(f"{setting} is {folder}, which has compared rates only (--test false); fine-tune with one")
     return folder / f"lr_{rates[0]:g}"
+
+
+def tested_encoder(config: EncoderConfig | ReportConfig) -> str:
+    """The encoder that settings name: of the folder of a fine-tuning its tested run, otherwise the setting itself."""
+    return str(find_tested_run(Path(config.encoder), "encoder") or config.encoder)
 
 
 def reports_of_training(run: Path) -> list[Path]:

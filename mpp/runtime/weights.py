@@ -26,6 +26,8 @@ CONVERSION = """mpp reads no pickled weights, because loading them can run code.
 """
 NAMED_WEIGHTS = 3
 """Names of weights in a message."""
+NAMED_FOLDERS = 3
+"""Folders with an encoder in a message."""
 ENCODER = "encoder"
 """Folder of a run with the encoder at its end."""
 BEST = "encoder_best"
@@ -60,7 +62,7 @@ def encoder_folder(path: Path, setting: str = "encoder") -> Path:
         except (OSError, ValueError) as error:
             raise UserError(f"no encoder at {path}: {one_line(error)}") from error
     for folder in (path / ENCODER, path):
-        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+        if has_encoder(folder):
             return folder
     if path.is_file() and path.suffix == SAFETENSORS_SUFFIX:
         raise UserError(
@@ -71,10 +73,24 @@ def encoder_folder(path: Path, setting: str = "encoder") -> Path:
     pickles = [file for file in candidates if is_pickle(file)]
     if pickles and not (path / "model.safetensors").is_file():
         raise UserError(f"{setting} is {path}, which cannot be read: {describe_conversion(pickles[0])}")
+    below = folders_with_encoder(path)
+    if below:
+        raise UserError(f"no encoder at {path}, but below it: give {setting} as {' or '.join(map(str, below))}")
     raise UserError(
         f"no encoder at {path}: neither an encoder folder (config.json, model.safetensors) nor the run folder of a "
         f"finished run (published timm weights are {HUB}timm/NAME)"
     )
+
+
+def has_encoder(folder: Path) -> bool:
+    """Whether a folder is an encoder's: it has timm's config.json, and the weights."""
+    return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
+
+
+def folders_with_encoder(path: Path) -> list[Path]:
+    """The run folders and encoder folders right below a folder, such as those of fine-tuning: the first few."""
+    below = [folder for folder in sorted(path.glob("*")) if has_encoder(folder) or has_encoder(folder / ENCODER)]
+    return below[:NAMED_FOLDERS]
 
 
 def weights_file(path: Path, setting: str) -> Path:
