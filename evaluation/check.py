@@ -39,7 +39,7 @@ from mpp.runtime.start import start_alone
 from mpp.training.branch import refuse_other_trunk
 from mpp.training.checkpoint import newest_step
 from mpp.training.data_warnings import MAX_UNREADABLE_SHARE
-from mpp.training.facts import Facts
+from mpp.training.facts import facts_of
 from mpp.training.feed import Feed
 from mpp.training.growth import branch_point
 from mpp.training.health import find_warnings
@@ -119,7 +119,8 @@ def check(config: Config) -> Path:
 
 def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, list[Batch]]:
     """Take some steps, and return their cost and some of their batches. The first step counts only if it is alone."""
-    training_step = TrainingStep(task, config.optim)
+    optim = replace(config.optim, frozen_steps=0)  # as most steps are
+    training_step = TrainingStep(task, optim)
     device = task.accelerator.device
     batches: list[Batch] = []
     begin, steps = time.perf_counter(), 0
@@ -166,16 +167,7 @@ def disk_warnings(config: Config, timing: Timing) -> list[str]:
 
 def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing: Timing) -> list[str]:
     """Warnings before anything is trained: by the same rules and names as while a run trains, and some of settings."""
-    optim, run = config.optim, config.run
-    facts = Facts(
-        run.steps,
-        optim.global_batch_size,
-        optim.lr,
-        optim.warmup(run.steps),
-        optim.stable_steps(run.steps),
-        optim.clip,
-        **task.facts(),
-    )
+    facts = facts_of(config.run, config.optim, task.facts())
     if surveyed:
         facts = replace(facts, duplicates=surveyed.duplicates, constant=surveyed.constant)
     waiting = timing.waiting / timing.step

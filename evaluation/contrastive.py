@@ -30,10 +30,12 @@ from mpp.errors import UserError
 from mpp.features.frozen import extract
 from mpp.features.metrics import Sums
 from mpp.features.reconstructions import prediction_panel
+from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels
 from mpp.runtime.command import command
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.runtime.transfer import to_device
+from mpp.training.facts import facts_of_weights
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker, last_evaluation
 from mpp.training.loop import due
@@ -93,6 +95,7 @@ class Contrastive(ImageTask):
         model, head = self.config.model, self.config.head
         channels = self.config.data.channels
         encoder, img_size = build_backbone(model, channels)
+        choose_trained(encoder, model)
         encoder = synchronize_batch_norms(encoder, model.name, self.accelerator)
         width = encoder.head_hidden_size
         hidden = head.hidden or width
@@ -100,14 +103,19 @@ class Contrastive(ImageTask):
         mean, std = model.normalization(channels)
         return HeadedEncoder(encoder, projection, head.pooling, mean, std), img_size
 
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | facts_of_weights(self.config.model, self.config.optim)
+
     @property
     def method(self) -> str:
         """How it is trained, for the model card."""
         feature = "[class] token" if self.model.pooling == "class" else "mean of the patch tokens"
-        return (
+        method = (
             "Pre-trained without labels by contrastive learning (SimCLR: Chen et al., ICML 2020). Its feature is the "
             f"{feature}; the projection head is left out"
         )
+        adaptation = describe_adaptation(self.config.model)
+        return f"{method}. {adaptation}" if adaptation else method
 
     def record(self) -> dict[str, Any]:
         """Record of the images, and of their number in a forward pass: a resumed run may not change `batch_size`."""

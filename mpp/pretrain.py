@@ -33,6 +33,7 @@ from mpp.features.masked_counts import MaskedCounts
 from mpp.features.metrics import Sums, measure_features, summarize
 from mpp.features.metrics import measure as measure_predictions
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
+from mpp.models.adaptation import describe_adaptation
 from mpp.models.descriptions import how_read, learned_labels
 from mpp.models.networks import build_model
 from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
@@ -42,6 +43,7 @@ from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.transfer import to_device
 from mpp.training.checkpoint import restore_trained
+from mpp.training.facts import facts_of_weights
 from mpp.training.flops import executed_flops
 from mpp.training.learning_warnings import describe_collapse
 from mpp.training.log import Tracker
@@ -104,6 +106,9 @@ class Pretraining(ImageTask):
         init_from = self.config.model.init_from
         start = f", from {init_from}," if init_from else ""
         method = f"Pre-trained without labels{start} by {self.model.method}"
+        adaptation = describe_adaptation(self.config.model)
+        if adaptation:
+            method = f"{method}. {adaptation}"
         if not has_class(self.model.encoder):
             return method
         return (
@@ -155,7 +160,8 @@ class Pretraining(ImageTask):
             raise UserError(f"targets collapse: {message}")
 
     def facts(self) -> dict[str, Any]:
-        return super().facts() | {"moving": self.moves_teacher}
+        of_method = {"moving": self.moves_teacher, "objective": self.config.objective.name}
+        return super().facts() | facts_of_weights(self.config.model, self.config.optim) | of_method
 
     def exported(self, model: nn.Module) -> nn.Module:
         """The module with the encoder that is probed and exported, and the normalisation of its input."""

@@ -35,6 +35,7 @@ from mpp.training.verdict import duration, has_best_features, verdict
 from mpp.training.watch import read_verdict
 
 FACTS = Facts(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, known=640, evaluated=400)
+BEGUN = replace(FACTS, lr=1e-5, optimizer="adam", objective="features", weights_of="unknown")
 
 
 def evaluation(step: int, loss: float = 2.0, accuracy: float = 0.5, knn: float = 0.4, **more: float) -> dict:
@@ -121,6 +122,11 @@ SICK = {  # history, facts, part of the message
     "duplicates across the cut": (healthy(), replace(FACTS, duplicates=0.06), "data.eval_split"),
     "one class dominates": (healthy(), replace(FACTS, largest_class=0.51, classes=3), "data.label_column"),
     "constant images dominate": (healthy(), replace(FACTS, constant=0.3), "data.range"),
+    "Muon after Adam": (healthy(), replace(FACTS, weights_of="unknown", optimizer="muon"), "optim.name adam"),
+    "a high rate on trained weights": (healthy(), replace(BEGUN, lr=1e-4), "begin with 1.3e-05"),
+    "no warm-up on trained weights": (healthy(), replace(BEGUN, weights_of="muon", warmup=0), "run.steps (50)"),
+    "colours on trained weights": (healthy(), replace(BEGUN, objective="pixels"), "objective.name features"),
+    "random weights stay": (healthy(), replace(FACTS, freezes="model.train"), "model.train keeps weights"),
 }
 WELL = {
     "nothing is learned": (history(evaluation(200, accuracy=0.07)), FACTS),
@@ -145,6 +151,14 @@ WELL = {
     "duplicates across the cut": (healthy(), replace(FACTS, duplicates=0.05)),
     "one class dominates": (healthy(), replace(FACTS, largest_class=0.7, classes=2)),
     "constant images dominate": (healthy(), replace(FACTS, constant=0.25)),
+    "Muon after Adam": (healthy(), replace(FACTS, weights_of="muon", optimizer="muon")),
+    "Muon with low-rank changes": (healthy(), replace(FACTS, weights_of="adam", optimizer="muon", adapters=True)),
+    "a high rate on trained weights": (healthy(), replace(BEGUN, lr=6e-5)),  # 5 x 5e-5 x 64 / 256 is 6.25e-5
+    "a high rate on weights of a run": (healthy(), replace(BEGUN, weights_of="adam", lr=1e-2)),
+    "no warm-up on trained weights": (healthy(), BEGUN),
+    "colours on trained weights": (healthy(), BEGUN),
+    "colours on weights of a run": (healthy(), replace(BEGUN, weights_of="adam", objective="mean_color")),
+    "random weights stay": (healthy(), replace(BEGUN, freezes="model.train")),
 }
 
 

@@ -21,6 +21,7 @@ Pooling = Literal["auto", "class", "mean"]
 HeadKind = Literal["mlp_tanh", "linear"]
 DEIT_WEIGHTS = {"hard": 0.5, "soft": 0.1}
 """The teacher's share of the loss by kind of distillation (DeiT, equation 3 and section 6)."""
+TRAIN_WHOLE = "supervised training trains the whole encoder"
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,13 @@ class SupervisedConfig:
     run: RunConfig = group(lambda: RunConfig(dir="runs/birds_supervised"))
     data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = group(ModelConfig, train=TRAIN_WHOLE, lora_rank=TRAIN_WHOLE)
     head: HeadConfig = field(default_factory=HeadConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
 
     def __post_init__(self):
-        self.optim.check_warmup(self.run.steps)
+        self.optim.check_length(self.run.steps)
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,12 @@ class FinetuneConfig:
         if self.init == "random":
             decay = self.optim.layer_decay
             require(decay is None, "optim.layer_decay", decay, "null with init random: all layers have to learn")
-        self.optim.check_warmup(self.run.steps)
+            frozen = self.optim.frozen_steps
+            require(frozen == 0, "optim.frozen_steps", frozen, "0 with init random: all layers have to learn")
+        self.optim.check_length(self.run.steps)
         require(self.test or len(self.lrs) > 1, "test", self.test, "true with one of lrs: nothing would be trained")
         if self.dev_steps is not None:
-            self.optim.check_warmup(self.dev_steps, "dev_steps")
+            self.optim.check_length(self.dev_steps, "dev_steps")
 
 
 @dataclass(frozen=True)
@@ -205,4 +208,4 @@ class ContrastiveConfig:
     probe: ProbeConfig = field(default_factory=ProbeConfig)
 
     def __post_init__(self):
-        self.optim.check_warmup(self.run.steps)
+        self.optim.check_length(self.run.steps)

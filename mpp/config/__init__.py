@@ -42,4 +42,4 @@ class Config:
         follows = self.objective.name == "features" and self.objective.export == "teacher"
         allowed = "null with objective.export=teacher, which is a moving average already"
         require(not follows or self.optim.average is None, "optim.average", self.optim.average, allowed)
-        self.optim.check_warmup(self.run.steps)
+        self.optim.check_length(self.run.steps)

@@ -1,12 +1,14 @@
 """Settings of the encoder."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mpp.config.checks import check_bounds, require
 from mpp.config.fields import setting
+from mpp.errors import UserError
 
 Representation = Literal["class", "mean", "both"]
 """Of an image: the [class] token, the mean of the patches, or both side by side."""
@@ -65,6 +67,13 @@ class ModelConfig:
     init_from: str | None = None
     """Run folder, encoder folder, hf-hub:NAME (timm's weights: hf-hub:timm/NAME) or .safetensors file to start the
     encoder from. null: random weights."""
+    train: str | None = None
+    """Parameters of the encoder that are trained: a regular expression that is found in their names, such as attn.proj
+    (APLA), or blocks.11. for the last of twelve blocks. The other ones stay as they are. null: all of them; with
+    lora_rank none."""
+    lora_rank: int | None = setting(None, at_least=1)
+    """LoRA: the matrices of the encoder that are not trained are changed by a product of two narrow matrices of this
+    rank, which is merged into them when the encoder is exported. null: no such change."""
 
     def numbers(self) -> dict[str, Any]:
         """The five numbers, of which the size may be two; None: the named model's own."""
@@ -80,6 +89,7 @@ class ModelConfig:
 
     def __post_init__(self):
         check_bounds(self, "model.")
+        self.check_train()
         self.check_variant()
         numbers = self.numbers()
         if numbers["img_size"] and numbers["patch_size"]:
@@ -89,6 +99,14 @@ class ModelConfig:
             require(width % heads == 0, "model.width", width, f"a multiple of model.heads ({heads})")
         self.check_moments("mean", above=-math.inf, kind="numbers")
         self.check_moments("std", above=0, kind="positive numbers")
+
+    def check_train(self) -> None:
+        """Raise UserError where `train` is no regular expression."""
+        try:
+            re.compile(self.train or "")
+        except re.error as error:
+            allowed = "a regular expression, or null"
+            raise UserError(f"model.train is {self.train}; it must be {allowed}: {error}") from None
 
     def needs_moments(self) -> bool:
         """Whether `mean` or `std` is to be measured."""

@@ -32,6 +32,8 @@ NAMES_ELSEWHERE = {
     "embed_dim": "model.width",
     "num_heads": "model.heads",
     "lr": "optim.lr",
+    "lora_r": "model.lora_rank",
+    "freeze_steps": "optim.frozen_steps",
     "weight_decay": "optim.weight_decay",
     "epochs": "run.steps",
     "num_workers": "data.workers",

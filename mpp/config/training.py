@@ -112,6 +112,10 @@ class OptimConfig:
     """Whether the decay of the average is at most (1 + t) / (10 + t) after t steps, so that the first weights are soon
     forgotten. false: it is optim.average from the first step on."""
 
+    frozen_steps: int = setting(0, at_least=0)
+    """First steps in which the encoder is not trained, while what is new beside it (head, decoder, [mask]) is: for
+    weights that are good already. Fewer than run.steps."""
+
     def warmup(self, steps: int) -> int:
         """Warm-up steps of a run."""
         return min(100, steps // 5) if self.warmup_steps is None else self.warmup_steps
@@ -144,8 +148,10 @@ class OptimConfig:
         usual = replace(self, warmup_steps=None, momentum=None).resolved(steps)
         return {name for name in ("warmup_steps", "momentum") if getattr(self, name) == getattr(usual, name)}
 
-    def check_warmup(self, steps: int, key: str = "run.steps") -> None:
-        """Raise UserError if a run of `steps`, the value of the setting `key`, never leaves the warm-up."""
+    def check_length(self, steps: int, key: str = "run.steps") -> None:
+        """Raise UserError if a run of `steps`, the value of the setting `key`, never leaves its warm-up or start."""
+        allowed = f"less than {key} ({steps}): the encoder would never be trained"
+        require(self.frozen_steps < steps, "optim.frozen_steps", self.frozen_steps, allowed)
         warmup = self.warmup(steps)
         require(warmup < steps, "optim.warmup_steps", warmup, f"less than {key} ({steps}), or null")
         stable = self.stable_steps(steps)

@@ -13,6 +13,7 @@ from einops import rearrange
 from timm.layers import Attention, RelPosBias, RotaryEmbeddingCat, apply_rot_embed_cat, resize_rel_pos_bias_table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from torch.nn.utils.parametrize import is_parametrized
 
 from mpp.config import Grid, require
 from mpp.models.positions import interpolate_offsets, other_grid
@@ -166,7 +167,9 @@ class PositionedAttention(Attention):
 
 def is_known(attention: nn.Module | None) -> bool:
     """Whether `attention_at` computes this attention in full: timm's or ours, without gate and lines."""
-    if type(attention) not in (Attention, PositionedAttention) or type(attention.qkv) is not nn.Linear:
+    if type(attention) not in (Attention, PositionedAttention):
+        return False
+    if type(attention.qkv) is not nn.Linear and not is_parametrized(attention.qkv):  # by mpp/models/adaptation.py
         return False
     return getattr(attention, "gate", None) is None and getattr(attention, "lines", None) is None
 

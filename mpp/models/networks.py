@@ -12,6 +12,7 @@ from torch import nn
 
 from mpp.config import Config, NetworkConfig
 from mpp.errors import UserError
+from mpp.models.adaptation import choose_trained
 from mpp.models.autoencoder import MaskedAutoencoder
 from mpp.models.encoder import Normalize, build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
@@ -50,6 +51,7 @@ def build_model(config: Config) -> tuple[nn.Module, Objective]:
         teacher_width = teacher.width
     objective = build_objective(config.objective, patch_size, channels, teacher_width)
     network = build_network(config.network, encoder, objective.outputs, mean, std)
+    choose_trained(encoder, config.model)
     if teacher is None:
         return network, objective
     return StudentWithTeacher(network, teacher, config.objective), objective

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from mpp.config import Grid, ImageSize, ObjectiveConfig, check_grid, require, sides
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
+from mpp.models.adaptation import weights_by_name
 from mpp.models.attention import gather_tokens
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.timm_models import cell_grid, has_fused_attention, set_attention
@@ -270,13 +271,14 @@ def update_moving_average(teacher: nn.Module, student: nn.Module, decay: float) 
     Running statistics, which are averages already, are copied from the student.
     """
     averages = [local_weights(parameter) for parameter in teacher.parameters()]
-    weights = [local_weights(parameter) for parameter in student.parameters()]
+    names = [name for name, _ in teacher.named_parameters()]
+    weights = [local_weights(weight) for weight in weights_by_name(student, names)]
     get_ema_multi_avg_fn(decay)(averages, weights, None)
     for teacher_buffer, student_buffer in zip(teacher.buffers(), student.buffers(), strict=True):
         teacher_buffer.copy_(student_buffer)
 
 
-def local_weights(parameter: nn.Parameter) -> Tensor:
+def local_weights(parameter: Tensor) -> Tensor:
     """A parameter's weights, or this process's shard of them."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 

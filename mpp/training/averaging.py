@@ -25,17 +25,21 @@ class PolyakAverage:
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        parameters = parameters_of(optimizer)
-        first = optimizer.state[parameters[0]]
-        if "average" not in first:
-            first["updates"] = torch.zeros(())
-            for parameter in parameters:
-                optimizer.state[parameter]["average"] = parameter.clone()
-        elif self.updates == 0:  # resumed
-            self.updates = int(first["updates"])
+        parameters = trained_so_far(optimizer)
+        states = [optimizer.state[parameter] for parameter in parameters]
+        count = next((state["updates"] for state in states if "updates" in state), None)
+        if count is not None and self.updates == 0:  # resumed
+            self.updates = int(count)
         self.updates += 1
-        first["updates"].fill_(self.updates)
-        averages = [optimizer.state[parameter]["average"] for parameter in parameters]
+        if not states:
+            return
+        if count is None:
+            count = states[0]["updates"] = torch.zeros(())
+        count.fill_(self.updates)
+        for parameter, state in zip(parameters, states, strict=True):
+            if "average" not in state:
+                state["average"] = parameter.clone()
+        averages = [state["average"] for state in states]
         get_ema_multi_avg_fn(self.decay_of_step())(averages, parameters, None)
 
     def decay_of_step(self) -> float:
@@ -50,6 +54,15 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def trained_so_far(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that were trained up to this step: those of an encoder that is frozen at first come later."""
+    trained = []
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None or "average" in optimizer.state[parameter]:
+            trained.append(parameter)
+    return trained
+
+
 @contextmanager
 def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """While open, the model's weights are their averages."""
@@ -62,8 +75,10 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @torch.no_grad()
 def swap_averages(optimizer: torch.optim.Optimizer) -> None:
-    """Exchange the values of the weights and of their averages."""
+    """Exchange the values of the weights and of their averages. Weights that were never trained have none."""
     for parameter in parameters_of(optimizer):
+        if "average" not in optimizer.state[parameter]:
+            continue
         average = optimizer.state[parameter]["average"]
         weights = parameter.clone()
         parameter.copy_(average)

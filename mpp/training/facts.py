@@ -1,6 +1,12 @@
 """Constants of a run: what its warnings and its verdict need besides its history."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpp.config import ModelConfig, OptimConfig, RunConfig
+from mpp.runtime.weights import run_of
+from mpp.training.run_folder import saved_settings
 
 
 @dataclass(frozen=True)
@@ -39,3 +45,48 @@ class Facts:
     """Share of the labelled images that are of one class."""
     classes: int = 0
     """Different labels among them."""
+    optimizer: str = ""
+    """Name of the optimiser."""
+    objective: str = ""
+    """Name of the objective of masked patch prediction; empty: another task."""
+    weights_of: str = ""
+    """Optimiser that trained the weights that the run begins from; "unknown": of no run; empty: they are random."""
+    adapters: bool = False
+    """Whether matrices of the encoder have low-rank changes, which are trained in their place."""
+    freezes: str = ""
+    """Name of a setting that keeps weights of the encoder from training, for some steps or for good; empty: none."""
+
+
+def facts_of(run: RunConfig, optim: OptimConfig, of_task: dict[str, Any], gpu_tflops: float = 0.0) -> Facts:
+    """The facts of a run.
+
+    Args:
+        of_task: the fields that its task knows.
+        gpu_tflops: see `Facts`.
+    """
+    return Facts(
+        steps=run.steps,
+        images=optim.global_batch_size,
+        lr=optim.lr,
+        clip=optim.clip,
+        warmup=optim.warmup(run.steps),
+        stable=optim.stable_steps(run.steps),
+        optimizer=optim.name,
+        gpu_tflops=gpu_tflops,
+        **of_task,
+    )
+
+
+def facts_of_weights(model: ModelConfig, optim: OptimConfig) -> dict[str, Any]:
+    """Fields of `Facts` about the weights that a run begins from, and the part of them that it trains."""
+    facts: dict[str, Any] = {"adapters": model.lora_rank is not None}
+    if model.init_from is not None:
+        saved = saved_settings(run_of(Path(model.init_from)))
+        facts["weights_of"] = (saved.get("optim") or {}).get("name", "unknown")
+    freezing = {
+        "model.train": model.train is not None,
+        "model.lora_rank": model.lora_rank is not None,
+        "optim.frozen_steps": optim.frozen_steps > 0,
+    }
+    facts["freezes"] = next((name for name, is_set in freezing.items() if is_set), "")
+    return facts

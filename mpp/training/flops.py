@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import OptimConfig
 from mpp.corruption import Corruption
+from mpp.models.adaptation import LowRankChange
 from mpp.training.muon import Muon
 from mpp.training.optim import parameter_groups
 from mpp.training.parallel import without_weights
@@ -24,14 +25,18 @@ FUSED_ATTENTION_KERNELS = ("efficient_attention", "flash_attention", "flash_atte
 
 
 def flops_of_step(task: ImageTask, images: int, config: OptimConfig) -> int:
-    """Operations of a step: forward and backward pass of so many images, and the optimiser's."""
-    return task.flops() * images + optimizer_flops(task.model, config)
+    """Operations of a step: forward and backward pass of so many images, and those that are once in a step.
+
+    Gradients that `optim.frozen_steps` drops count, since they are computed.
+    """
+    return task.flops() * images + low_rank_flops(task.model) + optimizer_flops(task.model, config)
 
 
 def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: bool = True) -> int:
     """Operations of a forward (and backward) pass over these inputs, counted without computing them.
 
-    Tokens that the last block skips do not count.
+    Tokens that the last block skips do not count. Nor do products of narrow matrices, whose number does not depend on
+    the images: see `low_rank_flops`.
     """
     model = without_weights(model)
     for module in model.modules():
@@ -43,7 +48,20 @@ def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: boo
             outputs = outputs[0]  # a teacher's, the others, have no gradients
         if backward:
             outputs.sum().backward()
-    return counter.get_total_flops()
+    return counter.get_total_flops() - low_rank_flops(model, backward)
+
+
+def low_rank_flops(model: nn.Module, backward: bool = True) -> int:
+    """Operations by which narrow matrices become changes of weights (`model.lora_rank`), and their gradients.
+
+    They count once a step, however many passes and processes repeat them.
+    """
+    flops = 0
+    for module in model.modules():
+        if isinstance(module, LowRankChange):
+            product = 2 * module.up.numel() * module.down.shape[1]
+            flops += 3 * product if backward else product
+    return flops
 
 
 def optimizer_flops(model: nn.Module, config: OptimConfig) -> int:

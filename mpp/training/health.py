@@ -23,6 +23,13 @@ from mpp.training.learning_warnings import (
     overfitting,
     targets_collapse,
 )
+from mpp.training.start_warnings import (
+    colours_on_trained_weights,
+    high_rate_on_trained_weights,
+    muon_after_adam,
+    no_warmup_on_trained_weights,
+    random_weights_stay,
+)
 
 
 class RunWarning(NamedTuple):
@@ -49,6 +56,11 @@ WARNINGS: dict[str, Callable[[History, Facts], str | None]] = {
     "duplicates across the cut": held_out_duplicates,
     "one class dominates": one_class_dominates,
     "constant images dominate": constant_images_dominate,
+    "Muon after Adam": muon_after_adam,
+    "a high rate on trained weights": high_rate_on_trained_weights,
+    "no warm-up on trained weights": no_warmup_on_trained_weights,
+    "colours on trained weights": colours_on_trained_weights,
+    "random weights stay": random_weights_stay,
 }
 """Name of a warning -> its function, whose message is None where there is nothing to warn of."""
 

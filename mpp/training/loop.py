@@ -103,6 +103,8 @@ class Loop:
             Preempted: a signal asked for a stop; the checkpoint is written.
         """
         run = self.run_config
+        if self.start == 0:
+            self.watch.warn_of_settings()
         if self.start == 0 and run.eval_every > 0:
             self.evaluate_untrained()
         elif due(self.start, run.eval_every, run.steps) and not self.has_evaluation(self.start):
@@ -113,7 +115,7 @@ class Loop:
             logged = due(done, run.log_every, run.steps)
             values, sums = self.training_step(step, self.batches_of_step(step), measure=logged)
             self.count_step()
-            if step == self.start:
+            if step in (self.start, self.optim_config.frozen_steps):
                 self.look_at_disk()
             if logged:
                 scalars = self.log_step(done, values, sums)
@@ -174,7 +176,7 @@ class Loop:
     def look_at_disk(self) -> None:
         """Warn where the disk has no room for all checkpoints; UserError, on all processes, where not one fits.
 
-        After a first step, since the optimiser has its tensors then.
+        After a first step, since the optimiser has its tensors then; those of a frozen encoder come later.
         """
         encoders = 3 if self.run_config.keep_best else 1  # the best and one in its place, and the last
         size = self.training_step.checkpoint_bytes()

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
+from mpp.models.adaptation import has_running_statistics
 from mpp.models.plain import is_plain, stem_parameters
 from mpp.training.averaging import PolyakAverage
 from mpp.training.muon import Muon
@@ -21,12 +22,14 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
     Raises:
         UserError: Muon for a model without transformer blocks; layer decay for one whose layers timm does not know;
-            Polyak averages for one with running statistics.
+            Polyak averages, or frozen steps, for one with running statistics.
     """
-    has_running_statistics = any(name.endswith("running_mean") for name, _ in model.named_buffers())
-    if config.average is not None and has_running_statistics:
-        allowed = "null: the batch norms' running statistics would be those of other weights"
-        raise UserError(f"optim.average is {config.average}; for this model it must be {allowed}")
+    if has_running_statistics(model):
+        others = "for this model it must be {}: the batch norms' running statistics would be those of other weights"
+        if config.average is not None:
+            raise UserError(f"optim.average is {config.average}; {others.format('null')}")
+        if config.frozen_steps:
+            raise UserError(f"optim.frozen_steps is {config.frozen_steps}; {others.format(0)}")
     groups = parameter_groups(model, config)
     if config.name == "muon":
         optimizer: torch.optim.Optimizer = Muon(
@@ -56,18 +59,22 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     """Parameters in groups of the same treatment: decayed ones first, the others after them.
 
     Biases, norms, tokens and position embeddings do not decay. With `optim.name=muon` the setting `use_muon` of a group
-    says whether its parameters are orthogonalised; with `optim.layer_decay`, `lr_scale` is its share of the rate.
+    says whether its parameters are orthogonalised; with `optim.layer_decay`, `lr_scale` is its share of the rate. With
+    `optim.frozen_steps` the encoder has groups of its own: torch's fused SGD begins with a whole group.
     """
     matrices = block_matrices(model) if config.name == "muon" else set()
     exempt = exempt_from_decay(model)
     scales = layer_scales(model, config.layer_decay) if config.layer_decay is not None else {}
+    frozen_at_first: set[nn.Parameter] = set()
+    if config.frozen_steps:
+        frozen_at_first.update(model.encoder.parameters())
     groups: dict[tuple, dict] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         undecayed = name in exempt or is_undecayed(name, parameter)
         scale = scales.get(name, 1.0)
-        key = (undecayed, name not in matrices, -scale)
+        key = (undecayed, name not in matrices, -scale, parameter in frozen_at_first)
         if key not in groups:
             groups[key] = {"params": [], "weight_decay": 0.0 if undecayed else config.weight_decay}
             if matrices:
@@ -94,20 +101,22 @@ def exempt_from_decay(model: nn.Module) -> set[str]:
 
 
 def block_matrices(model: nn.Module) -> set[str]:
-    """Names of the parameters that Muon orthogonalises: the weights of linear layers in transformer blocks.
+    """Names of the parameters that Muon orthogonalises: the trained weights of linear layers in transformer blocks.
 
     Raises:
         UserError: there are none.
     """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and "blocks" in name.split("."):
             names.add(f"{name}.weight")
+    muon_is_for = "optim.name is muon, which is for the matrices of a ViT's blocks"
     if not names:
-        raise UserError(
-            "optim.name is muon, which is for the matrices of a ViT's blocks; this model has none: use adam"
-        )
-    return names
+        raise UserError(f"{muon_is_for}; this model has none: use adam")
+    if not names & trained:
+        raise UserError(f"{muon_is_for}; none of them is trained (model.train, model.lora_rank): use adam")
+    return names & trained
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:

@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpp.config import OptimConfig, RunConfig
+from mpp.errors import UserError
+from mpp.models.adaptation import has_low_rank_changes
 from mpp.runtime.hardware import share_of_cores
 from mpp.runtime.launcher import processes_per_node, sharding
 from mpp.runtime.workarounds import compile_blocks_apart
@@ -125,6 +127,11 @@ class Sharded:
     communicates_each_pass = True
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
+        if has_low_rank_changes(model):
+            raise UserError(
+                "model.lora_rank is for whole models on each process (DDP), and the launcher shards this one; without "
+                "FSDP its optimiser takes little memory, since it trains narrow matrices alone"
+            )
         self.device = accelerator.device
         autocast_only = dict(device_placement=False, evaluation_mode=True)  # fully_shard moves the shards
         self.unsharded = accelerator.prepare_model(without_weights(model), **autocast_only)

@@ -59,6 +59,8 @@ class TrainingStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         losses, indices, sums = self.accumulate_gradients(step, batches, measure)
+        if step < self.optim_config.frozen_steps:
+            self.drop_gradients_of_encoder()
         norm = whole_tensor(
             self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim_config.clip or math.inf)
         )
@@ -95,6 +97,14 @@ class TrainingStep:
             indices.append(batch.indices)
             sums = add_sums(sums, measured)
         return losses, indices, sums
+
+    def drop_gradients_of_encoder(self) -> None:
+        """Leave the encoder out of a step: the optimiser takes, and clipping counts, parameters with a gradient alone.
+
+        The gradients were computed all the same: processes that share a model expect those of all parameters.
+        """
+        for parameter in self.model.encoder.parameters():
+            parameter.grad = None
 
     def keep_statistics(self) -> None:
         """Keep the running statistics of batch norms, which each forward pass changes, if a step has several passes."""

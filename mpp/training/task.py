@@ -24,6 +24,7 @@ from mpp.data.workers import WORKERS_ARE_FORKS, loader_processes
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.features.probe import Probe
+from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.exporting import export_encoder
 from mpp.runtime.messages import note
 from mpp.runtime.resources import LoaderRoom, loader_room
@@ -257,18 +258,22 @@ class ImageTask:
 
     def describe_model(self) -> str:
         """The model in a line."""
-        parameters = sum(parameter.numel() for parameter in self.model.encoder.parameters())
-        return f"{parameters / 1e6:.1f} M parameters in the encoder"
+        parameters, trained = count_parameters(self.model.encoder)
+        only = "" if trained == parameters else f", of which {trained / 1e6:.3g} M are trained"
+        if has_low_rank_changes(self.model.encoder):
+            only = f", beside which {trained / 1e6:.3g} M are trained"
+        return f"{parameters / 1e6:.1f} M parameters in the encoder{only}"
 
     def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
         """Write the encoder in timm's layout, with the input that it takes, and its model card.
 
         To be called on the main process. `model` is without wrappers.
         """
+        encoder = merge(model.encoder)
         learned_labels = self.learns_labels or self.builds_on_labels
         card = model_card(
             folder,
-            model.encoder,
+            encoder,
             kind=self.kind,
             learned_labels=learned_labels,
             model=self.describe_model(),
@@ -276,7 +281,7 @@ class ImageTask:
             images=f"{describe_source(self.data)}, {self.train.describe()}",
         )
         export_encoder(
-            model.encoder,
+            encoder,
             folder / name,
             self.img_size,
             model.normalize.mean,

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.runtime.files import write_complete
-from mpp.training.facts import Facts
+from mpp.training.facts import Facts, facts_of
 from mpp.training.growth import branch_point
 from mpp.training.health import RunWarning, find_warnings
 from mpp.training.log import Tracker, read_history
@@ -34,6 +34,22 @@ class Watch:
         self.optim = optim
         self.folder = tracker.folder
         self.facts: Facts | None = None
+        self.printed: set[str] = set()
+        """Names of the warnings that this process has printed."""
+
+    def warn_of_settings(self) -> None:
+        """Print the warnings that follow from the settings, before the first step."""
+        if not self.tracker.accelerator.is_main_process:
+            return
+        self.facts = self.measure_facts()
+        for name, message in find_warnings([], self.facts):
+            self.print_once(name, message)
+
+    def print_once(self, name: str, message: str) -> None:
+        """Print a warning, unless this process has printed it before."""
+        if name not in self.printed:
+            tqdm.write(f"warning: {name}: {message}", file=sys.stderr)
+        self.printed.add(name)
 
     def report(self, step: int) -> None:
         """Report how the run is doing after an evaluation that is logged. An error in here does not end the run."""
@@ -79,7 +95,7 @@ class Watch:
         new = []
         for name, message in warnings:
             if name not in known:
-                tqdm.write(f"warning: {name}: {message}", file=sys.stderr)
+                self.print_once(name, message)
                 new.append({"check": name, "step": step, "message": message})
         return before + new
 
@@ -103,16 +119,8 @@ class Watch:
         """Constants of the run that warnings need."""
         accelerator = self.tracker.accelerator
         dtype = torch.bfloat16 if self.run.precision == "bf16" else torch.float32
-        return Facts(
-            steps=self.run.steps,
-            images=self.optim.global_batch_size,
-            lr=self.optim.lr,
-            clip=self.optim.clip,
-            warmup=self.optim.warmup(self.run.steps),
-            stable=self.optim.stable_steps(self.run.steps),
-            gpu_tflops=accelerator.num_processes * measure_tflops(accelerator.device, dtype),
-            **self.task.facts(),
-        )
+        gpu_tflops = accelerator.num_processes * measure_tflops(accelerator.device, dtype)
+        return facts_of(self.run, self.optim, self.task.facts(), gpu_tflops)
 
 
 def read_verdict(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,171 @@
+"""The part of an encoder that is trained: chosen by name (`model.train`), and low-rank changes (`model.lora_rank`)."""
+
+import copy
+import difflib
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from mpp.config import ModelConfig, require
+from mpp.errors import UserError
+
+SIMILAR_NAMES = 4
+"""Names in the message of a pattern that matches none."""
+LEAST_SIMILARITY = 0.5
+"""Of these names to the pattern, from 0 to 1."""
+
+
+class LowRankChange(nn.Module):
+    """A weight (m, n) plus the product of two narrow matrices, which is zero at first (LoRA: Hu et al., ICLR 2022).
+
+    The sum is float32 under autocast, too: an exported encoder has the weights of the running one.
+
+    Args:
+        weight: the weight that is changed.
+        rank: columns of the first matrix, and rows of the second one.
+    """
+
+    def __init__(self, weight: Tensor, rank: int):
+        super().__init__()
+        rows, columns = weight.shape
+        self.up = nn.Parameter(weight.new_zeros(rows, rank))
+        self.down = nn.Parameter(weight.new_empty(rank, columns))
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # as LoRA's code does
+
+    def forward(self, weight: Tensor) -> Tensor:
+        device = weight.device.type
+        if device == "meta" or not torch.is_autocast_enabled(device):  # the meta device has no autocast
+            return torch.addmm(weight, self.up, self.down)
+        with torch.autocast(device, enabled=False):
+            return torch.addmm(weight, self.up, self.down)
+
+
+def choose_trained(encoder: nn.Module, config: ModelConfig) -> None:
+    """Freeze an encoder but for what the settings name, and change frozen matrices by low-rank products.
+
+    To be called before the optimiser is built, and after a copy for a moving average is made.
+
+    Raises:
+        UserError: a pattern that matches no parameter or all of them, a rank that is too large, or batch norms, whose
+            running statistics would not stay.
+    """
+    if config.train is None and config.lora_rank is None:
+        return
+    setting, value = ("model.lora_rank", config.lora_rank) if config.train is None else ("model.train", config.train)
+    if has_running_statistics(encoder):
+        raise UserError(f"{setting} is {value}; it must be null for this model, whose batch norms would not stay")
+    names = [name for name, _ in encoder.named_parameters()]
+    trained = set() if config.train is None else matching_names(names, config.train)
+    for name, parameter in encoder.named_parameters():
+        parameter.requires_grad_(name in trained)
+    if config.lora_rank is not None:
+        add_low_rank_changes(encoder, config.lora_rank)
+
+
+def has_running_statistics(model: nn.Module) -> bool:
+    """Whether a model has batch norms, whose statistics each forward pass changes."""
+    return any(name.endswith("running_mean") for name, _ in model.named_buffers())
+
+
+def matching_names(names: Sequence[str], pattern: str) -> set[str]:
+    """The names in which a regular expression is found.
+
+    Raises:
+        UserError: it is found in none of them, or in all.
+    """
+    matching = {name for name in names if re.search(pattern, name)}
+    if not matching:
+        similar = ", ".join(similar_names(names, pattern))
+        raise UserError(f"model.train is {pattern}, which matches no parameter of the encoder; it has {similar}")
+    require(len(matching) < len(names), "model.train", pattern, "null: it matches all parameters of the encoder")
+    return matching
+
+
+def similar_names(names: Iterable[str], pattern: str) -> list[str]:
+    """Names of parameters, and endings and beginnings of such names, that are most like a pattern."""
+    parts: dict[str, None] = {}  # a set that keeps the order
+    for name in names:
+        words = name.split(".")
+        for first in range(len(words)):
+            for end in range(first + 1, len(words) + 1):
+                parts[".".join(words[first:end])] = None
+    plain = re.sub(r"[\\^$()|?*+\[\]]", "", pattern)
+    similar = difflib.get_close_matches(plain, [*parts], SIMILAR_NAMES, LEAST_SIMILARITY)
+    return similar or [*names][:SIMILAR_NAMES]
+
+
+def add_low_rank_changes(encoder: nn.Module, rank: int) -> None:
+    """Add a `LowRankChange` to the weight of each linear layer that is frozen.
+
+    Raises:
+        UserError: there is no such layer, or one that is narrower than the rank.
+    """
+    layers = []
+    for name, module in encoder.named_modules():
+        if type(module) is nn.Linear and not module.weight.requires_grad:
+            layers.append((name, module))
+    allowed = "null: model.train leaves no linear layer of the encoder for it"
+    require(len(layers) > 0, "model.lora_rank", rank, allowed)
+    for name, layer in layers:
+        narrow = min(layer.weight.shape)
+        require(rank <= narrow, "model.lora_rank", rank, f"at most {narrow}, the narrow side of {name}'s matrix")
+    for _, layer in layers:
+        parametrize.register_parametrization(layer, "weight", LowRankChange(layer.weight, rank))
+
+
+def has_low_rank_changes(model: nn.Module) -> bool:
+    """Whether some weights of a model have a `LowRankChange`."""
+    return any(isinstance(module, LowRankChange) for module in model.modules())
+
+
+def merge(encoder: nn.Module) -> nn.Module:
+    """The encoder with its changes in its weights, under timm's names: a copy, or itself where it has none."""
+    changed = [name for name, module in encoder.named_modules() if parametrize.is_parametrized(module)]
+    if not changed:
+        return encoder
+    merged = copy.deepcopy(encoder)
+    for name in changed:  # a copy shares the class of the layer, from which torch would remove the change for both
+        layer = merged.get_submodule(name)
+        plain = nn.Linear(layer.in_features, layer.out_features, device="meta").train(layer.training)
+        plain.weight = nn.Parameter(layer.weight.detach())
+        plain.bias = layer.bias
+        merged.set_submodule(name, plain)
+    return merged
+
+
+def weights_by_name(encoder: nn.Module, names: Iterable[str]) -> list[Tensor]:
+    """The weights that an encoder computes with, its changes included.
+
+    Args:
+        names: of its parameters, as timm has them.
+    """
+    weights = []
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        weights.append(getattr(encoder.get_submodule(module), attribute))
+    return weights
+
+
+def count_parameters(encoder: nn.Module) -> tuple[int, int]:
+    """The number of an encoder's parameters without low-rank changes, and the number that is trained, with these."""
+    changes = [module for module in encoder.modules() if isinstance(module, LowRankChange)]
+    added = sum(parameter.numel() for change in changes for parameter in change.parameters())
+    total = sum(parameter.numel() for parameter in encoder.parameters())
+    trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
+    return total - added, trained
+
+
+def describe_adaptation(config: ModelConfig) -> str:
+    """A sentence on the part that was trained, without its full stop; empty where all was."""
+    if config.train is None and config.lora_rank is None:
+        return ""
+    if config.lora_rank is None:
+        return f"Of the encoder, parameters named `{config.train}` were trained, and the others stayed"
+    changes = f"matrices of the encoder were changed by products of rank {config.lora_rank} (LoRA), which are merged"
+    if config.train is None:
+        return f"The {changes}; its other parameters stayed"
+    return f"Of the encoder, parameters named `{config.train}` were trained; the other {changes}"

@@ -1,0 +1,432 @@
+"""Runs that train a part of the encoder: a frozen start, parameters by name, low-rank changes (LoRA)."""
+
+import signal
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import ROOT, TINY, Killed, kill_at, read_metrics
+from safetensors.torch import load_file
+from server import Command, die_at
+
+from evaluation import contrastive, finetune
+from evaluation.config import FinetuneConfig, SupervisedConfig
+from mpp.config import Config, OptimConfig
+from mpp.config.parsing import parse
+from mpp.corruption import Corruption, draw
+from mpp.errors import UserError
+from mpp.models.adaptation import LowRankChange, count_parameters, merge
+from mpp.models.networks import build_model
+from mpp.models.teachers import update_moving_average
+from mpp.models.timm_models import cell_grid
+from mpp.training.averaging import averaged_weights
+from mpp.training.checkpoint import newest_step
+from mpp.training.flops import executed_flops, flops_of_step, low_rank_flops
+from mpp.training.optim import build_optimizer, parameter_groups
+from mpp.training.parallel import Sharded
+from mpp.training.step import TrainingStep
+
+ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
+SMALL = ("--model.width=16", "--model.depth=2", "--model.heads=2", "--model.img_size=32", *ADAM)
+LORA = ("--model.lora_rank=2",)
+PROJECTIONS = ("--model.train=attn.proj",)
+EXPLORA = ("--model.train=blocks\\.1\\.", *LORA)
+FEATURES = ("--config=rivals/data2vec", "--objective.teacher_depths=1")
+BLOCKS_MATRICES = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+
+
+def built(*options):
+    """A model by these settings, and its config."""
+    config = parse(Config, [*SMALL, *options])
+    torch.manual_seed(0)
+    model, _ = build_model(config)
+    return model, config
+
+
+def batch(model, config, count: int = 2):
+    """Images and their corruption."""
+    grid, _ = cell_grid(model.encoder)
+    drawn = [draw(config.corruption, grid, 0, 0, number) for number in range(count)]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return images, Corruption(*(torch.from_numpy(np.stack(parts)) for parts in zip(*drawn, strict=True)))
+
+
+def step(model, config, optimizer) -> None:
+    """A step on random numbers in place of targets."""
+    outputs = model(*batch(model, config))
+    predictions = outputs if torch.is_tensor(outputs) else outputs[0]
+    torch.manual_seed(1)
+    (predictions * torch.randn_like(predictions)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tokens(encoder, images):
+    with torch.no_grad():
+        return encoder.eval().forward_features(images)
+
+
+def images_of(size: int = 32):
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(2))
+
+
+def plain_names():
+    return set(built()[0].encoder.state_dict())
+
+
+@pytest.mark.parametrize("options", [LORA, EXPLORA, (*LORA, "--config=rivals/mae"), (*LORA, *FEATURES)], ids=str)
+def test_a_low_rank_step_moves_the_output_and_merges_to_the_bit(options):
+    model, config = built(*options)
+    images = images_of()
+    reference, _ = built(*(option for option in options if "lora" not in option and "train" not in option))
+    before = tokens(model.encoder, images)
+    assert torch.equal(before, tokens(reference.encoder, images))  # the change is zero at first
+    step(model, config, build_optimizer(model, config.optim))
+    after = tokens(model.encoder, images)
+    merged = merge(model.encoder)
+    assert (after - before).abs().max() > 1e-3
+    assert torch.equal(tokens(merged, images), after)
+    assert set(merged.state_dict()) == plain_names()
+    assert torch.equal(tokens(model.encoder, images), after)  # merging left the running encoder alone
+
+
+def test_merged_weights_are_the_first_ones_and_the_product():
+    model, config = built(*LORA)
+    first = {name: tensor.clone() for name, tensor in built()[0].encoder.state_dict().items()}
+    step(model, config, build_optimizer(model, config.optim))
+    merged = merge(model.encoder).state_dict()
+    for name, tensor in first.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and layer.endswith(BLOCKS_MATRICES):
+            (change,) = model.encoder.get_submodule(layer).parametrizations.weight
+            product = change.up.detach().double() @ change.down.detach().double()
+            assert np.linalg.matrix_rank(product.numpy()) in (1, 2)
+            torch.testing.assert_close(merged[name].double(), tensor.double() + product, atol=1e-7, rtol=1e-6)
+        else:
+            assert torch.equal(merged[name], tensor)
+
+
+def test_under_autocast_the_weights_are_those_of_the_export():
+    """Rounded once, when they are used, as those of a plain encoder are."""
+    model, config = built(*LORA)
+    step(model, config, build_optimizer(model, config.optim))
+    merged = merge(model.encoder)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tokens(model.encoder, images_of()), tokens(merged, images_of()))
+
+
+def test_each_change_is_computed_once_in_a_forward_pass(monkeypatch):
+    """In the last block too, whose attention reads its weight in slices."""
+    calls = []
+    forward = LowRankChange.forward
+    monkeypatch.setattr(LowRankChange, "forward", lambda self, weight: calls.append(self) or forward(self, weight))
+    model, config = built(*LORA)
+    calls.clear()
+    model(*batch(model, config))
+    assert len(calls) == len(set(calls)) == 2 * len(BLOCKS_MATRICES)
+
+
+def test_the_last_block_computes_only_what_is_needed_with_changes_too():
+    """Attention at the masked patches alone: the same outputs as of all tokens, and the same operations as without."""
+    model, config = built(*LORA)
+    step(model, config, build_optimizer(model, config.optim))
+    images, corruption = batch(model, config, 1)
+    model.eval()
+    merged = built()[0].eval()
+    merged.mask_token.data.copy_(model.mask_token)
+    merged.encoder.load_state_dict(merge(model.encoder).state_dict())
+    merged.head.load_state_dict(model.head.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model(images, corruption), merged(images, corruption), atol=1e-6, rtol=1e-6)
+    forward = [executed_flops(each, images, corruption, backward=False) for each in (model, merged)]
+    assert forward[0] == forward[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        (PROJECTIONS, {f"blocks.{n}.attn.proj.{kind}" for n in (0, 1) for kind in ("weight", "bias")}),
+        (("--model.train=^norm",), {"norm.weight", "norm.bias"}),
+    ],
+    ids=["projections", "last norm"],
+)
+def test_only_what_matches_is_trained(options, trained):
+    model, config = built(*options)
+    first = {name: tensor.clone() for name, tensor in model.encoder.state_dict().items()}
+    optimizer = build_optimizer(model, config.optim)
+    step(model, config, optimizer)
+    moved = {name for name, tensor in model.encoder.state_dict().items() if not torch.equal(tensor, first[name])}
+    assert moved == trained
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with_state = {names[id(parameter)] for parameter in optimizer.state}
+    assert with_state == {f"encoder.{name}" for name in trained} | {"mask_token", "head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("name", ["adam", "muon", "sgd"])
+@pytest.mark.parametrize("options", [(), LORA, PROJECTIONS, EXPLORA], ids=["all", "lora", "projections", "explora"])
+@pytest.mark.parametrize("network", [(), ("--config=rivals/mae",)], ids=["predictor", "autoencoder"])
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_each_trained_parameter_is_in_one_group_and_no_frozen_one(name, options, network, layer_decay):
+    model, _ = built(*options, *network)
+    config = OptimConfig(name=name, layer_decay=layer_decay)
+    if name == "muon" and options == LORA and not network:
+        with pytest.raises(UserError, match=r"none of them is trained \(model.train, model.lora_rank\): use adam"):
+            parameter_groups(model, config)
+        return
+    groups = parameter_groups(model, config)
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    trained = [id(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    assert len(grouped) == len(set(grouped)) and set(grouped) == set(trained)
+    changes = {id(p) for m in model.modules() if isinstance(m, LowRankChange) for p in m.parameters()}
+    for group in groups:
+        if group.get("use_muon"):
+            assert not changes & {id(parameter) for parameter in group["params"]}
+        if layer_decay is not None and changes & {id(parameter) for parameter in group["params"]}:
+            assert group["lr_scale"] < 1
+
+
+REFUSED = {
+    "--model.train=attn.porj": "matches no parameter of the encoder; it has attn.proj",
+    "--model.train=(": "model.train is (; it must be a regular expression, or null",
+    "--model.train=.": "null: it matches all parameters",
+    "--model.lora_rank=0": "model.lora_rank is 0",
+    "--model.lora_rank=17": "at most 16, the narrow side of blocks.0.attn.qkv's matrix",
+    "--optim.frozen_steps=1200": "optim.frozen_steps is 1200; it must be less than run.steps (1200)",
+    "--optim.frozen_steps=-1": "optim.frozen_steps is -1",
+    "--model.train=weight --model.lora_rank=2": "model.train leaves no linear layer",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_what_cannot_be_is_refused(options):
+    with pytest.raises(UserError) as error:
+        built(*options.split())
+    assert REFUSED[options] in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+def test_other_trainings_refuse_what_they_do_not_do():
+    for option in ("--model.train=norm", "--model.lora_rank=2"):
+        with pytest.raises(UserError, match="supervised training trains the whole encoder"):
+            parse(SupervisedConfig, [option])
+    with pytest.raises(UserError, match="0 with init random"):
+        parse(FinetuneConfig, ["--init=random", "--optim.frozen_steps=2"])
+    with pytest.raises(UserError, match=r"optim.frozen_steps is 2; .* must be 0: the batch norms"):
+        build_optimizer(timm.create_model("resnet18", num_classes=0), OptimConfig(frozen_steps=2))
+    model, config = built(*LORA)
+    with pytest.raises(UserError, match=r"model\.lora_rank is for whole models"):
+        Sharded(model, SimpleNamespace(), config.optim, config.run)
+
+
+def test_a_moving_average_follows_the_changed_weights():
+    model, config = built(*LORA, *FEATURES)
+    first = {name: tensor.clone() for name, tensor in model.teacher.encoder.state_dict().items()}
+    assert first.keys() == plain_names()
+    step(model, config, build_optimizer(model, config.optim))
+    update_moving_average(model.teacher.encoder, model.encoder, 0.75)
+    now = merge(model.encoder).state_dict()
+    assert not torch.equal(now["blocks.0.mlp.fc1.weight"], first["blocks.0.mlp.fc1.weight"])
+    for name, tensor in model.teacher.encoder.state_dict().items():
+        torch.testing.assert_close(tensor, 0.75 * first[name] + 0.25 * now[name])
+
+
+def test_operations_of_what_is_trained():
+    """No gradient of frozen weights; those of narrow matrices count once a step, for any number of images."""
+    whole, config = built()
+    part, _ = built("--model.train=^norm")
+    adapted, _ = built(*LORA)
+    counted = [executed_flops(model, *batch(model, config, 1)) for model in (whole, part, adapted)]
+    patches, masked, width = 16, 8, 16
+    embedding = 2 * patches * 8 * 8 * 3 * width  # the gradient of its filters, which the other two lack
+    assert counted[0] - counted[2] == embedding
+    of_all_tokens, of_masked = 12 + 2, 1 + 1 + 8  # matrices of width x width; the last block computes little more
+    products = of_all_tokens * (1 + patches) + of_masked * masked
+    assert counted[0] - counted[1] == embedding + 2 * products * width**2
+    assert executed_flops(adapted, *batch(adapted, config, 3)) == 3 * counted[2]
+    matrices = 2 * (3 + 1 + 4 + 4) * width * width  # of two blocks
+    assert low_rank_flops(adapted) == 3 * 2 * 2 * matrices
+    task = SimpleNamespace(model=adapted, flops=lambda: counted[2])
+    assert flops_of_step(task, 5, config.optim) == 5 * counted[2] + low_rank_flops(adapted)
+    total, trained = count_parameters(adapted.encoder)
+    assert total == sum(parameter.numel() for parameter in whole.encoder.parameters())
+    assert trained == 2 * 2 * (4 + 2 + 5 + 5) * width
+
+
+def test_an_average_begins_when_a_weight_is_first_trained():
+    """By hand: the first weights of a frozen part are not averaged with, and are there while averages are."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2), "encoder": torch.nn.Linear(2, 2)})
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, average=0.5, average_warmup=False))
+    averages: dict[str, torch.Tensor] = {}
+    for number in range(6):
+        model["head"](model["encoder"](torch.randn(4, 2))).square().sum().backward()
+        if number < 3:
+            for parameter in model["encoder"].parameters():
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        for name in ("head", "encoder"):
+            weight = model[name].weight.detach().clone()
+            trained = name == "head" or number >= 3
+            if trained:
+                averages[name] = 0.5 * averages[name] + 0.5 * weight if name in averages else weight
+            with averaged_weights(optimizer):
+                torch.testing.assert_close(model[name].weight.detach(), averages.get(name, weight))
+
+
+def begin(pretrain, tmp_path, *options):
+    """A small run, and another that begins from its encoder: both folders."""
+    first = pretrain(*ADAM, dir=tmp_path / "first")
+    second = pretrain(*ADAM, f"--model.init_from={first}", *options, dir=tmp_path / "second")
+    return first, second
+
+
+def exported(folder):
+    return load_file(folder / "encoder" / "model.safetensors")
+
+
+@pytest.mark.parametrize(("frozen", "optimizer"), [(3, "muon"), (2, "adam"), (2, "sgd")])
+def test_frozen_steps_leave_the_bits_of_the_encoder(pretrain, tmp_path, monkeypatch, frozen, optimizer):
+    """And train the head; the first step after them trains the encoder."""
+    heads, encoders = [], []
+    update = TrainingStep.__call__
+
+    def watched(self, number, *rest, **options):
+        returned = update(self, number, *rest, **options)
+        heads.append(self.model.head.weight.detach().clone())
+        encoders.append({name: tensor.clone() for name, tensor in self.model.encoder.state_dict().items()})
+        return returned
+
+    first = pretrain(*ADAM, dir=tmp_path / "first")
+    monkeypatch.setattr(TrainingStep, "__call__", watched)
+    settings = (f"--model.init_from={first}", f"--optim.frozen_steps={frozen}", "--optim.average=0.5")
+    pretrain(f"--optim.name={optimizer}", "--optim.lr=0.01", *settings, dir=tmp_path / "second")
+    begun = exported(first)
+    same = [all(torch.equal(tensor, begun[name]) for name, tensor in encoder.items()) for encoder in encoders]
+    assert same == [number < frozen for number in range(4)]
+    assert not any(torch.equal(one, other) for one, other in pairwise(heads))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--optim.frozen_steps=3", "--optim.average=0.9"), id="frozen start"),
+        pytest.param((*EXPLORA, "--optim.average=0.9"), id="explora"),
+        pytest.param((*LORA, *FEATURES, "--model.activation_checkpointing=true"), id="lora, moving average"),
+    ],
+)
+def test_a_killed_run_ends_with_the_same_bits(pretrain, tmp_path, monkeypatch, options):
+    """At a checkpoint within the frozen steps, too."""
+    first, whole = begin(pretrain, tmp_path, *options)
+    settings = (*ADAM, f"--model.init_from={first}", *options)
+    with monkeypatch.context() as patch:
+        kill_at(patch, 3)
+        with pytest.raises(Killed):
+            pretrain(*settings, dir=tmp_path / "killed")
+    assert newest_step(tmp_path / "killed") == 2
+    killed = pretrain(*settings, dir=tmp_path / "killed")
+    weights, expected = exported(killed), exported(whole)
+    assert weights.keys() == expected.keys() == exported(first).keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in expected.items())
+    assert read_metrics(killed) == read_metrics(whole)
+
+
+def test_timm_alone_loads_an_encoder_that_was_merged(pretrain, tmp_path, capfd):
+    first, second = begin(pretrain, tmp_path, *LORA)
+    assert "beside which" in capfd.readouterr().out
+    encoder = timm.create_model(f"local-dir:{second / 'encoder'}", pretrained=True, num_classes=0)
+    assert set(encoder.state_dict()) == set(exported(first))
+    assert "LoRA" in (second / "encoder" / "README.md").read_text()
+    differs = [name for name, tensor in exported(second).items() if not torch.equal(tensor, exported(first)[name])]
+    assert len(differs) == 2 * len(BLOCKS_MATRICES)
+
+
+def test_fine_tuning_begins_with_the_head(finished_run, tmp_path):
+    settings = ("--run.steps=3", "--lrs=0.5", "--optim.frozen_steps=2", "--run.checkpoint_every=2", "--run.threads=1")
+    small = ("--optim.global_batch_size=8", "--data.workers=0", "--data.eval_images=8", "--run.precision=fp32")
+    finetune.main([f"--encoder={finished_run}", *settings, *small, f"--run.dir={tmp_path}"])
+    states = [load_file(path / "model.safetensors") for path in sorted(tmp_path.glob("lr_0.5/checkpoints/*"))]
+    assert len(states) == 2
+    name = "encoder.blocks.0.attn.qkv.weight"
+    begun = exported(finished_run)[name.removeprefix("encoder.")]
+    assert torch.equal(states[0][name], begun) and not torch.equal(states[1][name], begun)
+    assert states[0]["head.weight"].abs().max() > 0
+
+
+def test_contrastive_training_takes_a_part_too(tmp_path, finished_run):
+    words = [word for word in TINY if not word.startswith("--run.steps")]
+    words += [f"--model.init_from={finished_run}", *LORA, *ADAM, "--run.steps=2", f"--run.dir={tmp_path}"]
+    contrastive.main(words)
+    assert exported(tmp_path).keys() == exported(finished_run).keys()
+    assert "LoRA" in (tmp_path / "encoder" / "README.md").read_text()
+
+
+def test_the_recipe_goes_on_from_a_run(pretrain, tmp_path, capfd):
+    first = pretrain(*ADAM, dir=tmp_path / "first")
+    capfd.readouterr()
+    recipe = (f"--config={ROOT / 'configs' / 'continue.yaml'}", f"--model.init_from={first}", "--run.eval_every=2")
+    pretrain(*recipe, "--optim.warmup_steps=1", "--optim.frozen_steps=1", dir=tmp_path / "second")
+    assert "on trained weights" not in capfd.readouterr().err
+    assert len(read_metrics(tmp_path / "second")) == 4
+    pretrain(
+        *recipe[:2],
+        "--run.eval_every=0",
+        "--optim.frozen_steps=1",
+        f"--objective.teacher={first}",
+        dir=tmp_path / "third",
+    )
+    assert "no warm-up on trained weights" in capfd.readouterr().err  # without an evaluation, too
+
+
+def test_settings_that_harm_are_named_before_the_first_step(pretrain, tmp_path, capfd, finished_run):
+    """Published weights are such as no run of mpp left."""
+    published = tmp_path / "published"
+    published.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (published / file).write_bytes((finished_run / "encoder" / file).read_bytes())
+    pretrain(f"--model.init_from={published}", "--run.steps=1", "--run.eval_every=1", dir=tmp_path / "second")
+    said = capfd.readouterr().err
+    names = ("Muon after Adam", "a high rate on trained weights", "no warm-up on trained weights")
+    for name in (*names, "colours on trained weights"):
+        assert said.count(f"warning: {name}: ") == 1
+    pretrain(f"--model.init_from={finished_run}", "--run.steps=1", "--run.eval_every=1", dir=tmp_path / "third")
+    said = capfd.readouterr().err
+    assert "Muon after Adam" not in said and "a high rate" not in said  # Muon trained these, at this rate
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "shards"])
+def test_two_processes_train_a_part_as_one_does(tmp_path, pretrain, sharded):
+    """A frozen start and parameters by name; killed, and with the same bits at the end. LoRA: copies alone."""
+    first = pretrain(*ADAM, dir=tmp_path / "first")
+    runs = {"frozen": ("--optim.frozen_steps=3",), "part": ("--model.train=attn.proj", "--optim.frozen_steps=1")}
+    if not sharded:
+        runs["lora"] = EXPLORA
+    common = (*TINY, *ADAM, f"--model.init_from={first}", "--optim.average=0.9")
+    for name, options in runs.items():
+        one = pretrain(*common, *options, dir=tmp_path / "one" / name)
+        words = (*common, *options, f"--run.dir={tmp_path / name}")
+        run = Command("pretrain", *words, processes=2, sharded=sharded, prepare=partial(die_at, 3))
+        assert run.wait() == [-signal.SIGKILL] * 2 and newest_step(tmp_path / name) == 2, run.said
+        run = Command("pretrain", *words, processes=2, sharded=sharded)
+        assert run.wait() == [0, 0], run.said
+        whole = Command("pretrain", *words[:-1], f"--run.dir={tmp_path / 'whole' / name}", processes=2, sharded=sharded)
+        assert whole.wait() == [0, 0], whole.said
+        for key in ("loss", "optim/grad_norm", "compute/pflop"):
+            assert read_metrics(tmp_path / name, key) == pytest.approx(read_metrics(one, key), abs=1e-5)
+        files = [folder / "encoder" / "model.safetensors" for folder in (tmp_path / name, tmp_path / "whole" / name)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+        assert exported(tmp_path / name).keys() == exported(first).keys()
+
+
+@pytest.mark.faults
+def test_low_rank_changes_compile(tmp_path, pretrain):
+    first = pretrain(*ADAM, dir=tmp_path / "first")
+    settings = (*ADAM, f"--model.init_from={first}", *EXPLORA)
+    plain = pretrain(*settings, dir=tmp_path / "plain")
+    compiled = pretrain(*settings, "--run.compile=true", dir=tmp_path / "compiled")
+    assert read_metrics(compiled) == pytest.approx(read_metrics(plain), abs=1e-5)
