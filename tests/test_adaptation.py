@@ -95,6 +95,33 @@ def test_a_low_rank_step_moves_the_output_and_merges_to_the_bit(options):
     assert torch.equal(tokens(model.encoder, images), after)  # merging left the running encoder alone
 
 
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "eva02_tiny_patch14_224", "beit_base_patch16_224"])
+def test_attention_that_reads_its_weight_past_the_layer_is_changed_too(name, monkeypatch):
+    """timm's Eva and Beit call no `qkv` layer where its biases are apart: peft changes nothing there."""
+    calls = []
+    forward = LowRankChange.forward
+    monkeypatch.setattr(LowRankChange, "forward", lambda self, weight: calls.append(self) or forward(self, weight))
+    patch = 14 if "patch14" in name else 16
+    torch.manual_seed(0)
+    sizes = (f"--model.img_size={2 * patch}", "--model.width=32", "--model.depth=2", "--model.heads=2")
+    config = parse(Config, [f"--model.name={name}", *sizes, *ADAM, *LORA])
+    model, _ = build_model(config)
+    changes = [module for module in model.modules() if isinstance(module, LowRankChange)]
+    assert sum("qkv" in path for path, each in model.named_modules() if isinstance(each, LowRankChange)) == 2
+    images, corruption = images_of(2 * patch), batch(model, config)[1]
+    before = tokens(model.encoder, images)
+    model.train()
+    pixels = torch.randint(0, 256, (2, 3, 2 * patch, 2 * patch), dtype=torch.uint8)
+    calls.clear()
+    (model(pixels, corruption) * torch.randn(2, corruption.positions.shape[1], 1)).sum().backward()
+    assert len(calls) == len(changes)
+    assert all(change.up.grad.abs().max() > 0 for change in changes)
+    build_optimizer(model, config.optim).step()
+    after = tokens(model.encoder, images)
+    assert not torch.equal(after, before)  # DINOv3's LayerScale makes it small
+    assert torch.equal(tokens(merge(model.encoder), images), after)
+
+
 def test_merged_weights_are_the_first_ones_and_the_product():
     model, config = built(*LORA)
     first = {name: tensor.clone() for name, tensor in built()[0].encoder.state_dict().items()}
