@@ -106,6 +106,24 @@ def test_a_plot_of_lines_has_a_panel_for_each_column_and_no_more(charted):
     assert len(visible_panels(figure)) == 5
 
 
+def test_panels_with_the_same_lines_have_one_legend(charted):
+    lines = {"masked": {1: charted}, "labels": {1: charted}}
+    same = plot_lines({"few-shot": lines, "linear": lines}, "images")
+    assert len(same.legends) == 1 and not any(panel.get_legend() for panel in same.axes)
+    others = plot_lines({"few-shot": lines, "linear": {"masked": {1: charted}}}, "images")
+    assert not others.legends and all(panel.get_legend() for panel in others.axes)
+
+
+def test_a_case_alone_names_its_panel_and_not_its_lines():
+    lines = {"one": ["a"], "two": ["b"]}
+    question = Question("q", encoders={"a": 1, "b": 2}, plot="lines", x="images", lines=lines)
+    rows = [ROW | {"encoder": name, "evaluation": "few-shot", "case": "5"} for name in "ab"]
+    figure = plot_question(question, rows, {})
+    (panel,) = figure.axes
+    assert panel.get_title() == "few-shot 5"
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["one", "two"]
+
+
 def test_random_weights_alone_are_drawn_at_no_compute(charted):
     figure = plot_lines({"few-shot": {"random weights": {0: charted}}}, "pflop")
     assert len(figure.axes[0].lines) == 1

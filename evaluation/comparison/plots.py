@@ -68,10 +68,22 @@ def plot_against_x(question: Question, tested: list[ResultRow]) -> Figure | None
     drawn = [row | {"x": x_of(row, question)} for row in tested]
     drawn = [row for row in drawn if row["x"] is not None]
     if question.lines is not None:
-        drawn = on_lines(drawn, question.lines)
+        drawn = on_lines(with_cases_in_names(drawn), question.lines)
     if not drawn:
         return None
     return plot_lines(curves_of(drawn, "case", "x"), MEASURED_AXES.get(question.x, question.x), scales_of(drawn))
+
+
+def with_cases_in_names(rows: list[ResultRow]) -> list[ResultRow]:
+    """The rows; where an evaluation has one case, such as 5 shots, that is a part of the evaluation's name."""
+    named = []
+    for (evaluation,), of_evaluation in grouped(rows, "evaluation").items():
+        cases = unique(of_evaluation, "case")
+        if len(cases) == 1:
+            name = f"{evaluation} {cases[0]}".strip()
+            of_evaluation = [row | {"evaluation": name, "case": ""} for row in of_evaluation]
+        named += of_evaluation
+    return named
 
 
 def on_lines(rows: list[ResultRow], lines: Mapping[str, Sequence[str]]) -> list[ResultRow]:

@@ -167,9 +167,14 @@ def plot_lines(curves: Curves, x_label: str, scales: Scales | None = None) -> Fi
             names = [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks]
             panel.set_xticks(ticks, names, fontsize=7)
         panel.minorticks_off()
+    label_scores(panels, curves, scales)
+    lines_of_panels = {tuple(cases) for cases in curves.values()}
+    if len(panels) > 1 and len(lines_of_panels) == 1:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+        return figure
+    for panel, cases in zip(panels, curves.values(), strict=True):
         if any(cases):
             panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below the error bars
-    label_scores(panels, curves, scales)
     return figure
 
 
@@ -226,9 +231,9 @@ def short_name(name: str, number: int) -> str:
 
 
 def panels_side_by_side(curves: Curves, x_label: str) -> tuple[Figure, list[Axes]]:
-    """A figure with a titled panel for each key, four in a row."""
-    rows = math.ceil(len(curves) / PANELS_IN_A_ROW)
-    across = min(PANELS_IN_A_ROW, len(curves))
+    """A figure with a titled panel for each key: four of them two by two, more of them four in a row."""
+    across = 2 if len(curves) == 4 else min(PANELS_IN_A_ROW, len(curves))
+    rows = math.ceil(len(curves) / across)
     size = (WIDTH, 4.4) if len(curves) == 1 else (WIDTH * 1.2, 0.8 + 2.6 * rows)
     figure = Figure(figsize=size, layout="constrained")
     figure.get_layout_engine().set(wspace=0.06)  # tick labels keep clear of the panel before
