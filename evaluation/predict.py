@@ -196,7 +196,7 @@ def predict_pixels(
             return row_images.thumbnail(row)
         return Image.open(rows.overlay_file(*row_images.place(row)))
 
-    predictions = read_predictions(out, classifier.class_names, of_pixels=True)
+    predictions = read_predictions(out, classifier.class_names, class_numbers=classifier.class_numbers)
     report(config, about, predictions, outcomes, row_images, thumbnail)
     print_classes(outcomes)
     return out

@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +19,13 @@ from torchvision.transforms import v2
 
 from evaluation import predict, segmentation
 from evaluation.config import MaskedDataConfig
+from evaluation.pages.page import ColorKey
 from evaluation.patches.masks import decode_mask
 from evaluation.predictions import pixels
 from evaluation.predictions.masks import color_of, voc_palette, write_mask, write_overlay
+from evaluation.predictions.page import mask_sections, share_table
 from evaluation.predictions.pixels import predict_mask, resize_to_cover, starts, upsample_rows
+from evaluation.predictions.summary import Predictions
 from mpp.errors import UnreadableImage, UserError
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
@@ -106,7 +110,33 @@ def test_a_mask_is_the_largest_logit_at_the_images_own_size(head, images, tmp_pa
     assert about["shares"]["bird"] == pytest.approx(mean_share, abs=1e-6)
     classes = json.loads((tmp_path / "p_masks" / "classes.json").read_text())
     assert classes == {"0": {"name": "background", "color": "#000000"}, "1": {"name": "bird", "color": "#800000"}}
-    assert "p_masks" not in (tmp_path / "p.html").read_text()  # the page is one file
+    page = (tmp_path / "p.html").read_text()
+    assert "p_masks" not in page  # the page is one file
+    named = [f"{name} {100 * share:.1f}%" for name, share in (("bird", mean_share), ("background", 1 - mean_share))]
+    largest_first = ", ".join(named if mean_share > 0.5 else named[::-1])
+    assert f"<li>4 images; pixels by predicted class: {largest_first}</li>" in page
+    legend = '<span class="color" style="background: #800000"></span> bird'
+    assert f"<td>{legend}</td><td>{100 * mean_share:.1f}</td>" in page and "background (class 0) is not drawn" in page
+    assert page.count("<figure>") == 4 and "sure · tall.png" in page  # each image once
+
+
+def test_a_page_on_many_masks_shows_some_of_all_and_the_extremes():
+    """Those that are shown already are not shown again; a broken image is in none."""
+    classes = np.zeros(60, np.int32)
+    classes[59] = -1
+    probabilities = np.linspace(0.9, 0.2, 60, dtype=np.float32)
+    predictions = Predictions(
+        ["soil"], classes, probabilities, np.full(60, -1), shares={"soil": 1.0}, class_numbers=[3]
+    )
+    shown = []
+    sheets = SimpleNamespace(blocks=lambda rows: shown.append(list(map(int, rows))))
+    mask_sections(predictions, sheets)
+    some, most, least = shown
+    assert some[0] == 0 and some[-1] == 58 and len(some) == 12
+    assert most == [row for row in range(12) if row not in some]
+    assert least == [row for row in range(58, 46, -1) if row not in some]
+    (row,) = share_table(predictions).rows
+    assert row == [ColorKey("soil", "#808000"), "100.0"] and "class 0" not in share_table(predictions).caption
 
 
 def write_masked(folder: Path, names: dict[str, tuple[str, np.ndarray]]) -> None:

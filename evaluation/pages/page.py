@@ -30,11 +30,20 @@ class Link:
 
 
 @dataclass(frozen=True)
+class ColorKey:
+    """A cell of a legend: text behind a patch of its colour."""
+
+    text: str
+    color: str
+    """In hexadecimal: "#800000"."""
+
+
+@dataclass(frozen=True)
 class Table:
-    """Rows of text and links under headings; a folded one opens on a click."""
+    """Rows of text, links and colours under headings; a folded one opens on a click."""
 
     headings: Sequence[str]
-    rows: Sequence[Sequence[str | Link | list[Link]]]
+    rows: Sequence[Sequence[str | Link | list[Link] | ColorKey]]
     caption: str = ""
     folded: bool = False
 

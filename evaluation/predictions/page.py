@@ -1,4 +1,7 @@
-"""The page on a table of predictions: the surest, the least sure, the surest that are wrong, and some of each class."""
+"""The page on a table of predictions: the surest, the least sure, the surest that are wrong, and some of each class.
+
+Of masks: the share of the pixels of each class, which is also the legend, and images with their masks over them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +17,7 @@ from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import kind_of
 from evaluation.pages.page import (
     Block,
+    ColorKey,
     Page,
     Picture,
     PictureGrid,
@@ -24,12 +28,14 @@ from evaluation.pages.page import (
     picture_of,
     write_page,
 )
+from evaluation.predictions.masks import color_of
 from evaluation.predictions.summary import (
     NO_CLASS,
     Predictions,
     count_classes,
     describe_figures,
     describe_unreadable,
+    largest_shares,
     summarize,
 )
 from mpp.data.crops import limit_aspect, to_8_bits
@@ -40,6 +46,8 @@ from mpp.runtime.output import printable
 
 EXTREMES = 12  # of the surest images, of the least sure, of those that are wrong
 IMAGES_OF_A_CLASS = 6
+SPACED = 12  # images with their masks, evenly spaced among all
+NAMED_SHARES = 5  # classes of pixels in the verdict, the largest
 MAX_CLASSES = 40  # with images on the page, the most frequent
 THUMBNAIL_PX = 160  # the longer side
 Thumbnail = Callable[[int], Image.Image]
@@ -91,13 +99,16 @@ def write_predictions_page(
         thumbnail: the picture of a row.
     """
     sheets = Sheets(predictions, images, thumbnail)
+    if predictions.shares:
+        by_class = Section("classes", "Pixels by predicted class", [share_table(predictions)])
+        pictures = mask_sections(predictions, sheets)
+    else:
+        by_class = Section("classes", "Predicted classes", [class_table(predictions)])
+        pictures = image_sections(predictions, sheets)
     sections = [
-        Section("classes", "Predicted classes", [class_table(predictions)]),
+        by_class,
         *label_sections(outcomes),
-        Section("surest", "The surest", sheets.blocks(surest(predictions))),
-        Section("least", "The least sure", sheets.blocks(least_sure(predictions))),
-        Section("wrong", "Surest of another class than the label", sheets.blocks(surest_wrong(predictions))),
-        *class_sections(predictions, sheets),
+        *pictures,
         Section("broken", "Images that cannot be decoded", broken_blocks(predictions)),
     ]
     shown = [section for section in sections if section.blocks]
@@ -107,8 +118,30 @@ def write_predictions_page(
     write_page(path, Page(title, subtitle, lines, warnings, shown, {}))
 
 
+def image_sections(predictions: Predictions, sheets: "Sheets") -> list[Section]:
+    """Images that are one class each: at the extremes of probability, and some of each class."""
+    return [
+        Section("surest", "The surest", sheets.blocks(surest(predictions))),
+        Section("least", "The least sure", sheets.blocks(least_sure(predictions))),
+        Section("wrong", "Surest of another class than the label", sheets.blocks(surest_wrong(predictions))),
+        *class_sections(predictions, sheets),
+    ]
+
+
+def mask_sections(predictions: Predictions, sheets: "Sheets") -> list[Section]:
+    """Images with their masks: some of all, and those at the extremes of probability that are not among the former."""
+    some = evenly_spaced(np.flatnonzero(predictions.classes != NO_CLASS), SPACED)
+    most = without(surest(predictions), some)
+    least = without(least_sure(predictions), [*some, *most])
+    return [
+        Section("images", "Images, evenly spaced among all", sheets.blocks(some)),
+        Section("surest", "The surest of the others", sheets.blocks(most)),
+        Section("least", "The least sure of the others", sheets.blocks(least)),
+    ]
+
+
 class Sheets:
-    """Pictures of rows with class, probability and file."""
+    """Pictures of rows with class, probability and file; of masks with the mean probability of a pixel."""
 
     def __init__(self, predictions: Predictions, images: RowImages, thumbnail: Thumbnail):
         self.predictions = predictions
@@ -128,9 +161,12 @@ class Sheets:
         except (UnreadableImage, OSError):
             return None
         image.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
-        name = self.predictions.class_names[self.predictions.classes[row]]
         file = self.images.name(row)
-        words = [f"{name} {self.predictions.probabilities[row]:.0%}", file.rsplit("/", 1)[-1]]
+        probability = f"{self.predictions.probabilities[row]:.0%}"
+        if self.predictions.shares:
+            return picture(image, file, f"{probability} sure · {file.rsplit('/', 1)[-1]}")
+        name = self.predictions.class_names[self.predictions.classes[row]]
+        words = [f"{name} {probability}", file.rsplit("/", 1)[-1]]
         if self.predictions.right[row] == 0:
             words.insert(1, f"labelled {self.predictions.labels[row].as_py()}")
         return picture(image, f"{file}: {name}", " · ".join(words))
@@ -158,6 +194,17 @@ def surest_wrong(predictions: Predictions) -> NDArray[np.int64]:
     return rows[predictions.right[rows] == 0][:EXTREMES]
 
 
+def evenly_spaced(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """So many of these rows, evenly spaced among them; all where there are no more."""
+    places = np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)
+    return rows[np.unique(places)]
+
+
+def without(rows: NDArray[np.int64], others: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows that are not among the others, in their order."""
+    return rows[~np.isin(rows, others)]
+
+
 def class_sections(predictions: Predictions, sheets: Sheets) -> list[Section]:
     """A section for each predicted class, with images that are evenly spaced among its own."""
     counts = np.bincount(predictions.classes[predictions.classes != NO_CLASS], minlength=len(predictions.class_names))
@@ -165,9 +212,8 @@ def class_sections(predictions: Predictions, sheets: Sheets) -> list[Section]:
     sections = []
     for number in frequent[:MAX_CLASSES]:
         rows = np.flatnonzero(predictions.classes == number)
-        spaced = np.unique(np.linspace(0, len(rows) - 1, min(IMAGES_OF_A_CLASS, len(rows))).astype(int))
         title = f"{predictions.class_names[number]}: {counted(int(counts[number]), 'image')}"
-        sections.append(Section(f"class{number}", title, sheets.blocks(rows[spaced])))
+        sections.append(Section(f"class{number}", title, sheets.blocks(evenly_spaced(rows, IMAGES_OF_A_CLASS))))
     left_out = len(frequent) - len(sections)
     if left_out > 0:
         sections.append(Section("others", "Other classes", [Text(f"{left_out} rarer classes are in the table only.")]))
@@ -180,6 +226,21 @@ def class_table(predictions: Predictions) -> Table:
     for name, of_class in count_classes(predictions).items():
         rows.append([name, str(of_class["images"]), f"{of_class['probability']:.2f}"])
     return Table(["class", "images", "mean probability"], rows, folded=len(rows) > MAX_CLASSES, caption="all classes")
+
+
+def share_table(predictions: Predictions) -> Table:
+    """The mean share of the pixels of each class, the largest first; each class has its colour in masks."""
+    colors = {}
+    for name, number in zip(predictions.class_names, predictions.class_numbers, strict=True):
+        colors[name] = color_of(number)
+    rows = []
+    for name, share in largest_shares(predictions.shares):
+        rows.append([ColorKey(name, colors[name]), f"{100 * share:.1f}"])
+    caption = "means over images; the colours are those of the masks"
+    if 0 in predictions.class_numbers:
+        unmarked = predictions.class_names[predictions.class_numbers.index(0)]
+        caption += f", and {unmarked} (class 0) is not drawn over an image"
+    return Table(["class", "share of pixels (%)"], rows, caption, folded=len(rows) > MAX_CLASSES)
 
 
 def broken_blocks(predictions: Predictions) -> list[Block]:
@@ -203,7 +264,13 @@ def label_sections(outcomes: Mapping[str, Outcomes]) -> list[Section]:
 
 
 def verdict(summary: Mapping[str, Any], outcomes: Mapping[str, Outcomes]) -> list[str]:
-    """Number of images, and figures by split where there are labels."""
-    classes = counted(len(summary["predicted"]), "class", "classes")
-    images = f"{counted(summary['images'], 'image')}, predicted to be of {classes}"
-    return [images, *describe_figures(outcomes, summary)]
+    """Number of images, of masks the largest shares of their pixels, and figures by split where there are labels."""
+    images = counted(summary["images"], "image")
+    if "shares" in summary:
+        largest = largest_shares(summary["shares"])
+        named = [f"{name} {100 * share:.1f}%" for name, share in largest[:NAMED_SHARES] if share > 0]
+        more = ", ..." if len(largest) > NAMED_SHARES else ""
+        first = f"{images}; pixels by predicted class: {', '.join(named) or 'none'}{more}"
+    else:
+        first = f"{images}, predicted to be of {counted(len(summary['predicted']), 'class', 'classes')}"
+    return [first, *describe_figures(outcomes, summary)]

@@ -43,21 +43,24 @@ class Predictions:
     """Files that cannot be decoded, and why: the first of them."""
     shares: dict[str, float] = field(default_factory=dict)
     """Of masks: the mean share of the pixels of each class."""
+    class_numbers: list[int] = field(default_factory=list)
+    """Of masks: the number of each class in their files."""
     labels: pa.ChunkedArray | None = None
     """(n,) the labels as the table has them; None: it has none."""
 
 
 def read_predictions(
-    out: Path, class_names: Sequence[str], labelled: bool = False, of_pixels: bool = False
+    out: Path, class_names: Sequence[str], labelled: bool = False, class_numbers: Sequence[int] = ()
 ) -> Predictions:
     """Read a table of predictions.
 
     Args:
         labelled: whether it has labels.
-        of_pixels: whether it is of masks.
+        class_numbers: of a table of masks, those of the classes in the files of masks.
     """
     columns = {"file": pa.string(), "split": pa.string(), "class": pa.string(), "probability": pa.float32()}
     columns["error"] = pa.string()
+    of_pixels = len(class_numbers) > 0
     if labelled:
         columns |= {"right": pa.bool_(), "label": pa.string()}
     if of_pixels:
@@ -95,6 +98,7 @@ def read_predictions(
         rows_of_splits(splits),
         broken[:MAX_BROKEN_NAMED],
         {name: total / segmented for name, total in share_sums.items()},
+        list(class_numbers),
         pa.chunked_array(labels) if labelled else None,
     )
 
@@ -175,6 +179,11 @@ def count_classes(predictions: Predictions) -> dict[str, dict[str, float]]:
     return counted
 
 
+def largest_shares(shares: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The classes of pixels with their shares, the largest first."""
+    return sorted(shares.items(), key=lambda each: -each[1])
+
+
 def describe_unreadable(count: int) -> str:
     """The number of images without a prediction, in words."""
     verb = "has" if count == 1 else "have"
@@ -185,8 +194,7 @@ def print_summary(summary: dict[str, Any], outcomes: Mapping[str, Outcomes], bro
     """Print the images of each predicted class, the figures where there are labels, and the broken images."""
     if "shares" in summary:
         headings = ["class", "share of pixels (%)"]
-        largest_first = sorted(summary["shares"].items(), key=lambda each: -each[1])
-        rows = [[name, f"{100 * share:.1f}"] for name, share in largest_first]
+        rows = [[name, f"{100 * share:.1f}"] for name, share in largest_shares(summary["shares"])]
     else:
         headings = ["class", "images", "mean probability"]
         rows = []
