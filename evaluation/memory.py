@@ -35,6 +35,7 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
     """
     if config.model.attention == "auto":
         config = replace(config, model=replace(config.model, attention="fused"))  # as on a GPU
+    config = replace(config, model=replace(config.model, init_from=None))  # any weights take as much
     with torch.device("meta"):
         model, objective = build_model(config)
     of_optimizer = optimizer_bytes(model, config.optim)

@@ -99,3 +99,8 @@ def test_the_command_prints_the_peak(capsys):
     ):
         assert words in printed
     assert "gradients 0" not in printed
+
+
+def test_weights_to_begin_from_are_not_read(recwarn):
+    begun = replace(CONFIG, model=replace(MODEL, init_from="nowhere"))
+    assert memory.peak_memory(begun, 4) == memory.peak_memory(CONFIG, 4) and not recwarn.list
