@@ -31,7 +31,7 @@ from mpp.features.frozen import extract
 from mpp.features.metrics import Sums
 from mpp.features.reconstructions import prediction_panel
 from mpp.models.adaptation import choose_trained, describe_adaptation
-from mpp.models.descriptions import learned_labels
+from mpp.models.descriptions import learned_labels, licence_of
 from mpp.runtime.command import command
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.runtime.transfer import to_device
@@ -62,6 +62,7 @@ class Contrastive(ImageTask):
         self.check_settings()
         begins_from = config.model.init_from
         self.builds_on_labels = begins_from is not None and learned_labels(begins_from)
+        self.licence = licence_of(begins_from)
         self.model, self.img_size = self.build_model()
         with accelerator.main_process_first():
             all_train, self.held_out = load_image_datasets(config.data)

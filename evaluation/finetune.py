@@ -82,6 +82,8 @@ class Finetuning(Classification):
             self.kind = "encoder fine-tuned with labels"
             self.method = f"Fine-tuned with labels, from {config.encoder}; {HEAD_LEFT_OUT}"
         frozen = self.load(config)
+        if config.init != "random":
+            self.licence = frozen.model.pretrained_cfg.get("license")
         self.img_size = frozen.img_size
         encoder = frozen.model.requires_grad_(True)
         if config.activation_checkpointing:

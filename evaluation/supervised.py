@@ -29,6 +29,7 @@ from mpp.config import ImageSize, require
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
+from mpp.models.descriptions import licence_of
 from mpp.runtime.command import command
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.card import BOTH_HEADS_LEFT_OUT, HEAD_LEFT_OUT
@@ -51,6 +52,7 @@ class Supervised(Classification):
             _, held_out = splits  # all, of which `eval_images` are chosen
             refuse_learned_images("distill.teacher", teacher, config.data, held_out)
         self.start = config.model.init_from or "random weights"
+        self.licence = licence_of(config.model.init_from)
         self.model, self.img_size = self.build_model()
         self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
 

@@ -34,7 +34,7 @@ from mpp.features.metrics import Sums, measure_features, summarize
 from mpp.features.metrics import measure as measure_predictions
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.adaptation import describe_adaptation
-from mpp.models.descriptions import how_read, learned_labels
+from mpp.models.descriptions import how_read, learned_labels, licence_of
 from mpp.models.networks import build_model
 from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
 from mpp.models.timm_models import cell_grid, has_class
@@ -71,6 +71,7 @@ class Pretraining(ImageTask):
         self.grid, self.patch_size = cell_grid(encoder)
         self.patch_count = math.prod(self.grid)
         self.corrupted_count = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
+        self.licence = licence_of(config.model.init_from)
         self.predicts_features = config.objective.name == "features"
         self.moves_teacher = config.objective.moves_teacher
         if config.objective.frozen_teacher:

@@ -21,6 +21,7 @@ from evaluation.config import DistillConfig, Pooling
 from evaluation.supervision.heads import HeadedEncoder, require_defaults
 from mpp.config import ModelConfig, require
 from mpp.features.frozen import pool
+from mpp.models.descriptions import first_weights
 from mpp.models.encoder import architecture, build_encoder
 from mpp.models.loading import load_weights
 from mpp.models.residual import has_bf16_residual, use_bf16_residual
@@ -111,12 +112,12 @@ def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDi
     if name is not None and timm.is_model(name):
         name = name.replace("_distilled", "")  # timm has each of these without the token too
         require(is_model_in_modules(name, PLAIN_VIT_MODULES), "model.name", name, PLAIN_VITS)
-    if config.init_from is None or not has_distillation_token(Path(config.init_from)):
+    if config.init_from is None or not has_distillation_token(config.init_from):
         student = add_distillation_token(build_encoder(replace(config, name=name), channels), config)
     else:
         plain = build_encoder(replace(config, name=name, init_from=None), channels)
         student = add_distillation_token(plain, config)
-        load_weights(student, Path(config.init_from))
+        load_weights(student, config.init_from)
     if config.position == "sincos_2d":
         fix_positions(student)
     return student
@@ -130,9 +131,10 @@ def check_student(config: ModelConfig) -> None:
     require_defaults(config, ("position_at", "stride", "mixing", "arguments"), "distill.teacher")
 
 
-def has_distillation_token(path: Path) -> bool:
-    """Whether the weights at `path` (run folder, encoder folder or .safetensors file) have a distillation token."""
+def has_distillation_token(source: str) -> bool:
+    """Whether the weights that `model.init_from` names have a distillation token."""
     setting = "model.init_from"
+    path = Path(first_weights(source))
     names = weight_names(weights_file(path, setting), setting)
     return any(name.split(".")[-1] == "dist_token" for name in names)
 

@@ -57,16 +57,17 @@ class ModelConfig:
     residual: Literal["fp32", "bf16"] = setting("fp32", needs={"run.precision": ("auto", "bf16")})
     """Type of the tokens between blocks where run.precision is bf16, in encoder, decoder and moving average. bf16 moves
     fewer bytes on a GPU, and rounds each block's sum to 8 bits; exported weights stay float32."""
-    mean: float | tuple[float, ...] | Literal["auto"] = 0.5
+    mean: float | tuple[float, ...] | Literal["auto"] | None = 0.5
     """Means that the input is normalised with (of pixels scaled to [0, 1]): a number for each channel, or one for all.
-    auto: measured when the run begins, on 1,024 training images; config.yaml then has the numbers."""
-    std: float | tuple[float, ...] | Literal["auto"] = 0.5
+    auto: measured when the run begins, on 1,024 training images; null: those of the weights that model.init_from names;
+    config.yaml then has the numbers."""
+    std: float | tuple[float, ...] | Literal["auto"] | None = 0.5
     """Deviations that the input is normalised with, in the same way."""
     activation_checkpointing: bool = setting(False, operational=True)
     """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
     init_from: str | None = None
-    """Run folder, encoder folder, hf-hub:NAME (timm's weights: hf-hub:timm/NAME) or .safetensors file to start the
-    encoder from. null: random weights."""
+    """Weights to start the encoder from: a run folder, an encoder folder, a .safetensors file, hf-hub:NAME, or timm's
+    published ones by name (vit_small_patch16_dinov3.lvd1689m). null: random weights."""
     train: str | None = None
     """Parameters of the encoder that are trained: a regular expression that is found in their names, such as attn.proj
     (APLA), or blocks.11. for the last of twelve blocks. The other ones stay as they are. null: all of them; with
@@ -113,18 +114,20 @@ class ModelConfig:
         return "auto" in (self.mean, self.std)
 
     def with_moments(self, mean: Any, std: Any) -> "ModelConfig":
-        """With measured lists of numbers in place of `auto`, which stays where there is no list."""
+        """With lists of numbers in place of `auto` and null, which stay where there is no list."""
         measured = {}
-        if self.mean == "auto" and isinstance(mean, list):
+        if self.mean in ("auto", None) and isinstance(mean, list):
             measured["mean"] = tuple(mean)
-        if self.std == "auto" and isinstance(std, list):
+        if self.std in ("auto", None) and isinstance(std, list):
             measured["std"] = tuple(std)
         return replace(self, **measured)
 
     def check_moments(self, name: str, above: float, kind: str) -> None:
         """Raise UserError where `mean` or `std` has a number that is out of bounds."""
         value = getattr(self, name)
-        if value == "auto":
+        allowed = "numbers or auto without model.init_from, whose weights would say them"
+        require(value is not None or self.init_from is not None, f"model.{name}", "null", allowed)
+        if value in ("auto", None):
             return
         fits = all(above < number < math.inf for number in of_channels(value, 1))
         require(fits, f"model.{name}", value, f"{kind}, one for each channel or one for all, or auto")
@@ -132,12 +135,12 @@ class ModelConfig:
     def normalization(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and deviation for each channel. Raises UserError if their number is not that of the channels.
 
-        A run has replaced `auto` by numbers; FLOP counting uses 0.5.
+        A run has replaced `auto` and null by numbers; FLOP counting uses 0.5.
         """
         moments = []
         for name in ("mean", "std"):
             value = getattr(self, name)
-            numbers = of_channels(0.5 if value == "auto" else value, channels)
+            numbers = of_channels(0.5 if value in ("auto", None) else value, channels)
             require(len(numbers) == channels, f"model.{name}", list(numbers), f"{channels} numbers: data.channels")
             moments.append(numbers)
         mean, std = moments

@@ -11,8 +11,9 @@ from typing import Any
 import timm
 from torch import nn
 
-from mpp.config import HOW_READ, ImageSize, resized_side, sides
-from mpp.runtime.weights import HUB, encoder_folder, weights_file
+from mpp.config import HOW_READ, ImageSize, require, resized_side, sides
+from mpp.errors import UserError
+from mpp.runtime.weights import HUB, PICKLES, SAFETENSORS_SUFFIX, encoder_folder, weights_file
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
@@ -44,6 +45,42 @@ def trained_on(folder: Path, entry: str) -> Any:
     if entry == "input_size":
         value = value[1:]  # without the channels
     return tuple(value)
+
+
+def first_weights(source: str) -> str:
+    """The weights that `model.init_from` names: a path or hf-hub:NAME as it is, or the hub's name of timm's weights.
+
+    Raises:
+        UserError: nothing of that name here, in timm or, as far as timm knows, on the hub.
+    """
+    if not is_named(source) or Path(source).suffix in (SAFETENSORS_SUFFIX, *PICKLES):
+        return source
+    allowed = "a run folder, an encoder folder, a .safetensors file, hf-hub:NAME, or the name of a timm model"
+    if not timm.is_model(source):
+        if "/" in source:
+            return source  # a path, whose absence has its own message
+        raise UserError(f"model.init_from is {source}, neither here nor a timm model; it must be {allowed}")
+    published = timm.get_pretrained_cfg(source)
+    hub_name = None if published is None else published.hf_hub_id
+    allowed = "the name of a timm model with weights on the hub, such as vit_small_patch16_dinov3.lvd1689m"
+    require(hub_name is not None, "model.init_from", source, allowed)
+    return f"{HUB}{hub_name}"
+
+
+def folder_of_weights(source: str) -> Path:
+    """The folder of the weights that `model.init_from` names, which may have a config.json."""
+    path = Path(first_weights(source))
+    return path.parent if path.suffix == SAFETENSORS_SUFFIX else encoder_folder(path, "model.init_from")
+
+
+def licence_of(source: str | None) -> str | None:
+    """The licence of the weights that `model.init_from` names; None: there are none, or it is unknown."""
+    if source is None:
+        return None
+    saved = saved_section(folder_of_weights(source), "pretrained_cfg").get("license")
+    name = first_weights(source).removeprefix(f"{HUB}timm/")
+    published = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    return saved or (published.license if published else None)
 
 
 def stride_of(folder: Path) -> int | None:

@@ -63,7 +63,7 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     if config.init_from:
-        load_weights(encoder, Path(config.init_from))
+        load_weights(encoder, config.init_from)
         note_other_moments(config, channels)
     if config.position == FIXED_POSITIONS and not isinstance(encoder, VariantViT):
         fix_positions(encoder)

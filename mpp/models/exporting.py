@@ -31,6 +31,7 @@ def export_encoder(
     learned_labels: bool = False,
     step: int | None = None,
     label_kind: str = "class",
+    licence: str | None = None,
 ) -> None:
     """Write a timm model in timm's layout.
 
@@ -47,6 +48,7 @@ def export_encoder(
         learned_labels: whether it learned from labels, or from an encoder that did.
         step: steps that it was trained for; None: it is of no run.
         label_kind: kind of the labels that it learned; one class an image is not written.
+        licence: of the weights that it began from; None: random ones, or unknown.
     Raises:
         UserError: a head for another number of classes.
     """
@@ -58,7 +60,7 @@ def export_encoder(
         crop_pct=timm_crop_pct(img_size, crop_pct),
     )
     ours: dict[str, Any] = {
-        "pretrained_cfg": {"tag": "mpp", "license": None},  # not those of published weights
+        "pretrained_cfg": {"tag": "mpp", "license": licence},  # not those of published weights
         "eval_crop": crop_pct,  # `load_encoder` needs it for other sizes
     }
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):

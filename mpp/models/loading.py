@@ -1,6 +1,7 @@
 """Load the weights of a file into a model: all that the model has and no others, resampled where sizes differ."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 
 from mpp.config import ImageSize, ModelConfig, require
 from mpp.errors import UserError, one_line
-from mpp.models.descriptions import stride_of, trained_on
+from mpp.models.descriptions import first_weights, folder_of_weights, stride_of, trained_on
 from mpp.models.vit import resample
 from mpp.runtime.messages import note
-from mpp.runtime.weights import NAMED_WEIGHTS, encoder_folder, misfit, weight_names, weights_file, wrapper_of
+from mpp.runtime.weights import NAMED_WEIGHTS, describe_weights, misfit, weight_names, weights_file, wrapper_of
 from mpp.runtime.workarounds import collect_unexpected_weights
+
+NOT_OF_ENCODERS = ("head.", "head_dist.", "attn_pool.", "decoder_", "mask_token")
+"""Beginnings of the names of weights that an encoder may lack: heads, MAE's decoder, and [mask]."""
 
 
 class WeightsFile(NamedTuple):
@@ -39,6 +43,24 @@ class WeightsFile(NamedTuple):
             note(f"the names of all weights in {self.path} begin with `{wrapper}`, which is left out")
         return wrapper
 
+    def encoder_tensors(self, model_names: Collection[str]) -> dict[str, Tensor]:
+        """An encoder's weights: without a prefix of all names, or of all but those of heads, a decoder and [mask].
+
+        A note says what is left out.
+        """
+        names = self.names()
+        of_encoder = [name for name in names if not name.startswith(NOT_OF_ENCODERS)]
+        wrapper = wrapper_of(of_encoder, model_names)
+        if not wrapper or all(name.startswith(wrapper) for name in names):
+            return self.tensors(self.wrapper(model_names))
+        others = describe_weights([name for name in names if not name.startswith(wrapper)])
+        note(f"the weights in {self.path} whose names begin with `{wrapper}` are taken, and {others} left out")
+        return {
+            name.removeprefix(wrapper): tensor
+            for name, tensor in load_file(self.path).items()
+            if name.startswith(wrapper)
+        }
+
     def tensors(self, wrapper: str) -> dict[str, Tensor]:
         """The weights, by names without this prefix."""
         return {name.removeprefix(wrapper): tensor for name, tensor in load_file(self.path).items()}
@@ -60,24 +82,29 @@ class WeightsFile(NamedTuple):
         return UserError(f"{self.setting} is {self.path}; it must be the weights {self.model}; {problem}")
 
 
-def load_weights(encoder: nn.Module, path: Path) -> None:
-    """Load the weights at `path` (run folder, encoder folder or .safetensors file), resampled to the encoder's sizes.
+def load_weights(encoder: nn.Module, source: str) -> None:
+    """Load the weights that `model.init_from` names, by timm's own filter and resampled to the encoder's sizes.
 
+    Args:
+        source: run folder, encoder folder, .safetensors file, hf-hub:NAME, or the name of a timm model.
     Raises:
-        UserError: no such file, or weights of another architecture.
+        UserError: no such weights, weights of another architecture, or only a part of them.
     """
+    path = Path(first_weights(source))
     setting = "model.init_from"
     file = WeightsFile(weights_file(path, setting), setting, "of an encoder as the model settings describe it")
     folder = file.path.parent
     model_names = encoder.state_dict().keys()
-    state = file.tensors(file.wrapper(model_names))
+    state = file.encoder_tensors(model_names)
+    if model_names <= state.keys():
+        state.pop("mask_token", None)  # by which timm's filters know files of other names
     try:
         state = adapt_channels(state, encoder)
         state = resample(state, encoder, trained_on(folder, "input_size"), stride_of(folder))
-        state = {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(NOT_OF_ENCODERS)}
         file.require_names(model_names, state)
         encoder.load_state_dict(state)
-    except KeyError:  # a file without the patch filters, whose size `resample` looks up
+    except (AttributeError, KeyError):  # a file without the patch filters, or with tables that the encoder lacks
         file.require_names(model_names, state)
         raise
     except RuntimeError as error:
@@ -86,16 +113,38 @@ def load_weights(encoder: nn.Module, path: Path) -> None:
 
 def note_other_moments(config: ModelConfig, channels: int) -> None:
     """Print a note where `model.init_from` was trained on images that were normalised in another way."""
-    path = Path(config.init_from)
-    folder = path.parent if path.suffix == ".safetensors" else encoder_folder(path)
+    path = config.init_from
+    folder = folder_of_weights(path)
     for name, values in zip(("mean", "std"), config.normalization(channels), strict=True):
         trained_values = trained_on(folder, name)
         if not trained_values or len(trained_values) != len(values):
             continue
-        if getattr(config, name) == "auto":  # measured later
+        if getattr(config, name) in ("auto", None):  # measured or taken later
             continue
         if any(abs(value - trained) > 1e-6 for value, trained in zip(values, trained_values, strict=True)):
-            note(f"model.{name} is {list(values)}, and {path} learned with {list(trained_values)}")
+            theirs = list(trained_values)
+            note(f"model.{name} is {list(values)}, and {path} learned with {theirs}: model.{name} null takes these")
+
+
+def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
+    """The settings with the moments of the first weights in place of a `model.mean` or `model.std` that is null.
+
+    Raises:
+        UserError: nothing beside the weights says with which moments they learned.
+    """
+    if None not in (config.mean, config.std):
+        return config
+    found: dict[str, Any] = {}
+    for name in ("mean", "std"):
+        if getattr(config, name) is not None:
+            continue
+        values = trained_on(folder_of_weights(config.init_from), name)
+        allowed = f"numbers or auto: no config.json beside {config.init_from} says what the weights learned with"
+        require(values is not None, f"model.{name}", "null", allowed)
+        if len(values) != channels:  # the mean of the known channels serves for each of the others
+            values = (sum(values) / len(values),) * channels
+        found[name] = tuple(float(value) for value in values)
+    return replace(config, **found)
 
 
 def adapt_channels(state: dict[str, Tensor], encoder: nn.Module) -> dict[str, Tensor]:

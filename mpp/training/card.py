@@ -17,7 +17,7 @@ BOTH_HEADS_LEFT_OUT = "both heads are left out"
 HOW_TO_LOAD = re.compile(r"^## Load it\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 CARD = """---
-library_name: timm
+{licence}library_name: timm
 pipeline_tag: image-feature-extraction
 tags: [{tags}, mpp]
 ---
@@ -46,7 +46,14 @@ tokens = encoder.forward_features(images)  # {tokens}
 
 
 def model_card(
-    folder: Path, encoder: nn.Module, kind: str, learned_labels: bool, model: str, method: str, images: str
+    folder: Path,
+    encoder: nn.Module,
+    kind: str,
+    learned_labels: bool,
+    model: str,
+    method: str,
+    images: str,
+    licence: str | None = None,
 ) -> str:
     """The text of a run's encoder/README.md.
 
@@ -58,12 +65,14 @@ def model_card(
         model: architecture and size, in a few words.
         method: how it was trained, in a sentence without its full stop.
         images: those that it was trained on.
+        licence: of the weights that it began from; None: random ones, or unknown.
     """
     history = read_history(folder)
     imports = "import timm"
     if isinstance(encoder, VariantViT):
         imports = f"import mpp.models  # timm then knows this architecture\n{imports}"
     return CARD.format(
+        licence=f"license: {licence}\n" if licence else "",
         name=folder.name,
         kind=kind,
         tags="timm, image-feature-extraction" if learned_labels else "timm, image-feature-extraction, self-supervised",

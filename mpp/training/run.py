@@ -23,6 +23,7 @@ from mpp.data.moments import channel_moments
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
 from mpp.models.attention import attention_kernel
+from mpp.models.loading import moments_of_weights
 from mpp.runtime.files import appears, clear_leftovers
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.launcher import note_idle_settings
@@ -122,7 +123,8 @@ def resolve_config(config: Any, accelerator: Accelerator) -> Any:
     if precision == "fp32" and config.model.residual == "bf16":  # run.precision was left to the launcher or the machine
         note("model.residual bf16 has no effect here: run.precision is fp32")
     measured = saved.get("model", {})  # when the run began
-    return replace(resolved, model=config.model.with_moments(measured.get("mean"), measured.get("std")))
+    model = config.model.with_moments(measured.get("mean"), measured.get("std"))
+    return replace(resolved, model=moments_of_weights(model, config.data.channels))
 
 
 def steps_kept_for_good(run: RunConfig) -> tuple[int, ...] | None:

@@ -60,6 +60,8 @@ class ImageTask:
     """Names of the training images' classes, by number; None: there are no names."""
     builds_on_labels = False
     """Whether it began from, or predicts the features of, an encoder that learned labels."""
+    licence: str | None = None
+    """Licence of the weights that it began from; None: they were random, or it is unknown."""
     train: ImageDataset | Shards
     held_out: ImageDataset
     img_size: tuple[int, int]
@@ -279,6 +281,7 @@ class ImageTask:
             model=self.describe_model(),
             method=self.method,
             images=f"{describe_source(self.data)}, {self.train.describe()}",
+            licence=self.licence,
         )
         export_encoder(
             encoder,
@@ -293,4 +296,5 @@ class ImageTask:
             learned_labels=learned_labels,
             step=last_logged_step(read_history(folder)),
             label_kind=self.held_out.label_kind if self.learns_labels else "class",
+            licence=self.licence,
         )

@@ -1,0 +1,202 @@
+"""`model.init_from`: which weights it names, how much of a file has to fit, their moments and their licence."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+from evaluation.supervision.deit import build_student
+from mpp.config import ModelConfig
+from mpp.config.saved import read_saved
+from mpp.errors import UserError
+from mpp.models.descriptions import licence_of
+from mpp.models.encoder import build_encoder
+from mpp.models.exporting import export_encoder
+from mpp.models.loading import moments_of_weights
+
+SMALL = dict(img_size=32, width=32, depth=2, heads=2)
+DINOV3 = "vit_small_patch16_dinov3_qkvb"
+NAMES = ("vit_tiny_patch16_224", DINOV3, "beit_base_patch16_224")
+MOMENTS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+every_name = pytest.mark.parametrize("name", NAMES)
+
+
+def exported(name: str, folder: Path, size=32, licence=None) -> dict[str, torch.Tensor]:
+    """Write an encoder; its weights, which are not mapped from the file."""
+    torch.manual_seed(0)
+    encoder = build_encoder(ModelConfig(name=name, **SMALL | {"img_size": size}))
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    export_encoder(encoder, folder, size, *MOMENTS, 1.0, licence=licence)
+    return {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def begun(name: str, source, channels: int = 3, **changes) -> torch.nn.Module:
+    return build_encoder(ModelConfig(name=name, **SMALL | changes, init_from=str(source)), channels).eval()
+
+
+def holds(encoder: torch.nn.Module, weights: dict[str, torch.Tensor]) -> bool:
+    state = encoder.state_dict()
+    return state.keys() == weights.keys() and all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+@every_name
+def test_all_or_nothing_of_a_file_is_loaded(name, tmp_path):
+    weights = exported(name, tmp_path / "encoder")
+    file = tmp_path / "weights.safetensors"
+    for lacking in ("cls_token", "patch_embed.proj.weight", "blocks.1.attn.qkv.weight", "blocks.0.norm2.bias"):
+        save_file({each: tensor for each, tensor in weights.items() if each != lacking}, file)
+        with pytest.raises(UserError, match=rf"^model\.init_from is .*; it lacks 1 weight \({lacking}\)$"):
+            begun(name, file)
+    save_file(weights | {"blocks.2.norm1.bias": torch.zeros(32)}, file)
+    with pytest.raises(UserError, match=r"it has 1 weight \(blocks\.2\.norm1\.bias\) that the model does not have$"):
+        begun(name, file)
+    save_file({each: tensor for each, tensor in weights.items() if each.startswith("blocks.")}, file)
+    with pytest.raises(UserError, match=r"it lacks \d+ weights"):
+        begun(name, file)
+
+
+LEFT_OVER = ("head.weight", "head.bias", "attn_pool.latent", "decoder_embed.weight", "decoder_blocks.0.norm1.bias")
+
+
+@every_name
+@pytest.mark.parametrize("wrapper", ["", "module.", "model.", "encoder."])
+def test_heads_and_decoders_may_be_left_over_and_a_wrapper_is_said(name, wrapper, tmp_path, capsys):
+    weights = exported(name, tmp_path / "encoder")
+    file = tmp_path / "weights.safetensors"
+    wrapped = {f"{wrapper}{each}": tensor for each, tensor in weights.items()}
+    others = {each: torch.ones(1) for each in LEFT_OVER}
+    save_file(wrapped | others, file)
+    assert holds(begun(name, file), weights)
+    said = capsys.readouterr().out
+    if wrapper:
+        assert f"begin with `{wrapper}` are taken" in said
+        assert "5 weights (head.weight" in said or "5 weights (" in said
+    save_file(wrapped | {f"{wrapper}{each}": tensor for each, tensor in others.items()}, file)
+    assert holds(begun(name, file), weights)
+    if wrapper:
+        assert f"begin with `{wrapper}`, which is left out" in capsys.readouterr().out
+
+
+@every_name
+def test_the_model_of_a_checkpoint_is_taken_without_its_mask(name, tmp_path):
+    """A checkpoint of a run has `encoder.`, [mask] and a head; of a published MAE, [mask] is beside the encoder."""
+    weights = exported(name, tmp_path / "encoder")
+    file = tmp_path / "weights.safetensors"
+    wrapped = {f"encoder.{each}": tensor for each, tensor in weights.items()}
+    save_file(wrapped | {"mask_token": torch.ones(32), "head.weight": torch.ones(2, 32)}, file)
+    assert holds(begun(name, file), weights)
+    save_file(weights | {"mask_token": torch.ones(1, 1, 32)}, file)
+    assert holds(begun(name, file), weights)
+
+
+def test_names_of_dinov3s_authors_are_timms(tmp_path):
+    """Original names, a bias of all of qkv, and buffers that timm computes."""
+    weights = exported(DINOV3, tmp_path / "encoder")
+    original = {}
+    for name, tensor in weights.items():
+        if name.endswith("v_bias"):
+            continue
+        if name.endswith("q_bias"):
+            value_bias = weights[name.replace("q_bias", "v_bias")]
+            original[name.replace("q_bias", "qkv.bias")] = torch.cat([tensor, torch.zeros_like(tensor), value_bias])
+            continue
+        for ours, theirs in (("gamma_1", "ls1.gamma"), ("gamma_2", "ls2.gamma"), ("reg_token", "storage_tokens")):
+            name = name.replace(ours, theirs)
+        original[name] = tensor
+    original |= {"rope_embed.periods": torch.ones(4), "mask_token": torch.ones(1, 32)}
+    original |= {f"blocks.{block}.attn.qkv.bias_mask": torch.ones(96) for block in (0, 1)}
+    save_file(original, tmp_path / "dinov3.safetensors")
+    assert holds(begun(DINOV3, tmp_path / "dinov3.safetensors"), weights)
+
+
+@every_name
+def test_other_sizes_and_channels_are_timms(name, tmp_path):
+    """The first convolution, positions and tables: as `timm.create_model` loads them."""
+    exported(name, tmp_path / "encoder", size=64)
+    for channels, size in ((5, 64), (3, 96), (1, (32, 96))):
+        ours = begun(name, tmp_path / "encoder", channels, img_size=size)
+        source = f"local-dir:{tmp_path / 'encoder'}"
+        theirs = timm.create_model(source, pretrained=True, in_chans=channels, img_size=size)
+        assert holds(ours, theirs.state_dict())
+
+
+def test_tables_of_an_oblong_are_resampled_from_its_grid(tmp_path):
+    weights = exported("beit_base_patch16_224", tmp_path / "encoder", size=(32, 96))
+    assert holds(begun("beit_base_patch16_224", tmp_path / "encoder", img_size=(32, 96)), weights)
+    other = begun("beit_base_patch16_224", tmp_path / "encoder", img_size=(96, 32)).state_dict()
+    name = "blocks.0.attn.relative_position_bias_table"
+    expected = timm.layers.resize_rel_pos_bias_table(weights[name], (6, 2), (36, 2), (2, 6))
+    assert torch.equal(other[name], expected)
+
+
+@pytest.mark.parametrize("build", [begun, lambda name, source: build_student(ModelConfig(init_from=source))])
+def test_a_name_of_timms_means_its_weights_on_the_hub(build, tmp_path, monkeypatch):
+    weights = exported("vit_tiny_patch16_224", tmp_path / "encoder")
+    asked = []
+
+    def download(name, **_):
+        asked.append(name)
+        return str(tmp_path / "encoder")
+
+    monkeypatch.setattr("mpp.runtime.weights.snapshot_download", download)
+    if build is begun:
+        assert holds(build("vit_tiny_patch16_224", "vit_tiny_patch16_224.augreg_in21k"), weights)
+    else:
+        with pytest.raises(UserError, match=r"size mismatch|lacks"):
+            build("", "vit_tiny_patch16_224.augreg_in21k")
+    assert set(asked) == {"timm/vit_tiny_patch16_224.augreg_in21k"}
+
+
+def test_weights_that_are_not_there_are_never_random(monkeypatch):
+    def offline(name, **_):
+        raise OSError("offline")
+
+    monkeypatch.setattr("mpp.runtime.weights.snapshot_download", offline)
+    for source in (f"{DINOV3}.lvd1689m", "hf-hub:timm/nothing"):
+        with pytest.raises(UserError, match=r"no encoder at hf-hub:timm/.*: offline"):
+            begun(DINOV3, source)
+    with pytest.raises(UserError, match=r"model\.init_from is vit_smal_patch16, neither here nor a timm model"):
+        begun(DINOV3, "vit_smal_patch16")
+    with pytest.raises(UserError, match=r"model\.init_from is vit_base_patch16_18x2_224; it must be the name"):
+        begun(DINOV3, "vit_base_patch16_18x2_224")
+
+
+def test_moments_are_those_of_the_weights(tmp_path):
+    exported(DINOV3, tmp_path / "encoder")
+    config = ModelConfig(name=DINOV3, mean=None, std=None, init_from=str(tmp_path / "encoder"))
+    rgb = moments_of_weights(config, 3)
+    assert (rgb.mean, rgb.std) == MOMENTS
+    assert moments_of_weights(config, 2).mean == pytest.approx((0.2, 0.2))
+    half = moments_of_weights(ModelConfig(mean=0.3, std=None, init_from=config.init_from), 3)
+    assert (half.mean, half.std) == (0.3, MOMENTS[1])
+    with pytest.raises(UserError, match=r"model\.mean is null; it must be numbers or auto without model\.init_from"):
+        ModelConfig(mean=None)
+    save_file({"weight": torch.ones(1)}, tmp_path / "alone.safetensors")
+    alone = ModelConfig(mean=None, init_from=str(tmp_path / "alone.safetensors"))
+    with pytest.raises(UserError, match=r"model\.mean is null; .*no config\.json beside .*alone\.safetensors"):
+        moments_of_weights(alone, 3)
+
+
+def test_a_run_takes_moments_and_licence_of_its_weights(tmp_path, pretrain):
+    exported("vit_tiny_patch16_224", tmp_path / "encoder", licence="dinov3-license")
+    null = (f"--model.init_from={tmp_path / 'encoder'}", "--model.mean=null", "--model.std=null")
+    numbers = ("--model.name=vit_tiny_patch16_224", "--model.width=32", "--model.img_size=32")
+    first = pretrain(*null, *numbers, "--run.steps=1", dir=tmp_path / "first")
+    assert read_saved(first / "config.yaml")["model"]["mean"] == list(MOMENTS[0])
+    pretrain(*null, *numbers, "--run.steps=1", dir=tmp_path / "first")  # finished: the same settings
+    second = pretrain(f"--model.init_from={first}", *numbers, "--run.steps=1", dir=tmp_path / "second")
+    for run, mean in ((first, 0.1), (second, 0.5)):
+        written = json.loads((run / "encoder" / "config.json").read_text())["pretrained_cfg"]
+        assert (written["license"], written["mean"][0]) == ("dinov3-license", mean)
+        assert (run / "encoder" / "README.md").read_text().startswith("---\nlicense: dinov3-license\n")
+        assert licence_of(str(run)) == "dinov3-license"
+
+
+def test_random_weights_have_no_licence(tmp_path, pretrain):
+    run = pretrain("--model.name=vit_tiny_patch16_224", "--run.steps=1")
+    assert json.loads((run / "encoder" / "config.json").read_text())["pretrained_cfg"]["license"] is None
+    assert (run / "encoder" / "README.md").read_text().startswith("---\nlibrary_name")
