@@ -15,7 +15,7 @@ from torch import nn
 from evaluation import finetune, knn, supervised, visualize
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, OptimConfig
 from mpp.corruption import Corruption
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.models.attention import gather_tokens
 from mpp.models.blocks import run_blocks
 from mpp.models.encoder import build_encoder
@@ -336,7 +336,7 @@ def test_all_plain_transformers_of_timm_are_taken_apart(capsys):
         try:
             encoder = small(name).eval()
         except (AssertionError, TypeError) as error:
-            left_out[name] = str(error).splitlines()[0]
+            left_out[name] = one_line(error)
             continue
         randomize(encoder, std=0.1)
         images = scaled(torch.randint(0, 256, (2, 3, *encoder.patch_embed.img_size)))
