@@ -189,7 +189,7 @@ def test_a_config_that_is_no_text_is_named(tmp_path):
         ("--run.trackers=wandb", r"it must be a list of words \(did you mean '\[wandb\]'\?\)$"),
         ("--data.crop_area=[a, 1]", r"data\.crop_area is \[a, 1\]; it must be two numbers above 0 and at most 1$"),
         ("--optim={lr: x}", r"optim\.lr is x; it must be a number above 0$"),
-        ("--model.mean=x", r"it must be a number, a list of them, or auto \(a list is written"),
+        ("--model.mean=x", r"it must be a number, a list of them, auto, or null \(a list is written"),
     ],
 )
 def test_names_and_spellings_of_other_tools_are_explained(word, said):
@@ -263,7 +263,7 @@ def test_help_has_the_allowed_values_of_every_setting(capsys):
         "--run.steps 1200  (a whole number of at least 1)",
         "--optim.name muon  (one of muon, adam, sgd)",
         "--data.nodata null  (a number, nan, or null)",
-        "--model.mean 0.5  (a number, a list of them, or auto)",
+        "--model.mean 0.5  (a number, a list of them, auto, or null)",
     ):
         assert f"  {line}\n" in text
 

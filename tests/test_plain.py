@@ -321,6 +321,7 @@ def looked_at() -> list[str]:
 
 
 @pytest.mark.rehearsal
+@torch.no_grad()
 def test_all_plain_transformers_of_timm_are_taken_apart(capsys):
     """By structure they are the three classes; their tokens are timm's; those left out are named and counted."""
     taken: Counter[str] = Counter()
@@ -335,13 +336,13 @@ def test_all_plain_transformers_of_timm_are_taken_apart(capsys):
             continue
         try:
             encoder = small(name).eval()
-        except (AssertionError, TypeError) as error:
+            randomize(encoder, std=0.1)
+            images = scaled(torch.randint(0, 256, (2, 3, *encoder.patch_embed.img_size)))
+            expected = encoder.forward_features(images)
+        except (AssertionError, RuntimeError, TypeError) as error:  # timm cannot build or run it at these numbers
             left_out[name] = one_line(error)
             continue
-        randomize(encoder, std=0.1)
-        images = scaled(torch.randint(0, 256, (2, 3, *encoder.patch_embed.img_size)))
-        with torch.no_grad():
-            assert torch.equal(tokens_by_parts(encoder, images), encoder.forward_features(images)), name
+        assert torch.equal(tokens_by_parts(encoder, images), expected), name
         taken[type(encoder).__name__] += 1
         assert takes_some_tokens(encoder) != isinstance(encoder, Beit)
     with capsys.disabled():

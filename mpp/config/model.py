@@ -130,7 +130,7 @@ class ModelConfig:
         if value in ("auto", None):
             return
         fits = all(above < number < math.inf for number in of_channels(value, 1))
-        require(fits, f"model.{name}", value, f"{kind}, one for each channel or one for all, or auto")
+        require(fits, f"model.{name}", value, f"{kind}, one for each channel or one for all, auto, or null")
 
     def normalization(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and deviation for each channel. Raises UserError if their number is not that of the channels.

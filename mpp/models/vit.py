@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import PatchEmbed, resample_abs_pos_embed, resize_rel_pos_bias_table, to_2tuple
+from timm.layers import PatchEmbed, RelPosBias, resample_abs_pos_embed, resize_rel_pos_bias_table, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
@@ -210,16 +210,12 @@ def resample(
             prefix = 0 if getattr(model, "no_embed_class", False) else model.num_prefix_tokens
             table = resample_abs_pos_embed(table, list(grid), list(old_grid), num_prefix_tokens=prefix)
         state = state | {"pos_embed": table}
-    bias_tables = {name: tensor for name, tensor in state.items() if name.endswith(BIAS_TABLE)}
-    state = timm_filter(model)(state, model)
+    bias_tables = resample_bias_tables(state, model, old_grid) if old_grid else {}
+    state = timm_filter(model)(state, model) | bias_tables
     if old_grid and "pos_embed" in state:
         state["pos_embed"] = table  # timm's may be of the square with as many patches
 
     for path, module in model.named_modules():
-        key = f"{path}.{BIAS_TABLE}"
-        if old_grid and key in bias_tables and hasattr(module, "set_window_size"):  # Beit's
-            shape = tuple(module.relative_position_bias_table.shape)
-            state[key] = resize_rel_pos_bias_table(bias_tables[key], module.window_size, shape, old_grid)
         if not isinstance(module, RESAMPLED):
             continue
         for name, parameter in module.named_parameters():
@@ -227,6 +223,21 @@ def resample(
             if key in state and (moved or state[key].shape != parameter.shape):
                 state[key] = module.resample(name, state[key], old_grid)
     return state
+
+
+def resample_bias_tables(state: dict[str, Tensor], model: nn.Module, old_grid: Grid) -> dict[str, Tensor]:
+    """Tables of biases of Beit's blocks, from a known grid: timm takes them for those of squares."""
+    tables = {}
+    for name, table in state.items():
+        path, _, last_name = name.rpartition(".")
+        if last_name != BIAS_TABLE:
+            continue
+        module = dict(model.named_modules()).get(path)
+        if module is None or isinstance(module, RelPosBias):  # ours have their own way
+            continue
+        shape = tuple(module.relative_position_bias_table.shape)
+        tables[name] = resize_rel_pos_bias_table(table, module.window_size, shape, old_grid)
+    return tables
 
 
 def grid_of_weights(state: dict[str, Tensor], model: nn.Module, size: ImageSize, stride: int | None = None) -> Grid:
