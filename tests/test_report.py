@@ -22,6 +22,7 @@ from evaluation.comparison.files import write_comparison
 from evaluation.config import ReportConfig
 from evaluation.figures import style
 from evaluation.figures.charts import plot_confusion, plot_map
+from evaluation.frozen.by_class import describe_shown
 from evaluation.frozen.results import summarize_accuracies, write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import add_figures
@@ -466,6 +467,22 @@ def test_a_page_has_the_figures_of_an_evaluation_by_class_and_its_confusion_matr
     assert confusion.alt == "Confusion matrix of supervised, seed 0"
     (tmp_path / "supervised.outcomes.npz").unlink()  # of an earlier version
     assert details_of_evaluation(tmp_path / "supervised.json") == []
+
+
+@pytest.mark.parametrize(
+    ("key", "accuracies", "shown"),
+    [
+        ("neighbours", {10: 0.5, 20: 0.4, 200: 0.9}, "neighbours 20"),
+        ("neighbours", {50: 0.4, 5: 0.9}, "neighbours 50"),
+        ("shots", {1: 0.5, 25: 0.4, 5: 0.9}, "shots 25"),
+        ("case", {"model": 0.1, "two nearest": 0.23}, "case model"),
+    ],
+)
+def test_the_result_in_detail_is_not_chosen_by_test_images(key, accuracies, shown):
+    results = []
+    for number, (name, accuracy) in enumerate(accuracies.items()):
+        results.append({key: name, "accuracy": accuracy, "outcomes": number})
+    assert describe_shown({"results": results}) == shown
 
 
 def test_names_that_no_font_has_are_numbers(monkeypatch, recwarn):
