@@ -36,7 +36,8 @@ def weights(folder):
 def test_a_run_writes_what_it_promises(pretrain, capsys):
     folder = pretrain("--probe.every=2", "--run.eval_every=2")
     assert {path.name for path in folder.iterdir() if "tfevents" not in path.name} == {
-        *("config.yaml", "data.json", "metrics.jsonl", "verdict.json", "checkpoints", "encoder", ".lock")
+        *("config.yaml", "data.json", "metrics.jsonl", "verdict.json", "checkpoints", "encoder", ".lock"),
+        "heldout_patches.npz",
     }
     assert [c.name for c in complete_checkpoints(folder)] == ["step_00000002", "step_00000004"]
     assert {path.name for path in (folder / "encoder").iterdir()} == {"config.json", "model.safetensors", "README.md"}
