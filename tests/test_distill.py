@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation import finetune, supervised
-from evaluation.comparison.cases import training_settings
+from evaluation.comparison.cases import encoders_of
 from evaluation.comparison.digests import relevant_settings
 from evaluation.comparison.entries import EncoderEntry
 from evaluation.config import DistillConfig
@@ -397,6 +397,7 @@ def test_settings_are_parsed_without_reading_the_teacher(tmp_path):
 def test_a_comparison_knows_a_training_by_the_weights_of_its_teacher(tmp_path, teacher):
     options = {"distill.teacher": str(teacher)}
     entry = EncoderEntry("student", str(tmp_path / "run"), train="supervised", train_options=options)
-    config = training_settings(entry, 0)
+    (student,) = encoders_of([entry]).values()
+    config = student.settings
     assert config.distill.teacher_sha256 == sha256_of(teacher / "model.safetensors")
     assert relevant_settings(config)["distill.teacher_sha256"] == config.distill.teacher_sha256
