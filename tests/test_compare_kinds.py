@@ -1,6 +1,7 @@
 """Comparisons of labels that are several classes, or numbers: every score has its name and unit wherever shown."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from evaluation.comparison.differences import compare_rows, describe_difference
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import best_encoders
 from evaluation.comparison.plots import plot_question
-from evaluation.comparison.tables import cells_of, numbers_of
+from evaluation.comparison.tables import cells_of, describe_label_baselines, numbers_of
 from evaluation.metrics.scoring import KINDS, kind_of_score
 
 SCORES = {name: kind.score_heading for name, kind in KINDS.items()}
@@ -114,3 +115,35 @@ def test_a_comparison_of_several_kinds_is_carried_out(tmp_path):
     text = KINDS["number"].text("r2", of_number["pixels"]["accuracy"], *of_number["pixels"]["interval"])
     assert f" {text} |" in (out / "table.md").read_text()
     assert np.isfinite([row["accuracy"] for row in of_number.values()]).all()
+    baselines = baselines_in_words(out)
+    assert list(baselines) == ["several", "number", "class"] and baselines["class"].startswith("largest class ")
+    assert baselines["number"] == "always predicting the mean of the test images: R2 0.000"
+    for dataset, words in baselines.items():
+        assert f"\nBaselines on {dataset}, which look at no image: {words}.\n" in (out / "table.md").read_text()
+        assert f"<p>Baselines on {dataset}, which look at no image: {words}.</p>" in page
+        assert f"; without an encoder: {words}</li>" in page.replace(' <a class="why" href="#question_0">why</a>', "")
+
+
+def baselines_in_words(folder: Path) -> dict[str, str]:
+    """Dataset -> the baseline of its reports."""
+    words = {}
+    rows = json.loads((folder / "results.json").read_text())["results"]
+    for row in [row for row in rows if row["kind"] == "test"]:
+        report = json.loads((folder / row["outcomes"]["report"]).read_text())
+        ((name, value),) = report["labels"]["baselines"].items()
+        words[row["dataset"]] = KINDS[report["labels"]["kind"]].describe_baseline(name, value)
+    return words
+
+
+def test_the_verdict_names_what_is_reached_without_an_encoder():
+    row = ROW | {"accuracy": 0.215, "baselines": {"largest class": 0.253}}
+    masked = ROW | {"evaluation": "masked", "case": "model", "accuracy": 0.106}
+    rows = [row, masked, masked | {"case": "two nearest", "accuracy": 0.233}]
+    assert best_encoders(rows) == [
+        "kNN 20 on birds: best is a with 21.5%; without an encoder: largest class 25.3%",
+        "masked model on birds: best is a with 10.6%; without an encoder: two nearest 23.3%",
+    ]
+    assert describe_label_baselines([row, row | {"encoder": "b"}, masked]) == [
+        "Baselines on birds, which look at no image: largest class 25.3%."
+    ]
+    assert describe_label_baselines([masked]) == []  # as published results of earlier versions

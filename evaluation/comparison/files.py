@@ -28,8 +28,11 @@ from evaluation.comparison.tables import (
     CellsByEncoder,
     Groups,
     cells_of,
+    describe_label_baselines,
     describe_masked_baselines,
     grouped,
+    label_baselines,
+    masked_baselines,
     numbers_of,
     of_encoder,
     of_kind,
@@ -132,7 +135,7 @@ def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder:
     """The numbers and the plot of a question, and the differences from its best encoders."""
     asked = rows_asked(rows, question)
     numbers = numbers_of(asked, question, groups)
-    remarks = describe_masked_baselines(asked)
+    remarks = [*describe_label_baselines(asked), *describe_masked_baselines(asked)]
     uncompared = columns_not_compared(asked)
     if uncompared:
         remarks.append(f"Without intervals, so that nothing is told apart: {', '.join(uncompared)}.")
@@ -215,8 +218,9 @@ def links_to_reports(folder: Path, runs: Sequence[Path]) -> list[Link]:
 
 
 def best_encoders(tested: list[ResultRow]) -> list[str]:
-    """A sentence for each dataset, evaluation and case: the best encoder, and the others' accuracies."""
+    """A sentence for each dataset, evaluation and case: the best encoder, the others' accuracies, and baselines."""
     sentences = []
+    evaluations = grouped(tested, "dataset", "evaluation")
     for (dataset, evaluation, case), rows in grouped(tested, "dataset", "evaluation", "case").items():
         if case in MASKED_BASELINES:
             continue
@@ -225,8 +229,10 @@ def best_encoders(tested: list[ResultRow]) -> list[str]:
         others = [f"{encoder} {mean_in_words(cell)}" for encoder, cell in cells.items() if encoder != best]
         more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
         beside = f" (beside {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""
+        baselines = ", ".join([*label_baselines(rows), *masked_baselines(evaluations[dataset, evaluation])])
+        without = f"; without an encoder: {baselines}" if baselines else ""
         name = f"{evaluation} {case}".strip()
-        sentences.append(f"{name} on {dataset}: best is {best} with {score_in_words(cells[best])}{beside}")
+        sentences.append(f"{name} on {dataset}: best is {best} with {score_in_words(cells[best])}{beside}{without}")
     return sentences
 
 

@@ -21,10 +21,11 @@ ResultRow = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, its kind, and, where they are known,
 training_pflop and training_device_hours.
 
-test: an accuracy on held-out images, of a case (such as 5 shots) and a seed, with `interval`, `images`, `figures` and
-the place of its `outcomes` where they are known, and `score`, its name, where it is another figure, such as mean IoU;
-validation: the same on a dev split, of an evaluation with
-`test: false`; dev: an accuracy on the dev split beside those, of a probe at a depth;
+test: an accuracy on held-out images, of a case (such as 5 shots) and a seed, with `interval`, `images`, `figures`, the
+scores of `baselines` that look at no image and the place of its `outcomes` where they are known, and `score`, its name,
+where it is another figure, such as mean IoU;
+validation: the same on a dev split, of an evaluation with `test: false`; dev: an accuracy on the dev split beside
+those, of a probe at a depth;
 rank: the effective rank of test features at a depth; diverged: no more.
 """
 
@@ -107,6 +108,8 @@ def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRo
         row |= {key: result[key] for key in ("interval", "figures", "depth", "lr", *COSTS) if key in result}
         if "labels" in report:
             row["images"] = report["labels"]["images"]
+            if report["labels"]["baselines"]:
+                row["baselines"] = report["labels"]["baselines"]
         if "outcomes" in result:
             row["outcomes"] = {"report": f"reports/{report_of(case, folder).name}", "number": result["outcomes"]}
         rows.append(row)

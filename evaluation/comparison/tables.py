@@ -135,9 +135,34 @@ def describe_masked_baselines(rows: list[ResultRow]) -> list[str]:
     baselines = [row for row in of_kind(rows, "test") if row["case"] in MASKED_BASELINES]
     sentences = []
     for (evaluation,), of_evaluation in grouped(baselines, "evaluation").items():
-        reached = [f"{case} {share_range(of_case)}" for (case,), of_case in grouped(of_evaluation, "case").items()]
-        sentences.append(f"Baselines of {evaluation}, which need no encoder: {', '.join(reached)}.")
+        reached = ", ".join(masked_baselines(of_evaluation))
+        sentences.append(f"Baselines of {evaluation}, which need no encoder: {reached}.")
     return sentences
+
+
+def masked_baselines(rows: list[ResultRow]) -> list[str]:
+    """The accuracy of each baseline of masked patches among the rows, in words."""
+    baselines = [row for row in rows if row["case"] in MASKED_BASELINES]
+    return [f"{case} {share_range(of_case)}" for (case,), of_case in grouped(baselines, "case").items()]
+
+
+def describe_label_baselines(rows: list[ResultRow]) -> list[str]:
+    """A sentence for each dataset whose rows have baselines: published rows of earlier versions have none."""
+    sentences = []
+    for (dataset,), of_dataset in grouped(of_kind(rows, "test"), "dataset").items():
+        reached = ", ".join(label_baselines(of_dataset))
+        if reached:
+            sentences.append(f"Baselines on {dataset}, which look at no image: {reached}.")
+    return sentences
+
+
+def label_baselines(rows: list[ResultRow]) -> list[str]:
+    """The score of each baseline that the rows were measured beside, in words: `largest class 25.3%`."""
+    described = []
+    for row in rows:
+        kind = kind_of_rows([row])
+        described += [kind.describe_baseline(name, value) for name, value in row.get("baselines", {}).items()]
+    return list(dict.fromkeys(described))
 
 
 def share_range(rows: list[ResultRow]) -> str:
