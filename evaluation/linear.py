@@ -26,6 +26,7 @@ from evaluation.frozen.kept_heads import (
     describe_encoder,
     save_head,
 )
+from evaluation.frozen.labelled import describe_learned
 from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
@@ -69,7 +70,7 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
     kinds = tuple(LABEL_READERS)
     report = run_probe(config, "linear", lambda features: evaluate(features, config, heads), "solver", loaded, kinds)
     if config.save and report:
-        keep_head(config, report, heads[0])
+        keep_head(config, report, heads[0], loaded)
     return report
 
 
@@ -79,11 +80,11 @@ def run_published(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str
     if config.save:
         norm, classify = probed.head
         head = StandardizedLinear(classify, norm.running_mean, (norm.running_var + norm.eps).sqrt())
-        keep_head(config, probed.report, FittedHead(head, "classes", probed.class_numbers.tolist()))
+        keep_head(config, probed.report, FittedHead(head, "classes", probed.class_numbers.tolist()), loaded)
     return probed.report
 
 
-def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead) -> None:
+def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, loaded: LoadedSplits | None) -> None:
     """Write a head to its folder beside the report."""
     path = report_of(config, "linear")
     protocol = report["protocol"]
@@ -96,6 +97,7 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead) 
         depth=protocol["chosen_depth"],
         input=protocol["input"],
         **describe_encoder(config),
+        learned=None if config.features else describe_learned(config.data, loaded, config.task),
     )
     seeds = list(dict.fromkeys(result["seed"] for result in report["results"]))
     save_head(path.with_name(f"{path.stem}_head"), fitted.head, description, seeds)

@@ -10,6 +10,7 @@ the same command continues. The classifier is a fine-tuned or supervised run, a 
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -23,11 +24,17 @@ import mpp
 from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
 from evaluation.frozen.extraction import describe_precision
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images
+from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import without_nan
 from evaluation.patches.masks import with_image_column
-from evaluation.predictions.classes import has_known_labels, number_labels
+from evaluation.predictions.classes import has_known_labels, label_columns, number_labels
+from evaluation.predictions.learned import (
+    learned_label_column,
+    note_run_images,
+    tell_apart,
+    with_learned_label,
+)
 from evaluation.predictions.mask_scores import outcomes_of_masks
 from evaluation.predictions.masks import write_classes
 from evaluation.predictions.opening import (
@@ -60,6 +67,8 @@ from evaluation.tables.given import given_columns
 from evaluation.tables.images import folder_of, identify_splits, images_of_splits, load_all_splits
 from evaluation.tables.parts import about_file, parts_folder, read_about, write_table
 from mpp.config import RunConfig, require
+from mpp.config.command_line import files_first
+from mpp.config.parsing import read
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.command import command
@@ -79,7 +88,7 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     run_settings = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run_settings, "a table is written")
     source = find_source(config)
-    note_differences(config, source, accelerator)
+    note_precision(source, accelerator)
     is_of_pixels = source.head is not None and source.head.description.task == "pixels"
     refuse_settings_of_others(config, is_of_pixels)
     predict_all = predict_pixels if is_of_pixels else predict_classes
@@ -104,12 +113,12 @@ def predict_classes(
     data = image_settings(config, classifier.crop_pct, ProbeDataConfig)
     kind = classifier.label_kind
     splits = load_all_splits(data, loaded)
+    data = with_learned_label(data, source, splits)
     images = images_of_splits(data, splits, labels=True, label_kind=kind)
-    if kind == "class":
-        labelled = has_known_labels(images, classifier.class_names)
-    else:
-        labelled = any(each.labels is not None for each in images)
+    labelled = has_known_labels(images, classifier.class_names, label_columns(data, images, splits))
+    if kind != "class":
         require(config.top == PredictConfig.top, "top", config.top, f"left out: {config.classifier} predicts {kind}")
+    images, splits, note_of_images = tell_apart(images, splits, source, data)
     network = FrozenClassifier(classifier).to(accelerator.device)
     top = min(config.top, classifier.classes)
     rows = ROWS[kind](classifier, network, data, top, config.probabilities, labelled, folder_of(data), accelerator)
@@ -119,6 +128,7 @@ def predict_classes(
     given = given_columns(splits, out, {each.image_column for each in images} | shown_as_label)
     identity = about | given.identity() | identify_splits(data, images, labels=labelled)
     write_table(out, identity, images, given.beside(rows.rows), "predictions")
+    about |= described_note(note_of_images)
     if isinstance(rows, OutputRows):
         report_others(config, about, rows, images)
         return out
@@ -189,6 +199,7 @@ def predict_pixels(
     write_table(out, identity, images, given.beside(rows.rows), "masks", MASKS_PER_PART)
     write_classes(masks, classifier.class_numbers, classifier.class_names)
     outcomes = outcomes_of_masks(images, splits, rows, data)
+    about |= described_note(note_run_images(source, data))
     row_images = RowImages(images, data)
 
     def thumbnail(row: int) -> Image.Image:
@@ -257,7 +268,9 @@ def report(
     if config.page:
         page = out.with_suffix(".html")
         subtitle = f"{config.classifier}, {describe_source(config.data)}, {about['precision']}"
-        write_predictions_page(page, f"Predictions: {out.name}", subtitle, predictions, outcomes, images, thumbnail)
+        title = f"Predictions: {out.name}"
+        notes = [about["note"]] if "note" in about else []
+        write_predictions_page(page, title, subtitle, predictions, outcomes, images, thumbnail, notes)
         written += f", {page.name}"
     print(f"wrote {written}: {summary['images']} images, {summary['unreadable']} unreadable")
 
@@ -268,16 +281,18 @@ def write_about(out: Path, described: dict[str, Any]) -> None:
     write_complete(about_file(out), json.dumps(about, indent=1, ensure_ascii=False))
 
 
-def note_differences(config: PredictConfig, source: Source, accelerator: Accelerator) -> None:
-    """Note a precision that is not the one of a kept head, and images that the classifier was trained on."""
+def described_note(text: str) -> dict[str, str]:
+    """The entry of a table's description for a note on its images; empty: there is none."""
+    return {"note": text} if text else {}
+
+
+def note_precision(source: Source, accelerator: Accelerator) -> None:
+    """Note a precision that is not the one of a kept head."""
     if source.head is not None:
         trained_in = source.head.description.input["precision"]
         precision = describe_precision(accelerator)
         if trained_in != precision:
             note(f"the head was trained on features in {trained_in}, and predicts in {precision}: see --precision")
-    run = find_run(source.encoder)
-    if run is not None and holds_run_images(config.data.path, run):
-        note("these are the images of the run, training images among them: an accuracy says nothing of new images")
 
 
 def encoder_of(config: PredictConfig) -> str:
@@ -287,7 +302,13 @@ def encoder_of(config: PredictConfig) -> str:
 
 def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, LoadedSplits | None]:
     """The settings of the command line, and the images of the classifier's run if these are loaded already."""
-    return parse_and_load(PredictConfig, arguments, prog="python evaluation/predict.py", encoder_of=encoder_of)
+    prog = "python evaluation/predict.py"
+    config, loaded = parse_and_load(PredictConfig, arguments, prog, encoder_of)
+    named = read(PredictConfig, files_first(sys.argv[1:] if arguments is None else arguments), prog)
+    is_inherited = named.data.label_column is None and config.data.label_column is not None
+    if is_inherited and learned_label_column(find_source(config)) is not None:  # which stands before the run's column
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, label_column=None))
+    return config, loaded
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

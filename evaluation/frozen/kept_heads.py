@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig
+from mpp.config import SourceConfig
 from mpp.errors import UserError
 from mpp.runtime.files import complete
 from mpp.runtime.messages import note
@@ -72,6 +73,19 @@ class HeadDescription:
     input: dict[str, Any]
     """What the encoder was shown: img_size (height and width), crop_pct, channels, mean, std, and how files are read;
     and its precision."""
+    learned: dict[str, Any] | None = None
+    """The training images: `source`, their settings, and `train`, their record. None: unknown, as of earlier heads and
+    of pixels."""
+
+
+@dataclass(frozen=True)
+class LearnedImages:
+    """The images that a classifier was trained on with their labels."""
+
+    source: SourceConfig
+    """Where they were, and how they were cut and chosen."""
+    record: dict[str, Any]
+    """See `identify_images`."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,12 @@ class KeptHead:
     folder: Path
     description: HeadDescription
     weights: dict[str, Tensor]
+
+    @property
+    def learned(self) -> LearnedImages | None:
+        """The training images; None: unknown."""
+        learned = self.description.learned
+        return None if learned is None else LearnedImages(SourceConfig(**learned["source"]), learned["train"])
 
 
 def describe_encoder(config: EncoderConfig) -> dict[str, Any]:

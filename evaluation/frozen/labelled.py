@@ -1,16 +1,24 @@
 """The labelled images that evaluation learns from and tests on."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from accelerate import Accelerator
 
 from evaluation.frozen.labelled_features import DEV, DEV_FRACTION
 from evaluation.frozen.provenance import check_labels_unseen
-from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images, run_image_settings
+from evaluation.frozen.run_images import (
+    IMAGE_SETTINGS,
+    LoadedSplits,
+    find_run,
+    holds_run_images,
+    run_image_settings,
+)
 from evaluation.metrics.scoring import KINDS
 from mpp.config import SourceConfig
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
+from mpp.data.identity import identify_images
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.messages import note
@@ -66,6 +74,19 @@ def load_labelled(
     if spare == 0:
         return [train, held_out]
     return [train, held_out, all_train.choose(spare, data.eval_seed, after=len(train))]
+
+
+def describe_learned(data: SourceConfig, loaded: LoadedSplits | None, task: str) -> dict[str, Any]:
+    """The settings and the record of the training images, for a kept head; those of a dev split are among them.
+
+    Args:
+        loaded: the splits, if they are loaded already.
+        task: kind of label, or auto.
+    """
+    all_train, _ = load_image_datasets(data, loaded, task, announce=False)
+    train = all_train.labelled().choose(data.train_images, data.eval_seed)
+    source = {name: getattr(data, name) for name in IMAGE_SETTINGS}
+    return {"source": source, "train": identify_images(train, labels=False, retries=data.read_retries)}
 
 
 def refuse_other_kinds(command: str, kinds: Sequence[str], kind: str) -> None:

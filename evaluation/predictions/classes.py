@@ -6,6 +6,7 @@ n images, C classes, K of them named for each image.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.config import ProbeDataConfig
+from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables.images import ViewsOrErrors, name_in_folder, read_batches, stack_crops
 from mpp.data.crops import centre_crop
@@ -123,18 +125,42 @@ def number_labels(splits: Sequence[ImageDataset], class_names: Sequence[str]) ->
     return targets, list(numbers)
 
 
-def has_known_labels(splits: Sequence[ImageDataset], class_names: Sequence[str]) -> bool:
-    """Whether images have labels that are classes of a classifier; a warning names those that are not."""
-    names = []
-    for images in splits:
-        if images.labels is not None:
-            numbers = np.unique(images.labels[images.labels >= 0]).tolist()
-            names += [images.class_names[number] for number in numbers]
-    names = list(dict.fromkeys(names))
+def label_columns(data: ProbeDataConfig, splits: Sequence[ImageDataset], rows: LoadedSplits) -> list[str]:
+    """The columns of images that may hold other labels.
+
+    Args:
+        rows: of the splits.
+    """
+    taken = {images.image_column for images in splits} | {data.label_column or "label"}
+    return [name for name in dict.fromkeys(chain(*(each.features for each in rows.values()))) if name not in taken]
+
+
+def names_of_labels(images: ImageDataset) -> list[str]:
+    """The names of the classes that images have."""
+    if images.labels is None:
+        return []
+    if images.label_kind == "several":
+        numbers = np.flatnonzero((images.labels == 1).any(0))
+    else:
+        numbers = np.unique(images.labels[images.labels >= 0])
+    return [images.class_names[number] for number in numbers.tolist()]
+
+
+def has_known_labels(splits: Sequence[ImageDataset], class_names: Sequence[str], columns: Sequence[str] = ()) -> bool:
+    """Whether images have labels of a classifier's kind, of classes that it knows; a warning names those that are not.
+
+    Args:
+        columns: that may hold other labels, for the warning.
+    """
+    kind = splits[0].label_kind
+    if kind == "number" or all(images.labels is None for images in splits):
+        return any(images.labels is not None for images in splits)
+    names = list(dict.fromkeys(chain(*map(names_of_labels, splits))))
     unknown = [name for name in names if name not in set(class_names)]
     if unknown and len(unknown) == len(names):
-        known = shortened(list(class_names))
-        warn(f"the labels ({shortened(names)}) are no classes of the classifier ({known}): no accuracy is computed")
-    elif unknown:
+        problem = f"the labels ({shortened(names)}) are no classes of the classifier ({shortened(list(class_names))})"
+        ways = f"; --data.label_column may name another column: {shortened(list(columns), 10)}" if columns else ""
+        warn(f"{problem}: no accuracy is computed{ways}")
+    elif unknown and kind == "class":  # of several: see `marks_of_splits`
         warn(f"the classifier does not know {shortened(unknown)}: images with such a label count as wrong")
     return len(unknown) < len(names)

@@ -91,12 +91,14 @@ def write_predictions_page(
     outcomes: Mapping[str, Outcomes],
     images: RowImages,
     thumbnail: Thumbnail,
+    notes: Sequence[str] = (),
 ) -> None:
     """Write the page.
 
     Args:
         outcomes: of the splits with labels.
         thumbnail: the picture of a row.
+        notes: on the figures.
     """
     sheets = Sheets(predictions, images, thumbnail)
     if predictions.shares:
@@ -113,7 +115,7 @@ def write_predictions_page(
     ]
     shown = [section for section in sections if section.blocks]
     unreadable = int((predictions.classes == NO_CLASS).sum())
-    warnings = [describe_unreadable(unreadable)] if unreadable else []
+    warnings = [*notes, describe_unreadable(unreadable)] if unreadable else [*notes]
     lines = [(line, None) for line in verdict(summarize(predictions, outcomes), outcomes)]
     write_page(path, Page(title, subtitle, lines, warnings, shown, {}))
 

@@ -116,9 +116,10 @@ class ImageDataset:
         return counted(len(self), "image")
 
     def image_name(self, index: int) -> str:
-        """The image's file, or its split and index, for messages."""
+        """The image's file, or its split and its index there, for messages."""
         cell = self.rows[index][self.image_column]
-        return cell_file_name(cell) or f"{self.split}[{index}]"
+        _, split, chosen = self.origin
+        return cell_file_name(cell) or f"{split}[{index if chosen is None else chosen[index]}]"
 
     def image_names(self) -> list[str]:
         """The file of each image, from the folder that all share; without files, its split and its index there."""

@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from mpp.data.columns import is_encoded, read_encoded
 from mpp.data.dataset import ImageDataset
@@ -69,10 +70,15 @@ def identify_images(
         "revision": revision,
     }
     if chosen is not None:
-        record["chosen"] = short_digest([chosen.astype(np.int64).tobytes()])
+        record["chosen"] = digest_indices(chosen)
     if labels and dataset.labels is not None:
         record["labels"] = short_digest([dataset.labels.tobytes()])
     return record
+
+
+def digest_indices(indices: NDArray[np.int64]) -> str:
+    """The digest of the indices of images that are chosen from a split, (n,)."""
+    return short_digest([indices.astype(np.int64).tobytes()])
 
 
 def short_digest(pieces: Iterable[bytes]) -> str:
