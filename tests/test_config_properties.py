@@ -120,6 +120,11 @@ def test_what_is_valid_is_taken_and_reads_back(tmp_path, overrides):
     reads_back(config, tmp_path)
 
 
+def test_a_value_of_several_lines_is_refused_in_one():
+    with pytest.raises(UserError, match=r"^run\.branch_from is false \.\.\.; it must be FOLDER@STEP"):
+        parse(Config, ["--run.branch_from=false\n..."])
+
+
 @settings(few, max_examples=50)
 @given(st.data())
 def test_one_wrong_value_is_one_line(tmp_path, data):

@@ -85,8 +85,7 @@ def with_teacher_digest(config: SupervisedConfig) -> SupervisedConfig:
     teacher = config.distill.teacher
     if teacher is None or config.distill.teacher_sha256 is not None:
         return config
-    one_line = " ".join(teacher.split())
-    require(Path(teacher).is_dir(), CLASSIFIER_SETTING, one_line, "a folder: of a finished run, or in timm's layout")
+    require(Path(teacher).is_dir(), CLASSIFIER_SETTING, teacher, "a folder: of a finished run, or in timm's layout")
     return replace(config, distill=replace(config.distill, teacher_sha256=fingerprint(Path(teacher))))
 
 

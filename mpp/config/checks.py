@@ -11,9 +11,10 @@ from mpp.errors import UserError
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
-    """Raise the error of one line for a setting whose value is not allowed."""
+    """Raise the error of one line for a setting whose value is not allowed, also where the value has several."""
     if not condition:
-        raise UserError(f"{key} is {value}; it must be {allowed}")
+        given = " ".join(str(value).split())
+        raise UserError(f"{key} is {given}; it must be {allowed}")
 
 
 def check_bounds(config: Any, prefix: str = "") -> None:
