@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+pytest_plugins = ("classified_images",)
 ROOT = Path(__file__).parent.parent
 HANGS = 15 * 60  # seconds: what takes longer hangs, on any machine
 TINY = (

@@ -8,9 +8,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from classified_images import FAST, predict_to, read_csv
 from conftest import encoded, interrupt_after, picture
 from datasets import ClassLabel, List, Value
-from test_predict import FAST, images, predict_to, probed, read_csv  # noqa: F401  fixtures
 
 from evaluation import embed
 from evaluation.tables import given, parts
@@ -33,10 +33,10 @@ def write_list(folder: Path, name: str = "metadata.csv", count: int = 12) -> Pat
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
-def test_a_list_of_images_keeps_its_columns_beside_the_predictions(name, probed, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_list_of_images_keeps_its_columns_beside_the_predictions(name, run_with_head, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(parts, "ROWS_PER_PART", 5)
     folder = write_list(tmp_path / "images")
-    out = predict_to(tmp_path / name, probed / "evaluation" / "birds_head", folder)
+    out = predict_to(tmp_path / name, run_with_head / "evaluation" / "birds_head", folder)
     rows = read_csv(out) if name.endswith("csv") else pq.read_table(out).to_pylist()
     names = list(rows[0])
     after = names.index("error") + 1
@@ -50,9 +50,9 @@ def test_a_list_of_images_keeps_its_columns_beside_the_predictions(name, probed,
     assert "class (given_class), p_owl (given_p_owl)" in capsys.readouterr().out
 
 
-def test_a_table_is_another_where_a_given_column_changes(probed, tmp_path, monkeypatch):  # noqa: F811
+def test_a_table_is_another_where_a_given_column_changes(run_with_head, tmp_path, monkeypatch):
     folder = write_list(tmp_path / "images")
-    head = probed / "evaluation" / "birds_head"
+    head = run_with_head / "evaluation" / "birds_head"
     monkeypatch.setattr(parts, "ROWS_PER_PART", 5)
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
         interrupt_after(context, given.GivenColumns, "add_to", 2)

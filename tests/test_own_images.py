@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from classified_images import FAST, NAMES, predict_to, read_csv
 from conftest import dataset_of, encoded, picture
-from test_predict import FAST, NAMES, OF_TRAINING, images, predict_to, read_csv, tuned  # noqa: F401  fixtures
 
 from evaluation import linear, predict
 from evaluation.predictions import classes, learned
@@ -96,26 +96,26 @@ def test_the_images_that_a_head_learned_are_a_split(is_moved, headed, tmp_path):
     assert about["note"] in page and "held out, 5 labelled images (%): accuracy" in page
 
 
-def test_the_held_out_accuracy_of_a_fine_tuned_run_is_that_of_its_report(tuned, images, tmp_path, capsys):  # noqa: F811
+def test_the_held_out_accuracy_of_a_fine_tuned_run_is_that_of_its_report(tuned_run, class_images, tmp_path, capsys):
     forget_messages()
-    out = predict_to(tmp_path / "p.csv", tuned, images)
-    report = json.loads((tuned / "finetune.json").read_text(encoding="utf-8"))
+    out = predict_to(tmp_path / "p.csv", tuned_run, class_images)
+    report = json.loads((tuned_run / "finetune.json").read_text(encoding="utf-8"))
     about = json.loads(out.with_name("p.csv.json").read_text(encoding="utf-8"))
     assert about["figures"]["held out"]["accuracy"] == pytest.approx(report["results"][0]["accuracy"])
-    record = json.loads((tuned / "lr_0.1" / "data.json").read_text(encoding="utf-8"))
+    record = json.loads((tuned_run / "lr_0.1" / "data.json").read_text(encoding="utf-8"))
     counts = {split: len(files) for split, files in splits_of(out).items()}
     assert counts == {"held out": record["held_out"]["images"], "learned": record["train"]["images"]}
     assert "note: the classifier learned 8 of these 12 images" in capsys.readouterr().out
 
 
-def test_where_the_cut_cannot_be_repeated_the_note_stands_everywhere(tuned, images, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_cut_that_cannot_be_repeated_is_noted_everywhere(tuned_run, class_images, tmp_path, monkeypatch, capsys):
     """A record of other images, and images that were added."""
     forget_messages()
-    run = Path(shutil.copytree(tuned, tmp_path / "run"))
+    run = Path(shutil.copytree(tuned_run, tmp_path / "run"))
     record = json.loads((run / "lr_0.1" / "data.json").read_text(encoding="utf-8"))
     record["train"]["chosen"] = "0" * 16
     (run / "lr_0.1" / "data.json").write_text(json.dumps(record))
-    out = predict_to(tmp_path / "p.csv", run, images)
+    out = predict_to(tmp_path / "p.csv", run, class_images)
     assert [*splits_of(out)] == ["all"]
     assert f"note: {learned.UNKNOWN_NOTE}" in capsys.readouterr().out
     assert json.loads(out.with_name("p.csv.json").read_text(encoding="utf-8"))["note"] == learned.UNKNOWN_NOTE
@@ -123,7 +123,7 @@ def test_where_the_cut_cannot_be_repeated_the_note_stands_everywhere(tuned, imag
 
     record["train"]["files"] = "0" * 16
     (run / "lr_0.1" / "data.json").write_text(json.dumps(record))
-    out = predict_to(tmp_path / "q.csv", run, images)
+    out = predict_to(tmp_path / "q.csv", run, class_images)
     assert json.loads(out.with_name("q.csv.json").read_text(encoding="utf-8"))["note"] == learned.UNKNOWN_NOTE
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import timm
 import torch
+from classified_images import FAST, NAMES, OF_TRAINING, predict_to, read_csv, write_images
 from conftest import TINY, dataset_of, encoded, interrupt_after, picture
 from PIL import Image
 from safetensors.torch import load_file
@@ -21,7 +22,7 @@ from server import Command
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 from torchvision.transforms import v2
 
-from evaluation import finetune, linear, predict, supervised
+from evaluation import supervised
 from evaluation.config import ProbeDataConfig
 from evaluation.metrics.intervals import wilson
 from evaluation.predictions.classes import ClassRows, number_labels
@@ -31,53 +32,6 @@ from evaluation.supervision.classifiers import name_classes, timm_names
 from evaluation.tables import parts
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.errors import UserError
-
-FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
-OF_TRAINING = tuple(each for each in TINY if not each.startswith(("--probe", "--model", "--data.eval_images")))
-NAMES = ("Blåmes, adult", 'Ente "鴨"', "owl")
-
-
-def write_images(folder: Path, count: int = 12) -> Path:
-    """A folder of images of three classes."""
-    for number in range(count):
-        file = folder / NAMES[number % 3] / f"{number:02d}, ü.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(picture(number)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    """Images of three classes, whose names have commas, quotes and characters of several scripts."""
-    return write_images(tmp_path_factory.mktemp("images") / "folder")
-
-
-@pytest.fixture(scope="module")
-def tuned(finished_run, images, tmp_path_factory):
-    """A fine-tuning on these images."""
-    folder = tmp_path_factory.mktemp("tuned") / "run"
-    words = (f"--encoder={finished_run}", f"--data.path={images}", f"--run.dir={folder}", "--data.eval_fraction=0.3")
-    finetune.main([*OF_TRAINING, *words, "--lrs=0.1"])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def probed(finished_run, images, tmp_path_factory):
-    """A run with a kept head on the mean of the patches, after its first block."""
-    run = Path(shutil.copytree(finished_run, tmp_path_factory.mktemp("probed") / "run"))
-    words = (f"--encoder={run}", f"--data.path={images}", "--data.eval_fraction=0.3", "--depth=1", "--l2=0.01")
-    linear.main([*FAST, *words, "--save=true", f"--out={run}/evaluation/birds.json"])
-    return run
-
-
-def read_csv(file: Path) -> list[dict[str, str]]:
-    with file.open(encoding="utf-8", newline="") as opened:
-        return list(csv.DictReader(opened))
-
-
-def predict_to(out: Path, classifier: Path, images: Path, *options: str) -> Path:
-    predict.main([f"--classifier={classifier}", f"--data.path={images}", f"--out={out}", *FAST, *options])
-    return out
 
 
 def plain_view(image: Path) -> torch.Tensor:
@@ -102,56 +56,56 @@ def assert_is_predicted(row: dict[str, str], logits: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def test_a_fine_tuned_run_predicts_as_plain_timm_with_its_head(tuned, images, tmp_path):
-    rows = read_csv(predict_to(tmp_path / "p.csv", tuned, images))
-    run = tuned / "lr_0.1"
+def test_a_fine_tuned_run_predicts_as_plain_timm_with_its_head(tuned_run, class_images, tmp_path):
+    rows = read_csv(predict_to(tmp_path / "p.csv", tuned_run, class_images))
+    run = tuned_run / "lr_0.1"
     weights = load_file(next((run / "checkpoints").glob("*4")) / "model.safetensors")
     model = plain_model(run)
-    assert len(rows) == 12 and {images / row["file"] for row in rows} == {*images.rglob("*.png")}
+    assert len(rows) == 12 and {class_images / row["file"] for row in rows} == {*class_images.rglob("*.png")}
     for row in rows:
-        token = model.forward_features(plain_view(images / row["file"]))[:, 0]
+        token = model.forward_features(plain_view(class_images / row["file"]))[:, 0]
         assert_is_predicted(row, token @ weights["head.weight"].T + weights["head.bias"])
     about = json.loads((tmp_path / "p.csv.json").read_text(encoding="utf-8"))
     assert about["classes"] == sorted(NAMES) and about["precision"] == "fp32" and about["images"] == 12
 
 
 @torch.no_grad()
-def test_a_kept_head_predicts_as_plain_timm_with_its_weights(probed, images, tmp_path):
-    head = probed / "evaluation" / "birds_head"
-    rows = pq.read_table(predict_to(tmp_path / "p.parquet", head, images)).to_pylist()
+def test_a_kept_head_predicts_as_plain_timm_with_its_weights(run_with_head, class_images, tmp_path):
+    head = run_with_head / "evaluation" / "birds_head"
+    rows = pq.read_table(predict_to(tmp_path / "p.parquet", head, class_images)).to_pylist()
     weights = load_file(head / "head.safetensors")
-    model = plain_model(probed)
+    model = plain_model(run_with_head)
     for row in rows:
         (tokens,) = model.forward_intermediates(
-            plain_view(images / row["file"]), indices=[0], norm=False, intermediates_only=True, output_fmt="NLC"
+            plain_view(class_images / row["file"]), indices=[0], norm=False, intermediates_only=True, output_fmt="NLC"
         )
         features = (tokens.mean(1) - weights["mean"]) / weights["std"]
         assert_is_predicted(row, features @ weights["classify.weight"].T + weights["classify.bias"])
 
 
-def test_a_supervised_run_predicts_too(images, tmp_path):
+def test_a_supervised_run_predicts_too(class_images, tmp_path):
     small = [each for each in TINY if each.startswith("--model")]
     run = tmp_path / "run"
-    words = (f"--data.path={images}", "--data.eval_fraction=0.3", f"--run.dir={run}", "--optim.lr=0.01")
+    words = (f"--data.path={class_images}", "--data.eval_fraction=0.3", f"--run.dir={run}", "--optim.lr=0.01")
     supervised.main([*OF_TRAINING, *small, *words])
-    rows = read_csv(predict_to(tmp_path / "p.csv", run, images, "--probabilities=false", "--top=1"))
+    rows = read_csv(predict_to(tmp_path / "p.csv", run, class_images, "--probabilities=false", "--top=1"))
     assert list(rows[0]) == ["file", "split", "class", "probability", "label", "right", "error"]
     assert {row["class"] for row in rows} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
-def test_an_interrupted_table_is_finished_to_the_same_bytes(name, probed, images, tmp_path, monkeypatch):
+def test_an_interrupted_table_is_finished_to_the_same_bytes(name, run_with_head, class_images, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "ROWS_PER_PART", 5)
-    head = probed / "evaluation" / "birds_head"
-    whole = predict_to(tmp_path / f"whole_{name}", head, images)
+    head = run_with_head / "evaluation" / "birds_head"
+    whole = predict_to(tmp_path / f"whole_{name}", head, class_images)
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
         done = interrupt_after(context, ClassRows, "rows", 2)
-        predict_to(tmp_path / name, head, images)
+        predict_to(tmp_path / name, head, class_images)
     assert not (tmp_path / name).exists() and done == [range(0, 4), range(0, 5)]  # held-out and learned images
-    again = predict_to(tmp_path / name, head, images)
+    again = predict_to(tmp_path / name, head, class_images)
     assert again.read_bytes() == whole.read_bytes()
     monkeypatch.setattr(ClassRows, "rows", None)  # nothing is left to compute
-    assert predict_to(tmp_path / name, head, images).read_bytes() == whole.read_bytes()
+    assert predict_to(tmp_path / name, head, class_images).read_bytes() == whole.read_bytes()
     assert not list(tmp_path.glob(".*"))
 
 
@@ -173,8 +127,13 @@ def die_in_the_third_part() -> None:
 
 
 @pytest.mark.faults
-def test_a_killed_command_is_finished_to_the_same_bytes(probed, images, tmp_path, tally):
-    words = (f"--classifier={probed / 'evaluation' / 'birds_head'}", f"--data.path={images}", *FAST, "--data.workers=2")
+def test_a_killed_command_is_finished_to_the_same_bytes(run_with_head, class_images, tmp_path, tally):
+    words = (
+        f"--classifier={run_with_head / 'evaluation' / 'birds_head'}",
+        f"--data.path={class_images}",
+        *FAST,
+        "--data.workers=2",
+    )
     whole, killed = tmp_path / "whole.csv", tmp_path / "killed.csv"
     run = Command("predict", *words, f"--out={killed}", prepare=die_in_the_third_part)
     assert run.wait() == [-signal.SIGKILL] and not killed.exists(), run.said
@@ -187,10 +146,10 @@ def test_a_killed_command_is_finished_to_the_same_bytes(probed, images, tmp_path
     tally("a kill of mpp predict", 1)
 
 
-def test_a_broken_image_is_named_and_the_others_are_predicted(probed, tmp_path, capsys):
+def test_a_broken_image_is_named_and_the_others_are_predicted(run_with_head, tmp_path, capsys):
     images = write_images(tmp_path / "images", 11)
     broken = images / "owl" / "02, ü.png"
-    head = probed / "evaluation" / "birds_head"
+    head = run_with_head / "evaluation" / "birds_head"
     before = read_csv(predict_to(tmp_path / "before.csv", head, images))
     broken.write_bytes(broken.read_bytes()[:60])
     after = read_csv(predict_to(tmp_path / "after.csv", head, images))
@@ -204,13 +163,13 @@ def test_a_broken_image_is_named_and_the_others_are_predicted(probed, tmp_path, 
     assert "1 image cannot be decoded" in page and name in page
 
 
-def test_labels_give_an_accuracy_and_unknown_ones_are_named(probed, tmp_path, capsys):
+def test_labels_give_an_accuracy_and_unknown_ones_are_named(run_with_head, tmp_path, capsys):
     images = write_images(tmp_path / "images")
     for number in range(2):
         file = images / "zebra" / f"{number}.png"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(encoded(picture(number)))
-    out = predict_to(tmp_path / "p.csv", probed / "evaluation" / "birds_head", images)
+    out = predict_to(tmp_path / "p.csv", run_with_head / "evaluation" / "birds_head", images)
     rows = read_csv(out)
     right = [row["class"] == Path(row["file"]).parent.name for row in rows]
     assert [row["right"] for row in rows] == [str(each).lower() for each in right]
@@ -231,77 +190,77 @@ def test_labels_give_an_accuracy_and_unknown_ones_are_named(probed, tmp_path, ca
     assert figures["figures"]["macro_f1"][0] == pytest.approx(f1_score(truth, predicted, average="macro"))
 
 
-def test_labels_of_other_classes_give_no_accuracy(probed, image_folder, tmp_path, capsys):
-    out = predict_to(tmp_path / "p.csv", probed / "evaluation" / "birds_head", image_folder)
+def test_labels_of_other_classes_give_no_accuracy(run_with_head, image_folder, tmp_path, capsys):
+    out = predict_to(tmp_path / "p.csv", run_with_head / "evaluation" / "birds_head", image_folder)
     assert "right" not in read_csv(out)[0]
     assert "the labels (cat, dog) are no classes of the classifier" in capsys.readouterr().err
 
 
-def test_a_list_of_images_is_predicted_without_labels(probed, images, tmp_path):
+def test_a_list_of_images_is_predicted_without_labels(run_with_head, class_images, tmp_path):
     """CSV in, names of species out."""
     flat = tmp_path / "flat"
     flat.mkdir()
-    files = sorted(images.rglob("*.png"))
+    files = sorted(class_images.rglob("*.png"))
     for file in files:
         shutil.copy(file, flat)
     with (tmp_path / "sites.csv").open("w", encoding="utf-8", newline="") as opened:
         writer = csv.writer(opened)
         writer.writerow(["file_name", "site"])
         writer.writerows([file.name, "river, north"] for file in files[:7])
-    head = probed / "evaluation" / "birds_head"
+    head = run_with_head / "evaluation" / "birds_head"
     rows = read_csv(predict_to(tmp_path / "p.csv", head, flat, f"--data.labels={tmp_path / 'sites.csv'}"))
     assert [row["file"] for row in rows] == sorted(file.name for file in files[:7])
     assert all(row["class"] in NAMES for row in rows) and "label" not in rows[0]
 
 
-def test_another_table_is_not_written_over(probed, images, tmp_path):
-    head = probed / "evaluation" / "birds_head"
-    out = predict_to(tmp_path / "p.csv", head, images)
+def test_another_table_is_not_written_over(run_with_head, class_images, tmp_path):
+    head = run_with_head / "evaluation" / "birds_head"
+    out = predict_to(tmp_path / "p.csv", head, class_images)
     before = out.read_bytes()
     with pytest.raises(UserError, match=r"out is .*p\.csv; it must be a new file"):
-        predict_to(out, head, images, "--top=2")
+        predict_to(out, head, class_images, "--top=2")
     assert out.read_bytes() == before
     (tmp_path / "own.csv").write_text("my,notes\n")
     with pytest.raises(UserError, match=r"out is .*own\.csv; it must be a new file"):
-        predict_to(tmp_path / "own.csv", head, images)
+        predict_to(tmp_path / "own.csv", head, class_images)
     with pytest.raises(UserError, match=r"out is .*; it must be a file whose name ends in \.csv or \.parquet"):
-        predict_to(tmp_path / "p.txt", head, images)
+        predict_to(tmp_path / "p.txt", head, class_images)
 
 
-def test_an_encoder_may_move_with_its_head_or_without(probed, images, tmp_path):
-    expected = predict_to(tmp_path / "a.csv", probed / "evaluation" / "birds_head", images).read_bytes()
-    moved = Path(shutil.copytree(probed, tmp_path / "moved"))
-    away = probed.rename(probed.with_name("away"))
+def test_an_encoder_may_move_with_its_head_or_without(run_with_head, class_images, tmp_path):
+    expected = predict_to(tmp_path / "a.csv", run_with_head / "evaluation" / "birds_head", class_images).read_bytes()
+    moved = Path(shutil.copytree(run_with_head, tmp_path / "moved"))
+    away = run_with_head.rename(run_with_head.with_name("away"))
     try:
         head = moved / "evaluation" / "birds_head"
-        assert predict_to(tmp_path / "b.csv", head, images).read_bytes() == expected
+        assert predict_to(tmp_path / "b.csv", head, class_images).read_bytes() == expected
         alone = Path(shutil.copytree(head, tmp_path / "alone"))
         with pytest.raises(
             UserError, match=r"no encoder at .*run: .*alone is the head of one; name its place by --enc"
         ):
-            predict_to(tmp_path / "c.csv", alone, images)
-        out = predict_to(tmp_path / "c.csv", alone, images, f"--encoder={away}")
+            predict_to(tmp_path / "c.csv", alone, class_images)
+        out = predict_to(tmp_path / "c.csv", alone, class_images, f"--encoder={away}")
         assert out.read_bytes() == expected
     finally:
-        away.rename(probed)
+        away.rename(run_with_head)
 
 
-def test_a_head_of_another_encoder_is_refused_by_name(probed, tuned, images, tmp_path):
-    head = probed / "evaluation" / "birds_head"
-    other = tuned / "lr_0.1"
+def test_a_head_of_another_encoder_is_refused_by_name(run_with_head, tuned_run, class_images, tmp_path):
+    head = run_with_head / "evaluation" / "birds_head"
+    other = tuned_run / "lr_0.1"
     with pytest.raises(UserError, match=rf"encoder is {other}, whose weights are not those that {head} was trained on"):
-        predict_to(tmp_path / "p.csv", head, images, f"--encoder={other}")
+        predict_to(tmp_path / "p.csv", head, class_images, f"--encoder={other}")
     with pytest.raises(UserError, match=r"it must be null with .*, which is no kept head"):
-        predict_to(tmp_path / "p.csv", other, images, f"--encoder={probed}")
+        predict_to(tmp_path / "p.csv", other, class_images, f"--encoder={run_with_head}")
     assert not list(tmp_path.glob("*"))
 
 
-def test_what_is_no_classifier_is_refused(finished_run, images, tmp_path):
+def test_what_is_no_classifier_is_refused(finished_run, class_images, tmp_path):
     with pytest.raises(UserError, match=r"classifier is .*; it must be the folder of a finished supervised or fine-tu"):
-        predict_to(tmp_path / "p.csv", finished_run, images)
+        predict_to(tmp_path / "p.csv", finished_run, class_images)
     (tmp_path / "finetune.json").write_text('{"results": []}')
     with pytest.raises(UserError, match="which has compared rates only"):
-        predict_to(tmp_path / "p.csv", tmp_path, images)
+        predict_to(tmp_path / "p.csv", tmp_path, class_images)
 
 
 def test_classes_of_timm_have_names_and_each_is_unique():

@@ -9,10 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 import timm
 import torch
+from classified_images import FAST, OF_TRAINING, predict_to
 from conftest import TINY
 from safetensors.torch import load_file
 from test_label_kinds import colours, write_images
-from test_predict import FAST, OF_TRAINING, plain_view, predict_to
+from test_predict import plain_view
 
 from evaluation import export, finetune, linear, supervised
 from evaluation.supervision.classifiers import load_classifier

@@ -180,7 +180,7 @@ def read_published(file: str | None) -> dict[str, list[ResultRow]]:
 def training_cost(encoder: Encoder) -> dict[str, float]:
     """PFLOP and device-hours that training an encoder and its ancestors took, as entries of a row.
 
-    Those of random weights are 0. Those without a record are left out: of a folder from elsewhere, or of timm's name.
+    Random weights cost 0. Encoders without a record are left out, such as a folder from elsewhere or a timm name.
     """
     costs = {}
     for name, measure in COSTS.items():

@@ -16,7 +16,7 @@ Representation = Literal["class", "mean", "both"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The encoder: one of timm's plain transformers, or a plain ViT by its numbers."""
+    """The encoder: a plain timm transformer by name, or a plain ViT by its numbers."""
 
     name: str | None = None
     """A timm VisionTransformer, Eva or Beit (vit_base_patch16_224, vit_small_patch16_dinov3, ...), with random weights.
@@ -46,7 +46,7 @@ class ModelConfig:
     """axial: each block is two, attention along rows with its MLP, and along columns with another (paper, D.6). There
     is no [class] then; the mean of the patches is the feature."""
     arguments: dict[str, Any] | None = None
-    """Further arguments of timm's class: {"reg_tokens": 4}, {"init_values": 1e-5}, {"qk_norm": true}; in
+    """Further arguments of the timm model's class: {"reg_tokens": 4}, {"init_values": 1e-5}, {"qk_norm": true}; in
     supervised training those of the named model: {"channels": [128, 256, 512, 1024]} of resnetv2_50x1_bit."""
     dropout: float = setting(0.0, at_least=0, below=1)
     """Dropout after position embeddings and every dense layer but qkv (paper, Table 3)."""

@@ -1,18 +1,9 @@
-"""Warnings about images, waiting for them, and an idle GPU: functions of a run's history and facts.
-
-The figures in the docstrings were measured on birds, CIFAR-10 (5,000 images), scikit-learn's digits, and tiles of
-scikit-image's photographs: 18 healthy runs of 300 to 1,200 steps (mean_color, grid_color, pixels, MAE, SimMIM,
-MaskFeat), and runs made sick. tests/test_verdict.py has such runs.
-"""
+"""Warnings about images, waiting for them, and an idle GPU: functions of a run's history and facts."""
 
 from statistics import median
 
 from mpp.training.facts import Facts
-from mpp.training.history import (
-    RECENT_LINES,
-    History,
-    series,
-)
+from mpp.training.history import RECENT_LINES, History, series
 
 MAX_DATA_WAIT = 1 / 3  # of the time
 

@@ -1,4 +1,9 @@
-"""All warnings about a run, by name. Nothing here reads a file or computes."""
+"""All warnings about a run, by name. Nothing here reads a file or computes.
+
+Figures in the docstrings of warnings were measured on birds, CIFAR-10 (5,000 images), scikit-learn's digits, and tiles
+of scikit-image's photographs: 18 healthy runs of 300 to 1,200 steps (mean_color, grid_color, pixels, MAE, SimMIM,
+MaskFeat), and runs made sick. tests/test_verdict.py has such runs.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple

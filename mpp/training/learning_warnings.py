@@ -1,9 +1,4 @@
-"""Warnings about learning: the loss, the features, the optimiser. Functions of a run's history and facts.
-
-The figures in the docstrings were measured on birds, CIFAR-10 (5,000 images), scikit-learn's digits, and tiles of
-scikit-image's photographs: 18 healthy runs of 300 to 1,200 steps (mean_color, grid_color, pixels, MAE, SimMIM,
-MaskFeat), and runs made sick. tests/test_verdict.py has such runs.
-"""
+"""Warnings about learning: the loss, the features, the optimiser. Functions of a run's history and facts."""
 
 from math import log, sqrt
 from statistics import mean, median

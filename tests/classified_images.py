@@ -1,0 +1,71 @@
+"""Classifiers that know three classes, images of these classes, and tables of predictions: fixtures of several files.
+
+Pytest imports this before it hides the GPUs: nothing here imports torch at the top.
+"""
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import TINY, encoded, picture
+
+FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
+OF_TRAINING = tuple(each for each in TINY if not each.startswith(("--probe", "--model", "--data.eval_images")))
+NAMES = ("Blåmes, adult", 'Ente "鴨"', "owl")
+
+
+def write_images(folder: Path, count: int = 12) -> Path:
+    """A folder of images of three classes."""
+    for number in range(count):
+        file = folder / NAMES[number % 3] / f"{number:02d}, ü.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(picture(number)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def class_images(tmp_path_factory):
+    """Images of three classes, whose names have commas, quotes and characters of several scripts."""
+    return write_images(tmp_path_factory.mktemp("images") / "folder")
+
+
+@pytest.fixture(scope="module")
+def tuned_run(finished_run, class_images, tmp_path_factory):
+    """A fine-tuning on these images."""
+    from evaluation import finetune
+
+    folder = tmp_path_factory.mktemp("tuned") / "run"
+    words = (
+        f"--encoder={finished_run}",
+        f"--data.path={class_images}",
+        f"--run.dir={folder}",
+        "--data.eval_fraction=0.3",
+    )
+    finetune.main([*OF_TRAINING, *words, "--lrs=0.1"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_with_head(finished_run, class_images, tmp_path_factory):
+    """A run with a kept head on the mean of the patches, after its first block."""
+    from evaluation import linear
+
+    run = Path(shutil.copytree(finished_run, tmp_path_factory.mktemp("probed") / "run"))
+    words = (f"--encoder={run}", f"--data.path={class_images}", "--data.eval_fraction=0.3", "--depth=1", "--l2=0.01")
+    linear.main([*FAST, *words, "--save=true", f"--out={run}/evaluation/birds.json"])
+    return run
+
+
+def read_csv(file: Path) -> list[dict[str, str]]:
+    """The rows of a table, as texts."""
+    with file.open(encoding="utf-8", newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def predict_to(out: Path, classifier: Path, images: Path, *options: str) -> Path:
+    """Predict the images of a folder, and return the table."""
+    from evaluation import predict
+
+    predict.main([f"--classifier={classifier}", f"--data.path={images}", f"--out={out}", *FAST, *options])
+    return out
