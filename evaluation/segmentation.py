@@ -49,7 +49,7 @@ from evaluation.patches.readings import (
     neighbour_votes,
     predict_pixels,
 )
-from evaluation.patches.scores import count_by_image, count_confusion, score_confusion, score_most_frequent
+from evaluation.patches.scores import count_confusion, score_confusion, score_most_frequent
 from evaluation.patches.statistics import (
     describe_masked_images,
     report_pixels,
@@ -182,9 +182,9 @@ def evaluate(
         if predictions is not None and reading:
             predictions[reading] = torch.from_numpy(numbers)[predicted.long()]
         masks = torch.from_numpy(features.test_masks)
-        scores = score_confusion(count_confusion(masks, predicted, len(numbers)), numbers)
-        targets, counts = count_by_image(masks, predicted, len(numbers))
-        return scores | {"outcomes": Outcomes("pixels", targets, counts, names, features.test_images)}
+        counts = count_confusion(masks, predicted, len(numbers))
+        outcomes = Outcomes("pixels", counts.sum(2), counts, names, features.test_images)
+        return score_confusion(counts.sum(0), numbers) | {"outcomes": outcomes}
 
     results = []
     if "linear" in config.readings:

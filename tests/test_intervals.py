@@ -11,7 +11,7 @@ from evaluation.metrics.one_class import OneClass
 from evaluation.metrics.outcomes import Outcomes, load_outcomes, save_outcomes
 from evaluation.metrics.pixels import Pixels
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, keep_outcomes, labelled_outcomes, score
-from evaluation.patches.scores import count_by_image
+from evaluation.patches.scores import count_confusion
 from mpp.errors import UserError
 
 KIND = OneClass()
@@ -143,10 +143,12 @@ def test_cases_by_hand():
 def test_each_class_of_pixels_has_its_iou_with_an_interval():
     """Of two images: class a is half right in each, b once right and once not at all, c is nowhere."""
     targets = np.array([[4, 0, 0], [2, 2, 0]])
-    predictions = np.zeros((2, 3, 2), int)
-    predictions[0] = [[2, 2], [2, 0], [0, 0]]
-    predictions[1] = [[1, 1], [3, 2], [0, 0]]
-    headings, rows = Pixels().class_table(Outcomes("pixels", targets, predictions, ["a", "b", "c"]))
+    predictions = np.zeros((2, 3, 3), int)
+    predictions[0] = [[2, 2, 0], [0, 0, 0], [0, 0, 0]]
+    predictions[1] = [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
+    outcomes = Outcomes("pixels", targets, predictions, ["a", "b", "c"])
+    assert Pixels().confusion(outcomes).tolist() == [[3, 3, 0], [0, 2, 0], [0, 0, 0]]
+    headings, rows = Pixels().class_table(outcomes)
     assert headings == ["class", "pixels", "predicted", "IoU (%)"]
     assert [row[:3] for row in rows] == [["a", "6", "3"], ["b", "2", "5"], ["c", "0", "0"]]
     assert rows[0][3] == "50.0 (50.0 to 50.0)" and rows[1][3].startswith("40.0 (") and rows[2][3] == "-"
@@ -160,8 +162,9 @@ def unlearned(kind, images=79, classes=9):
     if kind == "several":
         return Outcomes(kind, marks, rng.random((images, classes)))
     if kind == "pixels":
-        always_first = 9 * np.eye(classes, dtype=np.int64)[np.zeros_like(truth)]
-        return Outcomes(kind, 9 * marks, np.stack([always_first, always_first * marks], -1))
+        always_first = np.zeros((images, classes, classes), np.int64)
+        always_first[:, :, 0] = 9 * marks
+        return Outcomes(kind, 9 * marks, always_first)
     if kind == "number":
         return Outcomes(kind, rng.normal(size=images), np.zeros(images))
     return Outcomes("class", truth, np.zeros_like(truth), [str(number) for number in range(classes)])
@@ -218,8 +221,8 @@ def draw_masks(rng, images):
 
 
 def outcomes_of_masks(truth, predicted):
-    targets, counts = count_by_image(torch.from_numpy(truth), torch.from_numpy(predicted), 3)
-    return Outcomes("pixels", targets, counts)
+    counts = count_confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 3)
+    return Outcomes("pixels", counts.sum(2), counts)
 
 
 def test_iou_is_scikit_learns_and_its_bootstrap_covers_the_truth():

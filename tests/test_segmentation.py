@@ -10,7 +10,7 @@ import torch
 from conftest import dataset_of, encoded, picture
 from image_files import npy, npz, tiff
 from PIL import Image
-from sklearn.metrics import accuracy_score, jaccard_score
+from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
 from sklearn.neighbors import KNeighborsClassifier
 
 from evaluation import compare, segmentation
@@ -121,12 +121,13 @@ def test_scores_are_scikit_learns(ignored):
     truth = rng.choice([0, 1, 2, 4, 5], (7, 9, 11))  # nothing is of class 3
     predicted = rng.choice([0, 1, 2, 4], (7, 9, 11))
     truth[0, :4] = IGNORED_CLASS if ignored else 5
-    confusion = count_confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6)
+    confusion = count_confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6).sum(0)
     scores = score_confusion(confusion, np.arange(6))
     counted = truth != IGNORED_CLASS
     truth = truth[counted]
     predicted = predicted[counted]
     present = np.union1d(truth, predicted)
+    assert (confusion == confusion_matrix(truth, predicted, labels=range(6))).all()
     mean_iou = jaccard_score(truth, predicted, average="macro", labels=present)
     assert scores["accuracy"] == pytest.approx(mean_iou, abs=1e-12)
     assert scores["pixel_accuracy"] == pytest.approx(accuracy_score(truth, predicted), abs=1e-12)
@@ -469,6 +470,7 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     assert "| weed  " in printed and "class 2" not in printed and "IoU (%)" in printed
     assert report["labels"]["class_names"][-1] == "weed"
     assert "weed," in out.with_name("report.classes.csv").read_text()
+    assert out.with_name("report.confusion.png").is_file()
 
 
 def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):

@@ -21,6 +21,7 @@ PANELS_IN_A_ROW = 4
 MAX_CLASSES_NAMED = 24
 MAX_CONFUSED_NAMED = 60  # classes of a confusion matrix
 MAX_CONFUSED_COUNTED = 25  # whose cells have their numbers
+FIRST_LONG_COUNT = 10_000  # which no cell has room for: they have shares in percent
 MAX_SIDE = 11.0  # of a confusion matrix, in inches
 MIN_TICK_DISTANCE = 0.06  # of the length of a logarithmic axis
 Statistics = dict[str, float]
@@ -200,12 +201,12 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure
     """A confusion matrix: the share of each true class (rows) that each class (columns) is predicted for.
 
     Args:
-        confusion: (C, C) numbers of images.
+        confusion: (C, C) numbers of images or pixels.
         names: of the classes.
     """
     classes = len(names)
-    images = confusion.sum(1, keepdims=True)
-    shares = np.divide(100 * confusion, images, out=np.full(confusion.shape, np.nan), where=images > 0)
+    of_class = confusion.sum(1, keepdims=True)
+    shares = np.divide(100 * confusion, of_class, out=np.full(confusion.shape, np.nan), where=of_class > 0)
     side = min(MAX_SIDE, 2.6 + 0.34 * classes)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.add_subplot()
@@ -219,8 +220,9 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure
     if classes <= MAX_CONFUSED_COUNTED:
         for (row, column), count in np.ndenumerate(confusion):
             color = "black" if shares[row, column] > 50 else "white"
+            text = f"{shares[row, column]:.0f} %" if confusion.max() >= FIRST_LONG_COUNT else str(count)
             if count:
-                axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=color)
+                axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
     return figure
 
 

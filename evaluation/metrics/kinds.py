@@ -127,7 +127,10 @@ class LabelKind(ABC):
         return None
 
     def confusion(self, outcomes: Outcomes) -> NDArray[np.int64] | None:
-        """Images of each class (rows) that each class (columns) is predicted for: (C, C); None: the kind has none."""
+        """Images (or pixels) of each class, rows, that each class, columns, is predicted for: (C, C).
+
+        None: the kind has none.
+        """
         return None
 
     def text(self, name: str, value: float | None, low: float | None, high: float | None) -> str:

@@ -16,7 +16,8 @@ from evaluation.metrics.outcomes import Outcomes
 class Pixels(LabelKind):
     """A class for each pixel.
 
-    Targets (M, C): pixels of each class. Predictions (M, C, 2): pixels that it is predicted for, and those of both.
+    Targets (M, C): pixels of each class. Predictions (M, C, C): pixels of each class (second axis) that each class
+    (third axis) is predicted for.
     """
 
     name = "pixels"
@@ -39,7 +40,7 @@ class Pixels(LabelKind):
         classes = outcomes.targets.shape[1]
         values = ious_by_class(outcomes, np.ones(len(outcomes)))
         resampled = ious_by_class(outcomes, drawn_weights(len(outcomes)))
-        predicted = outcomes.predictions[..., 0].sum(0)
+        predicted = self.confusion(outcomes).sum(0)
         rows = []
         for number, name in enumerate(outcomes.names(classes)):
             counts = [str(int(outcomes.targets[:, number].sum())), str(int(predicted[number]))]
@@ -47,14 +48,24 @@ class Pixels(LabelKind):
             rows.append([name, *counts, as_percent(values[number], interval)])
         return ["class", "pixels", "predicted", "IoU (%)"], rows
 
+    def confusion(self, outcomes: Outcomes) -> NDArray[np.int64]:
+        """Pixels of each class (rows) that each class (columns) is predicted for: (C, C)."""
+        return outcomes.predictions.sum(0)
+
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         return {}  # a segmentation's report has those that need the images
+
+
+def right_pixels(outcomes: Outcomes) -> NDArray[np.int64]:
+    """Pixels of each image that are predicted as their own class: (M, C)."""
+    return np.diagonal(outcomes.predictions, axis1=1, axis2=2)
 
 
 def ious_by_class(outcomes: Outcomes, weights: NDArray) -> NDArray[np.float64]:
     """IoU (..., C) of images that count so often: weights (..., M). NaN: in no mask, and never predicted."""
     true = weights @ outcomes.targets
-    predicted, right = (weights @ outcomes.predictions[..., part] for part in (0, 1))
+    predicted = weights @ outcomes.predictions.sum(1)
+    right = weights @ right_pixels(outcomes)
     union = true + predicted - right
     return np.divide(right, union, out=np.full(union.shape, np.nan), where=union > 0)
 
@@ -64,5 +75,5 @@ def figures_of(outcomes: Outcomes, weights: NDArray) -> dict[str, NDArray[np.flo
     ious = ious_by_class(outcomes, weights)
     present = np.isfinite(ious)
     true = (weights @ outcomes.targets).sum(-1)
-    right = (weights @ outcomes.predictions[..., 1]).sum(-1)
+    right = (weights @ right_pixels(outcomes)).sum(-1)
     return {"mean_iou": np.where(present, ious, 0).sum(-1) / present.sum(-1), "pixel_accuracy": right / true}

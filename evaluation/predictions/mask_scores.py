@@ -5,7 +5,7 @@ n images, C classes.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -21,16 +21,8 @@ from mpp.errors import UnreadableImage
 from mpp.runtime.messages import counted, warn
 from mpp.runtime.progress import progress_bar
 
-PixelsByClass = dict[int, int]
-"""Number of a class, as in the files of masks -> pixels."""
-
-
-class PixelCounts(NamedTuple):
-    """The pixels of an image that count."""
-
-    true: PixelsByClass
-    predicted: PixelsByClass
-    right: PixelsByClass
+PixelCounts = dict[tuple[int, int], int]
+"""Numbers of a true class and of the predicted one, as in the files of masks -> pixels of an image."""
 
 
 def has_masks(rows: datasets.Dataset, data: MaskedDataConfig) -> bool:
@@ -81,11 +73,11 @@ def count_split(
             counts.append(count_pixels(decode_mask(cell, data).numpy(), file))
         except UnreadableImage as reason:
             problems.append(f"{masked.images.image_name(index)}: {reason}")
-    return [each for each in counts if each.true], problems
+    return [each for each in counts if each], problems
 
 
 def count_pixels(true: NDArray[np.int16], file: Path) -> PixelCounts:
-    """The pixels of a mask (H, W), of the predicted one in a file, and of both, by the number of the class.
+    """The pixels of a mask (H, W) and of the predicted one in a file, by the numbers of both classes.
 
     Raises:
         UnreadableImage: the two differ in size.
@@ -95,27 +87,21 @@ def count_pixels(true: NDArray[np.int16], file: Path) -> PixelCounts:
         sizes = [f"{width} x {height}" for height, width in (true.shape, predicted.shape)]
         raise UnreadableImage(f"its mask has {sizes[0]} pixels, and the image {sizes[1]}")
     counted = true != IGNORED_CLASS
-    truth, found = true[counted].astype(np.int64), predicted[counted]
-    return PixelCounts(*map(count_classes, (truth, found, truth[truth == found])))
-
-
-def count_classes(pixels: NDArray[np.int64]) -> PixelsByClass:
-    """The number of pixels of each class that occurs."""
-    numbers, counts = np.unique(pixels, return_counts=True)
-    return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+    pairs, counts = np.unique(np.stack([true[counted], predicted[counted]]), axis=1, return_counts=True)
+    return dict(zip(zip(*pairs.tolist(), strict=True), counts.tolist(), strict=True))
 
 
 def to_outcomes(counts: Sequence[PixelCounts], rows: PixelRows) -> Outcomes:
     """Outcomes of the classes that occur, or that the classifier knows: those first, in its order."""
     known = dict(zip(rows.classifier.class_numbers, rows.classifier.class_names, strict=True))
-    occurring = {number for image in counts for each in image for number in each}
+    occurring = {number for of_image in counts for pair in of_image for number in pair}
     unknown = sorted(occurring - known.keys())
     if unknown:
         warn(f"the classifier does not know the classes {', '.join(map(str, unknown))} of the masks: they are missed")
-    numbers = [*known, *unknown]
-    table = np.zeros((len(counts), len(numbers), len(PixelCounts._fields)), np.int64)
-    for row, image in zip(table, counts, strict=True):
-        for part, by_class in enumerate(image):
-            row[:, part] = [by_class.get(number, 0) for number in numbers]
+    places = {number: place for place, number in enumerate([*known, *unknown])}
+    confusion = np.zeros((len(counts), len(places), len(places)), np.int64)
+    for of_image, pairs in zip(confusion, counts, strict=True):
+        for (true, predicted), pixels in pairs.items():
+            of_image[places[true], places[predicted]] = pixels
     names = [*known.values(), *(f"class {number}" for number in unknown)]
-    return Outcomes("pixels", table[..., 0], table[..., 1:], names)
+    return Outcomes("pixels", confusion.sum(2), confusion, names)
