@@ -439,7 +439,7 @@ def test_of_many_classes_the_worst_are_printed(kind, capsys, tmp_path):
     numbers = np.tile(np.arange(40), 2)
     predicted = np.where(numbers < 10, 10 + numbers, numbers)
     marks = np.eye(40, dtype=np.int8)
-    pixels = 9 * np.stack([marks[predicted], marks[numbers] * (numbers == predicted)[:, None]], -1)
+    pixels = 9 * marks[numbers][:, :, None] * marks[predicted][:, None, :]
     arrays = {
         "class": (numbers, predicted),
         "several": (marks[numbers], marks[predicted] + 0.0),
