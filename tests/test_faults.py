@@ -12,6 +12,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -591,6 +592,9 @@ def dies_with_its_batch(seconds: float) -> None:
 
     def closed(self):
         if dying.is_set():
+            address, _ = self._id
+            with socket.socket(socket.AF_UNIX) as leaving:  # as one that hears of the death in the handshake does
+                leaving.connect(address)
             raise EOFError
         return detach(self)
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
+from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -97,6 +98,16 @@ def allow_warning_again() -> None:
     notes.warned[0] = 0
 
 
+def print_unless_reader_left(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of a thread of a loader process, as `sys.excepthook`.
+
+    The error of the thread that hands over batches is left out where the training process closes its connection: it
+    has heard of another loader process's death in the middle of the handshake, and says so itself.
+    """
+    if not isinstance(error, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, trace)
+
+
 def start_worker(reading: Tensor, warned: Tensor, imports: list[str], worker: int) -> None:
     """Start a loader process (see DataLoader's worker_init_fn).
 
@@ -110,6 +121,7 @@ def start_worker(reading: Tensor, warned: Tensor, imports: list[str], worker: in
     notes.reading = reading[worker].numpy()
     notes.warned = warned.numpy()
     notes.reading[:] = os.getpid(), NO_IMAGE
+    sys.excepthook = print_unless_reader_left
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
