@@ -1,17 +1,20 @@
 """Settings: one source of defaults, files that compose, errors of one line."""
 
 import dataclasses
+import re
 import runpy
 
 import pytest
+import settings_page
 from conftest import ROOT
 
 from evaluation.config import EmbedConfig, ExportConfig, FewshotConfig, PredictConfig, SegmentationConfig
 from mpp.config import Config
 from mpp.config.command_line import as_words
-from mpp.config.keys import flatten
+from mpp.config.keys import flatten, known_keys
 from mpp.config.parsing import parse
 from mpp.config.saved import changes_since, describe_changes, to_yaml
+from mpp.config.terms import NAMES_ELSEWHERE, REMARKS
 from mpp.errors import UserError
 
 
@@ -177,7 +180,11 @@ def test_a_config_that_is_no_text_is_named(tmp_path):
     ("word", "said"),
     [
         ("--corruption.mask_ratio=0.75", "unknown setting corruption.mask_ratio: did you mean corruption.rate?"),
-        ("--epochs=3", "unknown setting epochs: did you mean run.steps?"),
+        ("--epochs=3", r"did you mean run\.steps \(steps = epochs x images / optim\.global_batch_size\)\?"),
+        (
+            "--batch_size=3",
+            r"did you mean optim\.global_batch_size \(images of a step .*; data\.batch_size is the most",
+        ),
         ("data.path=here", "unknown word data.path=here: did you mean --data.path=here?"),
         ("--data.bands=4,3,2", r"\(did you mean '\[4, 3, 2\]'\?\)$"),
         ("--optim.name=adamw", r"optim\.name is adamw; it must be one of muon, adam, sgd \(did you mean adam\?\)$"),
@@ -246,7 +253,7 @@ def test_a_clip_may_be_infinite_and_a_list_may_be_one_value():
 @pytest.mark.parametrize("config_class", [PredictConfig, EmbedConfig, SegmentationConfig])
 def test_help_leaves_out_settings_without_effect(config_class, capsys):
     with pytest.raises(SystemExit):
-        parse(config_class, ["--help"])
+        parse(config_class, ["--help", "all"])
     printed = capsys.readouterr().out
     (images,) = (each for each in dataclasses.fields(config_class) if each.name == "data")
     assert images.metadata["unused"] and "--data.path " in printed
@@ -256,16 +263,46 @@ def test_help_leaves_out_settings_without_effect(config_class, capsys):
 
 def test_help_has_the_allowed_values_of_every_setting(capsys):
     with pytest.raises(SystemExit):
-        parse(Config, ["--help"])
+        parse(Config, ["--help", "all"])
     text = capsys.readouterr().out
     for line in (
         "--run.compile auto  (auto, true or false)",
         "--run.steps 1200  (a whole number of at least 1)",
-        "--optim.name muon  (one of muon, adam, sgd)",
+        "--optim.name muon  (one of muon, adam, sgd; elsewhere: opt)",
         "--data.nodata null  (a number, nan, or null)",
         "--model.mean 0.5  (a number, a list of them, auto, or null)",
     ):
         assert f"  {line}\n" in text
+
+
+def help_of_words(config_class, words, capsys):
+    with pytest.raises(SystemExit):
+        parse(config_class, words)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_help_of_a_group_has_its_settings_alone(capsys):
+    lines = help_of_words(Config, ["--help", "optim"], capsys)
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert shown == [f"--optim.{each.name}" for each in dataclasses.fields(Config().optim)]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--help", "--run.steps=3"], ["--run.steps=3", "--help"]])
+def test_help_fits_a_screen_and_counts_the_rest(words, capsys):
+    lines = help_of_words(Config, words, capsys)
+    assert len(lines) < 45 and max(map(len, lines)) <= 120
+    counts = {line.split()[0]: int(line.split()[1]) for line in lines if re.match(r"  \w+ +\d+  ", line)}
+    assert sum(counts.values()) == len(known_keys(Config))
+    assert counts["optim"] == len(dataclasses.fields(Config().optim))
+
+
+def test_names_elsewhere_are_of_settings_that_exist():
+    known = {*known_keys(Config), *known_keys(FewshotConfig)}
+    assert set(NAMES_ELSEWHERE.values()) <= known and set(REMARKS) <= set(NAMES_ELSEWHERE)
+
+
+def test_the_page_of_settings_is_up_to_date():
+    assert settings_page.PAGE.read_text() == settings_page.page(), "python tests/settings_page.py writes it"
 
 
 def test_a_wrong_value_is_named_in_the_file_that_has_it(tmp_path):

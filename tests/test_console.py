@@ -72,7 +72,7 @@ def test_help_of_a_command_has_every_setting_once_and_ten_first(name, capsys):
     module, configs, config = places(name)
     config_class = getattr(import_module(configs), config)
     with pytest.raises(SystemExit):
-        import_module(module).main(["--help"])
+        import_module(module).main(["--help", "all"])
     lines = capsys.readouterr().out.splitlines()
     shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
     assert sorted(shown) == sorted(set(known_keys(config_class)) - unused_keys(config_class))

@@ -3,7 +3,8 @@
 import dataclasses
 import sys
 import textwrap
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from docstring_parser import parse_from_object
 from mpp.config.allowed import describe_allowed
 from mpp.config.command_line import as_words
 from mpp.config.fields import default_of
+from mpp.config.terms import names_elsewhere
 
 CHANGED_FIRST = (
     "encoder",
@@ -43,6 +45,22 @@ FIRST_SETTINGS = 10
 CONFIG_HELP = "YAML file of settings, or the name of one that the package brings; several compose, later ones win."
 IMPORT_HELP = "Python file or module of yours, which registers objectives, patterns, networks or evaluations."
 LINE_WIDTH = 110
+SETTINGS_OF_A_SCREEN = 12
+FIRST_HEADING = "What people change first"
+OWN_SETTINGS = "general"
+"""Heading of a command's settings that are in no group."""
+
+
+@dataclass(frozen=True)
+class DocumentedSetting:
+    """A setting with all that help and the page of settings say of it."""
+
+    key: str
+    """With its group: optim.lr."""
+    default: Any
+    field: dataclasses.Field
+    text: str
+    """Its docstring in one line."""
 
 
 def show_help(text: str) -> NoReturn:
@@ -51,10 +69,20 @@ def show_help(text: str) -> NoReturn:
     sys.exit()
 
 
-def help_of(config_class: type, prog: str | None) -> str:
-    """Help of a command: the ten settings that users change first, then all others by group."""
+def help_of(config_class: type, prog: str | None, part: str = "") -> str:
+    """Help of a command: the settings that users change first and the groups of all others, or a part of it.
+
+    Args:
+        part: "all", or a group's name, of which all settings are shown; others, such as options: as without.
+    """
     defaults = {each.name: default_of(each) for each in dataclasses.fields(config_class)}
-    lines_by_key = dict(documented_settings(config_class, defaults))
+    settings = list(documented_settings(config_class, defaults))
+    groups = by_group(settings)
+    titles = {name: title_of(name, defaults) for name in groups}
+    if part in groups:
+        return "\n".join([titles[part], *lines_of(groups[part])])
+    settings_by_key = {each.key: each for each in settings}
+    first = [settings_by_key[key] for key in CHANGED_FIRST if key in settings_by_key][:FIRST_SETTINGS]
     command = prog or Path(sys.argv[0]).name
     lines = [
         f"usage: {command} [--config FILE_OR_NAME ...] [--import FILE] [--SETTING VALUE ...]",
@@ -64,31 +92,54 @@ def help_of(config_class: type, prog: str | None) -> str:
         f"--config: {CONFIG_HELP}",
         f"--import: {IMPORT_HELP}",
     ]
-    for name, keys in groups_of(list(lines_by_key)).items():
-        heading = f"{name}:"
-        if name in defaults:
-            heading = f"--{name}.*: {type(defaults[name]).__doc__.splitlines()[0]}"
-        lines += ["", heading]
-        for key in keys:
-            lines += lines_by_key[key]
+    shows_all = part == "all" or len(settings) <= SETTINGS_OF_A_SCREEN
+    lines += ["", f"{FIRST_HEADING}:", *lines_of(first, in_full=shows_all)]
+    if shows_all:
+        for name, members in groups.items():
+            others = [each for each in members if each not in first]
+            if others:
+                lines += ["", titles[name], *lines_of(others)]
+        return "\n".join(lines)
+    lines += ["", f"All {len(settings)} settings: --help all. Those of a group: --help {next(iter(groups))}."]
+    for name, members in groups.items():
+        lines.append(f"  {name:11} {len(members):3}  {first_sentence(titles[name].partition(': ')[2])}")
     return "\n".join(lines)
 
 
-def groups_of(keys: list[str]) -> dict[str, list[str]]:
-    """Dotted keys by the heading below which help lists them."""
-    first = [key for key in CHANGED_FIRST if key in keys][:FIRST_SETTINGS]
-    groups = {"What people change first": first}
-    for key in keys:
-        if key not in first:
-            group = key.rpartition(".")[0] or "general"
-            groups.setdefault(group, []).append(key)
+def by_group(settings: Iterable[DocumentedSetting]) -> dict[str, list[DocumentedSetting]]:
+    """The settings by the name of their group, such as "optim"."""
+    groups: dict[str, list[DocumentedSetting]] = {}
+    for each in settings:
+        groups.setdefault(each.key.rpartition(".")[0] or OWN_SETTINGS, []).append(each)
     return groups
+
+
+def title_of(group: str, defaults: dict[str, Any]) -> str:
+    """A group's heading: "--optim.*: The optimiser: ..."."""
+    if group == OWN_SETTINGS:
+        return f"{OWN_SETTINGS}: the command's own"
+    return f"--{group}.*: {type(defaults[group]).__doc__.splitlines()[0]}"
+
+
+def lines_of(settings: Iterable[DocumentedSetting], in_full: bool = True) -> list[str]:
+    """Help of settings: name, default and allowed values, then the docstring or its first sentence."""
+    lines = []
+    for each in settings:
+        text = each.text if in_full else first_sentence(each.text)
+        lines.append(f"  --{each.key} {as_words(each.default)}{describe_values(each)}")
+        lines += [f"      {line}" for line in textwrap.wrap(text, LINE_WIDTH)]
+    return lines
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a text."""
+    return f"{text.partition('. ')[0].rstrip('.')}."
 
 
 def documented_settings(
     config_class: type, defaults: dict[str, Any], prefix: str = "", unused: Container[str] = ()
-) -> Iterator[tuple[str, list[str]]]:
-    """The settings of a config as (dotted key, lines of help): default, allowed values, docstring.
+) -> Iterator[DocumentedSetting]:
+    """The settings of a config.
 
     Args:
         prefix: of the settings' names, such as "optim.".
@@ -103,9 +154,7 @@ def documented_settings(
         if dataclasses.is_dataclass(default):
             yield from documented_settings(type(default), vars(default), f"{key}.", each.metadata.get("unused", ()))
             continue
-        text = " ".join(docstrings[each.name].split())
-        about = [f"      {line}" for line in textwrap.wrap(text, LINE_WIDTH)]
-        yield key, [f"  --{key} {as_words(default)}{describe_values(each)}", *about]
+        yield DocumentedSetting(key, default, each, " ".join(docstrings[each.name].split()))
 
 
 def field_docstrings(config_class: type) -> dict[str, str]:
@@ -117,6 +166,8 @@ def field_docstrings(config_class: type) -> dict[str, str]:
     return docstrings
 
 
-def describe_values(each: dataclasses.Field) -> str:
-    """Allowed values of a setting in parentheses; empty for one that is any text."""
-    return "" if each.type is str else f"  ({describe_allowed(each)})"
+def describe_values(setting: DocumentedSetting) -> str:
+    """Allowed values and names elsewhere of a setting in parentheses; empty for one that is any text."""
+    remarks = [] if setting.field.type is str else [describe_allowed(setting.field)]
+    remarks += [f"elsewhere: {name}" for name in names_elsewhere(setting.key)[:1]]
+    return f"  ({'; '.join(remarks)})" if remarks else ""

@@ -21,27 +21,12 @@ from mpp.config.command_line import FILE_OPTION, as_words, files_first, join_fil
 from mpp.config.help import CONFIG_HELP, help_of, show_help
 from mpp.config.imports import take_imports
 from mpp.config.keys import iterate_settings, known_keys
+from mpp.config.terms import NAMES_ELSEWHERE, REMARKS
 from mpp.config.wrong_values import explain_value
 from mpp.config.yaml_files import read_yaml
 from mpp.errors import UserError
 
 ConfigT = TypeVar("ConfigT")
-NAMES_ELSEWHERE = {
-    "mask_ratio": "corruption.rate",
-    "masking_ratio": "corruption.rate",
-    "embed_dim": "model.width",
-    "num_heads": "model.heads",
-    "lr": "optim.lr",
-    "lora_r": "model.lora_rank",
-    "freeze_steps": "optim.frozen_steps",
-    "weight_decay": "optim.weight_decay",
-    "epochs": "run.steps",
-    "num_workers": "data.workers",
-    "batch_size": "data.batch_size",
-    "output_dir": "run.dir",
-    "seed": "run.seed",
-}
-"""Names of settings in other libraries -> their names here."""
 
 
 def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, prog: str | None = None) -> ConfigT:
@@ -66,8 +51,10 @@ def read(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None
     Settings of a saved config may have no effect: not all of them were given.
     """
     words = join_numbers(join_files(take_imports(arguments)))
-    if {"-h", "--help"} & set(words):
-        show_help(help_of(config_class, prog))
+    for option in ("-h", "--help"):
+        if option in words:
+            asked = words[words.index(option) + 1 :][:1]
+            show_help(help_of(config_class, prog, *asked))
     parser = parser_of(config_class, prog)
     check_files(config_class, words)
     try:
@@ -186,7 +173,9 @@ def describe_unknown(config_class: type, key: str) -> str:
     groups = sorted({each.split(".")[0] for each in known})
     in_group = [each for each in known if each.startswith(key.split(".")[0] + ".")]
     nearest = nearest_key(key, known, groups)
-    hint = f"did you mean {nearest}? " if nearest else ""
+    remark = REMARKS.get(key.rpartition(".")[2])
+    meaning = f" ({remark})" if remark else ""
+    hint = f"did you mean {nearest}{meaning}? " if nearest else ""
     return f"unknown setting {key}: {hint}allowed: {', '.join(in_group or groups)}"
 
 
