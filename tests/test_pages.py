@@ -1,0 +1,51 @@
+"""Pages of the documentation: links lead somewhere."""
+
+import re
+import subprocess
+from functools import lru_cache
+
+import pytest
+from conftest import ROOT
+
+LINK = re.compile(r"\]\(\s*([^)\s]+)\s*\)")
+CODE = re.compile(r"^(`{3}.*?^`{3}|    .*?)$|`[^`]*`", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
+
+
+def pages():
+    """All pages that git knows, new ones too."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return sorted(ROOT / name for name in listed.stdout.splitlines())
+
+
+@lru_cache
+def anchors(page):
+    """Anchors of a page's headings, as GitHub makes them."""
+    counts, found = {}, set()
+    for heading in HEADING.findall(page.read_text()):
+        text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).replace("`", "").replace("*", "")
+        anchor = NOT_IN_ANCHORS.sub("", text.lower()).replace(" ", "-")
+        number = counts.get(anchor, 0)
+        counts[anchor] = number + 1
+        found.add(f"{anchor}-{number}" if number else anchor)
+    return found
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_to_files_and_headings(page):
+    broken = []
+    for link in LINK.findall(CODE.sub("", page.read_text())):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
