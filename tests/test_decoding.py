@@ -613,7 +613,6 @@ OTHER_KINDS = {
     "JPEG XL": (b"\xff\x0a" + bytes(20), "a JPEG XL file, which"),
     "video": (b"\0\0\0\x18ftypmp42" + bytes(20), "an MP4 or QuickTime video, which"),
     "AVI": (b"RIFF\0\0\0\0AVI LIST", "an AVI video, which"),
-    "DICOM": (bytes(128) + b"DICM" + bytes(20), "a DICOM file, which"),
     "PDF": (b"%PDF-1.7\n", "a PDF file, which"),
     "JPEG without a header": (b"\xff\xd8\xff\xd9" + bytes(20), "a JPEG file whose header cannot be read"),
     "text": (b"nothing of note", "no image file of a known sort"),

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from mpp.config.checks import check_bounds, require
 from mpp.config.fields import SEED_END, group, setting
 
+WINDOW = "window"
+"""The value of `data.range` that takes the window of each file."""
 HOW_READ = ("channels", "bands", "range", "nodata")
 """Settings that an exported encoder keeps, whatever images it is later shown."""
 
@@ -42,9 +44,10 @@ class ImagesConfig:
     many bands, or are named as unreadable."""
     bands: int | tuple[int, ...] | None = setting(None, at_least=1, listed=True)
     """Which bands of the files are the channels, counted from 1: [4, 3, 2]. Nothing is converted then. null: all."""
-    range: tuple[float, float] | tuple[tuple[float, float], ...] | None = None
+    range: tuple[float, float] | tuple[tuple[float, float], ...] | Literal["window"] | None = None
     """[LOW, HIGH], or a pair for each channel: the values that become 0 and 255; what lies outside is cut off. null: 8
-    bits stay as they are, and of 16 bits it is all that they hold. What is not 8 bits is float32."""
+    bits stay as they are, and of 16 bits it is all that they hold (of DICOM, all that its bits hold, rescaled). window:
+    each DICOM file's own. What is not 8 bits is float32."""
     nodata: float | Literal["nan"] | None = None
     """The value of pixels without a value, which get the mean of their image's channel, as those do that are not
     finite. null: an image that has pixels which are not finite is unreadable."""
@@ -63,15 +66,15 @@ class ImagesConfig:
         pairs = self.limits()
         ascending = all(len(pair) == 2 and -math.inf < pair[0] < pair[1] < math.inf for pair in pairs)
         fits = len(pairs) in (0, 1, self.channels) and ascending
-        require(fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs")
+        require(fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs, or window")
 
     def how_read(self) -> dict[str, Any]:
         """The settings by which pixels are read, where they are not as usual: an encoder takes them along."""
         return {key: getattr(self, key) for key in HOW_READ if getattr(self, key) != getattr(type(self), key)}
 
     def limits(self) -> tuple[tuple[float, float], ...]:
-        """The pairs of `range`: one for all channels, or one for each; none where it is null."""
-        if not self.range:
+        """The pairs of `range`: one for all channels, or one for each; none where it is null or `window`."""
+        if not self.range or self.range == WINDOW:
             return ()
         return self.range if isinstance(self.range[0], tuple | list) else (self.range,)
 

@@ -108,9 +108,12 @@ def scale_to_255(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> Tens
 
 
 def invert(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> NDArray:
-    """Integers (C, H, W) that run from white to black, from black to white; limits as in `scale_to_255`."""
+    """Values (C, H, W) that run from white to black, from black to white; limits as in `scale_to_255`."""
     low, high = lows_and_highs(limits, np.float64)
-    return np.clip(low + high - pixels, 0, np.iinfo(pixels.dtype).max).astype(pixels.dtype)
+    inverted = low + high - pixels
+    if pixels.dtype.kind != "f":
+        inverted = np.clip(inverted, np.iinfo(pixels.dtype).min, np.iinfo(pixels.dtype).max)
+    return inverted.astype(pixels.dtype)
 
 
 def lows_and_highs(limits: Sequence[tuple[float, float]], dtype: type[np.floating]) -> tuple[NDArray, NDArray]:

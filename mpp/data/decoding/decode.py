@@ -1,27 +1,28 @@
 """Image files and arrays to pixels: uint8 where they have 8 bits, else float32 from 0 to 255, (C, H, W) throughout.
 
 Pictures are files that PIL shows in 8 bits, converted to RGB or grey; colour profiles (ICC) are ignored. All else has
-bands: TIFF by tifffile, `.npy` and `.npz` by numpy, 16-bit PNG, and everything where `data.bands` or another
-`data.channels` asks for bands. Their values become [0, 255] by `data.range`.
+bands: TIFF by tifffile, DICOM by pydicom, `.npy` and `.npz` by numpy, 16-bit PNG, and everything where `data.bands` or
+another `data.channels` asks for bands. Their values become [0, 255] by `data.range`.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
-from mpp.config import ImagesConfig
+from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.channels import bands_first, invert, scale_to_255, select_channels
 from mpp.data.decoding.checks import check_size
+from mpp.data.decoding.dicom import is_dicom, read_dicom
 from mpp.data.decoding.kinds import NPY_START, TIFF_STARTS, ZIP_START, unidentified
 from mpp.data.decoding.numpy_files import read_numpy_file
 from mpp.data.decoding.opening import ignoring_warnings_as_errors
 from mpp.data.decoding.pictures import DEEP_PNG_HEADER, PPM_HEADER, read_deep_png, read_ppm, read_with_pil
 from mpp.data.decoding.tiff import read_tiff
-from mpp.data.decoding.wanted import StoredPixels, Wanted, wanted_by
+from mpp.data.decoding.wanted import Limits, StoredPixels, Wanted, wanted_by
 from mpp.errors import UnreadableImage, one_line
 
 
@@ -33,25 +34,37 @@ def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
     white unless nothing is opaque, the EXIF orientation is applied. See `ImagesConfig` for all else.
 
     Args:
-        image: a file of one of PIL_FORMATS, `.npy` or `.npz`; or an array (H, W), (H, W, bands) or (bands, H, W).
+        image: a file: one of PIL_FORMATS, DICOM, `.npy` or `.npz`; or an array (H, W), (H, W, bands) or (bands, H, W).
     Returns:
         (C, H, W), uint8 or float32 in [0, 255].
     Raises:
         UnreadableImage: with the reason.
     """
-    return scale_to_255(read_values(image, config), config.limits())
+    values = read_channels(image, config)
+    return scale_to_255(values.pixels, limits_of(values, config))
 
 
 @ignoring_warnings_as_errors()
 def read_values(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
     """The channels (C, H, W) of an image as `decode` has them, but with the values and the type of the file."""
+    return read_channels(image, config).pixels
+
+
+def read_channels(image: bytes | NDArray, config: ImagesConfig) -> StoredPixels:
+    """The channels (C, H, W) of an image with the values of the file, black below white."""
     with unreadable_named(image):
         stored = read_stored(image, wanted_by(config), config)
         pixels = select_channels(stored.pixels, config)
-        if not stored.inverted_bits:
-            return pixels
-        limits = config.limits() or [(0, 2**stored.inverted_bits - 1)]
-        return invert(pixels, limits)
+        if stored.inverted:
+            pixels = invert(pixels, config.limits() or [stored.inverted])
+        return StoredPixels(pixels, limits=stored.limits)
+
+
+def limits_of(stored: StoredPixels, config: ImagesConfig) -> Sequence[Limits]:
+    """The values that become 0 and 255, for all channels or each; none: those of the type."""
+    if config.range == WINDOW and stored.limits is None:
+        raise UnreadableImage("no window in the file, which data.range window asks for")
+    return config.limits() or ([stored.limits] if stored.limits else [])
 
 
 @ignoring_warnings_as_errors()
@@ -76,6 +89,8 @@ def read_stored(image: bytes | NDArray, wanted: Wanted, config: ImagesConfig) ->
     if isinstance(image, np.ndarray):
         check_size(image.shape, config)
         return StoredPixels(array_bands(image, wanted, config))
+    if is_dicom(image):  # first, because its preamble may be the beginning of another file
+        return read_dicom(image, wanted, config)
     if image.startswith((NPY_START, ZIP_START)):
         return StoredPixels(array_bands(read_numpy_file(image, config), wanted, config))
     if image.startswith(TIFF_STARTS):

@@ -6,9 +6,12 @@ import re
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # + is BigTIFF
 NPY_START = b"\x93NUMPY"
 ZIP_START = b"PK\x03\x04"  # of .npz, too
+DICOMDIR_UID = rb".{0,64}1\.2\.840\.10008\.1\.3\.10[^.\d]"  # the kind of a table of contents, among the first tags
 PNG_START = b"\x89PNG\r\n\x1a\n"
 JPEG_START = b"\xff\xd8\xff"
-PICTURE_STARTS = {  # of the files that PIL or tifffile reads
+DICOM_MARK = b"DICM"  # behind a preamble of 128 bytes
+PICTURE_STARTS = {  # of the files that PIL, tifffile or pydicom reads
+    "a DICOM file": rb".{128}DICM(?!%s)" % DICOMDIR_UID,  # first: its preamble may be the beginning of another file
     "a JPEG file": re.escape(JPEG_START),
     "a PNG file": re.escape(PNG_START),
     "a WebP file": rb"RIFF....WEBP",
@@ -27,7 +30,6 @@ CONVERTIBLE_STARTS = {
     "a Matroska or WebM video": rb"\x1a\x45\xdf\xa3",
     "an AVI video": rb"RIFF....AVI ",
     "an MPEG video": rb"\0\0\x01[\xb3\xba]",
-    "a DICOM file": rb".{128}DICM",
     "a PDF file": rb"%PDF-",
     "a Photoshop file": rb"8BPS",
     "an OpenEXR file": rb"\x76\x2f\x31\x01",
@@ -41,6 +43,7 @@ STAND_IN_STARTS = {  # instead of images that were not fetched or not written
     "a file of zeros": rb"\0{16,}\Z",
     "an HTML file": rb"\s*<(!doctype html|html|head|body|!--.*<html)\b",
     "an XML file": rb"\s*<\?xml(?!.*<svg[\s>])",
+    "a table of contents (DICOMDIR)": rb".{128}DICM" + DICOMDIR_UID,
     "a Git LFS pointer": rb"version https://git-lfs\.github\.com/",
 }
 KIND_BYTES = 1024  # first bytes of a file that tell its kind
@@ -52,7 +55,7 @@ PICTURE_KINDS = {kind: re.compile(start, re.DOTALL) for kind, start in PICTURE_S
 
 
 def is_picture(head: bytes) -> bool:
-    """Whether a file is a picture that `decode` reads, by its first bytes, of which 18 are enough.
+    """Whether a file is a picture that `decode` reads, by its first bytes, of which 18 are enough, and 256 of DICOM.
 
     `.npy` and `.npz` are none: they hold arrays of any kind.
     """

@@ -54,7 +54,7 @@ def read_tiff(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
     is_inverted = is_inverted and pixels.dtype.kind == "u"
     if extra_samples & {PREMULTIPLIED, OPACITY}:
         pixels = lay_on_white(pixels, white_is_most=not is_inverted, premultiplied=PREMULTIPLIED in extra_samples)
-    return StoredPixels(pixels, page.bitspersample if is_inverted else 0)
+    return StoredPixels(pixels, (0, 2**page.bitspersample - 1) if is_inverted else None)
 
 
 def is_for_pil(series: "TiffPageSeries", page: "TiffPage", wanted: Wanted, config: ImagesConfig) -> bool:

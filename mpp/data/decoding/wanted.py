@@ -23,10 +23,16 @@ def wanted_by(config: ImagesConfig) -> Wanted:
     return Wanted.BANDS
 
 
+Limits = tuple[float, float]
+"""LOW and HIGH of values."""
+
+
 class StoredPixels(NamedTuple):
     """The values of an image, with the type that the file has."""
 
     pixels: NDArray
     """(n, H, W), upright."""
-    inverted_bits: int = 0
-    """Bits of values that run from white (0) to black, and are still to be inverted; 0: black is zero."""
+    inverted: Limits | None = None
+    """Limits of values that run from white to black, and are still to be inverted. None: low values are black."""
+    limits: Limits | None = None
+    """Values that become 0 and 255 where `data.range` names none. None: those of the type."""

@@ -7,6 +7,7 @@ PICTURE_EXTENSIONS = frozenset(
     (
         *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif"),
         *(".bmp", ".dib", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm"),
+        *(".dcm", ".dicom", ".ima"),
     )
 )
 ARRAY_EXTENSIONS = frozenset((".npy", ".npz"))
@@ -17,7 +18,7 @@ TABLE_EXTENSIONS = frozenset((".parquet", ".arrow"))
 UNSUPPORTED_EXTENSIONS = frozenset(
     (
         *(".heic", ".heif", ".avif", ".jxl", ".jp2", ".j2k", ".jpx", ".jpf"),
-        *(".dcm", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".psd", ".svg"),
+        *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".psd", ".svg"),
         *(".eps", ".exr", ".hdr"),
     )
 )

@@ -22,7 +22,7 @@ from mpp.data.listing.left_out import LeftOutFiles, other_files
 from mpp.data.listing.split_names import SPLIT_WORDS
 from mpp.runtime.progress import progress_bar
 
-PICTURE_HEAD_BYTES = 64  # of a file without an extension, by which a picture is known
+PICTURE_HEAD_BYTES = 256  # of a file without an extension, by which a picture is known
 Parts = tuple[str, ...]
 """Names of nested folders, from the top of a tree on."""
 
