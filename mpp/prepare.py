@@ -35,6 +35,8 @@ from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
 from mpp.data.decoding.decode import read_values
+from mpp.data.decoding.dicom import is_dicom
+from mpp.data.decoding.metadata import has_metadata
 from mpp.data.decoding.pictures import to_ppm
 from mpp.data.decoding.tiff import white_is_zero
 from mpp.data.hub import resolve_commit
@@ -80,7 +82,7 @@ class Shard(NamedTuple):
 
 
 def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | None = None) -> bytes:
-    """An image file that is shrunk to `config.short_side`, where it is larger.
+    """An image file that is shrunk to `config.short_side`, where it is larger. It has no metadata, such as EXIF.
 
     Args:
         name: of the image, for messages.
@@ -91,7 +93,7 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
     values = np.ascontiguousarray(read_values(image, config.data))  # an upright view may run backwards
     is_small = min(values.shape[1:]) <= config.short_side
     if is_small and config.format == "jpeg" and may_stay(image, config):
-        return image
+        return without_metadata(values) if has_metadata(image) else image
     if config.format != "npy" and values.dtype != np.uint8:
         image_name = name or "an image"
         allowed = f"npy for {image_name}, which has {values.dtype} values"
@@ -108,7 +110,17 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
 def may_stay(image: bytes | NDArray, config: PrepareConfig) -> bool:
     """Whether an image that is not shrunk shows the same as one that is, and so may stay the file that it is."""
     reads_all = config.data.bands is None and config.data.nodata is None
-    return reads_all and isinstance(image, bytes) and not white_is_zero(image)
+    return reads_all and isinstance(image, bytes) and not (is_dicom(image) or white_is_zero(image))
+
+
+def without_metadata(values: NDArray) -> bytes:
+    """A file of values (C, H, W) that loses nothing of them: PNG of 8 bits, and numpy's of all others."""
+    if values.dtype != np.uint8:
+        return to_npy(values)
+    buffer = io.BytesIO()
+    pixels = values[0] if len(values) == 1 else values.transpose(1, 2, 0)
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def shrink(values: NDArray, side: int) -> NDArray:

@@ -169,7 +169,8 @@ class PrepareConfig:
     out: str = setting("prepared", operational=True)
     """Folder of the shards: data/SPLIT-00000-of-00012.parquet, as the hub has them."""
     short_side: int = setting(256, at_least=1)
-    """Images whose shorter side is longer are shrunk to this; the others keep their size (as JPEG: every byte)."""
+    """Images whose shorter side is longer are shrunk to this; the others keep their size (as JPEG: every byte, unless
+    they have metadata, such as EXIF, which is dropped)."""
     format: Literal["jpeg", "ppm", "npy"] = "jpeg"
     """jpeg: the images that are shrunk become JPEG. ppm: all images become plain pixels, of which nothing is lost and
     nothing has to be decoded; they take some ten times the space, and load twice as fast. npy: the same for any bands
