@@ -230,3 +230,15 @@ def test_the_answer_in_words_says_what_was_measured(page):
     shown = ACCURACY.findall(answer.replace("\n", " "))
     measured = {accuracy for of_encoder in published_accuracies("cifar10").values() for accuracy in of_encoder.values()}
     assert len(shown) >= 3 and set(shown) <= measured
+
+
+def test_the_catalogue_of_methods_has_the_leaderboards_scores():
+    board, catalogue = (
+        page.read_text().replace("**", "") for page in (RESULTS / "leaderboard.md", ROOT / "mpp/methods.md")
+    )
+    ((_, rows),) = (table for table in TABLE.findall(board) if "fine-tuned" in table[0] and "rank" in table[0])
+    scored = {tuple(ACCURACY.findall(row)) for row in rows.splitlines()}  # fine-tuned, few-shot 5, 25, kNN, linear
+    expected = {(few_shot, linear, tuned) for tuned, _, few_shot, _, linear in (row for row in scored if len(row) == 5)}
+    ((_, rows),) = (table for table in TABLE.findall(catalogue) if "few-shot 25" in table[0])
+    shown = {tuple(ACCURACY.findall(row)) for row in rows.splitlines()} - {()}
+    assert len(shown) == 10 and shown <= expected
