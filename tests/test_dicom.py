@@ -297,8 +297,8 @@ BROKEN = {
     "no rows": (dicom(GREY_8, Rows=0), "no pixels"),
     "too large": (dicom(GREY_8, Rows=60000, Columns=60000), r"data\.max_pixels"),
     "too many frames": (dicom(GREY_8, NumberOfFrames=2000000), r"data\.max_pixels"),
-    "fewer pixels": (dicom(GREY_8, Rows=41), "cannot be decoded"),
-    "fewer frames": (dicom(FRAMES, NumberOfFrames=5), "cannot be decoded"),
+    "fewer pixels": (dicom(GREY_8, Rows=41), "fewer pixels than its header announces"),
+    "fewer frames": (dicom(FRAMES, NumberOfFrames=5), "fewer pixels"),
     "large JPEG": (dicom(GREY_8[:10], [JPEG_FRAME], JPEGBaseline8Bit), "frame of 40 x 48 x 1 .* announces 10 x 48 x 1"),
     "large J2K": (dicom(GREY_8[:10], [jpeg_2000(GREY_8)], JPEG2000), "a frame of 40 x 48 x 1 in a DICOM file"),
     "large JPEG-LS": (

@@ -139,6 +139,8 @@ def check_header(dataset: "Dataset", wanted: Wanted, config: ImagesConfig) -> No
     frames, samples = frame_count(dataset), dataset.SamplesPerPixel
     check_size((frames * samples, dataset.Rows, dataset.Columns), config)
     is_grey = dataset.PhotometricInterpretation in GREY
+    if len(dataset.get("PixelData", "")) < stored_bytes(dataset):
+        raise UnreadableImage("a DICOM file of fewer pixels than its header announces")
     if frames > 1 and not is_grey:
         raise UnreadableImage(f"a DICOM file of {frames} frames in colour; mpp reads one")
     if frames > 1 and wanted is Wanted.PICTURE and frames != config.channels:
@@ -146,6 +148,14 @@ def check_header(dataset: "Dataset", wanted: Wanted, config: ImagesConfig) -> No
         raise UnreadableImage(f"a DICOM file of {frames} frames; data.channels is {config.channels}, and {choice}")
     if wanted is Wanted.MASK and dataset.get("LossyImageCompression") == "01":
         raise UnreadableImage(JPEG_IS_LOSSY)
+
+
+def stored_bytes(dataset: "Dataset") -> int:
+    """The bytes that pixels take; 0 where they are compressed, or are floating-point numbers."""
+    is_shortened = dataset.PhotometricInterpretation == "YBR_FULL_422"
+    if dataset.file_meta.TransferSyntaxUID.is_compressed or "PixelData" not in dataset or is_shortened:
+        return 0
+    return frame_count(dataset) * dataset.SamplesPerPixel * dataset.Rows * dataset.Columns * dataset.BitsAllocated // 8
 
 
 def frame_count(dataset: "Dataset") -> int:

@@ -1,0 +1,83 @@
+"""A folder of scans through all commands of a user; no tag of a file is in anything that they write or print."""
+
+from pathlib import Path
+
+import imagecodecs
+import numpy as np
+import pytest
+from classified_images import FAST
+from conftest import TINY, picture
+from dicom_files import SECRETS, dicom
+from pydicom.uid import JPEGLosslessSV1, JPEGLSLossless
+
+from evaluation import check, export, knn, linear, report, visualize
+from mpp import prepare
+
+HOUNSFIELD = dict(RescaleSlope=1, RescaleIntercept=-1024, BitsStored=12, HighBit=11)
+SETTINGS = ("--data.channels=1", "--data.range=[-1024,1000]")
+IN_UTF_16 = [secret.encode("utf-16-le") for secret in SECRETS]
+
+
+def write_scans(folder: Path, count: int) -> list[str]:
+    """Slices in two folders of classes, some compressed, some without an ending; and one that was cut off. Names."""
+    names = []
+    for number in range(count):
+        pixels = picture(number, (40, 36))[..., 0].astype(np.uint16) * (8 if number % 2 else 12)
+        compressed = {
+            0: dict(frames=[imagecodecs.jpegls_encode(pixels)], syntax=JPEGLSLossless),
+            1: dict(frames=[imagecodecs.ljpeg_encode(pixels)], syntax=JPEGLosslessSV1),
+        }
+        name = f"{'healthy' if number % 2 else 'ill'}/IM{number:04d}" + (".dcm" if number % 3 else "")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(dicom(pixels, **compressed.get(number % 5, {}), **HOUNSFIELD))
+        names.append(name)
+    (folder / "ill" / "cut.dcm").write_bytes(dicom(pixels)[:1400])
+    return names
+
+
+def assert_no_secret(*folders: Path) -> None:
+    """No value of a tag is in any file."""
+    files = [file for folder in folders for file in [folder, *folder.rglob("*")] if file.is_file()]
+    assert len(files) > 5
+    for file in files:
+        content = file.read_bytes()
+        for secret in [*map(str.encode, SECRETS), *IN_UTF_16]:
+            assert secret not in content, file
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("labels", ["folders", "list"])
+def test_scans_train_and_are_probed_reported_and_exported(labels, pretrain, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scans = tmp_path / "scans"
+    names = write_scans(scans, 60)
+    source = [f"--data.path={scans}", *SETTINGS]
+    if labels == "list":
+        lines = [f"{name},{number % 3}" for number, name in enumerate(names)]
+        (tmp_path / "labels.csv").write_text("\n".join(["file_name,label", *lines]))
+        source.append(f"--data.labels={tmp_path}/labels.csv")
+    run = pretrain(*source, "--model.mean=auto", "--model.std=auto")
+    check.main([*TINY, *source, f"--run.dir={tmp_path}/checked"])
+    knn.main([*FAST, f"--encoder={run}", f"--out={run}/knn.json"])
+    linear.main([*FAST, f"--encoder={run}", f"--out={run}/linear.json"])
+    report.main([*FAST, f"--encoder={run}", "--images=2", "--compared=12"])
+    visualize.main([*FAST, f"--encoder={run}", f"--out={tmp_path}/pictures"])
+    export.main(
+        [
+            f"--encoder={run}",
+            f"--out={tmp_path}/encoder.pt2",
+            "--format=torch_export",
+            "--images=6",
+            "--threads=1",
+            "--data.workers=0",
+        ]
+    )
+    prepare.main(
+        [f"--data.path={scans}", "--data.channels=1", f"--out={tmp_path}/prepared", "--format=npy", "--workers=1"]
+    )
+    printed = capfd.readouterr()
+    if labels == "folders":
+        assert "cut.dcm: a DICOM file of fewer pixels" in printed.out
+    for secret in SECRETS:
+        assert secret not in printed.out + printed.err
+    assert_no_secret(run, tmp_path / "checked", tmp_path / "pictures", tmp_path / "prepared", tmp_path / "encoder.pt2")
