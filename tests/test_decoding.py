@@ -19,6 +19,7 @@ from PIL import Image
 
 from mpp.config import DataConfig, ImagesConfig, SourceConfig
 from mpp.data.decoded_cache import cache_decoded
+from mpp.data.decoding.decode import read_mask, read_values
 from mpp.data.decoding.kinds import is_picture, kind_of
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
@@ -301,6 +302,56 @@ def test_nodata_of_integers():
     decoded = decode_with(npy(holes), channels=1, nodata=0)
     mean = np.rint(holes[holes > 0].mean())
     assert (decoded[0, 0] - mean * 255 / 65535).abs().max() < 1e-3
+
+
+NODATA_TAG = 42113  # GDAL_NODATA
+
+
+def with_nodata_tag(pixels: np.ndarray, text: str, **options) -> bytes:
+    """A TIFF that names its value of pixels without a value."""
+    return tiff(pixels, extratags=[(NODATA_TAG, "s", 0, text, True)], **options)
+
+
+@pytest.mark.parametrize("text, value", [("-9999", -9999), ("nan", np.nan), ("-9999.0 ", -9999)])
+def test_a_tiffs_own_tag_of_nodata(text, value):
+    holes = HALF[..., :2].copy()
+    holes[:5] = value
+    settings = dict(channels=2, range=(0.0, 1.0))
+    decoded = decode_with(
+        with_nodata_tag(holes, text, photometric="minisblack", planarconfig="contig"), **settings
+    ).double()
+    whole = scaled(HALF[..., :2], 0, 1)
+    torch.testing.assert_close(decoded[:, 5:], whole[:, 5:], rtol=1e-5, atol=1e-4)
+    means = whole[:, 5:].mean((1, 2))[:, None, None]
+    torch.testing.assert_close(decoded[:, :5], means.expand(2, 5, 48), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_border_of_a_colour_tiff_is_nodata_and_a_single_colour_of_that_value_is_not(dtype):
+    tile = picture(3).astype(dtype)
+    tile[:4] = 0
+    tile[10:20, :, 2] = 0
+    values = read_values(with_nodata_tag(tile, "0", photometric="rgb"), ImagesConfig())
+    np.testing.assert_array_equal(values[:, 4:], tile[4:].transpose(2, 0, 1))
+    np.testing.assert_array_equal(values[:, 0, 0], np.rint(tile[4:].mean((0, 1))))
+
+
+def test_the_setting_wins_over_the_tag_and_the_tag_is_not_about_palettes_or_masks():
+    tile = picture(3)[..., 0].astype(np.uint16)
+    tile[:4], tile[4:8] = 7, 9
+    data = with_nodata_tag(tile, "7", photometric="minisblack")
+    values = read_values(data, ImagesConfig(channels=1, nodata=9))[0]
+    assert (values[:4] == 7).all() and (values[4:8] != 9).all()
+    np.testing.assert_array_equal(read_mask(data, ImagesConfig()), tile)
+    np.testing.assert_array_equal(
+        read_values(with_nodata_tag(tile, "none", photometric="minisblack"), ImagesConfig(channels=1))[0], tile
+    )
+    indices = np.zeros((40, 48), np.uint8)
+    colours = np.arange(768, dtype=np.uint16).reshape(3, 256)
+    indices[5:] = 200
+    plain = tiff(indices, photometric="palette", colormap=colours)
+    tagged = with_nodata_tag(indices, "0", photometric="palette", colormap=colours)
+    assert torch.equal(decode_with(tagged), decode_with(plain))
 
 
 HEADER = b"{'descr': '<u2', 'fortran_order': False, 'shape': (5000, 5000, 5)}"

@@ -31,8 +31,12 @@ def bands_first(pixels: NDArray, config: ImagesConfig) -> NDArray:
     return pixels.transpose(2, 0, 1) if are_last else pixels
 
 
-def select_channels(pixels: NDArray, config: ImagesConfig) -> NDArray:
-    """The channels (C, H, W) that the settings ask for, of bands (n, H, W), with a value everywhere."""
+def select_channels(pixels: NDArray, config: ImagesConfig, nodata_of_file: float | None = None) -> NDArray:
+    """The channels (C, H, W) that the settings ask for, of bands (n, H, W), with a value everywhere.
+
+    Args:
+        nodata_of_file: counts where `data.nodata` is null.
+    """
     check_numbers(pixels.dtype)
     if pixels.dtype == bool:
         pixels = pixels.astype(np.uint8) * 255
@@ -40,6 +44,8 @@ def select_channels(pixels: NDArray, config: ImagesConfig) -> NDArray:
         if max(config.bands) > len(pixels):
             raise UnreadableImage(f"{count_bands(pixels)}; data.bands asks for {max(config.bands)}")
         pixels = pixels[[band - 1 for band in config.bands]]
+    if nodata_of_file is not None and config.nodata is None:
+        pixels = fill_absent(pixels, nodata_of_file)
     return convert_channels(fill_missing(pixels, config.nodata), config.channels)
 
 
@@ -76,6 +82,20 @@ def fill_missing(pixels: NDArray, nodata: float | str | None) -> NDArray:
         return pixels
     if nodata != "nan":
         missing |= pixels == nodata
+    return fill_with_means(pixels, missing)
+
+
+def fill_absent(pixels: NDArray, nodata: float) -> NDArray:
+    """Pixels (C, H, W) with the mean of their channel where all channels are `nodata`, a number or NaN.
+
+    One channel alone may have the value: the blue of a yellow flower is 0.
+    """
+    is_nodata = np.isnan(pixels) if np.isnan(nodata) else pixels == nodata
+    return fill_with_means(pixels, np.broadcast_to(is_nodata.all(0), pixels.shape))
+
+
+def fill_with_means(pixels: NDArray, missing: NDArray[np.bool_]) -> NDArray:
+    """Pixels (C, H, W) with the mean of their channel where values are missing, (C, H, W)."""
     if not missing.any():
         return pixels
     pixels = pixels.copy()

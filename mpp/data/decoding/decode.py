@@ -54,7 +54,7 @@ def read_channels(image: bytes | NDArray, config: ImagesConfig) -> StoredPixels:
     """The channels (C, H, W) of an image with the values of the file, black below white."""
     with unreadable_named(image):
         stored = read_stored(image, wanted_by(config), config)
-        pixels = select_channels(stored.pixels, config)
+        pixels = select_channels(stored.pixels, config, stored.nodata)
         if stored.inverted:
             pixels = invert(pixels, config.limits() or [stored.inverted])
         return StoredPixels(pixels, limits=stored.limits)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from tifffile import TiffPage, TiffPageSeries
 
 PREMULTIPLIED, OPACITY = 1, 2  # kinds of extra samples
-WHITE_IS_ZERO = 0  # a photometric interpretation
+WHITE_IS_ZERO, BLACK_IS_ZERO, RGB = 0, 1, 2  # photometric interpretations
+NODATA_TAG = 42113  # GDAL_NODATA
 SIGNED_INTEGERS = 2  # a sample format
 JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
 
@@ -35,6 +36,7 @@ def read_tiff(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
         page = series.pages[0]
         extra_samples = set(page.extrasamples or ())
         is_inverted = page.photometric == WHITE_IS_ZERO
+        nodata = nodata_of(page)
         if wanted is Wanted.MASK:
             if page.compression in JPEG_COMPRESSIONS:
                 raise UnreadableImage(JPEG_IS_LOSSY)
@@ -44,17 +46,30 @@ def read_tiff(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
             with contextlib.suppress(UnidentifiedImageError):  # some compressions
                 pixels = read_with_pil(data, wanted, config)
                 if pixels.any() or PREMULTIPLIED not in extra_samples:
-                    return StoredPixels(pixels)  # else PIL may have dropped colours, because nothing is opaque
+                    return StoredPixels(pixels, nodata=nodata)  # else PIL may have dropped colours: nothing is opaque
         pixels = read_bands(series, page, wanted, config)
         orientation = page.tags.valueof(ORIENTATION_TAG, UPRIGHT)
 
     pixels = turn_upright(pixels, orientation)
     if wanted is not Wanted.PICTURE:
-        return StoredPixels(pixels)
+        return StoredPixels(pixels, nodata=nodata)
     is_inverted = is_inverted and pixels.dtype.kind == "u"
     if extra_samples & {PREMULTIPLIED, OPACITY}:
         pixels = lay_on_white(pixels, white_is_most=not is_inverted, premultiplied=PREMULTIPLIED in extra_samples)
-    return StoredPixels(pixels, (0, 2**page.bitspersample - 1) if is_inverted else None)
+    inverted = (0, 2**page.bitspersample - 1) if is_inverted else None
+    return StoredPixels(pixels, inverted, nodata=nodata)
+
+
+def nodata_of(page: "TiffPage") -> float | None:
+    """The value of pixels without a value by GDAL's tag; None: there is none, or not of grey or colour values."""
+    text = page.tags.valueof(NODATA_TAG)
+    is_plain = page.photometric in (BLACK_IS_ZERO, RGB) and not set(page.extrasamples or ()) & {PREMULTIPLIED, OPACITY}
+    if text is None or not is_plain:
+        return None
+    try:
+        return float(str(text).strip(" \0"))
+    except ValueError:
+        return None
 
 
 def is_for_pil(series: "TiffPageSeries", page: "TiffPage", wanted: Wanted, config: ImagesConfig) -> bool:

@@ -36,3 +36,5 @@ class StoredPixels(NamedTuple):
     """Limits of values that run from white to black, and are still to be inverted. None: low values are black."""
     limits: Limits | None = None
     """Values that become 0 and 255 where `data.range` names none. None: those of the type."""
+    nodata: float | None = None
+    """The value, in all bands, of pixels without a value, where the file says so."""
