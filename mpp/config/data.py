@@ -50,7 +50,7 @@ class ImagesConfig:
     each DICOM file's own. What is not 8 bits is float32."""
     nodata: float | Literal["nan"] | None = None
     """The value of pixels without a value, which get the mean of their image's channel, as those do that are not
-    finite. null: an image that has pixels which are not finite is unreadable."""
+    finite. null: an image that has pixels which are not finite is unreadable; a TIFF's own tag of nodata counts."""
     max_pixels: int = setting(100_000_000, at_least=1)
     """Images with more pixels are refused from their header, before they are decoded. Four bands count as one."""
     read_retries: int = setting(6, at_least=0, at_most=20, operational=True)
