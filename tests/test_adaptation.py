@@ -425,6 +425,13 @@ def test_settings_that_harm_are_named_before_the_first_step(pretrain, tmp_path, 
     assert "Muon after Adam" not in said and "a high rate" not in said  # Muon trained these, at this rate
 
 
+def begun_and_kept(first, folder) -> bool:
+    """Whether the encoder of a run's newest checkpoint is, to the bit, the one of the run that it began from."""
+    newest = sorted((folder / "checkpoints").glob("*/model.safetensors"))[-1]
+    kept = load_file(newest)
+    return all(torch.equal(kept[f"encoder.{name}"], tensor) for name, tensor in exported(first).items())
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("sharded", [False, True], ids=["copies", "shards"])
 def test_two_processes_train_a_part_as_one_does(tmp_path, pretrain, sharded):
@@ -439,6 +446,8 @@ def test_two_processes_train_a_part_as_one_does(tmp_path, pretrain, sharded):
         words = (*common, *options, f"--run.dir={tmp_path / name}")
         run = Command("pretrain", *words, processes=2, sharded=sharded, prepare=partial(die_at, 3))
         assert run.wait() == [-signal.SIGKILL] * 2 and newest_step(tmp_path / name) == 2, run.said
+        if name == "frozen":
+            assert begun_and_kept(first, tmp_path / name)
         run = Command("pretrain", *words, processes=2, sharded=sharded)
         assert run.wait() == [0, 0], run.said
         whole = Command("pretrain", *words[:-1], f"--run.dir={tmp_path / 'whole' / name}", processes=2, sharded=sharded)

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from comparisons import FAST, SmallComparison, write_cats_and_dogs
+from comparisons import FAST, TINY_TRAINING, SmallComparison, write_cats_and_dogs
 from conftest import encoded, picture, read_metrics
 from server import Command
 
@@ -146,8 +146,35 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path, command):
     taught_otherwise, _ = small.cases().values()
     assert identity(taught_otherwise) != identity(case_of_student)
     student["train_options"][TEACHER_SETTINGS[command]] = str(tmp_path / "taught")
-    with pytest.raises(UserError, match="taught would be taught by itself"):
+    with pytest.raises(UserError, match="taught would be made from itself"):
         small.compare()
+
+
+@pytest.mark.faults
+def test_first_weights_come_first_and_their_compute_counts_once(small, tmp_path):
+    """Of a run that begins from another one of the comparison, which is its teacher, too."""
+    start = small.config["encoders"][0] | {"seeds": [0]}
+    folder = str(tmp_path / "continued")
+    begins = {"model.init_from": start["encoder"], "objective.name": "features", "objective.teacher": start["encoder"]}
+    continued = {"name": "continued", "encoder": folder, "train": "pretrain", "train_options": TINY_TRAINING | begins}
+    small.config["encoders"] = [continued, start]
+    ask_few_shots_of_one_dataset(small)
+    case, _ = small.cases().values()
+    assert {*case.encoder.parents} == {"model.init_from", "objective.teacher"}
+
+    rows = small.compare()["results"]
+    pflop = {row["encoder"]: row["training_pflop"] for row in rows}
+    of_start = executed(tmp_path / "encoders" / "0")
+    assert pflop == {"pre-trained": of_start, "continued": of_start + executed(tmp_path / "continued")}
+
+    del continued["train_options"]["objective.teacher"]
+    alone, _ = small.cases().values()
+    start["train_options"] = start["train_options"] | {"optim.lr": 0.02}
+    begun_otherwise, _ = small.cases().values()
+    assert identity(begun_otherwise) != identity(alone)
+    continued["train_options"]["model.init_from"] = folder
+    with pytest.raises(UserError, match="continued would be made from itself"):
+        small.cases()
 
 
 TEACHER_SETTINGS = {"pretrain": "objective.teacher", "supervised": "distill.teacher"}

@@ -152,3 +152,24 @@ def test_compiled_training_is_one_graph_and_the_same(tmp_path, precision, residu
     assert run.wait() == [0] * processes, run.said
     files = [tmp_path / name / "encoder" / "model.safetensors" for name in ("compiled", "killed")]
     assert files[0].read_bytes() == files[1].read_bytes() and read_metrics(tmp_path / "killed") == losses
+
+
+OF_OTHER_CLASSES = {
+    "vit_small_patch16_dinov3": ("--config=rivals/mae", "--model.position=learned", "--network.decoder_depth=2"),
+    "vit_small_patch16_rope_mixed_ape_224": ("--model.activation_checkpointing=true", "--model.drop_path=0.1"),
+    "beit_base_patch16_224": (),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", OF_OTHER_CLASSES)
+def test_rotations_and_tables_are_in_the_one_graph(tmp_path, name):
+    words = (*TINY, *OF_OTHER_CLASSES[name], f"--model.name={name}", "--model.img_size=64")
+    words += ("--optim.name=sgd", "--optim.lr=1e-2")  # as above
+    plain, compiled = (f"--run.dir={tmp_path / kind}" for kind in ("plain", "compiled"))
+    runs = (*words, plain, "then", *words, "--run.compile=true", compiled)
+    run = Command("pretrain", *runs, prepare=partial(as_one_graph, tmp_path))
+    assert run.wait() == [0], run.said
+    losses = read_metrics(tmp_path / "compiled")
+    assert len(losses) == 4 and losses == pytest.approx(read_metrics(tmp_path / "plain"), abs=1e-5)
+    assert (tmp_path / "0.graphs").read_text().split() == ["0"] * 4 + ["1"] * 4

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
+from model_inputs import randomize
 from test_variants import HYBRID, KINDS, PARTS, build
 
 import mpp
@@ -234,6 +235,21 @@ def encoder_of_kind(kind):
         return build_encoder(config, channels=4).eval()
     depth = {} if "every" in kind else {"depth": 1}
     return build(**depth | ALL[kind])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("format", ENDS)
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "eva02_tiny_patch14_224"])
+def test_rotated_tokens_are_exported(name, format, tmp_path, image_folder):
+    torch.manual_seed(0)
+    patch = int(name.split("patch")[1][:2])
+    encoder = build_encoder(ModelConfig(name=name, width=32, depth=2, heads=2, img_size=4 * patch)).eval()
+    randomize(encoder, std=0.2)
+    folder = saved(tmp_path / "encoder", encoder)
+    size = (3 * patch, 5 * patch)
+    options = (f"--data.path={image_folder}", "--data.eval_split=null", f"--img_size=[{size[0]}, {size[1]}]")
+    run, _ = exported(folder, tmp_path, format, *options)
+    assert largest_difference(run, folder, size) < MAX_ROUNDING_DIFFERENCE
 
 
 def largest_difference(run, folder, img_size):

@@ -1,12 +1,15 @@
 """timm's plain transformers as students: their tokens are timm's own, visible or all, and so is what they export."""
 
+import signal
 from collections import Counter
+from functools import partial
 
 import pytest
 import timm
 import torch
-from conftest import read_metrics
+from conftest import TINY, read_metrics
 from model_inputs import HALVES, draw_batch, randomize, scaled
+from server import Command, die_at
 from timm.models.beit import Beit
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
@@ -23,6 +26,7 @@ from mpp.models.exporting import export_encoder
 from mpp.models.networks import build_model
 from mpp.models.plain import is_plain, model_without_memory, place, takes_some_tokens
 from mpp.models.timm_models import cell_grid
+from mpp.training.checkpoint import newest_step
 from mpp.training.optim import build_optimizer, parameter_groups
 
 NUMBERS = dict(width=32, depth=3, heads=2)
@@ -299,6 +303,30 @@ def test_a_run_trains_and_its_encoder_is_evaluated(name, pretrain, tmp_path):
     learned = tmp_path / "supervised"
     supervised.main([*quick, *numbers, f"--model.name={name}", "--run.steps=1", f"--run.dir={learned}"])
     assert is_plain(timm.create_model(f"local-dir:{learned / 'encoder'}", pretrained=True))
+
+
+CONTINUED = ("--model.name=vit_small_patch16_dinov3", "--model.img_size=64", *RUNS["vit_small_patch16_dinov3"])
+CONTINUED += ("--objective.name=features", "--optim.name=adam", "--optim.lr=3e-3", "--optim.layer_decay=0.9")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "shards"])
+def test_two_processes_that_are_killed_train_rotated_tokens_as_one_does(tmp_path, pretrain, sharded):
+    one = pretrain(*CONTINUED, dir=tmp_path / "one")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = (*TINY, *CONTINUED)
+    runs = [
+        Command("pretrain", *words, f"--run.dir={whole}", processes=2, sharded=sharded),
+        Command("pretrain", *words, f"--run.dir={killed}", processes=2, sharded=sharded, prepare=partial(die_at, 3)),
+    ]
+    codes = [run.wait() for run in runs]
+    assert codes == [[0, 0], [-signal.SIGKILL] * 2] and newest_step(killed) == 2, runs[0].said + runs[1].said
+    again = Command("pretrain", *words, f"--run.dir={killed}", processes=2, sharded=sharded)
+    assert again.wait() == [0, 0], again.said
+    for key in ("loss", "optim/grad_norm", "compute/pflop"):
+        assert read_metrics(whole, key) == pytest.approx(read_metrics(one, key), abs=1e-5)
+    files = [folder / "encoder" / "model.safetensors" for folder in (whole, killed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def small(name: str) -> nn.Module:

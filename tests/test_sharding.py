@@ -181,6 +181,8 @@ KINDS = {
     "autoencoder": ("--config=rivals/mae", "--network.decoder_depth=2"),
     "bf16 residual": ("--run.precision=bf16", "--model.residual=bf16", "--model.depth=3"),
     "arguments": ('--model.arguments={"reg_tokens": 2, "init_values": 0.1, "qk_norm": true}',),
+    "rotations of each block": ("--model.name=vit_small_patch16_rope_mixed_ape_224", "--model.img_size=64"),
+    "tables of biases": ("--model.name=beit_base_patch16_224", "--model.img_size=64", "--optim.name=adam"),
 }
 
 

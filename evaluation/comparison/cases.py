@@ -1,8 +1,8 @@
 """The cases of a comparison: which evaluation of which encoder on which dataset, and the settings of each."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +17,10 @@ from evaluation.comparison.entries import (
     Options,
     Question,
 )
-from evaluation.comparison.trainings import TRAININGS, teacher_setting
+from evaluation.comparison.trainings import TRAININGS, parent_settings
 from evaluation.frozen.run_images import find_run, run_image_settings
 from evaluation.registry import EVALUATIONS, Evaluation
+from evaluation.supervision.classifiers import CLASSIFIER_SETTING
 from mpp.config import HOW_READ, require
 from mpp.config.command_line import as_command_line
 from mpp.config.parsing import parse
@@ -38,8 +39,9 @@ class Encoder:
     seed: int
     settings: Any | None
     """Settings of the command that trains it, as the entry has them; None: the entry does not train it."""
-    teacher: "Encoder | None" = None
-    """The encoder that its training learns from, where that is one of the comparison."""
+    parents: Mapping[str, "Encoder"] = field(default_factory=dict)
+    """The encoders that its training begins or learns from, where they are of the comparison, by the settings that name
+    them: its first weights and its teacher."""
     trunk: "Encoder | None" = None
     """The encoder that its training goes on from, where its entry is a branch."""
     branches: tuple["Encoder", ...] = ()
@@ -87,8 +89,8 @@ def cases_of(entries: Entries) -> list[Case]:
     """All cases that the questions ask for, each once: those of all first seeds come before those of second seeds.
 
     Raises:
-        UserError: a question about an unknown name, names that are alike in file names, an encoder that would be its
-            own teacher, or one that cannot branch from its trunk.
+        UserError: a question about an unknown name, names that are alike in file names, an encoder that would be made
+            from itself, or one that cannot branch from its trunk.
     """
     encoders = encoders_of(entries.encoders)
     cases: dict[str, Case] = {}
@@ -154,17 +156,17 @@ def why_left_out(entry: EncoderEntry, evaluation: EvaluationEntry) -> str:
 
 
 def encoders_of(entries: list[EncoderEntry]) -> dict[tuple[str, int], Encoder]:
-    """The encoders of all entries, with their teachers and trunks, by name of the entry and seed.
+    """The encoders of all entries, with their parents and trunks, by name of the entry and seed.
 
     Raises:
-        UserError: an encoder would be its own teacher, or cannot branch from its trunk.
+        UserError: an encoder would be made from itself, or cannot branch from its trunk.
     """
     alone = [Encoder(entry, seed, training_settings(entry, seed)) for entry in entries for seed in entry.seeds]
     encoders = with_trunks(alone)
     trained = [encoder for encoder in encoders if encoder.settings is not None]
     trained.sort(key=lambda encoder: not encoder.entry.random)  # of the same folder, the one with learned weights
     by_path = {encoder.path: encoder for encoder in trained}
-    return {(encoder.entry.name, encoder.seed): with_teacher(encoder, by_path) for encoder in encoders}
+    return {(encoder.entry.name, encoder.seed): with_parents(encoder, by_path) for encoder in encoders}
 
 
 def with_trunks(alone: list[Encoder]) -> list[Encoder]:
@@ -195,24 +197,28 @@ def check_lengths(branch: Encoder, trunk: Encoder) -> None:
     check(branch.settings, trunk.settings, f"encoders: {branch.entry.name}")
 
 
-def with_teacher(encoder: Encoder, trained: dict[Path, Encoder], students: tuple[Path, ...] = ()) -> Encoder:
-    """The encoder with its teacher, if that is among the `trained` ones.
+def with_parents(encoder: Encoder, trained: dict[Path, Encoder], descendants: tuple[Path, ...] = ()) -> Encoder:
+    """The encoder with its parents, as far as they are among the `trained` ones.
 
     Args:
         trained: encoders by their paths.
-        students: paths of the encoders that it teaches, or is the trunk of, directly or not.
+        descendants: paths of the encoders that it is a parent or the trunk of, directly or not.
     """
-    if encoder.path in students:
-        raise UserError(f"{encoder.path} would be taught by itself; its teacher must be another encoder")
-    above = (*students, encoder.path)
+    if encoder.path in descendants:
+        raise UserError(f"{encoder.path} would be made from itself; its first weights and its teacher must be others'")
+    below = (*descendants, encoder.path)
     if encoder.trunk is not None:
-        encoder = replace(encoder, trunk=with_teacher(encoder.trunk, trained, above))
-    _, folder = teacher_setting(encoder.settings) or (None, None)
-    if folder in trained:
-        return replace(encoder, teacher=with_teacher(trained[folder], trained, above))
+        encoder = replace(encoder, trunk=with_parents(encoder.trunk, trained, below))
     if encoder.settings is None:
         return encoder
-    return replace(encoder, settings=TRAININGS[encoder.entry.train].resolve(encoder.settings))
+    parents = {}
+    for setting, folder in parent_settings(encoder.settings).items():
+        if folder in trained:
+            parents[setting] = with_parents(trained[folder], trained, below)
+    settings = encoder.settings
+    if CLASSIFIER_SETTING not in parents:  # such a teacher is not there yet
+        settings = TRAININGS[encoder.entry.train].resolve(settings)
+    return replace(encoder, parents=parents, settings=settings)
 
 
 def training_settings(entry: EncoderEntry, seed: int) -> Any | None:

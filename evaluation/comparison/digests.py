@@ -9,7 +9,6 @@ from typing import Any
 from timm import is_model
 
 from evaluation.comparison.cases import Case, Encoder, evaluation_settings
-from evaluation.comparison.trainings import teacher_setting
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.run_images import record_images
 from mpp.config.imports import UserImport, user_imports
@@ -44,13 +43,12 @@ def identity(case: Case) -> str:
 
 
 def training_digest(encoder: Encoder) -> str | None:
-    """Digest of the settings that an encoder is trained by, and its teacher; None: the comparison does not train it."""
+    """Digest of the settings that an encoder is trained by, and its parents; None: the comparison does not train it."""
     if encoder.settings is None:
         return None
     of_training = relevant_settings(encoder.settings)
-    if encoder.teacher is not None:
-        setting, _ = teacher_setting(encoder.settings)
-        of_training[setting] = training_digest(encoder.teacher)
+    for setting, parent in encoder.parents.items():
+        of_training[setting] = training_digest(parent)
     entry = encoder.entry
     content = {"command": entry.train, "settings": of_training, "compute": entry.compute}
     imports = imports_used(encoder.settings)

@@ -56,8 +56,8 @@ def read_report(case: Case, folder: Path) -> dict[str, Any] | None:
 
 
 def was_never_trained(encoder: Encoder, folder: Path) -> bool:
-    """Whether the training of the encoder diverged, or that of its teacher."""
-    if encoder.teacher is not None and was_never_trained(encoder.teacher, folder):
+    """Whether the training of the encoder diverged, or that of a parent."""
+    if any(was_never_trained(parent, folder) for parent in encoder.parents.values()):
         return True
     return not encoder.entry.random and divergence_of(encoder, folder).is_file()
 

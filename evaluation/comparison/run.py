@@ -163,14 +163,14 @@ def settings_to_evaluate(case: Case, folder: Path) -> Any:
 
 
 def train_encoder(encoder: Encoder, folder: Path) -> None:
-    """Train an encoder, its teacher and its trunk first; a finished run is left as it is, an interrupted one continues.
+    """Train an encoder, its parents and its trunk first; a finished run is left as it is, an interrupted one continues.
 
     Raises:
-        Held: another process trains it, its teacher or its trunk.
+        Held: another process trains it, a parent or its trunk.
         Diverged: the training did, now or before.
     """
-    if encoder.teacher is not None:
-        train_encoder(encoder.teacher, folder)
+    for parent in encoder.parents.values():
+        train_encoder(parent, folder)
     if encoder.settings is None:
         return
     with hold(encoder.path, "encoder"):  # before the images are loaded, which takes a while

@@ -13,7 +13,7 @@ from evaluation import contrastive, supervised
 from evaluation.config import ContrastiveConfig, SupervisedConfig
 from evaluation.frozen.provenance import parent_encoders
 from evaluation.frozen.run_images import find_run
-from evaluation.supervision.classifiers import with_teacher_digest
+from evaluation.supervision.classifiers import CLASSIFIER_SETTING, with_teacher_digest
 from mpp.config import Config
 from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
@@ -66,52 +66,60 @@ def with_compute(command: str, config: Any, pflop: float) -> Any:
     return replace(config, run=replace(config.run, steps=steps))
 
 
-def teacher_setting(config: Any) -> tuple[str, Path] | None:
-    """The setting that names the frozen teacher of a training, and its folder; None: no teacher, or a published one."""
+def parent_settings(config: Any) -> dict[str, Path]:
+    """The settings that name a training's first weights and its frozen teacher -> their folders or files.
+
+    Published models are left out.
+    """
+    named = {"model.init_from": config.model.init_from}
     distill = getattr(config, "distill", None)
-    if distill is not None and distill.teacher is not None:
-        return "distill.teacher", Path(distill.teacher)
+    if distill is not None:
+        named[CLASSIFIER_SETTING] = distill.teacher
     objective = getattr(config, "objective", None)
-    if objective is None or not objective.frozen_teacher:
-        return None
-    teacher = objective.teacher_checkpoint or objective.teacher
-    run = find_run(teacher)
-    if run is None and is_model(teacher):
-        return None
-    return "objective.teacher", run or Path(teacher)
+    if objective is not None and objective.frozen_teacher:
+        named["objective.teacher"] = objective.teacher_checkpoint or objective.teacher
+    folders = {}
+    for setting, encoder in named.items():
+        if encoder is None:
+            continue
+        run = find_run(encoder)
+        if run is not None or not is_model(encoder):
+            folders[setting] = run or Path(encoder)
+    return folders
 
 
 def executed_pflop(run: Path) -> float:
-    """PFLOP that a run, its teacher and the run that it began from executed. A branch's count from its first step on.
+    """PFLOP that a run and all that it was made from executed, each once. A branch's count from its first step on.
 
     Raises:
         UserError: one of them has no record of it.
     """
-    return sum_with_ancestors(run, PFLOP)
+    return sum(last_scalars(each, PFLOP)[PFLOP] for each in with_ancestors(run))
 
 
 def device_hours(run: Path) -> float:
-    """Hours times devices that a run, its teacher and the run that it began from took, as `executed_pflop` counts.
+    """Hours times devices that a run and all that it was made from took, as `executed_pflop` counts.
 
     Raises:
         UserError: one of them has no record of it.
     """
-    return sum_with_ancestors(run, DEVICE_HOURS)
+    return sum(last_scalars(each, DEVICE_HOURS)[DEVICE_HOURS] for each in with_ancestors(run))
 
 
-def sum_with_ancestors(run: Path, scalar: str) -> float:
-    """The last value of a scalar that grows with training, of a run and of all that it was made from, together.
-
-    Raises:
-        UserError: one of them has no record of it.
-    """
-    own = last_scalars(run, scalar)[scalar]
-    ancestors = []
-    for setting, encoder in parent_encoders(run).items():
-        published = setting == "objective.teacher" and is_model(encoder)  # its training is not counted
-        if not published:
-            ancestors.append(sum_with_ancestors(find_run(encoder) or Path(encoder), scalar))
-    return own + sum(ancestors)
+def with_ancestors(run: Path) -> list[Path]:
+    """A run, the runs that it began from and learned from, and theirs, each once; published models are left out."""
+    found: dict[Path, Path] = {}
+    waiting = [run]
+    while waiting:
+        each = waiting.pop(0)
+        if each.resolve() in found:
+            continue
+        found[each.resolve()] = each
+        for encoder in parent_encoders(each).values():
+            parent = find_run(encoder)
+            if parent is not None or not is_model(encoder):
+                waiting.append(parent or Path(encoder))
+    return list(found.values())
 
 
 def pflop_without_trunk(run: Path) -> float:
