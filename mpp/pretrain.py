@@ -63,6 +63,7 @@ class Pretraining(ImageTask):
         super().__init__(accelerator, layout, config.run, config.data)
         self.config = config
         self.corruption = config.corruption
+        self.marks_nodata = not config.objective.predict_nodata
         if config.corruption.source == "batch":
             require(layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with corruption.source=batch")
         self.model, self.objective = build_model(config)
@@ -120,7 +121,8 @@ class Pretraining(ImageTask):
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of the corrupted patches and, if asked, sums for accuracies or for the spread of features."""
         predicted, images, corruption = self.predict_batch(model, batch)
-        loss = self.objective.loss(predicted.predictions, predicted.targets)
+        counted = self.counted(batch, corruption)
+        loss = self.loss_of(predicted.predictions, predicted.targets, counted)
         if not measure:
             return loss, {}
         predictions = predicted.predictions.detach()
@@ -130,7 +132,21 @@ class Pretraining(ImageTask):
             )
         places = None if model.training else batch.indices  # of held-out images
         count = len(self.held_out_views.dataset)
-        return loss, measure_predictions(self.objective, predictions, images, corruption, places, count)
+        return loss, measure_predictions(self.objective, predictions, images, corruption, places, count, counted)
+
+    def counted(self, batch: Batch, corruption: Corruption) -> Tensor | None:
+        """The corrupted patches (B, K) that count, which have a value; None: all."""
+        if batch.has_value is None:
+            return None
+        return batch.has_value.to(corruption.positions.device).gather(1, corruption.positions)
+
+    def loss_of(self, predictions: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
+        """Mean loss of the patches that count; 0 where none does."""
+        if counted is None:
+            return self.objective.loss(predictions, targets)
+        if not counted.any():
+            return predictions.sum() * 0
+        return self.objective.loss(predictions[counted][None], targets[counted][None])
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""

@@ -101,6 +101,9 @@ class ObjectiveConfig:
     half_life: tuple[float, float] = setting((0.01, 0.05), above=0, needs={"name": "features", "teacher": "ema"})
     """Share of the run's steps after which the moving average has half forgotten earlier weights: at the run's start
     and at its end, and evenly in between. Numbers from 1 are steps: two equal ones suit runs of any length."""
+    predict_nodata: bool = True
+    """Patches without any value (data.nodata, or a TIFF's own tag) are targets as all others. false: they are masked as
+    before, but have weight 0 in loss and accuracy."""
     stop_on_collapse: bool = setting(False, needs={"name": "features"}, operational=True)
     """End a run whose targets have become the same for all patches. false: warn of it."""
     export: Literal["student", "teacher"] = setting("student", needs={"name": "features", "teacher": "ema"})

@@ -28,9 +28,9 @@ ENCODED_TYPES = (*BINARY_TYPES, "string", "large_string")
 """Types of a column that may hold image files, or their names."""
 
 
-def decode_cell(cell: Any, config: ImagesConfig, array_dtype: str | None = None) -> Tensor:
-    """The image of a cell as (C, H, W); raises UnreadableImage, or ReadFailed. See `read_cell`."""
-    return decode.decode(read_cell(cell, config.read_retries, array_dtype), config)
+def decode_cell(cell: Any, config: ImagesConfig, array_dtype: str | None = None, marks_nodata: bool = False) -> Tensor:
+    """The image of a cell as (C, H, W); raises UnreadableImage, or ReadFailed. See `read_cell` and `decode`."""
+    return decode.decode(read_cell(cell, config.read_retries, array_dtype), config, marks_nodata)
 
 
 def read_cell(cell: Any, retries: int, array_dtype: str | None = None) -> bytes | NDArray:

@@ -95,13 +95,17 @@ class ImageDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def decode(self, index: int, config: ImagesConfig) -> Tensor:
-        """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
+    def decode(self, index: int, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
+        """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`.
+
+        Args:
+            marks_nodata: see `mpp.data.decoding.decode.decode`; images in memory have what they were decoded with.
+        """
         if self.decoded is not None:
             pixels = self.decoded.get(index)
             if pixels is not None:
                 return pixels
-        return decode_cell(self.rows[index][self.image_column], config, self.array_dtype)
+        return decode_cell(self.rows[index][self.image_column], config, self.array_dtype, marks_nodata)
 
     @cached_property
     def array_dtype(self) -> str | None:

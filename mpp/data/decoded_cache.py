@@ -26,11 +26,12 @@ class WholeImages(Dataset):
 
     dataset: ImageDataset
     data: DataConfig
+    marks_nodata: bool = False
 
     def __getitem__(self, index: int) -> tuple[Tensor, torch.Size]:
         note_reading(index)
         try:
-            pixels = self.dataset.decode(index, self.data)
+            pixels = self.dataset.decode(index, self.data, self.marks_nodata)
         except UnreadableImage:
             pixels = torch.empty(self.data.channels, 0, 0)  # it is reported when a batch needs it
         note_reading(None)
@@ -60,7 +61,7 @@ class BatchesBySize:
             first = end
 
 
-def cache_decoded(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
+def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = False) -> ImageDataset:
     """The same images, decoded and kept in memory, if they take at most `data.cache_gb`; else unchanged.
 
     Images of different types, such as of 8 bits and more, stay unchanged, too: crops of 8 bits are rounded.
@@ -73,7 +74,7 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
     looked = False  # at the memory that is available
     parts: list[Tensor] = []
     loader = WatchedLoader(
-        WholeImages(dataset, data),
+        WholeImages(dataset, data, marks_nodata),
         dataset.image_name,
         batch_sampler=batches,
         num_workers=loader_room(loader_processes(data), 0, BYTES_PER_BATCH).workers,

@@ -139,9 +139,9 @@ class ShardBlock:
     rows: list[StreamRow]
     labels = None
 
-    def decode(self, index: int, config: ImagesConfig) -> Tensor:
+    def decode(self, index: int, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
-        return decode_cell(self.cell(index), config, self.shards.array_dtype)
+        return decode_cell(self.cell(index), config, self.shards.array_dtype, marks_nodata)
 
     def cell(self, index: int) -> Any:
         """The image as it is stored."""

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
@@ -38,6 +39,7 @@ class Batch(NamedTuple):
     indices: Tensor  # (B,) int64: indices of the images in their split
     unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
     cursor: Tensor | None = None  # of a stream: which worker read this, and how far it has come; see mpp/data/stream.py
+    has_value: Tensor | None = None  # (B, N) bool: patches of which at least a pixel has a value; None: nobody asks
 
     def __reduce__(self) -> tuple[Callable[..., "Batch"], tuple[Any, ...]]:
         """Pickle, as a loader process sends the batch: two tensors, the images and the bytes of all others.
@@ -47,19 +49,19 @@ class Batch(NamedTuple):
         tensors = [self.indices]
         if self.corruption is not None:
             tensors += self.corruption
-        if self.cursor is not None:
-            tensors.append(self.cursor)
+        optional = (self.cursor, self.has_value)
+        tensors += [tensor for tensor in optional if tensor is not None]
         tensors.append(self.labels)  # the last, since those of segmentation are int16: int64 begins at a multiple of 8
         packed = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
         types = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        return unpack, (self.images, packed, types, self.cursor is not None, self.unreadable)
+        return unpack, (self.images, packed, types, [tensor is not None for tensor in optional], self.unreadable)
 
 
 def unpack(
     images: Tensor,
     packed: Tensor,
     types: list[tuple[torch.dtype, torch.Size]],
-    has_cursor: bool,
+    are_there: list[bool],
     unreadable: list[str],
 ) -> Batch:
     """The batch of a pickle: see `Batch.__reduce__`."""
@@ -69,9 +71,10 @@ def unpack(
         tensors.append(part.view(dtype).view(shape))
     indices, *others, labels = tensors
     indices = indices.clone()  # they are kept longer than the batch, whose memory a view would keep
-    cursor = others.pop() if has_cursor else None
+    has_value = others.pop() if are_there[1] else None
+    cursor = others.pop() if are_there[0] else None
     corruption = Corruption(*others) if others else None
-    return Batch(images, corruption, labels, indices, unreadable, cursor)
+    return Batch(images, corruption, labels, indices, unreadable, cursor, has_value)
 
 
 @dataclass(frozen=True)
@@ -88,19 +91,24 @@ class ViewDataset(Dataset):
     corruption: CorruptionConfig | None = None
     grid: Grid = (0, 0)
     randaugment: int = 0
+    marks_nodata: bool = False
+    """Whether batches say which patches have no value: see `Batch.has_value`."""
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         """A sample: a Batch whose tensors lack the leading B."""
         epoch, index = key
         shown_index, pixels, unreadable = self.readable(epoch, index)
         crop = self.view(pixels, epoch, index)
+        has_value = None
+        if self.marks_nodata:
+            crop, has_value = crop[:-1], patches_with_value(crop[-1], self.grid)
         drawn = None
         if self.corruption is not None:
             drawn = corruption.draw(self.corruption, self.grid, self.seed_of(epoch), epoch, index)
         labels = self.dataset.labels
         label = torch.tensor(-1 if labels is None else labels[shown_index])
         note_reading(None)
-        return Batch(crop, drawn, label, torch.tensor(shown_index), unreadable)
+        return Batch(crop, drawn, label, torch.tensor(shown_index), unreadable, has_value=has_value)
 
     def seed_of(self, epoch: int) -> int:
         """Seed of an epoch's samples: that of fixed views is the same for runs of other seeds."""
@@ -130,7 +138,7 @@ class ViewDataset(Dataset):
         while len(failures) <= MAX_REPLACEMENTS:
             note_reading(candidate)
             try:
-                pixels = self.dataset.decode(candidate, self.data)
+                pixels = self.dataset.decode(candidate, self.data, self.marks_nodata)
                 return candidate, pixels, failures
             except UnreadableImage as error:
                 failures.append(f"{self.dataset.image_name(candidate)}: {error}")
@@ -140,14 +148,24 @@ class ViewDataset(Dataset):
         raise Undecodable(f"{message} (a small split has them more than once)", failures[0])
 
 
+def patches_with_value(mark: Tensor, grid: Grid) -> Tensor:
+    """The patches, (N,) bool, in which a mark (H, W) is above 0 anywhere."""
+    rows, columns = grid
+    sides = mark.shape[0] // rows, mark.shape[1] // columns
+    return F.max_pool2d(mark[None].float(), sides)[0].flatten() > 0
+
+
 def collate(samples: list[Batch]) -> Batch:
     """Samples to a batch."""
-    images, corruptions, labels, indices, unreadable, _ = zip(*samples, strict=True)
+    images, corruptions, labels, indices, unreadable, _, values = zip(*samples, strict=True)
     drawn = None
     if corruptions[0] is not None:
         drawn = Corruption(*map(torch.stack, zip(*corruptions, strict=True)))
     all_unreadable = list(chain.from_iterable(unreadable))
-    return Batch(torch.stack(images), drawn, torch.stack(labels), torch.stack(indices), all_unreadable)
+    has_value = None if values[0] is None else torch.stack(values)
+    return Batch(
+        torch.stack(images), drawn, torch.stack(labels), torch.stack(indices), all_unreadable, has_value=has_value
+    )
 
 
 def batch_bytes(views: ViewDataset, images: int) -> int:

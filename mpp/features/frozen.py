@@ -117,7 +117,7 @@ def to_pixels(image: Tensor | Image.Image, config: ImagesConfig) -> Tensor:
 
 def pil_to_pixels(image: Image.Image, config: ImagesConfig) -> Tensor:
     """A PIL image as (C, H, W) uint8."""
-    values = select_channels(from_pil(image, config), config)
+    values, _ = select_channels(from_pil(image, config), config)
     description = f"a PIL image of mode {image.mode}"
     allowed = f"of 8 bits, or a tensor (B, {config.channels}, H, W), scaled"
     require(values.dtype == np.uint8, "images", description, allowed)

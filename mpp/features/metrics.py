@@ -19,6 +19,7 @@ from mpp.objectives import Objective, patches_at
 
 Sums = dict[str, Tensor]
 DISTANCES_PER_BLOCK = 2**22  # between patches of several images: bounds the memory, to 16 MB
+NOT_COUNTED = -1  # in place of a kind of corruption
 ACCURACIES = {"mask": "accuracy", "random": "accuracy_random", "keep": "accuracy_keep"}  # kind of corruption -> scalar
 
 
@@ -70,6 +71,7 @@ def measure(
     corruption: Corruption,
     places: Tensor | None = None,
     image_count: int = 0,
+    counted: Tensor | None = None,
 ) -> Sums:
     """Counts for `summarize`, additive over batches; empty for an objective without colours.
 
@@ -78,6 +80,7 @@ def measure(
         images: (B, C, H, W), clean.
         corruption: of the images that the model saw.
         places: (B,) of the images among `image_count`, for `by_image`, (image_count, 4): see `MaskedCounts`.
+        counted: (B, K) bool, patches that count. None: all.
     """
     if objective.palette is None:
         return {}
@@ -87,15 +90,16 @@ def measure(
         """Share of each patch's cells that are right, (B, K)."""
         return (classes == truth).double().mean(-1)
 
+    kinds = corruption.kinds if counted is None else torch.where(counted, corruption.kinds, NOT_COUNTED)
     sums = {}
     right = share_right(objective.colour_classes(objective.decide(predictions)))
     for kind in Kind:
-        of_kind = corruption.kinds == kind
+        of_kind = kinds == kind
         name = kind.name.lower()
         sums[f"count_{name}"] = of_kind.sum().double()
         sums[f"right_{name}"] = (right * of_kind).sum()
 
-    masked = corruption.kinds == Kind.MASK
+    masked = kinds == Kind.MASK
     height, width = images.shape[-2:]
     grid = (height // objective.patch_size, width // objective.patch_size)
     first, second = nearest_visible(corruption.positions, grid, corruption.hidden).unbind(-1)

@@ -50,6 +50,7 @@ class ImageTask:
     corruption: CorruptionConfig | None = None
     grid: Grid = (0, 0)
     randaugment = 0
+    marks_nodata = False
     probe: Probe | None = None
     """Probe of the frozen features; None: `probe.every` is 0."""
     communicates_each_pass = False
@@ -117,7 +118,14 @@ class ImageTask:
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
         """Crops (and corruptions) of these images."""
         return ViewDataset(
-            dataset, self.data, self.img_size, self.run.seed, self.corruption, self.grid, self.randaugment
+            dataset,
+            self.data,
+            self.img_size,
+            self.run.seed,
+            self.corruption,
+            self.grid,
+            self.randaugment,
+            self.marks_nodata,
         )
 
     def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
@@ -166,7 +174,7 @@ class ImageTask:
         workers_inherit_memory = self.data.workers == 0 or WORKERS_ARE_FORKS
         if images_left < 2 * len(self.train) or not workers_inherit_memory:
             return self.views(self.train)
-        views = self.views(cache_decoded(self.train, self.data))
+        views = self.views(cache_decoded(self.train, self.data, self.marks_nodata))
         on_cpu = self.accelerator.device.type == "cpu"
         few_threads = on_cpu and torch.get_num_threads() <= MAX_THREADS_WITHOUT_WORKERS
         if not views.dataset.decoded or not few_threads or views.costly:

@@ -31,11 +31,15 @@ def bands_first(pixels: NDArray, config: ImagesConfig) -> NDArray:
     return pixels.transpose(2, 0, 1) if are_last else pixels
 
 
-def select_channels(pixels: NDArray, config: ImagesConfig, nodata_of_file: float | None = None) -> NDArray:
+def select_channels(
+    pixels: NDArray, config: ImagesConfig, nodata_of_file: float | None = None
+) -> tuple[NDArray, NDArray[np.bool_] | None]:
     """The channels (C, H, W) that the settings ask for, of bands (n, H, W), with a value everywhere.
 
     Args:
         nodata_of_file: counts where `data.nodata` is null.
+    Returns:
+        The channels; and where all of them were missing, (H, W), or None: nothing was.
     """
     check_numbers(pixels.dtype)
     if pixels.dtype == bool:
@@ -44,9 +48,11 @@ def select_channels(pixels: NDArray, config: ImagesConfig, nodata_of_file: float
         if max(config.bands) > len(pixels):
             raise UnreadableImage(f"{count_bands(pixels)}; data.bands asks for {max(config.bands)}")
         pixels = pixels[[band - 1 for band in config.bands]]
-    if nodata_of_file is not None and config.nodata is None:
-        pixels = fill_absent(pixels, nodata_of_file)
-    return convert_channels(fill_missing(pixels, config.nodata), config.channels)
+    missing = find_missing(pixels, config.nodata, nodata_of_file)
+    check_finite(pixels, missing)
+    if not missing.any():
+        return convert_channels(pixels, config.channels), None
+    return convert_channels(fill_with_means(pixels, missing), config.channels), missing.all(0)
 
 
 def count_bands(pixels: NDArray) -> str:
@@ -69,35 +75,34 @@ def convert_channels(pixels: NDArray, channels: int) -> NDArray:
     raise UnreadableImage(f"{count_bands(pixels)}; data.channels is {channels}, and data.bands can choose {channels}")
 
 
-def fill_missing(pixels: NDArray, nodata: float | str | None) -> NDArray:
-    """Pixels (C, H, W) with the mean of their channel in place of values that are missing: `nodata` or not finite."""
-    if nodata is None and pixels.dtype.kind != "f":
-        return pixels
-    missing = ~np.isfinite(pixels)
-    if nodata is None:
-        if missing.any():
-            incomplete = np.flatnonzero(missing.any((1, 2))) + 1
-            reason = f"values that are not finite in channel {incomplete[0]}"
-            raise UnreadableImage(f"{reason}; data.nodata nan gives them the mean")
-        return pixels
-    if nodata != "nan":
-        missing |= pixels == nodata
-    return fill_with_means(pixels, missing)
+def find_missing(pixels: NDArray, nodata: float | str | None, nodata_of_file: float | None = None) -> NDArray[np.bool_]:
+    """Where pixels (C, H, W) have no value, (C, H, W); or (1, 1, 1) if none can be missing.
 
-
-def fill_absent(pixels: NDArray, nodata: float) -> NDArray:
-    """Pixels (C, H, W) with the mean of their channel where all channels are `nodata`, a number or NaN.
-
-    One channel alone may have the value: the blue of a yellow flower is 0.
+    Args:
+        nodata: the value of each channel's missing values; those that are not finite are missing, too. None: the
+            file's counts, where all channels have it. One alone may: the blue of a yellow flower is 0.
     """
-    is_nodata = np.isnan(pixels) if np.isnan(nodata) else pixels == nodata
-    return fill_with_means(pixels, np.broadcast_to(is_nodata.all(0), pixels.shape))
+    if nodata is not None:
+        missing = ~np.isfinite(pixels)
+        return missing if nodata == "nan" else missing | (pixels == nodata)
+    if nodata_of_file is not None:
+        is_nodata = np.isnan(pixels) if np.isnan(nodata_of_file) else pixels == nodata_of_file
+        return np.broadcast_to(is_nodata.all(0), pixels.shape)
+    return np.zeros((1, 1, 1), bool)
+
+
+def check_finite(pixels: NDArray, missing: NDArray[np.bool_]) -> None:
+    """Refuse values (C, H, W) that are not finite and do not count as missing."""
+    if pixels.dtype.kind != "f":
+        return
+    is_wrong = ~np.isfinite(pixels) & ~missing
+    if is_wrong.any():
+        channel = np.flatnonzero(is_wrong.any((1, 2)))[0] + 1
+        raise UnreadableImage(f"values that are not finite in channel {channel}; data.nodata nan gives them the mean")
 
 
 def fill_with_means(pixels: NDArray, missing: NDArray[np.bool_]) -> NDArray:
     """Pixels (C, H, W) with the mean of their channel where values are missing, (C, H, W)."""
-    if not missing.any():
-        return pixels
     pixels = pixels.copy()
     for number, (channel, is_missing) in enumerate(zip(pixels, missing, strict=True), start=1):
         if is_missing.all():

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
 from torch import Tensor
@@ -27,21 +28,28 @@ from mpp.errors import UnreadableImage, one_line
 
 
 @ignoring_warnings_as_errors()
-def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
+def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
     """An image file, or an array, as pixels.
 
     The first frame of a picture, upright: greyscale, palette, CMYK and YCbCr are converted, transparency is laid on
     white unless nothing is opaque, the EXIF orientation is applied. See `ImagesConfig` for all else.
 
     Args:
+        marks_nodata: whether one more channel follows, with 0 where pixels had no value in any channel, and else 255.
         image: a file: one of PIL_FORMATS, DICOM, `.npy` or `.npz`; or an array (H, W), (H, W, bands) or (bands, H, W).
     Returns:
-        (C, H, W), uint8 or float32 in [0, 255].
+        (C, H, W), uint8 or float32 in [0, 255]; (C + 1, H, W) with `marks_nodata`.
     Raises:
         UnreadableImage: with the reason.
     """
     values = read_channels(image, config)
-    return scale_to_255(values.pixels, limits_of(values, config))
+    pixels = scale_to_255(values.pixels, limits_of(values, config))
+    if not marks_nodata:
+        return pixels
+    mark = torch.full_like(pixels[:1], 255)
+    if values.missing is not None:
+        mark[:, torch.from_numpy(values.missing)] = 0
+    return torch.cat([pixels, mark])
 
 
 @ignoring_warnings_as_errors()
@@ -54,10 +62,10 @@ def read_channels(image: bytes | NDArray, config: ImagesConfig) -> StoredPixels:
     """The channels (C, H, W) of an image with the values of the file, black below white."""
     with unreadable_named(image):
         stored = read_stored(image, wanted_by(config), config)
-        pixels = select_channels(stored.pixels, config, stored.nodata)
+        pixels, missing = select_channels(stored.pixels, config, stored.nodata)
         if stored.inverted:
             pixels = invert(pixels, config.limits() or [stored.inverted])
-        return StoredPixels(pixels, limits=stored.limits)
+        return StoredPixels(pixels, limits=stored.limits, missing=missing)
 
 
 def limits_of(stored: StoredPixels, config: ImagesConfig) -> Sequence[Limits]:

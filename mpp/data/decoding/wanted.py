@@ -3,6 +3,7 @@
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mpp.config import ImagesConfig
@@ -38,3 +39,5 @@ class StoredPixels(NamedTuple):
     """Values that become 0 and 255 where `data.range` names none. None: those of the type."""
     nodata: float | None = None
     """The value, in all bands, of pixels without a value, where the file says so."""
+    missing: NDArray[np.bool_] | None = None
+    """(H, W), pixels that had no value and were filled. None: all had one."""
