@@ -30,7 +30,7 @@ from mpp.data.survey import Survey, survey
 from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.features.reconstructions import as_rgb, as_seen
+from mpp.features.reconstructions import as_rgb, as_seen, stretch
 from mpp.pretrain import Pretraining
 from mpp.runtime.command import command
 from mpp.runtime.messages import counted
@@ -312,8 +312,9 @@ def draw_crops(task: Pretraining, batches: Sequence[Batch]) -> Image.Image:
     """Training crops, each beside the model's input."""
     pairs = []
     for batch in batches:
-        corrupted = as_seen(batch.images, batch.corruption, task.patch_size)
-        pixels = as_rgb(torch.stack([batch.images, corrupted])).movedim(2, -1).numpy()
+        images = stretch(batch.images)
+        corrupted = as_seen(images, batch.corruption, task.patch_size)
+        pixels = as_rgb(torch.stack([images, corrupted])).movedim(2, -1).numpy()
         pairs += [pixels[:, index] for index in range(len(batch.images))]
     pairs = pairs[:CROPS_SHOWN]
     rows = []

@@ -29,7 +29,7 @@ from mpp.data.views import Batch
 from mpp.errors import UserError
 from mpp.features.frozen import extract
 from mpp.features.metrics import Sums
-from mpp.features.reconstructions import prediction_panel
+from mpp.features.reconstructions import prediction_panel, stretch
 from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
 from mpp.runtime.command import command
@@ -183,7 +183,7 @@ class Contrastive(ImageTask):
         views = self.views(self.held_out)
         shown = range(min(VIEWS_LOGGED, len(self.held_out)))
         pairs = torch.stack([views[FIXED_VIEW, index].images for index in shown])
-        panel = prediction_panel(pairs.movedim(1, 0))
+        panel = prediction_panel(stretch(pairs).movedim(1, 0))
         tracker.log_images(step, "view 1 | view 2", panel[None])
 
     def flops(self) -> int:

@@ -30,7 +30,7 @@ from mpp.data.moments import channel_moments
 from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.errors import UserError
 from mpp.features.metrics import measure, summarize
-from mpp.features.reconstructions import as_rgb, prediction_columns, prediction_panel
+from mpp.features.reconstructions import as_rgb, prediction_columns, prediction_panel, stretch
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
 from mpp.objectives import build_objective, patches_at
@@ -412,6 +412,33 @@ def test_what_a_person_sees():
     assert torch.equal(as_rgb(rounded[:, :3]), rounded[:, :3])
 
 
+def test_deep_images_are_stretched_for_the_eye():
+    numbers = np.random.default_rng(0)
+    images = torch.from_numpy(numbers.uniform(40, 60, (2, 4, 50, 50))).float()
+    images[:, 1] *= 3
+    low, high = np.quantile(images.numpy(), [0.02, 0.98], axis=(-2, -1), keepdims=True)
+    expected = np.clip((images.numpy() - low) / (high - low) * 255, 0, 255)
+    torch.testing.assert_close(stretch(images), torch.from_numpy(expected).float(), atol=0.5, rtol=0)
+    rgb = images[:, :3] / 2
+    low, high = np.quantile(rgb.numpy(), [0.02, 0.98], axis=(-3, -2, -1), keepdims=True)  # colours stay
+    expected = np.clip((rgb.numpy() - low) / (high - low) * 255, 0, 255)
+    torch.testing.assert_close(stretch(rgb), torch.from_numpy(expected).float(), atol=0.5, rtol=0)
+    same = torch.full((1, 1, 4, 4), 7.0)
+    assert torch.equal(stretch(same), same)
+    eight_bits = images[:, :3].to(torch.uint8)
+    assert torch.equal(stretch(eight_bits), eight_bits) and stretch(eight_bits).dtype == torch.uint8
+
+
+def test_masked_patches_of_deep_images_are_grey_in_pictures():
+    objective = objective_of(1, dict(name="pixels"))
+    images = 20 + images_of(1) / 20
+    corruption = corruption_of()
+    targets = objective.targets(images, corruption.positions)
+    columns = prediction_columns(objective, torch.zeros(2, 3, objective.outputs), targets, images, corruption)
+    assert (columns[1] == 128).any() and columns[0].max() == 255
+    torch.testing.assert_close(columns[3], columns[0])
+
+
 @pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_panels_of_four_bands(settings):
     objective = objective_of(4, settings)
@@ -422,7 +449,7 @@ def test_panels_of_four_bands(settings):
     columns = prediction_columns(objective, predictions, targets, images, corruption)
     times = columns.shape[-1] // 24
     assert columns.shape == (4, 2, 4, 16 * times, 24 * times)
-    assert torch.equal(columns[0, ..., ::times, ::times], images)
+    torch.testing.assert_close(columns[0, ..., ::times, ::times], stretch(images))
     assert prediction_panel(columns).shape[0] == 3
     assert objective.shown
 

@@ -116,7 +116,7 @@ def test_the_loss_is_of_patches_that_count(pretrain, tiles, monkeypatch):
 
     def noted(self, predictions, targets, counted):
         loss = original(self, predictions, targets, counted)
-        losses.append((float(loss), predictions.detach(), targets, counted))
+        losses.append((float(loss.detach()), predictions.detach(), targets, counted))
         return loss
 
     monkeypatch.setattr(Pretraining, "loss_of", noted)

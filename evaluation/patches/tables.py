@@ -15,7 +15,7 @@ from evaluation.metrics.pixels import Pixels
 from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchEncoder
 from evaluation.patches.masks import MaskedImages
-from mpp.features.reconstructions import as_rgb
+from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.randomness import FIXED_VIEW
 
 MEAN_IOU = Pixels()
@@ -93,4 +93,4 @@ def draw_predictions(
     for reading, predicted in predictions.items():
         columns[reading] = predicted[torch.from_numpy(chosen)].long().numpy()
     classes = 1 + max(int(column.max()) for column in columns.values())
-    return plot_segmentation(as_rgb(images).movedim(1, -1).numpy(), columns, classes)
+    return plot_segmentation(as_rgb(stretch(images)).movedim(1, -1).numpy(), columns, classes)

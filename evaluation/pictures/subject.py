@@ -22,7 +22,7 @@ from mpp.config.imports import require_imports
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch
-from mpp.features.reconstructions import as_rgb
+from mpp.features.reconstructions import as_rgb, stretch
 from mpp.models.timm_models import has_class
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import run_of
@@ -85,12 +85,13 @@ class Subject(NamedTuple):
     def to_pixels(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) for display, (B, H, W, 3) uint8.
 
-        Other than 1 or 3 channels are shown by `bands`, or as their mean in grey.
+        Deep images are stretched (see `stretch`). Other than 1 or 3 channels are shown by `bands`, or as their mean in
+        grey.
         """
         bands = self.config.bands
         if not bands and images.shape[1] not in (1, 3):
             images = images.float().mean(1, keepdim=True)
-        return as_rgb(images, bands).movedim(1, -1).cpu()
+        return as_rgb(stretch(images), bands).movedim(1, -1).cpu()
 
 
 def concatenate(batches: Iterable[Sequence[Tensor]], dim: int = 0) -> list[Tensor]:

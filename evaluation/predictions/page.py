@@ -41,6 +41,7 @@ from evaluation.predictions.summary import (
 from mpp.data.crops import limit_aspect, to_8_bits
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
+from mpp.features.reconstructions import stretch
 from mpp.runtime.messages import counted
 from mpp.runtime.output import printable
 
@@ -79,7 +80,7 @@ class RowImages:
         pixels = limit_aspect(images.decode(index, self.data), (1, 1))
         if len(pixels) not in (1, 3):
             pixels = pixels.float().mean(0, keepdim=True)
-        pixels = to_8_bits(pixels).expand(3, -1, -1)
+        pixels = to_8_bits(stretch(pixels)).expand(3, -1, -1)
         return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 
 

@@ -34,6 +34,7 @@ from mpp.config import ImageSize
 from mpp.data.crops import MAX_RELATIVE_ASPECT, covering_size, to_8_bits
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
+from mpp.features.reconstructions import stretch
 from mpp.runtime.output import printable
 
 WINDOWS_PER_FORWARD = 16
@@ -108,7 +109,7 @@ def resize_to_cover(pixels: Tensor, size: ImageSize, share: float) -> ImageToSeg
     covering = [max(own, least) for own, least in zip(covering_size(height, width, size, share), size, strict=True)]
     resized = functional.resize(pixels, covering, interpolation=functional.InterpolationMode.BILINEAR, antialias=True)
     shown = pixels if len(pixels) in (1, 3) else pixels.float().mean(0, keepdim=True)
-    return ImageToSegment(resized, to_8_bits(shown).expand(3, -1, -1))
+    return ImageToSegment(resized, to_8_bits(stretch(shown)).expand(3, -1, -1))
 
 
 def predict_mask(logits: Tensor, size: tuple[int, int]) -> PredictedMask:

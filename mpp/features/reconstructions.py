@@ -11,6 +11,7 @@ from mpp.data.crops import to_8_bits
 from mpp.objectives import GREY, Objective, patchify, select_patches
 
 PANEL_SIDE = 128  # pixels of an image in a panel, at least half of it
+CONTRAST = (0.02, 0.98)  # shares of an image's values that become black and white for display
 COLUMNS = ("original", "corrupted", "predicted", "true")
 
 
@@ -32,12 +33,33 @@ def as_rgb(images: Tensor, bands: Sequence[int] | None = None) -> Tensor:
     return pixels.expand(*pixels.shape[:-3], 3, *pixels.shape[-2:])
 
 
+def stretch(images: Tensor, like: Tensor | None = None) -> Tensor:
+    """Images (..., C, H, W) from 0 to 255 with contrast for the eye: the 2nd to the 98th percentile become 0 and 255.
+
+    Of three channels together, so that colours stay; else of each channel. RGB and grey of 8 bits stay as they are.
+
+    Args:
+        like: the images (B, C, H, W) whose percentiles count. None: these.
+    """
+    reference = images if like is None else like
+    channels = reference.shape[-3]
+    if reference.dtype == torch.uint8 and channels in (1, 3):
+        return images
+    values = reference.float().flatten(-3)[..., None, :] if channels == 3 else reference.float().flatten(-2)
+    ordered = values.sort(-1).values
+    last = ordered.shape[-1] - 1
+    low, high = (ordered[..., round(share * last), None, None] for share in CONTRAST)
+    has_contrast = high - low >= 1
+    stretched = ((images.float() - low) * 255 / (high - low).clamp(min=1)).clamp(0, 255)
+    return torch.where(has_contrast, stretched, images.float())
+
+
 def prediction_columns(
     objective: Objective, predictions: Tensor, targets: Tensor, images: Tensor, corruption: Corruption
 ) -> Tensor:
     """Each image as COLUMNS: itself, as the model saw it, with predictions, with targets.
 
-    Uncorrupted patches are the image's in all four.
+    Uncorrupted patches are the image's in all four, and so is the contrast: see `stretch`.
 
     Args:
         predictions, targets: (B, K, outputs) and (B, K, ...) of these images and this corruption.
@@ -51,12 +73,13 @@ def prediction_columns(
     patches = enlarge(patches, predicted.shape[-1] // objective.patch_size)
     columns = [
         patches,
-        seen_patches(patches, corruption),
         replace_patches(patches, corruption.positions, predicted.to(patches.dtype)),
         replace_patches(patches, corruption.positions, true.to(patches.dtype)),
     ]
     rows = images.shape[-2] // objective.patch_size
-    return rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=rows)
+    pictures = rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=rows)
+    original, predicted, true = stretch(pictures, images)
+    return torch.stack([original, as_seen(original, corruption, patches.shape[-1]), predicted, true])
 
 
 def seen_patches(patches: Tensor, corruption: Corruption) -> Tensor:
