@@ -178,6 +178,12 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing:
         messages.append(
             f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.broken[0]}"
         )
+    if surveyed and surveyed.other_nodata:
+        value, _ = surveyed.other_nodata.most_common(1)[0]
+        messages.append(
+            f"data.nodata is {config.data.nodata}: {surveyed.other_nodata.total()} of {surveyed.sample_size} images in "
+            f"the sample have another value in their own tag (GDAL_NODATA), such as {value:g}; null takes the tags'"
+        )
     messages += disk_warnings(config, timing)
     for name, value in searched_settings(config).items():
         low, high = SEARCHED.get(name, (-math.inf, math.inf))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
-from image_files import decode_with, npy
+from image_files import decode_with, npy, tiff
 from torch.utils._pytree import tree_leaves
 
 from mpp.config import Config, CorruptionConfig, DataConfig, ImagesConfig, ObjectiveConfig
@@ -13,12 +13,14 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.decoded_cache import cache_decoded
 from mpp.data.decoding.decode import decode
 from mpp.data.sources import load_image_datasets
+from mpp.data.survey import survey
 from mpp.data.views import ViewDataset, collate, patches_with_value
 from mpp.features.metrics import measure, summarize
 from mpp.objectives import MeanColor
 from mpp.runtime.randomness import FIXED_VIEW
 
 NODATA = 0.0
+NODATA_TAG = (42113, "s", 0, "-9999", True)  # GDAL_NODATA
 
 
 @pytest.fixture
@@ -139,3 +141,12 @@ def test_without_any_patch_that_counts_the_loss_is_0():
 
 def test_all_patches_count_unless_the_setting_says_so():
     assert Config().objective.predict_nodata
+
+
+@pytest.mark.parametrize("nodata, others", [(0.0, {-9999.0: 8}), (-9999.0, {}), (None, {})])
+def test_tags_that_say_otherwise_are_counted(tmp_path, nodata, others):
+    for number in range(8):
+        tile = picture(number, (20, 20)).astype(np.float32)
+        (tmp_path / f"{number}.tif").write_bytes(tiff(tile, photometric="rgb", extratags=[NODATA_TAG]))
+    data = DataConfig(path=str(tmp_path), nodata=nodata, range=(0.0, 255.0), workers=0)
+    assert survey(*load_image_datasets(data), data, 20).other_nodata == others

@@ -3,6 +3,7 @@
 n, m images of the sample.
 """
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mpp.config import DataConfig
 from mpp.data.dataset import ImageDataset
+from mpp.data.decoding.tiff import nodata_tag
 from mpp.errors import UnreadableImage
 
 THUMBNAIL_SIDE = 16  # pixels
@@ -60,6 +62,8 @@ class Survey:
     """Held-out images that can be decoded."""
     broken: list[str] = field(default_factory=list)
     """Images that cannot be decoded, and why."""
+    other_nodata: Counter[float] = field(default_factory=Counter)
+    """Value of nodata by a TIFF's own tag that is not `data.nodata` -> images."""
     sizes: Counter = field(default_factory=Counter)
     """(height, width) -> images."""
     constant: float = 0.0
@@ -127,6 +131,7 @@ def thumbnails(dataset: ImageDataset, data: DataConfig, seconds: float, result: 
         except UnreadableImage as error:
             result.broken.append(f"{dataset.image_name(index)}: {error}")
             continue
+        result.other_nodata.update(other_nodata(dataset, index, data))
         height, width = image.shape[-2:]
         result.sizes[height, width] += 1
         grey = image.float().mean(0, keepdim=True)
@@ -134,6 +139,16 @@ def thumbnails(dataset: ImageDataset, data: DataConfig, seconds: float, result: 
         indices.append(index)
     stacked = torch.stack(pixels) if pixels else torch.empty(0, THUMBNAIL_SIDE**2)
     return Thumbnails(stacked, np.array(indices, np.int64))
+
+
+def other_nodata(dataset: ImageDataset, index: int, data: DataConfig) -> list[float]:
+    """The value of nodata by an image's own tag, if `data.nodata` is another one."""
+    if data.nodata is None:
+        return []
+    image = dataset.encoded(index, data)
+    value = nodata_tag(image) if isinstance(image, bytes) else None
+    agrees = value is None or value == data.nodata or (data.nodata == "nan" and math.isnan(value))
+    return [] if agrees else [value]
 
 
 def find_copies(some: Thumbnails, others: Thumbnails) -> list[tuple[int, int]]:

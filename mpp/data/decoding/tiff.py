@@ -72,6 +72,14 @@ def nodata_of(page: "TiffPage") -> float | None:
         return None
 
 
+def nodata_tag(image: bytes) -> float | None:
+    """The value of pixels without a value by a TIFF's own tag; None: there is none, or the file is no TIFF."""
+    if not image.startswith(TIFF_STARTS):
+        return None
+    with open_with_tifffile(image) as file:
+        return nodata_of(file.pages[0])
+
+
 def is_for_pil(series: "TiffPageSeries", page: "TiffPage", wanted: Wanted, config: ImagesConfig) -> bool:
     """Whether PIL reads the file: pictures of up to 8 bits, and faxes, which older releases of tifffile cannot read."""
     if wanted is not Wanted.PICTURE and page.bitspersample != 1:
