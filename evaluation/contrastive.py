@@ -73,7 +73,7 @@ class Contrastive(ImageTask):
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         require(len(evaluated) > 1, "held-out images", len(evaluated), "at least 2: an image is told from others")
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
-        self.probe = self.build_probe(self.train, config.probe, config.head.pooling)
+        self.probe = self.build_probe(self.train, config.probe, config.head.pooling, begins_from)
 
     def check_settings(self) -> None:
         """Raise UserError where the settings do not fit contrastive training."""

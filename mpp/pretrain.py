@@ -83,7 +83,7 @@ class Pretraining(ImageTask):
         train_images = self.load_images(config)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
-        self.probe = self.build_probe(train_images, config.probe)
+        self.probe = self.build_probe(train_images, config.probe, init_from=config.model.init_from)
 
     def load_images(self, config: Config) -> ImageDataset:
         """Load the training and the held-out images.
@@ -287,7 +287,8 @@ def reopen(
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
     data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
-    config = dataclasses.replace(config, data=data, model=model)
+    probe = dataclasses.replace(config.probe, path=None, image_column=None, label_column=None)
+    config = dataclasses.replace(config, data=data, model=model, probe=probe)
     task = Pretraining(config, accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0))
     step = restore_trained(folder, task.model, config.optim)
     require(step > 0, "encoder", folder, "a run with a checkpoint that is whole")

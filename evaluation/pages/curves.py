@@ -8,12 +8,16 @@ import numpy as np
 
 from evaluation.figures.charts import plot_series
 from evaluation.pages.page import Chart, Table, chart
+from mpp.features.drift import ALL, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS, STEM
 from mpp.runtime.messages import counted
 from mpp.training.history import (
     EVALUATED,
+    GENERAL_KNN,
     History,
+    Line,
     after_training_began,
     best_depth,
+    lines_with,
     probe_lines,
     series,
     values_by_depth,
@@ -22,7 +26,11 @@ from mpp.training.verdict import ACCURACY_BASELINES
 
 MAX_POINTS_OF_A_LINE = 200
 MAX_ROWS_OF_A_TABLE = 12
-PROBE_TITLES = {"knn": "kNN accuracy", "agreement": "Neighbours that agree between two crops"}
+PROBE_TITLES = {
+    "knn": "kNN accuracy",
+    "agreement": "Neighbours that agree between two crops",
+    GENERAL_KNN: "kNN accuracy on general images",
+}
 Lines = dict[str, dict[float, float]]
 """Name -> x -> y."""
 Marks = dict[str, int]
@@ -72,8 +80,14 @@ def curves_of_run(history: History, missing: dict[str, str], marks: Marks) -> li
     return [each for each in charts if each]
 
 
-def features_of_run(history: History, missing: dict[str, str], marks: Marks) -> list[Chart]:
-    """kNN accuracy (without labels: the neighbours' agreement) and effective rank, over steps and by depth."""
+def features_of_run(history: History, missing: dict[str, str], marks: Marks, start: str) -> list[Chart]:
+    """kNN accuracy (without labels: the neighbours' agreement) and effective rank, over steps and by depth.
+
+    Besides, kNN accuracy on general images and the drift since the start, where they were measured.
+
+    Args:
+        start: the name of the weights at step 0: see `name_of_start`.
+    """
     chart_of = partial(chart_of_scalars, marks=marks)
     group, lines = probe_lines(history)
     if not lines:
@@ -81,17 +95,68 @@ def features_of_run(history: History, missing: dict[str, str], marks: Marks) -> 
         return []
     if group == "agreement":
         missing["kNN accuracy"] = "the images have no labels"
-    depths = sorted(values_by_depth(lines[-1], group))
-    best, _ = best_depth(lines[-1], group)
-    some_depths = sorted({depths[0], depths[len(depths) // 2], depths[-1], best})
-    probed = {f"depth {depth}": f"{group}/depth_{depth:02d}" for depth in some_depths}
-    ranks = {f"depth {depth}": f"features/rank/depth_{depth:02d}" for depth in some_depths}
+    depths = some_depths(lines[-1], group)
+    ranks = {f"depth {depth}": f"features/rank/depth_{depth:02d}" for depth in depths}
     charts = [
-        chart_of(PROBE_TITLES[group], history, probed, "share", percent=True),
-        chart_by_depth(f"{PROBE_TITLES[group]} by depth", lines, group),
+        *charts_of_probe(history, group, marks, start),
+        *charts_of_probe(history, GENERAL_KNN, marks, start),
         chart_of("Effective rank", history, ranks, "effective rank"),
+        *charts_of_drift(history, marks),
     ]
     return [each for each in charts if each]
+
+
+def charts_of_probe(history: History, group: str, marks: Marks, start: str) -> list[Chart | None]:
+    """A probe over steps at some depths, and by depth; none where nothing was probed."""
+    lines = lines_with(history, group)
+    if not lines:
+        return []
+    probed = {f"depth {depth}": f"{group}/depth_{depth:02d}" for depth in some_depths(lines[-1], group)}
+    title = PROBE_TITLES[group]
+    return [
+        chart_of_scalars(title, history, probed, "share", percent=True, marks=marks),
+        chart_by_depth(f"{title} by depth", lines, group, start),
+    ]
+
+
+def some_depths(line: Line, group: str) -> list[int]:
+    """The first depth of a probe, one in the middle, the last, and the best."""
+    depths = sorted(values_by_depth(line, group))
+    best, _ = best_depth(line, group)
+    return sorted({depths[0], depths[len(depths) // 2], depths[-1], best})
+
+
+def charts_of_drift(history: History, marks: Marks) -> list[Chart | None]:
+    """Neighbours that are kept since the start, and movement of the weights, over steps and by depth."""
+    sets = {"own images": OWN_NEIGHBOURS, "general images": GENERAL_NEIGHBOURS}
+    kept_by_depth: Lines = {}
+    kept_over_steps = {}
+    for name, group in sets.items():
+        lines = lines_with(history, group)
+        if lines:
+            kept_by_depth[name] = values_by_depth(lines[-1], group)
+            last_depth = max(kept_by_depth[name])
+            kept_over_steps[name] = f"{group}/depth_{last_depth:02d}"
+    if not kept_by_depth:
+        return []
+    kept = "Neighbours that are the same as at the start"
+    moved = "Movement of the weights since the start"
+    *_, last = lines_with(history, MOVEMENT)
+    moved_by_depth: Lines = {"relative movement": {0: last.get(f"{MOVEMENT}/{STEM}", 0)}}
+    moved_by_depth["relative movement"] |= values_by_depth(last, MOVEMENT)
+    parts = {"all weights": f"{MOVEMENT}/{ALL}", "before the blocks": f"{MOVEMENT}/{STEM}"}
+    return [
+        chart_of_scalars(kept, history, kept_over_steps, "share, by the output", percent=True, marks=marks),
+        chart_of_lines(f"{kept}, by depth", kept_by_depth, "share", "depth (blocks)"),
+        chart_of_scalars(moved, history, parts, "relative to their norm", percent=True, marks=marks),
+        chart_of_lines(f"{moved}, by depth", moved_by_depth, "relative to their norm", "depth (0: before the blocks)"),
+    ]
+
+
+def chart_of_lines(title: str, lines: Lines, label: str, x_label: str) -> Chart:
+    """A chart of shares by depth, with its numbers."""
+    figure = plot_series(lines, label, percent=True, x_label=x_label)
+    return chart(title, figure, table_of(lines, "depth", percent=True))
 
 
 def chart_of_scalars(
@@ -115,18 +180,17 @@ def chart_of_scalars(
     return chart(title, figure, table_of(lines, "steps", percent))
 
 
-def chart_by_depth(title: str, lines: History, group: str) -> Chart:
-    """A chart of the last probe by depth, beside the untrained encoder and pixel colours."""
+def chart_by_depth(title: str, lines: History, group: str, start: str) -> Chart:
+    """A chart of the last probe by depth, beside the encoder at step 0, by its name, and pixel colours."""
     first, last = lines[0], lines[-1]
     trained = values_by_depth(last, group)
     curves: Lines = {f"after {counted(int(last['step']), 'step')}": trained}
     if first["step"] == 0 and len(lines) > 1:
-        curves["random weights"] = values_by_depth(first, group)
+        curves[start] = values_by_depth(first, group)
     colors = first.get(f"{group}/floor_pixels")
     if colors is not None:
         curves["pixel colours"] = dict.fromkeys(trained, colors)
-    figure = plot_series(curves, "share", percent=True, x_label="depth (blocks)")
-    return chart(title, figure, table_of(curves, "depth", percent=True))
+    return chart_of_lines(title, curves, "share", "depth (blocks)")
 
 
 def table_of(lines: Lines, x_label: str, percent: bool) -> Table:

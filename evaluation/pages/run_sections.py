@@ -26,6 +26,7 @@ from mpp.training.history import History
 from mpp.training.phases import saved_phases
 from mpp.training.record import recorded_commit
 from mpp.training.run_folder import CONFIG_FILE, saved_settings
+from mpp.training.verdict import name_of_start
 
 CONFIG_BY_SETTING = {
     "objective": Config,
@@ -41,7 +42,8 @@ MAX_UNREADABLE_LISTED = 20
 def features_blocks(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list[Block]:
     """kNN and rank by depth, and the results of the evaluation commands."""
     page_folder = Path(config.out).parent if config.out else folder
-    blocks: list[Block] = [*features_of_run(history, missing, saved_phases(folder).marks())]
+    start = name_of_start(begins_from_weights(folder))
+    blocks: list[Block] = [*features_of_run(history, missing, saved_phases(folder).marks(), start)]
     rows = []
     details: list[Block] = []
     for file in [*reports_of_training(folder), *sorted((folder / "evaluation").glob("*.json"))]:
@@ -59,6 +61,11 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
     else:
         missing["Few-shot, linear probe"] = f"not asked for yet: mpp fewshot --encoder {folder}"
     return blocks
+
+
+def begins_from_weights(folder: Path) -> bool:
+    """Whether a run began from weights (`model.init_from`), and not with random ones."""
+    return bool((saved_settings(folder).get("model") or {}).get("init_from"))
 
 
 def rows_of_evaluation(file: Path, page_folder: Path) -> list[list[str | Link]]:

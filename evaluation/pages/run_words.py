@@ -7,7 +7,7 @@ from typing import Any
 
 from evaluation.config import OneRunConfig, SupervisedConfig
 from evaluation.pages.page import Link, Section
-from evaluation.pages.run_sections import COMMANDS, config_class_of
+from evaluation.pages.run_sections import COMMANDS, begins_from_weights, config_class_of
 from mpp.config.saved import parse_saved
 from mpp.errors import UserError
 from mpp.training.cost import describe_cost
@@ -24,7 +24,15 @@ from mpp.training.history import (
 from mpp.training.phases import NOT_COOLED_DOWN, saved_phases
 from mpp.training.record import read_record
 from mpp.training.run_folder import CONFIG_FILE, saved_settings
-from mpp.training.verdict import LOSS_FALLS, describe_features, describe_prediction, describe_trend, duration, percent
+from mpp.training.verdict import (
+    LOSS_FALLS,
+    describe_learning,
+    describe_prediction,
+    describe_trend,
+    duration,
+    name_of_start,
+    percent,
+)
 from mpp.training.watch import read_verdict
 
 CLASSIFIERS = (SupervisedConfig, OneRunConfig)
@@ -92,10 +100,12 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
     trend = describe_trend(history, facts.get("moving", False), phases.cooldown)
     finished = not isinstance(steps, int) or last_step(history) >= steps
     unfinished = "" if finished else f"The run is not finished: it logged {last_step(history):,} of {steps:,} steps"
+    learning = []
+    for sentence in describe_learning(history, begins_from_weights(folder)):
+        learning.append((sentence, "curves" if sentence == describe_prediction(history) else "features"))
     sentences = [  # and the name of the section
         (unfinished, "curves"),
-        (describe_prediction(history), "curves"),
-        (describe_features(history), "features"),
+        *learning,
         (trend, "curves"),
         (phases.describe_cooldown(last_step(history)), "curves"),
         (phases.describe_branch(), "curves"),
@@ -155,16 +165,17 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
     first, last = lines[0], trained_lines[-1]
     depth, accuracy = best_depth(last, group)
     if first["step"] == 0:
-        _, untrained_accuracy = best_depth(first, group)
-        baseline = max(untrained_accuracy, first.get(f"{group}/floor_pixels", 0))
+        _, first_accuracy = best_depth(first, group)
+        baseline = max(first_accuracy, first.get(f"{group}/floor_pixels", 0))
+        start = name_of_start(begins_from_weights(folder))
         if baseline + MIN_GAIN_OVER_BASELINES >= 1:
             advice.append(
-                f"the probe is saturated: random weights or pixel colours already reach {percent(baseline)}, so it "
+                f"the probe is saturated: {start} or pixel colours already reach {percent(baseline)}, so it "
                 "tells no features apart; evaluate with harder labels (--data.path, --data.label_column)"
             )
         elif accuracy < baseline + MIN_GAIN_OVER_BASELINES:
             advice.append(
-                "the features are hardly better than those of random weights or pixel colours: more images, more steps "
+                f"the features are hardly better than those of {start} or pixel colours: more images, more steps "
                 f"or another objective; they may still fine-tune well (mpp finetune --encoder {folder})"
             )
     by_depth = values_by_depth(last, group)

@@ -8,7 +8,16 @@ is resumed. Fields with `needs` have an effect only beside certain others, and a
 from dataclasses import dataclass, field
 
 from mpp.config.checks import check_bounds, describe_value, refuse_idle, require
-from mpp.config.data import HOW_READ, WINDOW, AugmentConfig, DataConfig, ImagesConfig, PrepareConfig, SourceConfig
+from mpp.config.data import (
+    HOW_READ,
+    WINDOW,
+    AugmentConfig,
+    DataConfig,
+    GeneralImagesConfig,
+    ImagesConfig,
+    PrepareConfig,
+    SourceConfig,
+)
 from mpp.config.fields import SEED_END, group, setting
 from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.model import Grid, ImageSize, ModelConfig, Representation, check_grid, resized_side, sides

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mpp.config.checks import check_bounds, require
 from mpp.config.fields import SEED_END, group, setting
@@ -17,6 +17,8 @@ HOW_READ = ("channels", "bands", "range", "nodata")
 class ImagesConfig:
     """The images: where they are, and how a file becomes pixels."""
 
+    group: ClassVar[str] = "data"
+    """Group of the settings that these are, for messages."""
     path: str | None = None
     """A hub dataset, a folder of images, a folder, file or URL of shards (parquet, arrow, tar). null: our birds."""
     name: str | None = setting(None, needs={"path": True})
@@ -108,6 +110,13 @@ class SourceConfig(ImagesConfig):
     """Loader processes of each training process; up to four more serve its evaluations. null: on a GPU the process's
     share of the cores less one, at most 16; on a CPU 2; fewer where shared memory has no room for their batches. 0: the
     training process loads. It also does where one or two threads of a CPU train on decoded images (data.cache_gb)."""
+
+
+@dataclass(frozen=True)
+class GeneralImagesConfig(SourceConfig):
+    """The images of `probe.path`, with the settings that it leaves out as they usually are."""
+
+    group: ClassVar[str] = "probe"
 
 
 @dataclass(frozen=True)

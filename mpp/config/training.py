@@ -173,6 +173,13 @@ class ProbeConfig:
     """Largest number of labelled training images, a seeded choice, that are compared with."""
     neighbours: int = setting(20, at_least=1, needs={"every": True}, operational=True)
     """Neighbours that vote."""
+    path: str | None = setting(None, needs={"every": True}, operational=True)
+    """A second, general set with labels, of any kind that data.path may be, such as uoft-cs/cifar10: kNN accuracy on it
+    is probed, too, and nothing is trained on it. Its validation or test split is classified, else half of it."""
+    image_column: str | None = setting(None, needs={"path": True}, operational=True)
+    """Column of the general images. null: the only image column."""
+    label_column: str | None = setting(None, needs={"path": True}, operational=True)
+    """Column of the general images' class labels. null: as data.label_column null."""
 
     def __post_init__(self):
         check_bounds(self, "probe.")

@@ -108,14 +108,15 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
         candidates = image_columns(features)
         if len(candidates) != 1:
             source = describe_source(config)
-            choice = f"name one by data.image_column: {all_columns}"
+            choice = f"name one by {config.group}.image_column: {all_columns}"
             raise UserError(f"{source} has {len(candidates)} image columns; {choice}")
         return candidates[0]
+    problem = f"{config.group}.image_column is {config.image_column}"
     if config.image_column not in features:
-        raise UserError(f"data.image_column is {config.image_column}; {describe_source(config)} has {all_columns}")
+        raise UserError(f"{problem}; {describe_source(config)} has {all_columns}")
     feature = features[config.image_column]
     if not is_encoded(feature) and find_array_dtype(feature) is None:
-        raise UserError(f"data.image_column is {config.image_column}, which holds no images but {feature}")
+        raise UserError(f"{problem}, which holds no images but {feature}")
     return config.image_column
 
 

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from mpp.config import ImagesConfig
-from mpp.data.data_path import is_hub_dataset
+from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.retry import NETWORK_ERRORS, is_temporary, read_with_retries, server_response
 from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.messages import did_you_mean, tell
@@ -32,8 +32,8 @@ def announce_hub_lookup(config: ImagesConfig) -> None:
         validate_repo_id(config.path)
     except HFValidationError:
         reason = f"there is no such file or folder in {Path.cwd()}, and the hub has no such names"
-        raise UserError(f"data.path is {config.path}, which does not exist: {reason}") from None
-    problem = f"data.path {config.path} is not a file or folder in {Path.cwd()}"
+        raise UserError(f"{config.group}.path is {config.path}, which does not exist: {reason}") from None
+    problem = f"{describe_source(config)} is not a file or folder in {Path.cwd()}"
     tell(f"{problem}: the hub is asked for it{did_you_mean(config.path)}")
 
 
@@ -62,7 +62,7 @@ def resolve_commit(config: ImagesConfig, begun_with: str | None = None) -> str |
             return None  # loading the images gives the reason, or finds them in the cache: see `cached_commit`
         revision = f" of revision {config.revision}" if config.revision else ""
         reason = f"{one_line(error.__cause__ or error)} (and {Path.cwd()} has no such folder or file)"
-        raise UserError(f"data.path is {config.path}{revision}, which cannot be loaded: {reason}") from error
+        raise UserError(f"{config.group}.path is {config.path}{revision}, which cannot be loaded: {reason}") from error
 
 
 def cached_commit(rows: Any) -> str | None:

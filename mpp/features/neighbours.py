@@ -75,6 +75,24 @@ def find_other_neighbours(features: Tensor, queries: Sequence[int], count: int) 
     return largest_of_rows(similarity, min(count, len(features) - 1))
 
 
+def nearest_others(features: Tensor, count: int) -> Tensor:
+    """Numbers of the nearest other rows of (N, D) for each row: (N, k) int64; k is at most `count`, and N - 1."""
+    return find_other_neighbours(features, range(len(features)), count).index
+
+
+def share_kept(before: Tensor, after: Tensor) -> float:
+    """The share of neighbours (N, k) that are among those of the same row in another (N, k); 1 where there are none."""
+    if not before.numel():
+        return 1.0
+    kept = (before[:, :, None] == after[:, None, :]).any(2)
+    return float(kept.sum() / kept.numel())
+
+
+def share_by_chance(count: int, images: int) -> float:
+    """`share_kept` of neighbours that have nothing to do with each other: of `count` nearest among so many images."""
+    return min(1.0, count / max(images - 1, 1))
+
+
 def merge_neighbours(before: Neighbours, after: Neighbours, count: int) -> Neighbours:
     """The `count` nearest of both, whose indices ascend from `before` to `after`."""
     similarity = torch.cat([before.similarity, after.similarity], dim=1)

@@ -1,6 +1,7 @@
 """Probe of frozen features while an encoder is trained: kNN accuracy and effective rank after each block.
 
-Without labels: whether two crops of an image have the same neighbours. N images, D width.
+Without labels: whether two crops of an image have the same neighbours. Besides, kNN accuracy on general images, and the
+drift since the start. N images, D width.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +15,16 @@ from torch import Tensor, nn
 
 from mpp.config import DataConfig, ImageSize, ProbeConfig, Representation
 from mpp.data.dataset import ImageDataset
+from mpp.data.general_images import GeneralImages, reading_of_general_images
 from mpp.data.loader import FixedViewLoader
 from mpp.data.overview import note_tested
 from mpp.data.views import ViewDataset
+from mpp.features.drift import GENERAL_NEIGHBOURS, OWN_NEIGHBOURS, Drift
 from mpp.features.frozen import extract, features_at, stages
 from mpp.features.metrics import accuracy
-from mpp.features.neighbours import find_other_neighbours, knn_predict
+from mpp.features.neighbours import knn_predict, nearest_others, share_by_chance, share_kept
 from mpp.features.ranks import effective_ranks
+from mpp.runtime.processes import on_main_process
 
 MAX_IMAGES_FOR_RANK = 2048  # the effective rank is measured on at most so many
 BASELINE_CELLS = 8  # per side, of the colour baseline: as `floor:pixels` of the evaluation
@@ -43,6 +47,13 @@ class ProbedFeatures(NamedTuple):
     """(N,)."""
 
 
+class LabelledViews(NamedTuple):
+    """Two sets with labels: those of one are classified by their neighbours in the other."""
+
+    reference: ViewDataset
+    test: ViewDataset
+
+
 class Probe:
     """Effective rank of the features after each block and, with labels, kNN accuracy; without, neighbours' agreement.
 
@@ -54,6 +65,8 @@ class Probe:
         data: `eval_images`, the seeds of the choices, and `eval_crop`.
         img_size: height and width of the crops.
         representation: which features.
+        general: a second set with labels, of which at most `probe.images` and at most MAX_IMAGES_FOR_RANK count.
+        drift: measures how far the features are from those at the start; None: the run began with random weights.
     """
 
     def __init__(
@@ -66,49 +79,84 @@ class Probe:
         img_size: ImageSize,
         config: ProbeConfig,
         representation: Representation = "mean",
+        general: GeneralImages | None = None,
+        drift: Drift | None = None,
     ):
         self.accelerator = accelerator
         self.loader = loader
         self.k = config.neighbours
         self.representation = representation
 
-        def add(dataset: ImageDataset) -> ViewDataset:
+        self.drift = drift
+
+        def add(dataset: ImageDataset, data: DataConfig = data) -> ViewDataset:
             return loader.add(ViewDataset(dataset, data, img_size))
 
-        self.rank_views = add(held_out.choose(min(data.eval_images, MAX_IMAGES_FOR_RANK), data.cut_seed))
-        self.reference_views: ViewDataset | None = None  # labelled training images; None: there are no labels
-        self.test_views: ViewDataset | None = None  # labelled held-out images; None: there are no labels
+        few = min(data.eval_images, MAX_IMAGES_FOR_RANK)
+        self.rank_views = add(held_out.choose(few, data.cut_seed))
+        self.general_views: LabelledViews | None = None
+        if general is not None:
+            reading = reading_of_general_images(data)
+            self.general_views = LabelledViews(
+                add(general.reference.labelled().choose(config.images, data.eval_seed), reading),
+                add(general.test.labelled().choose(few, data.cut_seed), reading),
+            )
+        self.own_views: LabelledViews | None = None  # None: there are no labels
         train, test = train_images.labelled(), held_out.labelled()
         if train is None or test is None or train.labels.ndim > 1:
             return
         all_labelled = len(test) == len(held_out)
         test = test.choose(data.eval_images, data.cut_seed)
         same_images = all_labelled and len(test) == len(self.rank_views.dataset)
-        self.test_views = self.rank_views if same_images else add(test)
-        self.reference_views = add(train.choose(config.images, data.eval_seed))
+        test_views = self.rank_views if same_images else add(test)
+        self.own_views = LabelledViews(add(train.choose(config.images, data.eval_seed)), test_views)
         note_tested(train.labels, test.labels, train.class_names)
 
     @property
     def image_count(self) -> int:
         """Number of held-out images that are classified or, without labels, probed for agreement."""
-        return len((self.test_views or self.rank_views).dataset)
+        return len((self.own_views.test if self.own_views else self.rank_views).dataset)
+
+    @property
+    def general_count(self) -> int:
+        """Number of general images that are classified; 0: there are none."""
+        return len(self.general_views.test.dataset) if self.general_views else 0
 
     def __call__(self, model: nn.Module, baseline: bool = False) -> dict[str, float]:
         """Probe a model that has an `encoder` and a `normalize`. All processes call it.
 
         Args:
-            baseline: probe the mean colours of a grid over the image, too, which need no model.
+            baseline: it is at the start of its run: probe the mean colours of a grid over the image, too, which need no
+                model, and keep what drift is measured from.
         Returns:
-            `features/rank/depth_XX`; `knn/depth_XX` or, without labels, `agreement/depth_XX`; with `baseline` also
-            `knn/floor_pixels` or `agreement/floor_pixels`. Empty except on the main process.
+            `features/rank/depth_XX`; `knn/depth_XX` or, without labels, `agreement/depth_XX`; `general/knn/depth_XX`
+            and `drift/...` if they are asked for; with `baseline` also `knn/floor_pixels` and the like. Empty except on
+            the main process.
         """
         held_out = self.extract(model, self.rank_views, baseline)
+        features = {OWN_NEIGHBOURS: held_out.by_depth}
         scalars = by_depth("features/rank", effective_ranks(held_out.by_depth, self.accelerator.device))
-        if self.reference_views is None:
-            return scalars | self.agreements(model, baseline)
-        if self.test_views is not self.rank_views:
-            held_out = self.extract(model, self.test_views, baseline)
-        return scalars | self.accuracies(model, held_out, baseline)
+        if self.own_views is None:
+            scalars |= self.agreements(model, baseline)
+        else:
+            if self.own_views.test is not self.rank_views:
+                held_out = self.extract(model, self.own_views.test, baseline)
+            scalars |= self.accuracies("knn", model, self.own_views.reference, held_out, baseline)
+        if self.general_views is not None:
+            general = self.extract(model, self.general_views.test, baseline)
+            features[GENERAL_NEIGHBOURS] = general.by_depth
+            scalars |= self.accuracies("general/knn", model, self.general_views.reference, general, baseline)
+        if self.drift is not None:
+            scalars |= self.measure_drift(model, features, baseline)
+        return scalars
+
+    def measure_drift(self, model: nn.Module, features: dict[str, list[NDArray]], at_start: bool) -> dict[str, float]:
+        """Scalars of the drift since the start, which is kept first if this is it."""
+        if at_start:
+            on_main_process(self.accelerator, lambda: self.drift.keep_start(model.encoder, features))
+        if not self.accelerator.is_main_process:
+            return {}
+        return self.drift.measure(model.encoder, features)
 
     def agreements(self, model: nn.Module, baseline: bool) -> dict[str, float]:
         """Agreement of the neighbours of two crops, with that by chance."""
@@ -116,13 +164,14 @@ class Probe:
         other_crop = self.extract(model, self.rank_views, baseline, SOUTH_EAST)
         scalars = self.score("agreement", one_crop, other_crop, agreement)
         if scalars:
-            others = max(len(self.rank_views.dataset) - 1, 1)
-            scalars["agreement/chance"] = min(1.0, AGREEMENT_NEIGHBOURS / others)
+            scalars["agreement/chance"] = share_by_chance(AGREEMENT_NEIGHBOURS, len(self.rank_views.dataset))
         return scalars
 
-    def accuracies(self, model: nn.Module, test: ProbedFeatures, baseline: bool) -> dict[str, float]:
-        """kNN accuracy of held-out features."""
-        reference = self.extract(model, self.reference_views, baseline)
+    def accuracies(
+        self, name: str, model: nn.Module, reference_views: ViewDataset, test: ProbedFeatures, baseline: bool
+    ) -> dict[str, float]:
+        """kNN accuracy of a test set's features."""
+        reference = self.extract(model, reference_views, baseline)
         reference_labels = self.on_device(reference.labels)
         test_labels = self.on_device(test.labels)
 
@@ -130,7 +179,7 @@ class Probe:
             predictions = knn_predict(reference_features, reference_labels, test_features, [self.k], KNN_TEMPERATURE)
             return accuracy(predictions[self.k], test_labels)
 
-        return self.score("knn", reference, test, accuracy_of)
+        return self.score(name, reference, test, accuracy_of)
 
     def score(
         self, name: str, one: ProbedFeatures, other: ProbedFeatures, score: Callable[[Tensor, Tensor], float]
@@ -191,17 +240,4 @@ def agreement(one: Tensor, other: Tensor, neighbours: int = AGREEMENT_NEIGHBOURS
         The share of the `neighbours` nearest images by one crop (cosine, the image itself left out) that are among as
         many by the other. By chance: neighbours / (N - 1). 1 where there are too few images to choose among.
     """
-    images = len(one)
-    count = min(neighbours, images - 1)
-    if count < 1:
-        return 1.0
-    near_one = neighbour_matrix(one, count)
-    near_other = neighbour_matrix(other, count)
-    return float((near_one * near_other).sum() / (count * images))
-
-
-def neighbour_matrix(features: Tensor, count: int) -> Tensor:
-    """Features (N, D) to (N, N): 1 where the image of a column is one of the nearest of that of a row, else 0."""
-    images = len(features)
-    index = find_other_neighbours(features, range(images), count).index
-    return torch.zeros(images, images, device=features.device).scatter_(1, index, 1)
+    return share_kept(nearest_others(one, neighbours), nearest_others(other, neighbours))

@@ -8,6 +8,7 @@ from mpp.config import require
 from mpp.config.imports import refuse_other_code, require_imports
 from mpp.config.saved import describe_changes, parse_saved
 from mpp.errors import UserError
+from mpp.features.drift import START_FILE
 from mpp.runtime.files import complete
 from mpp.runtime.lock import hold
 from mpp.training.checkpoint import checkpoint_path, damaged_files, kept_steps, newest_step
@@ -17,7 +18,7 @@ from mpp.training.record import RECORD_FILE
 from mpp.training.run_folder import CONFIG_FILE, leave_out, saved_settings, settings_changed_since, write_config
 from mpp.training.user_code import imports_used
 
-COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE)
+COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
 
 
 def origin_of(config: Any) -> str | None:

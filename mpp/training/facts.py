@@ -31,6 +31,8 @@ class Facts:
     """Held-out images of an evaluation."""
     evaluated: int = 0
     """Held-out images that kNN accuracy, or agreement, is measured on."""
+    general: int = 0
+    """General images that kNN accuracy is measured on; 0: there are none."""
     gpu_tflops: float = 0.0
     """TFLOP/s that the GPUs reach in large matrix products; 0: there is none."""
     width: int = 0

@@ -10,6 +10,8 @@ History = Sequence[Line]
 
 EVALUATED = "heldout/loss"  # every evaluation has it
 COPY_BASELINES = ("heldout/nearest", "heldout/two_nearest")
+GENERAL_KNN = "general/knn"
+"""Group of the kNN accuracy on the general images of `probe.path`."""
 HOUR = 3600.0  # seconds
 RECENT_LINES = 10  # logged steps that show how a run is doing now
 
@@ -65,10 +67,15 @@ def probe_lines(history: History) -> tuple[str, list[Line]]:
     ("", []) where nothing was probed.
     """
     for group in ("knn", "agreement"):
-        lines = [line for line in history if values_by_depth(line, group)]
+        lines = lines_with(history, group)
         if lines:
             return group, lines
     return "", []
+
+
+def lines_with(history: History, group: str) -> list[Line]:
+    """The lines that have scalars by depth of a group."""
+    return [line for line in history if values_by_depth(line, group)]
 
 
 def has_copy_baseline(line: Line) -> bool:

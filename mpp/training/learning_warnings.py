@@ -6,6 +6,7 @@ from statistics import mean, median
 from mpp.training.facts import Facts
 from mpp.training.history import (
     EVALUATED,
+    GENERAL_KNN,
     RECENT_LINES,
     History,
     after_training_began,
@@ -14,6 +15,7 @@ from mpp.training.history import (
     copy_baseline_beaten_since,
     evaluations,
     has_copy_baseline,
+    lines_with,
     probe_lines,
     series,
     values_by_depth,
@@ -223,4 +225,30 @@ def features_peaked(history: History, facts: Facts) -> str | None:
     return (
         f"{measure} was best after step {int(lines[peak]['step'])} ({best:.1%}) and has fallen to {values[-1]:.1%} "
         "while the prediction still improves; stop there (run.steps), or keep that encoder (run.keep_best true)"
+    )
+
+
+BEYOND_CHANCE = 2.0  # standard errors
+
+
+def general_knn_falls(history: History, facts: Facts) -> str | None:
+    """kNN accuracy on general images has fallen since the start of a run from weights, by more than chance does.
+
+    Chance is two standard errors of a difference of two accuracies p and q on n images: sqrt((p (1 - p) + q (1 - q)) /
+    n). Both are of the same images, so that chance does less than that; no run was needed to choose the bound. A run
+    need not be long for it: weights can be lost in a few steps.
+    """
+    lines = lines_with(history, GENERAL_KNN)
+    if not facts.weights_of or not facts.general or len(lines) < 2 or lines[0]["step"] > 0:
+        return None
+    _, before = best_depth(lines[0], GENERAL_KNN)
+    _, now = best_depth(lines[-1], GENERAL_KNN)
+    variance = before * (1 - before) + now * (1 - now)
+    bound = BEYOND_CHANCE * sqrt(variance / facts.general)
+    if before - now <= bound:
+        return None
+    return (
+        f"general kNN fell by {100 * (before - now):.1f} points since the start ({before:.1%}, now {now:.1%}; chance "
+        f"does up to {100 * bound:.1f}); lower optim.lr ({facts.lr:g}), raise optim.frozen_steps, train less "
+        "(model.train, model.lora_rank), or let the first weights teach (objective.teacher)"
     )

@@ -44,7 +44,8 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
         )
     if before is not record:
         warn_of_unlisted_files(folder, unlisted_parts(before), unlisted_parts(record))
-    write_complete(folder / RECORD_FILE, json.dumps(keep_known_files(before, record), indent=1))
+    kept = before | keep_known_files(before, record)  # parts that the run leaves out now are compared again later
+    write_complete(folder / RECORD_FILE, json.dumps(kept, indent=1))
 
 
 def warn_of_unlisted_files(folder: Path, unlisted_before: set[str], unlisted_now: set[str]) -> None:
@@ -58,10 +59,14 @@ def warn_of_unlisted_files(folder: Path, unlisted_before: set[str], unlisted_now
         )
 
 
-def recorded_commit(folder: Path) -> str | None:
-    """The commit of the hub dataset that a run began with; None: its images are from elsewhere, or it has not begun."""
+def recorded_commit(folder: Path, part: str = "train") -> str | None:
+    """The commit of the hub dataset that a run began with; None: its images are from elsewhere, or it has not begun.
+
+    Args:
+        part: of the record.
+    """
     record = read_record(folder) or {}
-    return record.get("train", {}).get("revision")
+    return record.get(part, {}).get("revision")
 
 
 def is_known_by_files(record: dict[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
+from mpp.features.drift import START_FILE
 from mpp.models.attention import attention_kernel
 from mpp.models.loading import moments_of_weights
 from mpp.runtime.files import appears, clear_leftovers
@@ -49,7 +50,7 @@ from mpp.training.watch import VERDICT
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
-WRITTEN_WHOLE = (CONFIG_FILE, IMPORTS_FILE, RECORD_FILE, METRICS_FILE, VERDICT, ENCODER, BEST)
+WRITTEN_WHOLE = (CONFIG_FILE, IMPORTS_FILE, RECORD_FILE, METRICS_FILE, VERDICT, START_FILE, ENCODER, BEST)
 """Files and folders of a run, besides checkpoints, that training writes aside and renames."""
 
 

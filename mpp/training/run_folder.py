@@ -4,6 +4,7 @@ config.yaml                        the resolved config
 imports.json                       name and digest of the user's code (--import), where the run uses any
 data.json                          the images that it began with (mpp/training/record.py)
 metrics.jsonl, events.out.*        scalars; pictures
+start.safetensors                  weights and neighbours at the start of a run from weights (mpp/features/drift.py)
 heldout_patches.npz                masked patches of each held-out image (mpp/features/masked_counts.py)
 checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
 encoder/, encoder_best/            timm's layout: when the run is finished; with the best features (run.keep_best)
@@ -47,6 +48,7 @@ PATH_SETTINGS = {
     "data": ("path", "labels"),
     "model": ("init_from",),
     "objective": ("teacher", "teacher_checkpoint"),
+    "probe": ("path",),
     "distill": ("teacher",),
 }
 """Settings of all commands that may name a local file or folder, by their group."""
@@ -71,9 +73,8 @@ def refuse_other_run(config: Any, folder: Path) -> None:
     require(shown == str(folder), "run.dir", shown, "a name in UTF-8, which TensorBoard's files need")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir is {folder}, which is not a folder")
-    images = Path(config.data.path or "").expanduser()
-    if config.data.path and images.is_dir() and folder.resolve().is_relative_to(images.resolve()):
-        raise UserError(f"run.dir is {folder}, inside data.path {images}: its pictures would join the images")
+    for group in ("data", "probe"):
+        refuse_run_among_images(folder, group, getattr(getattr(config, group, None), "path", None))
     if not is_run_folder(folder):
         raise UserError(f"run.dir is {folder}, which holds other files and no run; choose another run.dir")
     imports = imports_used(config)
@@ -89,6 +90,13 @@ def refuse_other_run(config: Any, folder: Path) -> None:
             f"run.dir is {folder}, a run made with another config: {describe_changes(different, 'the run')}; "
             "choose another run.dir, or the same values to resume"
         )
+
+
+def refuse_run_among_images(folder: Path, group: str, path: str | None) -> None:
+    """Raise UserError if the run folder is inside a folder of images, the `path` of this group of settings."""
+    images = Path(path or "").expanduser()
+    if path and images.is_dir() and folder.resolve().is_relative_to(images.resolve()):
+        raise UserError(f"run.dir is {folder}, inside {group}.path {images}: its pictures would join the images")
 
 
 def settings_changed_since(config: Any, folder: Path) -> Changes:

@@ -14,7 +14,8 @@ from mpp.config import CorruptionConfig, DataConfig, Grid, ProbeConfig, Represen
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoded_cache import cache_decoded
-from mpp.data.hub import cached_commit
+from mpp.data.general_images import REFERENCE, GeneralImages, general_source, load_general_images
+from mpp.data.hub import cached_commit, resolve_commit
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD, identify_images
 from mpp.data.loader import BatchLayout, FixedViewLoader, training_loader
 from mpp.data.shards import Shards
@@ -22,16 +23,20 @@ from mpp.data.stream import stream_workers, streaming_loader
 from mpp.data.views import Batch, ViewDataset, batch_bytes
 from mpp.data.workers import WORKERS_ARE_FORKS, loader_processes
 from mpp.errors import UserError
+from mpp.features.drift import START_FILE, Drift
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.features.probe import Probe
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.exporting import export_encoder
 from mpp.runtime.messages import note
+from mpp.runtime.processes import broadcast_from_main
 from mpp.runtime.resources import LoaderRoom, loader_room
 from mpp.training.card import model_card
 from mpp.training.checkpoint import Cursors
 from mpp.training.history import last_logged_step
 from mpp.training.log import Tracker, read_history
+from mpp.training.record import recorded_commit
+from mpp.training.run_folder import saved_settings
 
 MAX_EVALUATION_WORKERS = 4  # they stay beside those that load training images
 MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
@@ -53,6 +58,8 @@ class ImageTask:
     marks_nodata = False
     probe: Probe | None = None
     """Probe of the frozen features; None: `probe.every` is 0."""
+    general: GeneralImages | None = None
+    """The general images that are probed, too; None: `probe.path` names none."""
     communicates_each_pass = False
     """Whether the loss of a forward pass needs the images of all processes."""
     learns_labels = False
@@ -99,11 +106,24 @@ class ImageTask:
         raise NotImplementedError
 
     def build_probe(
-        self, train_images: ImageDataset, config: ProbeConfig, representation: Representation = "mean"
+        self,
+        train_images: ImageDataset,
+        config: ProbeConfig,
+        representation: Representation = "mean",
+        init_from: str | None = None,
     ) -> Probe | None:
-        """The probe of the held-out images, beside these training images; None where `probe.every` is 0."""
+        """The probe of the held-out images, beside these training images; None where `probe.every` is 0.
+
+        Args:
+            init_from: weights that the run begins from, whose drift is measured; None: they are random.
+        """
         if not config.every:
             return None
+        if config.path is not None:
+            self.general = self.load_general_images(config)
+        drift = None
+        if init_from is not None:
+            drift = Drift(Path(self.run.dir) / START_FILE, self.accelerator.device)
         return Probe(
             self.accelerator,
             self.fixed_view_loader,
@@ -113,7 +133,19 @@ class ImageTask:
             img_size=self.img_size,
             config=config,
             representation=representation,
+            general=self.general,
+            drift=drift,
         )
+
+    def load_general_images(self, config: ProbeConfig) -> GeneralImages:
+        """The images of `probe.path`, of a hub dataset those of one commit for all processes, also when resumed."""
+        source = general_source(config, self.data)
+        folder = Path(self.run.dir)
+        is_as_before = (saved_settings(folder).get("probe") or {}).get("path") == config.path
+        begun_with = recorded_commit(folder, REFERENCE) if is_as_before else None
+        commit = broadcast_from_main(self.accelerator, lambda: resolve_commit(source, begun_with))
+        with self.accelerator.main_process_first():
+            return load_general_images(general_source(config, self.data, commit))
 
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
         """Crops (and corruptions) of these images."""
@@ -212,6 +244,7 @@ class ImageTask:
             "width": getattr(self.model.encoder, "embed_dim", 0),
             "held_out": min(len(self.held_out), self.data.eval_images),
             "evaluated": self.probe.image_count if self.probe else len(self.held_out),
+            "general": self.probe.general_count if self.probe else 0,
         }
         if not isinstance(self.train, Shards):
             shares = self.train.class_shares()
@@ -248,7 +281,10 @@ class ImageTask:
         train[CLASS_NAMES_FIELD] = class_names and class_names[: self.held_out.classes]
         if self.learns_labels and self.held_out.label_kind != "class":
             train[LABEL_KIND_FIELD] = self.held_out.label_kind
-        return {"train": train, "held_out": self.identify_split(self.held_out, commit)}
+        record = {"train": train, "held_out": self.identify_split(self.held_out, commit)}
+        if self.general is not None:
+            record |= self.general.identify(self.data.read_retries)
+        return record
 
     def identify_split(self, dataset: ImageDataset, commit: str | None) -> dict[str, Any]:
         """The record of a split."""
@@ -257,7 +293,11 @@ class ImageTask:
     def describe_images(self) -> str:
         """The images in a line: kind and number, how often each is seen, how many are held out."""
         seen = f", each seen {self.times_seen:.3g} times" if self.times_seen else ""
-        return f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
+        line = f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
+        if self.probe and self.probe.general_views:
+            reference, test = (len(views.dataset) for views in self.probe.general_views)
+            line += f"; of the general ones {test} are classified by {reference} others"
+        return line
 
     @property
     def times_seen(self) -> float:

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+from mpp.features.drift import ALL, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS
 from mpp.runtime.messages import counted
 from mpp.training.facts import Facts
 from mpp.training.history import (
     EVALUATED,
+    GENERAL_KNN,
     HOUR,
     History,
     best_depth,
@@ -13,6 +15,8 @@ from mpp.training.history import (
     copy_baseline_beaten_since,
     evaluations,
     has_copy_baseline,
+    last_value,
+    lines_with,
     probe_lines,
     series,
     values_by_depth,
@@ -24,7 +28,9 @@ ACCURACY_BASELINES = {"heldout/largest_class": "largest class", "heldout/chance"
 """Baselines of the accuracy of supervised and of contrastive training, and how they are called."""
 ANY_ORDER = "heldout/any_order_of_the_images"
 """Baseline of mAP, of training with several classes an image."""
-PROBES = {"knn": "kNN", "agreement": "neighbour agreement"}
+PROBES = {"knn": "kNN", "agreement": "neighbour agreement", GENERAL_KNN: "kNN"}
+IMAGES = {"knn": "own images", GENERAL_KNN: "general images"}
+"""The images that kNN accuracy is of, by its group of scalars."""
 LOSS_FALLS = "held-out loss still falling"
 LOSS_FLAT = "held-out loss flat"
 LOSS_RISES = "held-out loss rising"
@@ -53,13 +59,14 @@ def has_best_features(history: History) -> bool:
 def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str:
     """A run in one line: prediction, features, trend, cooldown, time left, warnings.
 
+    Of a run that begins from weights, features before and after come first.
+
     Args:
         warnings: their names.
     """
     phases = Phases(facts.steps, facts.stable)
     parts = [
-        describe_prediction(history),
-        describe_features(history),
+        *describe_learning(history, begins_from_weights=bool(facts.weights_of)),
         describe_trend(history, facts.moving, phases.cooldown),
         describe_missing_cooldown(history, phases),
         describe_time_left(history, facts),
@@ -69,6 +76,22 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
     if warnings:
         parts.append(f"warnings: {', '.join(warnings)}")
     return "; ".join(part for part in parts if part)
+
+
+def describe_learning(history: History, begins_from_weights: bool) -> list[str]:
+    """The prediction, the features on own and on general images, and the drift; "" where there is none of them.
+
+    Args:
+        begins_from_weights: whether the run did not begin with random weights. Features then come first.
+    """
+    prediction = describe_prediction(history)
+    features = [describe_features(history, begins_from_weights), describe_general(history, begins_from_weights)]
+    if not begins_from_weights:
+        return [prediction, *features]
+    has_own_knn = features[0].startswith(IMAGES["knn"])
+    if not has_own_knn:
+        features.reverse()
+    return [*features, describe_drift(history), prediction]
 
 
 def describe_prediction(history: History) -> str:
@@ -99,29 +122,87 @@ def describe_prediction(history: History) -> str:
     return f"masked-patch accuracy {percent(accuracy)} (copy baseline {percent(copying)}, {beaten})"
 
 
-def describe_features(history: History) -> str:
-    """The best block's probe, with its baselines; "" where nothing was probed."""
+def describe_features(history: History, begins_from_weights: bool = False) -> str:
+    """The best block's probe on own images, with its baselines; "" where nothing was probed."""
     group, lines = probe_lines(history)
     if not lines or lines[-1]["step"] == 0:
         return ""
+    if group == "knn" and begins_from_weights:
+        return describe_change(lines, group)
     first, last = lines[0], lines[-1]
-    has_untrained = first["step"] == 0
-    block, value = best_depth(last, group)
-    baselines = {}
-    if has_untrained:
-        baselines["random weights"] = best_depth(first, group)[1]
-        if f"{group}/floor_pixels" in first:
-            baselines["pixel colours"] = first[f"{group}/floor_pixels"]
-    if f"{group}/chance" in last:
-        baselines["chance"] = last[f"{group}/chance"]
-    text = f"{PROBES[group]} {percent(value)} at block {block}{in_brackets(baselines)}"
+    text = describe_probe(lines, group, name_of_start(begins_from_weights))
     ranks = values_by_depth(last, "features/rank")
     if group == "agreement" and ranks:
         deepest = max(ranks)
         text += f", effective rank {ranks[deepest]:.1f}"
-        untrained_rank = values_by_depth(first, "features/rank").get(deepest)
-        if has_untrained and untrained_rank:
-            text += f" (random weights {untrained_rank:.1f})"
+        first_rank = values_by_depth(first, "features/rank").get(deepest)
+        if first["step"] == 0 and first_rank:
+            text += f" ({name_of_start(begins_from_weights)} {first_rank:.1f})"
+    return text
+
+
+def describe_general(history: History, begins_from_weights: bool) -> str:
+    """kNN accuracy on general images; "" where it was not probed."""
+    lines = lines_with(history, GENERAL_KNN)
+    if not lines or lines[-1]["step"] == 0:
+        return ""
+    if begins_from_weights:
+        return describe_change(lines, GENERAL_KNN)
+    return f"{IMAGES[GENERAL_KNN]}: {describe_probe(lines, GENERAL_KNN, name_of_start(begins_from_weights))}"
+
+
+def name_of_start(begins_from_weights: bool) -> str:
+    """The name of the weights at step 0."""
+    return "the start" if begins_from_weights else "random weights"
+
+
+def describe_probe(lines: History, group: str, start: str) -> str:
+    """The best block's probe, with its baselines.
+
+    Args:
+        lines: of the probes.
+        start: the name of the weights at step 0.
+    """
+    first, last = lines[0], lines[-1]
+    block, value = best_depth(last, group)
+    baselines = {}
+    if first["step"] == 0:
+        baselines[start] = best_depth(first, group)[1]
+        if f"{group}/floor_pixels" in first:
+            baselines["pixel colours"] = first[f"{group}/floor_pixels"]
+    if f"{group}/chance" in last:
+        baselines["chance"] = last[f"{group}/chance"]
+    return f"{PROBES[group]} {percent(value)} at block {block}{in_brackets(baselines)}"
+
+
+def describe_change(lines: History, group: str) -> str:
+    """kNN accuracy of the best blocks at the start and now: "own images: kNN 61.2% -> 68.9% at block 4".
+
+    Args:
+        lines: of the probes. Where the start is not among them, the sentence has the accuracy of now alone.
+    """
+    first = lines[0]
+    block, value = best_depth(lines[-1], group)
+    before = f"{percent(best_depth(first, group)[1])} -> " if first["step"] == 0 else ""
+    colours = first.get(f"{group}/floor_pixels")
+    baselines = {} if colours is None else {"pixel colours": colours}
+    return f"{IMAGES[group]}: {PROBES[group]} {before}{percent(value)} at block {block}{in_brackets(baselines)}"
+
+
+def describe_drift(history: History) -> str:
+    """Movement of the weights since the start, and the neighbours that are kept; "" where it was not measured.
+
+    The neighbours are by the encoder's output, among general images where there are some.
+    """
+    moved = last_value(history, f"{MOVEMENT}/{ALL}")
+    if moved == 0:
+        return ""
+    text = f"the weights moved by {percent(moved)}"
+    for group, images in ((GENERAL_NEIGHBOURS, "general"), (OWN_NEIGHBOURS, "own")):
+        lines = lines_with(history, group)
+        if lines:
+            kept = values_by_depth(lines[-1], group)
+            return f"{text}, and {percent(kept[max(kept)])} of the neighbours among {images} images are the same"
     return text
 
 

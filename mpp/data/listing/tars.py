@@ -79,10 +79,10 @@ def refuse_without_images(config: ImagesConfig, endings: set[str]) -> None:
     """
     if endings:
         raise UserError(
-            f"data.image_column is {config.image_column}, which no picture in the shards of {config.path} has as its "
-            f"ending; it must be one of {printable(shortened(sorted(endings)))}"
+            f"{config.group}.image_column is {config.image_column}, which no picture in the shards of {config.path} "
+            f"has as its ending; it must be one of {printable(shortened(sorted(endings)))}"
         )
-    raise UserError(f"data.path is {config.path}, whose shards hold no images")
+    raise UserError(f"{config.group}.path is {config.path}, whose shards hold no images")
 
 
 def label_endings(config: ImagesConfig) -> dict[str, str | None]:
