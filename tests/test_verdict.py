@@ -103,6 +103,13 @@ def run_with_probes(*accuracies: float) -> list[dict]:
     return history(*(evaluation(100 * n, 3 - n / 10, knn=knn) for n, knn in enumerate(accuracies, 1)))
 
 
+def with_general(*accuracies: float) -> list[dict]:
+    """History with these kNN accuracies on general images, one a probe, from step 0 on; own images have labels."""
+    start = {"step": 0, "knn/depth_01": 0.2, "knn/depth_02": 0.3, "general/knn/depth_02": accuracies[0]}
+    later = [evaluation(100 * n, **{"general/knn/depth_02": each}) for n, each in enumerate(accuracies[1:], 1)]
+    return history(start, *later)
+
+
 SICK = {  # history, facts, part of the message
     "nothing is learned": (history(evaluation(200, accuracy=0.06)), FACTS, "optim.lr"),
     "below the neighbours": (history(evaluation(400, accuracy=0.31)), FACTS, "run.steps"),
@@ -112,6 +119,7 @@ SICK = {  # history, facts, part of the message
     "a long warm-up": (healthy(), replace(FACTS, warmup=201), "optim.warmup_steps"),
     "clipped nearly always": (history(evaluation(400), **{"optim/grad_norm": 6.0}), FACTS, "divide optim.lr"),
     "features have peaked": (run_with_probes(0.4, 0.5, 0.46, 0.42), FACTS, "after step 200 (50.0%)"),
+    "general kNN falls": (with_general(0.74, 0.69), replace(BEGUN, general=1000), "fell by 5.0 points since the start"),
     "waiting for data": (history(evaluation(400), **{"speed/data_wait": 0.4}), FACTS, "data.workers"),
     "an idle GPU": (
         history(evaluation(400), **{"speed/executed_tflops": 4.0}),
@@ -137,6 +145,11 @@ WELL = {
     "a long warm-up": (healthy(), replace(FACTS, warmup=200)),
     "clipped nearly always": (history(evaluation(400), **{"optim/grad_norm": 4.9}), FACTS),
     "features have peaked": (run_with_probes(0.4, 0.48, 0.45, 0.42), FACTS),  # 2.5 sqrt(0.48 * 0.52 / 400) = 6.2 %
+    "general kNN falls": (
+        with_general(0.74, 0.705),
+        replace(BEGUN, general=1000),
+    ),  # 2 sqrt(2 * .72 * .28 / 1000) = 4.0
+    "general kNN falls from random weights": (with_general(0.74, 0.5), replace(FACTS, general=1000)),
     "waiting for data": (history(evaluation(400), **{"speed/data_wait": 0.3}), FACTS),
     "waiting for data while the GPU computes": (
         history(evaluation(400), **{"speed/data_wait": 0.6, "speed/gpu_idle": 0.1}),
@@ -279,6 +292,59 @@ def test_the_line_says_where_a_run_stands():
     for accuracy, beaten in ((0.3, "not beaten"), (0.32, "matched")):
         line = verdict(history(evaluation(400, accuracy=accuracy)), FACTS)
         assert f"masked-patch accuracy {100 * accuracy:.1f}% (copy baseline 32.0%, {beaten})" in line
+
+
+@pytest.mark.faults
+def test_general_images_that_neither_gain_nor_lose_do_not_warn():
+    """1,000 draws of independent images: a twentieth of them at most is beyond two errors, on the side that warns."""
+    rng = np.random.default_rng(0)
+    facts = replace(BEGUN, general=500)
+    drawn = rng.binomial(500, 0.7, (1000, 2)) / 500
+    warned = [WARNINGS["general kNN falls"](with_general(*each), facts) for each in drawn]
+    assert 0 < sum(each is not None for each in warned) < 50
+
+
+DRIFT = {"drift/weights/all": 0.021, "drift/neighbours/depth_02": 0.71}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "more", "said"),
+    [
+        pytest.param(
+            "-",
+            DRIFT | {"drift/general_neighbours/depth_02": 0.85},
+            "own images: kNN 30.0% -> 40.0% at block 2; general images: kNN 74.0% -> 73.1% at block 2; the weights "
+            "moved by 2.1%, and 85.0% of the neighbours among general images are the same; masked-patch",
+            id="both",
+        ),
+        pytest.param("knn", {}, "general images: kNN 74.0% -> 73.1% at block 2; masked-patch", id="general alone"),
+        pytest.param(
+            "general",
+            DRIFT,
+            "own images: kNN 30.0% -> 40.0% at block 2; the weights moved by 2.1%, and 71.0% of the neighbours among "
+            "own images are the same; masked-patch",
+            id="own alone",
+        ),
+        pytest.param(
+            "knn",
+            {"agreement/depth_01": 0.5},
+            "general images: kNN 74.0% -> 73.1% at block 2; neighbour agreement 50.0% at block 1; masked-patch",
+            id="agreement",
+        ),
+    ],
+)
+def test_the_line_of_a_run_from_weights_begins_with_what_it_gained_and_lost(lacking, more, said):
+    lines = [without(line, lacking) for line in with_general(0.74, 0.731)]
+    lines[-1] |= more
+    assert verdict(lines, BEGUN).startswith(said)
+    without_start = verdict(lines[1:], BEGUN)
+    assert "->" not in without_start and ("40.0%" in said) == ("own images: kNN 40.0% at block 2" in without_start)
+
+
+def test_general_images_of_a_run_from_random_weights_come_behind_its_own():
+    line = verdict(with_general(0.3, 0.5), FACTS)
+    assert line.startswith("masked-patch accuracy") and "; kNN 40.0% at block 2 (random weights 30.0%); " in line
+    assert "general images: kNN 50.0% at block 2 (random weights 30.0%)" in line
 
 
 def test_without_labels_the_line_has_rank_and_agreement():

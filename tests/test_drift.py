@@ -1,0 +1,301 @@
+"""General images (`probe.path`), and the drift of a run from the weights that it began with."""
+
+import json
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import CUT, TINY, Killed, encoded, kill_at, picture, read_metrics
+from safetensors.torch import load_file
+from server import Command, die_at
+from sklearn.neighbors import NearestNeighbors
+
+from evaluation import contrastive
+from evaluation.pages.curves import features_of_run
+from mpp.config import Config, DataConfig, ProbeConfig
+from mpp.config.parsing import parse
+from mpp.data.general_images import general_source, load_general_images, reading_of_general_images
+from mpp.errors import UserError
+from mpp.features.drift import START_FILE, Drift, movement
+from mpp.features.neighbours import nearest_others, share_by_chance, share_kept
+from mpp.models.networks import build_model
+from mpp.training.log import read_history
+from mpp.training.watch import read_verdict
+
+ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
+PROBED = ("--run.eval_every=2", "--probe.every=2", "--probe.images=40", "--data.eval_images=30")
+CPU = torch.device("cpu")
+
+
+def write_classes(folder: Path, count: int, first: int = 0) -> Path:
+    """A folder of images in two classes."""
+    for number in range(first, first + count):
+        file = folder / ("cat" if number % 2 else "dog") / f"{number:02d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(picture(number)))
+    return folder
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder of 24 images without labels."""
+    (tmp_path / "own").mkdir()
+    for number in range(24):
+        (tmp_path / "own" / f"{number:02d}.png").write_bytes(encoded(picture(100 + number)))
+    return tmp_path / "own"
+
+
+@pytest.fixture
+def general(tmp_path):
+    """A folder of 30 images with labels."""
+    return write_classes(tmp_path / "general", 30)
+
+
+def encoder_of(*options: str) -> torch.nn.Module:
+    """A small encoder by these settings."""
+    torch.manual_seed(0)
+    model, _ = build_model(parse(Config, [*TINY, *ADAM, *options]))
+    return model.encoder
+
+
+# --- closed forms ---
+
+
+def test_neighbours_are_those_of_sklearn_and_are_kept_by_what_keeps_angles():
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(300, 16))
+    near = nearest_others(torch.from_numpy(features), 5)
+    others = NearestNeighbors(n_neighbors=5, metric="cosine").fit(features).kneighbors(return_distance=False)
+    assert torch.equal(near.sort(1).values, torch.from_numpy(others).sort(1).values)
+    turn, _ = np.linalg.qr(rng.normal(size=(16, 16)))
+    assert share_kept(near, nearest_others(torch.from_numpy(3 * features @ turn), 5)) == 1
+    permuted = nearest_others(torch.from_numpy(features[rng.permutation(300)]), 5)
+    by_chance = share_by_chance(5, 300)
+    assert by_chance == 5 / 299
+    assert share_kept(near, permuted) == pytest.approx(by_chance, abs=4 * (by_chance / 1500) ** 0.5)
+    assert (
+        share_kept(torch.tensor([[1, 2], [0, 2]]), torch.tensor([[2, 3], [3, 1]])) == 0.25
+    )  # the order does not count
+    assert share_kept(near[:1, :0], near[:1, :0]) == 1
+
+
+@pytest.mark.parametrize("options", [(), ("--model.lora_rank=2",)], ids=["all", "lora"])
+def test_weights_that_moved_by_a_known_factor(options, tmp_path):
+    """Of low-rank changes the weights count with the change that is added to them."""
+    encoder = encoder_of(*options)
+    drift = Drift(tmp_path / START_FILE, CPU)
+    drift.keep_start(encoder, {})
+    assert set(drift.measure(encoder, {}).values()) == {0.0}
+    with torch.no_grad():
+        if options:
+            change = encoder.blocks[1].mlp.fc1.parametrizations.weight[0]
+            before = encoder.blocks[1].mlp.fc1.weight.norm()
+            change.up.normal_()
+            moved = (change.up @ change.down).norm() / before
+        else:
+            encoder.patch_embed.proj.weight.mul_(1.5)
+            for parameter in encoder.blocks[1].parameters():
+                parameter.mul_(0.75)
+    scalars = drift.measure(encoder, {})
+    assert scalars["drift/weights/depth_01"] == scalars["drift/weights/norm"] == 0
+    assert 0 < scalars["drift/weights/all"] < max(scalars.values())
+    if options:
+        assert scalars["drift/weights/stem"] == 0 and 0 < scalars["drift/weights/depth_02"] < moved
+    else:
+        assert scalars["drift/weights/depth_02"] == pytest.approx(0.25, rel=1e-6)
+        assert 0 < scalars["drift/weights/stem"] < 0.5
+
+
+def test_all_weights_doubled_have_moved_by_their_length():
+    encoder = encoder_of()
+    halved = {name: parameter.detach() / 2 for name, parameter in encoder.named_parameters()}
+    assert set(movement(encoder, halved.__getitem__).values()) == {1.0}
+
+
+def test_a_start_that_cannot_be_read_is_said_once_and_ends_nothing(tmp_path, capsys):
+    drift = Drift(tmp_path / START_FILE, CPU)
+    encoder = encoder_of()
+    assert drift.measure(encoder, {}) == {}
+    (tmp_path / START_FILE).write_bytes(b"torn")
+    assert drift.measure(encoder, {}) == drift.measure(encoder, {}) == {}
+    assert capsys.readouterr().err.count("start.safetensors cannot be read, so that no drift") == 2  # gone, torn
+
+
+# --- the general images ---
+
+
+def load(path: Path, **options):
+    return load_general_images(general_source(ProbeConfig(path=str(path), **options), DataConfig()))
+
+
+def test_general_images_are_those_of_the_splits_or_halves(tmp_path):
+    write_classes(tmp_path / "split" / "train", 10)
+    write_classes(tmp_path / "split" / "test", 6, first=50)
+    assert [len(each) for each in load(tmp_path / "split")[:2]] == [10, 6]
+    write_classes(tmp_path / "whole", 12)
+    assert [len(each) for each in load(tmp_path / "whole")[:2]] == [6, 6]
+    write_classes(tmp_path / "tested" / "test", 12)
+    assert [len(each) for each in load(tmp_path / "tested")[:2]] == [6, 6]
+
+
+def test_a_column_of_a_table_is_their_label(tmp_path):
+    write_classes(tmp_path / "listed", 8)
+    lines = ["file_name,kind"]
+    for number in range(8):
+        lines.append(f"{'cat' if number % 2 else 'dog'}/{number:02d}.png,{'odd' if number % 2 else 'even'}")
+    (tmp_path / "listed" / "metadata.csv").write_text("\n".join(lines))
+    images = load(tmp_path / "listed", label_column="kind")
+    assert images.reference.class_names == ["even", "odd"]
+    with pytest.raises(UserError, match=r"^probe\.label_column is sort; probe\.path .*listed has"):
+        load(tmp_path / "listed", label_column="sort")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("./nowhere", r"probe\.path is \./nowhere, which does not exist"),
+        ("own", r"probe\.path .*own has no labels in train: .* probe\.label_column may name"),
+        ("empty", r"probe\.path is .*empty, which holds no images"),
+        ("list.txt", r"probe\.path is .*list\.txt; a single file must be"),
+    ],
+)
+def test_a_set_that_cannot_serve_is_refused_by_its_own_setting(own, tmp_path, monkeypatch, path, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "list.txt").write_text("")
+    with pytest.raises(UserError, match=rf"^{said}"):
+        load(path)
+
+
+@pytest.mark.parametrize("words", [["--probe.label_column=kind"], ["--probe.path=x", "--probe.every=0"]])
+def test_settings_of_general_images_are_refused_where_they_have_no_effect(words):
+    with pytest.raises(UserError, match=r"^probe\.\w+ is .*: it has no effect unless probe\.\w+ is set"):
+        parse(Config, words)
+
+
+def test_photographs_are_read_as_such_whatever_the_runs_files_hold():
+    scans = DataConfig(channels=1, range=(0.0, 4095.0), nodata=0.0)
+    assert reading_of_general_images(scans) == replace(scans, range=None, nodata=None)
+    tiles = DataConfig(channels=4, bands=(4, 3, 2, 8), range=(0.0, 1e4))
+    assert reading_of_general_images(tiles) == tiles
+
+
+# --- runs ---
+
+
+def test_own_images_that_are_the_general_ones_too_have_the_same_figures(pretrain, tmp_path, finished_run):
+    write_classes(tmp_path / "same" / "train", 20)
+    write_classes(tmp_path / "same" / "test", 12, first=50)
+    path = tmp_path / "same"
+    run = pretrain(*PROBED, *ADAM, f"--data.path={path}", f"--probe.path={path}", f"--model.init_from={finished_run}")
+    for line in read_history(run):
+        if "knn/depth_01" not in line:
+            continue
+        for depth in ("depth_01", "depth_02"):
+            assert line[f"general/knn/{depth}"] == line[f"knn/{depth}"]
+            assert line[f"drift/general_neighbours/{depth}"] == line[f"drift/neighbours/{depth}"]
+            at_start = line["step"] == 0
+            assert (line[f"drift/weights/{depth}"] == 0) == at_start
+            assert line[f"drift/neighbours/{depth}"] == 1 if at_start else line[f"drift/neighbours/{depth}"] <= 1
+    assert set(read_metrics(run, "general/knn/floor_pixels")) == {0}
+    start, begun = load_file(run / START_FILE), load_file(finished_run / "encoder" / "model.safetensors")
+    assert all(torch.equal(start[f"drift/weights/{name}"], weight) for name, weight in begun.items())
+    assert read_verdict(run)["facts"]["general"] == 12
+    assert read_verdict(run)["line"].startswith("own images: kNN ")
+    assert "; general images: kNN " in read_verdict(run)["line"]
+
+
+@pytest.mark.faults
+def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
+    pretrain, own, general, tmp_path, monkeypatch, finished_run
+):
+    settings = (*PROBED, *ADAM, *CUT, f"--data.path={own}", f"--probe.path={general}")
+    settings += (f"--model.init_from={finished_run}",)
+    whole = pretrain(*settings, dir=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        kill_at(patch, 3)
+        with pytest.raises(Killed):
+            pretrain(*settings, dir=tmp_path / "killed")
+    start = (tmp_path / "killed" / START_FILE).read_bytes()
+    killed = pretrain(*settings, dir=tmp_path / "killed")
+    assert start == (killed / START_FILE).read_bytes() == (whole / START_FILE).read_bytes()
+    lines = [[line for line in read_history(run) if "general/knn/depth_02" in line] for run in (killed, whole)]
+    assert [line["step"] for line in lines[0]] == [0, 2, 4]
+    of_drift = [name for name in lines[0][-1] if name.startswith(("general", "drift"))]
+    assert len(of_drift) == 13
+    for one, other in zip(*lines, strict=True):
+        assert {name: one[name] for name in of_drift} == {name: other[name] for name in of_drift}
+    assert "agreement/depth_02" in lines[0][-1] and "knn/depth_02" not in lines[0][-1]
+    assert read_verdict(whole)["line"].startswith("general images: kNN ")
+    missing: dict[str, str] = {}
+    charts = {each.title: each for each in features_of_run(read_history(whole), missing, {}, "the start")}
+    by_depth = charts["kNN accuracy on general images by depth"].table
+    assert list(by_depth.headings) == ["depth", "after 4 steps", "the start", "pixel colours"]
+    assert {"kNN accuracy on general images", "Neighbours that are the same as at the start, by depth"} <= set(charts)
+    assert [row[0] for row in charts["Movement of the weights since the start, by depth"].table.rows] == ["0", "1", "2"]
+
+
+def test_a_run_goes_on_with_its_general_images_or_with_none(pretrain, own, general, monkeypatch):
+    settings = (*PROBED, *CUT, f"--data.path={own}")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, 2)
+        pretrain(*settings, f"--probe.path={general}")
+    write_classes(general, 1, first=30)
+    with pytest.raises(
+        UserError, match=r"other images or weights: probe\.path: .*, held out: number of images was 15, is 16;"
+    ):
+        pretrain(*settings, f"--probe.path={general}")
+    run = pretrain(*settings)
+    assert set(read_metrics(run, "general/knn/depth_01")) == {0, 2}
+    assert json.loads((run / "data.json").read_text())["probe.path"]["images"] == 15
+
+
+def test_a_run_from_random_weights_has_neither_general_images_nor_a_start(pretrain, own):
+    run = pretrain("--probe.every=4", *CUT, f"--data.path={own}")
+    assert not (run / START_FILE).exists()
+    names = {name.split("/")[0] for line in read_history(run) for name in line}
+    assert names.isdisjoint({"general", "drift"})
+
+
+def test_a_run_among_general_images_is_refused(pretrain, general):
+    with pytest.raises(UserError, match=r"^run\.dir is .*, inside probe\.path .*general: its pictures would join"):
+        pretrain("--probe.every=4", f"--probe.path={general}", dir=general / "run")
+
+
+@pytest.mark.faults
+def test_contrastive_training_knows_general_images_and_drift(tmp_path, general, finished_run):
+    words = [*TINY, *PROBED, *ADAM, f"--model.init_from={finished_run}", f"--run.dir={tmp_path / 'run'}"]
+    contrastive.main([*words, f"--probe.path={general}"])
+    history = read_history(tmp_path / "run")
+    assert history[0]["drift/weights/all"] == 0 < history[-1]["drift/weights/all"]
+    assert "general/knn/depth_02" in history[-1]
+
+
+@pytest.mark.faults
+def test_a_branch_measures_from_the_start_of_its_trunk(pretrain, general, tmp_path, finished_run):
+    settings = (*PROBED, *ADAM, f"--probe.path={general}", f"--model.init_from={finished_run}")
+    trunk = pretrain(*settings, "--optim.schedule=constant", "--run.keep_at=[2]", dir=tmp_path / "trunk")
+    branch = pretrain(*settings, "--optim.schedule=wsd", f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    assert (branch / START_FILE).read_bytes() == (trunk / START_FILE).read_bytes()
+    moved = read_metrics(branch, "drift/weights/all")
+    assert moved[2] == read_metrics(trunk, "drift/weights/all")[2] and moved[4] > 0
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "shards"])
+def test_two_processes_measure_as_one_does(tmp_path, pretrain, own, general, finished_run, sharded):
+    """Killed, too: with the numbers of the run that was not."""
+    settings = (*TINY, *PROBED, *ADAM, *CUT, f"--data.path={own}", f"--probe.path={general}")
+    settings += (f"--model.init_from={finished_run}",)
+    one = pretrain(*settings, dir=tmp_path / "one")
+    words = (*settings, f"--run.dir={tmp_path / 'two'}")
+    run = Command("pretrain", *words, processes=2, sharded=sharded, prepare=partial(die_at, 3))
+    assert run.wait() == [-signal.SIGKILL] * 2, run.said
+    run = Command("pretrain", *words, processes=2, sharded=sharded)
+    assert run.wait() == [0, 0], run.said
+    for name in ("general/knn/depth_02", "drift/general_neighbours/depth_02", "drift/weights/depth_01"):
+        assert read_metrics(tmp_path / "two", name) == pytest.approx(read_metrics(one, name), abs=1e-4)
