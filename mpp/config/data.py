@@ -17,7 +17,7 @@ HOW_READ = ("channels", "bands", "range", "nodata")
 class ImagesConfig:
     """The images: where they are, and how a file becomes pixels."""
 
-    group: ClassVar[str] = "data"
+    group_name: ClassVar[str] = "data"
     """Group of the settings that these are, for messages."""
     path: str | None = None
     """A hub dataset, a folder of images, a folder, file or URL of shards (parquet, arrow, tar). null: our birds."""
@@ -116,7 +116,7 @@ class SourceConfig(ImagesConfig):
 class GeneralImagesConfig(SourceConfig):
     """The images of `probe.path`, with the settings that it leaves out as they usually are."""
 
-    group: ClassVar[str] = "probe"
+    group_name: ClassVar[str] = "probe"
 
 
 @dataclass(frozen=True)

@@ -108,10 +108,10 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
         candidates = image_columns(features)
         if len(candidates) != 1:
             source = describe_source(config)
-            choice = f"name one by {config.group}.image_column: {all_columns}"
+            choice = f"name one by {config.group_name}.image_column: {all_columns}"
             raise UserError(f"{source} has {len(candidates)} image columns; {choice}")
         return candidates[0]
-    problem = f"{config.group}.image_column is {config.image_column}"
+    problem = f"{config.group_name}.image_column is {config.image_column}"
     if config.image_column not in features:
         raise UserError(f"{problem}; {describe_source(config)} has {all_columns}")
     feature = features[config.image_column]

@@ -10,7 +10,7 @@ BIRDS_FOLDER = Path(__file__).parent.parent / "birds"
 
 def describe_source(config: ImagesConfig) -> str:
     """The dataset's name in messages."""
-    return f"{config.group}.path {config.path}" if config.path else "the package's birds"
+    return f"{config.group_name}.path {config.path}" if config.path else "the package's birds"
 
 
 def is_url(path: str) -> bool:

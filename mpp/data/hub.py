@@ -32,7 +32,7 @@ def announce_hub_lookup(config: ImagesConfig) -> None:
         validate_repo_id(config.path)
     except HFValidationError:
         reason = f"there is no such file or folder in {Path.cwd()}, and the hub has no such names"
-        raise UserError(f"{config.group}.path is {config.path}, which does not exist: {reason}") from None
+        raise UserError(f"{config.group_name}.path is {config.path}, which does not exist: {reason}") from None
     problem = f"{describe_source(config)} is not a file or folder in {Path.cwd()}"
     tell(f"{problem}: the hub is asked for it{did_you_mean(config.path)}")
 
@@ -62,7 +62,9 @@ def resolve_commit(config: ImagesConfig, begun_with: str | None = None) -> str |
             return None  # loading the images gives the reason, or finds them in the cache: see `cached_commit`
         revision = f" of revision {config.revision}" if config.revision else ""
         reason = f"{one_line(error.__cause__ or error)} (and {Path.cwd()} has no such folder or file)"
-        raise UserError(f"{config.group}.path is {config.path}{revision}, which cannot be loaded: {reason}") from error
+        raise UserError(
+            f"{config.group_name}.path is {config.path}{revision}, which cannot be loaded: {reason}"
+        ) from error
 
 
 def cached_commit(rows: Any) -> str | None:

@@ -40,7 +40,7 @@ def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, A
     if path.is_file():
         if extension_of(path.name) not in SHARD_BUILDERS:
             allowed = " or ".join([*SHARD_BUILDERS, *ARCHIVE_EXTENSIONS])
-            raise UserError(f"{config.group}.path is {config.path}; a single file must be {allowed}")
+            raise UserError(f"{config.group_name}.path is {config.path}; a single file must be {allowed}")
         refuse_settings_of_folders(config)
         return load_shards({"train": [str(path.absolute())]}, config, streaming)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -139,7 +139,7 @@ def list_folder(path: Path, config: ImagesConfig, streaming: bool) -> Listing:
 
 def refuse_empty(config: ImagesConfig, reasons: list[str]) -> None:
     """Raise UserError for a folder without images."""
-    raise UserError("; ".join([f"{config.group}.path is {config.path}, which holds no images", *reasons]))
+    raise UserError("; ".join([f"{config.group_name}.path is {config.path}, which holds no images", *reasons]))
 
 
 def choose_images_or_shards(tree: Tree) -> None:
@@ -192,7 +192,7 @@ def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> 
     extensions = tree.shard_extensions
     if len(extensions) > 1:
         kinds = ", ".join(sorted(extensions))
-        raise UserError(f"{config.group}.path is {config.path}, which holds shards of several kinds: {kinds}")
+        raise UserError(f"{config.group_name}.path is {config.path}, which holds shards of several kinds: {kinds}")
     refuse_list(config)
     for parts, path in tree.lists:
         tree.leave_out("lists of images next to shards", parts, path)

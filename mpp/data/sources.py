@@ -101,7 +101,7 @@ def label_setting(config: ImagesConfig, held_out: bool) -> tuple[str | None, str
     eval_label_column = getattr(config, "eval_label_column", None)
     if held_out and eval_label_column:
         return eval_label_column, "data.eval_label_column"
-    return config.label_column, f"{config.group}.label_column"
+    return config.label_column, f"{config.group_name}.label_column"
 
 
 def hint_at_labels(config: SourceConfig, rows: datasets.Dataset, image_column: str) -> None:
@@ -112,7 +112,7 @@ def hint_at_labels(config: SourceConfig, rows: datasets.Dataset, image_column: s
     others = [name for name in rows.column_names if name not in known]
     if others:
         source = describe_source(config)
-        note(f"{source} has no column `label`; {config.group}.label_column may name one of {', '.join(others)}")
+        note(f"{source} has no column `label`; {config.group_name}.label_column may name one of {', '.join(others)}")
 
 
 def image_arguments(config: SourceConfig) -> str:
@@ -138,7 +138,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     path = Path(config.path).expanduser()
     on_hub = is_hub_dataset(config)
     if not (on_hub or path.exists() or is_url(config.path)):
-        raise UserError(f"{config.group}.path is {config.path}, which does not exist")
+        raise UserError(f"{config.group_name}.path is {config.path}, which does not exist")
     announce_hub_lookup(config)
     allowed = f"left out: {config.path} is not a dataset of the hub"
     require(on_hub or config.revision is None, "data.revision", config.revision, allowed)
@@ -155,7 +155,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         if message is None:
             not_local = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
             cause = f"{describe_cause(error)}{not_local}"
-            message = f"{config.group}.path is {config.path}, which cannot be loaded: {cause}"
+            message = f"{config.group_name}.path is {config.path}, which cannot be loaded: {cause}"
         raise UserError(message) from error
 
 

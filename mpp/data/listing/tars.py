@@ -78,11 +78,12 @@ def refuse_without_images(config: ImagesConfig, endings: set[str]) -> None:
         endings: of the pictures in them, none of which is that of `data.image_column`.
     """
     if endings:
+        problem = f"{config.group_name}.image_column is {config.image_column}"
+        allowed = f"one of {printable(shortened(sorted(endings)))}"
         raise UserError(
-            f"{config.group}.image_column is {config.image_column}, which no picture in the shards of {config.path} "
-            f"has as its ending; it must be one of {printable(shortened(sorted(endings)))}"
+            f"{problem}, which no picture in the shards of {config.path} has as its ending; it must be {allowed}"
         )
-    raise UserError(f"{config.group}.path is {config.path}, whose shards hold no images")
+    raise UserError(f"{config.group_name}.path is {config.path}, whose shards hold no images")
 
 
 def label_endings(config: ImagesConfig) -> dict[str, str | None]:
