@@ -147,6 +147,22 @@ def test_a_run_is_of_one_commit_and_goes_on_with_it(fake_hub, run, tmp_path, way
     tally("hub: its branch moves while a run is stopped, and between two processes: one commit *", 2)
 
 
+def test_general_images_are_of_one_commit_too(fake_hub, run, tmp_path):
+    """Those of `probe.path`; the run's own are on this machine."""
+    options = dict(path=str(BIRDS_FOLDER))
+    probed = ("--probe.path=somebody/birds", "--probe.every=2", "--run.eval_every=2")
+    run(*probed, **options)
+    general = ("probe.path", "probe.path, held out")
+    assert [commits_of(tmp_path / "run")[part] for part in general] == [COMMITS[0]] * 2
+    unfinish(tmp_path / "run")
+    (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
+    output = run(*probed, **options)
+    assert "after step 2" in output and "general images: kNN" in output, output
+    assert commits_of(tmp_path / "run")["probe.path"] == COMMITS[0]
+    run(*probed, name="two", processes=2, **options)
+    assert commits_of(tmp_path / "two")["probe.path"] == COMMITS[1]
+
+
 def test_what_is_cached_is_of_the_runs_commit_or_refused(fake_hub, run, tmp_path, tally):
     run()
     (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])

@@ -170,7 +170,7 @@ class ProbeConfig:
     every: int = setting(400, at_least=0, operational=True)
     """Steps between two probes, at steps where run.eval_every is due too. 0: never."""
     images: int = setting(2000, at_least=1, needs={"every": True}, operational=True)
-    """Largest number of labelled training images, a seeded choice, that are compared with."""
+    """Largest number of labelled training images, a seeded choice, that are compared with; likewise of general ones."""
     neighbours: int = setting(20, at_least=1, needs={"every": True}, operational=True)
     """Neighbours that vote."""
     path: str | None = setting(None, needs={"every": True}, operational=True)
