@@ -35,7 +35,7 @@ from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
 from mpp.data.decoding.decode import read_values
-from mpp.data.decoding.dicom import is_dicom
+from mpp.data.decoding.kinds import is_dicom
 from mpp.data.decoding.metadata import has_metadata
 from mpp.data.decoding.pictures import to_ppm
 from mpp.data.decoding.tiff import white_is_zero

@@ -186,6 +186,26 @@ def test_fractions_need_a_range():
     np.testing.assert_allclose(decoded, (GREY_12 * 0.37 + 1.5) * 255 / 2000, rtol=1e-5)
 
 
+def test_floating_point_pixels():
+    fractions = np.linspace(-2, 3, 40 * 48, dtype=np.float32).reshape(40, 48)
+    dataset = dcmread(io.BytesIO(dicom(GREY_12)))
+    for name in ("PixelData", "BitsStored", "HighBit", "PixelRepresentation"):
+        del dataset[name]
+    dataset.BitsAllocated, dataset.FloatPixelData = 32, fractions.tobytes()
+    file = io.BytesIO()
+    dataset.save_as(file)
+    np.testing.assert_array_equal(values_of(file.getvalue(), channels=1)[0], fractions)
+    with pytest.raises(UnreadableImage, match=r"no agreed range; data\.range says which"):
+        decode_with(file.getvalue(), channels=1)
+    dataset.PhotometricInterpretation = "MONOCHROME1"
+    file = io.BytesIO()
+    dataset.save_as(file)
+    turned = decode_with(file.getvalue(), channels=1, range=(-2.0, 3.0))[0]
+    np.testing.assert_allclose(turned, (3 - fractions) * 51, atol=1e-3)
+    with pytest.raises(UnreadableImage, match="no agreed range"):
+        values_of(file.getvalue(), channels=1)
+
+
 def test_a_table_of_units():
     table = Dataset()
     table.LUTDescriptor = [4096, 0, 16]
@@ -313,6 +333,8 @@ BROKEN = {
     "fill bytes": (dicom(GREY_8, [b"\xff\xd8\xff\xff" + JPEG_FRAME[2:]], JPEGBaseline8Bit), "a frame without a size"),
     "RLE of fewer rows": (changed("MR_small_RLE", Rows=65), "cannot be decoded"),
     "RLE of more rows": (changed("MR_small_RLE", Rows=9), "cannot be decoded"),
+    "a scale of 0": (dicom(GREY_8, RescaleSlope=0, RescaleIntercept=3), "a slope of 0"),
+    "high bits": (dicom(GREY_12, BitsStored=12, HighBit=15), "bits do not begin with the lowest"),
     "no scale": (dicom(GREY_8, RescaleSlope=2), "slope or intercept"),
     "absent syntax": (dicom(GREY_8).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.9.9.9\0"), "cannot be decoded"),
 }

@@ -111,6 +111,8 @@ def test_scans_are_pixels_alone(format):
 
 def test_units_of_scans_are_kept():
     hounsfield = np.arange(-1024, 976).reshape(40, 50)
-    data = dicom((hounsfield + 1024).astype(np.uint16), RescaleSlope=1, RescaleIntercept=-1024, BitsStored=12)
+    data = dicom(
+        (hounsfield + 1024).astype(np.uint16), RescaleSlope=1, RescaleIntercept=-1024, BitsStored=12, HighBit=11
+    )
     prepared = prepare_image(data, PrepareConfig(data=ImagesConfig(channels=1), format="npy"))
     np.testing.assert_array_equal(np.load(io.BytesIO(prepared))[..., 0], hounsfield)

@@ -17,8 +17,8 @@ from torch import Tensor
 from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.channels import bands_first, invert, scale_to_255, select_channels
 from mpp.data.decoding.checks import check_size
-from mpp.data.decoding.dicom import is_dicom, read_dicom
-from mpp.data.decoding.kinds import NPY_START, TIFF_STARTS, ZIP_START, unidentified
+from mpp.data.decoding.dicom import read_dicom
+from mpp.data.decoding.kinds import NPY_START, TIFF_STARTS, ZIP_START, is_dicom, unidentified
 from mpp.data.decoding.numpy_files import read_numpy_file
 from mpp.data.decoding.opening import ignoring_warnings_as_errors
 from mpp.data.decoding.pictures import DEEP_PNG_HEADER, PPM_HEADER, read_deep_png, read_ppm, read_with_pil

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.checks import BANDS_PER_PIXEL, check_size
-from mpp.data.decoding.kinds import DICOM_MARK
 from mpp.data.decoding.pictures import JPEG_IS_LOSSY
 from mpp.data.decoding.wanted import Limits, StoredPixels, Wanted
 from mpp.errors import UnreadableImage
@@ -56,11 +55,6 @@ class Scale(NamedTuple):
         """The smallest and the largest value that stored numbers from `low` to `high` become."""
         ends = np.stack([low * self.slopes, high * self.slopes]) + self.intercepts
         return float(ends.min()), float(ends.max())
-
-
-def is_dicom(image: bytes | NDArray) -> bool:
-    """Whether an image is a DICOM file."""
-    return isinstance(image, bytes) and image[128:132] == DICOM_MARK
 
 
 def read_dicom(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels:
@@ -141,6 +135,8 @@ def check_header(dataset: "Dataset", wanted: Wanted, config: ImagesConfig) -> No
     is_grey = dataset.PhotometricInterpretation in GREY
     if len(dataset.get("PixelData", "")) < stored_bytes(dataset):
         raise UnreadableImage("a DICOM file of fewer pixels than its header announces")
+    if stored_bytes(dataset) and dataset.get("HighBit", dataset.BitsStored - 1) != dataset.BitsStored - 1:
+        raise UnreadableImage("a DICOM file whose bits do not begin with the lowest")
     if frames > 1 and not is_grey:
         raise UnreadableImage(f"a DICOM file of {frames} frames in colour; mpp reads one")
     if frames > 1 and wanted is Wanted.PICTURE and frames != config.channels:
@@ -174,7 +170,7 @@ def decode_frames(dataset: "Dataset") -> tuple[NDArray, str]:
     from mpp.data.decoding.dicom_frames import RLE, check_frame, plugin_for
 
     syntax = dataset.file_meta.TransferSyntaxUID
-    plugin = plugin_for(syntax, dataset.BitsStored)
+    plugin = plugin_for(syntax, dataset.get("BitsStored", 0))
     frames = frame_count(dataset)
     if plugin and syntax != RLE:
         offsets = dataset.get("ExtendedOffsetTable"), dataset.get("ExtendedOffsetTableLengths")
@@ -238,8 +234,8 @@ def read_scale(dataset: "Dataset", frames: int) -> Scale | None:
     if set(slopes) | set(intercepts) <= {None}:
         return None
     scale = Scale(*(np.array(numbers, np.float64)[:, None, None] for numbers in (slopes, intercepts)))
-    if len(groups) not in (1, frames) or not np.isfinite(scale).all():
-        raise UnreadableImage("a DICOM file whose rescale slope or intercept is absent or no number")
+    if len(groups) not in (1, frames) or not np.isfinite(scale).all() or not scale.slopes.all():
+        raise UnreadableImage("a DICOM file whose rescale slope or intercept is absent, no number or a slope of 0")
     return scale
 
 

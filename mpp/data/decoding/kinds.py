@@ -2,6 +2,7 @@
 
 import codecs
 import re
+from typing import Any
 
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # + is BigTIFF
 NPY_START = b"\x93NUMPY"
@@ -52,6 +53,11 @@ OTHER_KINDS = {
     kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in (STAND_IN_STARTS | CONVERTIBLE_STARTS).items()
 }
 PICTURE_KINDS = {kind: re.compile(start, re.DOTALL) for kind, start in PICTURE_STARTS.items()}
+
+
+def is_dicom(image: Any) -> bool:
+    """Whether an image, a file or an array, is a DICOM file."""
+    return isinstance(image, bytes) and image[128:132] == DICOM_MARK
 
 
 def is_picture(head: bytes) -> bool:

@@ -9,7 +9,7 @@ from PIL import UnidentifiedImageError
 from mpp.config import ImagesConfig
 from mpp.data.decoding.channels import lay_on_white
 from mpp.data.decoding.checks import check_size
-from mpp.data.decoding.kinds import TIFF_STARTS
+from mpp.data.decoding.kinds import TIFF_STARTS, is_dicom
 from mpp.data.decoding.opening import open_with_tifffile
 from mpp.data.decoding.orientation import ORIENTATION_TAG, UPRIGHT, turn_upright
 from mpp.data.decoding.pictures import JPEG_IS_LOSSY, read_with_pil
@@ -74,7 +74,7 @@ def nodata_of(page: "TiffPage") -> float | None:
 
 def nodata_tag(image: bytes) -> float | None:
     """The value of pixels without a value by a TIFF's own tag; None: there is none, or the file is no TIFF."""
-    if not image.startswith(TIFF_STARTS):
+    if is_dicom(image) or not image.startswith(TIFF_STARTS):
         return None
     with open_with_tifffile(image) as file:
         return nodata_of(file.pages[0])
