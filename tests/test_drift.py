@@ -1,6 +1,7 @@
 """General images (`probe.path`), and the drift of a run from the weights that it began with."""
 
 import json
+import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import CUT, TINY, Killed, encoded, kill_at, picture, read_metrics
 from safetensors.torch import load_file
 from server import Command, die_at
@@ -18,11 +20,13 @@ from evaluation import contrastive
 from evaluation.pages.curves import features_of_run
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse
+from mpp.config.saved import parse_saved
 from mpp.data.general_images import general_source, load_general_images, reading_of_general_images
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE, Drift, movement
 from mpp.features.neighbours import nearest_others, share_by_chance, share_kept
 from mpp.models.networks import build_model
+from mpp.pretrain import reopen
 from mpp.training.log import read_history
 from mpp.training.watch import read_verdict
 
@@ -231,6 +235,9 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
         assert {name: one[name] for name in of_drift} == {name: other[name] for name in of_drift}
     assert "agreement/depth_02" in lines[0][-1] and "knn/depth_02" not in lines[0][-1]
     assert read_verdict(whole)["line"].startswith("general images: kNN ")
+    shutil.rmtree(general)
+    config = parse_saved(Config, whole / "config.yaml")
+    assert reopen(whole, config.data, None, 4, Accelerator(cpu=True)).probe.general_count == 0  # pictures need none
     missing: dict[str, str] = {}
     charts = {each.title: each for each in features_of_run(read_history(whole), missing, {}, "the start")}
     by_depth = charts["kNN accuracy on general images by depth"].table

@@ -86,7 +86,6 @@ class Probe:
         self.loader = loader
         self.k = config.neighbours
         self.representation = representation
-
         self.drift = drift
 
         def add(dataset: ImageDataset, data: DataConfig = data) -> ViewDataset:
