@@ -247,8 +247,9 @@ def general_knn_falls(history: History, facts: Facts) -> str | None:
     bound = BEYOND_CHANCE * sqrt(variance / facts.general)
     if before - now <= bound:
         return None
+    fall = 100 * (before - now)
     return (
-        f"kNN accuracy on general images fell by {100 * (before - now):.1f} points since the start ({before:.1%}, now {now:.1%}; "
+        f"kNN accuracy on general images fell by {fall:.1f} points since the start ({before:.1%}, now {now:.1%}; "
         f"chance does up to {100 * bound:.1f}); lower optim.lr ({facts.lr:g}), raise optim.frozen_steps, train less "
         "(model.train, model.lora_rank), or let the first weights teach (objective.teacher)"
     )
