@@ -23,6 +23,7 @@ from evaluation.pictures.gallery import arrange_in_rows
 from mpp.config import Config
 from mpp.config.parsing import as_words, parse
 from mpp.data.data_path import describe_source
+from mpp.data.decoding.optional import describe_packages
 from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments
 from mpp.data.shards import Shards
@@ -106,6 +107,7 @@ def check(config: Config) -> Path:
     print(f"model: {task.describe_model()}")
     print(f"images: {describe_source(config.data)}: {task.describe_images()}")
     print_images(task, surveyed)
+    print_table("Decoders of some kinds of files", [[kind, package] for kind, package in describe_packages().items()])
     print_cost(config, precision, layout, timing)
     print_phases(config)
     print_settings(config)
@@ -184,6 +186,9 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing:
             f"data.nodata is {config.data.nodata}: {surveyed.other_nodata.total()} of {surveyed.sample_size} images in "
             f"the sample have another value in their own tag (GDAL_NODATA), such as {value:g}; null takes the tags'"
         )
+    if surveyed:
+        for reason, count in surveyed.without_decoder.items():
+            messages.append(f"decoders: {count} of {surveyed.sample_size} images in the sample: {reason}")
     messages += disk_warnings(config, timing)
     for name, value in searched_settings(config).items():
         low, high = SEARCHED.get(name, (-math.inf, math.inf))

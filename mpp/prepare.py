@@ -35,7 +35,7 @@ from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
 from mpp.data.decoding.decode import read_values
-from mpp.data.decoding.kinds import is_dicom
+from mpp.data.decoding.kinds import coded_kind, is_dicom
 from mpp.data.decoding.metadata import has_metadata
 from mpp.data.decoding.pictures import to_ppm
 from mpp.data.decoding.tiff import white_is_zero
@@ -92,7 +92,8 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
     """
     values = np.ascontiguousarray(read_values(image, config.data))  # an upright view may run backwards
     is_small = min(values.shape[1:]) <= config.short_side
-    if is_small and config.format == "jpeg" and may_stay(image, config):
+    is_deep_coded = values.dtype != np.uint8 and isinstance(image, bytes) and coded_kind(image)
+    if is_small and config.format == "jpeg" and may_stay(image, config) and not is_deep_coded:
         return without_metadata(values) if has_metadata(image) else image
     if config.format != "npy" and values.dtype != np.uint8:
         image_name = name or "an image"

@@ -3,7 +3,6 @@
 import io
 import warnings
 import zlib
-from importlib.util import find_spec
 
 import imagecodecs
 import numpy as np
@@ -28,6 +27,7 @@ from pydicom.uid import (
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding import dicom as module
+from mpp.data.decoding import optional
 from mpp.data.decoding.decode import read_mask, read_values
 from mpp.data.decoding.kinds import is_picture, kind_of
 from mpp.errors import UnreadableImage
@@ -417,6 +417,6 @@ def test_dicom_is_known_by_its_preamble():
 
 
 def test_without_pydicom_the_reason_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "pydicom" else find_spec(name))
-    with pytest.raises(UnreadableImage, match=r"^a DICOM file, whose decoder is not installed: pip install pydicom$"):
+    monkeypatch.setattr(optional, "missing_package", {"DICOM": "pydicom"}.get)
+    with pytest.raises(UnreadableImage, match=r"^DICOM files need pydicom: pip install pydicom$"):
         decode_with(dicom(GREY_8))

@@ -200,11 +200,11 @@ def test_videos_are_no_images_and_pictures_of_other_formats_are_counted(tmp_path
     """As a phone's folder has them; its README.md is no dataset card."""
     for number in range(3):
         (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)))
-        for end in ("mov", "heic"):
+        for end in ("mov", "dng"):
             (tmp_path / f"{number}.{end}").write_bytes(b"x")
     (tmp_path / "README.md").write_text("My photographs")
     assert load_splits(DataConfig(path=str(tmp_path)))["train"].num_rows == 3
-    unread = ".heic files, which mpp does not read; convert them to JPEG, PNG or TIFF (3: 0.heic, 1.heic, 2.heic)"
+    unread = ".dng files, which mpp does not read; convert them to JPEG, PNG or TIFF (3: 0.dng, 1.dng, 2.dng)"
     assert unread in capsys.readouterr().err
     for file in tmp_path.glob("*.mov"):
         file.with_suffix(".txt").write_text("x")

@@ -175,7 +175,7 @@ def test_folders_in_a_shard_are_splits_and_classes(tmp_path):
 
 
 def test_samples_without_a_picture_are_counted_and_named(tmp_path, capsys):
-    write_tar(tmp_path / "train.tar", [*samples(range(4)), ("a.txt", b"text"), ("b.cls", b"1"), ("c.heic", b"x")])
+    write_tar(tmp_path / "train.tar", [*samples(range(4)), ("a.txt", b"text"), ("b.cls", b"1"), ("c.dng", b"x")])
     assert is_right(in_train(tmp_path), 4)
     said = "left out: samples without a picture (3: train.tar: a, train.tar: b, train.tar: c)"
     assert said in capsys.readouterr().err

@@ -18,7 +18,7 @@ from torch import Tensor
 from mpp.config import DataConfig
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.tiff import nodata_tag
-from mpp.errors import UnreadableImage
+from mpp.errors import MissingDecoder, UnreadableImage
 
 THUMBNAIL_SIDE = 16  # pixels
 COPY_CORRELATION = 0.99  # of two thumbnails, above which their images count as copies
@@ -64,6 +64,8 @@ class Survey:
     """Images that cannot be decoded, and why."""
     other_nodata: Counter[float] = field(default_factory=Counter)
     """Value of nodata by a TIFF's own tag that is not `data.nodata` -> images."""
+    without_decoder: Counter[str] = field(default_factory=Counter)
+    """The package that some of these need, and how to install it -> images."""
     sizes: Counter = field(default_factory=Counter)
     """(height, width) -> images."""
     constant: float = 0.0
@@ -130,6 +132,8 @@ def thumbnails(dataset: ImageDataset, data: DataConfig, seconds: float, result: 
             image = dataset.decode(index, data)  # (C, H, W)
         except UnreadableImage as error:
             result.broken.append(f"{dataset.image_name(index)}: {error}")
+            if isinstance(error, MissingDecoder):
+                result.without_decoder[str(error)] += 1
             continue
         result.other_nodata.update(other_nodata(dataset, index, data))
         height, width = image.shape[-2:]

@@ -147,19 +147,22 @@ def lows_and_highs(limits: Sequence[tuple[float, float]], dtype: type[np.floatin
     return pairs[:, 0], pairs[:, 1]
 
 
-def lay_on_white(pixels: NDArray, white_is_most: bool = True, premultiplied: bool = False) -> NDArray:
+def lay_on_white(
+    pixels: NDArray, white_is_most: bool = True, premultiplied: bool = False, most: int | None = None
+) -> NDArray:
     """Integers (n + 1, H, W), the last of which is opacity, laid on white: (n, H, W).
 
     Args:
         white_is_most: whether white is the largest value, else 0.
         premultiplied: whether the values are multiplied by the opacity already.
+        most: the largest value. None: that of the type.
     """
     if pixels.dtype.kind == "f":
         raise UnreadableImage("opacity of floating-point pixels has no agreed range; data.bands chooses the others")
     values = pixels[:-1]
     if not pixels[-1].any():  # some programs write zeros where there is no opacity: all would be white
         return values
-    most = np.iinfo(pixels.dtype).max
+    most = np.iinfo(pixels.dtype).max if most is None else most
     opacity = pixels[-1] / most
     if not premultiplied:
         values = values * opacity

@@ -1,8 +1,9 @@
 """Image files and arrays to pixels: uint8 where they have 8 bits, else float32 from 0 to 255, (C, H, W) throughout.
 
 Pictures are files that PIL shows in 8 bits, converted to RGB or grey; colour profiles (ICC) are ignored. All else has
-bands: TIFF by tifffile, DICOM by pydicom, `.npy` and `.npz` by numpy, 16-bit PNG, and everything where `data.bands` or
-another `data.channels` asks for bands. Their values become [0, 255] by `data.range`.
+bands: TIFF by tifffile, DICOM by pydicom, `.npy` and `.npz` by numpy, PNG, HEIC, AVIF, JPEG XL and JPEG 2000 of more
+than 8 bits, and everything where `data.bands` or another `data.channels` asks for bands. Their values become [0, 255]
+by `data.range`.
 """
 
 import contextlib
@@ -18,13 +19,29 @@ from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.channels import bands_first, invert, scale_to_255, select_channels
 from mpp.data.decoding.checks import check_size
 from mpp.data.decoding.dicom import read_dicom
-from mpp.data.decoding.kinds import NPY_START, TIFF_STARTS, ZIP_START, is_dicom, unidentified
+from mpp.data.decoding.heif import read_avif, read_heic
+from mpp.data.decoding.jpeg2000 import read_jpeg2000
+from mpp.data.decoding.jpegxl import read_jpegxl
+from mpp.data.decoding.kinds import (
+    AVIF,
+    HEIC,
+    JPEG_2000,
+    JPEG_XL,
+    NPY_START,
+    TIFF_STARTS,
+    ZIP_START,
+    coded_kind,
+    is_dicom,
+    unidentified,
+)
 from mpp.data.decoding.numpy_files import read_numpy_file
 from mpp.data.decoding.opening import ignoring_warnings_as_errors
 from mpp.data.decoding.pictures import DEEP_PNG_HEADER, PPM_HEADER, read_deep_png, read_ppm, read_with_pil
 from mpp.data.decoding.tiff import read_tiff
 from mpp.data.decoding.wanted import Limits, StoredPixels, Wanted, wanted_by
 from mpp.errors import UnreadableImage, one_line
+
+CODED_READERS = {HEIC: read_heic, AVIF: read_avif, JPEG_XL: read_jpegxl, JPEG_2000: read_jpeg2000}
 
 
 @ignoring_warnings_as_errors()
@@ -36,7 +53,8 @@ def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = Fa
 
     Args:
         marks_nodata: whether one more channel follows, with 0 where pixels had no value in any channel, and else 255.
-        image: a file: one of PIL_FORMATS, DICOM, `.npy` or `.npz`; or an array (H, W), (H, W, bands) or (bands, H, W).
+        image: a file: one of PIL_FORMATS or CODED_READERS, DICOM, `.npy` or `.npz`; or an array (H, W), (H, W, bands)
+            or (bands, H, W).
     Returns:
         (C, H, W), uint8 or float32 in [0, 255]; (C + 1, H, W) with `marks_nodata`.
     Raises:
@@ -103,6 +121,8 @@ def read_stored(image: bytes | NDArray, wanted: Wanted, config: ImagesConfig) ->
         return StoredPixels(array_bands(read_numpy_file(image, config), wanted, config))
     if image.startswith(TIFF_STARTS):
         return read_tiff(image, wanted, config)
+    if kind := coded_kind(image):
+        return CODED_READERS[kind](image, wanted, config)
     if wanted is not Wanted.MASK:  # which has one number a pixel, and PIL's modes tell it from colours
         if header := PPM_HEADER.match(image):
             return StoredPixels(read_ppm(image, header, config))

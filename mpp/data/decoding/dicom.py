@@ -9,7 +9,6 @@ import logging
 import warnings
 import zlib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.checks import BANDS_PER_PIXEL, check_size
+from mpp.data.decoding.optional import require_package
 from mpp.data.decoding.pictures import JPEG_IS_LOSSY
 from mpp.data.decoding.wanted import Limits, StoredPixels, Wanted
 from mpp.errors import UnreadableImage
@@ -65,8 +65,7 @@ def read_dicom(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixel
     Raises:
         UnreadableImage: with a reason in which no value of a tag occurs but sizes and numbers of bits.
     """
-    if find_spec("pydicom") is None:
-        raise UnreadableImage("a DICOM file, whose decoder is not installed: pip install pydicom")
+    require_package("DICOM")
     with quoting_no_tags():
         dataset = read_tags(data, config)
         check_header(dataset, wanted, config)

@@ -11,7 +11,17 @@ DICOMDIR_UID = rb".{0,64}1\.2\.840\.10008\.1\.3\.10[^.\d]"  # the kind of a tabl
 PNG_START = b"\x89PNG\r\n\x1a\n"
 JPEG_START = b"\xff\xd8\xff"
 DICOM_MARK = b"DICM"  # behind a preamble of 128 bytes
-PICTURE_STARTS = {  # of the files that PIL, tifffile or pydicom reads
+HEIC = "a HEIC file"
+AVIF = "an AVIF file"
+JPEG_XL = "a JPEG XL file"
+JPEG_2000 = "a JPEG 2000 file"
+CODED_STARTS = {  # of pictures whose decoder may be absent: see `optional`
+    AVIF: rb"....ftyp(avi[fs]|m(if1|sf1)....(....){,8}?avi[fs])",
+    HEIC: rb"....ftyp(hei[cmsx]|hev[cmsx]|mif[12]|msf1)",
+    JPEG_XL: rb"\0\0\0\x0cJXL \r\n\x87\n|\xff\x0a",
+    JPEG_2000: rb"\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51",
+}
+PICTURE_STARTS = {  # of the files that a decoder here reads
     "a DICOM file": rb".{128}DICM(?!%s)" % DICOMDIR_UID,  # first: its preamble may be the beginning of another file
     "a JPEG file": re.escape(JPEG_START),
     "a PNG file": re.escape(PNG_START),
@@ -20,12 +30,9 @@ PICTURE_STARTS = {  # of the files that PIL, tifffile or pydicom reads
     "a BMP file": rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0",  # the size of its second header: text may begin so
     "a TIFF file": b"|".join(map(re.escape, TIFF_STARTS)),
     "a PPM file": rb"P[1-6f]\s+[#\d-]",
+    **CODED_STARTS,
 }
 CONVERTIBLE_STARTS = {
-    "a JPEG 2000 file": rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
-    "a JPEG XL file": rb"\0\0\0\x0cJXL |\xff\x0a",
-    "an AVIF file": rb"....ftypavi[fs]",
-    "a HEIC file": rb"....ftyp(hei|hev|mif1|msf1)",
     "a Canon raw file": rb"....ftypcrx ",
     "an MP4 or QuickTime video": rb"....(ftyp|moov)",
     "a Matroska or WebM video": rb"\x1a\x45\xdf\xa3",
@@ -53,6 +60,7 @@ OTHER_KINDS = {
     kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in (STAND_IN_STARTS | CONVERTIBLE_STARTS).items()
 }
 PICTURE_KINDS = {kind: re.compile(start, re.DOTALL) for kind, start in PICTURE_STARTS.items()}
+ANY_CODED = re.compile(b"|".join(CODED_STARTS.values()), re.DOTALL)
 
 
 def is_dicom(image: Any) -> bool:
@@ -68,6 +76,13 @@ def is_picture(head: bytes) -> bool:
     return ANY_PICTURE.match(head) is not None
 
 
+def coded_kind(head: bytes) -> str | None:
+    """HEIC, AVIF, JPEG_XL or JPEG_2000; None: a file is of another kind."""
+    if not ANY_CODED.match(head):
+        return None
+    return next(kind for kind in CODED_STARTS if PICTURE_KINDS[kind].match(head))
+
+
 def kind_of(head: bytes) -> str | None:
     """The kind of a file, such as "a JPEG 2000 file"; None: unknown.
 
@@ -75,6 +90,8 @@ def kind_of(head: bytes) -> str | None:
         head: its first KIND_BYTES bytes, or all of a shorter file.
     """
     start = head[:KIND_BYTES].removeprefix(codecs.BOM_UTF8)
+    if kind := coded_kind(start):  # some begin as videos do
+        return kind
     for kind, pattern in (OTHER_KINDS | PICTURE_KINDS).items():
         if pattern.match(start):
             return kind

@@ -3,13 +3,16 @@
 import os
 import re
 
-PICTURE_EXTENSIONS = frozenset(
+from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS
+
+ALWAYS_READ_EXTENSIONS = frozenset(
     (
         *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif"),
         *(".bmp", ".dib", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm"),
-        *(".dcm", ".dicom", ".ima"),
     )
 )
+PICTURE_EXTENSIONS = ALWAYS_READ_EXTENSIONS | OPTIONAL_EXTENSIONS.keys()
+"""Of pictures; of some, the decoder may be absent."""
 ARRAY_EXTENSIONS = frozenset((".npy", ".npz"))
 IMAGE_EXTENSIONS = PICTURE_EXTENSIONS | ARRAY_EXTENSIONS
 SHARD_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
@@ -17,9 +20,8 @@ SHARD_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"
 TABLE_EXTENSIONS = frozenset((".parquet", ".arrow"))
 UNSUPPORTED_EXTENSIONS = frozenset(
     (
-        *(".heic", ".heif", ".avif", ".jxl", ".jp2", ".j2k", ".jpx", ".jpf"),
-        *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".psd", ".svg"),
-        *(".eps", ".exr", ".hdr"),
+        *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".rw2", ".orf", ".pef", ".srw"),
+        *(".psd", ".svg", ".eps", ".exr", ".hdr"),
     )
 )
 """Of phones, cameras, scanners and drawings: no decoder here reads them."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS, advice, missing_package
 from mpp.data.listing.formats import extension_of
 
 NAMES_PER_REASON = 3
@@ -46,6 +47,14 @@ class LeftOutFiles:
                 more = ", ..." if count > len(self.names[reason]) else ""
                 lines.append(f"left out: {reason} ({count}: {names}{more})")
         return lines
+
+
+def without_decoder(extension: str) -> str | None:
+    """The reason why pictures with this extension are left out: their decoder is not installed; None: it is."""
+    kind = OPTIONAL_EXTENSIONS.get(extension)
+    if kind is None or missing_package(kind) is None:
+        return None
+    return f"{extension} files, which {advice(kind)}"
 
 
 def other_files(name: str) -> str:

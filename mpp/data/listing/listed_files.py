@@ -10,6 +10,7 @@ from mpp.config import ImagesConfig
 from mpp.data.listing.file_index import FileIndex
 from mpp.data.listing.formats import IMAGE_EXTENSIONS, extension_of
 from mpp.data.listing.image_table import LABEL, SPLIT
+from mpp.data.listing.left_out import without_decoder
 from mpp.data.listing.lists import ImageList, named_label_columns, named_mask_column, to_label_column
 from mpp.data.listing.split_names import split_of_cell
 from mpp.data.listing.tree import Tree, begins_as_picture
@@ -129,9 +130,12 @@ class ListedFiles:
         if file_index is None or file_index < self.files.tree_size:
             return file_index
         path = self.files.paths[file_index]
-        if extension_of(path) in IMAGE_EXTENSIONS or begins_as_picture(path):
-            return file_index
-        self.missing[image_list.path].append(f"{name} (not an image that mpp reads)")
+        reason = without_decoder(extension_of(path))
+        if reason is None:
+            if extension_of(path) in IMAGE_EXTENSIONS or begins_as_picture(path):
+                return file_index
+            reason = "not an image that mpp reads"
+        self.missing[image_list.path].append(f"{name} ({reason})")
         return None
 
     def refuse_missing(self) -> None:

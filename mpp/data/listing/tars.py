@@ -8,9 +8,10 @@ from typing import Any
 import datasets
 
 from mpp.config import ImagesConfig
+from mpp.data.listing.formats import extension_of
 from mpp.data.listing.image_table import IMAGE, LABEL, SPLIT, Listing
 from mpp.data.listing.layout import find_layout
-from mpp.data.listing.left_out import LeftOutFiles
+from mpp.data.listing.left_out import LeftOutFiles, without_decoder
 from mpp.data.listing.lists import named_label_columns
 from mpp.data.listing.split_names import split_of_shard
 from mpp.data.listing.tar_members import is_local_shard, member_path, naming_damaged, read_member
@@ -47,6 +48,9 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
                     left_out.add("samples without a picture", name)
                     other_endings |= sample.pictures.keys()
                     continue
+                if reason := without_decoder(extension_of(picture.name)):
+                    left_out.add(reason, f"{os.path.basename(shard)}: {picture.name}")
+                    continue
                 columns[image_column].append(member_path(shard, picture))
                 columns[SPLIT].append(split)
                 folders.append(picture.name.rpartition("/")[0])
@@ -54,7 +58,7 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
                     columns[name].append(sample.label(ending))
 
     if not folders:
-        refuse_without_images(config, other_endings)
+        refuse_without_images(config, other_endings, left_out)
     names_have_splits = len(shards) > 1 or any(split_of_shard(shard, ()) != "train" for _, shard in files)
     if names_have_splits:
         layout = layout_inside(columns[SPLIT], folders, config)
@@ -71,11 +75,12 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     return listing
 
 
-def refuse_without_images(config: ImagesConfig, endings: set[str]) -> None:
+def refuse_without_images(config: ImagesConfig, endings: set[str], left_out: LeftOutFiles) -> None:
     """Raise UserError for shards without images.
 
     Args:
         endings: of the pictures in them, none of which is that of `data.image_column`.
+        left_out: members that are not used.
     """
     if endings:
         problem = f"{config.group_name}.image_column is {config.image_column}"
@@ -83,7 +88,8 @@ def refuse_without_images(config: ImagesConfig, endings: set[str]) -> None:
         raise UserError(
             f"{problem}, which no picture in the shards of {config.path} has as its ending; it must be {allowed}"
         )
-    raise UserError(f"{config.group_name}.path is {config.path}, whose shards hold no images")
+    reasons = map(printable, left_out.lines(images=True))
+    raise UserError("; ".join([f"{config.group_name}.path is {config.path}, whose shards hold no images", *reasons]))
 
 
 def label_endings(config: ImagesConfig) -> dict[str, str | None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from mpp.data.decoding.kinds import is_picture
 from mpp.data.listing.archives import archive_stem, is_archive, unpack_archive
 from mpp.data.listing.formats import (
+    ALWAYS_READ_EXTENSIONS,
     ARRAY_EXTENSIONS,
     PICTURE_EXTENSIONS,
     SHARD_BUILDERS,
@@ -18,7 +19,7 @@ from mpp.data.listing.formats import (
     extension_of,
     is_list,
 )
-from mpp.data.listing.left_out import LeftOutFiles, other_files
+from mpp.data.listing.left_out import LeftOutFiles, other_files, without_decoder
 from mpp.data.listing.split_names import SPLIT_WORDS
 from mpp.runtime.progress import progress_bar
 
@@ -148,7 +149,7 @@ class Walk:
         for entry in visible_entries(path):
             name = entry.name
             extension = name[name.rfind(".") :].lower()
-            if extension in PICTURE_EXTENSIONS and entry.is_file(follow_symlinks=False):  # most files, fast
+            if extension in ALWAYS_READ_EXTENSIONS and entry.is_file(follow_symlinks=False):  # most files, fast
                 pictures.append(name)
             elif entry.is_dir():
                 if entry.is_symlink():
@@ -159,7 +160,10 @@ class Walk:
                 reason = "dangling links" if entry.is_symlink() else "entries that are no files"
                 self.tree.leave_out(reason, parts, name)
             elif extension_of(name) in PICTURE_EXTENSIONS:
-                pictures.append(name)
+                if reason := without_decoder(extension_of(name)):
+                    self.tree.leave_out(reason, parts, name)
+                else:
+                    pictures.append(name)
             elif extension_of(name) in ARRAY_EXTENSIONS:
                 arrays.append(name)
             elif not self.take_container(entry, parts):

@@ -1,0 +1,31 @@
+"""Boxes: the parts of files of the ISO family, such as JPEG 2000 and JPEG XL, each with its size and kind."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A part of a file."""
+
+    kind: bytes
+    """Four letters."""
+    start: int
+    """Where its content begins in the file, in bytes."""
+    end: int
+
+
+def find_boxes(data: bytes, start: int = 0, end: int | None = None) -> Iterator[Box]:
+    """The boxes between two places of a file, by default all at its top; they end where a size is impossible."""
+    end = len(data) if end is None else min(end, len(data))
+    while start + 8 <= end:
+        size = int.from_bytes(data[start : start + 4], "big")
+        header = 8
+        if size == 1:  # the size is too large for four bytes, and stands behind the kind
+            size = int.from_bytes(data[start + 8 : start + 16], "big")
+            header = 16
+        elif size == 0:
+            size = end - start
+        if size < header:
+            return
+        yield Box(data[start + 4 : start + 8], start + header, min(start + size, end))
+        start += size

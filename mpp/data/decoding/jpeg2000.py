@@ -1,0 +1,63 @@
+"""JPEG 2000, in its own file or as a bare codestream, by imagecodecs (OpenJPEG)."""
+
+import re
+
+from mpp.config import ImagesConfig
+from mpp.data.decoding.boxes import find_boxes
+from mpp.data.decoding.checks import check_size
+from mpp.data.decoding.coded import to_stored
+from mpp.data.decoding.optional import require_package
+from mpp.data.decoding.wanted import StoredPixels, Wanted
+from mpp.errors import UnreadableImage
+
+CODESTREAM_START = b"\xff\x4f\xff\x51"
+SIZES = re.compile(CODESTREAM_START + rb".{4}(.{4})(.{4})(.{4})(.{4}).{16}(..)(.)", re.DOTALL)
+"""The header of a codestream: right and lower edge, left and upper edge, number of bands, bits of the first."""
+CODING = re.compile(rb"\xff\x52.{11}(.)", re.DOTALL)
+"""How a codestream is coded: which wavelet."""
+LOSSLESS_WAVELET = b"\x01"
+OPACITIES = (1, 2)  # kinds of channels; 2 is premultiplied
+
+
+def read_jpeg2000(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels:
+    """The bands of a JPEG 2000 file; of a picture, opacity is a band that the file declares as such."""
+    require_package("JPEG 2000")
+    start = find_codestream(data)
+    header = SIZES.match(data, start)
+    if header is None:
+        raise UnreadableImage("a JPEG 2000 file whose header cannot be read")
+    right, lower, left, upper, bands = (int.from_bytes(number, "big") for number in header.groups()[:5])
+    check_size((max(lower - upper, 0), max(right - left, 0), bands), config)
+    coding = CODING.search(data, header.end())
+    if wanted is Wanted.MASK and (coding is None or coding[1] != LOSSLESS_WAVELET):
+        raise UnreadableImage("it is JPEG 2000 with losses; a mask must be lossless, such as PNG or TIFF")
+    from imagecodecs import jpeg2k_decode  # takes a fifth of a second
+
+    values = jpeg2k_decode(data)
+    check_size(values.shape, config)
+    decoded_bands = 1 if values.ndim == 2 else values.shape[2]
+    has_palette = decoded_bands != bands
+    bits = 8 * values.dtype.itemsize if has_palette else (header[6][0] & 0x7F) + 1
+    if values.dtype.kind == "i" and bits < 8 * values.dtype.itemsize and not config.limits():
+        raise UnreadableImage(f"signed values of {bits} bits have no agreed range; data.range says which")
+    opacity = find_opacity(data, start)
+    return to_stored(values, bits, wanted, config, opacity is not None, opacity == OPACITIES[1])
+
+
+def find_codestream(data: bytes) -> int:
+    """Where the codestream begins, in bytes."""
+    if data.startswith(CODESTREAM_START):
+        return 0
+    return next((box.start for box in find_boxes(data) if box.kind == b"jp2c"), len(data))
+
+
+def find_opacity(data: bytes, end: int) -> int | None:
+    """The kind of the opacity that a file declares before its codestream: one of OPACITIES; None: it has none."""
+    for header in find_boxes(data, 0, end):
+        if header.kind != b"jp2h":
+            continue
+        for box in find_boxes(data, header.start, header.end):
+            if box.kind == b"cdef":  # a count of channels, and of each its number, its kind and the colour it is for
+                kinds = [int.from_bytes(data[at : at + 2], "big") for at in range(box.start + 4, box.end, 6)]
+                return next((kind for kind in kinds if kind in OPACITIES), None)
+    return None
