@@ -8,7 +8,7 @@ import imagecodecs
 import numpy as np
 import pytest
 import torch
-from conftest import picture
+from conftest import encoded, picture
 from dicom_files import SECRETS, described, dicom, file_of
 from image_files import decode_with
 from pydicom import Dataset, Sequence, dcmread
@@ -30,6 +30,8 @@ from mpp.data.decoding import dicom as module
 from mpp.data.decoding import optional
 from mpp.data.decoding.decode import read_mask, read_values
 from mpp.data.decoding.kinds import is_picture, kind_of
+from mpp.data.listing import left_out
+from mpp.data.listing.tree import walk_folder
 from mpp.errors import UnreadableImage
 
 GREY_8 = picture(0)[..., 0].copy()
@@ -414,6 +416,24 @@ def test_dicom_is_known_by_its_preamble():
     contents = pydicoms("dicomdirtests/DICOMDIR-empty")
     assert not is_picture(contents[:256])
     assert kind_of(contents) == "a table of contents (DICOMDIR)"
+
+
+def test_files_without_an_ending_are_left_out_where_pydicom_is_missing(tmp_path, monkeypatch):
+    for number in range(3):
+        (tmp_path / f"IM{number}").write_bytes(dicom(GREY_8))
+        (tmp_path / f"{number}.dcm").write_bytes(dicom(GREY_8))
+    (tmp_path / "photo").write_bytes(encoded(RGB))
+    (tmp_path / "DICOMDIR").write_bytes(pydicoms("dicomdirtests/DICOMDIR-empty"))
+    assert len(walk_folder(str(tmp_path))) == 7
+    for module_of_reason in (optional, left_out):
+        monkeypatch.setattr(module_of_reason, "missing_package", {"DICOM": "pydicom"}.get)
+    tree = walk_folder(str(tmp_path))
+    assert [folder.files for folder in tree.folders] == [["photo"]]
+    assert sorted(tree.left_out.lines(images=True)) == [
+        "left out: .dcm files, which need pydicom: pip install pydicom (3: 0.dcm, 1.dcm, 2.dcm)",
+        "left out: DICOM files without an ending, which need pydicom: pip install pydicom (3: IM0, IM1, IM2)",
+    ]
+    assert tree.left_out.lines(images=False) == ["left out: files without an ending (1: DICOMDIR)"]
 
 
 def test_without_pydicom_the_reason_says_what_to_install(monkeypatch):

@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS, advice, missing_package
+from mpp.data.decoding.kinds import kind_of
+from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS, PACKAGES, advice, missing_package
 from mpp.data.listing.formats import extension_of
 
 NAMES_PER_REASON = 3
@@ -55,6 +56,15 @@ def without_decoder(extension: str) -> str | None:
     if kind is None or missing_package(kind) is None:
         return None
     return f"{extension} files, which {advice(kind)}"
+
+
+def without_decoder_by_start(head: bytes) -> str | None:
+    """The same of pictures without an ending, by the first bytes of one."""
+    kind = kind_of(head) or ""
+    for name in PACKAGES:
+        if kind.endswith(f" {name} file") and missing_package(name):
+            return f"{name} files without an ending, which {advice(name)}"
+    return None
 
 
 def other_files(name: str) -> str:

@@ -19,7 +19,7 @@ from mpp.data.listing.formats import (
     extension_of,
     is_list,
 )
-from mpp.data.listing.left_out import LeftOutFiles, other_files, without_decoder
+from mpp.data.listing.left_out import LeftOutFiles, other_files, without_decoder, without_decoder_by_start
 from mpp.data.listing.split_names import SPLIT_WORDS
 from mpp.runtime.progress import progress_bar
 
@@ -166,11 +166,8 @@ class Walk:
                     pictures.append(name)
             elif extension_of(name) in ARRAY_EXTENSIONS:
                 arrays.append(name)
-            elif not self.take_container(entry, parts):
-                if extension_of(name) == "" and begins_as_picture(entry.path):
-                    pictures.append(name)
-                else:
-                    self.leave_out_unreadable(name, parts)
+            elif not self.take_container(entry, parts) and self.is_picture_by_start(entry, parts):
+                pictures.append(name)
         if pictures:
             self.pictures.append(Folder(parts, path, sorted(pictures)))
         if arrays:
@@ -188,6 +185,17 @@ class Walk:
         else:
             return False
         return True
+
+    def is_picture_by_start(self, entry: os.DirEntry, parts: Parts) -> bool:
+        """Whether a file without an ending is a picture that can be read, by its first bytes; others are noted."""
+        head = b"" if extension_of(entry.name) else first_bytes(entry.path)
+        if reason := without_decoder_by_start(head):
+            self.tree.leave_out(reason, parts, entry.name)
+            return False
+        if is_picture(head):
+            return True
+        self.leave_out_unreadable(entry.name, parts)
+        return False
 
     def leave_out_unreadable(self, name: str, parts: Parts) -> None:
         """Leave out a file that is no image, or that no decoder here reads."""
@@ -249,6 +257,11 @@ def is_below(path: str, folder: str) -> bool:
 
 def begins_as_picture(path: str) -> bool:
     """Whether a file's first bytes are those of a picture; not where it cannot be opened."""
+    return is_picture(first_bytes(path))
+
+
+def first_bytes(path: str) -> bytes:
+    """The bytes of a file that tell whether it is a picture; none where it cannot be opened."""
     with suppress(OSError), open(path, "rb") as file:
-        return is_picture(file.read(PICTURE_HEAD_BYTES))
-    return False
+        return file.read(PICTURE_HEAD_BYTES)
+    return b""
