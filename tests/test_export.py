@@ -237,10 +237,18 @@ def encoder_of_kind(kind):
     return build(**depth | ALL[kind])
 
 
+OF_OTHER_CLASSES = [
+    "vit_small_patch16_dinov3",
+    "eva02_tiny_patch14_224",
+    "vit_small_patch16_rope_mixed_ape_224",
+    "beit_base_patch16_224",
+]
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("format", ENDS)
-@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "eva02_tiny_patch14_224"])
-def test_rotated_tokens_are_exported(name, format, tmp_path, image_folder):
+@pytest.mark.parametrize("name", OF_OTHER_CLASSES)
+def test_rotations_and_tables_are_exported(name, format, tmp_path, image_folder):
     torch.manual_seed(0)
     patch = int(name.split("patch")[1][:2])
     encoder = build_encoder(ModelConfig(name=name, width=32, depth=2, heads=2, img_size=4 * patch)).eval()
