@@ -584,11 +584,11 @@ def dies_with_its_batch(seconds: float) -> None:
     decode, detach = decoding.decode, resource_sharer.DupFd.detach
     dying = context.Event()
 
-    def decode_and_die(data, limit):
+    def decode_and_die(*given):
         if multiprocessing.current_process().name == workers.PROCESS_NAME and not dying.is_set():
             dying.set()
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return decode(data, limit)
+        return decode(*given)
 
     def closed(self):
         if dying.is_set():
@@ -615,7 +615,7 @@ def deadly(data: bytes, slow: bool) -> None:
     from mpp.training.step import TrainingStep
 
     decode, call = decoding.decode, TrainingStep.__call__
-    decoding.decode = lambda given, limit: os.kill(os.getpid(), 9) if given == data else decode(given, limit)
+    decoding.decode = lambda *given: os.kill(os.getpid(), 9) if given[0] == data else decode(*given)
     if slow:  # then the main process is not waiting for data when it hears of it
         TrainingStep.__call__ = lambda *args, **kwargs: (time.sleep(0.3), call(*args, **kwargs))[1]
 
