@@ -347,6 +347,14 @@ def test_general_images_of_a_run_from_random_weights_come_behind_its_own():
     assert "general images: kNN 50.0% at block 2 (random weights 30.0%)" in line
 
 
+def test_neighbours_of_too_few_images_are_not_compared():
+    """Where each image is a neighbour of all others, they agree by chance alone."""
+    lines = [
+        {"step": step, "heldout/loss": 2.0, "agreement/depth_01": 1.0, "agreement/chance": 1.0} for step in (0, 400)
+    ]
+    assert "too few held-out images to compare neighbours" in verdict(lines, FACTS)
+
+
 def test_without_labels_the_line_has_rank_and_agreement():
     first = {"step": 0, "agreement/depth_01": 0.2, "agreement/floor_pixels": 0.3, "features/rank/depth_01": 5.0}
     last = without(evaluation(400), "knn") | {"agreement/depth_01": 0.5, "features/rank/depth_01": 9.0}

@@ -67,7 +67,7 @@ def unreadable_images(history: History, facts: Facts) -> str | None:
         if unreadable > allowed:
             return (
                 f"{unreadable:.0f} of {seen} images cannot be decoded; unreadable.txt names them: repair or remove "
-                "them, or see data.channels and data.max_pixels"
+                "them, or see data.channels, data.range and data.max_pixels"
             )
     return None
 

@@ -130,6 +130,8 @@ def describe_features(history: History, begins_from_weights: bool = False) -> st
     if group == "knn" and begins_from_weights:
         return describe_change(lines, group)
     first, last = lines[0], lines[-1]
+    if last.get("agreement/chance", 0) == 1:
+        return "too few held-out images to compare neighbours"
     text = describe_probe(lines, group, name_of_start(begins_from_weights))
     ranks = values_by_depth(last, "features/rank")
     if group == "agreement" and ranks:
