@@ -2,8 +2,10 @@
 
 import errno
 import json
+import os
 import re
 import shutil
+import signal
 from collections import Counter
 from importlib import import_module
 
@@ -219,6 +221,20 @@ def without_last_column(text: str) -> str:
     return re.sub(r"\|[^|\n]*\|$", "|", text, flags=re.MULTILINE)
 
 
+def hurry_and_die() -> None:
+    """The process dies with its first checkpoint on disk, in the middle of a trial."""
+    hurry()
+    from mpp.training import loop
+
+    save = loop.save
+
+    def save_and_die(*args, **kwargs):
+        save(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    loop.save = save_and_die
+
+
 @pytest.mark.faults
 def test_processes_share_a_sweep_and_one_is_killed(small, tmp_path):
     small.config |= {"vary": {LR: [0.01, 0.02, 0.03]}, "seeds": [0, 1]}
@@ -238,10 +254,11 @@ def test_processes_share_a_sweep_and_one_is_killed(small, tmp_path):
 
     small.out = tmp_path / "killed"
     small.config["dir"] = str(small.out)
-    both = [Command("sweep", "--config", small.write(), prepare=hurry) for _ in range(2)]
-    wait_until(lambda: list(small.out.glob("trials/*/checkpoints/step_*")))
-    both[0].kill()
-    assert both[1].wait() == [0], both[1].said
+    dying = Command("sweep", "--config", small.write(), prepare=hurry_and_die)
+    wait_until(lambda: list(small.out.glob("trials/*")) or dying.ended)
+    other = Command("sweep", "--config", small.write(), prepare=hurry)
+    assert dying.wait() == [-signal.SIGKILL], dying.said
+    assert other.wait() == [0], other.said
     killed = small.table()
     assert without_last_column(killed.replace(str(small.out), str(tmp_path / "out"))) == without_last_column(whole)
     again = Command("sweep", "--config", small.write(), prepare=hurry)
