@@ -176,6 +176,8 @@ def decode_frames(dataset: "Dataset") -> tuple[NDArray, str]:
         extended = offsets if all(offsets) else None
         for frame in generate_frames(dataset.PixelData, number_of_frames=frames, extended_offsets=extended):
             check_frame(frame, (dataset.Rows, dataset.Columns, dataset.SamplesPerPixel))
+    if "PixelData" not in dataset:  # floating-point pixels have no such tags, and pydicom 3.0.0 asks for them
+        dataset.BitsStored, dataset.PixelRepresentation = dataset.BitsAllocated, 0
     pixels, about = get_decoder(syntax).as_array(dataset, decoding_plugin=plugin, allow_excess_frames=False)
     pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
     if frames == 1:
