@@ -479,7 +479,7 @@ def test_a_run_says_how_it_is_and_warns_once_in_all_of_its_lives(pretrain, capsy
 @pytest.mark.faults
 def test_images_without_labels_are_evaluated_by_agreement(pretrain, tmp_path):
     (tmp_path / "plain").mkdir()
-    for number in range(12):
+    for number in range(16):
         (tmp_path / "plain" / f"{number}.png").write_bytes(encoded(picture(number)))
     folder = pretrain("--probe.every=4", f"--data.path={tmp_path / 'plain'}", "--data.eval_fraction=0.5")
     assert list(read_metrics(folder, "agreement/depth_02")) == [0, 4] and not read_metrics(folder, "knn/depth_02")
