@@ -236,7 +236,7 @@ def test_transformers_gives_the_same_tokens(name, tmp_path):
 
 
 DINOV3 = "vit_small_patch16_dinov3"
-NOT_PLAIN = "it must be a plain transformer of timm's"
+NOT_PLAIN = "it must be a plain timm transformer"
 GAP = "model.name vit_base_patch16_siglip_gap_224"
 REFUSED = [
     ("vit_base_patch16_siglip_224", {}, f"attention pooling is not trained here; {GAP} has none"),

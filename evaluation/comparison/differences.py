@@ -24,7 +24,7 @@ class EncoderDifference(NamedTuple):
 
     column: str
     kind: LabelKind
-    """Whose score it is of."""
+    """Kind of label, whose score is compared."""
     one: str
     other: str
     over_images: Difference

@@ -40,8 +40,8 @@ class DistillConfig:
     """Learning from a teacher too, through a distillation token with a head of its own (DeiT)."""
 
     teacher: str | None = setting(None, operational=True)  # it may move: teacher_sha256 says which it is
-    """Folder of a finished supervised or fine-tuned run, or of timm's (config.json, model.safetensors) with a head.
-    null: no teacher, and no such token."""
+    """Folder of a finished supervised or fine-tuned run, or of a timm model with a head (config.json,
+    model.safetensors). null: no teacher, and no such token."""
     kind: Literal["hard", "soft"] = setting("hard", needs={"teacher": True})
     """Target from the teacher. hard: its most likely class; soft: its probabilities."""
     temperature: float = setting(3.0, above=0, needs={"teacher": True, "kind": "soft"})

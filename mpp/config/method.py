@@ -86,8 +86,8 @@ class ObjectiveConfig:
     beta: float = setting(2.0, above=0, needs={"name": "features", "loss": (None, "smooth_l1")})
     """Where smooth L1 turns from a parabola into a line (data2vec: 2, I-JEPA: 1)."""
     teacher: str = setting("ema", needs={"name": "features"})
-    """Whose features are predicted. ema: of the encoder's own moving average; else of a frozen encoder: a run folder,
-    an encoder folder, or a name of timm's with its published weights."""
+    """Encoder whose features are predicted. ema: the moving average of the one that learns; otherwise a frozen
+    encoder: a run folder, an encoder folder, or the name of a timm model with its published weights."""
     teacher_checkpoint: str | None = setting(None, needs={"name": "features"})
     """A .safetensors file with the weights of a teacher that timm has by name, for machines without a network."""
     teacher_img_size: int | tuple[int, int] | None = setting(None, at_least=1, needs={"name": "features"})

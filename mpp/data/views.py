@@ -39,7 +39,7 @@ class Batch(NamedTuple):
     indices: Tensor  # (B,) int64: indices of the images in their split
     unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
     cursor: Tensor | None = None  # of a stream: which worker read this, and how far it has come; see mpp/data/stream.py
-    has_value: Tensor | None = None  # (B, N) bool: patches of which at least a pixel has a value; None: nobody asks
+    has_value: Tensor | None = None  # (B, N) bool: patches with at least one pixel of a value; None: not marked
 
     def __reduce__(self) -> tuple[Callable[..., "Batch"], tuple[Any, ...]]:
         """Pickle, as a loader process sends the batch: two tensors, the images and the bytes of all others.

@@ -175,7 +175,7 @@ def is_known(attention: nn.Module | None) -> bool:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention of timm's or ours, by torch's kernel or step by step."""
+    """Whether a module is an attention module, timm's or ours, by torch's kernel or step by step."""
     return hasattr(module, "fused_attn") and hasattr(module, "num_heads") and hasattr(module, "attn_drop")
 
 

@@ -31,7 +31,7 @@ class MaskedAutoencoder(nn.Module):
     Every corrupted patch counts as a [mask], whatever its kind.
 
     Args:
-        encoder: a plain transformer of timm's; trained in place and exported alone.
+        encoder: a plain timm transformer; trained in place and exported alone.
         outputs: number of predicted values for a patch.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
         config: size of the decoder.

@@ -35,7 +35,7 @@ from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import encoder_folder, refuse_pickle
 
 PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
-PLAIN_TRANSFORMERS = "a plain transformer of timm's (VisionTransformer, Eva, Beit)"
+PLAIN_TRANSFORMERS = "a plain timm transformer (VisionTransformer, Eva, Beit)"
 NAMES_OF_TRANSFORMERS = ["*vit*", "eva*", "beit*", "deit*"]
 HYBRIDS = ("vision_transformer_hybrid",)  # timm's module of ViTs on convolutions
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
@@ -45,7 +45,7 @@ VALUE_ERRORS = (AttributeError, KeyError, RuntimeError, ValueError)  # errors of
 
 
 def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
-    """Build the plain transformer of timm's that the settings describe, without a classification head.
+    """Build the plain timm transformer that the settings describe, without a classification head.
 
     Its weights are random, from torch's global generator, or those of `init_from` with position embeddings and patch
     filters resampled where the sizes differ, and filters on RGB repeated or summed where the channels do (timm's way).
@@ -187,7 +187,7 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Name and arguments by which timm builds the encoder: a plain one, or our `mpp_vit` where timm has none.
 
     Raises:
-        UserError: an unknown name, or `model.arguments` that this model of timm's does not take.
+        UserError: an unknown name, or `model.arguments` that this timm model does not take.
     """
     numbers = config.numbers()
     arguments = dict(
