@@ -3,7 +3,6 @@
 python tests/settings_page.py
 """
 
-import dataclasses
 from importlib import import_module
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from mpp.config import Config
 from mpp.config.allowed import describe_allowed
 from mpp.config.checks import describe_wanted
 from mpp.config.command_line import as_words
-from mpp.config.fields import default_of
-from mpp.config.help import DocumentedSetting, by_group, documented_settings
+from mpp.config.help import DocumentedSetting, about_group, by_group, documented_settings
 from mpp.config.terms import names_elsewhere
 
 PAGE = Path(__file__).parents[1] / "mpp" / "settings.md"
@@ -26,12 +24,6 @@ prints the same: the settings that people change first, `--help optim` a group, 
 The first part has those of `mpp pretrain`, `mpp check` and `mpp memory`; [the second](#other-commands) what the other
 commands have beside them or have otherwise.
 """
-
-
-def settings_of(config_class: type) -> list[DocumentedSetting]:
-    """The settings of a command's config."""
-    defaults = {each.name: default_of(each) for each in dataclasses.fields(config_class)}
-    return list(documented_settings(config_class, defaults))
 
 
 def in_cell(text: str) -> str:
@@ -57,17 +49,16 @@ def table(settings: list[DocumentedSetting]) -> list[str]:
 
 def page() -> str:
     """The page."""
-    of_pretraining = settings_of(Config)
+    of_pretraining = list(documented_settings(Config))
     lines = [BEGINNING]
     for name, settings in by_group(of_pretraining).items():
-        group = getattr(Config(), name)
-        lines += [f"## {name}", "", type(group).__doc__.splitlines()[0], "", *table(settings), ""]
+        lines += [f"## {name}", "", about_group(name, Config), "", *table(settings), ""]
     lines += ["## Other commands", ""]
     shown = {(each.key, str(each.default), each.text) for each in of_pretraining}
     for command in commands():
         _, configs, config = places(command)
         config_class = getattr(import_module(configs), config)
-        settings = settings_of(config_class)
+        settings = list(documented_settings(config_class))
         others = [each for each in settings if (each.key, str(each.default), each.text) not in shown]
         if config_class is Config or not others:
             continue
@@ -79,4 +70,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(), encoding="utf-8")

@@ -281,6 +281,16 @@ def help_of_words(config_class, words, capsys):
     return capsys.readouterr().out.splitlines()
 
 
+def test_help_of_another_group_names_those_there_are():
+    with pytest.raises(UserError, match=r"^--help is optm; it must be all, or a group of settings: run, data, model,"):
+        parse(Config, ["--help", "optm"])
+
+
+def test_a_remark_on_a_name_elsewhere_is_of_that_setting():
+    with pytest.raises(UserError, match=r"did you mean data\.batch_size\?"):
+        parse(PredictConfig, ["--optim.batch_size=3"])  # which has no optim.global_batch_size
+
+
 def test_help_of_a_group_has_its_settings_alone(capsys):
     lines = help_of_words(Config, ["--help", "optim"], capsys)
     shown = [line.split()[0] for line in lines if line.startswith("  --")]
@@ -302,7 +312,9 @@ def test_names_elsewhere_are_of_settings_that_exist():
 
 
 def test_the_page_of_settings_is_up_to_date():
-    assert settings_page.PAGE.read_text() == settings_page.page(), "python tests/settings_page.py writes it"
+    assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page(), (
+        "python tests/settings_page.py writes it"
+    )
 
 
 def test_a_wrong_value_is_named_in_the_file_that_has_it(tmp_path):

@@ -14,6 +14,7 @@ from mpp.config.allowed import describe_allowed
 from mpp.config.command_line import as_words
 from mpp.config.fields import default_of
 from mpp.config.terms import names_elsewhere
+from mpp.errors import UserError
 
 CHANGED_FIRST = (
     "encoder",
@@ -45,9 +46,11 @@ FIRST_SETTINGS = 10
 CONFIG_HELP = "YAML file of settings, or the name of one that the package brings; several compose, later ones win."
 IMPORT_HELP = "Python file or module of yours, which registers objectives, patterns, networks or evaluations."
 LINE_WIDTH = 110
-SETTINGS_OF_A_SCREEN = 12
+MOST_SHOWN_IN_FULL = 12
+"""Help of a command with so many settings at most shows all of them."""
+ALL = "all"
 FIRST_HEADING = "What people change first"
-OWN_SETTINGS = "general"
+UNGROUPED = "general"
 """Heading of a command's settings that are in no group."""
 
 
@@ -73,14 +76,16 @@ def help_of(config_class: type, prog: str | None, part: str = "") -> str:
     """Help of a command: the settings that users change first and the groups of all others, or a part of it.
 
     Args:
-        part: "all", or a group's name, of which all settings are shown; others, such as options: as without.
+        part: "all", or a group's name, of which all settings are shown. "": as described.
+    Raises:
+        UserError: there is no such part.
     """
-    defaults = {each.name: default_of(each) for each in dataclasses.fields(config_class)}
-    settings = list(documented_settings(config_class, defaults))
+    settings = list(documented_settings(config_class))
     groups = by_group(settings)
-    titles = {name: title_of(name, defaults) for name in groups}
     if part in groups:
-        return "\n".join([titles[part], *lines_of(groups[part])])
+        return "\n".join([title_of(part, config_class), *lines_of(groups[part])])
+    if part not in ("", ALL):
+        raise UserError(f"--help is {part}; it must be {ALL}, or a group of settings: {', '.join(groups)}")
     settings_by_key = {each.key: each for each in settings}
     first = [settings_by_key[key] for key in CHANGED_FIRST if key in settings_by_key][:FIRST_SETTINGS]
     command = prog or Path(sys.argv[0]).name
@@ -92,17 +97,17 @@ def help_of(config_class: type, prog: str | None, part: str = "") -> str:
         f"--config: {CONFIG_HELP}",
         f"--import: {IMPORT_HELP}",
     ]
-    shows_all = part == "all" or len(settings) <= SETTINGS_OF_A_SCREEN
+    shows_all = part == ALL or len(settings) <= MOST_SHOWN_IN_FULL
     lines += ["", f"{FIRST_HEADING}:", *lines_of(first, in_full=shows_all)]
     if shows_all:
         for name, members in groups.items():
             others = [each for each in members if each not in first]
             if others:
-                lines += ["", titles[name], *lines_of(others)]
+                lines += ["", title_of(name, config_class), *lines_of(others)]
         return "\n".join(lines)
-    lines += ["", f"All {len(settings)} settings: --help all. Those of a group: --help {next(iter(groups))}."]
+    lines += ["", f"All {len(settings)} settings: --help {ALL}. Those of a group: --help {next(iter(groups))}."]
     for name, members in groups.items():
-        lines.append(f"  {name:11} {len(members):3}  {first_sentence(titles[name].partition(': ')[2])}")
+        lines.append(f"  {name:11} {len(members):3}  {first_sentence(about_group(name, config_class))}")
     return "\n".join(lines)
 
 
@@ -110,15 +115,26 @@ def by_group(settings: Iterable[DocumentedSetting]) -> dict[str, list[Documented
     """The settings by the name of their group, such as "optim"."""
     groups: dict[str, list[DocumentedSetting]] = {}
     for each in settings:
-        groups.setdefault(each.key.rpartition(".")[0] or OWN_SETTINGS, []).append(each)
+        groups.setdefault(each.key.rpartition(".")[0] or UNGROUPED, []).append(each)
     return groups
 
 
-def title_of(group: str, defaults: dict[str, Any]) -> str:
+def title_of(group: str, config_class: type) -> str:
     """A group's heading: "--optim.*: The optimiser: ..."."""
-    if group == OWN_SETTINGS:
-        return f"{OWN_SETTINGS}: the command's own"
-    return f"--{group}.*: {type(defaults[group]).__doc__.splitlines()[0]}"
+    name = group if group == UNGROUPED else f"--{group}.*"
+    return f"{name}: {about_group(group, config_class)}"
+
+
+def about_group(group: str, config_class: type) -> str:
+    """The subject of a group of settings, in a line."""
+    if group == UNGROUPED:
+        return "The command's own."
+    return type(defaults_of(config_class)[group]).__doc__.splitlines()[0]
+
+
+def defaults_of(config_class: type) -> dict[str, Any]:
+    """Name of each field of a config -> its default."""
+    return {each.name: default_of(each) for each in dataclasses.fields(config_class)}
 
 
 def lines_of(settings: Iterable[DocumentedSetting], in_full: bool = True) -> list[str]:
@@ -137,15 +153,18 @@ def first_sentence(text: str) -> str:
 
 
 def documented_settings(
-    config_class: type, defaults: dict[str, Any], prefix: str = "", unused: Container[str] = ()
+    config_class: type, defaults: dict[str, Any] | None = None, prefix: str = "", unused: Container[str] = ()
 ) -> Iterator[DocumentedSetting]:
     """The settings of a config.
 
     Args:
+        defaults: of its fields; None: its own.
         prefix: of the settings' names, such as "optim.".
         unused: names of settings that have no effect in this command, and are left out.
     """
     docstrings = field_docstrings(config_class)
+    if defaults is None:
+        defaults = defaults_of(config_class)
     for each in dataclasses.fields(config_class):
         if each.name in unused:
             continue

@@ -53,8 +53,9 @@ def read(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None
     words = join_numbers(join_files(take_imports(arguments)))
     for option in ("-h", "--help"):
         if option in words:
-            asked = words[words.index(option) + 1 :][:1]
-            show_help(help_of(config_class, prog, *asked))
+            following = words[words.index(option) + 1 :]
+            is_part = bool(following) and not following[0].startswith("-")
+            show_help(help_of(config_class, prog, following[0] if is_part else ""))
     parser = parser_of(config_class, prog)
     check_files(config_class, words)
     try:
@@ -173,8 +174,8 @@ def describe_unknown(config_class: type, key: str) -> str:
     groups = sorted({each.split(".")[0] for each in known})
     in_group = [each for each in known if each.startswith(key.split(".")[0] + ".")]
     nearest = nearest_key(key, known, groups)
-    remark = REMARKS.get(key.rpartition(".")[2])
-    meaning = f" ({remark})" if remark else ""
+    name = key.rpartition(".")[2]
+    meaning = f" ({REMARKS[name]})" if name in REMARKS and nearest == NAMES_ELSEWHERE[name] else ""
     hint = f"did you mean {nearest}{meaning}? " if nearest else ""
     return f"unknown setting {key}: {hint}allowed: {', '.join(in_group or groups)}"
 

@@ -43,5 +43,5 @@ REMARKS = {
 
 def names_elsewhere(key: str) -> list[str]:
     """Names of a setting in other libraries, but for its own name and those that mean something else."""
-    without_news = {key.rpartition(".")[2], *REMARKS}
-    return [name for name, setting in NAMES_ELSEWHERE.items() if setting == key and name not in without_news]
+    not_shown = {key.rpartition(".")[2], *REMARKS}
+    return [name for name, setting in NAMES_ELSEWHERE.items() if setting == key and name not in not_shown]
