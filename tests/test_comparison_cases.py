@@ -13,7 +13,7 @@ from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.digests import identity, relevant_settings
 from evaluation.comparison.entries import read_entries
 from evaluation.comparison.reports import training_cost
-from evaluation.comparison.trainings import device_hours, executed_pflop, step_flops
+from evaluation.comparison.trainings import device_hours, executed_pflop, local_encoder, step_flops
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.config import Config
@@ -181,3 +181,12 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
         assert config.run.steps == round(1e9 / step_flops("pretrain", config))
         assert case.encoder.settings.run.steps == 2
     assert steps["narrow"] > 2 * steps["wide"]
+
+
+@pytest.mark.parametrize("name", ["hf-hub:timm/vit_tiny_patch16_224.augreg_in21k", "vit_tiny_patch16_224"])
+def test_published_models_have_no_compute_of_ours(name):
+    assert local_encoder(name) is None
+
+
+def test_a_file_or_folder_may_have_a_record(tmp_path):
+    assert local_encoder(str(tmp_path / "weights.safetensors")) == tmp_path / "weights.safetensors"

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 LINK = re.compile(r"\]\(\s*([^)\s]+)\s*\)")
-CODE = re.compile(r"^(`{3}.*?^`{3}|    .*?)$|`[^`]*`", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^ *`{3}.*?^ *`{3}$|(?:(?<=\n\n)|\A)(?: {4,}[^\n]*(?:\n|\Z))+|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 

@@ -347,6 +347,13 @@ def test_general_images_of_a_run_from_random_weights_come_behind_its_own():
     assert "general images: kNN 50.0% at block 2 (random weights 30.0%)" in line
 
 
+def test_weights_that_stay_have_moved_by_nothing():
+    """As in the frozen start: that is a measurement, and no lack of one."""
+    frozen = evaluation(400) | {"drift/weights/all": 0.0}
+    assert "the weights moved by 0.0%" in verdict([frozen], replace(FACTS, weights_of="adam"))
+    assert "the weights moved" not in verdict([evaluation(400)], replace(FACTS, weights_of="adam"))
+
+
 def test_neighbours_of_too_few_images_are_not_compared():
     """Where each image is a neighbour of all others, they agree by chance alone."""
     lines = [

@@ -19,6 +19,7 @@ from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.weights import HUB
 from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.flops import flops_of_step
 from mpp.training.growth import branch_point
@@ -78,14 +79,16 @@ def parent_settings(config: Any) -> dict[str, Path]:
     objective = getattr(config, "objective", None)
     if objective is not None and objective.frozen_teacher:
         named["objective.teacher"] = objective.teacher_checkpoint or objective.teacher
-    folders = {}
-    for setting, encoder in named.items():
-        if encoder is None:
-            continue
-        run = find_run(encoder)
-        if run is not None or not is_model(encoder):
-            folders[setting] = run or Path(encoder)
-    return folders
+    parents = {setting: local_encoder(encoder) for setting, encoder in named.items() if encoder is not None}
+    return {setting: parent for setting, parent in parents.items() if parent is not None}
+
+
+def local_encoder(encoder: str) -> Path | None:
+    """The folder or file of an encoder; None: it is a published model, by its name in timm or on the hub."""
+    run = find_run(encoder)
+    if run is None and (is_model(encoder) or encoder.startswith(HUB)):
+        return None
+    return run or Path(encoder)
 
 
 def executed_pflop(run: Path) -> float:
@@ -94,7 +97,7 @@ def executed_pflop(run: Path) -> float:
     Raises:
         UserError: one of them has no record of it.
     """
-    return sum(last_scalars(each, PFLOP)[PFLOP] for each in with_ancestors(run))
+    return sum_with_ancestors(run, PFLOP)
 
 
 def device_hours(run: Path) -> float:
@@ -103,7 +106,12 @@ def device_hours(run: Path) -> float:
     Raises:
         UserError: one of them has no record of it.
     """
-    return sum(last_scalars(each, DEVICE_HOURS)[DEVICE_HOURS] for each in with_ancestors(run))
+    return sum_with_ancestors(run, DEVICE_HOURS)
+
+
+def sum_with_ancestors(run: Path, scalar: str) -> float:
+    """The last value of a scalar that grows with training, of a run and of all that it was made from, together."""
+    return sum(last_scalars(each, scalar)[scalar] for each in with_ancestors(run))
 
 
 def with_ancestors(run: Path) -> list[Path]:
@@ -115,10 +123,8 @@ def with_ancestors(run: Path) -> list[Path]:
         if each.resolve() in found:
             continue
         found[each.resolve()] = each
-        for encoder in parent_encoders(each).values():
-            parent = find_run(encoder)
-            if parent is not None or not is_model(encoder):
-                waiting.append(parent or Path(encoder))
+        parents = [local_encoder(encoder) for encoder in parent_encoders(each).values()]
+        waiting += [parent for parent in parents if parent is not None]
     return list(found.values())
 
 

@@ -218,10 +218,11 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure
         axes.set_xticks(range(classes), short, rotation=90, fontsize=8)
         axes.set_yticks(range(classes), short, fontsize=8)
     if classes <= MAX_CONFUSED_COUNTED:
+        counts_are_long = confusion.max() >= FIRST_LONG_COUNT
         for (row, column), count in np.ndenumerate(confusion):
-            color = "black" if shares[row, column] > 50 else "white"
-            text = f"{shares[row, column]:.0f} %" if confusion.max() >= FIRST_LONG_COUNT else str(count)
             if count:
+                text = f"{shares[row, column]:.0f} %" if counts_are_long else str(count)
+                color = "black" if shares[row, column] > 50 else "white"
                 axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
     return figure
 

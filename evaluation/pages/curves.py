@@ -141,9 +141,9 @@ def charts_of_drift(history: History, marks: Marks) -> list[Chart | None]:
         return []
     kept = "Neighbours that are the same as at the start"
     moved = "Movement of the weights since the start"
-    *_, last = lines_with(history, MOVEMENT)
-    moved_by_depth: Lines = {"relative movement": {0: last.get(f"{MOVEMENT}/{STEM}", 0)}}
-    moved_by_depth["relative movement"] |= values_by_depth(last, MOVEMENT)
+    last = lines_with(history, MOVEMENT)[-1]
+    of_stem = {0: last[f"{MOVEMENT}/{STEM}"]} if f"{MOVEMENT}/{STEM}" in last else {}
+    moved_by_depth: Lines = {"relative movement": of_stem | values_by_depth(last, MOVEMENT)}
     parts = {"all weights": f"{MOVEMENT}/{ALL}", "before the blocks": f"{MOVEMENT}/{STEM}"}
     return [
         chart_of_scalars(kept, history, kept_over_steps, "share, by the output", percent=True, marks=marks),

@@ -27,7 +27,6 @@ from mpp.training.run_folder import CONFIG_FILE, saved_settings
 from mpp.training.verdict import (
     LOSS_FALLS,
     describe_learning,
-    describe_prediction,
     describe_trend,
     duration,
     name_of_start,
@@ -102,7 +101,7 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
     unfinished = "" if finished else f"The run is not finished: it logged {last_step(history):,} of {steps:,} steps"
     learning = []
     for sentence in describe_learning(history, begins_from_weights(folder)):
-        learning.append((sentence, "curves" if sentence == describe_prediction(history) else "features"))
+        learning.append((sentence.text, "features" if sentence.is_of_features else "curves"))
     sentences = [  # and the name of the section
         (unfinished, "curves"),
         *learning,

@@ -38,10 +38,10 @@ from evaluation.predictions.summary import (
     largest_shares,
     summarize,
 )
-from mpp.data.crops import limit_aspect, to_8_bits
+from mpp.data.crops import limit_aspect
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
-from mpp.features.reconstructions import stretch
+from mpp.features.reconstructions import as_one_picture
 from mpp.runtime.messages import counted
 from mpp.runtime.output import printable
 
@@ -78,10 +78,7 @@ class RowImages:
         """The image, small; of other channels than RGB and grey their mean."""
         images, index = self.place(row)
         pixels = limit_aspect(images.decode(index, self.data), (1, 1))
-        if len(pixels) not in (1, 3):
-            pixels = pixels.float().mean(0, keepdim=True)
-        pixels = to_8_bits(stretch(pixels)).expand(3, -1, -1)
-        return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+        return Image.fromarray(as_one_picture(pixels).permute(1, 2, 0).contiguous().numpy())
 
 
 def write_predictions_page(

@@ -31,10 +31,10 @@ from evaluation.predictions.masks import place_of_image, write_mask, write_overl
 from evaluation.predictions.summary import SHARE_PREFIX
 from evaluation.tables.images import ViewsOrErrors, name_in_folder, read_batches
 from mpp.config import ImageSize
-from mpp.data.crops import MAX_RELATIVE_ASPECT, covering_size, to_8_bits
+from mpp.data.crops import MAX_RELATIVE_ASPECT, covering_size
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
-from mpp.features.reconstructions import stretch
+from mpp.features.reconstructions import as_one_picture
 from mpp.runtime.output import printable
 
 WINDOWS_PER_FORWARD = 16
@@ -108,8 +108,7 @@ def resize_to_cover(pixels: Tensor, size: ImageSize, share: float) -> ImageToSeg
         raise UnreadableImage(f"{width} x {height} pixels are too long for a mask: cut it in parts")
     covering = [max(own, least) for own, least in zip(covering_size(height, width, size, share), size, strict=True)]
     resized = functional.resize(pixels, covering, interpolation=functional.InterpolationMode.BILINEAR, antialias=True)
-    shown = pixels if len(pixels) in (1, 3) else pixels.float().mean(0, keepdim=True)
-    return ImageToSegment(resized, to_8_bits(stretch(shown)).expand(3, -1, -1))
+    return ImageToSegment(resized, as_one_picture(pixels))
 
 
 def predict_mask(logits: Tensor, size: tuple[int, int]) -> PredictedMask:

@@ -98,11 +98,12 @@ def allow_warning_again() -> None:
     notes.warned[0] = 0
 
 
-def print_unless_reader_left(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error of a thread of a loader process, as `sys.excepthook`.
+def hide_closed_connections(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error that a loader process reports by `sys.excepthook`, unless its reader closed the connection.
 
-    The error of the thread that hands over batches is left out where the training process closes its connection: it
-    has heard of another loader process's death in the middle of the handshake, and says so itself.
+    multiprocessing.resource_sharer, whose thread hands over batches, reports so. torch hands on the worker's own
+    errors. A training process that hears of another loader process's death in the middle of the handshake closes the
+    connection, and says why itself.
     """
     if not isinstance(error, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, trace)
@@ -121,7 +122,7 @@ def start_worker(reading: Tensor, warned: Tensor, imports: list[str], worker: in
     notes.reading = reading[worker].numpy()
     notes.warned = warned.numpy()
     notes.reading[:] = os.getpid(), NO_IMAGE
-    sys.excepthook = print_unless_reader_left
+    sys.excepthook = hide_closed_connections
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -19,7 +19,7 @@ from mpp.errors import one_line
 from mpp.features.frozen import stages
 from mpp.features.neighbours import nearest_others, share_by_chance, share_kept
 from mpp.models.adaptation import merge
-from mpp.models.plain import ABOVE_STEM
+from mpp.models.plain import stem_parameters
 from mpp.runtime.files import complete, use_default_permissions
 from mpp.runtime.messages import warn
 
@@ -36,10 +36,10 @@ FeaturesByDepth = Sequence[NDArray]
 
 
 class Drift:
-    """What an encoder and its features were when its run began, and how far they are from that.
+    """An encoder and its features at the start of its run, and the distance from them.
 
     Args:
-        file: where that is kept.
+        file: keeps the start.
         device: computes neighbours.
     """
 
@@ -130,8 +130,8 @@ def parts_of_encoder(encoder: nn.Module) -> dict[str, str]:
     for depth, block in enumerate(stages(encoder), start=1):
         for parameter in block.parameters():
             depths[id(parameter)] = f"depth_{depth:02d}"
+    of_stem = stem_parameters(encoder)
     parts = {}
     for name, parameter in encoder.named_parameters():
-        other = NORM if name.split(".")[0] in ABOVE_STEM else STEM
-        parts[name] = depths.get(id(parameter), other)
+        parts[name] = depths.get(id(parameter), STEM if name in of_stem else NORM)
     return parts

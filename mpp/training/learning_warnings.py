@@ -25,6 +25,7 @@ FEWEST_STEPS = 100
 """Steps before which nothing is said of learning: after 75, a healthy run on pixels was below a constant answer."""
 STALLED_LOSS_CHANGE = 0.001  # relative
 ONE_COLOR_SHARE = 0.95
+BEYOND_CHANCE = 2.0  # standard errors
 
 
 def not_learning(history: History, facts: Facts) -> str | None:
@@ -226,9 +227,6 @@ def features_peaked(history: History, facts: Facts) -> str | None:
         f"{measure} was best after step {int(lines[peak]['step'])} ({best:.1%}) and has fallen to {values[-1]:.1%} "
         "while the prediction still improves; stop there (run.steps), or keep that encoder (run.keep_best true)"
     )
-
-
-BEYOND_CHANCE = 2.0  # standard errors
 
 
 def general_knn_falls(history: History, facts: Facts) -> str | None:

@@ -141,8 +141,8 @@ class ImageTask:
         """The images of `probe.path`, of a hub dataset those of one commit for all processes, also when resumed."""
         source = general_source(config, self.data)
         folder = Path(self.run.dir)
-        is_as_before = (saved_settings(folder).get("probe") or {}).get("path") == config.path
-        begun_with = recorded_commit(folder, REFERENCE) if is_as_before else None
+        has_same_path = (saved_settings(folder).get("probe") or {}).get("path") == config.path
+        begun_with = recorded_commit(folder, REFERENCE) if has_same_path else None
         commit = broadcast_from_main(self.accelerator, lambda: resolve_commit(source, begun_with))
         with self.accelerator.main_process_first():
             return load_general_images(general_source(config, self.data, commit))
@@ -296,7 +296,7 @@ class ImageTask:
         line = f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
         if self.probe and self.probe.general_views:
             reference, test = (len(views.dataset) for views in self.probe.general_views)
-            line += f"; of the general ones {test} are classified by {reference} others"
+            line += f"; general images: {reference} reference, {test} test"
         return line
 
     @property

@@ -1,6 +1,7 @@
 """The verdict: one line on how a run is doing, made of its history and its warnings' names."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mpp.features.drift import ALL, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS
 from mpp.runtime.messages import counted
@@ -15,7 +16,6 @@ from mpp.training.history import (
     copy_baseline_beaten_since,
     evaluations,
     has_copy_baseline,
-    last_value,
     lines_with,
     probe_lines,
     series,
@@ -66,7 +66,7 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
     """
     phases = Phases(facts.steps, facts.stable)
     parts = [
-        *describe_learning(history, begins_from_weights=bool(facts.weights_of)),
+        *(sentence.text for sentence in describe_learning(history, begins_from_weights=bool(facts.weights_of))),
         describe_trend(history, facts.moving, phases.cooldown),
         describe_missing_cooldown(history, phases),
         describe_time_left(history, facts),
@@ -78,20 +78,28 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
     return "; ".join(part for part in parts if part)
 
 
-def describe_learning(history: History, begins_from_weights: bool) -> list[str]:
-    """The prediction, the features on own and on general images, and the drift; "" where there is none of them.
+class Sentence(NamedTuple):
+    """A part of the verdict."""
+
+    text: str
+    """"" where there is nothing to say."""
+    is_of_features: bool
+    """Whether it is about the features, and not about the prediction."""
+
+
+def describe_learning(history: History, begins_from_weights: bool) -> list[Sentence]:
+    """The prediction, the features on own and on general images, and the drift.
 
     Args:
         begins_from_weights: whether the run did not begin with random weights. Features then come first.
     """
-    prediction = describe_prediction(history)
-    features = [describe_features(history, begins_from_weights), describe_general(history, begins_from_weights)]
+    prediction = Sentence(describe_prediction(history), is_of_features=False)
+    own, general = describe_features(history, begins_from_weights), describe_general(history, begins_from_weights)
     if not begins_from_weights:
-        return [prediction, *features]
-    has_own_knn = features[0].startswith(IMAGES["knn"])
-    if not has_own_knn:
-        features.reverse()
-    return [*features, describe_drift(history), prediction]
+        return [prediction, Sentence(own, True), Sentence(general, True)]
+    group, _ = probe_lines(history)
+    features = [own, general] if group == "knn" else [general, own]
+    return [*(Sentence(text, True) for text in (*features, describe_drift(history))), prediction]
 
 
 def describe_prediction(history: History) -> str:
@@ -196,10 +204,10 @@ def describe_drift(history: History) -> str:
 
     The neighbours are by the encoder's output, among general images where there are some.
     """
-    moved = last_value(history, f"{MOVEMENT}/{ALL}")
-    if moved == 0:
+    moved = series(history, f"{MOVEMENT}/{ALL}")
+    if not moved:
         return ""
-    text = f"the weights moved by {percent(moved)}"
+    text = f"the weights moved by {percent(moved[-1][1])}"
     for group, images in ((GENERAL_NEIGHBOURS, "general"), (OWN_NEIGHBOURS, "own")):
         lines = lines_with(history, group)
         if lines:
