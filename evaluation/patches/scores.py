@@ -15,7 +15,7 @@ from evaluation.patches.masks import IGNORED_CLASS
 from evaluation.patches.statistics import count_pixels, with_numbered_classes
 
 
-def count_confusion(truth: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int64]:
+def count_confusion(truth: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int32]:
     """Pixels of each class (second axis) that each class (third axis) is predicted for, by image: (n, C, C).
 
     Args:
@@ -25,7 +25,7 @@ def count_confusion(truth: Tensor, predicted: Tensor, classes: int) -> NDArray[n
     for mask, prediction in zip(truth, predicted, strict=True):
         counted = mask != IGNORED_CLASS
         pairs = mask[counted].long() * classes + prediction[counted].long()
-        by_image.append(torch.bincount(pairs, minlength=classes * classes).view(classes, classes))
+        by_image.append(torch.bincount(pairs, minlength=classes * classes).view(classes, classes).int())
     return torch.stack(by_image).numpy()
 
 

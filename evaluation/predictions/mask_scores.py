@@ -99,7 +99,7 @@ def to_outcomes(counts: Sequence[PixelCounts], rows: PixelRows) -> Outcomes:
     if unknown:
         warn(f"the classifier does not know the classes {', '.join(map(str, unknown))} of the masks: they are missed")
     places = {number: place for place, number in enumerate([*known, *unknown])}
-    confusion = np.zeros((len(counts), len(places), len(places)), np.int64)
+    confusion = np.zeros((len(counts), len(places), len(places)), np.int32)
     for of_image, pairs in zip(confusion, counts, strict=True):
         for (true, predicted), pixels in pairs.items():
             of_image[places[true], places[predicted]] = pixels
