@@ -36,7 +36,7 @@ from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
 from mpp.data.decoding.decode import read_values
 from mpp.data.decoding.kinds import coded_kind, is_dicom
-from mpp.data.decoding.metadata import has_metadata
+from mpp.data.decoding.metadata import without_metadata
 from mpp.data.decoding.pictures import to_ppm
 from mpp.data.decoding.tiff import white_is_zero
 from mpp.data.hub import resolve_commit
@@ -92,9 +92,8 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
     """
     values = np.ascontiguousarray(read_values(image, config.data))  # an upright view may run backwards
     is_small = min(values.shape[1:]) <= config.short_side
-    is_deep_coded = values.dtype != np.uint8 and isinstance(image, bytes) and coded_kind(image)
-    if is_small and config.format == "jpeg" and may_stay(image, config) and not is_deep_coded:
-        return without_metadata(values) if has_metadata(image) else image
+    if is_small and config.format == "jpeg" and may_stay(image, values, config):
+        return pixels_alone(image, values, config)
     if config.format != "npy" and values.dtype != np.uint8:
         image_name = name or "an image"
         allowed = f"npy for {image_name}, which has {values.dtype} values"
@@ -108,13 +107,27 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
     return to_jpeg(values, config.quality)
 
 
-def may_stay(image: bytes | NDArray, config: PrepareConfig) -> bool:
+def may_stay(image: bytes | NDArray, values: NDArray, config: PrepareConfig) -> bool:
     """Whether an image that is not shrunk shows the same as one that is, and so may stay the file that it is."""
     reads_all = config.data.bands is None and config.data.nodata is None
-    return reads_all and isinstance(image, bytes) and not (is_dicom(image) or white_is_zero(image))
+    if not reads_all or not isinstance(image, bytes) or is_dicom(image) or white_is_zero(image):
+        return False
+    is_deep = values.dtype != np.uint8
+    return not (is_deep and coded_kind(image))  # their values use some bits of a type, which arrays do not say
 
 
-def without_metadata(values: NDArray) -> bytes:
+def pixels_alone(image: bytes, values: NDArray, config: PrepareConfig) -> bytes:
+    """An image file with nothing but its pixels, which are `values`; if it can, the same bytes."""
+    stripped = without_metadata(image, config.data)
+    if stripped == image:
+        return image
+    with contextlib.suppress(UnreadableImage):
+        if stripped and np.array_equal(read_values(stripped, config.data), values, equal_nan=values.dtype.kind == "f"):
+            return stripped  # else what is gone had turned the image, say
+    return to_lossless(values)
+
+
+def to_lossless(values: NDArray) -> bytes:
     """A file of values (C, H, W) that loses nothing of them: PNG of 8 bits, and numpy's of all others."""
     if values.dtype != np.uint8:
         return to_npy(values)
