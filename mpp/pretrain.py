@@ -121,7 +121,7 @@ class Pretraining(ImageTask):
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of the corrupted patches and, if asked, sums for accuracies or for the spread of features."""
         predicted, images, corruption = self.predict_batch(model, batch)
-        counted = self.counted(batch, corruption)
+        counted = counted_patches(batch)
         loss = self.loss_of(predicted.predictions, predicted.targets, counted)
         if not measure:
             return loss, {}
@@ -132,21 +132,18 @@ class Pretraining(ImageTask):
             )
         places = None if model.training else batch.indices  # of held-out images
         count = len(self.held_out_views.dataset)
+        if counted is not None:
+            counted = counted.to(predictions.device)
         return loss, measure_predictions(self.objective, predictions, images, corruption, places, count, counted)
 
-    def counted(self, batch: Batch, corruption: Corruption) -> Tensor | None:
-        """The corrupted patches (B, K) that count, which have a value; None: all."""
-        if batch.has_value is None:
-            return None
-        return batch.has_value.to(corruption.positions.device).gather(1, corruption.positions)
-
     def loss_of(self, predictions: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
-        """Mean loss of the patches that count; 0 where none does."""
+        """Mean loss of the patches that count, see `counted_patches`; 0 where none does."""
         if counted is None:
             return self.objective.loss(predictions, targets)
-        if not counted.any():
+        images, patches = to_device(counted.nonzero(as_tuple=True), predictions.device)
+        if not len(images):
             return predictions.sum() * 0
-        return self.objective.loss(predictions[counted][None], targets[counted][None])
+        return self.objective.loss(predictions[images, patches][None], targets[images, patches][None])
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""
@@ -258,6 +255,16 @@ class Pretraining(ImageTask):
             f"{self.patch_count} patches of {self.patch_size} x {self.patch_size}{overlap}, {self.corrupted_count} "
             f"corrupted, {self.model.on_top}, {super().describe_model()}"
         )
+
+
+def counted_patches(batch: Batch) -> Tensor | None:
+    """The corrupted patches (B, K) that count, which have a value; None: all.
+
+    They stay where the batch was loaded, on the CPU: to find them on a GPU, each step would wait for it.
+    """
+    if batch.has_value is None:
+        return None
+    return batch.has_value.gather(1, batch.corruption.positions)
 
 
 def note_other_reading(config: Config) -> None:

@@ -18,7 +18,7 @@ class ImagesConfig:
     """The images: where they are, and how a file becomes pixels."""
 
     group_name: ClassVar[str] = "data"
-    """Group of the settings that these are, for messages."""
+    """Settings group, for messages."""
     path: str | None = None
     """A hub dataset, a folder of images, a folder, file or URL of shards (parquet, arrow, tar). null: our birds."""
     name: str | None = setting(None, needs={"path": True})
@@ -114,7 +114,7 @@ class SourceConfig(ImagesConfig):
 
 @dataclass(frozen=True)
 class GeneralImagesConfig(SourceConfig):
-    """The images of `probe.path`, with the settings that it leaves out as they usually are."""
+    """Source settings of `probe.path`, others at their defaults."""
 
     group_name: ClassVar[str] = "probe"
 

@@ -103,7 +103,8 @@ class ObjectiveConfig:
     and at its end, and evenly in between. Numbers from 1 are steps: two equal ones suit runs of any length."""
     predict_nodata: bool = True
     """Patches without any value (data.nodata, or a TIFF's own tag) are targets as all others. false: they are masked as
-    before, but have weight 0 in loss and accuracy."""
+    before, but have weight 0 in loss and accuracy. The loss is then the mean over the other patches of a forward pass
+    of a process: with accumulation or several processes, the update is the mean of such means."""
     stop_on_collapse: bool = setting(False, needs={"name": "features"}, operational=True)
     """End a run whose targets have become the same for all patches. false: warn of it."""
     export: Literal["student", "teacher"] = setting("student", needs={"name": "features", "teacher": "ema"})

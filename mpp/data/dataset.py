@@ -53,6 +53,7 @@ class DecodedImages(NamedTuple):
     pixels: Tensor  # each image flat, as (H, W, C), which is cropped in half the time of (C, H, W)
     ends: NDArray[np.int64]  # (n,): where each image ends
     shapes: NDArray[np.int64]  # (n, 3): C, H, W; H is 0 where an image cannot be decoded
+    marks_nodata: bool  # whether they were decoded with a mark: see `mpp.data.decoding.decode.decode`
 
     def get(self, index: int) -> Tensor | None:
         """The image as (C, H, W); None where it cannot be decoded."""
@@ -99,9 +100,11 @@ class ImageDataset:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`.
 
         Args:
-            marks_nodata: see `mpp.data.decoding.decode.decode`; images in memory have what they were decoded with.
+            marks_nodata: see `mpp.data.decoding.decode.decode`. Of images in memory, as they were decoded.
         """
         if self.decoded is not None:
+            if marks_nodata != self.decoded.marks_nodata:
+                raise ValueError(f"marks_nodata is {marks_nodata}; the images in memory were decoded otherwise")
             pixels = self.decoded.get(index)
             if pixels is not None:
                 return pixels

@@ -97,7 +97,7 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = 
             return dataset
     sizes = np.array(batches.shapes)
     pixels = torch.cat(parts) if parts else torch.empty(0)
-    return replace(dataset, decoded=DecodedImages(pixels, sizes.prod(1).cumsum(), sizes))
+    return replace(dataset, decoded=DecodedImages(pixels, sizes.prod(1).cumsum(), sizes, marks_nodata))
 
 
 def warn_of_memory(data: DataConfig, size: float) -> None:

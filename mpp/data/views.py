@@ -46,35 +46,33 @@ class Batch(NamedTuple):
 
         Each tensor that is sent costs a file in shared memory, and a connection that passes its descriptor.
         """
-        tensors = [self.indices]
+        named = {"indices": self.indices, "labels": self.labels, "cursor": self.cursor, "has_value": self.has_value}
         if self.corruption is not None:
-            tensors += self.corruption
-        optional = (self.cursor, self.has_value)
-        tensors += [tensor for tensor in optional if tensor is not None]
-        tensors.append(self.labels)  # the last, since those of segmentation are int16: int64 begins at a multiple of 8
-        packed = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
-        types = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        return unpack, (self.images, packed, types, [tensor is not None for tensor in optional], self.unreadable)
+            named |= self.corruption._asdict()
+        tensors = [(name, tensor) for name, tensor in named.items() if tensor is not None]
+        tensors.sort(key=lambda entry: -entry[1].itemsize)  # each begins at a multiple of its numbers' size
+        packed = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in tensors])
+        layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors]
+        return unpack, (self.images, packed, layout, self.unreadable)
 
 
 def unpack(
-    images: Tensor,
-    packed: Tensor,
-    types: list[tuple[torch.dtype, torch.Size]],
-    are_there: list[bool],
-    unreadable: list[str],
+    images: Tensor, packed: Tensor, layout: list[tuple[str, torch.dtype, torch.Size]], unreadable: list[str]
 ) -> Batch:
-    """The batch of a pickle: see `Batch.__reduce__`."""
-    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in types]
-    tensors = []
-    for part, (dtype, shape) in zip(packed.split(sizes), types, strict=True):
-        tensors.append(part.view(dtype).view(shape))
-    indices, *others, labels = tensors
-    indices = indices.clone()  # they are kept longer than the batch, whose memory a view would keep
-    has_value = others.pop() if are_there[1] else None
-    cursor = others.pop() if are_there[0] else None
-    corruption = Corruption(*others) if others else None
-    return Batch(images, corruption, labels, indices, unreadable, cursor, has_value)
+    """The batch of a pickle: see `Batch.__reduce__`.
+
+    Args:
+        packed: the bytes of all tensors but the images.
+        layout: the name, type and shape of each.
+    """
+    sizes = [dtype.itemsize * math.prod(shape) for _, dtype, shape in layout]
+    tensors = {}
+    for part, (name, dtype, shape) in zip(packed.split(sizes), layout, strict=True):
+        tensors[name] = part.view(dtype).view(shape)
+    tensors["indices"] = tensors["indices"].clone()  # kept longer than the batch, whose memory a view would keep
+    of_corruption = {name: tensors.pop(name) for name in Corruption._fields if name in tensors}
+    corruption = Corruption(**of_corruption) if of_corruption else None
+    return Batch(images, corruption, unreadable=unreadable, **tensors)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class ImageTask:
     grid: Grid = (0, 0)
     randaugment = 0
     marks_nodata = False
+    """Whether patches without any value have no weight in the loss: batches say which these are."""
     probe: Probe | None = None
     """Probe of the frozen features; None: `probe.every` is 0."""
     general: GeneralImages | None = None

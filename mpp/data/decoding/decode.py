@@ -52,9 +52,9 @@ def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = Fa
     white unless nothing is opaque, the EXIF orientation is applied. See `ImagesConfig` for all else.
 
     Args:
-        marks_nodata: whether one more channel follows, with 0 where pixels had no value in any channel, and else 255.
         image: a file: one of PIL_FORMATS or CODED_READERS, DICOM, `.npy` or `.npz`; or an array (H, W), (H, W, bands)
             or (bands, H, W).
+        marks_nodata: whether one more channel follows, with 0 where pixels had no value in any channel, and else 255.
     Returns:
         (C, H, W), uint8 or float32 in [0, 255]; (C + 1, H, W) with `marks_nodata`.
     Raises:
