@@ -152,16 +152,25 @@ def checkpoints_on_disk(config: Config) -> int:
     return config.run.keep_checkpoints + len(config.optim.steps_to_keep(config.run)) + 1
 
 
+def encoder_bytes(config: Config, timing: Timing) -> int:
+    """Bytes of the exported encoders, and of the weights that a run from weights keeps of its start."""
+    copies = config.run.encoders_on_disk
+    if config.model.init_from is not None:
+        copies += 1
+    return timing.encoder * copies
+
+
 def run_folder_bytes(config: Config, timing: Timing) -> int:
-    """Bytes of the checkpoints on disk, and of the encoder."""
-    return timing.checkpoint * checkpoints_on_disk(config) + timing.encoder
+    """Bytes of the checkpoints and encoders on disk."""
+    return timing.checkpoint * checkpoints_on_disk(config) + encoder_bytes(config, timing)
 
 
 def disk_warnings(config: Config, timing: Timing) -> list[str]:
     """A warning where the run folder does not fit on its disk."""
     folder = Path(config.run.dir)
     try:
-        shortage = disk_shortage(folder, checkpoints_on_disk(config), timing.checkpoint, timing.encoder)
+        encoders = encoder_bytes(config, timing)
+        shortage = disk_shortage(folder, checkpoints_on_disk(config), timing.checkpoint, encoders)
     except UserError as error:  # with which the run itself would end
         shortage = str(error)
     return [shortage] if shortage else []

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from server import Command, die_at
 from sklearn.neighbors import NearestNeighbors
 
-from evaluation import contrastive
+from evaluation import check, contrastive
 from evaluation.pages.curves import features_of_run
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse
@@ -211,6 +211,9 @@ def test_own_images_that_are_the_general_ones_too_have_the_same_figures(pretrain
     assert read_verdict(run)["facts"]["general"] == 12
     assert read_verdict(run)["line"].startswith("own images: kNN ")
     assert "; general images: kNN " in read_verdict(run)["line"]
+    encoder = (run / "encoder" / "model.safetensors").stat().st_size
+    counted = check.encoder_bytes(parse_saved(Config, run / "config.yaml"), check.Timing(0, 0, 0, 0, encoder))
+    assert counted == 2 * encoder <= encoder + (run / START_FILE).stat().st_size
 
 
 @pytest.mark.faults

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import huggingface_hub
 import pytest
 import torch
 from conftest import encoded, picture, read_metrics
@@ -16,6 +17,7 @@ from mpp.data import retry
 from mpp.data.columns import decode_cell
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
+from mpp.data.remote import from_a_server
 from mpp.data.retry import read_with_retries
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
@@ -50,6 +52,19 @@ def test_a_read_is_tried_again_with_growing_pauses(pauses, capsys):
     assert "183 s" in warning
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "expected_pauses"), [("https://hub.invalid", []), ("http://127.0.0.1:1", [1, 2, 4])]
+)
+def test_a_hub_whose_address_is_unknown_is_not_asked_again(endpoint, expected_pauses, pauses, monkeypatch):
+    def load():
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    with pytest.raises(ReadFailed, match=r"server of data\.path somebody/pictures cannot be read.*Couldn't reach"):
+        from_a_server(load, DataConfig(path="somebody/pictures", read_retries=3))
+    assert pauses == expected_pauses
+
+
 def test_a_read_that_goes_on_failing_is_an_error(pauses, tmp_path):
     with pytest.raises(ReadFailed, match=r"gone\.png cannot be read, tried for 7 s: .*No such file"):
         decode_cell({"bytes": None, "path": str(tmp_path / "gone.png")}, ImagesConfig(read_retries=3))
@@ -62,7 +77,7 @@ def test_a_loader_processs_error_is_one_line(image_folder):
     dataset, _ = load_image_datasets(DataConfig(path=str(image_folder), eval_split=None))
     image_folder.rename(image_folder.with_name("elsewhere"))
     views = ViewDataset(dataset, DataConfig(workers=1, read_retries=0), 16)
-    with pytest.raises(ReadFailed, match=r"^\S*\.png cannot be read, tried for 0 s: [^\n]*$") as _:
+    with pytest.raises(ReadFailed, match=r"^\S*\.png cannot be read: [^\n]*$") as _:
         list(fixed_view_batches(views, 4))
     kill_workers()  # as at exit: pytest holds the error, and with it torch's iterator
     assert not multiprocessing.active_children()
@@ -125,7 +140,7 @@ def test_an_evaluation_that_failed_is_done_when_the_run_goes_on(
     elsewhere = image_folder.with_name("gone")
     with monkeypatch.context() as patch:
         after_images_of(patch, step, lambda: image_folder.rename(elsewhere))
-        with pytest.raises(ReadFailed, match=rf"cannot be read, .*a checkpoint after step {step + 1} is written"):
+        with pytest.raises(ReadFailed, match=rf"cannot be read: .*a checkpoint after step {step + 1} is written"):
             pretrain(*options)
     elsewhere.rename(image_folder)
     pretrain(*options)

@@ -68,6 +68,11 @@ class RunConfig:
             allowed = "FOLDER@STEP, such as runs/trunk@8000"
             require(bool(folder) and step.isdecimal(), "run.branch_from", self.branch_from, allowed)
 
+    @property
+    def encoders_on_disk(self) -> int:
+        """The largest number of exported encoders that a run has at once: the last; the best, and one in its place."""
+        return 3 if self.keep_best else 1
+
 
 @dataclass(frozen=True)
 class OptimConfig:

@@ -1,9 +1,11 @@
 """Images that are far away: datasets of the hub, and shards at URLs."""
 
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import datasets
 import fsspec
@@ -13,7 +15,7 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig
-from mpp.data.data_path import is_hub_dataset
+from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.hub import check_commit
 from mpp.data.listing.formats import SHARD_BUILDERS
 from mpp.data.listing.tars import stream_shards
@@ -72,7 +74,10 @@ def load_remote_tars(shards: dict[str, list[str]], config: ImagesConfig, streami
 
 
 def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:
-    """Call `load`, again and again while its server is away. Later reads are tried again only by mpp.
+    """Call `load`, again while its server is away. Later reads are tried again only by mpp.
+
+    A hub whose address the machine does not find is not asked again: its library has tried for 23 s by then, and a
+    machine without internet stays so.
 
     `datasets` would try a stream's reads again for an hour, in which no signal is heard.
     """
@@ -82,7 +87,19 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
     datasets.config.STREAMING_READ_MAX_RETRIES = 1
     if is_hub_dataset(config) and huggingface_hub.constants.HF_HUB_OFFLINE:
         return load()  # offline by choice, for good
-    return read_with_retries(load, "the server of the images", config.read_retries, SERVER_ERRORS)
+    retries = config.read_retries
+    if is_hub_dataset(config) and not finds_host(huggingface_hub.constants.ENDPOINT):
+        retries = 0
+    return read_with_retries(load, f"the server of {describe_source(config)}", retries, SERVER_ERRORS)
+
+
+def finds_host(url: str) -> bool:
+    """Whether this machine can look up the address of a URL's host."""
+    try:
+        socket.getaddrinfo(urlsplit(url).hostname, None)
+    except socket.gaierror:
+        return False
+    return True
 
 
 def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:

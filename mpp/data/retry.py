@@ -65,7 +65,8 @@ def read_with_retries(
             if not is_temporary(error):
                 raise ReadFailed(f"{name} cannot be read: {reason}") from error
             if attempt == retries:
-                raise ReadFailed(f"{name} cannot be read, tried for {all_pauses} s: {reason}") from error
+                tried = f", tried for {all_pauses} s" if retries else ""
+                raise ReadFailed(f"{name} cannot be read{tried}: {reason}") from error
             warn_once(f"warning: {name} cannot be read: {reason}; it and others are tried again for {all_pauses} s")
             time.sleep(pause_seconds(attempt, error))
         else:

@@ -178,9 +178,8 @@ class Loop:
 
         After a first step, since the optimiser has its tensors then; those of a frozen encoder come later.
         """
-        encoders = 3 if self.run_config.keep_best else 1  # the best and one in its place, and the last
         size = self.training_step.checkpoint_bytes()
-        encoder_bytes = encoders * self.training_step.encoder_bytes()
+        encoder_bytes = self.run_config.encoders_on_disk * self.training_step.encoder_bytes()
 
         def look() -> None:
             keep = self.run_config.keep_checkpoints + len(self.steps_to_keep)
