@@ -119,8 +119,8 @@ def test_fine_tuning_on_the_layout_of_a_published_dataset(tmp_path, recipe, patc
 
 
 def test_real_labels_count_any_right_class_of_the_published_list(tmp_path, monkeypatch):
-    """By the code and the command of configs/README.md, which name files of ImageNet that are not here."""
-    page = (CONFIGS / "README.md").read_text()
+    """By the code and the command of configs/datasets.md, which name files of ImageNet that are not here."""
+    page = (CONFIGS / "datasets.md").read_text()
     section = page.split("## ImageNet's ReaL labels")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     (command,) = re.findall(r"^    mpp predict (.*?)\n\n", section, re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The lines for Slurm of configs/README.md, read from that file, on a cluster of two virtual nodes."""
+"""The lines for Slurm of configs/running.md, read from that file, on a cluster of two virtual nodes."""
 
 import re
 
@@ -31,14 +31,14 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """A script of the README with other numbers: script("--requeue", "--optim.lr=1") -> the file."""
+    """A script of the page with other numbers: script("--requeue", "--optim.lr=1") -> the file."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as the README says: the names of the nodes lead to loopback here
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # as the page says: the names of the nodes lead to loopback here
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
     def script(has: str, *options: str, name: str = "run"):
-        text = (ROOT / "configs" / "README.md").read_text()
+        text = (ROOT / "configs" / "running.md").read_text()
         blocks = re.findall(r"(?:^    .*\n|^\n)+", text, re.M)
         (lines,) = {block for block in blocks if has in block}
         lines = re.sub("^    ", "", lines, flags=re.M).strip()
