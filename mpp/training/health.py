@@ -42,7 +42,7 @@ class RunWarning(NamedTuple):
     """One warning about a run."""
 
     name: str
-    """Its heading in mpp/troubleshooting.md."""
+    """Its row in the tables of mpp/monitoring.md."""
     message: str
     """What was seen, and the setting to change."""
 
