@@ -1,6 +1,6 @@
 """The images of a folder: all that are in it, or those that its lists name.
 
-The rules are in mpp/data/README.md: folders are splits and classes, and lists say which files count, with their labels.
+The rules are in mpp/data.md: folders are splits and classes, and lists say which files count, with their labels.
 """
 
 import itertools

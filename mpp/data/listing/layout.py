@@ -1,7 +1,7 @@
 """Splits and classes of images by the names of their folders.
 
 Splits are folders `train`, `val` and `test` at the top, or below one single folder. Classes are the innermost folders
-whose name is not the same for all. See mpp/data/README.md for the rules.
+whose name is not the same for all. See mpp/data.md for the rules.
 """
 
 import re
