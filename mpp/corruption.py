@@ -56,8 +56,8 @@ def corrupted_count(rate: float, count: int, unit: str = "patches") -> int:
     corrupted = int((Decimal(str(rate)) * count).quantize(Decimal(1), rounding=ROUND_HALF_UP))
     if not 0 < corrupted < count:
         raise UserError(
-            f"corruption.rate is {rate}, which corrupts {corrupted} of {count} {unit}; "
-            f"it must leave between 1 and {count - 1} corrupted"
+            f"corruption.rate is {rate}, which masks {corrupted} of {count} {unit}; it "
+            f"must mask between 1 and {count - 1}"
         )
     return corrupted
 

@@ -76,7 +76,7 @@ def test_help_of_a_command_has_every_setting_once_and_ten_first(name, capsys):
     lines = capsys.readouterr().out.splitlines()
     shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
     assert sorted(shown) == sorted(set(known_keys(config_class)) - unused_keys(config_class))
-    first = lines.index("What people change first:") + 1
+    first = lines.index("Often changed:") + 1
     assert lines[first].startswith(f"  --{next(key for key in CHANGED_FIRST if key in shown)} ")
     assert all(after.startswith("      ") for line, after in pairwise(lines) if line.startswith("  --"))  # documented
     groups = {key.split(".")[0] for key in shown if "." in key}

@@ -255,5 +255,5 @@ def test_a_package_without_a_file_of_its_own_is_known_by_all_its_files(tmp_path,
     imports._imports.clear()
     take_imports(["--import=namespace"])
     assert before.sha256 != user_imports()[0].sha256
-    with pytest.raises(UserError, match="--import is sys, which has no Python file"):
+    with pytest.raises(UserError, match="--import is sys, a module without a Python file"):
         take_imports(["--import=sys"])

@@ -46,9 +46,9 @@ class Config:
 
     def __post_init__(self):
         fits = self.corruption.mask == 1 or self.network.name != "autoencoder"
-        allowed = "1 (random and keep: 0) with network.name=autoencoder, whose encoder does not see corrupted patches"
+        allowed = "1 (random and keep: 0) with network.name=autoencoder, whose encoder does not see masked patches"
         require(fits, "corruption.mask", self.corruption.mask, allowed)
         follows = self.objective.name == "features" and self.objective.export == "teacher"
-        allowed = "null with objective.export=teacher, which is a moving average already"
+        allowed = "null with objective.export=teacher (a moving average already)"
         require(not follows or self.optim.average is None, "optim.average", self.optim.average, allowed)
         self.optim.check_length(self.run.steps)

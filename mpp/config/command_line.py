@@ -98,7 +98,7 @@ def config_file(name: str) -> str:
     if included.is_file():
         return str(included)
     if Path(name).is_dir():
-        raise UserError(f"--config is {name}, which is a folder; it must be a YAML file, or the name of a config")
+        raise UserError(f"--config is {name}, a folder; it must be a YAML file, or the name of a config")
     names = sorted(str(file.relative_to(configs).with_suffix("")) for file in configs.rglob("*.yaml"))
     ours = [each for each in names if not each.startswith("accelerate")]  # those are the launcher's
     meant = nearest_config(name.removeprefix("configs/").removesuffix(".yaml"), ours)

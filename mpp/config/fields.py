@@ -18,7 +18,7 @@ SEED_END = 2**63
 
 @dataclass(frozen=True)
 class Bounds:
-    """Allowed values of a number, or of each number in a tuple. None: no bound; infinity is refused all the same."""
+    """Allowed values of a number, or of each number in a tuple. None: no bound, but infinity is still refused."""
 
     at_least: float | None = None
     above: float | None = None

@@ -43,13 +43,13 @@ CHANGED_FIRST = (
 )
 """Settings that users change first; help begins with the first of these that a command has."""
 FIRST_SETTINGS = 10
-CONFIG_HELP = "YAML file of settings, or the name of one that the package brings; several compose, later ones win."
-IMPORT_HELP = "Python file or module of yours, which registers objectives, patterns, networks or evaluations."
+CONFIG_HELP = "YAML file of settings, or the name of a config in the package; several compose, later ones win."
+IMPORT_HELP = "your Python file or module that registers objectives, patterns, networks or evaluations."
 LINE_WIDTH = 110
 MOST_SHOWN_IN_FULL = 12
 """Help of a command with so many settings at most shows all of them."""
 ALL = "all"
-FIRST_HEADING = "What people change first"
+FIRST_HEADING = "Often changed"
 UNGROUPED = "general"
 """Heading of a command's settings that are in no group."""
 
@@ -105,7 +105,7 @@ def help_of(config_class: type, prog: str | None, part: str = "") -> str:
             if others:
                 lines += ["", title_of(name, config_class), *lines_of(others)]
         return "\n".join(lines)
-    lines += ["", f"All {len(settings)} settings: --help {ALL}. Those of a group: --help {next(iter(groups))}."]
+    lines += ["", f"All {len(settings)} settings: --help {ALL}. One group: --help {next(iter(groups))}."]
     for name, members in groups.items():
         lines.append(f"  {name:11} {len(members):3}  {first_sentence(about_group(name, config_class))}")
     return "\n".join(lines)
@@ -128,7 +128,7 @@ def title_of(group: str, config_class: type) -> str:
 def about_group(group: str, config_class: type) -> str:
     """The subject of a group of settings, in a line."""
     if group == UNGROUPED:
-        return "The command's own."
+        return "Settings of this command only."
     return type(defaults_of(config_class)[group]).__doc__.splitlines()[0]
 
 

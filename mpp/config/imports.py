@@ -78,7 +78,7 @@ def import_code(name: str) -> None:
         raise UserError(f"{OPTION} {name} failed: {type(error).__name__}: {one_line(error)}") from error
     digest = module_digest(module)
     if not digest:
-        raise UserError(f"{OPTION} is {name}, which has no Python file")
+        raise UserError(f"{OPTION} is {name}, a module without a Python file")
     if key in _imports and _imports[key].sha256 != digest:
         raise UserError(f"{name} has changed since this process imported it; start the process again")
     _imports.setdefault(key, UserImport(name, digest))
@@ -145,7 +145,7 @@ def require_imports(folder: Path) -> None:
     missing = [each.name for each in saved_imports(folder) if module_name(each) not in given]
     if missing:
         words = " ".join(f"{OPTION} {name}" for name in missing)
-        raise UserError(f"{folder} uses code of its own: add {words} (a run names such files, and never runs them)")
+        raise UserError(f"{folder} uses custom code: add {words} (runs record such files, and never execute them)")
 
 
 def refuse_other_code(folder: Path, imports: Iterable[UserImport]) -> None:

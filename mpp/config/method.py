@@ -9,27 +9,27 @@ from mpp.config.fields import setting
 
 @dataclass(frozen=True)
 class CorruptionConfig:
-    """Which patch embeddings are corrupted, and how (paper, appendix B.1.2)."""
+    """Masking: which patch embeddings are corrupted, and how (paper, appendix B.1.2)."""
 
     pattern: str = "random"
     """random: any patches; blocks: whole squares of patches (SimMIM); blockwise: rectangles of all sizes (BEiT);
-    multiblock: a few large rectangles, and a context that is less than all of the rest (I-JEPA)."""
+    multiblock: a few large rectangles, with a context smaller than the rest (I-JEPA)."""
     block: int = setting(2, at_least=1, needs={"pattern": "blocks"})
     """Side of the squares of `blocks`, in patches (SimMIM: 32 pixels, 2 patches of 16)."""
     context: float = setting(0.925, above=0, at_most=1, needs={"pattern": "multiblock"})
     """Share of the other patches that the model sees. The rest, along an edge, is neither seen nor predicted (I-JEPA:
-    0.85 to 1, which is 0.925 on average)."""
+    0.85 to 1, on average 0.925)."""
     rate: float = setting(0.5, above=0, below=1)
-    """Share of the patches that is corrupted: exactly K = floor(rate * N + 1/2) of N in every image. With blocks it is
-    the share of the squares."""
+    """Mask ratio: share of the patches that are corrupted, exactly K = floor(rate * N + 1/2) of N in every image. With
+    blocks: share of the squares."""
     mask: float = setting(0.8, at_least=0, at_most=1)
     """Share of the corrupted patches whose embedding becomes the learnable [mask]."""
     random: float = setting(0.1, at_least=0, at_most=1)
-    """Share that becomes the embedding of another patch."""
+    """Share of the corrupted patches that get the embedding of another patch."""
     keep: float = setting(0.1, at_least=0, at_most=1)
-    """Share that stays as it is."""
+    """Share of the corrupted patches that stay unchanged."""
     source: Literal["image", "batch"] = setting("image", needs={"random": True})
-    """Where the other patch is: in the same image, or in another of the forward pass, whose size then matters."""
+    """Source of the other patch: the same image, or another image of the forward pass, whose size then matters."""
 
     def __post_init__(self):
         check_bounds(self, "corruption.")
@@ -39,17 +39,17 @@ class CorruptionConfig:
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The network that is pre-trained: the input of the encoder, and the part that predicts."""
+    """The pre-trained network: input of the encoder, and the part that predicts."""
 
     name: str = "predictor"
-    """predictor: the encoder sees every place, corrupted or not, and a linear head predicts; autoencoder: the encoder
-    sees the visible patches alone, and a decoder predicts (MAE)."""
+    """predictor: the encoder sees every position, corrupted or not, and a linear head predicts; autoencoder: the
+    encoder sees only the visible patches, and a decoder predicts (MAE)."""
     decoder_width: int | None = setting(None, at_least=1, needs={"name": "autoencoder"})
-    """Width of the autoencoder's decoder. null: two thirds of the encoder's in steps of 32, at most 512 (MAE's)."""
+    """Width of the autoencoder's decoder. null: two thirds of the encoder's in steps of 32, at most 512 (as in MAE)."""
     decoder_depth: int | None = setting(None, at_least=1, needs={"name": "autoencoder"})
-    """Blocks of the decoder. null: two thirds of the encoder's, at most 8 (MAE's)."""
+    """Blocks of the decoder. null: two thirds of the encoder's, at most 8 (as in MAE)."""
     decoder_heads: int | None = setting(None, at_least=1, needs={"name": "autoencoder"})
-    """Attention heads of the decoder. null: one for every 32 of its width (MAE's)."""
+    """Attention heads of the decoder. null: one per 32 of its width (as in MAE)."""
 
     def __post_init__(self):
         check_bounds(self, "network.")
@@ -62,23 +62,25 @@ class ObjectiveConfig:
     """The prediction target of every corrupted patch (paper, appendix B.1.2)."""
 
     name: str = "mean_color"
-    """mean_color: the patch's mean colour; grid_color: its colours on a grid of cells; pixels: its pixels; hog: its
-    histograms of oriented gradients (MaskFeat); features: a teacher's features of it (data2vec, I-JEPA)."""
+    """Prediction target of a masked patch. mean_color: its mean colour; grid_color: its colours on a grid of cells;
+    pixels: its pixels; hog: its histograms of oriented gradients (MaskFeat); features: a teacher's features (data2vec,
+    I-JEPA)."""
     loss: Literal["l1", "l2", "smooth_l1", "cosine"] | None = setting(
         None, needs={"name": ("pixels", "hog", "features")}
     )
-    """Distance from the true pixels, hog or features: mean absolute (SimMIM) or mean squared difference, smooth L1
-    (data2vec), or 1 less the cosine (EVA), which is for features. null: l2, of features smooth_l1."""
+    """Distance from the true pixels, hog or features. l1: mean absolute difference (SimMIM); l2: mean squared
+    difference; smooth_l1 (data2vec) and cosine (EVA, 1 minus the cosine): features only. null: l2, for features
+    smooth_l1."""
     normalize: Literal["none", "patch"] = setting("none", needs={"name": "pixels"})
-    """patch: of pixels, each patch is predicted less its own mean and over its own deviation (MAE)."""
+    """Normalisation of target pixels. patch: minus the patch's own mean, divided by its own deviation (MAE)."""
     bits: int = setting(
         3, at_least=1, at_most=8, needs={"name": ("mean_color", "grid_color", "pixels"), "normalize": "none"}
     )
-    """Bits per channel of the colour objectives and of every accuracy: 3 bits of RGB are 512 colours. Of all channels
-    together it is 12 at most, but where each has its own softmax."""
+    """Bits per channel of the colour objectives and of every accuracy: 3 bits of RGB are 512 colours. At most 12 bits
+    over all channels, unless each has its own softmax."""
     factorized: bool = setting(False, needs={"name": ("mean_color", "grid_color")})
-    """A softmax for each channel of a colour, in place of one for all: for images of many channels. Accuracy is the
-    share of the channels that are right then."""
+    """One softmax per colour channel instead of one for all, for images with many channels. Accuracy is then the share
+    of correct channels."""
     grid: int = setting(4, at_least=1, needs={"name": "grid_color"})
     """Cells per side of grid_color."""
     cell: int = setting(8, at_least=1, needs={"name": "hog"})
@@ -86,27 +88,29 @@ class ObjectiveConfig:
     beta: float = setting(2.0, above=0, needs={"name": "features", "loss": (None, "smooth_l1")})
     """Where smooth L1 turns from a parabola into a line (data2vec: 2, I-JEPA: 1)."""
     teacher: str = setting("ema", needs={"name": "features"})
-    """Encoder whose features are predicted. ema: the moving average of the one that learns; otherwise a frozen
-    encoder: a run folder, an encoder folder, or the name of a timm model with its published weights."""
+    """Encoder whose features are predicted. ema: moving average of the trained encoder; otherwise a frozen one: a run
+    folder, an encoder folder, or the name of a timm model with its published weights."""
     teacher_checkpoint: str | None = setting(None, needs={"name": "features"})
-    """A .safetensors file with the weights of a teacher that timm has by name, for machines without a network."""
+    """A .safetensors file with the weights of a teacher given as the name of a timm model, for machines without a
+    network."""
     teacher_img_size: int | tuple[int, int] | None = setting(None, at_least=1, needs={"name": "features"})
-    """Size that a frozen teacher sees the crops at: a side, or height and width. null: its own."""
+    """Input size of a frozen teacher: a side, or height and width. null: its own."""
     teacher_depths: int | None = setting(None, at_least=1, needs={"name": "features"})
-    """Number of the teacher's last blocks whose features are averaged (data2vec: 6 of 12). Of one it is the
-    teacher's output, after its final norm. null: half of the blocks; of a frozen teacher one."""
+    """Number of the teacher's last blocks whose features are averaged (data2vec: 6 of 12). 1: the teacher's output,
+    after its final norm. null: half of the blocks; 1 for a frozen teacher."""
     teacher_norm: Literal["layer", "instance", "none"] = setting("layer", needs={"name": "features"})
-    """How features become targets. layer: layer norm of each block's, their mean, layer norm (data2vec); instance: each
-    channel of each block's over the image's patches, their mean, layer norm (data2vec 2); none: their mean (EVA)."""
+    """Normalisation of target features. layer: layer norm of each block, mean over blocks, layer norm (data2vec);
+    instance: each channel of each block over the image's patches, mean over blocks, layer norm (data2vec 2); none: mean
+    over blocks (EVA)."""
     half_life: tuple[float, float] = setting((0.01, 0.05), above=0, needs={"name": "features", "teacher": "ema"})
-    """Share of the run's steps after which the moving average has half forgotten earlier weights: at the run's start
-    and at its end, and evenly in between. Numbers from 1 are steps: two equal ones suit runs of any length."""
+    """Half-life of the moving average at the start and at the end of the run, as shares of the run's steps; linear in
+    between. Numbers from 1 are steps: two equal ones suit runs of any length."""
     predict_nodata: bool = True
-    """Patches without any value (data.nodata, or a TIFF's own tag) are targets as all others. false: they are masked as
-    before, but have weight 0 in loss and accuracy. The loss is then the mean over the other patches of a forward pass
-    of a process: with accumulation or several processes, the update is the mean of such means."""
+    """Predict patches without any data (data.nodata, or a TIFF's own tag) like all others. false: they are masked as
+    before, but have weight 0 in loss and accuracy. The loss is then the mean over the other patches of a process's
+    forward pass; with accumulation or several processes, a step averages such means."""
     stop_on_collapse: bool = setting(False, needs={"name": "features"}, operational=True)
-    """End a run whose targets have become the same for all patches. false: warn of it."""
+    """End a run whose targets have become the same for all patches. false: only warn."""
     export: Literal["student", "teacher"] = setting("student", needs={"name": "features", "teacher": "ema"})
     """Encoder that is probed and exported: the trained one, or its moving average (I-JEPA)."""
 

@@ -16,65 +16,65 @@ Representation = Literal["class", "mean", "both"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The encoder: a plain timm transformer by name, or a plain ViT by its numbers."""
+    """The encoder: a timm transformer by name, or a plain ViT by its dimensions."""
 
     name: str | None = None
     """A timm VisionTransformer, Eva or Beit (vit_base_patch16_224, vit_small_patch16_dinov3, ...), with random weights.
-    null: a plain ViT of the five numbers below."""
+    null: a plain ViT with the five dimensions below."""
     width: int | None = setting(None, at_least=1)
-    """Width of the tokens. null: the named model's, or 128."""
+    """Width of the tokens. null: that of the named model, otherwise 128."""
     depth: int | None = setting(None, at_least=1)
-    """Transformer blocks. null: the named model's, or 4."""
+    """Transformer blocks. null: those of the named model, otherwise 4."""
     heads: int | None = setting(None, at_least=1)
-    """Attention heads. null: the named model's, or 4."""
+    """Attention heads. null: those of the named model, otherwise 4."""
     img_size: int | tuple[int, int] | None = setting(None, at_least=1)
-    """Side of the square input in pixels, or its height and width: [128, 1024]. null: the named model's, or 64."""
+    """Side of the square input in pixels, or height and width: [128, 1024]. null: that of the named model, otherwise
+    64."""
     patch_size: int | None = setting(None, at_least=1)
-    """Side of a patch in pixels. null: the named model's, or 8."""
+    """Side of a patch in pixels. null: that of the named model, otherwise 8."""
     position: Literal["learned", "none", "learned_2d", "sincos_2d", "relative", "relative_bias", "rope"] = "learned"
-    """Position embeddings (paper, appendix D.4). learned: one for each place; learned_2d: half for its row, half for
-    its column; sincos_2d: fixed sines and cosines of both (MAE); relative: one for each offset along the sequence, as
-    keys of a second attention (the paper's); relative_bias: a learned bias for each offset in rows and columns (Swin,
-    BEiT; timm's); rope: queries and keys turned by row and column (timm's)."""
+    """Position embeddings (paper, appendix D.4). learned: one per position; learned_2d: half for the row, half for the
+    column; sincos_2d: fixed sines and cosines of both (MAE); relative: one per offset along the sequence, as keys of a
+    second attention (the paper); relative_bias: a learned bias per offset in rows and columns (Swin, BEiT; timm); rope:
+    queries and keys rotated by row and column (timm)."""
     position_at: Literal["stem", "every", "every_shared"] = "stem"
-    """Where learned, learned_2d and sincos_2d are added (paper, Table 8). stem: once, before the blocks; every: to the
-    input of each block, each block its own; every_shared: the same to each."""
+    """Input that learned, learned_2d and sincos_2d are added to (paper, Table 8). stem: the first block's; every: each
+    block's, with its own embeddings; every_shared: each block's, with the same embeddings."""
     stride: int | None = None
-    """Pixels from one patch to the next, a divisor of the patch size: smaller, and patches overlap. Then whole
-    cells of pixels are corrupted, as large as a patch, and predicted. null: the patch size."""
+    """Pixels from one patch to the next, a divisor of the patch size. With less than the patch size, patches overlap,
+    and whole cells of pixels as large as a patch are masked and predicted. null: the patch size."""
     mixing: Literal["full", "axial"] = "full"
     """axial: each block is two, attention along rows with its MLP, and along columns with another (paper, D.6). There
-    is no [class] then; the mean of the patches is the feature."""
+    is no [class] token then; the feature is the mean of the patches."""
     arguments: dict[str, Any] | None = None
     """Further arguments of the timm model's class: {"reg_tokens": 4}, {"init_values": 1e-5}, {"qk_norm": true}; in
-    supervised training those of the named model: {"channels": [128, 256, 512, 1024]} of resnetv2_50x1_bit."""
+    supervised training, of the named model: {"channels": [128, 256, 512, 1024]} of resnetv2_50x1_bit."""
     dropout: float = setting(0.0, at_least=0, below=1)
     """Dropout after position embeddings and every dense layer but qkv (paper, Table 3)."""
     drop_path: float = setting(0.0, at_least=0, below=1)
     """Stochastic depth rate of the last block, rising linearly from 0."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
-    """timm's attention. auto: fused on a GPU, unfused on a CPU, where it is faster."""
+    """Attention kernel of timm. auto: fused on a GPU; unfused on a CPU, where it is faster."""
     residual: Literal["fp32", "bf16"] = setting("fp32", needs={"run.precision": ("auto", "bf16")})
-    """Type of the tokens between blocks where run.precision is bf16, in encoder, decoder and moving average. bf16 moves
+    """Type of the tokens between blocks if run.precision is bf16, in encoder, decoder and moving average. bf16 moves
     fewer bytes on a GPU, and rounds each block's sum to 8 bits; exported weights stay float32."""
     mean: float | tuple[float, ...] | Literal["auto"] | None = 0.5
-    """Means that the input is normalised with (of pixels scaled to [0, 1]): a number for each channel, or one for all.
-    auto: measured when the run begins, on 1,024 training images; null: those of the weights that model.init_from names;
-    config.yaml then has the numbers."""
+    """Means for normalising the input (pixels scaled to [0, 1]): one per channel, or one for all. auto: measured on
+    1,024 training images when the run begins; null: those of the weights at model.init_from. config.yaml then has the
+    numbers."""
     std: float | tuple[float, ...] | Literal["auto"] | None = 0.5
-    """Deviations that the input is normalised with, in the same way."""
+    """Standard deviations for normalising the input, given like the means."""
     activation_checkpointing: bool = setting(False, operational=True)
-    """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
+    """Keep one activation per block and recompute the rest in the backward pass: less memory, one more forward pass."""
     init_from: str | None = None
-    """Weights to start the encoder from: a run folder, an encoder folder, a .safetensors file, hf-hub:NAME, or timm's
-    published ones by name (vit_small_patch16_dinov3.lvd1689m). null: random weights."""
+    """Weights to start the encoder from: a run folder, an encoder folder, a .safetensors file, hf-hub:NAME, or the name
+    of a timm model with published weights (vit_small_patch16_dinov3.lvd1689m). null: random weights."""
     train: str | None = None
-    """Parameters of the encoder that are trained: a regular expression that is found in their names, such as attn.proj
-    (APLA), or blocks.11. for the last of twelve blocks. The other ones stay as they are. null: all of them; with
-    lora_rank none."""
+    """Trained parameters of the encoder: a regular expression found in their names, such as attn.proj (APLA), or
+    blocks.11. for the last of twelve blocks. The others stay frozen. null: all; with lora_rank none."""
     lora_rank: int | None = setting(None, at_least=1)
-    """LoRA: the matrices of the encoder that are not trained are changed by a product of two narrow matrices of this
-    rank, which is merged into them when the encoder is exported. null: no such change."""
+    """Rank of LoRA: frozen matrices of the encoder are adapted by a product of two narrow matrices of this rank, which
+    is merged into them on export. null: no LoRA."""
 
     def numbers(self) -> dict[str, Any]:
         """The five numbers, of which the size may be two; None: the named model's own."""
@@ -125,12 +125,12 @@ class ModelConfig:
     def check_moments(self, name: str, above: float, kind: str) -> None:
         """Raise UserError where `mean` or `std` has a number that is out of bounds."""
         value = getattr(self, name)
-        allowed = "numbers or auto without model.init_from, whose weights would say them"
+        allowed = "numbers or auto unless model.init_from is set"
         require(value is not None or self.init_from is not None, f"model.{name}", "null", allowed)
         if value in ("auto", None):
             return
         fits = all(above < number < math.inf for number in of_channels(value, 1))
-        require(fits, f"model.{name}", value, f"{kind}, one for each channel or one for all, auto, or null")
+        require(fits, f"model.{name}", value, f"{kind}, one per channel or one for all, auto, or null")
 
     def normalization(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and deviation for each channel. Raises UserError if their number is not that of the channels.
@@ -148,9 +148,9 @@ class ModelConfig:
 
     def check_variant(self) -> None:
         """Raise UserError at settings of an encoder that do not go together."""
-        require(self.name != "mpp_vit", "model.name", self.name, "null: its settings say what it is")
+        require(self.name != "mpp_vit", "model.name", self.name, "null: its settings describe it")
         allowed = "null with model.position_at, model.stride, model.mixing and this model.position: give width, depth, "
-        allowed += "heads, img_size and patch_size in its place"
+        allowed += "heads, img_size and patch_size instead"
         require(self.name is None or not self.is_variant(), "model.name", self.name, allowed)
         stem = self.position_at == "stem" or self.position in ("learned", "learned_2d", "sincos_2d")
         require(stem, "model.position_at", self.position_at, f"stem with model.position={self.position}")

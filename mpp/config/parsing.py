@@ -100,10 +100,10 @@ def check_file(config_class: type, file: Path) -> None:
     """Raise UserError at a key that is unknown, or that stands twice, in a file."""
     text, content = read_yaml(file)
     if not isinstance(content, dict):
-        raise UserError(f"--config is {file}, which has no settings; it must have lines such as `optim: {{lr: 1e-3}}`")
+        raise UserError(f"--config is {file}, without settings; it must have lines such as `optim: {{lr: 1e-3}}`")
     check_keys(config_class, file, content)
     for key in repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader)):
-        raise UserError(f"{file}: {key} stands there twice")
+        raise UserError(f"{file}: {key} occurs twice")
 
 
 def check_keys(config_class: type, file: Path, content: dict[Any, Any]) -> None:

@@ -35,7 +35,7 @@ NAMES_ELSEWHERE = {
 }
 """Name elsewhere -> the setting."""
 REMARKS = {
-    "batch_size": "images of a step over all processes; data.batch_size is the most of a process's forward pass",
+    "batch_size": "images per step over all processes; data.batch_size is the micro-batch of a process",
     "epochs": "steps = epochs x images / optim.global_batch_size",
 }
 """Name elsewhere -> the difference."""

@@ -34,7 +34,7 @@ def explain_value(config_class: type, parser: ArgumentParser, words: Sequence[st
             return describe_wrong(key, fields[key], *given_value(key, option))
         if key in groups:
             value, _ = given_value(key, option)
-            return f"{key} is {value}; it is a group of settings, which are given as --{key}.NAME VALUE"
+            return f"{key} is {value}; it is a group of settings: give --{key}.NAME VALUE"
     return None
 
 

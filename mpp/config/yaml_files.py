@@ -18,7 +18,7 @@ def read_yaml(file: Path) -> tuple[str, Any]:
         text = file.read_text(encoding="utf-8")
         return text, yaml.safe_load(text)
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not a text in UTF-8: {error}") from None
+        raise UserError(f"{file} is not UTF-8 text: {error}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{file}{describe_problem(error)}") from None
 
