@@ -115,7 +115,7 @@ def check(config: Config) -> Path:
         print(f"warning: {warning}")
     folder.mkdir(parents=True, exist_ok=True)
     draw_crops(task, batches).save(folder / CHECK_CROPS)
-    print(f"wrote {folder / CHECK_CROPS}: training crops, each beside the model's input (masked patches are grey)")
+    print(f"wrote {folder / CHECK_CROPS}: training crops, each next to the model's input (masked patches are grey)")
     return folder
 
 
@@ -192,8 +192,8 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing:
     if surveyed and surveyed.other_nodata:
         value, _ = surveyed.other_nodata.most_common(1)[0]
         messages.append(
-            f"data.nodata is {config.data.nodata}: {surveyed.other_nodata.total()} of {surveyed.sample_size} images in "
-            f"the sample have another value in their own tag (GDAL_NODATA), such as {value:g}; null takes the tags'"
+            f"data.nodata is {config.data.nodata}: {surveyed.other_nodata.total()} of {surveyed.sample_size} images "
+            f"in the sample have another value in their own tag (GDAL_NODATA), such as {value:g}; null takes the tags'"
         )
     if surveyed:
         for reason, count in surveyed.without_decoder.items():
@@ -229,11 +229,11 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
     rows.append(["channels", str(task.config.data.channels)])
     if surveyed is None:
         print_table("Images", rows)
-        print("Copies, sizes and classes of a stream are not surveyed.")
+        print("Copies, sizes and classes are not surveyed in streams.")
         return
     unsure = ""
     if surveyed.duplicates < surveyed.visible:
-        unsure = f" (the sample does not show a share below {surveyed.visible:.1%})"
+        unsure = f" (the sample cannot show a share below {surveyed.visible:.1%})"
     rows += [
         ["in the sample", f"{surveyed.training} training, {surveyed.held_out} held out"],
         ["of these, cannot be decoded", str(len(surveyed.broken))],
@@ -260,7 +260,7 @@ def print_cost(config: Config, precision: str, layout: BatchLayout, timing: Timi
     left = config.run.steps - steps_done(config)
     rows = [
         ["a step", f"{timing.step:.4g} s"],
-        ["of these it waits for images", f"{timing.waiting:.4g} s"],
+        ["of that, waiting for images", f"{timing.waiting:.4g} s"],
         ["images/s", f"{layout.images / timing.step:.4g}"],
         [f"{left} steps of one process, without evaluations", duration(left * timing.step)],
         ["memory of this process", f"{timing.memory:.3g} GB"],

@@ -22,20 +22,20 @@ BEFORE_EVALUATIONS = {
     "prepare": "turn images into shards that load fast",
 }
 AFTER_EVALUATIONS = {
-    "predict": "what a classifier takes new images for: a table with names, or masks",
+    "predict": "predict classes of new images as a table, or as masks",
     "features": "save frozen features",
-    "embed": "features of a folder of images as a table (parquet)",
+    "embed": "features of all images as a table (parquet)",
     "export": "an encoder as ONNX or torch.export",
-    "visualize": "draw what was learned",
-    "report": "a page on a run: verdict, curves, pictures",
-    "check": "look at images, memory and time before a run",
+    "visualize": "draw features, attention and predictions",
+    "report": "a page about a run: verdict, curves, pictures",
+    "check": "check images, memory and time before a run",
     "compare": "many encoders in one table",
     "sweep": "choose a learning rate, or other settings, on a dev split",
     "supervised": "train from labels, from scratch",
     "contrastive": "pre-train by SimCLR",
-    "throughput": "time training against other code",
-    "memory": "how much of a GPU's memory pre-training takes",
-    "gpu-report": "what mpp does on this machine's GPU, in a file to send",
+    "throughput": "compare training speed with other code",
+    "memory": "estimate the GPU memory of pre-training",
+    "gpu-report": "measure mpp on this machine's GPU, in a file to send",
 }
 
 

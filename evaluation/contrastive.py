@@ -67,11 +67,11 @@ class Contrastive(ImageTask):
         with accelerator.main_process_first():
             all_train, self.held_out = load_image_datasets(config.data)
         self.train = all_train.choose(config.data.train_images, config.data.eval_seed)
-        allowed = f"at most {len(self.train)}, of so many training images: one more would be told from itself"
+        allowed = f"at most {len(self.train)}, the number of training images: one more would be compared with itself"
         fits = self.images_of_a_pass <= len(self.train)
         require(fits, "images of a forward pass", self.images_of_a_pass, allowed)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
-        require(len(evaluated) > 1, "held-out images", len(evaluated), "at least 2: an image is told from others")
+        require(len(evaluated) > 1, "held-out images", len(evaluated), "at least 2: an image is compared with others")
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
         self.probe = self.build_probe(self.train, config.probe, config.head.pooling, begins_from)
 
@@ -84,9 +84,9 @@ class Contrastive(ImageTask):
         batch = self.config.optim.global_batch_size
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
         several = self.images_of_a_pass > 1
-        require(several, "data.batch_size", layout.largest, "above 1: an image is told from others")
+        require(several, "data.batch_size", layout.largest, "above 1: an image is compared with others")
         if data.channels != 3:
-            allowed = f"0 with {data.channels} channels: it changes colours; crops, flips and blur serve all images"
+            allowed = f"0 with {data.channels} channels: it changes colours; use crops, flips and blur"
             for name in ("jitter", "grey"):
                 value = getattr(self.config.views, name)
                 require(value == 0, f"views.{name}", value, allowed)
@@ -196,7 +196,7 @@ class Contrastive(ImageTask):
 
     def describe_model(self) -> str:
         others = 2 * self.images_of_a_pass - 2
-        return f"{super().describe_model()}, each view told from {others} of other images"
+        return f"{super().describe_model()}, each view compared with {others} of other images"
 
 
 def warn_of_unreadable(batches: Iterable[Batch], tracker: Tracker) -> Iterator[Batch]:

@@ -170,7 +170,7 @@ def verify(
     require(
         difference <= MAX_ROUNDING_DIFFERENCE * unit,
         "format",
-        f"{config.format}, which makes a file whose numbers differ from PyTorch's by {difference:.1e}",
+        f"{config.format}, whose output differs from PyTorch by {difference:.1e}",
         f"another one: at most {MAX_ROUNDING_DIFFERENCE * unit:g} is ok",
     )
     report: dict[str, Any] = {"difference": difference}

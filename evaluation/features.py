@@ -22,7 +22,7 @@ from mpp.runtime.start import start
 def main(arguments: Sequence[str] | None = None) -> None:
     """Extract features with the settings of the command line, or of `arguments`, and write them."""
     config, loaded = parse_and_load(FeaturesConfig, arguments, prog="python evaluation/features.py")
-    require(config.depth != "dev", "depth", config.depth, "a number, last or all: features alone choose nothing")
+    require(config.depth != "dev", "depth", config.depth, "a number, last or all: `mpp features` cannot choose a depth")
     accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
     path = report_of(config, "features", ".npz")
     by_depth = extract_labelled_features(config, accelerator, loaded).by_depth  # empty except on the main process

@@ -58,7 +58,7 @@ def note_small_classes(labels: NDArray[np.int64], classes: int, all_shots: Seque
         small = int((counts < shots).sum())
         if small:
             few = f"{small} of {counted(classes, 'class', 'classes')}: fewer than {counted(shots, 'training image')}"
-            note(f"{few}; the support set takes all of these")
+            note(f"{few}; the support set uses all of them")
 
 
 def draw_by_class(labels: NDArray[np.int64], seed: int) -> list[NDArray[np.int64]]:

@@ -98,7 +98,12 @@ class Finetuning(Classification):
 
     def load(self, config: OneRunConfig) -> FrozenEncoder:
         """The encoder that training begins from, and its input."""
-        require(not config.encoder.startswith("floor:"), "encoder", config.encoder, "a model: a floor has no weights")
+        require(
+            not config.encoder.startswith("floor:"),
+            "encoder",
+            config.encoder,
+            "a model: a colour baseline has no weights",
+        )
         frozen = load_frozen_encoder(
             config.encoder,
             config.checkpoint,
@@ -109,7 +114,7 @@ class Finetuning(Classification):
             drop_path_rate=config.drop_path,
         )
         if getattr(frozen.model, "attn_pool", None) is not None:
-            raise Unavailable(f"encoder is {config.encoder}, which pools by attention; that cannot be fine-tuned here")
+            raise Unavailable(f"encoder is {config.encoder}, which pools by attention and cannot be fine-tuned here")
         return frozen
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:

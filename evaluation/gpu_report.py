@@ -1,7 +1,7 @@
 """What mpp does on this machine's GPU, in one text file to send: `mpp gpu-report`, at most ten minutes.
 
 Versions and card; the rate that the card reaches; speed and memory of training ViT-B/16 and ViT-L/16, compiled and
-not; losses beside the CPU's; the loader apart from a model; the tests of tests/test_gpu.py but those that compile,
+not; losses compared with the CPU; the loader apart from a model; the tests of tests/test_gpu.py but those that compile,
 from a clone with `pip install -e '.[test]'`. The last three lines are settings to paste on a command line.
 
 Each part is a process of its own: what goes wrong in one, or takes too long, leaves the others alone.
@@ -126,7 +126,7 @@ class GpuReport:
             Part("limits of the card", 15, self.describe_limits),
             Part(f"{first}, eager", 40, partial(self.describe_speed, first, False)),
             Part(f"{first}, compiled", 90, partial(self.describe_speed, first, True)),
-            Part("losses beside the CPU's", 60, self.describe_losses),
+            Part("losses compared with the CPU", 60, self.describe_losses),
             Part("loader", 45, self.describe_loader),
         ]
         parts += [Part(f"{name}, eager", 50, partial(self.describe_speed, name, False)) for name in others]
@@ -177,7 +177,7 @@ class GpuReport:
         return (
             f"{self.limits.name}, {cores()} CPU cores, {self.limits.precision}\n{memory}"
             f"matrix product of random numbers, {self.limits.precision}: "
-            f"{self.limits.highest_rate / 1e12:.3g} TFLOP/s, the ceiling of the shares below\n"
+            f"{self.limits.highest_rate / 1e12:.3g} TFLOP/s, the ceiling for the shares below\n"
             f"attention kernel: {self.limits.attention_kernel}"
         )
 
@@ -278,7 +278,7 @@ class GpuReport:
 
     def describe_tests(self) -> str:
         if not (ROOT / "tests" / "test_gpu.py").is_file() or not importlib.util.find_spec("pytest"):
-            return "not here: they take a clone, and its extra `test`"
+            return "not run: they need a clone, and its extra `test`"
         return output_of(self.config.device, self.seconds_left(), *TESTS)
 
     def advice(self) -> str:
@@ -297,8 +297,8 @@ class GpuReport:
             needed = math.ceil(speed.images_per_second / slowest)
             if needed > workers:
                 lines.append(
-                    f"{name} takes images faster than {workers} cores, a GPU's share, load files of side "
-                    f"{max(FILE_SIDES)}: `mpp prepare` makes them smaller"
+                    f"{name} trains faster than {workers} cores, a GPU's share, load "
+                    f"files of side {max(FILE_SIDES)}: make them smaller with `mpp prepare`"
                 )
             workers = min(workers, needed)
         lines += [
@@ -377,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"== {part.title} ({seconds:.0f} s)\n\n{text}\n", file=file, flush=True)
             print(f"{part.title}: done", flush=True)
         advice = report.advice()
-        print(f"== what to set\n\n{advice}", file=file)
+        print(f"== recommended settings\n\n{advice}", file=file)
     print(f"wrote {config.out}: send this file\n{advice}")
 
 

@@ -62,7 +62,7 @@ class FittedHead(NamedTuple):
 def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe the features, write the report, and return it."""
     if config.save:
-        allowed = "left out: a floor has no weights, and its head is not kept"
+        allowed = "left out: a colour baseline has no weights, so its head is not kept"
         require(not config.encoder.startswith("floor:"), "save", True, allowed)
     if config.protocol != "logistic":
         return run_published(config, loaded)

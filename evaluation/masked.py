@@ -31,7 +31,7 @@ METRIC_OF_LINE = {
     "most frequent": "heldout/most_frequent",
 }
 """The lines of the table, and the run's metrics that they show."""
-WITHOUT_COUNTS = "no intervals: the run's last evaluation kept no counts of each image, as earlier versions did not"
+WITHOUT_COUNTS = "no intervals: the run's last evaluation, by an earlier version, kept no counts per image"
 
 
 def run(config: MaskedConfig) -> dict[str, Any]:
@@ -42,7 +42,12 @@ def run(config: MaskedConfig) -> dict[str, Any]:
         Unavailable: a run that predicts no colours.
     """
     is_floor = config.encoder.startswith("floor:")
-    require(not is_floor, "encoder", config.encoder, "the folder of a pre-training run: a floor predicts no patches")
+    require(
+        not is_floor,
+        "encoder",
+        config.encoder,
+        "the folder of a pre-training run: a colour baseline predicts no patches",
+    )
     last = last_evaluation(Path(config.encoder))
     if "heldout/nearest" not in last:
         lacks = "it has no heldout/nearest, which runs that predict colours have"

@@ -167,7 +167,7 @@ def report_others(
     described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary
     write_about(out, described)
     if config.page:
-        note("there is no page of predictions: it is for one class an image")
+        note("no page of predictions: it needs one class per image")
     print(f"wrote {out}, {about_file(out).name}: {summary['images']} images, {summary['unreadable']} unreadable")
 
 
@@ -190,7 +190,7 @@ def predict_pixels(
     masks = out.with_name(f"{out.stem}_masks")
     overlays = out.with_name(f"{out.stem}_overlays") if config.overlays else None
     is_new = not (out.exists() or parts_folder(out).exists())
-    allowed = f"another: {masks} is there, and may hold the masks of other images"
+    allowed = f"another: {masks} exists, and may hold the masks of other images"
     require(not (is_new and masks.exists()), "out", out, allowed)
     rows = PixelRows(classifier, data, masks, overlays, folder_of(data), accelerator)
     about = describe_pixel_classifier(config, classifier, accelerator)

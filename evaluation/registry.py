@@ -90,14 +90,14 @@ INCLUDED = (
         "evaluation.masked",
         "evaluation.config.MaskedConfig",
         "masked patches",
-        "accuracy on masked patches, beside trivial baselines",
+        "accuracy on masked patches, next to trivial baselines",
     ),
     Evaluation(
         "segmentation",
         "evaluation.segmentation",
         "evaluation.config.SegmentationConfig",
         "frozen features",
-        "evaluate features of patches on masks",
+        "evaluate patch features on segmentation masks",
     ),
 )
 EVALUATIONS: dict[str, Evaluation] = {evaluation.name: evaluation for evaluation in INCLUDED}

@@ -39,18 +39,18 @@ def report(config: ReportConfig) -> Path:
     require(folder is not None, "encoder", config.encoder, "the folder of a run")
     require_imports(folder)
     history = read_history(folder)
-    require(len(history) > 0, "encoder", folder, "a run that has logged something: its metrics.jsonl is empty or gone")
+    require(len(history) > 0, "encoder", folder, "a run with logged metrics: its metrics.jsonl is empty or missing")
     missing: Missing = {}
     sections = [
         Section("curves", "Curves", curves_of_run(history, missing, saved_phases(folder).marks())),
         Section("features", "Evaluation of the features", features_blocks(config, folder, history, missing)),
         *picture_sections(config, folder, history, missing),
         Section("images", "Unreadable images", unreadable_blocks(folder)),
-        Section("settings", "Settings, and how to repeat this", settings_blocks(folder)),
+        Section("settings", "Settings, and the command to repeat the run", settings_blocks(folder)),
         Section("machine", "Versions and machine", machine_blocks()),
     ]
     if not read_verdict(folder):
-        missing["Verdict"] = "no evaluation has written verdict.json: the verdict above is drawn from the metrics"
+        missing["Verdict"] = "verdict.json is missing: the verdict above is computed from the metrics"
     shown = [section for section in sections if section.blocks]
     page = Page(
         title=str(folder),

@@ -93,7 +93,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     warn_of_turned_images(splits, config.data)
     encoder = open_patch_encoder(config)
     if config.save:
-        allowed = "left out: a floor has no weights, and its head is not kept"
+        allowed = "left out: a colour baseline has no weights, so its head is not kept"
         require(isinstance(encoder, FrozenEncoder), "save", True, allowed)
     predictions: dict[str, Tensor] = {}
     fitted: list[FittedReading] = []
@@ -265,7 +265,7 @@ def open_patch_encoder(config: SegmentationConfig) -> PatchEncoder:
     encoder = open_frozen_encoder(config)
     if isinstance(encoder, ColorBaseline):
         if encoder.kind != "pixels":
-            raise Unavailable(f"encoder is {config.encoder}; it must be floor:pixels, of the floors")
+            raise Unavailable(f"encoder is {config.encoder}; it must be floor:pixels; floor:colors has no patches")
         return PatchBaseline(encoder.img_size, encoder.crop_pct, (CELLS_PER_SIDE, CELLS_PER_SIDE))
     try:
         patch_grid(encoder.model)

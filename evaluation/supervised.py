@@ -46,7 +46,7 @@ class Supervised(Classification):
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits, config.loss)
         self.config = config
         teacher = config.distill.teacher
-        allowed = f"null with task {self.label_kind}: a teacher is for one class an image"
+        allowed = f"null with task {self.label_kind}: a teacher needs one class per image"
         require(teacher is None or self.learner.mixes, "distill.teacher", teacher, allowed)
         if teacher is not None:
             _, held_out = splits  # all, of which `eval_images` are chosen

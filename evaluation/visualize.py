@@ -48,9 +48,9 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> li
             drawn.append(name)
     for name, reason in missing.items():
         print(f"no {name}: {reason}")
-    require(len(drawn) > 0, "pictures", ", ".join(missing), "something that this encoder has")
+    require(len(drawn) > 0, "pictures", ", ".join(missing), "a picture that this encoder supports")
     files = ", ".join(f"{name}.png" for name in drawn)
-    print(f"wrote {folder}: {files}, their numbers beside them")
+    print(f"wrote {folder}: {files}, with their numbers")
     return drawn
 
 

@@ -65,7 +65,7 @@ class Objective:
     """Number of predicted values for a patch."""
     palette: Palette | None = None
     """Colour classes for accuracy. None: no accuracy is measured."""
-    shown = "grey, for want of a picture"
+    shown = "grey (no picture)"
     """Content of a picture of a prediction, in a few words."""
 
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
@@ -160,7 +160,7 @@ class GridColor(Objective):
 def too_many_colours(bits: int, channels: int) -> UserError:
     """Error for more colour classes than a softmax may have."""
     most = int(math.log2(MOST_CLASSES)) // channels
-    allowed = "objective.factorized true (a softmax for each channel) or objective.name pixels serves"
+    allowed = "use objective.factorized true (one softmax per channel) or objective.name pixels"
     if most:
         allowed = f"at most {most}, {allowed}"
     return UserError(
@@ -222,7 +222,7 @@ class NormalizedPixels(Pixels):
     the answer away.
     """
 
-    shown = "pixels, put back by each patch's true mean and deviation"
+    shown = "pixels, denormalised by each patch's true mean and deviation"
 
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)

@@ -114,8 +114,8 @@ class Pretraining(ImageTask):
         if not has_class(self.model.encoder):
             return method
         return (
-            f"{method}. Its [class] token got no gradient of its own: the mean of the patch tokens is mostly the "
-            "better feature"
+            f"{method}. Its [class] token got no gradient of its own: the "
+            "mean of the patch tokens is usually the better feature"
         )
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
@@ -288,7 +288,7 @@ def reopen(
     Raises:
         UserError: no pre-training run, or no checkpoint there.
     """
-    allowed = "the folder of a pre-training run, since only that has a prediction head"
+    allowed = "the folder of a pre-training run, the only kind with a prediction head"
     require(is_pretraining(folder), "encoder", folder, allowed)
     config = parse_saved(Config, folder / CONFIG_FILE)
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
@@ -298,7 +298,7 @@ def reopen(
     config = dataclasses.replace(config, data=data, model=model, probe=probe)
     task = Pretraining(config, accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0))
     step = restore_trained(folder, task.model, config.optim)
-    require(step > 0, "encoder", folder, "a run with a checkpoint that is whole")
+    require(step > 0, "encoder", folder, "a run with an intact checkpoint")
     task.model.to(accelerator.device).eval()
     task.held_out = task.held_out.choose(held_out_images, data.cut_seed)
     return task

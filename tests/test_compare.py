@@ -296,7 +296,7 @@ def test_random_weights_of_an_architecture_whose_training_diverged_did_not(small
     random = cases["random", 0, "few-shot", "one"].encoder
     with pytest.raises(Diverged, match="the loss is nan"):
         run.train_encoder(trained, tmp_path)
-    with pytest.raises(UserError, match=r"encoders/0 has no encoder to take the architecture of: .*nan"):
+    with pytest.raises(UserError, match=r"encoders/0 has no encoder to take the architecture from: .*nan"):
         run.train_encoder(random, tmp_path)
     assert divergence_of(trained, tmp_path).is_file()
 

@@ -119,8 +119,8 @@ def test_a_comparison_of_several_kinds_is_carried_out(tmp_path):
     assert list(baselines) == ["several", "number", "class"] and baselines["class"].startswith("largest class ")
     assert baselines["number"] == "always predicting the mean of the test images: R2 0.000"
     for dataset, words in baselines.items():
-        assert f"\nBaselines on {dataset}, which look at no image: {words}.\n" in (out / "table.md").read_text()
-        assert f"<p>Baselines on {dataset}, which look at no image: {words}.</p>" in page
+        assert f"\nBaselines on {dataset}, which use no image: {words}.\n" in (out / "table.md").read_text()
+        assert f"<p>Baselines on {dataset}, which use no image: {words}.</p>" in page
         assert f"; without an encoder: {words}</li>" in page.replace(' <a class="why" href="#question_0">why</a>', "")
 
 
@@ -144,6 +144,6 @@ def test_the_verdict_names_what_is_reached_without_an_encoder():
         "masked model on birds: best is a with 10.6%; without an encoder: two nearest 23.3%",
     ]
     assert describe_label_baselines([row, row | {"encoder": "b"}, masked]) == [
-        "Baselines on birds, which look at no image: largest class 25.3%."
+        "Baselines on birds, which use no image: largest class 25.3%."
     ]
     assert describe_label_baselines([masked]) == []  # as published results of earlier versions

@@ -86,8 +86,8 @@ def test_pairs_that_do_not_apply_are_named(capsys):
     }
     printed = capsys.readouterr()
     assert (printed.out + printed.err).splitlines() == [
-        "note: floor is left out of masked patches, which does not apply: a floor has no weights",
-        "note: floor is left out of tuned, which does not apply: a floor has no weights",
+        "note: floor is left out of masked patches, which does not apply: a colour baseline has no weights",
+        "note: floor is left out of tuned, which does not apply: a colour baseline has no weights",
         "note: noise is left out of masked patches, which does not apply: random weights have predicted no patches",
     ]
 

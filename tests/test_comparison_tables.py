@@ -171,7 +171,7 @@ def test_the_table_of_a_plot_against_compute_has_a_column_of_compute(fine_tuned,
     text = (tmp_path / "table.md").read_text()
     table = [line for line in text.splitlines() if line.startswith("|")]
     headings, _, *cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
-    assert "Without intervals, so that nothing is told apart: tuned." in text
+    assert "Without intervals, so no difference is told apart: tuned." in text
     assert headings == ["accuracy (%)", "tuned", "tuned, PFLOP"]
     assert cells == [["long", "30.0", "6"], ["scratch", "20.0", "2"]]
 

@@ -149,7 +149,7 @@ def test_an_evaluation_notes_an_encoder_that_is_older_than_its_run_or_not_cooled
         (run / "encoder" / "config.json").read_text().replace('"step": 8', '"step": 4')
     )
     open_frozen_encoder(EncoderConfig(encoder=str(run)))
-    assert f"note: {run}/encoder is of step 4, and its run has gone on to step 8" in capsys.readouterr().out
+    assert f"note: {run}/encoder is of step 4, and its run has continued to step 8" in capsys.readouterr().out
 
 
 def test_an_evaluation_of_a_cosine_run_notes_nothing(trained, capsys):

@@ -246,7 +246,7 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
     charts = {each.title: each for each in features_of_run(read_history(whole), missing, {}, "the start")}
     by_depth = charts["kNN accuracy on general images by depth"].table
     assert list(by_depth.headings) == ["depth", "after 4 steps", "the start", "pixel colours"]
-    assert {"kNN accuracy on general images", "Neighbours that are the same as at the start, by depth"} <= set(charts)
+    assert {"kNN accuracy on general images", "Neighbours kept since the start, by depth"} <= set(charts)
     assert [row[0] for row in charts["Movement of the weights since the start, by depth"].table.rows] == ["0", "1", "2"]
 
 

@@ -392,9 +392,9 @@ def test_where_two_levels_may_be_the_classes_both_are_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["train2017", "val2017"], "folders look like splits and are none: train2017, val2017;"),
-        (["cars_test", "cars_train"], "folders look like splits and are none: cars_test, cars_train;"),
-        (["cat/train", "dog/val"], "folders look like splits and are none: train, val;"),
+        (["train2017", "val2017"], "folders look like splits but are not: train2017, val2017;"),
+        (["cars_test", "cars_train"], "folders look like splits but are not: cars_test, cars_train;"),
+        (["cat/train", "dog/val"], "folders look like splits but are not: train, val;"),
         (["JPEGImages", "SegmentationClass"], "folders look like masks and count as images: SegmentationClass;"),
         (["images", "annotations"], "folders look like masks and count as images: annotations;"),
         (["trainer", "protest", "valley"], ""),

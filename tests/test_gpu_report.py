@@ -184,7 +184,7 @@ def test_a_rehearsal_writes_the_whole_report(tmp_path, monkeypatch, tally):
         "limits of the card",
         "tiny ViT, eager",
         "tiny ViT, compiled",
-        "losses beside the CPU's",
+        "losses compared with the CPU",
     ]
     assert titles == [*parts, "loader", "tests", "what to set"]
     for words in ("failed", "left out", "stopped", "WRONG"):

@@ -146,9 +146,9 @@ def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, ca
 
 def test_a_cosine_run_cannot_grow_and_says_so(pretrain, capsys):
     pretrain()
-    assert "one with --optim.schedule wsd can go on" in capsys.readouterr().out
+    assert "one with --optim.schedule wsd can continue" in capsys.readouterr().out
     with pytest.raises(
-        UserError, match=r"from step 1 on its optim.lr was another .*begin a run that can with --optim.schedule wsd"
+        UserError, match=r"from step 1 on its optim.lr was another .*begin a new run with --optim.schedule wsd"
     ):
         pretrain("--run.steps=8")
 

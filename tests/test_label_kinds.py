@@ -227,7 +227,10 @@ def test_a_number_has_the_error_of_its_baseline_beside_it(tmp_path):
     results = add_figures([{"seed": 0, "outcomes": Outcomes("number", targets, targets + 1)}])
     report = write_report(tmp_path / "knn.json", {"results": results})
     assert describe_baselines(report) == "always predicting the mean of the test images: R2 0.000"
-    assert figure_rows(tmp_path / "knn.json", report)[-1] == ["mean absolute error of always their mean", "30.0"]
+    assert figure_rows(tmp_path / "knn.json", report)[-1] == [
+        "mean absolute error of always predicting their mean",
+        "30.0",
+    ]
 
 
 def test_figures_that_images_do_not_have_are_unknown():
@@ -254,9 +257,9 @@ def test_where_r2_of_the_dev_images_is_not_defined_the_error_chooses_and_this_is
     (result,) = linear.evaluate(data, LinearConfig(l2=penalties))
     assert result["l2"] == penalties[int(np.argmin(errors))]
     printed = capsys.readouterr().out
-    assert f"note: {result['l2']} is chosen, and the mean absolute error decides: the score of the dev" in printed
+    assert f"note: {result['l2']} is chosen, and by the mean absolute error: the score of the dev" in printed
     assert best_choice({1: np.nan, 2: np.nan}, {1: np.nan, 2: np.nan}) == 1
-    assert "note: 1 is chosen, and it is the first choice" in capsys.readouterr().out
+    assert "note: 1 is chosen, and the first candidate" in capsys.readouterr().out
 
 
 def test_a_figure_that_images_do_not_have_is_null_in_files_and_a_dash_in_tables(tmp_path):
@@ -394,7 +397,7 @@ def test_probes_of_other_kinds_report_their_figures_and_count_missing_labels(
         assert report["labels"]["images"] == 21
         assert report["labels"]["class_names"] == ([] if label is redness else ["bright", "red"])
     monkeypatch.setattr(extraction, "extract_split", lambda *arguments: pytest.fail("features are extracted"))
-    ways = r"mpp linear \(protocol logistic\), knn, finetune and supervised learn all kinds"
+    ways = r"mpp linear \(protocol logistic\), knn, finetune and supervised take all kinds"
     with pytest.raises(UserError, match=rf"task is \w+; it must be class with fewshot: {ways}"):
         fewshot.main([*common, f"--out={tmp_path / 'fewshot.json'}"])
     monkeypatch.undo()
@@ -449,7 +452,7 @@ def test_of_many_classes_the_worst_are_printed(kind, capsys, tmp_path):
     report = write_report(tmp_path / "probe.json", {"results": add_figures([{"seed": 0, "outcomes": outcomes}])})
     print_details(tmp_path / "probe.json", report)
     printed = capsys.readouterr().out
-    assert "these 30 of 40 classes are recognised worst" in printed
+    assert "these 30 of 40 classes have the lowest scores" in printed
     named = {int(line.split()[2]) for line in printed.splitlines() if line.startswith("| species")}
     assert len(named) == 30 and named.issuperset(range(10))
 

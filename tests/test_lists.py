@@ -322,7 +322,7 @@ def test_a_list_at_the_top_is_of_all_splits(tmp_path, capsys):
         "train": {"train/0.png": (0, "a"), "train/1.png": (1, "b")},
         "validation": {"val/2.png": (2, "a")},
     }
-    assert "files that no list names (1: val/unlisted.png)" in capsys.readouterr().err
+    assert "files missing from all lists (1: val/unlisted.png)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["val", "Validation", " dev "])

@@ -304,7 +304,7 @@ def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
 )
 def test_features_are_already_of_some_encoder(tmp_path, name, word):
     save_features(tmp_path / "f.npz", features())
-    with pytest.raises(ValueError, match=f"{name} is .* left out: features are already of some encoder"):
+    with pytest.raises(ValueError, match=f"{name} is .* left out: saved features need no encoder"):
         knn.main([f"--features={tmp_path / 'f.npz'}", word])
 
 

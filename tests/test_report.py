@@ -175,7 +175,7 @@ def test_a_run_of_one_channel_without_labels_and_colours_says_what_is_missing(pr
     report([f"--encoder={run}/encoder", *FAST])
     page = read(run / "report.html")
     assert_has(page, "Accuracy on masked patches: this run predicts no colours")
-    assert_has(page, "kNN accuracy: the images have no labels", "Neighbours that agree between two crops")
+    assert_has(page, "kNN accuracy: the images have no labels", "Neighbour agreement between two crops")
     assert_has(page, "positions: rotary positions", "Few-shot, linear probe: not asked for")
     assert_has(page, "Held-out loss", "hog")
 

@@ -302,7 +302,7 @@ def test_an_encoder_says_how_its_files_were_read(pretrain, tmp_path):
 def test_where_nothing_can_be_written_is_said_before_anything_is_done(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        UserError, match=r"file/evaluation/x\.json cannot be written \(.*\); name another place by --out"
+        UserError, match=r"file/evaluation/x\.json cannot be written \(.*\); choose another place with --out"
     ):
         report_path(str(tmp_path / "file" / "evaluation" / "x.json"), "runs/birds", "x.json")
     assert report_path(None, str(tmp_path), "x.json") == tmp_path / "evaluation" / "x.json"

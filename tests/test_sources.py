@@ -55,7 +55,7 @@ LISTED_HERE = b"file_name\nb.png\n"
         ),
         (["spring.png", "steam train.png", "train.png"], 3, ""),
         (["a.png", "b.npy", "c.npy"], 1, "arrays next to pictures (2: b.npy, ...)"),
-        (["a.png", "b.png", "c.png", "labels.csv"], 1, "files that no list names (2: a.png, c.png)"),
+        (["a.png", "b.png", "c.png", "labels.csv"], 1, "files missing from all lists (2: a.png, c.png)"),
         (["b.png", "masks/b2, left.png", "metadata.csv"], 1, ""),
         (["a/b.png", "c/b.png", "a/labels.csv"], 2, ""),
         (["a.png", "test.png", "c.parquet", "metadata.json"], 2, "tables without images (1: c.parquet)"),

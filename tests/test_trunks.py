@@ -196,7 +196,7 @@ def test_a_trunk_that_was_trained_without_the_checkpoint(small, tmp_path, monkey
     branch = encoders_in(small)["4 steps", 0]
     where = f"step 2, where {tmp_path}/of_4_0 parts from it"
     if begin is None:
-        command = f"up to {where}; rm -r {tmp_path}/trunk_0, and the same command makes it anew"
+        command = f"up to {where}; rm -r {tmp_path}/trunk_0, and the same command makes it again"
         with pytest.raises(UserError, match=command):
             run.train_encoder(branch, tmp_path / "out")
         return
@@ -247,7 +247,7 @@ def test_lengths_may_follow_from_compute(small):
         (0, {"train": "supervised"}, "encoders: 4 steps: train is supervised; it must be pretrain, as in trunk"),
         (0, {"encoder": "FOLDER/trunk_{seed}"}, "it must be another folder than that of trunk"),
         (0, {"seeds": [0, 1]}, "encoders: 4 steps: seeds is 1; it must be among the seeds of its trunk, trunk"),
-        (0, {"train_options": COOLED}, "train_options is .*; it must be with run.steps, or beside compute"),
+        (0, {"train_options": COOLED}, "train_options is .*; it must be with run.steps, or next to compute"),
         (0, {"run.branch_from": "a@1"}, "run.branch_from is a@1; it must be left out: it follows from branch_of"),
         (0, {"optim.lr": 0.5}, "encoders: 4 steps: optim.lr is 0.5; it must be 0.01, as in its trunk"),
         (0, {"run.seed": 7}, "encoders: 4 steps: run.seed is 7; it must be 0, as in its trunk"),

@@ -248,7 +248,7 @@ def test_a_run_of_a_few_steps_is_not_judged(check):
     assert WARNINGS[check](lines, replace(FACTS, warmup=1))
     lines = [line | {"step": min(line["step"], 6)} for line in lines]
     assert WARNINGS[check](lines, short) is None
-    assert "fewer than 100 steps, too few to judge learning" in verdict(lines[-1:], short)
+    assert "fewer than 100 steps, too few to evaluate learning" in verdict(lines[-1:], short)
     assert "too few" not in verdict(lines[-1:], FACTS)
 
 

@@ -319,7 +319,7 @@ def test_the_rank_is_that_of_training(pretrain, tmp_path):
         pytest.param(["--objective.name=grid_color"], 16, "(colours of a grid over each patch)", id="grid"),
         pytest.param(["--objective.name=pixels", "--optim.average=0.9"], None, "(pixels)", id="pixels"),
         pytest.param(
-            ["--config=rivals/mae"], None, "(pixels, put back by each patch's true mean and deviation)", id="mae"
+            ["--config=rivals/mae"], None, "(pixels, denormalised by each patch's true mean and deviation)", id="mae"
         ),
         pytest.param(["--config=rivals/mae_mean_color"], 1, "(mean colours)", id="mean colour"),
         pytest.param(["--config=rivals/maskfeat"], None, "(HOG, as its edges)", id="maskfeat"),
@@ -379,7 +379,7 @@ def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
     for name in ("predictions", "positions", "attention_distance", "attention_rollout", "pca"):
         assert f"no {name}: " in printed
     assert drawn_in(tmp_path) == {"filters", "rank", "accuracy_by_depth"}
-    with pytest.raises(ValueError, match="pictures is filters; it must be something that this encoder has"):
+    with pytest.raises(ValueError, match="pictures is filters; it must be a picture that this encoder supports"):
         draw("floor:pixels", tmp_path, "--pictures=filters")
 
 

@@ -24,7 +24,7 @@ def check_branch(config: Any, trunk: Any, key: str) -> None:
             require(value == before[name], f"{key}: {name}", describe_value(value), allowed)
     for which, each in (("", config), ("its trunk's ", trunk)):
         stable = each.optim.stable_steps(each.run.steps)
-        allowed = "wsd or constant: the rate of the others always falls"
+        allowed = "wsd or constant: other schedules lower the rate from the start"
         require(stable is not None, f"{key}: {which}optim.schedule", each.optim.schedule, allowed)
     objective = getattr(config, "objective", None)
     if objective is not None and objective.moves_teacher:
@@ -49,6 +49,6 @@ def parting_step(config: Any, trunk: Any, key: str) -> int:
     require(warmup == of_trunk, f"{key}: optim.warmup_steps", warmup, allowed)
     stable = min(each.optim.stable_steps(each.run.steps) for each in (config, trunk))
     step = min(stable, config.run.steps - 1)  # the last step is the branch's own: it logs and evaluates there
-    allowed = "more, or optim.cooldown less: no step comes before the cooldown"
+    allowed = "larger, or optim.cooldown smaller: no step comes before the cooldown"
     require(step > 0, f"{key}: run.steps", config.run.steps, allowed)
     return step

@@ -99,7 +99,7 @@ def cases_of(entries: Entries) -> list[Case]:
             for case in cases_of_question(question, entries, encoders, position):
                 same = cases.setdefault(case.slug, case)
                 alike = (same.encoder, same.entry, same.dataset) == (case.encoder, case.entry, case.dataset)
-                require(alike, "names", f"alike as files' names ({case.slug})", "more different")
+                require(alike, "names", f"the same file name ({case.slug})", "more different")
     return list(cases.values())
 
 
@@ -147,7 +147,7 @@ def why_left_out(entry: EncoderEntry, evaluation: EvaluationEntry) -> str:
     """The reason why there is nothing to evaluate; empty: there is."""
     kind = EVALUATIONS[evaluation.command].kind
     if entry.encoder.startswith("floor:"):
-        return "" if kind == "frozen features" else "a floor has no weights"
+        return "" if kind == "frozen features" else "a colour baseline has no weights"
     if kind != "masked patches":
         return ""
     if entry.random:
@@ -205,7 +205,9 @@ def with_parents(encoder: Encoder, trained: dict[Path, Encoder], descendants: tu
         descendants: paths of the encoders that it is a parent or the trunk of, directly or not.
     """
     if encoder.path in descendants:
-        raise UserError(f"{encoder.path} would be made from itself; its first weights and its teacher must be others'")
+        raise UserError(
+            f"{encoder.path} would be made from itself; its first weights and its teacher must come from another run"
+        )
     below = (*descendants, encoder.path)
     if encoder.trunk is not None:
         encoder = replace(encoder, trunk=with_parents(encoder.trunk, trained, below))

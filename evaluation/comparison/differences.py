@@ -178,7 +178,7 @@ def difference_table(differences: Sequence[EncoderDifference]) -> tuple[list[str
 
 def told_apart_table(differences: Sequence[EncoderDifference]) -> tuple[list[str], list[list[str]]]:
     """Headings and a row for each column: its best encoder, and the others by what tells them apart from it."""
-    headings = ["column", "best", "not told apart", "by test images alone", "by test images and seeds"]
+    headings = ["column", "best", "not told apart", "by test images only", "by test images and seeds"]
     by_column: dict[str, list[EncoderDifference]] = {}
     for each in differences:
         by_column.setdefault(each.column, []).append(each)

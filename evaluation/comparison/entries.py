@@ -168,14 +168,14 @@ def with_trunk(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> EncoderEn
         return entry
     key = f"encoders: {entry.name}"
     possible = {other.name: other for other in others if other.train and not other.branch_of and not other.random}
-    allowed = f"an entry with train, neither random nor a branch ({', '.join(possible) or 'there is none'})"
+    allowed = f"an entry with train that is neither random nor a branch ({', '.join(possible) or 'there is none'})"
     require(entry.branch_of in possible, f"{key}: branch_of", entry.branch_of, allowed)
     trunk = possible[entry.branch_of]
     require(entry.train in (None, trunk.train), f"{key}: train", entry.train, f"{trunk.train}, as in {trunk.name}")
     allowed = f"another folder than that of {trunk.name}"
     require(entry.encoder != trunk.encoder, f"{key}: encoder", entry.encoder, allowed)
     has_length = entry.compute is not None or "run.steps" in entry.train_options
-    require(has_length, f"{key}: train_options", entry.train_options, "with run.steps, or beside compute")
+    require(has_length, f"{key}: train_options", entry.train_options, "with run.steps, or next to compute")
     given = entry.train_options.get("run.branch_from")
     require(given is None, f"{key}: run.branch_from", given, "left out: it follows from branch_of")
     shared = {name: value for name, value in trunk.train_options.items() if name not in OF_TRUNK}
@@ -189,7 +189,7 @@ def check_encoder(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> None:
     is_list = isinstance(entry.seeds, list | tuple) and len(entry.seeds) > 0
     require(is_list, f"{key}: seeds", entry.seeds, "a list that is not empty")
     possible = entry.compute is None or (entry.train is not None and entry.compute > 0)
-    require(possible, f"{key}: compute", entry.compute, "above 0, beside train")
+    require(possible, f"{key}: compute", entry.compute, "above 0, next to train")
     if entry.train is None:
         return
     has_folders = len(entry.seeds) == 1 or "{seed}" in entry.encoder

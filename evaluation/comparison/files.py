@@ -51,7 +51,7 @@ from mpp.training.run_folder import REPORT_PAGE
 
 RECORDED_LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
 DIFFERENCES = "Differences from the best, with 95% intervals over test images"
-TOLD_APART = "Which encoders are told apart from the best, and by what"
+TOLD_APART = "Encoders told apart from the best, by column"
 NAMED_BESIDE_BEST = 6
 """Encoders that the page's verdict names beside the best one, at most."""
 
@@ -138,7 +138,7 @@ def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder:
     remarks = [*describe_label_baselines(asked), *describe_masked_baselines(asked)]
     uncompared = columns_not_compared(asked)
     if uncompared:
-        remarks.append(f"Without intervals, so that nothing is told apart: {', '.join(uncompared)}.")
+        remarks.append(f"Without intervals, so no difference is told apart: {', '.join(uncompared)}.")
     plot = plot_question(question, asked, numbers)
     return Answer(question, numbers, plot, differences_from_best(asked, folder), remarks)
 
@@ -228,7 +228,7 @@ def best_encoders(tested: list[ResultRow]) -> list[str]:
         best = best_choice({encoder: cell["mean"] for encoder, cell in cells.items()})
         others = [f"{encoder} {mean_in_words(cell)}" for encoder, cell in cells.items() if encoder != best]
         more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
-        beside = f" (beside {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""
+        beside = f" (next to {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""
         baselines = ", ".join([*label_baselines(rows), *masked_baselines(evaluations[dataset, evaluation])])
         without = f"; without an encoder: {baselines}" if baselines else ""
         name = f"{evaluation} {case}".strip()

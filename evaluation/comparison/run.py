@@ -71,7 +71,7 @@ def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate
         UserError: a case that cannot be carried out, before anything is done; a full disk.
     """
     if PartialState(cpu=not uses_gpu()).num_processes > 1:
-        raise UserError("this command is one process; start it several times, and they share the work")
+        raise UserError("this command is one process; start it several times to share the work")
     published = read_published(extends)
     missing = [case for case in cases if identity(case) not in published]  # this parses the settings of each
     failures = [] if tabulate else evaluate_cases(missing, folder)
@@ -104,13 +104,13 @@ def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
                 print(f"warning: {case.slug} diverged: {error}", file=sys.stderr)
             except Exception as error:  # images that are gone, a bug: the other cases go on
                 if is_full_disk(error):
-                    way = "finished work is kept: free space, and start the same command again"
+                    way = "finished work is kept: free space, then start the same command again"
                     raise UserError(f"{case.slug}: {reason_of(error)}; {way}") from error
                 failures.append(f"{case.slug}: {reason_of(error)}")
                 print(f"warning: {failures[-1]}", file=sys.stderr)
         if len(left) == len(cases):
             if not announced:
-                print(f"waiting for other processes, which do {left[0].slug} or what it needs", flush=True)
+                print(f"waiting for other processes, which compute {left[0].slug} or its inputs", flush=True)
             announced = True
             time.sleep(RETRY_S)
         cases = left
@@ -184,7 +184,7 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
         train_unless_diverged(encoder, config, folder)
     except Diverged as error:
         if encoder.entry.random:  # it takes the architecture from there, but no weights
-            raise UserError(f"{run_folder} has no encoder to take the architecture of: {error}") from error
+            raise UserError(f"{run_folder} has no encoder to take the architecture from: {error}") from error
         raise
 
 
@@ -197,7 +197,7 @@ def train_unless_diverged(encoder: Encoder, config: Any, folder: Path) -> None:
     divergence = divergence_of(encoder, folder)
     if divergence.is_file():
         message = json.loads(divergence.read_text(encoding="utf-8"))["diverged"]
-        raise Diverged(f"{message} ({divergence} says so; delete it to try again)")
+        raise Diverged(f"{message} (recorded in {divergence}; delete it to try again)")
     try:
         if encoder.trunk is not None and not newest_step(Path(config.run.dir)):
             config = branch_from_trunk(encoder, config, folder)
@@ -226,7 +226,7 @@ def branch_from_trunk(encoder: Encoder, config: Any, folder: Path) -> Any:
     where = f"step {parting}, where {encoder.path} parts from it"
     kept = [step for step in kept_steps(trunk) if step <= parting]
     if not kept:
-        raise UserError(f"{trunk} has no checkpoint up to {where}; rm -r {trunk}, and the same command makes it anew")
+        raise UserError(f"{trunk} has no checkpoint up to {where}; rm -r {trunk}, and the same command makes it again")
     if kept[-1] < parting:
         note(f"{trunk} has no checkpoint after {where}; the branch repeats the steps from {kept[-1]} on")
     return replace(config, run=replace(config.run, branch_from=f"{trunk}@{kept[-1]}"))
@@ -270,6 +270,6 @@ def check_beginning(encoder: Encoder) -> None:
     changed = differences(before, compared)
     if changed:
         raise UserError(
-            f"{encoder.path} began otherwise than it would now ({'; '.join(changed)}); "
-            "remove this folder to train anew, or put those back"
+            f"{encoder.path} was started with other images or weights ({'; '.join(changed)}); "
+            "remove this folder to train again, or restore the original ones"
         )

@@ -188,8 +188,8 @@ def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[Result]) -> li
         score = kind_of_trials(known, next(iter(best.cells))).score_heading
         lines.append(describe_lead(best, known[1]))
         lines.append(
-            f"The best of {len(known)} trials was chosen by this {score}, which is too high for that reason (the "
-            "winner's curse): measure the chosen settings anew, with other seeds, on the test images."
+            f"The best of {len(known)} trials was chosen by this {score}, which is therefore too high "
+            "(the winner's curse): measure the chosen settings again, with other seeds, on the test images."
         )
     lines.append(f"next: {next_command(config, best)}")
     return lines
@@ -244,8 +244,8 @@ def describe_lead(best: Result, second: Result) -> str:
     if of_one_seed:
         points = ", ".join(map(point_with_new_seed, of_one_seed))
         return (
-            f"The best is {lead_in_words} ahead of the second ({both}). Nothing is known of the spread over seeds "
-            f"where there is one seed: add `points: [{points}]`."
+            f"The best is {lead_in_words} ahead of the second ({both}). One seed gives no "
+            f"spread over seeds: add `points: [{points}]`."
         )
     spread = max(best.cell["std"], second.cell["std"])
     if lead <= spread:

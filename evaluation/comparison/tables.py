@@ -152,7 +152,7 @@ def describe_label_baselines(rows: list[ResultRow]) -> list[str]:
     for (dataset,), of_dataset in grouped(of_kind(rows, "test"), "dataset").items():
         reached = ", ".join(label_baselines(of_dataset))
         if reached:
-            sentences.append(f"Baselines on {dataset}, which look at no image: {reached}.")
+            sentences.append(f"Baselines on {dataset}, which use no image: {reached}.")
     return sentences
 
 

@@ -68,7 +68,7 @@ class SweepPlan:
         if self.is_cut:
             dev = "the held-out images, which data.eval_split null cuts from the training images"
         count = f"{len(self.trials)} trials, {runs} runs" if runs > len(self.trials) else f"{runs} trials"
-        return f"{count}; the dev split is {dev}; test images are not looked at"
+        return f"{count}; the dev split is {dev}; test images are not used"
 
 
 def plan_sweep(config: SweepConfig) -> SweepPlan:
@@ -82,7 +82,7 @@ def plan_sweep(config: SweepConfig) -> SweepPlan:
     base = parsed_options(config.train, settings)
     is_cut = base.data.eval_split is None
     learns_labels = config.train == "supervised"
-    allowed = "null with train supervised, which learns the labels of all training images but those that it cuts off"
+    allowed = "null with train supervised, which learns the labels of all training images except the ones it cuts off"
     require(is_cut or not learns_labels, "settings: data.eval_split", base.data.eval_split, allowed)
 
     common = dict(settings)
@@ -123,7 +123,7 @@ def refuse_settings(settings: Options, place: str, refused: Mapping[str, str]) -
     """Raise UserError at a setting that the sweep decides."""
     for key, decided_by in refused.items():
         require(
-            key not in settings, f"{place}: {key}", settings.get(key), f"left out: the sweep's `{decided_by}` is it"
+            key not in settings, f"{place}: {key}", settings.get(key), f"left out: the sweep's `{decided_by}` sets it"
         )
 
 
@@ -189,7 +189,7 @@ def evaluation_entries(config: SweepConfig, is_cut: bool) -> list[EvaluationEntr
             require(entry.command in able, "evaluate: command", entry.command, allowed)
             options["test"] = False
         entries.append(replace(entry, options=options))
-    require(len(entries) > 0, "evaluate", "empty", "{command: linear}, say")
+    require(len(entries) > 0, "evaluate", "empty", "for example {command: linear}")
     return entries
 
 

@@ -8,14 +8,14 @@ from mpp.config import check_bounds, require, setting
 
 @dataclass(frozen=True)
 class ThroughputConfig:
-    """Throughput of training, against other code and the machine's limits."""
+    """Throughput of training, compared with other code and the limits of the machine."""
 
     model: str = "vit_tiny_patch16_224"
-    """A timm VisionTransformer."""
+    """Name of a timm VisionTransformer."""
     img_size: int | None = setting(None, at_least=1)
-    """Side of its images, a multiple of its patches. null: its own."""
+    """Side of its images, a multiple of its patch size. null: its own."""
     batch_size: int = setting(16, at_least=1)
-    """Images a step."""
+    """Images per step."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type. auto: bf16 where the hardware computes in it."""
     compile: bool = False
@@ -23,13 +23,13 @@ class ThroughputConfig:
     device: Literal["auto", "cpu"] = "auto"
     """auto: a GPU where there is one."""
     rounds: int = setting(15, at_least=1)
-    """Rounds that count, after three that do not."""
+    """Measured rounds, after three warm-up rounds."""
     jpeg_side: int = setting(256, at_least=1)
-    """Shorter side of the files that are loaded from; `mpp prepare` makes them 256."""
+    """Shorter side of the loaded files; `mpp prepare` makes them 256."""
     workers: int = setting(2, at_least=0)
-    """Loader processes of the training steps on files."""
+    """Loader processes of training steps from files."""
     out: str | None = None
-    """JSON file of all figures. null: none."""
+    """JSON file for all figures. null: none."""
 
     def __post_init__(self):
         check_bounds(self)
@@ -37,16 +37,16 @@ class ThroughputConfig:
 
 @dataclass(frozen=True)
 class GpuReportConfig:
-    """Speed and tests of mpp on this machine's GPU, in one text file; what to set on it."""
+    """Speed and tests of mpp on this machine's GPU in one text file, with recommended settings."""
 
     out: str = "gpu_report.txt"
-    """The file."""
+    """Text file to write."""
     batch_size: int | None = setting(None, at_least=1)
-    """Images a step. null: for each model as many as fit into the GPU's free memory."""
+    """Images per step. null: for each model as many as fit into the GPU's free memory."""
     minutes: float = setting(10.0, above=0)
-    """Time for the whole report. Parts that do not fit are left out, and the report says so."""
+    """Time limit of the whole report in minutes. Parts that do not fit are left out and listed."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """cpu rehearses the report with tiny models."""
+    """Device. cpu rehearses the report with tiny models."""
 
     def __post_init__(self):
         check_bounds(self)
@@ -57,21 +57,24 @@ class CompareConfig:
     """A comparison of encoders."""
 
     dir: str = "runs/compare"
-    """Folder of results.json, table.md, the plots, and each evaluation's report."""
+    """Folder for results.json, table.md, the plots, and each evaluation's report."""
     encoders: tuple[dict[str, Any], ...] = ()
     """Rows: {name, encoder, random, options, seeds, train, train_options, compute, branch_of}; name and encoder are
     needed."""
     evaluations: tuple[dict[str, Any], ...] = ()
-    """{name, command, options}: command is fewshot, knn, linear, segmentation, finetune, masked, or one of yours."""
+    """Evaluations: {name, command, options}; command is fewshot, knn, linear, segmentation, finetune, masked, or your
+    own."""
     datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
-    """{name, options, group}: options have data.path and the like. Files are read as the encoder's own were, with its
-    channels and range, unless options say otherwise."""
+    """Datasets: {name, options, group}; options are data.path and other data settings. Files are read like the
+    encoder's own training images, with its channels and range, unless options set these."""
     questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)
-    """{name, title, encoders, evaluations, plot, x, lines}: a table and a plot each. Only what is asked for is done."""
+    """Questions: {name, title, encoders, evaluations, plot, x, lines}; each gets a table and a plot. Only the
+    evaluations they need are computed."""
     extends: str | None = None
-    """The results.json of another comparison: results with the same digest are taken from there, and not done again."""
+    """results.json of another comparison: results with the same digest are taken from there instead of computed
+    again."""
     tabulate: bool = False
-    """Only write what is there already: a look at a comparison that is under way."""
+    """Only write the results so far, of a comparison that is still running."""
 
     def __post_init__(self):
         for key in ("encoders", "evaluations", "datasets", "questions"):
@@ -80,34 +83,34 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """Trials of a training, each evaluated on a dev split: which settings are best? Test images are not looked at."""
+    """Trials of a training, each evaluated on a dev split, to choose the best settings. Test images are not used."""
 
     dir: str = "runs/sweep"
-    """Folder of results.json, table.md, sweep.png, and each trial's run and reports."""
+    """Folder for results.json, table.md, sweep.png, and each trial's run and reports."""
     train: Literal["pretrain", "supervised", "contrastive"] = "pretrain"
     """Command that trains."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Its settings in all trials; `config` is a file, or several. With data.eval_split null the held-out images are the
-    dev split: a part of the training images. Otherwise trials are not evaluated while they train."""
+    """Settings of that command in all trials; `config` is a file, or several. With data.eval_split null the held-out
+    images are the dev split, a part of the training images. Otherwise trials are not evaluated while they train."""
     vary: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings and their values: {optim.lr: [5.0e-3, 1.0e-2]}. Each combination is a trial."""
     points: tuple[dict[str, Any], ...] = ()
     """Further trials, each a mapping of settings. With run.seed, a point is one more seed of that trial."""
     compute: float | None = setting(None, above=0)
-    """PFLOP that each trial executes; its number of steps follows. null: run.steps, as settings say."""
+    """Compute of each trial in PFLOP; its number of steps follows. null: run.steps of settings."""
     seeds: int | tuple[int, ...] = setting((0,), at_least=0, listed=True)
     """Seeds of each trial of the grid, and of points without run.seed: the spread is over them."""
     evaluate: dict[str, Any] | tuple[dict[str, Any], ...] = field(default_factory=lambda: {"command": "linear"})
-    """{command, options}, or several: the first one chooses. It has a setting `test`, which is false here; with
-    data.eval_split null it may be any, on the held-out images."""
+    """Evaluation that ranks the trials: {command, options}, or several, of which the first one ranks. It needs a
+    setting `test`, which is false here; with data.eval_split null any evaluation is allowed, on the held-out images."""
     extends: str | None = None
-    """The results.json of a comparison or sweep: results with the same digest are taken from there."""
+    """results.json of a comparison or sweep: results with the same digest are taken from there."""
     tabulate: bool = False
-    """Only write what is there already: a look at a sweep that is under way."""
+    """Only write the results so far, of a sweep that is still running."""
 
     def __post_init__(self):
         check_bounds(self)
         given = len(self.vary) + len(self.points)
-        require(given > 0, "vary", "empty", "{setting: [values]} in a --config file, or left out beside points")
+        require(given > 0, "vary", "empty", "{setting: [values]} in a --config file, or left out next to points")
         for key, values in self.vary.items():
             require(len(values) > 0, f"vary: {key}", list(values), "a list that is not empty")

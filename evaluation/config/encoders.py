@@ -32,38 +32,39 @@ NumberLoss = Literal["l2", "l1"]
 
 @dataclass(frozen=True)
 class ProbeDataConfig(SourceConfig):
-    """The labelled images: the training split is learned from, the held-out split is tested on."""
+    """The labelled images: training split to learn from, held-out split to test on."""
 
     eval_crop: float | None = setting(None, above=0, at_most=1)
-    """Share of the shorter side that the centre crop keeps; 1 suits small images. null: the encoder's own."""
+    """Share of the shorter side that the centre crop keeps (crop_pct); 1 suits small images. null: the encoder's
+    own."""
 
 
 @dataclass(frozen=True)
 class MaskedDataConfig(ProbeDataConfig):
-    """Images with masks: the training split is learned from, the held-out split is tested on."""
+    """Images with masks: training split to learn from, held-out split to test on."""
 
     mask_column: str = setting("mask", needs={"path": True})
-    """Column of the masks: images of one number a pixel, its class; of a palette's colours the numbers count. The
+    """Column of the masks: images with one number per pixel, its class; in palette images the palette's numbers. The
     package's birds have outlines."""
     ignore_index: int | None = 255
-    """The number of pixels that do not count. null: all count."""
+    """Number of pixels to ignore. null: none are ignored."""
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """A frozen encoder, and the images that it is shown."""
+    """A frozen encoder and its images."""
 
     encoder: str = "runs/birds"
-    """Run folder, encoder folder, hf-hub:NAME, timm model name (with its published weights), floor:pixels or
-    floor:colors."""
+    """Encoder: a run folder, encoder folder, hf-hub:NAME, the name of a timm model (with its published weights),
+    floor:pixels or floor:colors."""
     checkpoint: str | None = setting(None, needs={"random": False})
-    """Local .safetensors file with the weights of a timm model name, in place of those that are published."""
+    """Local .safetensors file with the weights of a timm model, instead of its published ones."""
     random: bool = False
-    """Take the architecture with random weights: the baseline that pre-training has to beat."""
+    """Use random weights in the same architecture: the baseline of pre-training."""
     seed: int = 0
-    """Seed of random weights."""
+    """Seed of the random weights."""
     img_size: int | tuple[int, int] | None = None
-    """Another input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""
+    """Input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
@@ -78,7 +79,7 @@ class EncoderConfig:
             return
         names = ("checkpoint", "random", "img_size", *others)
         changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
-        allowed = f"another one beside {' and '.join(changed)}: logits are of a run as it was trained"
+        allowed = f"another one with {' and '.join(changed)}: logits need the run as it was trained"
         require(not changed, "representation", "logits", allowed)
 
 
@@ -92,24 +93,26 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    """Features of images: which of the encoder's outputs, and where they are written."""
+    """Features of images: the encoder's output to use, and the file to write."""
 
     representation: Representation = "mean"
-    """`class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of its own."""
+    """Pooling: `class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of
+    its own."""
     depth: int | Literal["last", "all", "dev"] = "last"
-    """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
+    """Number of blocks before the features are taken. last: the encoder's output; all: every depth; dev: the best depth
+    on a tenth of the training images."""
     task: LabelTask = "auto"
-    """Kind of label. class: one an image; several: lists of classes, or text with `;` between them; number: a number.
-    auto: a number where the labels have fractions, or else one class."""
+    """Kind of label. class: one per image; several: lists of classes, or text with `;` between them; number: a number.
+    auto: number if the labels have fractions, otherwise class."""
     strict: bool = False
-    """Refuse images that cannot be decoded. false: they are left out, and named."""
+    """Refuse images that cannot be decoded. false: leave them out and list them."""
     out: str | None = setting(None, operational=True)
-    """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
+    """File to write. null: in evaluation/ of the run folder, or in runs/NAME/evaluation/."""
 
 
 @dataclass(frozen=True)
 class FeaturesConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
-    """Frozen features: of which encoder, on which images."""
+    """Frozen features of an encoder on labelled images."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,11 @@ class EmbedConfig(PrecisionConfig, EncoderConfig):
     """The features of all images of a dataset, as a table."""
 
     representation: Representation = "mean"
-    """`class` token, `mean` of the patches, or `both`. What a classifier predicts is written by `mpp predict`."""
+    """Pooling: `class` token, `mean` of the patches, or `both`. For predictions of a classifier use `mpp predict`."""
     depth: int | Literal["last"] = "last"
-    """After how many blocks. last: the encoder's output."""
+    """Number of blocks before the features are taken. last: the encoder's output."""
     out: str = setting("features.parquet", operational=True)
-    """File that is written: a row for each image of all splits."""
+    """Parquet file to write: a row for each image of all splits."""
     data: ProbeDataConfig = group(
         ProbeDataConfig, **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
     )
@@ -132,28 +135,28 @@ class EmbedConfig(PrecisionConfig, EncoderConfig):
 
 @dataclass(frozen=True)
 class PredictConfig(PrecisionConfig):
-    """Predictions of a classifier for new images, as a table; or the class of each pixel, as masks."""
+    """Predictions of a classifier for new images, as a table, or as masks with the class of each pixel."""
 
     classifier: str = "runs/birds_finetuned"
-    """Folder of a fine-tuned or supervised run, of a head that `mpp linear --save true` or `mpp segmentation --save
-    true` kept, or in timm's layout with a head; or the name of a timm model."""
+    """Classifier: the folder of a fine-tuned or supervised run, of a head kept by `mpp linear --save true` or `mpp
+    segmentation --save true`, or in timm's layout with a head; or the name of a timm model."""
     encoder: str | None = None
-    """Where the encoder of a kept head is now. null: in the run beside the head, or where it was."""
+    """Current place of the encoder of a kept head. null: the run next to the head, or its old place."""
     out: str = setting("predictions.csv", operational=True)
-    """Table that is written, CSV or parquet: a row for each image of all splits. Beside it are FILE.json, the page
-    (.html), and the folders of masks and overlays."""
+    """Table to write, CSV or parquet: a row for each image of all splits. Next to it are FILE.json, the page (.html),
+    and the folders of masks and overlays."""
     top: int = setting(3, at_least=1)
-    """Classes that are named for each image, the likeliest first."""
+    """Number of classes listed for each image, the likeliest first."""
     probabilities: bool = True
-    """A column for each class with its probability."""
+    """Add a column for each class with its probability."""
     overlays: bool = True
-    """Of masks: draw each over its image, as JPEG."""
+    """Draw each mask over its image, as JPEG."""
     page: bool = setting(True, operational=True)
-    """Write a page: the surest and the least sure predictions, and some of each class."""
+    """Write a page with the most and the least certain predictions, and examples of each class."""
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
     data: MaskedDataConfig = group(MaskedDataConfig, **dict.fromkeys(OF_CUTS, "the images of all splits are predicted"))
-    """The images. Those with labels, or with masks (of a classifier of pixels), are scored."""
+    """The images. Images with labels (or masks, for a classifier of pixels) are scored."""
 
     def __post_init__(self):
         check_bounds(self)
@@ -166,24 +169,25 @@ class ExportConfig(EncoderConfig):
     """An encoder as a file that needs neither mpp nor, as ONNX, Python."""
 
     out: str = setting("encoder.onnx", operational=True)
-    """File that is written, over one that is there. FILE.json beside it has the same metadata, and the results
-    of its verification."""
+    """File to write; an existing one is replaced. FILE.json next to it has the same metadata, and the results of its
+    verification."""
     format: Literal["onnx", "torch_export"] = "onnx"
-    """onnx: for onnxruntime and others; torch_export: torch.export's program (.pt2), which torch runs without our code.
-    The weights alone are the run's folder `encoder`."""
+    """onnx: for onnxruntime and others; torch_export: a torch.export program (.pt2), which torch runs without mpp. For
+    only the weights, use the run's folder `encoder`."""
     representation: Literal["mean", "class", "tokens", "logits"] = "mean"
-    """Output: the `mean` of the patches, the `class` token, all `tokens`, [class] and registers first, or the
-    `logits` of a supervised or fine-tuned run, a number for each class."""
+    """Output: the `mean` of the patches, the `class` token, all `tokens` ([class] and registers first), or the `logits`
+    of a supervised or fine-tuned run, one per class."""
     normalize: bool = True
-    """true: pixels go in as they are, uint8 (of more than 8 bits: float32 from 0 to 255). false: float32 that are
-    normalised already."""
+    """Normalise in the exported file. true: input is pixels as uint8 (of more than 8 bits: float32 from 0 to 255).
+    false: input is float32, already normalised."""
     batch: int | Literal["dynamic"] = setting("dynamic", at_least=1)
-    """Images at a time: a number, or any."""
+    """Batch size of the file: a number, or any."""
     quantize: Literal["int8"] | None = setting(None, needs={"format": "onnx"})
-    """int8: weights of matrix products become 8 bits, and activations where they are used (onnxruntime's dynamic
-    quantisation). Size, difference and few-shot accuracy are printed beside those of PyTorch."""
+    """Quantisation. int8: 8-bit weights of matrix products, and activations at their use (onnxruntime's dynamic
+    quantisation). Size, difference and few-shot accuracy are printed next to those of PyTorch."""
     images: int = setting(2048, at_least=1)
-    """Most held-out images that the file is verified with, and most training images of the few-shot probe of int8."""
+    """Largest number of held-out images for verifying the file, and of training images for the few-shot probe of
+    int8."""
 
     def __post_init__(self):
         check_bounds(self)
@@ -195,29 +199,29 @@ class VisualizeConfig(PrecisionConfig, EncoderConfig):
     """Pictures of an encoder's features, attention, positions and predictions."""
 
     out: str | None = None
-    """Folder that is written. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
+    """Folder to write. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
     pictures: PictureName | tuple[PictureName, ...] = setting(EVERY, listed=True)
-    """Which pictures."""
+    """Pictures to draw."""
     images: int = setting(
         6, at_least=1, needs={"pictures": ("predictions", "attention_rollout", "pca", "similarity", "neighbours")}
     )
-    """Held-out images in pictures that show some, a choice by data.cut_seed."""
+    """Number of held-out images in pictures that show examples, a choice by data.cut_seed."""
     patches: int | tuple[int, ...] | None = setting(
         None, at_least=0, listed=True, needs={"pictures": ("similarity", "neighbours")}
     )
-    """Patches that similarity starts from, counted row by row from 0; the first one is that of neighbours. null: some
-    that are spread over the image, and the middle one."""
+    """Query patches of similarity, counted row by row from 0; the first one is also the query of neighbours. null:
+    several spread over the image, and the middle one."""
     attention_images: int = setting(128, at_least=1, needs={"pictures": "attention_distance"})
-    """Held-out images that attention distance is averaged over."""
+    """Number of held-out images that attention distance is averaged over."""
     residual: bool = setting(False, needs={"pictures": "attention_rollout"})
     """Average each layer of the rollout with the identity, for the residual connection."""
     rollout_from: Literal["auto", "class", "patches"] = setting("auto", needs={"pictures": "attention_rollout"})
-    """Where rollout starts. auto: [class], but the mean of the patches where [class] was not trained for itself."""
+    """Start of the rollout. auto: [class], or the mean of the patches if [class] was not trained on its own."""
     bands: int | tuple[int, ...] | None = setting(None, at_least=1, listed=True)
-    """Which channels pictures show as red, green and blue, or the one that is grey, counted from 1: [3, 2, 1]. null:
-    RGB and grey as they are; of several others each, side by side, or their mean where something is laid over them."""
+    """Channels shown as red, green and blue, or one shown as grey, counted from 1: [3, 2, 1]. null: RGB and grey as
+    they are; other channels side by side, or their mean under an overlay."""
     representation: Representation = setting("mean", needs={"pictures": ("rank", "accuracy_by_depth")})
-    """Features of rank and accuracy_by_depth."""
+    """Pooling of the features for rank and accuracy_by_depth."""
 
     def __post_init__(self):
         check_bounds(self)
@@ -227,7 +231,7 @@ class VisualizeConfig(PrecisionConfig, EncoderConfig):
 
 @dataclass(frozen=True)
 class ReportConfig(PrecisionConfig):
-    """A page on a run: its verdict, curves and pictures."""
+    """A page about a run: its verdict, curves and pictures."""
 
     encoder: str = "runs/birds"
     """Run folder."""
@@ -235,11 +239,11 @@ class ReportConfig(PrecisionConfig):
     """CPU threads. 0: all cores."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
     out: str | None = setting(None, operational=True)
-    """File that is written. null: report.html in the run folder."""
+    """File to write. null: report.html in the run folder."""
     images: int = setting(4, at_least=1)
-    """Held-out images in pictures that show some, a choice by data.cut_seed."""
+    """Number of held-out images in pictures that show examples, a choice by data.cut_seed."""
     compared: int = setting(1024, at_least=2)
-    """Largest number of held-out images that are neighbours of each other, and on the map."""
+    """Largest number of held-out images for neighbours and the map."""
 
     def __post_init__(self):
         check_bounds(self)

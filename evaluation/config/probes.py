@@ -26,10 +26,10 @@ class FrozenProbeConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
     """A probe of frozen features."""
 
     features: str | None = None
-    """Saved features (.npz, of `mpp features` or another program) in place of an encoder."""
+    """Saved features (.npz, of `mpp features` or another program) instead of an encoder."""
     test: bool = True
-    """Evaluate on the held-out images. false: on a tenth of the training images, the dev split, to choose settings by;
-    the held-out images are not looked at."""
+    """Evaluate on the held-out images. false: evaluate on the dev split, a tenth of the training images, to choose
+    settings; the held-out images are not used."""
 
     def __post_init__(self):
         check_bounds(self)
@@ -38,7 +38,7 @@ class FrozenProbeConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
         usual = FeaturesConfig()
         for name in OF_AN_ENCODER:
             value = getattr(self, name)
-            require(value == getattr(usual, name), name, value, "left out: features are already of some encoder")
+            require(value == getattr(usual, name), name, value, "left out: saved features need no encoder")
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class FewshotConfig(FrozenProbeConfig):
     """Few-shot accuracy of frozen features."""
 
     shots: int | tuple[int, ...] = setting((1, 5, 10, 25), at_least=1, listed=True)
-    """Images a class in the support set; 5 is the standard."""
+    """Images per class in the support set; 5 is the standard."""
     seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True)
     """Seeds of the draws."""
     l2: float | tuple[float, ...] = setting((2.0**10,), above=0, listed=True)
-    """Penalties. Where there are several, each has a line of its own: none is chosen on test labels."""
+    """L2 penalties. Each of several has its own line: none is chosen on test labels."""
 
 
 @dataclass(frozen=True)
@@ -68,34 +68,34 @@ class LinearConfig(FrozenProbeConfig):
     """Full-data linear probe of frozen features."""
 
     protocol: ProtocolName = "logistic"
-    """logistic: logistic regression, by `solver`, on standardised features of one centre crop an image. mae, dinov2:
+    """logistic: logistic regression, by `solver`, on standardised features of one centre crop per image. mae, dinov2:
     the linear probes of these papers, trained on random crops; these fix the solver, rates, batch and length. `--seed`
     is also the seed of their crops and first weights."""
     solver: Literal["lbfgs", "sgd"] = setting("lbfgs", needs={"protocol": "logistic"})
     """lbfgs: to convergence, with an l2 penalty; sgd: momentum 0.9, cosine decay, no penalty."""
     l2: float | tuple[float, ...] = setting((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), at_least=0, listed=True, needs=OF_LBFGS)
-    """Penalties that L-BFGS chooses among, of the mean loss."""
+    """Penalties of the mean loss for L-BFGS to choose from."""
     lr: float | tuple[float, ...] = setting((0.01, 0.03, 0.1, 0.3), above=0, listed=True, needs=OF_SGD)
-    """Learning rates that SGD chooses among."""
+    """Learning rates for SGD to choose from."""
     epochs: int = setting(100, at_least=1, needs=OF_SGD)
     """Epochs of SGD."""
     sgd_batch_size: int = setting(1024, at_least=1, needs=OF_SGD)
     """Batch of SGD."""
     seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True, needs=OF_SGD)
-    """Seeds of SGD's order; L-BFGS has none."""
+    """Seeds of the order of images in SGD; L-BFGS has no randomness."""
     iterations: int = setting(500, at_least=1, needs=OF_LBFGS)
     """Largest number of iterations of L-BFGS."""
     loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
     """Loss of numbers. l2: squared error; l1: absolute error (by SGD: it has kinks)."""
     save: bool = setting(False, operational=True, needs={"features": False})
-    """Keep the classifier for `mpp predict`, in a folder beside the report. Of several depths it is that of the
-    deepest, of several seeds that of the first."""
+    """Keep the classifier for `mpp predict`, in a folder next to the report: the one of the deepest depth and the first
+    seed."""
 
     def __post_init__(self):
         super().__post_init__()
         allowed = "l2 with solver lbfgs, which needs a smooth loss; l1 is for sgd"
         require(self.loss == "l2" or self.solver == "sgd", "loss", self.loss, allowed)
-        allowed = f"class with protocol {self.protocol}: mpp linear without a protocol is for all kinds"
+        allowed = f"class with protocol {self.protocol}: mpp linear without a protocol takes all kinds"
         is_for_all = self.protocol == "logistic" or self.task in ("auto", "class")
         require(is_for_all, "task", self.task, allowed)
         if self.protocol == "logistic":
@@ -103,7 +103,7 @@ class LinearConfig(FrozenProbeConfig):
         allowed = "logistic or left out: saved features have no random crops"
         require(not self.features, "protocol", self.protocol, allowed)
         if self.protocol == "dinov2":
-            chosen = "protocol dinov2 chooses among the last 1 and 4 blocks, with and without the mean of the patches"
+            chosen = "protocol dinov2 chooses between the last 1 and 4 blocks, with and without the mean of the patches"
             require(self.depth == "last", "depth", self.depth, f"last or left out: {chosen}")
             require(self.representation == "mean", "representation", self.representation, f"left out: {chosen}")
             require(not self.save, "save", self.save, "left out: a head on several blocks is not kept")
@@ -114,14 +114,15 @@ class SegmentationConfig(PrecisionConfig, EncoderConfig):
     """Features of patches, evaluated on segmentation masks."""
 
     depth: int | Literal["last", "all", "dev"] = "last"
-    """After how many blocks. last: the encoder's output; all: the whole curve; dev: the best on a tenth of train."""
+    """Number of blocks before the features are taken. last: the encoder's output; all: every depth; dev: the best depth
+    on a tenth of the training images."""
     readings: Reading | tuple[Reading, ...] = setting(("linear", "knn"), listed=True)
-    """How a patch's class is read from its features. linear: a batch norm and a linear layer, trained (DINOv2); knn:
-    the classes of the nearest training patches, without training."""
+    """Classifier of patch features. linear: a batch norm and a linear layer, trained (DINOv2); knn: the classes of the
+    nearest training patches, without training."""
     lr: float | tuple[float, ...] = setting((1e-3, 3e-3, 1e-2), above=0, listed=True, needs={"readings": "linear"})
-    """Learning rates (AdamW) that are compared on the dev split; one is not compared."""
+    """Learning rates of AdamW, compared on the dev split if there are several."""
     weight_decay: float = setting(1e-4, at_least=0, needs={"readings": "linear"})
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     steps: int = setting(1000, at_least=1, needs={"readings": "linear"})
     """Optimiser steps; the rate rises over the first 4 % of them, then falls linearly."""
     images_a_step: int = setting(16, at_least=1, needs={"readings": "linear"})
@@ -133,21 +134,21 @@ class SegmentationConfig(PrecisionConfig, EncoderConfig):
     temperature: float = setting(0.07, above=0, needs={"readings": "knn"})
     """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
     patches: int = setting(1_000_000, at_least=1, needs={"readings": "knn"})
-    """Largest number of training patches that are compared with, a choice by data.cut_seed."""
+    """Largest number of training patches to compare with, a choice by data.cut_seed."""
     baselines: bool = True
-    """Evaluate random weights, and the patch's mean colour and position, beside it."""
+    """Also evaluate the baselines: random weights, and the patch's mean colour and position."""
     save: bool = setting(False, operational=True, needs={"readings": "linear"})
-    """Keep the linear reading for `mpp predict`, in a folder beside the report. Of several depths it is that of the
-    deepest, of several seeds that of the first."""
+    """Keep the linear classifier for `mpp predict`, in a folder next to the report: the one of the deepest depth and
+    the first seed."""
     class_names: tuple[str, ...] | None = setting(None, operational=True)
     """Names of the classes by their number in the masks, from 0, in tables and predictions. null: class 0, class 1 and
-    so on; of the package's birds background and bird."""
+    so on; for the package's birds background and bird."""
     images: int = setting(6, at_least=0)
-    """Held-out images in the picture. 0: no picture."""
+    """Number of held-out images in the picture. 0: no picture."""
     strict: bool = False
-    """Refuse images or masks that cannot be decoded. false: they are left out, and named."""
+    """Refuse images or masks that cannot be decoded. false: leave them out and list them."""
     out: str | None = setting(None, operational=True)
-    """File that is written. null: evaluation/ in the run folder, or runs/NAME/evaluation/."""
+    """File to write. null: in evaluation/ of the run folder, or in runs/NAME/evaluation/."""
     data: MaskedDataConfig = group(
         MaskedDataConfig, label_column="masks are the labels", eval_label_column="masks are the labels"
     )
@@ -163,4 +164,4 @@ class MaskedConfig:
     encoder: str = "runs/birds"
     """Folder of a pre-training run."""
     out: str | None = setting(None, operational=True)
-    """File that is written. null: evaluation/ in the run folder."""
+    """File to write. null: in evaluation/ of the run folder."""

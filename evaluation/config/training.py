@@ -29,27 +29,27 @@ class HeadConfig:
     """The classifier on top of the encoder, in supervised training."""
 
     kind: HeadKind = "mlp_tanh"
-    """mlp_tanh: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
+    """Head. mlp_tanh: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
     pooling: Pooling = "auto"
-    """Input: `class` token or `mean` over patches or places, equal once each has its own learning rate (paper,
-    appendix D.3); auto: [class] where there is one."""
+    """Pooling: `class` token or `mean` over patches or places, equally good at their own learning rates (paper,
+    appendix D.3); auto: [class] if there is one."""
 
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """Learning from a teacher too, through a distillation token with a head of its own (DeiT)."""
+    """Distillation from a teacher through a distillation token with its own head (DeiT)."""
 
     teacher: str | None = setting(None, operational=True)  # it may move: teacher_sha256 says which it is
-    """Folder of a finished supervised or fine-tuned run, or of a timm model with a head (config.json,
-    model.safetensors). null: no teacher, and no such token."""
+    """Teacher: the folder of a finished supervised or fine-tuned run, or of a timm model with a head (config.json,
+    model.safetensors). null: no teacher, and no distillation token."""
     kind: Literal["hard", "soft"] = setting("hard", needs={"teacher": True})
     """Target from the teacher. hard: its most likely class; soft: its probabilities."""
     temperature: float = setting(3.0, above=0, needs={"teacher": True, "kind": "soft"})
-    """Divisor of the logits of both, for soft (DeiT: 3)."""
+    """Temperature of soft distillation: divisor of both logits (DeiT: 3)."""
     weight: float | None = setting(None, at_least=0, at_most=1, needs={"teacher": True})
-    """Share of the loss that is the teacher's; the rest is the labels'. null: DeiT's, 0.5 of hard and 0.1 of soft."""
+    """Weight of the teacher's loss; the labels get the rest. null: as in DeiT, 0.5 for hard and 0.1 for soft."""
     teacher_sha256: str | None = setting(None, needs={"teacher": True})
-    """Of the teacher's weights: a run is not resumed with others. null: looked up when the run begins."""
+    """Checksum of the teacher's weights; a run cannot be resumed with others. null: computed when the run begins."""
 
     def __post_init__(self):
         check_bounds(self, "distill.")
@@ -85,32 +85,33 @@ class FinetuneConfig:
     """Fine-tune an encoder on labelled images."""
 
     encoder: str = "runs/birds"
-    """Run folder, encoder folder, hf-hub:NAME, or timm model name (with its published weights)."""
+    """Encoder to fine-tune: a run folder, encoder folder, hf-hub:NAME, or the name of a timm model (with its published
+    weights)."""
     checkpoint: str | None = setting(None, needs={"init": "encoder"})
-    """Local .safetensors file with the weights of a timm model name, in place of those that are published."""
+    """Local .safetensors file with the weights of a timm model, instead of its published ones."""
     init: Literal["encoder", "random"] = "encoder"
-    """random: the same architecture and recipe from random weights."""
+    """Initial weights. random: the same architecture and recipe from random weights."""
     img_size: int | tuple[int, int] | None = None
-    """Side of the images, or height and width; position embeddings are interpolated in 2-D (paper: 384). null: the
+    """Input size, a side or height and width; position embeddings are interpolated in 2-D (paper: 384). null: the
     encoder's own."""
     pooling: Pooling = "auto"
-    """Input of the linear layer: `class` token or `mean` over patches; auto: [class] where there is one."""
+    """Pooling before the linear layer: `class` token or `mean` over patches; auto: [class] if there is one."""
     drop_path: float | None = setting(None, at_least=0, below=1)
     """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
     activation_checkpointing: bool = setting(False, operational=True)
-    """Keep one activation a block and compute the rest again in the backward pass: less memory, a forward pass more."""
+    """Keep one activation per block and recompute the rest in the backward pass: less memory, one more forward pass."""
     lrs: float | tuple[float, ...] = setting((0.001, 0.003, 0.01, 0.03), above=0, listed=True)
-    """Learning rates (in place of optim.lr), compared on the dev split (the paper's Table 4); one is not compared."""
+    """Learning rates (instead of optim.lr), compared on the dev split if there are several (the paper's Table 4)."""
     dev_fraction: float = setting(0.1, above=0, below=1)
-    """Share of train that is the dev split (the paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
+    """Dev split as a share of the training images (paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
     dev_steps: int | None = setting(None, at_least=1)
-    """Steps of the runs that compare rates, each with a whole schedule. null: as many as run.steps."""
+    """Steps of the runs that compare rates, each with a whole schedule. null: run.steps."""
     task: LabelTask = "auto"
     """Kind of label: see `mpp linear --help`. Mixup, CutMix, label smoothing and a teacher are for one class."""
     loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
     """Loss of numbers. l2: squared error; l1: absolute error."""
     test: bool = True
-    """Train on all of train at the best rate and test. False: stop after the comparison."""
+    """Train on all training images at the best rate, then test. false: stop after the comparison."""
     out: str | None = setting(None, operational=True)
     """JSON file of the result. null: finetune.json in run.dir."""
     run: RunConfig = group(
@@ -123,16 +124,16 @@ class FinetuneConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     optim: OptimConfig = group(
         lambda: OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64),
-        lr="the rates of fine-tuning are lrs (--lrs 0.01)",
+        lr="set the learning rates of fine-tuning with lrs (--lrs 0.01)",
     )
 
     def __post_init__(self):
         check_bounds(self)
         if self.init == "random":
             decay = self.optim.layer_decay
-            require(decay is None, "optim.layer_decay", decay, "null with init random: all layers have to learn")
+            require(decay is None, "optim.layer_decay", decay, "null with init random: all layers must be trained")
             frozen = self.optim.frozen_steps
-            require(frozen == 0, "optim.frozen_steps", frozen, "0 with init random: all layers have to learn")
+            require(frozen == 0, "optim.frozen_steps", frozen, "0 with init random: all layers must be trained")
         self.optim.check_length(self.run.steps)
         require(self.test or len(self.lrs) > 1, "test", self.test, "true with one of lrs: nothing would be trained")
         if self.dev_steps is not None:
@@ -141,12 +142,12 @@ class FinetuneConfig:
 
 @dataclass(frozen=True)
 class OneRunConfig(FinetuneConfig):
-    """One of the runs that fine-tuning consists of: `optim.lr` is its rate."""
+    """One run of fine-tuning, at the rate `optim.lr`."""
 
     on_dev: bool = False
-    """Train without the dev split and evaluate on it, in place of all of train and the held-out split."""
+    """Train without the dev split and evaluate on it, instead of on all training images and the held-out split."""
     encoder_sha256: str = ""
-    """Of the weights that it starts from: a run is not resumed, or taken for done, from others."""
+    """Checksum of the initial weights; a run with others cannot be resumed, and does not count as done."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,9 @@ class ViewsConfig:
     jitter: float = setting(1.0, at_least=0, at_most=2.5)
     """Strength s of colour jitter: brightness, contrast and saturation by up to 0.8 s, hue by up to 0.2 s."""
     jitter_probability: float = setting(0.8, at_least=0, at_most=1, needs={"jitter": True})
-    """Share of the views whose colours are jittered."""
+    """Share of the views with colour jitter."""
     grey: float = setting(0.2, at_least=0, at_most=1)
-    """Share of the views that become grey."""
+    """Share of the views converted to grey."""
     blur: float = setting(0.5, at_least=0, at_most=1)
     """Share of the views that are blurred, by a Gaussian of 0.1 to 2 pixels in a window of a tenth of the side."""
 
@@ -171,11 +172,11 @@ class ProjectionConfig:
     """The projection head: one hidden layer (ReLU). It is left out when the encoder is exported."""
 
     pooling: Literal["class", "mean"] = "mean"
-    """Input of the projection head: the `class` token, or the `mean` over patches or places."""
+    """Pooling before the projection head: the `class` token, or the `mean` over patches or places."""
     hidden: int | None = setting(None, at_least=1)
     """Width of the hidden layer. null: the encoder's."""
     outputs: int = setting(128, at_least=1)
-    """Numbers that it gives a view."""
+    """Width of its output."""
 
     def __post_init__(self):
         check_bounds(self, "head.")
@@ -183,10 +184,10 @@ class ProjectionConfig:
 
 @dataclass(frozen=True)
 class ContrastConfig:
-    """The loss: NT-Xent. The negatives are all other views of a forward pass, whose size then matters."""
+    """The loss, NT-Xent. All other views of a forward pass are negatives, so its size matters."""
 
     temperature: float = setting(0.1, above=0)
-    """Divisor of the similarities (SimCLR: 0.1; 0.5 on CIFAR-10)."""
+    """Temperature: divisor of the similarities (SimCLR: 0.1; 0.5 on CIFAR-10)."""
 
     def __post_init__(self):
         check_bounds(self, "contrast.")
@@ -194,7 +195,7 @@ class ContrastConfig:
 
 @dataclass(frozen=True)
 class ContrastiveConfig:
-    """Contrastive pre-training (SimCLR). The paper's LARS is not there: `optim.name` is muon, adam or sgd."""
+    """Contrastive pre-training (SimCLR). Without the paper's LARS: `optim.name` is muon, adam or sgd."""
 
     run: RunConfig = group(lambda: RunConfig(dir="runs/birds_simclr", steps=1200))
     data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.08, 1.0)))

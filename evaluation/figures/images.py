@@ -48,7 +48,7 @@ def plot_predictions(columns: NDArray[np.uint8], entropies: NDArray | None, targ
         figure.colorbar(last, ax=panels[:, -1], label=label, shrink=min(1, 2 / rows))
     for panel, title in zip(panels[0], titles, strict=True):
         panel.set_title(title, fontsize=10)
-    heading = f"held-out images, predicted from what is left of them ({target})"
+    heading = f"held-out images, predicted from their visible patches ({target})"
     figure.suptitle(textwrap.fill(heading, 80), fontsize=11)
     return figure
 
@@ -190,7 +190,7 @@ def plot_components(
         panel.set_title(f"depth {depth}\n{100 * shares.sum():.0f}%", fontsize=9)
     figure.suptitle(
         "patch features: three principal components as red, green, blue (%: their share\n"
-        "of the variance); below, the patches where the first one is above its mean",
+        "of the variance); below, the patches with the first one above its mean",
         fontsize=10,
     )
     return figure
@@ -216,7 +216,7 @@ def plot_similarity(images: NDArray[np.uint8], similarity: NDArray, patches: Seq
             last = show(panel, cosines, **style)
             draw_frame(panel, patch, cosines.shape, (height, width))
     figure.colorbar(last, ax=panels, label="cosine similarity", shrink=min(1, 2 / rows))
-    figure.suptitle("features of all patches, compared with that of the patch in the frame", fontsize=10)
+    figure.suptitle("cosine similarity of all patches to the framed patch", fontsize=10)
     return figure
 
 

@@ -173,7 +173,7 @@ def note_growth(encoder: str) -> None:
     newest = newest_step(run)
     step = exported_step(folder) or newest
     if folder.name == ENCODER and step < newest:
-        note(f"{folder} is of step {step}, and its run has gone on to step {newest}")
+        note(f"{folder} is of step {step}, and its run has continued to step {newest}")
     cooldown = phases.describe_cooldown(step)
     if cooldown.startswith(NOT_COOLED_DOWN):
         note(f"{folder} is {cooldown}: a branch of its run cools it down (run.branch_from)")
@@ -185,7 +185,7 @@ def check_channels(encoder: FrozenEncoder, channels: int, setting: str = "encode
     Args:
         setting: the setting that names the encoder.
     """
-    allowed = f"{channels}, as many as data.channels; a run's own data settings suit its encoder"
+    allowed = f"{channels}, as many as data.channels; a run's own data settings fit its encoder"
     require(encoder.channels == channels, f"{setting}'s input channels", encoder.channels, allowed)
 
 

@@ -55,7 +55,7 @@ class RecordedBatches:
             if not (self.strict and self.unreadable):
                 yield batch
         if self.strict and self.unreadable:
-            needed = "with --strict true a probe needs all images: replace these by good copies, or remove them"
+            needed = "with --strict true a probe needs all images: replace these with intact copies, or remove them"
             raise UserError(f"{name_unreadable(self.unreadable)} ({self.split}); {needed}")
 
 

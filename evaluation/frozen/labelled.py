@@ -53,7 +53,7 @@ def load_labelled(
     splits = {"training": all_train} if on_dev else {"training": all_train, "held-out": held_out}
     if None in splits.values():
         lacking = " and ".join(name for name, split in splits.items() if split is None)
-        ways = "name their column by data.label_column, have a folder for each of several classes, or a metadata.csv"
+        ways = "name their column with data.label_column, or use a folder per class, or a metadata.csv"
         raise UserError(f"the {lacking} images have no labels; {ways} with the columns file_name and label")
     kind = all_train.label_kind
     check_kind(kind)
@@ -97,7 +97,7 @@ def refuse_other_kinds(command: str, kinds: Sequence[str], kind: str) -> None:
         kind: that the labels are of, or the setting `task`.
     """
     if kind not in kinds:
-        ways = "mpp linear (protocol logistic), knn, finetune and supervised learn all kinds"
+        ways = "mpp linear (protocol logistic), knn, finetune and supervised take all kinds"
         raise UserError(f"task is {kind}; it must be {' or '.join(kinds)} with {command}: {ways}")
 
 
@@ -115,4 +115,4 @@ def describe_share(encoder: str, data: SourceConfig) -> str:
     share = run_image_settings(run).get("train_images")
     if share is None:
         return ""
-    return f" (all; the encoder was trained on {share} images: --data.train_images takes as few)"
+    return f" (all; the encoder was trained on {share} images: set --data.train_images to use as few)"

@@ -158,7 +158,7 @@ def cut_dev_split(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     Raises:
         UserError: none would be left to learn from.
     """
-    allowed = "at least 2 where a depth or a rate is chosen on a part of them, and 3 where both are"
+    allowed = "at least 2 to choose a depth or a rate on a part of them, and 3 to choose both"
     require(count > 1, "the number of training images", count, allowed)
     order = permutation(Stream.CUT, DEV_SEED, 1, count)
     dev_count = max(1, count // 10)

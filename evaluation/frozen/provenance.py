@@ -92,7 +92,7 @@ def lineage(encoder: str) -> Iterator[str]:
         for setting, parent in parent_encoders(run).items():
             waiting.append(parent)
             if is_named(parent) and not is_model(parent):
-                note(f"{setting} of {run} is {parent}, which is not here: whether it learned from labels is unknown")
+                note(f"{setting} of {run} is {parent}, which is missing: whether it learned from labels is unknown")
 
 
 def parent_encoders(run: Path) -> dict[str, str]:
@@ -208,8 +208,8 @@ def check_labels_unseen(encoder: str, source: SourceConfig, train: ImageDataset,
     all_labelled = refuse_learned_images("encoder", encoder, source, test)
     if any(find_overlap(train, source, labelled).known for labelled in all_labelled):
         note(
-            f"{encoder} was trained with labels of these training images: what is chosen on a part of them, "
-            "such as a depth, a rate or a penalty, is chosen for images that it knows"
+            f"{encoder} was trained with labels of these training images: a depth, a rate or a penalty chosen on a "
+            "part of them is chosen for images that it knows"
         )
 
 

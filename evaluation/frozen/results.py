@@ -63,7 +63,7 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
         with TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
             return path
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); name another place by --out") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}); choose another place with --out") from error
 
 
 def report_of(config: EncoderConfig, command: str, ending: str = ".json") -> Path:
@@ -215,7 +215,7 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     print(table_by_depth(by_depth, list(report["summary"]), group_by, kind))
     on_dev = not report["protocol"].get("test", True)
     if on_dev:
-        print("on a tenth of the training images; the held-out images were not looked at")
+        print("on a tenth of the training images; the held-out images were not used")
     prefix = "dev_" if on_dev else ""
     with event_writer(events_folder(path)) as writer:
         for depth, summaries in by_depth.items():
@@ -259,7 +259,7 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     figures = figure_rows(path, report)
     seeds = {result["seed"] for result in report["results"] if "seed" in result}
     if figures and len(seeds) > 1:
-        print(f"above: means over {len(seeds)} seeds ± their deviation; below: {describe_shown(report)}")
+        print(f"above: means over {len(seeds)} seeds ± standard deviation; below: {describe_shown(report)}")
     if figures:
         print(table([describe_shown(report), "value (95% interval)"], figures))
     outcomes = shown_outcomes(path, report)
@@ -269,7 +269,7 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
         shown = worst_first(headings, rows)
         print(table(headings, shown))
         if len(shown) < len(rows):
-            print(f"these {len(shown)} of {len(rows)} classes are recognised worst; the file by class has all")
+            print(f"these {len(shown)} of {len(rows)} classes have the lowest scores; the file by class has all")
     for file in write_details(path, report):
         print(f"wrote {file}")
 

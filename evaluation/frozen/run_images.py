@@ -106,7 +106,7 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
             raise UserError(f"{run} was trained on the hub's dataset {path}, but {location} is here, too: {ways}")
         return None
     if not (path is None or is_url(path) or is_local(path)):
-        ways = "name where they are now by --data.path"
+        ways = "give their new place with --data.path"
         raise UserError(f"the images of {run} were at {location}, which is gone; {ways}")
     source = run_source(run)
     is_same = all(getattr(data, name) == getattr(source, name) for name in EVALUATED_SETTINGS)
@@ -117,8 +117,8 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
         changed = image_differences(run, source)
     if changed:
         location = location or "the package's birds"
-        ways = "put back what it began with, or name other images by --data.path"
-        raise UserError(f"{location} no longer holds the images that {run} began with: {'; '.join(changed)}; {ways}")
+        ways = "restore the original images, or choose others with --data.path"
+        raise UserError(f"{location} no longer holds the images of {run}: {'; '.join(changed)}; {ways}")
     return splits if is_same else None
 
 
@@ -156,7 +156,7 @@ def is_moved_copy(run: Path, path: str | None) -> bool:
         changed = [str(error)]
     if changed:
         gone = f"the images of {run} were at {before}, which is gone"
-        note(f"{gone}; those at {path} are others: {'; '.join(changed)}")
+        note(f"{gone}; the images at {path} differ: {'; '.join(changed)}")
     return not changed
 
 

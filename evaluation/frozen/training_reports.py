@@ -32,7 +32,7 @@ def find_tested_run(folder: Path, setting: str) -> Path | None:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{setting} is {folder}, whose {FINETUNING_REPORT} cannot be read: {error}") from error
     if not rates:
-        raise UserError(f"{setting} is {folder}, which has compared rates only (--test false); fine-tune with one")
+        raise UserError(f"{setting} is {folder}, which only compared rates (--test false); fine-tune with one")
     return folder / f"lr_{rates[0]:g}"
 
 

@@ -45,7 +45,7 @@ class Number(LabelKind):
 
     def baseline_errors(self, outcomes: Outcomes) -> dict[str, float]:
         targets = outcomes.targets
-        return {"mean absolute error of always their mean": float(np.abs(targets - targets.mean()).mean())}
+        return {"mean absolute error of always predicting their mean": float(np.abs(targets - targets.mean()).mean())}
 
     def problem(self, targets: NDArray, split: str) -> str | None:
         if targets.ndim != 1 or not np.issubdtype(targets.dtype, np.floating):
@@ -58,6 +58,6 @@ class Number(LabelKind):
     def note_tested(self, train_targets: NDArray, test_targets: NDArray, names: Sequence[str]) -> None:
         low, high = test_targets.min(), test_targets.max()
         if low == high:
-            note(f"all test images have the number {low:g}: there is no R2 of them")
+            note(f"all test images have the number {low:g}: R2 is not defined")
         if len(test_targets) < FEW_IMAGES:
             note(f"{len(test_targets)} held-out images: see the interval of R2 over test images")

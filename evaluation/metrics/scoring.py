@@ -68,8 +68,8 @@ def best_choice(scores: dict[Any, float], errors: dict[Any, float] | None = None
     known = {choice: value for choice, value in errors.items() if math.isfinite(value)}
     if known:
         best = min(known, key=known.__getitem__)
-    reason = "the mean absolute error decides" if known else "it is the first choice"
-    note(f"{best} is chosen, and {reason}: the score of the dev images is not defined; more training images help")
+    reason = "by the mean absolute error" if known else "the first candidate"
+    note(f"{best} is chosen ({reason}): the score on the dev images is not defined; use more training images")
     return best
 
 

@@ -79,7 +79,7 @@ class SeveralClasses(LabelKind):
         is_tested = (test_targets == 1).any(0)
         is_learned = (train_targets == 1).any(0)
         note_classes("test", "left out of mAP, macro", np.flatnonzero(~is_tested), names)
-        note_classes("training", "no feature tells them", np.flatnonzero(is_tested & ~is_learned), names)
+        note_classes("training", "any features score the same", np.flatnonzero(is_tested & ~is_learned), names)
 
 
 def note_classes(split: str, effect: str, classes: NDArray[np.int64], names: Sequence[str]) -> None:

@@ -63,4 +63,4 @@ def machine_blocks() -> list[Block]:
         ["cores", str(cores())],
         ["GPU", torch.cuda.get_device_name() if uses_gpu() else "none"],
     ]
-    return [Table(["", ""], versions + hardware, "The process that wrote this page")]
+    return [Table(["", ""], versions + hardware, "Process that wrote this page")]

@@ -28,7 +28,7 @@ MAX_POINTS_OF_A_LINE = 200
 MAX_ROWS_OF_A_TABLE = 12
 PROBE_TITLES = {
     "knn": "kNN accuracy",
-    "agreement": "Neighbours that agree between two crops",
+    "agreement": "Neighbour agreement between two crops",
     GENERAL_KNN: "kNN accuracy on general images",
 }
 Lines = dict[str, dict[float, float]]
@@ -91,7 +91,7 @@ def features_of_run(history: History, missing: dict[str, str], marks: Marks, sta
     chart_of = partial(chart_of_scalars, marks=marks)
     group, lines = probe_lines(history)
     if not lines:
-        missing["kNN, agreement, rank"] = "nothing was probed (probe.every)"
+        missing["kNN, agreement, rank"] = "not probed (probe.every)"
         return []
     if group == "agreement":
         missing["kNN accuracy"] = "the images have no labels"
@@ -139,7 +139,7 @@ def charts_of_drift(history: History, marks: Marks) -> list[Chart | None]:
             kept_over_steps[name] = f"{group}/depth_{last_depth:02d}"
     if not kept_by_depth:
         return []
-    kept = "Neighbours that are the same as at the start"
+    kept = "Neighbours kept since the start"
     moved = "Movement of the weights since the start"
     last = lines_with(history, MOVEMENT)[-1]
     of_stem = {0: last[f"{MOVEMENT}/{STEM}"]} if f"{MOVEMENT}/{STEM}" in last else {}

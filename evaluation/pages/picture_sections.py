@@ -37,9 +37,9 @@ MAX_EXTREMES = 4  # of the best predicted images, and of the worst
 MAX_IMAGES_PREDICTED = 256  # held-out images among which the extremes are sought
 PICTURES_TITLE = "Predictions, features, positions and attention"
 PICTURES_ON_PAGE = {
-    "predictions": "Held-out images: original, corrupted, predicted and true, and how sure each prediction is",
+    "predictions": "Held-out images: original, corrupted, predicted and true, with the entropy of each prediction",
     "pca": "The first three principal components of the patches' features as red, green and blue, by depth",
-    "positions": "Similarity of the positions of any two patches, as the encoder has learned it",
+    "positions": "Similarity of the learned position embeddings of any two patches",
     "attention_distance": "Mean attention distance of each head, by depth",
 }
 """Name of a picture of `mpp visualize` -> its caption."""
@@ -102,7 +102,7 @@ def neighbour_blocks(subject: Subject, max_images: int, history: History) -> lis
     """Held-out images with their nearest neighbours among at most `max_images`, and all of these on a map."""
     dataset = subject.choose(max_images)
     if len(dataset) < MIN_IMAGES_COMPARED:
-        raise Unavailable(f"{len(dataset)} held-out images are too few to be neighbours")
+        raise Unavailable(f"{len(dataset)} held-out images are too few for neighbours")
     depth = best_probed_depth(subject, history)
     representation = "class" if subject.has_trained_class_token else "mean"
     gallery = extract_gallery(subject, dataset, depth, representation)
@@ -116,7 +116,7 @@ def neighbour_blocks(subject: Subject, max_images: int, history: History) -> lis
         f"Left, a held-out image; then the {neighbours.index.shape[1]} most like it of {len(dataset)}, by cosine at "
         f"depth {depth} ({token}).{describe_label_agreement(gallery, queries, neighbours)}"
     )
-    alt = "Held-out images, each beside those whose features are most like its own"
+    alt = "Held-out images, each next to its nearest neighbours"
     return [
         picture(arrange_in_rows(rows, extra_gap=QUERY_GAP_PX), alt, caption),
         table_of_neighbours(gallery, queries, neighbours),
@@ -187,6 +187,6 @@ def picture_of_predictions(task: Pretraining, name: str, indices: list[int], ima
     """Original, corrupted, predicted and true pixels of the images that are predicted best or worst."""
     columns = predict_columns(task, indices)
     rows = [list(columns[:, number]) for number in range(len(indices))]
-    alt = f"The held-out images that are predicted {name}: original, corrupted, predicted, true"
+    alt = f"Held-out images predicted {name}: original, corrupted, predicted, true"
     caption = f"Predicted {name}, of {image_count}: original, corrupted, predicted, true."
     return picture(arrange_in_rows(rows), alt, caption)

@@ -55,11 +55,18 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             missing[file.name] = "it is not a report of an evaluation"
     if rows:
-        headings = ["evaluation", "case", "score", "value, 95% over test images", "without an image", "random weights"]
+        headings = [
+            "evaluation",
+            "case",
+            "score",
+            "value (95% interval over test images)",
+            "without an image",
+            "random weights",
+        ]
         blocks.append(Table(headings, rows, "Results of the evaluation commands"))
         blocks += details
     else:
-        missing["Few-shot, linear probe"] = f"not asked for yet: mpp fewshot --encoder {folder}"
+        missing["Few-shot, linear probe"] = f"not run yet: mpp fewshot --encoder {folder}"
     return blocks
 
 
@@ -109,12 +116,12 @@ def unreadable_blocks(folder: Path) -> list[Block]:
     file = folder / "unreadable.txt"
     lines = read_any_text(file).splitlines() if file.is_file() else []
     if not lines:
-        return [Text("All images that were read could be decoded.")]
+        return [Text("All images were decoded.")]
     listed = "\n".join(lines[:MAX_UNREADABLE_LISTED])
     if len(lines) > MAX_UNREADABLE_LISTED:
         listed += f"\n... and {len(lines) - MAX_UNREADABLE_LISTED} more, in unreadable.txt"
     return [
-        Text(f"{counted(len(lines), 'image')} could not be decoded, and replaced by others."),
+        Text(f"{counted(len(lines), 'image')} could not be decoded and were replaced by others."),
         Text(listed, code=True),
     ]
 
@@ -128,7 +135,7 @@ def settings_blocks(folder: Path) -> list[Block]:
     try:
         config = parse_saved(config_class, file)
     except UserError as error:
-        return [Text(f"config.yaml is not one of today's: {error}"), Text(read_any_text(file), code=True)]
+        return [Text(f"config.yaml is from another version of mpp: {error}"), Text(read_any_text(file), code=True)]
     blocks = settings_rows(config)
     if config_class in COMMANDS:
         blocks.append(Text(command_to_repeat(config, folder), code=True))

@@ -169,12 +169,12 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
         start = name_of_start(begins_from_weights(folder))
         if baseline + MIN_GAIN_OVER_BASELINES >= 1:
             advice.append(
-                f"the probe is saturated: {start} or pixel colours already reach {percent(baseline)}, so it "
-                "tells no features apart; evaluate with harder labels (--data.path, --data.label_column)"
+                f"the probe is saturated: {start} or pixel colours already reach {percent(baseline)}, so it cannot "
+                "tell features apart; evaluate with harder labels (--data.path, --data.label_column)"
             )
         elif accuracy < baseline + MIN_GAIN_OVER_BASELINES:
             advice.append(
-                f"the features are hardly better than those of {start} or pixel colours: more images, more steps "
+                f"the features are hardly better than {start} or pixel colours: more images, more steps "
                 f"or another objective; they may still fine-tune well (mpp finetune --encoder {folder})"
             )
     by_depth = values_by_depth(last, group)

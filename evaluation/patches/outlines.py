@@ -37,7 +37,7 @@ def load_outlined_birds(data: MaskedDataConfig, splits: dict[str, datasets.Datas
 def select_outlined(images: ImageDataset, splits: dict[str, Any], outlines: dict[str, Any]) -> ImageDataset:
     """The photographs that have an outline. Raises UserError if there are none."""
     chosen = [index for index, bird in enumerate(bird_ids(images, splits)) if bird in outlines]
-    allowed = "others: none of its photographs has an outline"
+    allowed = "another split: none of its photographs has an outline"
     require(chosen, "data", f"the birds' {images.split}, {len(images)} images", allowed)
     return images.select(np.array(chosen, np.int64))
 

@@ -41,7 +41,7 @@ def with_numbered_classes(features: PatchFeatures) -> tuple[PatchFeatures, NDArr
         UserError: the masks are of one class.
     """
     numbers = np.union1d(find_classes(features.train_masks), find_classes(features.test_masks))
-    allowed = "a column of several classes, data.ignore_index not counted"
+    allowed = "a column of several classes, not counting data.ignore_index"
     require(len(numbers) > 1, "data.mask_column", f"of the classes {numbers.tolist()}", allowed)
     largest = int(numbers.max())
     if len(numbers) == largest + 1:
@@ -75,8 +75,8 @@ def warn_of_turned_images(splits: Sequence[MaskedImages], data: MaskedDataConfig
     if names:
         warn(
             f"{counted(len(names), 'image')} turned by an orientation tag in the file, with a mask without such a "
-            f"tag, such as {', '.join(names[:MAX_EXAMPLES])}: the masks are taken as they are stored. If they "
-            "were drawn on the images as those are stored, remove the tag from the images"
+            f"tag, such as {', '.join(names[:MAX_EXAMPLES])}: the masks are used as stored. If they "
+            "were drawn on the images as stored, remove the tag from the images"
         )
 
 
@@ -134,6 +134,6 @@ def warn_of_rare_classes(counts: NDArray[np.int64]) -> None:
     examples = ", ".join(f"class {number} ({counts[number]} of {total})" for number in rarest)
     warn(
         f"{len(rare)} of the masks' classes have less than {RARE_CLASS_SHARE:.2%} of the pixels, such as "
-        f"{examples}; each weighs in the mean IoU as much as another. Masks that were once JPEG, or resized with "
-        "blurred edges, have such classes"
+        f"{examples}; each counts as much in the mean IoU as a frequent one. Masks that were once JPEG, or resized "
+        "with blurred edges, have such classes"
     )

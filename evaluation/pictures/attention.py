@@ -137,7 +137,7 @@ def attention_rollout(
         (B, h, w), as multiples of uniform attention: 1 on average.
     """
     if start == "class" and not has_class(encoder.model):
-        raise Unavailable("this encoder has no [class] token to roll out from; use patches")
+        raise Unavailable("this encoder has no [class] token to start the rollout from; use patches")
     rollout: Tensor | None = None
 
     def add_layer(depth: int, weights: Tensor) -> None:

@@ -41,7 +41,7 @@ def position_similarity(model: nn.Module) -> Tensor:
         if getattr(model, "mixing", None) == "axial":
             raise Unavailable("positions in rows and columns have no map of all patches")
         if position == "rope":
-            raise Unavailable("rotary positions are fixed turns of queries and keys: nothing is learned")
+            raise Unavailable("rotary positions are fixed rotations of queries and keys: nothing is learned")
         by_block = torch.stack([offset_similarity(block.attn.added) for block in model.blocks])
         similarity = by_block.mean(0)[-patches:, -patches:]
     else:

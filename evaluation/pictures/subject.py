@@ -73,7 +73,7 @@ class Subject(NamedTuple):
         """A seeded choice of held-out images as the encoder's input, in batches (B, C, H, W) on its device."""
         for batch in self.batches(self.choose(count), DRAWN_IMAGES_PER_BATCH):
             for failure in batch.unreadable:
-                tqdm.write(f"warning: unreadable image, another takes its place: {failure}")
+                tqdm.write(f"warning: unreadable image, replaced by another: {failure}")
             yield batch.images.to(self.accelerator.device)
 
     def patch_features(self, images: Tensor) -> Tensor:

@@ -158,8 +158,8 @@ def has_known_labels(splits: Sequence[ImageDataset], class_names: Sequence[str],
     names = list(dict.fromkeys(chain(*map(names_of_labels, splits))))
     unknown = [name for name in names if name not in set(class_names)]
     if unknown and len(unknown) == len(names):
-        problem = f"the labels ({shortened(names)}) are no classes of the classifier ({shortened(list(class_names))})"
-        ways = f"; --data.label_column may name another column: {shortened(list(columns), 10)}" if columns else ""
+        problem = f"the labels ({shortened(names)}) are not classes of the classifier ({shortened(list(class_names))})"
+        ways = f"; choose another column with --data.label_column: {shortened(list(columns), 10)}" if columns else ""
         warn(f"{problem}: no accuracy is computed{ways}")
     elif unknown and kind == "class":  # of several: see `marks_of_splits`
         warn(f"the classifier does not know {shortened(unknown)}: images with such a label count as wrong")

@@ -20,10 +20,7 @@ from mpp.training.record import read_record
 
 HELD_OUT = "held out"
 LEARNED = "learned"
-UNKNOWN_NOTE = (
-    "training images of the classifier are among these, and which ones is unknown: an accuracy says nothing of "
-    "new images"
-)
+UNKNOWN_NOTE = "these include unknown training images of the classifier: the accuracy does not apply to new images"
 
 
 class ToldApart(NamedTuple):
@@ -78,7 +75,7 @@ def with_learned_label(data: ProbeDataConfig, source: Source, splits: LoadedSpli
         return data
     if not all(column in rows.features for rows in splits.values()):
         return data
-    tell(f"the labels are the column {column}, which the classifier learned (data.label_column)")
+    tell(f"labels are read from the column {column}, as when the classifier was trained (data.label_column)")
     return replace(data, label_column=column)
 
 
@@ -162,7 +159,7 @@ def note_run_images(source: Source, data: ProbeDataConfig) -> str:
 
 def describe_count(count: int, total: int) -> str:
     """The note on a number of learned images."""
-    return f"the classifier learned {count} of these {total} images: figures of these say nothing of new images"
+    return f"the classifier learned {count} of these {total} images: their figures do not apply to new images"
 
 
 def divide(

@@ -71,7 +71,7 @@ def find_named(classifier: str, encoder: str | None) -> Source:
     if is_kept_head(folder):
         return find_encoder_of_head(load_head(folder), encoder)
     if encoder is not None:
-        raise UserError(f"encoder is {encoder}; it must be null with {classifier}, which is no kept head: it has one")
+        raise UserError(f"encoder is {encoder}; it must be null with {classifier}, which has its own encoder")
     trained = str(find_tested_run(folder, "classifier") or classifier)
     return Source(trained, trained, None)
 
@@ -99,9 +99,9 @@ def find_encoder_of_head(head: KeptHead, named: str | None) -> Source:
     if there:
         raise UserError(
             f"encoder is {there[0]}, whose weights are not those that {folder} was trained on ({was}); "
-            "name that encoder by --encoder, or train a head on this one"
+            "choose that encoder with --encoder, or train a head on this one"
         )
-    raise UserError(f"no encoder at {' or '.join(places)}: {folder} is the head of one; name its place by --encoder")
+    raise UserError(f"no encoder at {' or '.join(places)}: {folder} is only a head; choose its encoder with --encoder")
 
 
 def usual_places(head: KeptHead) -> Iterator[str]:

@@ -123,7 +123,7 @@ def image_sections(predictions: Predictions, sheets: "Sheets") -> list[Section]:
     return [
         Section("surest", "The surest", sheets.blocks(surest(predictions))),
         Section("least", "The least sure", sheets.blocks(least_sure(predictions))),
-        Section("wrong", "Surest of another class than the label", sheets.blocks(surest_wrong(predictions))),
+        Section("wrong", "Most certain of another class than the label", sheets.blocks(surest_wrong(predictions))),
         *class_sections(predictions, sheets),
     ]
 
@@ -135,8 +135,8 @@ def mask_sections(predictions: Predictions, sheets: "Sheets") -> list[Section]:
     least = without(least_sure(predictions), [*some, *most])
     return [
         Section("images", "Images, evenly spaced among all", sheets.blocks(some)),
-        Section("surest", "The surest of the others", sheets.blocks(most)),
-        Section("least", "The least sure of the others", sheets.blocks(least)),
+        Section("surest", "Most certain of the others", sheets.blocks(most)),
+        Section("least", "Least certain of the others", sheets.blocks(least)),
     ]
 
 
@@ -164,7 +164,7 @@ class Sheets:
         file = self.images.name(row)
         probability = f"{self.predictions.probabilities[row]:.0%}"
         if self.predictions.shares:
-            return picture(image, file, f"{probability} sure · {file.rsplit('/', 1)[-1]}")
+            return picture(image, file, f"{probability} certain · {file.rsplit('/', 1)[-1]}")
         name = self.predictions.class_names[self.predictions.classes[row]]
         words = [f"{name} {probability}", file.rsplit("/", 1)[-1]]
         if self.predictions.right[row] == 0:
@@ -239,7 +239,7 @@ def share_table(predictions: Predictions) -> Table:
     caption = "means over images; the colours are those of the masks"
     if 0 in predictions.class_numbers:
         unmarked = predictions.class_names[predictions.class_numbers.index(0)]
-        caption += f", and {unmarked} (class 0) is not drawn over an image"
+        caption += f", and {unmarked} (class 0) is not drawn"
     return Table(["class", "share of pixels (%)"], rows, caption, folded=len(rows) > MAX_CLASSES)
 
 
@@ -259,7 +259,7 @@ def label_sections(outcomes: Mapping[str, Outcomes]) -> list[Section]:
         confusion = draw_confusion(of_split)
         if confusion is not None:
             blocks.append(picture_of(confusion, f"Confusion matrix of {split}"))
-        sections.append(Section(f"labels{number}", f"Beside the labels of {split}", blocks))
+        sections.append(Section(f"labels{number}", f"Compared with the labels of {split}", blocks))
     return sections
 
 

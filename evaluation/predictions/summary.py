@@ -226,4 +226,4 @@ def print_classes(outcomes: Mapping[str, Outcomes]) -> None:
         shown = worst_first(headings, rows)
         print(table([f"{split}: {headings[0]}", *headings[1:]], shown))
         if len(shown) < len(rows):
-            print(f"these {len(shown)} of {len(rows)} classes are recognised worst")
+            print(f"these {len(shown)} of {len(rows)} classes have the lowest scores")

@@ -64,7 +64,7 @@ class Mae(LinearProtocol):
         batch = scaled_batch(BATCH, images, LEAST_BATCH)
         steps = round(EPOCHS * images / batch)
         if images < FEW_IMAGES:
-            note(f"MAE's rates and length learn little from {images:,} images: --protocol logistic tells more")
+            note(f"MAE's learning rates and length train little on {images:,} images: use --protocol logistic")
         return Plan(images, batch, max(LEAST_STEPS, steps))
 
     def encode(self, encoder: FrozenEncoder, images: Tensor) -> list[Tensor]:

@@ -85,7 +85,7 @@ def open_protocol(config: LinearConfig, encoder: FrozenEncoder) -> LinearProtoco
         try:
             return Dinov2(encoder)
         except Unavailable as error:
-            raise Unavailable(f"encoder is {config.encoder}; protocol dinov2 is of ViTs: {error}") from None
+            raise Unavailable(f"encoder is {config.encoder}; protocol dinov2 needs a ViT: {error}") from None
     depths = resolve_depths(config.depth, len(encoder.stages))
     return Mae(config.representation, depths, chooses=config.depth == "dev")
 

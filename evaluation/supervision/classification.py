@@ -57,7 +57,7 @@ class Classification(ImageTask):
         self.augment = augment
         self.randaugment = augment.randaugment
         if data.channels != 3:
-            allowed = f"0 with {data.channels} channels: it changes colours; crops and flips serve all images"
+            allowed = f"0 with {data.channels} channels: it changes colours; use crops and flips"
             require(self.randaugment == 0, "augment.randaugment", self.randaugment, allowed)
         train, held_out = splits
         self.train = train

@@ -104,7 +104,7 @@ def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Froz
         sha256 = fingerprint(folder)
         require(sha256 == known, "distill.teacher_sha256", known, f"{sha256}, that of {folder}, or null")
     teacher = load_classifier(config.teacher, channels, CLASSIFIER_SETTING)
-    allowed = f"one of one class an image: its labels are of the kind {teacher.label_kind}"
+    allowed = f"one with one class per image: its labels are of the kind {teacher.label_kind}"
     require(teacher.label_kind == "class", CLASSIFIER_SETTING, folder, allowed)
     if teacher.classes != classes:
         raise UserError(
@@ -122,7 +122,7 @@ def load_classifier(source: str, channels: int, setting: str) -> Classifier:
     Raises:
         UserError: no classifier there, or one of other channels.
     """
-    require(Path(source).name != BEST, setting, source, "the run folder: no head is kept beside encoder_best")
+    require(Path(source).name != BEST, setting, source, "the run folder: encoder_best has no head")
     run = find_run(source)
     if run is None:
         return load_timm_classifier(source, channels, setting)
@@ -164,7 +164,7 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     require(find_labelled_images(str(run)) is not None, setting, run, CLASSIFIERS)
     checkpoints = complete_checkpoints(run)
     is_whole = bool(checkpoints) and not damaged_files(checkpoints[-1])
-    require(is_whole, setting, run, "a run whose newest checkpoint is there and whole: the head is in it")
+    require(is_whole, setting, run, "a run with its newest checkpoint intact: the head is in it")
     settings = saved_settings(run)
     frozen = load_frozen_encoder(str(run))
     check_channels(frozen, channels, setting)

@@ -32,7 +32,7 @@ DISTILLED_VIT = "deit_base_distilled_patch16_224"
 """timm's ViT with a distillation token, built to other numbers."""
 PLAIN_VIT_MODULES = ("vision_transformer", "deit")
 """timm's modules that have plain ViTs."""
-PLAIN_VITS = "a plain ViT with distill.teacher: a distillation token is given to no other"
+PLAIN_VITS = "a plain ViT with distill.teacher: other models have no distillation token"
 
 
 def distillation_loss(

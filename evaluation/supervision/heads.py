@@ -60,7 +60,7 @@ def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, I
     refuse_vit_settings(config)
     arguments = config.arguments or {}
     for argument in arguments:
-        allowed = "an argument of this timm model that no other setting gives"
+        allowed = "an argument of this timm model that has no setting of its own"
         require(argument not in SET_ELSEWHERE | {"img_size"}, "model.arguments", argument, allowed)
     setting = f"model.arguments is {arguments}: model.name" if arguments else "model.name"
     sizes = dict(img_size=config.img_size, in_chans=channels, num_classes=0)
@@ -100,7 +100,9 @@ def synchronize_batch_norms(encoder: nn.Module, name: str | None, accelerator: A
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in encoder.modules())
     if accelerator.num_processes == 1 or not has_batch_norm:
         return encoder
-    allowed = "a model without batch norms on several processes of CPUs, which cannot synchronise them; or start one"
+    allowed = (
+        "a model without batch norms on several processes of CPUs, which cannot synchronise them; or start one process"
+    )
     require(accelerator.device.type != "cpu", "model.name", name, allowed)
     return convert_sync_batchnorm(encoder)
 

@@ -68,7 +68,7 @@ class GivenColumns:
             table = table.add_column(place, new_name, values)
             place += 1
         if renamed:
-            note(f"columns of the images that have another name, as the table has its own: {shortened(renamed)}")
+            note(f"image columns renamed, because the table has columns of that name: {shortened(renamed)}")
         return table
 
 

@@ -71,7 +71,7 @@ def images_of_splits(
         except UserError as error:
             if label_kind == "class":
                 raise
-            warn(f"no figures are computed: {error}")
+            warn(f"no scores are computed: {error}")
     images = []
     for name, rows in splits.items():
         images.append(ImageDataset(images_only(rows, columns[name]), columns[name], None, name))

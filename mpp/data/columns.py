@@ -48,7 +48,7 @@ def read_cell(cell: Any, retries: int, array_dtype: str | None = None) -> bytes 
     try:
         array = np.asarray(cell)
     except ValueError:
-        raise UnreadableImage("lists of several lengths, which are no image") from None
+        raise UnreadableImage("lists of several lengths, which are not an image") from None
     check_numbers(array.dtype)  # a null among the numbers makes them objects
     return array if array_dtype is None else array.astype(array_dtype, copy=False)
 
@@ -61,7 +61,7 @@ def read_encoded(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
         ReadFailed: there is, and it cannot be read now.
     """
     if not cell or (cell["bytes"] is None and not cell["path"]):
-        raise UnreadableImage("no bytes: neither an image nor the name of a file")
+        raise UnreadableImage("no bytes: neither an image nor a file name")
     if cell["bytes"] is not None:
         return cell["bytes"]
     path = decode_path(cell["path"])
@@ -116,7 +116,7 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
         raise UserError(f"{problem}; {describe_source(config)} has {all_columns}")
     feature = features[config.image_column]
     if not is_encoded(feature) and find_array_dtype(feature) is None:
-        raise UserError(f"{problem}, which holds no images but {feature}")
+        raise UserError(f"{problem}, a column of {feature} instead of images")
     return config.image_column
 
 

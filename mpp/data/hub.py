@@ -31,10 +31,10 @@ def announce_hub_lookup(config: ImagesConfig) -> None:
     try:
         validate_repo_id(config.path)
     except HFValidationError:
-        reason = f"there is no such file or folder in {Path.cwd()}, and the hub has no such names"
+        reason = f"{Path.cwd()} has no such file or folder, and it is not a valid name on the hub"
         raise UserError(f"{config.group_name}.path is {config.path}, which does not exist: {reason}") from None
     problem = f"{describe_source(config)} is not a file or folder in {Path.cwd()}"
-    tell(f"{problem}: the hub is asked for it{did_you_mean(config.path)}")
+    tell(f"{problem}: looking for it on the hub{did_you_mean(config.path)}")
 
 
 def resolve_commit(config: ImagesConfig, begun_with: str | None = None) -> str | None:

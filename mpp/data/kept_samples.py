@@ -100,7 +100,7 @@ def list_stream_files(config: ImagesConfig) -> FileStamps | None:
         reason = one_line(error)
     if not files:
         unlisted = f"{describe_source(config)} cannot be listed ({reason})"
-        print(f"warning: {unlisted}; the images to evaluate on are read at every start", file=sys.stderr)
+        print(f"warning: {unlisted}; the images to evaluate on are read again at every start", file=sys.stderr)
         return None
     shards = [file for file in files if file[0].endswith(tuple(SHARD_BUILDERS))]
     return shards or files  # a folder of shards may have other files that change

@@ -130,8 +130,8 @@ def read_labels(
         return LabelColumn(name, labels, getattr(feature, "names", None))
     content = "numbers with fractions" if has_fractions else str(feature)
     if column is not None:
-        raise UserError(f"{setting} is {column}, which holds no classes but {content}")
-    note(f"the column {name} of {source} holds no classes but {content}; it is not used")
+        raise UserError(f"{setting} is {column}, which holds {content} instead of classes")
+    note(f"the column {name} of {source} holds {content} instead of classes; it is not used")
     return None
 
 

@@ -48,7 +48,7 @@ def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, A
         saved = datasets.load_from_disk(plain_path(path))
         return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
     if has_card_with_configs(path):
-        refuse_list(config, "README.md says what the images are")
+        refuse_list(config, "README.md describes the images")
         return load_by_card(path, config, streaming)
     refuse_name(config)
     listing = share_folder_listing(path, config, streaming)

@@ -69,7 +69,7 @@ def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
     joined = [name for name in train.class_names or () if SEPARATOR in name.strip(f"{SEPARATOR} ")]
     if joined:
         way = f"evaluations and training with labels split them at {SEPARATOR} with --task several"
-        note(f"classes such as {shortened(joined[:2])} are taken for one each: {way}")
+        note(f"each of the classes such as {shortened(joined[:2])} counts as one class: {way}")
     elif len(classes) > max(len(labels) / 2, MIN_SUSPICIOUS_CLASSES):
         what = f"{len(classes)} classes among {len(labels)} labelled training images"
         warn(f"{what}: are these names of images, and not of classes?")

@@ -146,7 +146,7 @@ def find_shards(url: str) -> tuple[str, dict[str, list[str]]]:
     extensions = {Path(file).suffix for file in system.find(root)} & SHARD_BUILDERS.keys()
     if len(extensions) != 1:
         raise UserError(
-            f"it must hold files of one sort of {', '.join(SHARD_BUILDERS)}; it has {sorted(extensions) or 'none'}"
+            f"it must hold files of one format of {', '.join(SHARD_BUILDERS)}; it has {sorted(extensions) or 'none'}"
         )
     (extension,) = extensions
     folder = without_sets(url.rstrip("/"))

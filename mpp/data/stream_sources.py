@@ -83,7 +83,7 @@ def split_shards(config: SourceConfig, streams: OpenedStreams) -> tuple[Shards, 
     held_out = find_held_out_split(config, list(streams.splits))
     stream = streams.splits[config.split]
     if stream.features is None:
-        raise UserError(f"{describe_source(config)} says nothing of the types of its columns; it cannot be streamed")
+        raise UserError(f"{describe_source(config)} does not declare the types of its columns; it cannot be streamed")
     column = find_image_column(config, stream.features)
     stream = without_decoding_all(stream, column)
     rows = without_decoding(streams.rows[config.split], column) if streams.rows else None
@@ -102,7 +102,9 @@ def split_shards(config: SourceConfig, streams: OpenedStreams) -> tuple[Shards, 
 def cut_shards(config: SourceConfig, count: int) -> tuple[list[int], list[int]]:
     """Numbers of the shards to train on, and of the held-out shards."""
     if count <= 1:  # the fraction is not at fault
-        raise UserError(f"{describe_source(config)} has one shard and no held-out split; name one by data.eval_split")
+        raise UserError(
+            f"{describe_source(config)} has one shard and no held-out split; name a split with data.eval_split"
+        )
     held_out_count = max(1, round(config.eval_fraction * count))
     allowed = f"smaller: of {count} shards it leaves none to train on"
     require(held_out_count < count, "data.eval_fraction", config.eval_fraction, allowed)

@@ -187,10 +187,10 @@ class WatchedLoader:
             del batches
             kill_workers(spared=others)
             self.loader = self.build()  # the other one remembers the processes that are dead
-        timeout = f"loader processes do not begin within {START_TIMEOUT_S:.0f} s; data.workers 0 has none"
+        timeout = f"loader processes did not start within {START_TIMEOUT_S:.0f} s; data.workers 0 starts none"
         if WORKERS_ARE_FORKS:
             raise UserError(timeout)
-        raise UserError(f"{timeout}; a script, which each of them begins with, needs `if __name__ == '__main__':`")
+        raise UserError(f"{timeout}; a script needs `if __name__ == '__main__':`")
 
     def all_begun(self) -> bool:
         """Whether each loader process has noted its number."""

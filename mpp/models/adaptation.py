@@ -108,7 +108,7 @@ def add_low_rank_changes(encoder: nn.Module, rank: int) -> None:
     for name, module in encoder.named_modules():
         if type(module) is nn.Linear and not module.weight.requires_grad:
             layers.append((name, module))
-    allowed = "null: model.train leaves no linear layer of the encoder for it"
+    allowed = "null: with this model.train the encoder has no frozen linear layer for it"
     require(len(layers) > 0, "model.lora_rank", rank, allowed)
     for name, layer in layers:
         narrow = min(layer.weight.shape)

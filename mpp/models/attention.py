@@ -76,7 +76,12 @@ class RelativeBiases(nn.Module):
 
     def __init__(self, grid: Grid, prefix: int, heads: int):
         super().__init__()
-        require(prefix <= 1, "model.position", "relative_bias", "another one with registers: timm's biases know none")
+        require(
+            prefix <= 1,
+            "model.position",
+            "relative_bias",
+            "another one with registers: timm's relative biases do not support them",
+        )
         self.biases = RelPosBias(grid, heads, prefix)
 
     def forward(self, queries: Tensor, index: Tensor | None, scale: float) -> Tensor:

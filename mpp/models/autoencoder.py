@@ -39,7 +39,7 @@ class MaskedAutoencoder(nn.Module):
         UserError: an encoder that needs all tokens, or whose windows overlap; a decoder that cannot be built.
     """
 
-    method = "a masked autoencoder (He et al., CVPR 2022), whose encoder saw the visible patches alone"
+    method = "a masked autoencoder (He et al., CVPR 2022), whose encoder saw only the visible patches"
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def require_independent_patches(encoder: nn.Module) -> None:
     Raises:
         UserError: an encoder whose windows overlap, or that needs all tokens.
     """
-    allowed = "predictor with a hybrid or overlapping patches: visible ones would show the encoder masked pixels"
+    allowed = "predictor with a hybrid or overlapping patches: visible patches would show the encoder masked pixels"
     require(type(encoder.patch_embed) is PatchEmbed, "network.name", "autoencoder", allowed)
     allowed = "predictor where positions act in the blocks by a table (BEiT), or mixing is axial: the encoder here "
     allowed += "lacks some tokens"

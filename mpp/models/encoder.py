@@ -106,7 +106,7 @@ def load_encoder(
     weights = None
     if checkpoint:
         if not named:
-            raise UserError(f"{checkpoint_setting} goes with the name of a timm model; a folder has its own weights")
+            raise UserError(f"{checkpoint_setting} needs the name of a timm model; a folder has its own weights")
         weights = WeightsFile(Path(checkpoint), checkpoint_setting, model=f"of {source}")
         refuse_pickle(weights.path, checkpoint_setting)
         weights.names()  # a file that cannot be read is refused also where random weights are asked for
@@ -125,7 +125,7 @@ def load_encoder(
     except (*VALUE_ERRORS, AssertionError, OSError, SafetensorError, TypeError) as error:
         hint = ""
         if named and pretrained and not checkpoint:
-            hint = f"; without a network, {checkpoint_setting} names a file with its weights"
+            hint = f"; without a network, set {checkpoint_setting} to a file with its weights"
             if setting == "encoder":
                 hint += " (random true, or init random, takes none)"
         raise UserError(f"{setting} is {source}, which cannot be loaded: {one_line(error)}{hint}") from error
@@ -170,12 +170,14 @@ def create_vit(config: ModelConfig, channels: int) -> nn.Module:
     except UserError:
         raise
     except refusals as error:
-        raise UserError(f"{setting}, which timm cannot build to these numbers: {one_line(error)}") from error
+        raise UserError(f"{setting}, which timm cannot build with these dimensions: {one_line(error)}") from error
     if not is_plain(encoder):
         raise UserError(f"model.name is {name}, a {type(encoder).__name__}; it must be {PLAIN_TRANSFORMERS}")
     if getattr(encoder, "attn_pool", None) is not None:
         serves = without_attention_pool(name)
-        raise UserError(f"model.name is {name}, whose attention pooling is not trained here; {serves} has none")
+        raise UserError(
+            f"model.name is {name}, whose attention pooling cannot be trained here; {serves} builds it without"
+        )
     check_cells(encoder)
     has_positions = getattr(encoder, "pos_embed", None) is not None
     allowed = f"learned with {name}, which has position embeddings"

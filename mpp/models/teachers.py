@@ -181,7 +181,7 @@ class StudentWithTeacher(nn.Module):
             predicted = f"its own moving average. This encoder is the {EXPORTED[config.export]}"
         self.method = f"{student.method}. It predicted the features of {predicted}"
         height, width = teacher.img_size
-        self.on_top = f"{student.on_top}, a teacher that sees {height} x {width} pixels"
+        self.on_top = f"{student.on_top}, a teacher with an input of {height} x {width} pixels"
 
     def forward(self, images: Tensor, corruption: Corruption) -> PredictedBatch:
         """Predictions of the student and targets of the teacher.

@@ -15,9 +15,9 @@ from mpp.runtime.signals import Preempted
 USER_ERROR_CODE = 2
 INTERRUPTED_CODE = 130
 OUT_OF_MEMORY = (
-    "the GPU is out of memory; lower data.batch_size (accumulation makes up for it: what is trained is the same; but "
-    "contrastive training gets fewer negatives), or set model.activation_checkpointing (of fine-tuning: "
-    "activation_checkpointing). `mpp memory` counts what pre-training takes"
+    "the GPU is out of memory; lower data.batch_size (accumulation makes up for it, so training stays the same; "
+    "only contrastive training gets fewer negatives), or set model.activation_checkpointing (in fine-tuning: "
+    "activation_checkpointing). `mpp memory` estimates the memory of pre-training"
 )
 OUT_OF_MEMORY_WORDS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 """Messages of CUDA's libraries when memory is short; torch has an error of its own."""

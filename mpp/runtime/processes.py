@@ -17,8 +17,8 @@ BUILDING_TIMEOUT = timedelta(hours=6)
 """Long enough for one process to download and prepare images while the others wait."""
 TRAINING_TIMEOUT = timedelta(minutes=20)
 """Longer than any step, evaluation or checkpoint: a process that does not answer by then hangs."""
-HANGS = "another process does not answer: it hangs, or its machine is gone; the same command resumes"
-GONE = "another process is gone, or its machine; the same command resumes"
+HANGS = "another process does not answer: it hangs, or its machine is gone; run the same command to resume"
+GONE = "another process or its machine is gone; run the same command to resume"
 
 
 def no_answer(error: BaseException | None) -> str | None:

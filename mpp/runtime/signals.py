@@ -178,5 +178,5 @@ class Preemption:
         reason = self.asked or "another process's signal"
         self.mark(reason, where)
         self.accelerator.wait_for_everyone()
-        self.accelerator.print(f"stopped by {reason} {where}; the same command goes on (exit code {EXIT_CODE})")
+        self.accelerator.print(f"stopped by {reason} {where}; the same command continues (exit code {EXIT_CODE})")
         raise Preempted

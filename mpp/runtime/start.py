@@ -135,11 +135,11 @@ def choose_precision(run: RunConfig) -> tuple[str, str]:
     wanted = launcher if run.precision == "auto" else run.precision
     if wanted == "bf16" and uses_gpu() and not bf16_is_native():
         mend = "leave out run.precision" if run.precision == "bf16" else "run.precision fp32 overrules the launcher"
-        raise UserError(f"bf16 is asked for, which this GPU emulates, slower than fp32: {mend}")
+        raise UserError(f"bf16 is emulated on this GPU, slower than fp32: {mend}")
     if run.precision != "auto":
         if launcher in ("no", run.precision):
             return run.precision, "run.precision"
-        return run.precision, f"run.precision, over the launcher, which says {launcher}"
+        return run.precision, f"run.precision; the launcher's choice was {launcher}"
     if launcher == "bf16":
         return "bf16", "the launcher's choice"
     if launcher != "no":

@@ -77,7 +77,7 @@ def describe_failed_copy(trunk: Path, folder: Path, step: int, error: OSError) -
     source = checkpoint_path(trunk, step)
     if not source.is_dir():
         return f"{source} was deleted while it was copied, by its own run; branch from a step of its run.keep_at"
-    return f"{folder}: {source} cannot be copied ({error}); nothing of it is lost, and the same command copies it again"
+    return f"{folder}: {source} cannot be copied ({error}); nothing is lost, and the same command copies it again"
 
 
 def refuse_other_branch(folder: Path, trunk: Path, step: int) -> None:
@@ -86,7 +86,7 @@ def refuse_other_branch(folder: Path, trunk: Path, step: int) -> None:
     now = f"{trunk}@{step}"
     if saved is None or branch_point(saved) != (trunk, step):
         origin = f"branched from {saved}" if saved else "began with its first step"
-        advice = "leave run.branch_from out to go on with that run, or choose another run.dir"
+        advice = "leave out run.branch_from to continue that run, or choose another run.dir"
         raise UserError(f"run.branch_from is {now}, and the run in {folder} {origin}; {advice}")
 
 
@@ -103,7 +103,7 @@ def refuse_other_trunk(config: Any, trunk: Path, step: int) -> None:
     refuse_other_code(trunk, imports_used(config))
     different = leave_out(settings_changed_since(config, trunk), GROWING_SETTINGS)
     if different:
-        allowed = f"a run that differs in nothing but {', '.join(sorted(GROWING_SETTINGS))}"
+        allowed = f"a run that differs only in {', '.join(sorted(GROWING_SETTINGS))}"
         raise UserError(f"{key} is {value}, a run with {describe_changes(different, 'it')}; it must be {allowed}")
     refuse_other_rates(config, parse_saved(type(config), trunk / CONFIG_FILE), trunk, step)
 

@@ -50,7 +50,7 @@ def resume(
     """
     checkpoint = broadcast_from_main(accelerator, lambda: newest_whole(folder))  # one process reads all of it
     if not all(gather_object([checkpoint is None or checkpoint.is_dir()])):
-        raise UserError(f"run.dir is {folder}, which not all processes see alike; all nodes must share it")
+        raise UserError(f"run.dir is {folder}, which differs between processes; all nodes must share it")
     start, cursors_by_process = load_checkpoint(checkpoint, model, optimizer)
     if start:
         accelerator.print(f"resuming {folder} after step {start}")
@@ -116,7 +116,9 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence
             write_checkpoint(partial, tensors, cursors)
     except (OSError, SafetensorError) as error:
         earlier = [path.name for path in complete_checkpoints(folder)]
-        kept = f"{earlier[-1]} is kept, and the same command goes on from it" if earlier else "there is no earlier one"
+        kept = (
+            f"{earlier[-1]} is kept, and the same command continues from it" if earlier else "there is no earlier one"
+        )
         raise UserError(
             f"{final.parent}: the checkpoint after step {step} cannot be written ({error}); {kept}"
         ) from error
@@ -234,7 +236,7 @@ def damaged_files(checkpoint: Path) -> list[str]:
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return [STATE_FILE]
     except OSError as error:
-        raise UserError(f"{checkpoint} cannot be read now ({error}); the same command goes on when it can") from error
+        raise UserError(f"{checkpoint} cannot be read now ({error}); the same command continues when it can") from error
     except SafetensorError:
         return [name]
     return damaged

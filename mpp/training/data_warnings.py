@@ -20,7 +20,7 @@ def data_loading_bottleneck(history: History, facts: Facts) -> str | None:
     if len(waits) < RECENT_LINES or median(waits) < MAX_DATA_WAIT:
         return None
     return (
-        f"training waits for images {median(waits):.0%} of its time; raise data.workers, or shrink the files once "
+        f"training waits for images {median(waits):.0%} of the time; raise data.workers, or shrink the files once "
         "(mpp prepare)"
     )
 
@@ -41,7 +41,7 @@ def low_gpu_utilisation(history: History, facts: Facts) -> str | None:
     if not facts.gpu_tflops or len(rates) < 3 or median(rates) >= least * facts.gpu_tflops:
         return None
     return (
-        f"the GPU does {median(rates):.3g} TFLOP/s of the {facts.gpu_tflops:.0f} that its matrix products reach; raise "
+        f"the GPU does {median(rates):.3g} TFLOP/s of the {facts.gpu_tflops:.0f} that matrix products reach; raise "
         "data.batch_size or optim.global_batch_size, data.workers, or set run.compile true"
     )
 
@@ -84,8 +84,8 @@ def held_out_duplicates(history: History, facts: Facts) -> str | None:
     if facts.duplicates <= MAX_DUPLICATES:
         return None
     return (
-        f"{facts.duplicates:.0%} of the held-out images that were looked at are nearly the same as a training image, "
-        "which makes held-out figures too good; remove copies, or name a split without them (data.eval_split)"
+        f"{facts.duplicates:.0%} of the sampled held-out images are nearly the same as a training image, so "
+        "held-out figures are too good; remove copies, or name a split without them (data.eval_split)"
     )
 
 
@@ -97,8 +97,8 @@ def one_class_dominates(history: History, facts: Facts) -> str | None:
     if facts.largest_class <= max(0.5, 1.5 / max(1, facts.classes)):
         return None
     return (
-        f"{facts.largest_class:.0%} of the labelled images are of one class, which kNN accuracy is to be compared "
-        "with; balance the images, or name another data.label_column"
+        f"{facts.largest_class:.0%} of the labelled images are of one class, the baseline of kNN accuracy; balance "
+        "the images, or name another data.label_column"
     )
 
 
@@ -110,6 +110,6 @@ def constant_images_dominate(history: History, facts: Facts) -> str | None:
     if facts.constant <= MAX_CONSTANT_SHARE:
         return None
     return (
-        f"{facts.constant:.0%} of the images that were looked at show one colour alone, which is predicted without "
-        "knowing anything; remove them, or see data.range and data.bands"
+        f"{facts.constant:.0%} of the sampled images show only one "
+        "colour, which is trivial to predict; remove them, or see data.range and data.bands"
     )

@@ -47,7 +47,7 @@ def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> Non
         advice = f"; {SAME_HALF_LIFE}"
     else:
         advice = advice_to_branch(folder, step, ";", before) or advice_to_begin(config, before)
-    raise UserError(f"{folder} cannot go on: from step {step} on its {name} was another ({lengths}){advice}")
+    raise UserError(f"{folder} cannot continue: from step {step} on its {name} was different ({lengths}){advice}")
 
 
 def first_difference(config: Any, before: Any, done: int) -> tuple[int, str]:
@@ -84,7 +84,7 @@ def advice_to_branch(folder: Path, last: int, conjunction: str, before: Any) -> 
         before: the config of the folder's run.
     """
     origin = newest_origin(folder, last, before.run.branch_from)
-    return f"{conjunction} {options_of_branch(origin)} goes on from there" if origin else ""
+    return f"{conjunction} {options_of_branch(origin)} continues from there" if origin else ""
 
 
 def newest_origin(folder: Path, last: int, branch_from: str | None = None) -> str | None:
@@ -115,10 +115,10 @@ def advice_to_begin(config: Any, before: Any) -> str:
     if config.optim.warmup(config.run.steps) != warmup:
         return f"; optim.warmup_steps must be {warmup}, as when it began"
     if before.optim.stable_steps(before.run.steps) is None:
-        return "; begin a run that can with --optim.schedule wsd --run.dir NEW"
+        return "; begin a new run with --optim.schedule wsd --run.dir NEW"
     if config.optim.stable_steps(config.run.steps) is None:
         return "; optim.schedule must be constant or wsd"
-    return "; no checkpoint up to that step is there (run.keep_at keeps some)"
+    return "; there is no checkpoint up to that step (run.keep_at keeps some)"
 
 
 def follows_length(config: Any) -> bool:
@@ -142,7 +142,7 @@ def describe_growth(config: Any, folder: Path) -> str:
     if stable is None:
         return (
             f"another run, since optim.schedule {schedule} ends with run.steps ({steps}); "
-            "one with --optim.schedule wsd can go on"
+            "one with --optim.schedule wsd can continue"
         )
     if follows_length(config):
         return f"another run, since objective.half_life follows run.steps ({steps}); {SAME_HALF_LIFE}"
@@ -154,5 +154,5 @@ def describe_growth(config: Any, folder: Path) -> str:
         cooled_down = f"--optim.schedule wsd --run.steps {steps + max(1, steps // 4)}"
         return f"{longer}; cooled down: {options_of_branch(origin)} {cooled_down}"
     if origin is None:
-        return "another run, since no checkpoint from before the cooldown is there (run.keep_at keeps some)"
-    return f"{options_of_branch(origin)} --run.steps N goes on from before the cooldown"
+        return "another run, since there is no checkpoint from before the cooldown (run.keep_at keeps some)"
+    return f"{options_of_branch(origin)} --run.steps N continues from before the cooldown"

@@ -42,7 +42,7 @@ def not_learning(history: History, facts: Facts) -> str | None:
     if not lines or lines[-1]["step"] < max(FEWEST_STEPS, 2 * facts.warmup):
         return None
     first, last = lines[0], lines[-1]
-    advice = f"raise optim.lr ({facts.lr:g}), or lower it where the loss jumps, and look at the pictures in TensorBoard"
+    advice = f"raise optim.lr ({facts.lr:g}), or lower it if the loss jumps, and check the pictures in TensorBoard"
     if "heldout/most_frequent" in last:
         accuracy, constant = last["heldout/accuracy"], last["heldout/most_frequent"]
         if accuracy > constant:
@@ -106,8 +106,8 @@ def features_collapse(history: History, facts: Facts) -> str | None:
     if len(ranks) < 2 or ranks[-1] >= COLLAPSED_RANK or ranks[-1] >= max(ranks[:-1]) / 2:
         return None
     return (
-        f"the effective rank of the features has fallen from {max(ranks):.1f} to {ranks[-1]:.1f}: to the encoder all "
-        f"images look alike; lower optim.lr ({facts.lr:g}), or change what is predicted (objective.name)"
+        f"the effective rank of the features has fallen from {max(ranks):.1f} to {ranks[-1]:.1f}: features of "
+        f"different images become alike; lower optim.lr ({facts.lr:g}), or change what is predicted (objective.name)"
     )
 
 
@@ -248,6 +248,6 @@ def general_knn_falls(history: History, facts: Facts) -> str | None:
     fall = 100 * (before - now)
     return (
         f"kNN accuracy on general images fell by {fall:.1f} points since the start ({before:.1%}, now {now:.1%}; "
-        f"chance does up to {100 * bound:.1f}); lower optim.lr ({facts.lr:g}), raise optim.frozen_steps, train less "
-        "(model.train, model.lora_rank), or let the first weights teach (objective.teacher)"
+        f"chance explains up to {100 * bound:.1f}); lower optim.lr ({facts.lr:g}), raise optim.frozen_steps, train "
+        "less (model.train, model.lora_rank), or use the first weights as the teacher (objective.teacher)"
     )

@@ -86,7 +86,7 @@ class Tracker:
                 with self.metrics_file.open("a", encoding="utf-8") as file:
                     file.write(f"{line}\n")
             except OSError as error:
-                message = f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is good"
+                message = f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is intact"
                 raise UserError(message) from error
         tagged = {name if "/" in name else f"train/{name}": value for name, value in values.items()}
         self.accelerator.log(tagged, step)
@@ -116,7 +116,7 @@ class Tracker:
         if not new:
             return
         for failure in new:
-            tqdm.write(f"warning: unreadable image, another takes its place: {failure}", file=sys.stderr)
+            tqdm.write(f"warning: unreadable image, replaced by another: {failure}", file=sys.stderr)
         with self.unreadable_file.open("a", encoding="utf-8") as file:
             file.writelines(f"{failure}\n" for failure in new)
 
@@ -198,7 +198,7 @@ def last_scalars(folder: Path, name: str) -> Line:
         raise UserError(f"{folder} is not the folder of a run that has begun: it has no {METRICS_FILE}")
     lines = [line for line in read_history(folder) if name in line]
     if not lines:
-        problem = "been evaluated" if name == EVALUATED else "got so far"
+        problem = "been evaluated" if name == EVALUATED else "reached that point"
         raise UserError(f"the run {folder} has not {problem} yet: its {METRICS_FILE} has no {name}")
     return lines[-1]
 

@@ -60,13 +60,13 @@ class Loop:
             checkpoints = folder / "checkpoints"
             raise UserError(
                 f"all checkpoints of {folder}, which branches from {self.run_config.branch_from}, are damaged; "
-                f"delete {checkpoints}, and the same command begins there again"
+                f"delete {checkpoints}, and the same command starts from there again"
             )
         self.saved_step = self.start  # of the newest checkpoint
         self.steps_to_keep = self.optim_config.steps_to_keep(self.run_config)
         for step in self.run_config.keep_at or ():
             if step < self.start and step not in kept_steps(folder):
-                note(f"run.keep_at: the checkpoint after step {step} cannot be kept, since the run is beyond it")
+                note(f"run.keep_at: the checkpoint after step {step} cannot be kept, since the run is past it")
         batches = task.batches(self.start, self.cursors)  # forks: before any threads
         self.feed = Feed(batches)
         self.cursors_of_step: Cursors = {}
@@ -284,7 +284,7 @@ class Loop:
             self.preemption.leave(f"after step {done}, while images could not be read")
         error = next(each for each in gather_object([failure]) if each)
         saved = f"a checkpoint after step {done} is written, " if done else ""
-        raise type(error)(f"{error}; {saved}and the same command goes on")
+        raise type(error)(f"{error}; {saved}and the same command continues")
 
 
 def due(step: int, every: int, last: int) -> bool:

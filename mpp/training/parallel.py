@@ -129,8 +129,8 @@ class Sharded:
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
         if has_low_rank_changes(model):
             raise UserError(
-                "model.lora_rank is for whole models on each process (DDP), and the launcher shards this one; without "
-                "FSDP its optimiser takes little memory, since it trains narrow matrices alone"
+                "model.lora_rank needs a whole model on each process (DDP), and the launcher shards this one; "
+                "start it without FSDP: its optimiser takes little memory, since only narrow matrices are trained"
             )
         self.device = accelerator.device
         autocast_only = dict(device_placement=False, evaluation_mode=True)  # fully_shard moves the shards

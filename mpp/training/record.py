@@ -40,7 +40,7 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     if changed:
         raise UserError(
             f"run.dir {folder} holds a run that was started with other images or weights: {'; '.join(changed)}; "
-            "choose another run.dir, or put back those that it was started with"
+            "choose another run.dir, or restore the original ones"
         )
     if before is not record:
         warn_of_unlisted_files(folder, unlisted_parts(before), unlisted_parts(record))
@@ -53,8 +53,8 @@ def warn_of_unlisted_files(folder: Path, unlisted_before: set[str], unlisted_now
     for part in sorted(unlisted_before | unlisted_now):
         when = "now" if part in unlisted_now else "when the run began"
         print(
-            f"warning: {folder}: {part}: the files could not be listed {when}; whether they are those that the run "
-            "began with is unknown",
+            f"warning: {folder}: {part}: the files could not be listed {when}; they may differ from those "
+            "that the run began with",
             file=sys.stderr,
         )
 
@@ -122,6 +122,6 @@ def has_moved_images(folder: Path, before: str | None, data: SourceConfig) -> bo
         return False
     if not is_local(data.path):
         raise UserError(
-            f"data.path is {data.path}; the images of {folder} were at {before}, which is gone: name its place"
+            f"data.path is {data.path}; the images of {folder} were at {before}, which is gone: give their new place"
         )
     return bool(read_record(folder)) and not image_differences(folder, data)

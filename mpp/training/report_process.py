@@ -62,4 +62,4 @@ def environment_without_launcher() -> dict[str, str]:
 def warn_of_missing_report(folder: Path, reason: str) -> None:
     """Say on stderr why there is no report, and how to write it."""
     again = f"mpp report --encoder {shlex.quote(str(folder))}"
-    print(f"warning: the report is not written ({reason}); `{again}` does it", file=sys.stderr)
+    print(f"warning: the report is not written ({reason}); `{again}` writes it", file=sys.stderr)

@@ -205,7 +205,7 @@ def write_beginning(config: Any, folder: Path, task: ImageTask, accelerator: Acc
     """
     on_main_process(accelerator, lambda: write_config(config, folder))
     if not all(gather_object([appears(folder / CONFIG_FILE)])):
-        raise UserError(f"run.dir is {folder}, which not all processes see; all nodes must share it")
+        raise UserError(f"run.dir is {folder}, which some processes cannot see; all nodes must share it")
     record = identify_on_all_nodes(task.record, accelerator)
     on_main_process(accelerator, lambda: write_record(folder, record | fingerprint_first_weights(config)))
 

@@ -76,7 +76,7 @@ def refuse_other_run(config: Any, folder: Path) -> None:
     for group in ("data", "probe"):
         refuse_run_among_images(folder, group, getattr(getattr(config, group, None), "path", None))
     if not is_run_folder(folder):
-        raise UserError(f"run.dir is {folder}, which holds other files and no run; choose another run.dir")
+        raise UserError(f"run.dir is {folder}, which holds other files but no run; choose another run.dir")
     imports = imports_used(config)
     if not (folder / CONFIG_FILE).is_file():
         return
@@ -87,7 +87,7 @@ def refuse_other_run(config: Any, folder: Path) -> None:
         refuse_other_rates(config, parse_saved(type(config), folder / CONFIG_FILE), folder, newest_step(folder))
     elif different:
         raise UserError(
-            f"run.dir is {folder}, a run made with another config: {describe_changes(different, 'the run')}; "
+            f"run.dir is {folder}, a run with another config: {describe_changes(different, 'the run')}; "
             "choose another run.dir, or the same values to resume"
         )
 

@@ -41,8 +41,8 @@ def high_rate_on_trained_weights(history: History, facts: Facts) -> str | None:
     if facts.lr <= FAR_ABOVE_RATE * usual:
         return None
     return (
-        f"optim.lr {facts.lr:g} can destroy the weights of model.init_from; begin with {usual:.2g} (5e-5 for "
-        f"{USUAL_BATCH} images a step), and look at the probes"
+        f"optim.lr {facts.lr:g} can destroy the weights of model.init_from; start with {usual:.2g} (5e-5 for "
+        f"{USUAL_BATCH} images a step), and watch the probes"
     )
 
 
@@ -51,7 +51,7 @@ def no_warmup_on_trained_weights(history: History, facts: Facts) -> str | None:
     if not facts.weights_of or facts.warmup > 0:
         return None
     return (
-        "optim.warmup_steps is 0: the first steps, of a new optimiser, are the roughest for the weights of "
+        "optim.warmup_steps is 0: the first steps of a new optimiser are the most harmful to the weights of "
         f"model.init_from; set it to a twentieth of run.steps ({max(1, facts.steps // 20)})"
     )
 
@@ -61,8 +61,8 @@ def colours_on_trained_weights(history: History, facts: Facts) -> str | None:
     if facts.weights_of != OF_OTHERS or facts.objective not in COLOURS:
         return None
     return (
-        f"objective.name {facts.objective} teaches colours to the weights of model.init_from, which they pay for with "
-        "what they know of the content; set objective.name features (see configs/continue.yaml)"
+        f"objective.name {facts.objective} teaches colours to the weights of model.init_from "
+        "at the cost of their content features; set objective.name features (see configs/continue.yaml)"
     )
 
 
@@ -70,4 +70,4 @@ def random_weights_stay(history: History, facts: Facts) -> str | None:
     """Weights are kept from training, for some steps or for good, and they are random."""
     if facts.weights_of or not facts.freezes:
         return None
-    return f"{facts.freezes} keeps weights as they are, and these are random; set model.init_from, or leave it out"
+    return f"{facts.freezes} freezes weights, and these are random; set model.init_from, or leave it out"

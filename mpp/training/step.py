@@ -198,6 +198,6 @@ class FiniteCheck:
         names = sorted(map(self.image_name, suspects or images))
         raise Diverged(
             f"loss or gradient of step {first.step} is not finite (it changed no weight; images "
-            f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is good: "
-            "resume with a lower optim.lr in a new run.dir, or look at these images"
+            f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is intact: "
+            "resume with a lower optim.lr in a new run.dir, or check these images"
         )

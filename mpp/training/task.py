@@ -312,7 +312,7 @@ class ImageTask:
         parameters, trained = count_parameters(self.model.encoder)
         only = "" if trained == parameters else f", of which {trained / 1e6:.3g} M are trained"
         if has_low_rank_changes(self.model.encoder):
-            only = f", beside which {trained / 1e6:.3g} M are trained"
+            only = f", next to which {trained / 1e6:.3g} M are trained"
         return f"{parameters / 1e6:.1f} M parameters in the encoder{only}"
 
     def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:

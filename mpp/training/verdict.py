@@ -72,7 +72,7 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
         describe_time_left(history, facts),
     ]
     if facts.steps < FEWEST_STEPS:
-        parts.append(f"fewer than {FEWEST_STEPS} steps, too few to judge learning")
+        parts.append(f"fewer than {FEWEST_STEPS} steps, too few to evaluate learning")
     if warnings:
         parts.append(f"warnings: {', '.join(warnings)}")
     return "; ".join(part for part in parts if part)

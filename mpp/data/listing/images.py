@@ -64,7 +64,7 @@ def leave_out_other_lists(tree: Tree, path: str) -> None:
     """Leave out the lists in the tree but that of `data.labels`, whose absolute path is `path`."""
     for _, other in tree.lists:
         if not (os.path.exists(path) and os.path.samefile(other, path)):
-            tree.left_out.add("lists, since data.labels names another", os.path.basename(other))
+            tree.left_out.add("lists other than data.labels", os.path.basename(other))
     if is_below(path, tree.root):
         tree.left_out.forget(other_files(path), os.path.relpath(path, tree.root))
 
@@ -130,7 +130,7 @@ def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) 
 
     notes = list(listed.notes)
     if outside:
-        what = f"listed files outside of {tree.root}, to train on unless a list says their split"
+        what = f"listed files outside of {tree.root}, used for training unless a list gives their split"
         notes.append(f"{what} ({listed.describe_files(outside)})")
     return Listing(
         columns,
@@ -159,7 +159,7 @@ def keep_listed(tree: Tree, listed: ListedFiles) -> tuple[list[Parts], list[list
             if wanted:
                 file_indices.append(file_index)
             elif not is_mask:
-                tree.leave_out("files that no list names", folder.parts, file)
+                tree.leave_out("files missing from all lists", folder.parts, file)
         first += len(folder.files)
         if file_indices:
             folders.append(folder.parts)

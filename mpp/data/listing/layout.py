@@ -164,8 +164,8 @@ def suspicious_names(below: list[Parts]) -> list[str]:
     warnings = []
     like_splits = [name for name in names if SPLIT_WORD_INSIDE.search(name.lower())]
     if like_splits:
-        rule = "splits are folders train, val and test at the top, of whatever is below them"
-        warnings.append(f"folders look like splits and are none: {shortened(like_splits)}; {rule}: rename or move them")
+        rule = "splits are folders train, val and test at the top level"
+        warnings.append(f"folders look like splits but are not: {shortened(like_splits)}; {rule}: rename or move them")
     like_masks = [name for name in names if MASK_WORD.search(name.lower())]
     if like_masks:
         advice = "move them away, or list the images in a metadata.csv"

@@ -72,7 +72,7 @@ def naming_folder(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         problem = f"the table of images cannot be written to {place.parent} ({error})"
-        raise UserError(f"{problem}; TMPDIR names another place") from error
+        raise UserError(f"{problem}; set TMPDIR to another place") from error
 
 
 def find_written(place: Path) -> Path | None:

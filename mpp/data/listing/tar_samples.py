@@ -104,8 +104,8 @@ def group_members(members: Iterable[Member], at_last_dot: bool, neighbours: bool
     for member in members:
         name, end = split_name(member.name, at_last_dot)
         if name in passed:
-            why = "members of a sample must stand next to each other in a shard that is far away"
-            raise UserError(f"{member.name} stands apart from its sample: {why} (tar --sort=name)")
+            why = "members of a sample must be next to each other in a remote shard"
+            raise UserError(f"{member.name} is apart from its sample: {why} (tar --sort=name)")
         if neighbours and samples and name not in samples:
             yield from samples.values()
             passed |= samples.keys()
