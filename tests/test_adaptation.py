@@ -225,7 +225,7 @@ REFUSED = {
     "--model.lora_rank=17": "at most 16, the narrow side of blocks.0.attn.qkv's matrix",
     "--optim.frozen_steps=1200": "optim.frozen_steps is 1200; it must be less than run.steps (1200)",
     "--optim.frozen_steps=-1": "optim.frozen_steps is -1",
-    "--model.train=weight --model.lora_rank=2": "model.train leaves no linear layer",
+    "--model.train=weight --model.lora_rank=2": "with this model.train the encoder has no frozen linear layer",
 }
 
 
@@ -245,7 +245,7 @@ def test_other_trainings_refuse_what_they_do_not_do():
     with pytest.raises(UserError, match=r"optim.frozen_steps is 2; .* must be 0: the batch norms"):
         build_optimizer(timm.create_model("resnet18", num_classes=0), OptimConfig(frozen_steps=2))
     model, config = built(*LORA)
-    with pytest.raises(UserError, match=r"model\.lora_rank is for whole models"):
+    with pytest.raises(UserError, match=r"model\.lora_rank needs a whole model"):
         Sharded(model, SimpleNamespace(), config.optim, config.run)
 
 
@@ -364,7 +364,7 @@ def test_a_killed_run_ends_with_the_same_bits(pretrain, tmp_path, monkeypatch, o
 
 def test_timm_alone_loads_an_encoder_that_was_merged(pretrain, tmp_path, capfd):
     first, second = begin(pretrain, tmp_path, *LORA)
-    assert "beside which" in capfd.readouterr().out
+    assert "next to which" in capfd.readouterr().out
     encoder = timm.create_model(f"local-dir:{second / 'encoder'}", pretrained=True, num_classes=0)
     assert set(encoder.state_dict()) == set(exported(first))
     assert "LoRA" in (second / "encoder" / "README.md").read_text()

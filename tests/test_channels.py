@@ -203,7 +203,7 @@ def test_factorized_accuracy_by_hand():
     ("channels", "settings", "says"),
     [
         (5, {}, r"objective\.bits is 3, which makes 2\*\*\(3 x 5\) .* more than 4,096; at most 2, objective"),
-        (13, {}, r"more than 4,096; objective\.factorized true .* or objective\.name pixels serves"),
+        (13, {}, r"more than 4,096; objective\.factorized true .* or objective\.name pixels"),
         (3, {"bits": 5}, "at most 4, objective"),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path,
     """Else the run would begin anew, and delete it."""
     save(tmp_path, 1)
     monkeypatch.setattr("mpp.training.checkpoint.sha256_of", Mock(side_effect=error))
-    with pytest.raises(UserError, match=r"step_00000001 cannot be read now \(.*\); the same command goes on"):
+    with pytest.raises(UserError, match=r"step_00000001 cannot be read now \(.*\); the same command continues"):
         restored_step(tmp_path)
 
 

@@ -195,7 +195,10 @@ def test_a_resnet_of_fewer_channels_trains_and_is_loaded_by_plain_timm(tmp_path)
 @pytest.mark.parametrize(
     "argument, said",
     [
-        ("{in_chans: 1}", r"model\.arguments is in_chans; it must be an argument of this timm model that no other"),
+        (
+            "{in_chans: 1}",
+            r"model\.arguments is in_chans; it must be an argument of this timm model that has no setting",
+        ),
         ("{chanels: [8]}", r"model\.arguments is {'chanels': \[8\]}: model\.name is resnetv2_50x1_bit, .*'chanels'"),
         (
             "{channels: [8, 8]}",
@@ -286,7 +289,9 @@ def test_left_out_images_of_a_class_of_no_other_split_are_not_evaluated(tmp_path
 
 
 def test_finetunings_rates_are_lrs(tmp_path, encoder):
-    with pytest.raises(ValueError, match=r"optim\.lr is 0\.5; .* left out: the rates of fine-tuning are lrs"):
+    with pytest.raises(
+        ValueError, match=r"optim\.lr is 0\.5; .* left out: set the learning rates of fine-tuning with lrs"
+    ):
         fine_tune(tmp_path, encoder, "--optim.lr=0.5")
 
 
@@ -520,7 +525,7 @@ def test_finetuning_takes_the_modern_recipe(tmp_path, encoder, finetunings):
 def test_labels_are_needed(tmp_path, image_folder):
     for number, file in enumerate(image_folder.rglob("*.png")):
         file.rename(image_folder / f"{number}.png")
-    with pytest.raises(ValueError, match=r"no labels; name their column by data\.label_column"):
+    with pytest.raises(ValueError, match=r"no labels; name their column with data\.label_column"):
         train_supervised(tmp_path / "run", *SMALL, f"--data.path={image_folder}")
     assert not (tmp_path / "run").exists()
 

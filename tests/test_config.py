@@ -91,7 +91,7 @@ def test_only_plumbing_may_change(tmp_path):
         (["--config=nowhere.yaml"], ["nowhere.yaml"]),
         (["--run.steps=5", "--config"], ["--config has no value; it must be a YAML file"]),
         (["--run.steps"], ["--run.steps has no value; it must be a whole number of at least 1"]),
-        (["--run=3"], ["run is 3; it is a group of settings, which are given as --run.NAME VALUE"]),
+        (["--run=3"], ["run is 3; it is a group of settings: give --run.NAME VALUE"]),
     ],
 )
 def test_errors_are_one_line_that_names_the_culprit(arguments, words):
@@ -113,8 +113,8 @@ def test_errors_are_one_line_that_names_the_culprit(arguments, words):
         ("model: {arguments: 3}", r"model\.arguments is 3; it must be settings such as '{name: value}', or null \("),
         ("run: [", r"bad\.yaml, line 1, column 7 is not YAML: expected the node content"),
         ("run:\n  steps: 3\n  seed: a: b", r"bad\.yaml, line 3, column 10 is not YAML: mapping values are not allowed"),
-        ("# all defaults", r"bad\.yaml, which has no settings"),
-        ("- 1", r"bad\.yaml, which has no settings"),
+        ("# all defaults", r"bad\.yaml, without settings"),
+        ("- 1", r"bad\.yaml, without settings"),
         ("run:\n", r"bad\.yaml: run is null; it must have settings below it, or be left out"),
         ("run: 3", "run is 3"),
         ("optim: {lr: 1}\nrun: {steps: 3}\noptim: {lr: 2}", "optim stands there twice"),
@@ -183,7 +183,7 @@ def test_a_config_that_is_no_text_is_named(tmp_path):
         ("--epochs=3", r"did you mean run\.steps \(steps = epochs x images / optim\.global_batch_size\)\?"),
         (
             "--batch_size=3",
-            r"did you mean optim\.global_batch_size \(images of a step .*; data\.batch_size is the most",
+            r"did you mean optim\.global_batch_size \(images per step .*; data\.batch_size is the micro-batch",
         ),
         ("data.path=here", "unknown word data.path=here: did you mean --data.path=here?"),
         ("--data.bands=4,3,2", r"\(did you mean '\[4, 3, 2\]'\?\)$"),

@@ -185,7 +185,7 @@ def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
     assert "self-supervised" in tags
     assert "SimCLR" in card
     assert "mean of the patch tokens" in card
-    assert "each view told from 14 of other images" in card
+    assert "each view compared with 14 of other images" in card
     printed = capsys.readouterr().out
     assert f"next: mpp fewshot --encoder {folder}\n" in printed
     assert "of the views" in printed

@@ -410,7 +410,7 @@ def test_an_npz_whose_header_lies_takes_no_memory():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (dict(bands=(1, 2)), r"data\.bands is \[1, 2\]; it must be 3 numbers from 1, one for each channel"),
+        (dict(bands=(1, 2)), r"data\.bands is \[1, 2\]; it must be 3 numbers from 1, one per channel"),
         (dict(channels=1, bands=(0,)), r"data\.bands is \[0\]"),
         (dict(channels=0), r"data\.channels is 0"),
         (dict(range=(5.0, 5.0)), r"data\.range is \(5\.0, 5\.0\); it must be \[LOW, HIGH\], or 3 such pairs"),
@@ -620,7 +620,7 @@ def test_lists_with_holes_are_named_as_broken_files_are(pretrain, folder, stream
 def test_a_column_of_words_is_no_image(tmp_path):
     features = datasets.Features({"words": datasets.Sequence(datasets.Sequence(datasets.Value("string")))})
     datasets.Dataset.from_dict({"words": [[["a"]]] * 4}, features=features).to_parquet(tmp_path / "train.parquet")
-    with pytest.raises(UserError, match="which holds no images but"):
+    with pytest.raises(UserError, match="instead of images"):
         load_image_datasets(SourceConfig(path=str(tmp_path), image_column="words"))
 
 

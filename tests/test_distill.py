@@ -375,7 +375,7 @@ def test_a_teacher_has_a_head_of_as_many_classes(tmp_path, finished_run, teacher
     check_refused(tmp_path, "no encoder at")
     train(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    check_refused(tmp_path / "run", "a run whose newest checkpoint is there and whole")
+    check_refused(tmp_path / "run", "a run with its newest checkpoint intact")
 
 
 def test_a_teacher_that_knows_the_test_labels_is_refused(tmp_path, image_folder):

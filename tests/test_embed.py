@@ -75,7 +75,7 @@ def test_a_table_of_something_else_is_not_written_over(images, finished_run, tmp
     before = file.read_bytes()
     (images / "cat" / "01.png").unlink()
     for others in ([], ["--representation=class"]):
-        with pytest.raises(ValueError, match="it must be a new file: what is there is of other images, weights or set"):
+        with pytest.raises(ValueError, match="it must be a new file: the existing one is from other images, weights"):
             embed.main([*words, *others])
     assert file.read_bytes() == before
 

@@ -161,7 +161,9 @@ def test_a_file_of_other_numbers_is_refused_and_not_left(finished_run, tmp_path,
 
     of_other_numbers = formats.FORMATS["torch_export"]._replace(read=lambda file: broken)
     monkeypatch.setitem(formats.FORMATS, "torch_export", of_other_numbers)
-    with pytest.raises(ValueError, match=r"differ from PyTorch's by .*; it must be another one: at most 0\.0001 is ok"):
+    with pytest.raises(
+        ValueError, match=r"output differs from PyTorch by .*; it must be another one: at most 0\.0001 is ok"
+    ):
         exported(finished_run, tmp_path, "torch_export")
     assert not list(tmp_path.iterdir())
 

@@ -127,7 +127,7 @@ def test_a_class_with_too_few_gives_what_it_has(capsys):
     results = evaluate(data, config)
     assert evaluate(data, config) == results  # the next depth
     assert results[0]["accuracy"] == results[1]["accuracy"]
-    note = "note: 7 of 7 classes: fewer than 9 training images; the support set takes all of these\n"
+    note = "note: 7 of 7 classes: fewer than 9 training images; the support set uses all of them\n"
     assert capsys.readouterr().out == note  # once
 
 

@@ -173,7 +173,7 @@ def test_moments_are_those_of_the_weights(tmp_path):
     assert moments_of_weights(config, 2).mean == pytest.approx((0.2, 0.2))
     half = moments_of_weights(ModelConfig(mean=0.3, std=None, init_from=config.init_from), 3)
     assert (half.mean, half.std) == (0.3, MOMENTS[1])
-    with pytest.raises(UserError, match=r"model\.mean is null; it must be numbers or auto without model\.init_from"):
+    with pytest.raises(UserError, match=r"model\.mean is null; it must be numbers or auto unless model\.init_from"):
         ModelConfig(mean=None)
     save_file({"weight": torch.ones(1)}, tmp_path / "alone.safetensors")
     alone = ModelConfig(mean=None, init_from=str(tmp_path / "alone.safetensors"))

@@ -64,7 +64,7 @@ def test_too_few_cores_for_a_gpu_are_said(report, monkeypatch):
     report.speeds["ViT-B/16", False] = speed_of(2400, compiled=False)
     report.loading = LoadingSpeed({256: 1400.0, 375: 650.0}, 2, 2800.0)
     assert pasted(report.advice()).data.workers == 2
-    assert "`mpp prepare` makes them smaller" in report.advice()
+    assert "make them smaller with `mpp prepare`" in report.advice()
 
 
 def test_the_last_lines_are_there_when_nothing_was_measured(report):
@@ -186,7 +186,7 @@ def test_a_rehearsal_writes_the_whole_report(tmp_path, monkeypatch, tally):
         "tiny ViT, compiled",
         "losses compared with the CPU",
     ]
-    assert titles == [*parts, "loader", "tests", "what to set"]
+    assert titles == [*parts, "loader", "tests", "recommended settings"]
     for words in ("failed", "left out", "stopped", "WRONG"):
         assert words not in text
     expected = ("PyTorch version", "TFLOP/s", "attention kernel", "of the ceiling", "times the eager speed")

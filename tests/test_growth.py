@@ -133,7 +133,8 @@ def test_a_trunk_keeps_its_warm_up(pretrain, tmp_path):
 def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, capsys):
     run = pretrain(*WSD)
     assert (
-        f"longer: --run.branch_from {run}@2 --run.dir NEW --run.steps N goes on from before" in capsys.readouterr().out
+        f"longer: --run.branch_from {run}@2 --run.dir NEW --run.steps N continues from before"
+        in capsys.readouterr().out
     )
     with pytest.raises(
         UserError, match=f"from step 3 on its optim.lr was another .*; --run.branch_from {run}@2 --run.dir NEW"
@@ -337,7 +338,7 @@ def test_a_run_whose_teacher_follows_its_length_says_that_it_cannot_grow(pretrai
 
 def test_a_run_that_only_cools_down_names_no_checkpoint_to_branch_from(pretrain, capsys):
     pretrain("--optim.schedule=wsd", "--optim.cooldown=1", "--run.checkpoint_every=4")
-    assert "longer: another run, since no checkpoint from before the cooldown is there" in capsys.readouterr().out
+    assert "longer: another run, since there is no checkpoint from before the cooldown" in capsys.readouterr().out
 
 
 def test_the_command_that_fewer_steps_are_told_works(pretrain, tmp_path):

@@ -147,7 +147,7 @@ def test_a_link_that_is_cut_for_good(hosts, undisturbed, tmp_path, tally):
     assert "Traceback" not in run.said
     assert 5 <= newest_step(tmp_path / "run") < 60
     assert ends_in_the_same_bits(hosts, tmp_path / "run", undisturbed[False])
-    tally("two hosts: the link is cut for good: a line from each; the same command goes on *", 1)
+    tally("two hosts: the link is cut for good: a line from each; the same command continues *", 1)
 
 
 @pytest.mark.parametrize("fault", ["dies", "reset"])

@@ -369,7 +369,7 @@ def test_a_download_that_fills_the_disk(start, run, tally):
     assert "which cannot be loaded" in full.said.splitlines()[-1]
     assert "File too large" in full.said
     run()
-    tally("hub: a download fills the disk: one line; the same command goes on", 1)
+    tally("hub: a download fills the disk: one line; the same command continues", 1)
 
 
 def test_prepare(fake_hub, home, run, tmp_path, tally):

@@ -72,7 +72,7 @@ def test_the_pages_example_trains_resumes_and_is_drawn(pretrain, brightness, cap
 def test_a_run_is_not_read_without_its_code(pretrain, brightness, command):
     folder = pretrain(f"--import={brightness}", BRIGHTNESS)
     start_a_new_process()
-    with pytest.raises(UserError, match=rf"run uses code of its own: add --import {brightness} "):
+    with pytest.raises(UserError, match=rf"run uses custom code: add --import {brightness} "):
         if command == "resume":
             pretrain(BRIGHTNESS)
         elif command == "visualize":
@@ -115,7 +115,7 @@ def test_saved_code_is_named_and_never_run(finished_run, tmp_path):
     (tmp_path / "run" / "imports.json").write_text(json.dumps([{"name": str(trap), "sha256": "0" * 64}]))
     run = tmp_path / "run"
     for command in (visualize, report):
-        with pytest.raises(UserError, match="uses code of its own: add --import"):
+        with pytest.raises(UserError, match="uses custom code: add --import"):
             command.main([f"--encoder={run}"])
     assert not (tmp_path / "struck").exists()
 

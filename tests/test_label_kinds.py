@@ -257,7 +257,7 @@ def test_where_r2_of_the_dev_images_is_not_defined_the_error_chooses_and_this_is
     (result,) = linear.evaluate(data, LinearConfig(l2=penalties))
     assert result["l2"] == penalties[int(np.argmin(errors))]
     printed = capsys.readouterr().out
-    assert f"note: {result['l2']} is chosen, and by the mean absolute error: the score of the dev" in printed
+    assert f"note: {result['l2']} is chosen (by the mean absolute error): the score on the dev" in printed
     assert best_choice({1: np.nan, 2: np.nan}, {1: np.nan, 2: np.nan}) == 1
     assert "note: 1 is chosen, and the first candidate" in capsys.readouterr().out
 
@@ -463,7 +463,7 @@ def test_each_command_hints_at_several_classes_in_one_text(tmp_path, capsys):
     images = write_images(tmp_path / "images", lambda number, red: texts[number % 6])
     load_image_datasets(DataConfig(path=str(images)), None, AUTO)
     printed = capsys.readouterr()
-    assert "note: classes such as bright;dull, dull;red are taken for one each" in printed.out
+    assert "note: each of the classes such as bright;dull, dull;red counts as one class" in printed.out
     assert printed.err == ""
 
 
@@ -475,7 +475,7 @@ def test_the_class_path_says_what_several_labels_need(tmp_path, capsys):
     images = write_images(tmp_path / "images", colours)
     linear.main(["--encoder=floor:pixels", f"--data.path={images}", f"--out={tmp_path / 'l.json'}"])
     printed = capsys.readouterr()
-    assert "classes such as bright;red are taken for one each" in printed.out
+    assert "each of the classes such as bright;red counts as one class" in printed.out
     assert "--task several" in printed.out and "one training image" not in printed.err
     train, _ = load_image_datasets(DataConfig(path=str(images)), None, "several")
     assert train.labels.dtype == np.int8 and train.class_shares() == {}

@@ -13,7 +13,7 @@ from datasets import LargeList, List, Value
 from mpp.data.labels import NumberedLabels, number_labels, read_labels
 
 SEVERAL_SPLITS_ERROR = r"column label has numbers, such as \w+, .* names; both must"
-NO_CLASSES_ERROR = r"data\.label_column is label, which holds no classes but"
+NO_CLASSES_ERROR = r"data\.label_column is label, which holds .* instead of classes"
 
 
 def rows(kind, values: list, column: str = "label") -> datasets.Dataset:
@@ -232,7 +232,7 @@ def test_numbers_that_are_texts_are_sorted_as_numbers():
 def test_texts_that_are_numbers_with_fractions_are_no_classes(values, capsys):
     column = rows(Value("string"), values)
     assert read_labels(column, None, f"here {values}") is None
-    assert "holds no classes but numbers with fractions; it is not used" in capsys.readouterr().out
+    assert "holds numbers with fractions instead of classes; it is not used" in capsys.readouterr().out
     with pytest.raises(ValueError, match=f"{NO_CLASSES_ERROR} numbers with fractions"):
         read_labels(column, "label", "here")
 

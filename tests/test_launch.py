@@ -96,7 +96,7 @@ def test_memory_that_an_update_frees_serves_the_next_one():
     ("asked", "launcher", "native", "expected", "reason"),
     [
         ("fp32", None, True, "fp32", "run.precision"),
-        ("fp32", "bf16", True, "fp32", "over the launcher, which says bf16"),
+        ("fp32", "bf16", True, "fp32", "the launcher's choice was bf16"),
         ("bf16", "no", False, "bf16", "run.precision"),
         ("auto", "bf16", False, "bf16", "launcher"),
         ("auto", "no", True, "bf16", "computed by this hardware"),
@@ -121,7 +121,7 @@ def test_bf16_is_refused_on_a_gpu_that_emulates_it(monkeypatch, asked, launcher)
     assert choose_precision(RunConfig())[0] == "fp32"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
     mend = "leave out run.precision" if asked == "bf16" else "run.precision fp32 overrules the launcher"
-    with pytest.raises(UserError, match=f"which this GPU emulates.*{mend}"):
+    with pytest.raises(UserError, match=f"emulated on this GPU.*{mend}"):
         choose_precision(RunConfig(precision=asked))
 
 
@@ -193,7 +193,7 @@ def test_a_gpu_out_of_memory_is_told_what_to_do():
     assert said == user_message(
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     )
-    assert "lower data.batch_size" in said and "model.activation_checkpointing (of fine-tuning: activation_ch" in said
+    assert "lower data.batch_size" in said and "model.activation_checkpointing (in fine-tuning: activation_ch" in said
     for config_class in (Config, SupervisedConfig, ContrastiveConfig, FinetuneConfig):
         again = f"{'' if config_class is FinetuneConfig else 'model.'}activation_checkpointing"
         assert {"data.batch_size", again} <= set(known_keys(config_class))
@@ -208,7 +208,7 @@ def test_a_gpu_out_of_memory_is_told_what_to_do():
     ],
 )
 def test_a_process_that_others_wait_for_is_said_to_be_gone(message, said):
-    assert said in user_message(RuntimeError(message)) and "the same command resumes" in user_message(
+    assert said in user_message(RuntimeError(message)) and "run the same command to resume" in user_message(
         RuntimeError(message)
     )
 

@@ -344,7 +344,7 @@ def test_a_list_anywhere(tmp_path, inside):
     write_csv(file, rows)
     ways = dict(labels=str(file), file_column="photo", label_column="species")
     assert in_train(tmp_path / "data", **ways) == {"cat/0.png": (0, "a cat"), "dog/0.png": (1, "a dog")}
-    with pytest.raises(UserError, match=r"has the columns id, photo, species; data\.file_column must say which names"):
+    with pytest.raises(UserError, match=r"has the columns id, photo, species; data\.file_column must name the column"):
         load(tmp_path / "data", labels=str(file))
     with pytest.raises(UserError, match=r"data\.label_column is kind; .* has image, id, species"):
         load(tmp_path / "data", **ways | {"label_column": "kind"})

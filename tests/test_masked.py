@@ -34,7 +34,10 @@ def test_a_run_keeps_the_patches_of_each_image_and_its_accuracies_have_intervals
 
     (run / "metrics.jsonl").open("a").write(json.dumps(logged | {"step": 6}) + "\n")  # counts are not of this step
     masked.main(["--encoder", str(run)])
-    assert "no intervals: the run's last evaluation kept no counts of each image" in capsys.readouterr().out
+    assert (
+        "no intervals: the run's last evaluation, by an earlier version, kept no counts per image"
+        in capsys.readouterr().out
+    )
     assert all("interval" not in result for result in json.loads(path.read_text())["results"])
 
 
@@ -60,6 +63,6 @@ def test_a_run_that_predicts_no_patches_has_no_masked_accuracy(tmp_path):
     with pytest.raises(UserError, match=r"none is not the folder of a run that has begun: it has no metrics\.jsonl"):
         masked.main(["--encoder", str(tmp_path / "none")])
     with pytest.raises(
-        UserError, match="is floor:colors; it must be the folder of a pre-training run: a floor predicts"
+        UserError, match="is floor:colors; it must be the folder of a pre-training run: a colour baseline predicts"
     ):
         masked.main(["--encoder", "floor:colors"])

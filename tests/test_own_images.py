@@ -61,7 +61,7 @@ def test_the_learned_column_is_the_label_of_other_images_too(headed, tmp_path, c
     assert [row["label"] for row in rows] == [row["species"] for row in rows]
     assert {row["label"] for row in rows} == {"", *NAMES} and {row["split"] for row in rows} == {"all"}
     said = capsys.readouterr()
-    assert said.out.count("the labels are the column species, which the classifier learned") == 1
+    assert said.out.count("labels are read from the column species, as when the classifier was trained") == 1
     assert "no classes" not in said.err and "note" not in json.loads(out.with_name("p.csv.json").read_text())
 
 
@@ -72,8 +72,8 @@ def test_a_column_that_is_named_or_not_there_leaves_the_labels_as_they_were(head
     words = (f"--data.labels={sites}/sites.csv", "--data.label_column=label")
     assert "right" not in read_csv(predict_to(tmp_path / "a.csv", head, sites, *words))[0]
     said = capsys.readouterr().err
-    assert "the labels (site0, site1) are no classes" in said
-    assert "--data.label_column may name another column: species, shade" in said
+    assert "the labels (site0, site1) are not classes" in said
+    assert "choose another column with --data.label_column: species, shade" in said
     assert "right" not in read_csv(predict_to(tmp_path / "b.csv", head, sites))[0]  # no list, no column
 
 

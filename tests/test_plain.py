@@ -239,7 +239,7 @@ DINOV3 = "vit_small_patch16_dinov3"
 NOT_PLAIN = "it must be a plain timm transformer"
 GAP = "model.name vit_base_patch16_siglip_gap_224"
 REFUSED = [
-    ("vit_base_patch16_siglip_224", {}, f"attention pooling is not trained here; {GAP} has none"),
+    ("vit_base_patch16_siglip_224", {}, f"attention pooling cannot be trained here; {GAP} has none"),
     ("vit_pe_core_tiny_patch16_384", {}, """model.arguments '{"global_pool": "avg", "use_fc_norm": false}' has none"""),
     ("naflexvit_base_patch16_gap", {}, f"a NaFlexVit; {NOT_PLAIN}"),
     ("cait_xxs24_224", {}, f"a Cait; {NOT_PLAIN}"),

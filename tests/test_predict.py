@@ -193,7 +193,7 @@ def test_labels_give_an_accuracy_and_unknown_ones_are_named(run_with_head, tmp_p
 def test_labels_of_other_classes_give_no_accuracy(run_with_head, image_folder, tmp_path, capsys):
     out = predict_to(tmp_path / "p.csv", run_with_head / "evaluation" / "birds_head", image_folder)
     assert "right" not in read_csv(out)[0]
-    assert "the labels (cat, dog) are no classes of the classifier" in capsys.readouterr().err
+    assert "the labels (cat, dog) are not classes of the classifier" in capsys.readouterr().err
 
 
 def test_a_list_of_images_is_predicted_without_labels(run_with_head, class_images, tmp_path):
@@ -236,7 +236,7 @@ def test_an_encoder_may_move_with_its_head_or_without(run_with_head, class_image
         assert predict_to(tmp_path / "b.csv", head, class_images).read_bytes() == expected
         alone = Path(shutil.copytree(head, tmp_path / "alone"))
         with pytest.raises(
-            UserError, match=r"no encoder at .*run: .*alone is the head of one; name its place by --enc"
+            UserError, match=r"no encoder at .*run: .*alone is only a head; choose its encoder with --enc"
         ):
             predict_to(tmp_path / "c.csv", alone, class_images)
         out = predict_to(tmp_path / "c.csv", alone, class_images, f"--encoder={away}")
@@ -250,7 +250,7 @@ def test_a_head_of_another_encoder_is_refused_by_name(run_with_head, tuned_run, 
     other = tuned_run / "lr_0.1"
     with pytest.raises(UserError, match=rf"encoder is {other}, whose weights are not those that {head} was trained on"):
         predict_to(tmp_path / "p.csv", head, class_images, f"--encoder={other}")
-    with pytest.raises(UserError, match=r"it must be null with .*, which is no kept head"):
+    with pytest.raises(UserError, match=r"it must be null with .*, which has its own encoder"):
         predict_to(tmp_path / "p.csv", other, class_images, f"--encoder={run_with_head}")
     assert not list(tmp_path.glob("*"))
 
@@ -259,7 +259,7 @@ def test_what_is_no_classifier_is_refused(finished_run, class_images, tmp_path):
     with pytest.raises(UserError, match=r"classifier is .*; it must be the folder of a finished supervised or fine-tu"):
         predict_to(tmp_path / "p.csv", finished_run, class_images)
     (tmp_path / "finetune.json").write_text('{"results": []}')
-    with pytest.raises(UserError, match="which has compared rates only"):
+    with pytest.raises(UserError, match="which only compared rates"):
         predict_to(tmp_path / "p.csv", tmp_path, class_images)
 
 
@@ -319,7 +319,7 @@ def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
         "a&lt;b&gt; 70% · 4&amp;.png",
         "c 60% · 1&amp;.png",
     ]
-    assert "new, 3 labelled images (%): accuracy 33.3 (" in page and "Beside the labels of new" in page
+    assert "new, 3 labelled images (%): accuracy 33.3 (" in page and "Compared with the labels of new" in page
     assert "<b>" not in page and "5 images, predicted to be of 2 classes" in page
 
 

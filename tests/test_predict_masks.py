@@ -185,7 +185,7 @@ def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, cap
     assert rows["tall.png"]["site"] == "at 1.png" and rows["sub/square.png"]["site"] == ""
     assert "mask" in rows["tall.png"] and "given_mask" not in rows["tall.png"]
     page = (tmp_path / "p.html").read_text()
-    assert "mean IoU" in page and "Beside the labels of all" in page and 'alt="Confusion matrix of all"' in page
+    assert "mean IoU" in page and "Compared with the labels of all" in page and 'alt="Confusion matrix of all"' in page
 
 
 def test_scores_need_no_prediction_of_their_own(head, images, tmp_path, monkeypatch, capsys):

@@ -316,7 +316,7 @@ def test_another_config_in_the_same_folder_is_refused(pretrain, trained):
 def test_other_files_are_not_written_over(pretrain, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="holds other files and no run"):
+    with pytest.raises(ValueError, match="holds other files but no run"):
         pretrain()
     with pytest.raises(ValueError, match="not a folder"):
         pretrain(dir=tmp_path / "run" / "thesis.tex")
@@ -400,7 +400,7 @@ def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypa
     monkeypatch.setattr("mpp.pretrain.executed_flops", lambda *_: 1)  # it runs the model too
     monkeypatch.setattr(MaskedPatchPredictor, "forward", poisoned)
     with pytest.raises(
-        FloatingPointError, match=r"of step 3 is not finite .*images s\d+\.jpg, .*last checkpoint is good"
+        FloatingPointError, match=r"of step 3 is not finite .*images s\d+\.jpg, .*last checkpoint is intact"
     ) as error:
         pretrain("--run.steps=6")
     assert models[0]() is None and error  # the next run of this process needs its memory

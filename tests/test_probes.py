@@ -166,7 +166,7 @@ def test_a_name_has_its_published_weights(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    hint = "; without a network, checkpoint names a file with its weights .random true, or init random, takes none."
+    hint = "; without a network, set checkpoint to a file with its weights .random true, or init random, takes none."
     with pytest.raises(UserError, match=rf"encoder is vit_tiny_patch16_224, which cannot be loaded: .*{hint}"):
         load_frozen_encoder("vit_tiny_patch16_224")
     weights = timm.create_model("vit_tiny_patch16_224")
@@ -320,7 +320,7 @@ def test_random_means_random_whatever_weights_there_are(vit, tmp_path):
 
 def test_labels_are_needed(vit, tmp_path):
     write_pictures(tmp_path / "images", 6)
-    with pytest.raises(ValueError, match=r"no labels; name their column by data\.label_column"):
+    with pytest.raises(ValueError, match=r"no labels; name their column with data\.label_column"):
         fewshot.main([f"--encoder={vit[1]}", f"--data.path={tmp_path / 'images'}", *FAST])
 
 

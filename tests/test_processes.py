@@ -59,7 +59,9 @@ def apart(folder: Path) -> None:
 @pytest.mark.faults
 def test_a_run_folder_that_is_not_shared_is_noticed_at_the_start(tmp_path):
     two = Command("pretrain", *TINY, "--run.dir=run", processes=2, prepare=partial(apart, tmp_path))
-    assert two.wait() == [2, 2] and two.said.count("run.dir is run, which not all processes see; all nodes must") == 2
+    assert (
+        two.wait() == [2, 2] and two.said.count("run.dir is run, which some processes cannot see; all nodes must") == 2
+    )
 
 
 def own_images(folder: Path) -> None:

@@ -143,7 +143,7 @@ def test_dinov2_of_other_encoders():
     assert [candidate.about["blocks"] for candidate in protocol.candidates[::13]] == [1, 2]
     assert not any(candidate.about["adds_mean"] for candidate in protocol.candidates)
     assert [each.shape for each in protocol.encode(shallow, torch.zeros(1, 3, 32, 32))] == [(1, 16), (1, 32)]
-    with pytest.raises(Unavailable, match="encoder is floor:pixels; protocol dinov2 is of ViTs"):
+    with pytest.raises(Unavailable, match="encoder is floor:pixels; protocol dinov2 needs a ViT"):
         probe.open_protocol(
             LinearConfig(encoder="floor:pixels", protocol="dinov2"), load_frozen_encoder("floor:pixels")
         )

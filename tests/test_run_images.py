@@ -150,7 +150,7 @@ def test_a_run_is_evaluated_on_its_own_images_from_any_folder(of_a_relative_path
 def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path, image_folder):
     new = image_folder / "cat" / "00.png"
     new.write_bytes(encoded(picture(99)))
-    with pytest.raises(UserError, match=rf"{image_folder} no longer holds the images that {of_a_relative_path} began"):
+    with pytest.raises(UserError, match=rf"{image_folder} no longer holds the images of {of_a_relative_path}"):
         fewshot.main([f"--encoder={of_a_relative_path}", *FAST])
     new.unlink()
     file = image_folder / "cat" / "01.png"
@@ -231,7 +231,7 @@ def test_masks_that_pre_training_took_for_images_are_no_change(pretrain, tmp_pat
     report = json.loads(next((run / "evaluation").glob("segmentation*.json")).read_text())
     assert report["protocol"]["data"]["path"] == str(folder)
     (folder / "masks" / "0.png").write_bytes(encoded(picture(99)[..., 0] // 128))
-    with pytest.raises(UserError, match=rf"{folder} no longer holds the images that {run} began with"):
+    with pytest.raises(UserError, match=rf"{folder} no longer holds the images of {run}"):
         segmentation.main(words)
 
 
@@ -250,7 +250,7 @@ def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder,
     gone = rf"the images of {of_a_relative_path} were at {image_folder}, which is gone"
     moved.parent.mkdir()
     image_folder.rename(moved)
-    with pytest.raises(UserError, match=rf"{gone}; name where they are now by --data\.path"):
+    with pytest.raises(UserError, match=rf"{gone}; give their new place with --data\.path"):
         own_images(of_a_relative_path)
     images = own_images(of_a_relative_path, f"--data.path={moved}")
     assert (images.path, images.cut_seed, images.eval_split) == (str(moved), 3, None)
@@ -259,7 +259,7 @@ def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder,
     (other / "cat" / "00.png").write_bytes(encoded(picture(99)))
     capsys.readouterr()
     assert own_images(of_a_relative_path, f"--data.path={other}").cut_seed == 0
-    assert f"{gone}; those at {other} are others: train: the files" in capsys.readouterr().out
+    assert f"{gone}; the images at {other} differ: train: the files" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_gone_never_becomes_a_name_of_the_hub(of_a_relative_path, image_folder, tmp_path):

@@ -392,7 +392,9 @@ def test_birds_without_outlines_are_refused():
 
 def test_one_image_leaves_none_to_choose_on():
     features = PatchFeatures(*(part[:1] for part in some_features()))
-    with pytest.raises(ValueError, match=r"number of training images is 1; it must be at least 2 where a depth or a r"):
+    with pytest.raises(
+        ValueError, match=r"number of training images is 1; it must be at least 2 to choose a depth or a r"
+    ):
         segmentation.evaluate(features, SegmentationConfig(steps=1, readings="linear"))
     one_rate = SegmentationConfig(steps=1, readings="linear", lr=0.1, seeds=0)
     assert segmentation.evaluate(features, one_rate)

@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_is_named(place):
 def test_a_place_that_is_none_is_named(place, monkeypatch):
     (place / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(place / "file" / "in it"))
-    with pytest.raises(UserError, match=rf"cannot be written to {place}/file/in it \(.*; TMPDIR names another place"):
+    with pytest.raises(UserError, match=rf"cannot be written to {place}/file/in it \(.*; set TMPDIR to another place"):
         share_table(table, "x")
 
 

@@ -364,7 +364,7 @@ def test_far_shards_are_those_of_this_machine(tmp_path):
     write_tar(tmp_path / "train.tar", members)
     server.pipe(far_shard, (tmp_path / "train.tar").read_bytes())
     with pytest.raises(
-        UserError, match=r"stands apart from its sample: members of a sample must stand next to each other in a shard"
+        UserError, match=r"is apart from its sample: members of a sample must be next to each other in a remote shard"
     ):
         streamed(far_shard)
 

@@ -403,7 +403,7 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
     shutil.rmtree(folder / "encoder")
     pretrain(*words)  # goes on
     (tmp_path / "teacher").rename(tmp_path / "moved")
-    assert lineage_said(folder, capsys) == f"objective.teacher of {folder} is {tmp_path / 'teacher'}, which is not here"
+    assert lineage_said(folder, capsys) == f"objective.teacher of {folder} is {tmp_path / 'teacher'}, which is missing"
     (tmp_path / "moved").rename(tmp_path / "teacher")
     weights = load_file(tmp_path / "teacher" / "model.safetensors")
     save_file(weights | {"norm.bias": weights["norm.bias"] + 1}, tmp_path / "teacher" / "model.safetensors")

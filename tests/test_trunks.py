@@ -254,7 +254,11 @@ def test_lengths_may_follow_from_compute(small):
         (0, {"optim.schedule": "linear", "optim.cooldown": 0.2}, "optim.schedule is linear; it must be wsd or const"),
         (3, {"optim.schedule": "cosine"}, "encoders: 4 steps: its trunk's optim.schedule is cosine; it must be wsd"),
         (0, {"optim.warmup_steps": None}, "optim.warmup_steps is 0; it must be 1, as in its trunk: give both the same"),
-        (0, {"optim.cooldown": 1, "optim.warmup_steps": 0}, "run.steps is 4; it must be more, or optim.cooldown less"),
+        (
+            0,
+            {"optim.cooldown": 1, "optim.warmup_steps": 0},
+            "run.steps is 4; it must be larger, or optim.cooldown smaller",
+        ),
         (3, {"objective.name": "features"}, r"half_life is \[0.01, 0.05\]; it must be two equal numbers of steps"),
         (3, {"objective.name": "features", "objective.half_life": [2, 4]}, "must be two equal numbers of steps, such"),
     ],

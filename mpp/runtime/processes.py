@@ -18,7 +18,7 @@ BUILDING_TIMEOUT = timedelta(hours=6)
 TRAINING_TIMEOUT = timedelta(minutes=20)
 """Longer than any step, evaluation or checkpoint: a process that does not answer by then hangs."""
 HANGS = "another process does not answer: it hangs, or its machine is gone; run the same command to resume"
-GONE = "another process or its machine is gone; run the same command to resume"
+GONE = "another process is gone, or its machine; run the same command to resume"
 
 
 def no_answer(error: BaseException | None) -> str | None:
