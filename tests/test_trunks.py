@@ -242,7 +242,7 @@ def test_lengths_may_follow_from_compute(small):
     ("entry", "change", "message"),
     [
         (0, {"branch_of": "stem"}, r"encoders: 4 steps: branch_of is stem; it must be an entry with train.* \(trunk\)"),
-        (0, {"branch_of": "4 steps"}, r"branch_of is 4 steps; it must be an entry with train, .* \(trunk\)"),
+        (0, {"branch_of": "4 steps"}, r"branch_of is 4 steps; it must be an entry with train .* \(trunk\)"),
         (1, {"branch_of": "4 steps"}, r"encoders: 6 steps: branch_of is 4 steps; it must be"),
         (0, {"train": "supervised"}, "encoders: 4 steps: train is supervised; it must be pretrain, as in trunk"),
         (0, {"encoder": "FOLDER/trunk_{seed}"}, "it must be another folder than that of trunk"),

@@ -86,7 +86,7 @@ class ObjectiveConfig:
     cell: int = setting(8, at_least=1, needs={"name": "hog"})
     """Side of a cell of hog in pixels; a smaller patch is one cell."""
     beta: float = setting(2.0, above=0, needs={"name": "features", "loss": (None, "smooth_l1")})
-    """Where smooth L1 turns from a parabola into a line (data2vec: 2, I-JEPA: 1)."""
+    """Difference at which smooth L1 turns from a parabola into a line (data2vec: 2, I-JEPA: 1)."""
     teacher: str = setting("ema", needs={"name": "features"})
     """Encoder whose features are predicted. ema: moving average of the trained encoder; otherwise a frozen one: a run
     folder, an encoder folder, or the name of a timm model with its published weights."""

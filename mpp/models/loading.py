@@ -139,7 +139,7 @@ def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
         if getattr(config, name) is not None:
             continue
         values = trained_on(folder_of_weights(config.init_from), name)
-        allowed = f"numbers or auto: no config.json beside {config.init_from} says what the weights learned with"
+        allowed = f"numbers or auto: no config.json next to {config.init_from} has those of the weights"
         require(values is not None, f"model.{name}", "null", allowed)
         if len(values) != channels:  # the mean of the known channels serves for each of the others
             values = (sum(values) / len(values),) * channels

@@ -229,7 +229,7 @@ class Walk:
             stem = archive_stem(os.path.basename(path))
             files = unpack_archive(Path(path))
             if files is None:
-                self.tree.leave_out("files that are named as archives and are none", parts, path)
+                self.tree.leave_out("files named as archives that are not archives", parts, path)
                 continue
             has_own_folder = (files / stem).is_dir() or (is_alone and stem.lower() not in SPLIT_WORDS)
             inside = Walk(self.tree)
