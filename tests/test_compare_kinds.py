@@ -78,8 +78,8 @@ def test_bars_lines_and_curves_have_the_unit_of_their_score():
 @pytest.mark.parametrize(
     ("kind", "difference", "best"),
     [
-        ("class", "a - b: +75.0 (+57.3 to +92.7)", "best is a with 50.0 (37.5 to 62.5)% (beside b -25.0%)"),
-        ("number", "a - b: +0.750 (+0.573 to +0.927)", "best is a with 0.500 (0.375 to 0.625) (beside b -0.250)"),
+        ("class", "a - b: +75.0 (+57.3 to +92.7)", "best is a with 50.0 (37.5 to 62.5)% (next to b -25.0%)"),
+        ("number", "a - b: +0.750 (+0.573 to +0.927)", "best is a with 0.500 (0.375 to 0.625) (next to b -0.250)"),
     ],
 )
 def test_differences_and_the_verdict_have_the_unit_of_the_score(kind, difference, best, tmp_path):

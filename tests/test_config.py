@@ -117,8 +117,8 @@ def test_errors_are_one_line_that_names_the_culprit(arguments, words):
         ("- 1", r"bad\.yaml, without settings"),
         ("run:\n", r"bad\.yaml: run is null; it must have settings below it, or be left out"),
         ("run: 3", "run is 3"),
-        ("optim: {lr: 1}\nrun: {steps: 3}\noptim: {lr: 2}", "optim stands there twice"),
-        ("run: {steps: 3, steps: 4}", "steps stands there twice"),
+        ("optim: {lr: 1}\nrun: {steps: 3}\noptim: {lr: 2}", "optim occurs twice"),
+        ("run: {steps: 3, steps: 4}", "steps occurs twice"),
     ],
 )
 def test_errors_in_files_are_one_line(tmp_path, text, words):

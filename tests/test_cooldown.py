@@ -143,7 +143,7 @@ def test_an_evaluation_notes_an_encoder_that_is_older_than_its_run_or_not_cooled
     run = pretrain(*CONSTANT)
     open_frozen_encoder(EncoderConfig(encoder=str(run)))
     out = capsys.readouterr().out
-    assert f"note: {run}/encoder is not cooled down yet: a branch of its run" in out and "gone on" not in out
+    assert f"note: {run}/encoder is not cooled down yet: a branch of its run" in out and "has continued" not in out
     pretrain(*CONSTANT, "--run.steps=8")
     (run / "encoder" / "config.json").write_text(
         (run / "encoder" / "config.json").read_text().replace('"step": 8', '"step": 4')

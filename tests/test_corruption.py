@@ -134,8 +134,8 @@ def test_rectangles_keep_together():
         (dict(pattern="stripes"), r"corruption\.pattern is stripes; it must be one of random, blocks, blockwise"),
         (dict(pattern="blocks", block=3), r"corruption\.block is 3; it must be a divisor of the grid .*\(8 x 8\)"),
         (dict(pattern="blocks", block=8), r"corruption\.block is 8; it must be a divisor .*, and smaller"),
-        (dict(pattern="blocks", block=4, rate=0.1), r"corrupts 0 of 4 blocks; it must mask between 1 and 3"),
-        (dict(pattern="blockwise", rate=0.001), r"corrupts 0 of 64 patches"),
+        (dict(pattern="blocks", block=4, rate=0.1), r"masks 0 of 4 blocks; it must mask between 1 and 3"),
+        (dict(pattern="blockwise", rate=0.001), r"masks 0 of 64 patches"),
     ],
 )
 def test_a_pattern_that_cannot_be_is_named(settings, words):

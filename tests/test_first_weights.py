@@ -177,7 +177,7 @@ def test_moments_are_those_of_the_weights(tmp_path):
         ModelConfig(mean=None)
     save_file({"weight": torch.ones(1)}, tmp_path / "alone.safetensors")
     alone = ModelConfig(mean=None, init_from=str(tmp_path / "alone.safetensors"))
-    with pytest.raises(UserError, match=r"model\.mean is null; .*no config\.json beside .*alone\.safetensors"):
+    with pytest.raises(UserError, match=r"model\.mean is null; .*no config\.json next to .*alone\.safetensors"):
         moments_of_weights(alone, 3)
 
 

@@ -259,7 +259,7 @@ def test_where_r2_of_the_dev_images_is_not_defined_the_error_chooses_and_this_is
     printed = capsys.readouterr().out
     assert f"note: {result['l2']} is chosen (by the mean absolute error): the score on the dev" in printed
     assert best_choice({1: np.nan, 2: np.nan}, {1: np.nan, 2: np.nan}) == 1
-    assert "note: 1 is chosen, and the first candidate" in capsys.readouterr().out
+    assert "note: 1 is chosen (the first candidate)" in capsys.readouterr().out
 
 
 def test_a_figure_that_images_do_not_have_is_null_in_files_and_a_dash_in_tables(tmp_path):

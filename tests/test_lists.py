@@ -432,10 +432,10 @@ def test_ends_of_lines_and_empty_lines(tmp_path, end):
         pytest.param(
             "metadata.csv",
             "name,label\n0.png,a\n",
-            "has the columns name, label; data.file_column must say",
+            "has the columns name, label; data.file_column must name",
             id="no column of files",
         ),
-        pytest.param("metadata.csv", "", "has the columns nothing; data.file_column must say", id="empty"),
+        pytest.param("metadata.csv", "", "has the columns nothing; data.file_column must name", id="empty"),
         pytest.param("metadata.csv", 'file_name,label\n"0.png,a\n', "cannot be read", id="an open quote"),
         pytest.param(
             "metadata.jsonl",

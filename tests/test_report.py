@@ -176,7 +176,7 @@ def test_a_run_of_one_channel_without_labels_and_colours_says_what_is_missing(pr
     page = read(run / "report.html")
     assert_has(page, "Accuracy on masked patches: this run predicts no colours")
     assert_has(page, "kNN accuracy: the images have no labels", "Neighbour agreement between two crops")
-    assert_has(page, "positions: rotary positions", "Few-shot, linear probe: not asked for")
+    assert_has(page, "positions: rotary positions", "Few-shot, linear probe: not run yet")
     assert_has(page, "Held-out loss", "hog")
 
     images.rename(tmp_path / "away")
@@ -284,7 +284,7 @@ def test_pretraining_has_the_report_written_by_a_process_that_is_alone(pretrain,
     assert "RANK" not in env
     printed = capsys.readouterr()
     reason = "the report is not written (error: the disk is full)"
-    assert f"warning: {reason}; `mpp report --encoder {folder}` does" in printed.err
+    assert f"warning: {reason}; `mpp report --encoder {folder}` writes it" in printed.err
     assert "next: tensorboard" in printed.out
     assert (folder / "encoder").is_dir()
 
@@ -421,7 +421,7 @@ def test_a_comparison_has_a_page_that_leads_to_the_reports(tmp_path):
     questions = [Question("first", title=f"Which? {SCRIPT}"), Question("empty", encoders=["nobody"])]
     write_comparison(tmp_path / "out", questions, rows, {}, {SCRIPT: [run], "floor": [Path("floor:x")]})
     page = read(tmp_path / "out" / "report.html")
-    assert_has(page, f"few-shot 5 on birds: best is {SCRIPT} with 60.0% (beside floor 40.0%)")
+    assert_has(page, f"few-shot 5 on birds: best is {SCRIPT} with 60.0% (next to floor 40.0%)")
     assert_has(page, "1 trainings diverged", "there are no results yet")
     assert page.tags["img"] == 1
     assert "../run%20%3Cscript%3Ealert%281%29%3Cscript%3E/report.html" in page.values("href")

@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_is_named(place):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(UserError, match=rf"cannot be written to {place} \(.*too large.*\); TMPDIR names another"):
+        with pytest.raises(UserError, match=rf"cannot be written to {place} \(.*too large.*\); set TMPDIR to another"):
             share_table(lambda: table(100_000), "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
