@@ -162,7 +162,7 @@ def too_many_colours(bits: int, channels: int) -> UserError:
     most = int(math.log2(MOST_CLASSES)) // channels
     allowed = "use objective.factorized true (one softmax per channel) or objective.name pixels"
     if most:
-        allowed = f"at most {most}, {allowed}"
+        allowed = f"at most {most}, or {allowed}"
     return UserError(
         f"objective.bits is {bits}, which makes 2**({bits} x {channels}) colours of {channels} channels, "
         f"more than {MOST_CLASSES:,}; {allowed}"

@@ -202,9 +202,9 @@ def test_factorized_accuracy_by_hand():
 @pytest.mark.parametrize(
     ("channels", "settings", "says"),
     [
-        (5, {}, r"objective\.bits is 3, which makes 2\*\*\(3 x 5\) .* more than 4,096; at most 2, objective"),
-        (13, {}, r"more than 4,096; objective\.factorized true .* or objective\.name pixels"),
-        (3, {"bits": 5}, "at most 4, objective"),
+        (5, {}, r"objective\.bits is 3, which makes 2\*\*\(3 x 5\) .* more than 4,096; at most 2, or use objective"),
+        (13, {}, r"more than 4,096; use objective\.factorized true .* or objective\.name pixels"),
+        (3, {"bits": 5}, "at most 4, or use objective"),
     ],
 )
 def test_too_many_colors_are_refused(channels, settings, says):

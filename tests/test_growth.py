@@ -137,7 +137,7 @@ def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, ca
         in capsys.readouterr().out
     )
     with pytest.raises(
-        UserError, match=f"from step 3 on its optim.lr was another .*; --run.branch_from {run}@2 --run.dir NEW"
+        UserError, match=f"from step 3 on its optim.lr was different .*; --run.branch_from {run}@2 --run.dir NEW"
     ):
         pretrain(*WSD, "--run.steps=8")
     longer = pretrain(*WSD, "--run.steps=8", f"--run.branch_from={run}@2", dir=tmp_path / "longer")
@@ -149,7 +149,7 @@ def test_a_cosine_run_cannot_grow_and_says_so(pretrain, capsys):
     pretrain()
     assert "one with --optim.schedule wsd can continue" in capsys.readouterr().out
     with pytest.raises(
-        UserError, match=r"from step 1 on its optim.lr was another .*begin a new run with --optim.schedule wsd"
+        UserError, match=r"from step 1 on its optim.lr was different .*begin a new run with --optim.schedule wsd"
     ):
         pretrain("--run.steps=8")
 
@@ -171,7 +171,7 @@ def test_fewer_steps_than_are_done_are_refused(pretrain):
             "--run.branch_from=TRUNK@2 --run.seed=1 --optim.lr=1",
             r"a run with run.seed \(0 in it, 1 now\), optim.lr \(0.01 in it, 1.0 now\); it must be a run that",
         ),
-        ("--run.branch_from=TRUNK@4 --run.steps=5 --optim.cooldown=0.8", r"from step 2 on its optim.lr was another"),
+        ("--run.branch_from=TRUNK@4 --run.steps=5 --optim.cooldown=0.8", r"from step 2 on its optim.lr was different"),
     ],
 )
 def test_what_cannot_be_branched_from_is_refused_and_leaves_no_folder(pretrain, tmp_path, options, message):
@@ -185,9 +185,9 @@ def test_what_cannot_be_branched_from_is_refused_and_leaves_no_folder(pretrain, 
 def test_a_branch_of_another_branch_point_is_refused(pretrain, tmp_path):
     trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
     branched = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-    with pytest.raises(UserError, match=f"and the run in {branched} branched from {trunk}@2; leave run.branch"):
+    with pytest.raises(UserError, match=f"and the run in {branched} branched from {trunk}@2; leave out run.branch"):
         pretrain(*WSD, f"--run.branch_from={trunk}@4", dir=branched)
-    with pytest.raises(UserError, match=f"and the run in {trunk} began with its first step; leave run.branch"):
+    with pytest.raises(UserError, match=f"and the run in {trunk} began with its first step; leave out run.branch"):
         pretrain("--optim.schedule=constant", f"--run.branch_from={branched}@2", dir=trunk)
 
 
@@ -321,7 +321,7 @@ def test_one_rate_that_differs_at_the_last_step_that_is_done_is_refused(pretrain
     warm_up = ("--optim.warmup_steps=0",)
     trunk = pretrain("--optim.schedule=constant", *warm_up, "--run.steps=8")
     with pytest.raises(
-        UserError, match=r"from step 7 on its optim.lr was another"
+        UserError, match=r"from step 7 on its optim.lr was different"
     ):  # by the square root of its progress since step 6
         pretrain("--optim.schedule=wsd", "--optim.cooldown=0.4", *warm_up, "--run.steps=10")
     assert pretrain("--optim.schedule=wsd", "--optim.cooldown=0.3", *warm_up, "--run.steps=10") == trunk  # from step 7
@@ -331,7 +331,7 @@ def test_a_run_whose_teacher_follows_its_length_says_that_it_cannot_grow(pretrai
     teacher = ("--config=configs/rivals/data2vec.yaml", "--model.depth=2", "--optim.schedule=constant")
     run = pretrain(*teacher)
     assert "longer: another run, since objective.half_life follows run.steps (4)" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"its objective.half_life was another .*\[40, 40\], suit runs of any length"):
+    with pytest.raises(UserError, match=r"its objective.half_life was different .*\[40, 40\], suit runs of any length"):
         pretrain(*teacher, "--run.steps=8")
     assert kept_steps(run) == [2, 4]
 

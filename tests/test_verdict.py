@@ -131,10 +131,10 @@ SICK = {  # history, facts, part of the message
     "one class dominates": (healthy(), replace(FACTS, largest_class=0.51, classes=3), "data.label_column"),
     "constant images dominate": (healthy(), replace(FACTS, constant=0.3), "data.range"),
     "Muon after Adam": (healthy(), replace(FACTS, weights_of="unknown", optimizer="muon"), "optim.name adam"),
-    "a high rate on trained weights": (healthy(), replace(BEGUN, lr=1e-4), "begin with 1.3e-05"),
+    "a high rate on trained weights": (healthy(), replace(BEGUN, lr=1e-4), "start with 1.3e-05"),
     "no warm-up on trained weights": (healthy(), replace(BEGUN, weights_of="muon", warmup=0), "run.steps (50)"),
     "colours on trained weights": (healthy(), replace(BEGUN, objective="pixels"), "objective.name features"),
-    "random weights stay": (healthy(), replace(FACTS, freezes="model.train"), "model.train keeps weights"),
+    "random weights stay": (healthy(), replace(FACTS, freezes="model.train"), "model.train freezes weights"),
 }
 WELL = {
     "nothing is learned": (history(evaluation(200, accuracy=0.07)), FACTS),
