@@ -35,8 +35,9 @@ from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
 from mpp.data.decoding.decode import read_values
-from mpp.data.decoding.kinds import coded_kind, is_dicom
+from mpp.data.decoding.kinds import optional_format
 from mpp.data.decoding.metadata import without_metadata
+from mpp.data.decoding.optional import DICOM
 from mpp.data.decoding.pictures import to_ppm
 from mpp.data.decoding.tiff import white_is_zero
 from mpp.data.hub import resolve_commit
@@ -110,10 +111,11 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
 def may_stay(image: bytes | NDArray, values: NDArray, config: PrepareConfig) -> bool:
     """Whether an image that is not shrunk shows the same as one that is, and so may stay the file that it is."""
     reads_all = config.data.bands is None and config.data.nodata is None
-    if not reads_all or not isinstance(image, bytes) or is_dicom(image) or white_is_zero(image):
+    if not reads_all or not isinstance(image, bytes) or white_is_zero(image):
         return False
+    form = optional_format(image)
     is_deep = values.dtype != np.uint8
-    return not (is_deep and coded_kind(image))  # their values use some bits of a type, which arrays do not say
+    return form is not DICOM and not (is_deep and form)  # their values use some bits of a type, which arrays do not say
 
 
 def pixels_alone(image: bytes, values: NDArray, config: PrepareConfig) -> bytes:

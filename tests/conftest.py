@@ -106,6 +106,17 @@ def counted_once(monkeypatch, request):
 
 
 @pytest.fixture
+def without_module(monkeypatch):
+    """without_module(name): a decoder's module is taken for absent, as `optional.Format` names it."""
+    from mpp.data.decoding import optional
+
+    def take_away(module: str) -> None:
+        monkeypatch.setattr(optional, "has_module", lambda name: name != module)
+
+    return take_away
+
+
+@pytest.fixture
 def pretrain(tmp_path):
     """A tiny pre-training run in this process: pretrain("--optim.lr=1", dir=...) -> its folder."""
     from accelerate.state import AcceleratorState

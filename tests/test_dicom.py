@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import encoded, picture
 from dicom_files import SECRETS, described, dicom, file_of
-from image_files import decode_with
+from image_files import decode_with, npy
 from pydicom import Dataset, Sequence, dcmread
 from pydicom.data import get_testdata_file
 from pydicom.pixels import apply_modality_lut, apply_windowing, pixel_array
@@ -27,10 +27,8 @@ from pydicom.uid import (
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding import dicom as module
-from mpp.data.decoding import optional
 from mpp.data.decoding.decode import read_mask, read_values
 from mpp.data.decoding.kinds import is_picture, kind_of
-from mpp.data.listing import left_out
 from mpp.data.listing.tree import walk_folder
 from mpp.errors import UnreadableImage
 
@@ -250,6 +248,18 @@ def test_where_0_is_white_grey_is_turned_round(settings):
     torch.testing.assert_close(turned, 255 - plain, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("window", [(-50.0, 150.0), (10.0, 300.0), (20.0, 200.5)])
+def test_where_0_is_white_limits_may_lie_beyond_the_numbers_type(window):
+    low, high = window
+    expected = np.clip((high - GREY_8.astype(float)) * 255 / (high - low), 0, 255)
+    tags = dict(WindowCenter=(low + high) / 2, WindowWidth=high - low, VOILUTFunction="LINEAR_EXACT")
+    data = dicom(GREY_8, PhotometricInterpretation="MONOCHROME1", **tags)
+    for limits in (window, "window"):
+        np.testing.assert_allclose(decode_with(data, channels=1, range=limits)[0], expected, atol=1e-3)
+        shard = npy(values_of(data, channels=1, range=limits)[0])
+        np.testing.assert_allclose(decode_with(shard, channels=1, range=window)[0], expected, atol=1e-3)
+
+
 def test_where_0_is_white_bands_stay_as_they_are():
     data = dicom(GREY_12, PhotometricInterpretation="MONOCHROME1")
     np.testing.assert_array_equal(values_of(data, channels=1, bands=(1,))[0], GREY_12)
@@ -418,15 +428,14 @@ def test_dicom_is_known_by_its_preamble():
     assert kind_of(contents) == "a table of contents (DICOMDIR)"
 
 
-def test_files_without_an_ending_are_left_out_where_pydicom_is_missing(tmp_path, monkeypatch):
+def test_files_without_an_ending_are_left_out_where_pydicom_is_missing(tmp_path, without_module):
     for number in range(3):
         (tmp_path / f"IM{number}").write_bytes(dicom(GREY_8))
         (tmp_path / f"{number}.dcm").write_bytes(dicom(GREY_8))
     (tmp_path / "photo").write_bytes(encoded(RGB))
     (tmp_path / "DICOMDIR").write_bytes(pydicoms("dicomdirtests/DICOMDIR-empty"))
     assert len(walk_folder(str(tmp_path))) == 7
-    for module_of_reason in (optional, left_out):
-        monkeypatch.setattr(module_of_reason, "missing_package", {"DICOM": "pydicom"}.get)
+    without_module("pydicom")
     tree = walk_folder(str(tmp_path))
     assert [folder.files for folder in tree.folders] == [["photo"]]
     assert sorted(tree.left_out.lines(images=True)) == [
@@ -436,7 +445,7 @@ def test_files_without_an_ending_are_left_out_where_pydicom_is_missing(tmp_path,
     assert tree.left_out.lines(images=False) == ["left out: files without an ending (1: DICOMDIR)"]
 
 
-def test_without_pydicom_the_reason_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(optional, "missing_package", {"DICOM": "pydicom"}.get)
+def test_without_pydicom_the_reason_says_what_to_install(without_module):
+    without_module("pydicom")
     with pytest.raises(UnreadableImage, match=r"^DICOM files need pydicom: pip install pydicom$"):
         decode_with(dicom(GREY_8))

@@ -313,7 +313,7 @@ TWO_BANDS = np.stack([MASK, MASK], -1)
         ),
         pytest.param(
             encoded(MASK, "JPEG"),
-            "compressed as JPEG, which changes numbers; a mask must be lossless, such as PNG",
+            "compressed as JPEG, which may change numbers; a mask must be lossless, such as PNG",
             id="JPEG",
         ),
         pytest.param(tiff(LARGE_MASK, compression="jpeg"), "compressed as JPEG", id="TIFF with JPEG inside"),

@@ -133,12 +133,19 @@ def scale_to_255(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> Tens
 
 
 def invert(pixels: NDArray, limits: Sequence[tuple[float, float]]) -> NDArray:
-    """Values (C, H, W) that run from white to black, from black to white; limits as in `scale_to_255`."""
+    """Values (C, H, W) that run from white to black, from black to white; limits as in `scale_to_255`.
+
+    Returns:
+        The same type; float32 where integers beyond it, or fractions, lie within the limits.
+    """
     low, high = lows_and_highs(limits, np.float64)
     inverted = low + high - pixels
-    if pixels.dtype.kind != "f":
-        inverted = np.clip(inverted, np.iinfo(pixels.dtype).min, np.iinfo(pixels.dtype).max)
-    return inverted.astype(pixels.dtype)
+    if pixels.dtype.kind == "f":
+        return inverted.astype(pixels.dtype)
+    least, most = np.iinfo(pixels.dtype).min, np.iinfo(pixels.dtype).max
+    inverted = np.clip(inverted, np.minimum(low, least), np.maximum(high, most))
+    fits = least <= inverted.min() and inverted.max() <= most and not (inverted % 1).any()
+    return inverted.astype(pixels.dtype if fits else np.float32)
 
 
 def lows_and_highs(limits: Sequence[tuple[float, float]], dtype: type[np.floating]) -> tuple[NDArray, NDArray]:

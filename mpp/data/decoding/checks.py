@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -32,3 +33,8 @@ def check_numbers(dtype: np.dtype) -> None:
     """Refuse values that are no numbers, such as objects, which could run code."""
     if dtype.kind not in "uifb":
         raise UnreadableImage(f"{dtype} values, which are no integers or floating-point numbers")
+
+
+def refuse_lossy_mask(form: str) -> NoReturn:
+    """Refuse a mask that is stored in a form which may have changed its numbers."""
+    raise UnreadableImage(f"it is {form}, which may change numbers; a mask must be lossless, such as PNG or TIFF")

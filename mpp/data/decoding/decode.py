@@ -17,31 +17,27 @@ from torch import Tensor
 
 from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.channels import bands_first, invert, scale_to_255, select_channels
-from mpp.data.decoding.checks import check_size
+from mpp.data.decoding.checks import check_size, refuse_lossy_mask
 from mpp.data.decoding.dicom import read_dicom
 from mpp.data.decoding.heif import read_avif, read_heic
 from mpp.data.decoding.jpeg2000 import read_jpeg2000
 from mpp.data.decoding.jpegxl import read_jpegxl
-from mpp.data.decoding.kinds import (
-    AVIF,
-    HEIC,
-    JPEG_2000,
-    JPEG_XL,
-    NPY_START,
-    TIFF_STARTS,
-    ZIP_START,
-    coded_kind,
-    is_dicom,
-    unidentified,
-)
+from mpp.data.decoding.kinds import NPY_START, ZIP_START, is_tiff, kind_of, optional_format, unidentified
 from mpp.data.decoding.numpy_files import read_numpy_file
 from mpp.data.decoding.opening import ignoring_warnings_as_errors
+from mpp.data.decoding.optional import AVIF, DICOM, HEIC, JPEG_2000, JPEG_XL, require_package
 from mpp.data.decoding.pictures import DEEP_PNG_HEADER, PPM_HEADER, read_deep_png, read_ppm, read_with_pil
 from mpp.data.decoding.tiff import read_tiff
 from mpp.data.decoding.wanted import Limits, StoredPixels, Wanted, wanted_by
-from mpp.errors import UnreadableImage, one_line
+from mpp.errors import UnreadableImage
 
-CODED_READERS = {HEIC: read_heic, AVIF: read_avif, JPEG_XL: read_jpegxl, JPEG_2000: read_jpeg2000}
+OPTIONAL_READERS = {
+    DICOM: read_dicom,
+    HEIC: read_heic,
+    AVIF: read_avif,
+    JPEG_XL: read_jpegxl,
+    JPEG_2000: read_jpeg2000,
+}
 
 
 @ignoring_warnings_as_errors()
@@ -52,8 +48,8 @@ def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = Fa
     white unless nothing is opaque, the EXIF orientation is applied. See `ImagesConfig` for all else.
 
     Args:
-        image: a file: one of PIL_FORMATS or CODED_READERS, DICOM, `.npy` or `.npz`; or an array (H, W), (H, W, bands)
-            or (bands, H, W).
+        image: a file: one of PIL_FORMATS or OPTIONAL_READERS, `.npy` or `.npz`; or an array (H, W), (H, W, bands) or
+            (bands, H, W).
         marks_nodata: whether one more channel follows, with 0 where pixels had no value in any channel, and else 255.
     Returns:
         (C, H, W), uint8 or float32 in [0, 255]; (C + 1, H, W) with `marks_nodata`.
@@ -80,16 +76,18 @@ def read_channels(image: bytes | NDArray, config: ImagesConfig) -> StoredPixels:
     """The channels (C, H, W) of an image with the values of the file, black below white."""
     with unreadable_named(image):
         stored = read_stored(image, wanted_by(config), config)
+        if config.range == WINDOW and stored.window is None:
+            raise UnreadableImage("no window in the file, which data.range window asks for")
         pixels, missing = select_channels(stored.pixels, config, stored.nodata)
         if stored.inverted:
-            pixels = invert(pixels, config.limits() or [stored.inverted])
-        return StoredPixels(pixels, limits=stored.limits, missing=missing)
+            pixels = invert(pixels, limits_of(stored, config) or [stored.inverted])
+        return stored._replace(pixels=pixels, inverted=None, missing=missing)
 
 
 def limits_of(stored: StoredPixels, config: ImagesConfig) -> Sequence[Limits]:
     """The values that become 0 and 255, for all channels or each; none: those of the type."""
-    if config.range == WINDOW and stored.limits is None:
-        raise UnreadableImage("no window in the file, which data.range window asks for")
+    if config.range == WINDOW:
+        return [stored.window]
     return config.limits() or ([stored.limits] if stored.limits else [])
 
 
@@ -115,14 +113,15 @@ def read_stored(image: bytes | NDArray, wanted: Wanted, config: ImagesConfig) ->
     if isinstance(image, np.ndarray):
         check_size(image.shape, config)
         return StoredPixels(array_bands(image, wanted, config))
-    if is_dicom(image):  # first, because its preamble may be the beginning of another file
-        return read_dicom(image, wanted, config)
+    if form := optional_format(image):  # first, because DICOM may begin as another file
+        if wanted is Wanted.MASK and form.is_lossy:
+            refuse_lossy_mask(form.name)
+        require_package(form)
+        return OPTIONAL_READERS[form](image, wanted, config)
     if image.startswith((NPY_START, ZIP_START)):
         return StoredPixels(array_bands(read_numpy_file(image, config), wanted, config))
-    if image.startswith(TIFF_STARTS):
+    if is_tiff(image):
         return read_tiff(image, wanted, config)
-    if kind := coded_kind(image):
-        return CODED_READERS[kind](image, wanted, config)
     if wanted is not Wanted.MASK:  # which has one number a pixel, and PIL's modes tell it from colours
         if header := PPM_HEADER.match(image):
             return StoredPixels(read_ppm(image, header, config))
@@ -146,4 +145,5 @@ def unreadable_named(image: bytes | NDArray) -> Iterator[None]:
     except UnidentifiedImageError:
         raise UnreadableImage(unidentified(image)) from None
     except Exception as error:  # decoders raise any exception on broken files, and none may end a run
-        raise UnreadableImage(f"{type(error).__name__}: {one_line(error)}") from error
+        kind = "an array" if isinstance(image, np.ndarray) else kind_of(image) or "a file of an unknown sort"
+        raise UnreadableImage(f"{kind} that cannot be decoded: it may be damaged, or end early") from error

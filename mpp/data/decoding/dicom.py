@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpp.config import ImagesConfig
-from mpp.data.decoding.checks import BANDS_PER_PIXEL, check_size
-from mpp.data.decoding.optional import require_package
-from mpp.data.decoding.pictures import JPEG_IS_LOSSY
+from mpp.config import WINDOW, ImagesConfig
+from mpp.data.decoding.checks import BANDS_PER_PIXEL, check_size, refuse_lossy_mask
 from mpp.data.decoding.wanted import Limits, StoredPixels, Wanted
 from mpp.errors import UnreadableImage
 
@@ -65,7 +63,6 @@ def read_dicom(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixel
     Raises:
         UnreadableImage: with a reason in which no value of a tag occurs but sizes and numbers of bits.
     """
-    require_package("DICOM")
     with quoting_no_tags():
         dataset = read_tags(data, config)
         check_header(dataset, wanted, config)
@@ -75,13 +72,14 @@ def read_dicom(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixel
         if colours == "PALETTE COLOR":
             return StoredPixels(apply_palette(pixels, dataset))
         pixels, limits = rescale(pixels, dataset)
-        if config.range == "window":
-            limits = window(dataset)
+        of_window = window(dataset) if config.range == WINDOW else None
         is_inverted = wanted is Wanted.PICTURE and colours == "MONOCHROME1"
-        if is_inverted and not (np.isfinite(limits).all() or config.limits()):
+        if is_inverted and not (np.isfinite(limits).all() or of_window or config.limits()):
             raise UnreadableImage("floating-point numbers where 0 is white have no agreed range; data.range says which")
-        has_agreed_range = config.range == "window" or (pixels.dtype.kind != "f" and dataset.BitsStored <= 16)
-        return StoredPixels(pixels, limits if is_inverted else None, limits if has_agreed_range else None)
+        has_agreed_range = pixels.dtype.kind != "f" and dataset.BitsStored <= 16
+        return StoredPixels(
+            pixels, limits if is_inverted else None, limits if has_agreed_range else None, window=of_window
+        )
 
 
 @contextlib.contextmanager
@@ -99,7 +97,10 @@ def quoting_no_tags() -> Iterator[None]:
 
 
 def read_tags(data: bytes, config: ImagesConfig) -> "Dataset":
-    """The tags of READ_TAGS; pixels may be fewer than they say."""
+    """The tags of READ_TAGS; pixels may be fewer than they say.
+
+    Floating-point pixels have no BitsStored and PixelRepresentation, which pydicom 3.0.0 asks for: they get them.
+    """
     from pydicom import dcmread  # takes a quarter of a second
     from pydicom.filereader import read_dataset, read_preamble
     from pydicom.uid import DeflatedExplicitVRLittleEndian
@@ -110,7 +111,10 @@ def read_tags(data: bytes, config: ImagesConfig) -> "Dataset":
     if first_group.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
         check_inflated_size(file.read(), config)
     file.seek(0)
-    return dcmread(file, specific_tags=list(READ_TAGS))
+    dataset = dcmread(file, specific_tags=list(READ_TAGS))
+    if "PixelData" not in dataset:
+        dataset.BitsStored, dataset.PixelRepresentation = dataset.get("BitsAllocated"), 0
+    return dataset
 
 
 def check_inflated_size(deflated: bytes, config: ImagesConfig) -> None:
@@ -132,25 +136,25 @@ def check_header(dataset: "Dataset", wanted: Wanted, config: ImagesConfig) -> No
     frames, samples = frame_count(dataset), dataset.SamplesPerPixel
     check_size((frames * samples, dataset.Rows, dataset.Columns), config)
     is_grey = dataset.PhotometricInterpretation in GREY
-    if len(dataset.get("PixelData", "")) < stored_bytes(dataset):
-        raise UnreadableImage("a DICOM file of fewer pixels than its header announces")
-    if stored_bytes(dataset) and dataset.get("HighBit", dataset.BitsStored - 1) != dataset.BitsStored - 1:
-        raise UnreadableImage("a DICOM file whose bits do not begin with the lowest")
+    if is_plain(dataset):
+        values = frames * samples * dataset.Rows * dataset.Columns
+        if len(dataset.PixelData) < values * dataset.BitsAllocated // 8:
+            raise UnreadableImage("a DICOM file of fewer pixels than its header announces")
+        if dataset.get("HighBit", dataset.BitsStored - 1) != dataset.BitsStored - 1:
+            raise UnreadableImage("a DICOM file whose bits do not begin with the lowest")
     if frames > 1 and not is_grey:
         raise UnreadableImage(f"a DICOM file of {frames} frames in colour; mpp reads one")
     if frames > 1 and wanted is Wanted.PICTURE and frames != config.channels:
         choice = "data.bands chooses those that are the channels"
         raise UnreadableImage(f"a DICOM file of {frames} frames; data.channels is {config.channels}, and {choice}")
     if wanted is Wanted.MASK and dataset.get("LossyImageCompression") == "01":
-        raise UnreadableImage(JPEG_IS_LOSSY)
+        refuse_lossy_mask("compressed with losses")
 
 
-def stored_bytes(dataset: "Dataset") -> int:
-    """The bytes that pixels take; 0 where they are compressed, or are floating-point numbers."""
+def is_plain(dataset: "Dataset") -> bool:
+    """Whether pixels are whole numbers one after another: neither compressed nor shortened."""
     is_shortened = dataset.PhotometricInterpretation == "YBR_FULL_422"
-    if dataset.file_meta.TransferSyntaxUID.is_compressed or "PixelData" not in dataset or is_shortened:
-        return 0
-    return frame_count(dataset) * dataset.SamplesPerPixel * dataset.Rows * dataset.Columns * dataset.BitsAllocated // 8
+    return "PixelData" in dataset and not dataset.file_meta.TransferSyntaxUID.is_compressed and not is_shortened
 
 
 def frame_count(dataset: "Dataset") -> int:
@@ -169,15 +173,13 @@ def decode_frames(dataset: "Dataset") -> tuple[NDArray, str]:
     from mpp.data.decoding.dicom_frames import RLE, check_frame, plugin_for
 
     syntax = dataset.file_meta.TransferSyntaxUID
-    plugin = plugin_for(syntax, dataset.get("BitsStored", 0))
+    plugin = plugin_for(syntax, dataset.BitsStored)
     frames = frame_count(dataset)
     if plugin and syntax != RLE:
         offsets = dataset.get("ExtendedOffsetTable"), dataset.get("ExtendedOffsetTableLengths")
         extended = offsets if all(offsets) else None
         for frame in generate_frames(dataset.PixelData, number_of_frames=frames, extended_offsets=extended):
             check_frame(frame, (dataset.Rows, dataset.Columns, dataset.SamplesPerPixel))
-    if "PixelData" not in dataset:  # floating-point pixels have no such tags, and pydicom 3.0.0 asks for them
-        dataset.BitsStored, dataset.PixelRepresentation = dataset.BitsAllocated, 0
     pixels, about = get_decoder(syntax).as_array(dataset, decoding_plugin=plugin, allow_excess_frames=False)
     pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
     if frames == 1:

@@ -12,13 +12,11 @@ from mpp.config import ImagesConfig
 from mpp.data.decoding.checks import check_size
 from mpp.data.decoding.coded import to_stored
 from mpp.data.decoding.opening import open_avif
-from mpp.data.decoding.optional import require_package
 from mpp.data.decoding.orientation import pil_orientation, turn_upright
 from mpp.data.decoding.pictures import from_pil
 from mpp.data.decoding.wanted import StoredPixels, Wanted
 from mpp.errors import UnreadableImage
 
-LOSSY = "it is {}, which may change numbers; a mask must be lossless, such as PNG or TIFF"
 AV1_PROPERTIES = re.compile(rb"av1C\x81.(.)", re.DOTALL)
 """The bits of an AV1 image: of its third byte, 0x40 is set where they are more than 8, and 0x20 where they are 12."""
 MORE_THAN_8, TWELVE = 0x40, 0x20
@@ -29,9 +27,6 @@ def read_heic(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
 
     libheif turns it, by the file's own properties. The orientation in its EXIF says the same again, and is not applied.
     """
-    if wanted is Wanted.MASK:
-        raise UnreadableImage(LOSSY.format("HEIC"))
-    require_package("HEIC")
     file = load_pi_heif().open_heif(data, convert_hdr_to_8bit=False, hdr_to_16bit=False, remove_stride=False)
     image = file[file.primary_index]
     check_size(image.size, config)
@@ -70,9 +65,6 @@ def load_pi_heif() -> ModuleType:
 
 def read_avif(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels:
     """The first image of an AVIF file, turned by the file's own properties."""
-    if wanted is Wanted.MASK:
-        raise UnreadableImage(LOSSY.format("AVIF"))
-    require_package("AVIF")
     bits = avif_bits(data)
     with open_avif(data) as image:
         check_size(image.size, config)

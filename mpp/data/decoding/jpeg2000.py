@@ -4,9 +4,8 @@ import re
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.boxes import find_boxes
-from mpp.data.decoding.checks import check_size
+from mpp.data.decoding.checks import check_size, refuse_lossy_mask
 from mpp.data.decoding.coded import to_stored
-from mpp.data.decoding.optional import require_package
 from mpp.data.decoding.wanted import StoredPixels, Wanted
 from mpp.errors import UnreadableImage
 
@@ -21,7 +20,6 @@ OPACITIES = (1, 2)  # kinds of channels; 2 is premultiplied
 
 def read_jpeg2000(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels:
     """The bands of a JPEG 2000 file; of a picture, opacity is a band that the file declares as such."""
-    require_package("JPEG 2000")
     start = find_codestream(data)
     header = SIZES.match(data, start)
     if header is None:
@@ -30,7 +28,7 @@ def read_jpeg2000(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPi
     check_size((max(lower - upper, 0), max(right - left, 0), bands), config)
     coding = CODING.search(data, header.end())
     if wanted is Wanted.MASK and (coding is None or coding[1] != LOSSLESS_WAVELET):
-        raise UnreadableImage("it is JPEG 2000 with losses; a mask must be lossless, such as PNG or TIFF")
+        refuse_lossy_mask("JPEG 2000 with losses")
     from imagecodecs import jpeg2k_decode  # takes a fifth of a second
 
     values = jpeg2k_decode(data)

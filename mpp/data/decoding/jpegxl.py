@@ -10,7 +10,6 @@ from mpp.config import ImagesConfig
 from mpp.data.decoding.boxes import find_boxes
 from mpp.data.decoding.checks import check_size
 from mpp.data.decoding.coded import to_stored
-from mpp.data.decoding.optional import require_package
 from mpp.data.decoding.wanted import StoredPixels, Wanted
 from mpp.errors import UnreadableImage
 
@@ -40,9 +39,6 @@ class Header:
 
 def read_jpegxl(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels:
     """The first frame of a JPEG XL file, upright; its last band may be opacity."""
-    if wanted is Wanted.MASK:
-        raise UnreadableImage("it is JPEG XL, which may change numbers; a mask must be PNG or TIFF")
-    require_package("JPEG XL")
     header = read_header(data)
     check_size((header.height, header.width, 3 + header.extra_channels), config)
     from imagecodecs import jpegxl_decode  # takes a fifth of a second

@@ -2,27 +2,15 @@
 
 import codecs
 import re
-from typing import Any
+
+from mpp.data.decoding.optional import DICOMDIR_UID, OPTIONAL_FORMATS, Format
 
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # + is BigTIFF
 NPY_START = b"\x93NUMPY"
 ZIP_START = b"PK\x03\x04"  # of .npz, too
-DICOMDIR_UID = rb".{0,64}1\.2\.840\.10008\.1\.3\.10[^.\d]"  # the kind of a table of contents, among the first tags
 PNG_START = b"\x89PNG\r\n\x1a\n"
 JPEG_START = b"\xff\xd8\xff"
-DICOM_MARK = b"DICM"  # behind a preamble of 128 bytes
-HEIC = "a HEIC file"
-AVIF = "an AVIF file"
-JPEG_XL = "a JPEG XL file"
-JPEG_2000 = "a JPEG 2000 file"
-CODED_STARTS = {  # of pictures whose decoder may be absent: see `optional`
-    AVIF: rb"....ftyp(avi[fs]|m(if1|sf1)....(....){,8}?avi[fs])",
-    HEIC: rb"....ftyp(hei[cmsx]|hev[cmsx]|mif[12]|msf1)",
-    JPEG_XL: rb"\0\0\0\x0cJXL \r\n\x87\n|\xff\x0a",
-    JPEG_2000: rb"\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51",
-}
 PICTURE_STARTS = {  # of the files that a decoder here reads
-    "a DICOM file": rb".{128}DICM(?!%s)" % DICOMDIR_UID,  # first: its preamble may be the beginning of another file
     "a JPEG file": re.escape(JPEG_START),
     "a PNG file": re.escape(PNG_START),
     "a WebP file": rb"RIFF....WEBP",
@@ -30,7 +18,7 @@ PICTURE_STARTS = {  # of the files that a decoder here reads
     "a BMP file": rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0",  # the size of its second header: text may begin so
     "a TIFF file": b"|".join(map(re.escape, TIFF_STARTS)),
     "a PPM file": rb"P[1-6f]\s+[#\d-]",
-    **CODED_STARTS,
+    **{form.kind: form.start for form in OPTIONAL_FORMATS},
 }
 CONVERTIBLE_STARTS = {
     "a Canon raw file": rb"....ftypcrx ",
@@ -54,18 +42,19 @@ STAND_IN_STARTS = {  # instead of images that were not fetched or not written
     "a table of contents (DICOMDIR)": rb".{128}DICM" + DICOMDIR_UID,
     "a Git LFS pointer": rb"version https://git-lfs\.github\.com/",
 }
+ARRAY_STARTS = {"a .npy file": re.escape(NPY_START), "a .npz file": re.escape(ZIP_START)}
 KIND_BYTES = 1024  # first bytes of a file that tell its kind
 ANY_PICTURE = re.compile(b"|".join(PICTURE_STARTS.values()), re.DOTALL)
 OTHER_KINDS = {
     kind: re.compile(start, re.DOTALL | re.IGNORECASE) for kind, start in (STAND_IN_STARTS | CONVERTIBLE_STARTS).items()
 }
-PICTURE_KINDS = {kind: re.compile(start, re.DOTALL) for kind, start in PICTURE_STARTS.items()}
-ANY_CODED = re.compile(b"|".join(CODED_STARTS.values()), re.DOTALL)
+READ_KINDS = {kind: re.compile(start, re.DOTALL) for kind, start in (PICTURE_STARTS | ARRAY_STARTS).items()}
+ANY_OPTIONAL = re.compile(b"|".join(form.start for form in OPTIONAL_FORMATS), re.DOTALL)
 
 
-def is_dicom(image: Any) -> bool:
-    """Whether an image, a file or an array, is a DICOM file."""
-    return isinstance(image, bytes) and image[128:132] == DICOM_MARK
+def is_tiff(image: bytes) -> bool:
+    """Whether a file is a TIFF. A DICOM file may begin as one, and be read as one, too."""
+    return image.startswith(TIFF_STARTS) and optional_format(image) is None
 
 
 def is_picture(head: bytes) -> bool:
@@ -76,11 +65,11 @@ def is_picture(head: bytes) -> bool:
     return ANY_PICTURE.match(head) is not None
 
 
-def coded_kind(head: bytes) -> str | None:
-    """HEIC, AVIF, JPEG_XL or JPEG_2000; None: a file is of another kind."""
-    if not ANY_CODED.match(head):
+def optional_format(head: bytes) -> Format | None:
+    """The format of a picture whose decoder may be absent, by its first bytes; None: it is of another one."""
+    if not ANY_OPTIONAL.match(head):
         return None
-    return next(kind for kind in CODED_STARTS if PICTURE_KINDS[kind].match(head))
+    return next(form for form in OPTIONAL_FORMATS if re.match(form.start, head, re.DOTALL))
 
 
 def kind_of(head: bytes) -> str | None:
@@ -90,9 +79,9 @@ def kind_of(head: bytes) -> str | None:
         head: its first KIND_BYTES bytes, or all of a shorter file.
     """
     start = head[:KIND_BYTES].removeprefix(codecs.BOM_UTF8)
-    if kind := coded_kind(start):  # some begin as videos do
-        return kind
-    for kind, pattern in (OTHER_KINDS | PICTURE_KINDS).items():
+    if form := optional_format(start):  # some begin as videos do
+        return form.kind
+    for kind, pattern in (OTHER_KINDS | READ_KINDS).items():
         if pattern.match(start):
             return kind
     return None

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mpp.data.decoding.kinds import PNG_START, TIFF_STARTS
+from mpp.data.decoding.kinds import PNG_START, is_tiff
 from mpp.data.decoding.opening import ignoring_warnings_as_errors, open_with_pil, open_with_tifffile
 
 ORIENTATION_TAG = 274  # of TIFF and of EXIF
@@ -42,7 +42,7 @@ def stored_orientation(image: bytes | NDArray) -> int:
     if image.startswith(PNG_START) and not any(chunk in image for chunk in PNG_ORIENTATION_CHUNKS):
         return UPRIGHT  # PIL would decode the whole PNG to find none
     try:
-        if image.startswith(TIFF_STARTS):
+        if is_tiff(image):
             with open_with_tifffile(image) as file:
                 return file.pages[0].tags.valueof(ORIENTATION_TAG, UPRIGHT)
         with open_with_pil(image) as opened:

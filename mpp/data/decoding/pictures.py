@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.channels import lay_on_white
-from mpp.data.decoding.checks import check_size
+from mpp.data.decoding.checks import check_size, refuse_lossy_mask
 from mpp.data.decoding.opening import open_with_pil
 from mpp.data.decoding.orientation import pil_orientation, stored_orientation, turn_upright
 from mpp.data.decoding.wanted import Wanted, wanted_by
@@ -26,7 +26,6 @@ DEEP_PNG_HEADER = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(....)(....)\x10[\x02\x
 """Of a PNG of 16 bits and several bands, of which PIL would read 8 bits."""
 WHOLE_NUMBER_MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")  # of PIL, with one number a pixel
 TRANSPARENT_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
-JPEG_IS_LOSSY = "it is compressed as JPEG, which changes numbers; a mask must be lossless, such as PNG or TIFF"
 
 
 def read_with_pil(data: bytes, wanted: Wanted, config: ImagesConfig) -> NDArray:
@@ -47,7 +46,7 @@ def read_with_pil(data: bytes, wanted: Wanted, config: ImagesConfig) -> NDArray:
 def mask_numbers(image: Image.Image) -> NDArray:
     """The whole numbers, or the indices of the palette, (1, H, W), upright."""
     if image.format in ("JPEG", "MPO"):
-        raise UnreadableImage(JPEG_IS_LOSSY)
+        refuse_lossy_mask("compressed as JPEG")
     if image.mode not in WHOLE_NUMBER_MODES:
         content = "floating-point numbers" if image.mode == "F" else f"colours ({image.mode})"
         raise UnreadableImage(f"it has {content}; a mask has one whole number a pixel")

@@ -8,11 +8,11 @@ from PIL import UnidentifiedImageError
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.channels import lay_on_white
-from mpp.data.decoding.checks import check_size
-from mpp.data.decoding.kinds import TIFF_STARTS, is_dicom
+from mpp.data.decoding.checks import check_size, refuse_lossy_mask
+from mpp.data.decoding.kinds import is_tiff
 from mpp.data.decoding.opening import open_with_tifffile
 from mpp.data.decoding.orientation import ORIENTATION_TAG, UPRIGHT, turn_upright
-from mpp.data.decoding.pictures import JPEG_IS_LOSSY, read_with_pil
+from mpp.data.decoding.pictures import read_with_pil
 from mpp.data.decoding.wanted import StoredPixels, Wanted
 from mpp.errors import UnreadableImage
 
@@ -39,7 +39,7 @@ def read_tiff(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
         nodata = nodata_of(page)
         if wanted is Wanted.MASK:
             if page.compression in JPEG_COMPRESSIONS:
-                raise UnreadableImage(JPEG_IS_LOSSY)
+                refuse_lossy_mask("compressed as JPEG")
             if page.bitspersample == 1 or is_inverted:
                 return StoredPixels(read_with_pil(data, wanted, config))
         elif is_for_pil(series, page, wanted, config):
@@ -74,7 +74,7 @@ def nodata_of(page: "TiffPage") -> float | None:
 
 def nodata_tag(image: bytes) -> float | None:
     """The value of pixels without a value by a TIFF's own tag; None: there is none, or the file is no TIFF."""
-    if is_dicom(image) or not image.startswith(TIFF_STARTS):
+    if not is_tiff(image):
         return None
     with open_with_tifffile(image) as file:
         return nodata_of(file.pages[0])
@@ -122,7 +122,7 @@ def to_bands_first(pixels: NDArray, axes: str) -> NDArray:
 
 def white_is_zero(image: bytes) -> bool:
     """Whether an image file is a TIFF whose values run from white to black."""
-    if not image.startswith(TIFF_STARTS):
+    if not is_tiff(image):
         return False
     with open_with_tifffile(image) as file:
         return file.pages[0].photometric == WHITE_IS_ZERO

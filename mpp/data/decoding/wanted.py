@@ -37,6 +37,8 @@ class StoredPixels(NamedTuple):
     """Limits of values that run from white to black, and are still to be inverted. None: low values are black."""
     limits: Limits | None = None
     """Values that become 0 and 255 where `data.range` names none. None: those of the type."""
+    window: Limits | None = None
+    """Values that become 0 and 255 where `data.range` is window. None: the file has none."""
     nodata: float | None = None
     """The value, in all bands, of pixels without a value, where the file says so."""
     missing: NDArray[np.bool_] | None = None

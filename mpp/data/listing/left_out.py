@@ -1,10 +1,11 @@
 """Files that are left out of a dataset, and the reasons."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mpp.data.decoding.kinds import kind_of
-from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS, PACKAGES, advice, missing_package
+from mpp.data.decoding.kinds import is_picture, optional_format
+from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS, advice, missing_package
 from mpp.data.listing.formats import extension_of
 
 NAMES_PER_REASON = 3
@@ -50,21 +51,23 @@ class LeftOutFiles:
         return lines
 
 
-def without_decoder(extension: str) -> str | None:
-    """The reason why pictures with this extension are left out: their decoder is not installed; None: it is."""
-    kind = OPTIONAL_EXTENSIONS.get(extension)
-    if kind is None or missing_package(kind) is None:
+def without_decoder(name: str, read_head: Callable[[], bytes]) -> str | None:
+    """The reason why a picture is left out: its decoder is not installed; None: it is.
+
+    Args:
+        name: of its file. Files whose extension says that their decoder is there are not read.
+        read_head: returns its first bytes, which count where they are a picture's; else its extension does.
+    """
+    extension = extension_of(name)
+    named = OPTIONAL_EXTENSIONS.get(extension)
+    if extension and (named is None or missing_package(named) is None):
         return None
-    return f"{extension} files, which {advice(kind)}"
-
-
-def without_decoder_by_start(head: bytes) -> str | None:
-    """The same of pictures without an ending, by the first bytes of one."""
-    kind = kind_of(head) or ""
-    for name in PACKAGES:
-        if kind.endswith(f" {name} file") and missing_package(name):
-            return f"{name} files without an ending, which {advice(name)}"
-    return None
+    head = read_head()
+    form = optional_format(head) if is_picture(head) else named
+    if form is None or missing_package(form) is None:
+        return None
+    files = f"{extension} files" if extension else f"{form.name} files without an ending"
+    return f"{files}, which {advice(form)}"
 
 
 def other_files(name: str) -> str:

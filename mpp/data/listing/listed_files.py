@@ -4,6 +4,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mpp.config import ImagesConfig
@@ -13,7 +14,7 @@ from mpp.data.listing.image_table import LABEL, SPLIT
 from mpp.data.listing.left_out import without_decoder
 from mpp.data.listing.lists import ImageList, named_label_columns, named_mask_column, to_label_column
 from mpp.data.listing.split_names import split_of_cell
-from mpp.data.listing.tree import Tree, begins_as_picture
+from mpp.data.listing.tree import Tree, begins_as_picture, first_bytes
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
 from mpp.runtime.output import printable
@@ -130,7 +131,7 @@ class ListedFiles:
         if file_index is None or file_index < self.files.tree_size:
             return file_index
         path = self.files.paths[file_index]
-        reason = without_decoder(extension_of(path))
+        reason = without_decoder(path, partial(first_bytes, path))
         if reason is None:
             if extension_of(path) in IMAGE_EXTENSIONS or begins_as_picture(path):
                 return file_index

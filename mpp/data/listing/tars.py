@@ -3,23 +3,28 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import datasets
 
 from mpp.config import ImagesConfig
-from mpp.data.listing.formats import extension_of
 from mpp.data.listing.image_table import IMAGE, LABEL, SPLIT, Listing
 from mpp.data.listing.layout import find_layout
 from mpp.data.listing.left_out import LeftOutFiles, without_decoder
 from mpp.data.listing.lists import named_label_columns
 from mpp.data.listing.split_names import split_of_shard
-from mpp.data.listing.tar_members import is_local_shard, member_path, naming_damaged, read_member
+from mpp.data.listing.tar_members import Member, is_local_shard, member_path, naming_damaged, read_member
 from mpp.data.listing.tar_samples import cuts_at_last_dot, read_samples
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
 from mpp.runtime.output import printable
 from mpp.runtime.progress import progress_bar
+
+
+def content_of(shard: str, member: Member) -> bytes:
+    """The bytes of a member of a shard on this machine, or the first of them."""
+    return member.content or read_member(member_path(shard, member))
 
 
 def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
@@ -48,7 +53,7 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
                     left_out.add("samples without a picture", name)
                     other_endings |= sample.pictures.keys()
                     continue
-                if reason := without_decoder(extension_of(picture.name)):
+                if reason := without_decoder(picture.name, partial(content_of, shard, picture)):
                     left_out.add(reason, f"{os.path.basename(shard)}: {picture.name}")
                     continue
                 columns[image_column].append(member_path(shard, picture))

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mpp.data.decoding.kinds import is_picture
@@ -19,7 +20,7 @@ from mpp.data.listing.formats import (
     extension_of,
     is_list,
 )
-from mpp.data.listing.left_out import LeftOutFiles, other_files, without_decoder, without_decoder_by_start
+from mpp.data.listing.left_out import LeftOutFiles, other_files, without_decoder
 from mpp.data.listing.split_names import SPLIT_WORDS
 from mpp.runtime.progress import progress_bar
 
@@ -160,7 +161,7 @@ class Walk:
                 reason = "dangling links" if entry.is_symlink() else "entries that are no files"
                 self.tree.leave_out(reason, parts, name)
             elif extension_of(name) in PICTURE_EXTENSIONS:
-                if reason := without_decoder(extension_of(name)):
+                if reason := without_decoder(name, partial(first_bytes, entry.path)):
                     self.tree.leave_out(reason, parts, name)
                 else:
                     pictures.append(name)
@@ -189,7 +190,7 @@ class Walk:
     def is_picture_by_start(self, entry: os.DirEntry, parts: Parts) -> bool:
         """Whether a file without an ending is a picture that can be read, by its first bytes; others are noted."""
         head = b"" if extension_of(entry.name) else first_bytes(entry.path)
-        if reason := without_decoder_by_start(head):
+        if reason := without_decoder(entry.name, lambda: head):
             self.tree.leave_out(reason, parts, entry.name)
             return False
         if is_picture(head):
