@@ -251,7 +251,7 @@ def test_heic_whose_sides_are_others_is_named_or_has_the_sides_of_its_pixels(sid
     try:
         decoded = decode_with(with_sides(read("turned_6.heic"), *sides))
     except UnreadableImage as error:
-        assert "size" in str(error)
+        assert str(error).startswith("a HEIC file that cannot be decoded")
     else:
         assert torch.equal(decoded, decode_with(read("turned_6.heic")))
 
