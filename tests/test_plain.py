@@ -239,8 +239,12 @@ DINOV3 = "vit_small_patch16_dinov3"
 NOT_PLAIN = "it must be a plain timm transformer"
 GAP = "model.name vit_base_patch16_siglip_gap_224"
 REFUSED = [
-    ("vit_base_patch16_siglip_224", {}, f"attention pooling cannot be trained here; {GAP} has none"),
-    ("vit_pe_core_tiny_patch16_384", {}, """model.arguments '{"global_pool": "avg", "use_fc_norm": false}' has none"""),
+    ("vit_base_patch16_siglip_224", {}, f"attention pooling cannot be trained here; {GAP} builds it without"),
+    (
+        "vit_pe_core_tiny_patch16_384",
+        {},
+        """model.arguments '{"global_pool": "avg", "use_fc_norm": false}' builds it without""",
+    ),
     ("naflexvit_base_patch16_gap", {}, f"a NaFlexVit; {NOT_PLAIN}"),
     ("cait_xxs24_224", {}, f"a Cait; {NOT_PLAIN}"),
     ("vit_relpos_small_patch16_224", {}, f"a VisionTransformerRelPos; {NOT_PLAIN}"),

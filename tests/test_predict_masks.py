@@ -117,7 +117,7 @@ def test_a_mask_is_the_largest_logit_at_the_images_own_size(head, images, tmp_pa
     assert f"<li>4 images; pixels by predicted class: {largest_first}</li>" in page
     legend = '<span class="color" style="background: #800000"></span> bird'
     assert f"<td>{legend}</td><td>{100 * mean_share:.1f}</td>" in page and "background (class 0) is not drawn" in page
-    assert page.count("<figure>") == 4 and "sure · tall.png" in page  # each image once
+    assert page.count("<figure>") == 4 and "certain · tall.png" in page  # each image once
 
 
 def test_a_page_on_many_masks_shows_some_of_all_and_the_extremes():
@@ -232,7 +232,7 @@ def test_a_broken_and_a_long_image_have_no_mask(head, images, tmp_path, capsys):
 def test_masks_of_other_images_are_not_mixed_in(head, images, tmp_path):
     predict_to(tmp_path / "p.csv", head, images)
     (tmp_path / "p.csv").unlink()
-    with pytest.raises(UserError, match=r"out is .*p\.csv; it must be another: .*p_masks is there"):
+    with pytest.raises(UserError, match=r"out is .*p\.csv; it must be another: .*p_masks exists"):
         predict_to(tmp_path / "p.csv", head, images)
 
 

@@ -121,8 +121,8 @@ def write_predictions_page(
 def image_sections(predictions: Predictions, sheets: "Sheets") -> list[Section]:
     """Images that are one class each: at the extremes of probability, and some of each class."""
     return [
-        Section("surest", "The surest", sheets.blocks(surest(predictions))),
-        Section("least", "The least sure", sheets.blocks(least_sure(predictions))),
+        Section("surest", "Most certain", sheets.blocks(surest(predictions))),
+        Section("least", "Least certain", sheets.blocks(least_sure(predictions))),
         Section("wrong", "Most certain of another class than the label", sheets.blocks(surest_wrong(predictions))),
         *class_sections(predictions, sheets),
     ]
