@@ -44,7 +44,7 @@ PAGES = {
     "when_it_pays": ["cifar10"],
     "rivals": ["rivals_cifar10", "rates_cifar10"],
     "leaderboard": ["leaderboard_cifar10", "cifar10"],
-    "the_paper": ["data_size_cifar10", "ablations_cifar10", "heads_cifar10", "transfer_cifar10"],
+    "the_paper": ["data_size_cifar10", "ablations_cifar10", "heads_cifar10", "transfer_cifar10", "scaling_cifar10"],
     "continuing": ["continue_solar"],
 }
 SYNONYMS = {"trivial": "floor", "masked": "pre", "the": "supervised"}
