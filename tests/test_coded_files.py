@@ -20,7 +20,7 @@ from image_files import decode_with, write_tar
 from mpp.config import DataConfig, ImagesConfig
 from mpp.config import PrepareConfig as Prepare
 from mpp.data.decoding import optional
-from mpp.data.decoding.decode import decode, read_mask, read_values
+from mpp.data.decoding.decode import decode, read_mask, read_values, stored_orientation
 from mpp.data.decoding.jpegxl import read_header
 from mpp.data.decoding.kinds import is_picture
 from mpp.data.sources import load_image_datasets
@@ -171,6 +171,8 @@ def test_masks_are_no_files_that_may_change_numbers(data):
 def test_files_are_turned_once(end, orientation):
     """Their EXIF has the orientation, too."""
     data = read(f"turned_{orientation}.{end}")
+    assert stored_orientation(data) == orientation
+    assert stored_orientation(read(f"rgb_8.{end}")) == 1
     assert b"Exif" in data
     upright = decode_with(read("turned_6.jpg")).int()  # 45 x 37
     if orientation == 5:
@@ -185,6 +187,23 @@ def test_an_orientation_in_xmp_does_not_turn_avif():
     options = {"quality": 100, "subsampling": "4:4:4"}
     file = encoded(RGB, "AVIF", xmp=b'<x tiff:Orientation="3"/>', **options)
     assert torch.equal(decode_with(file), decode_with(encoded(RGB, "AVIF", **options)))
+
+
+def test_the_bits_of_avif_are_those_of_its_boxes():
+    options = {"quality": 100, "subsampling": "4:4:4"}
+    file = encoded(RGB, "AVIF", xmp=b"<x>av1C\x81\0\x60</x>", **options)
+    assert torch.equal(decode_with(file), decode_with(encoded(RGB, "AVIF", **options)))
+    assert decode_with(avif(np.stack([DEEP, DEEP]), bitspersample=10)).dtype == torch.float32  # an animation
+
+
+def test_the_colours_of_a_palette_count_before_they_are_made():
+    data = jp2(RGB[..., 0].copy())
+    place = data.index(b"jp2h") - 4
+    size = int.from_bytes(data[place : place + 4], "big")
+    palette = struct.pack(">I4sHB", 11, b"pclr", 2, 200)
+    longer = struct.pack(">I", size + 11) + data[place + 4 : place + size] + palette
+    with pytest.raises(UnreadableImage, match=r"40 x 48 x 200 pixels are more than data\.max_pixels"):
+        decode_with(data[:place] + longer + data[place + size :], max_pixels=2 * 40 * 48)
 
 
 def test_of_an_animation_the_first_frame_counts():

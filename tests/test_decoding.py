@@ -354,6 +354,19 @@ def test_the_setting_wins_over_the_tag_and_the_tag_is_not_about_palettes_or_mask
     assert torch.equal(decode_with(tagged), decode_with(plain))
 
 
+@pytest.mark.parametrize("by_setting", [False, True])
+def test_colours_are_nodata_before_they_become_grey(by_setting):
+    """Grey of 100, too, is made of other colours."""
+    pixels = np.full((40, 48, 3), 100, np.uint8)
+    pixels[:20] = 120, 92, 90
+    pixels[30:] = 10
+    plain = tiff(pixels, photometric="rgb")
+    data = plain if by_setting else with_nodata_tag(pixels, "100", photometric="rgb")
+    values = read_values(data, ImagesConfig(channels=1, nodata=100 if by_setting else None))[0]
+    assert (values[:20] == 100).all() and (values[30:] == 10).all()
+    assert (values[20:30] == np.rint((20 * 100 + 10 * 10) / 30)).all()
+
+
 HEADER = b"{'descr': '<u2', 'fortran_order': False, 'shape': (5000, 5000, 5)}"
 HUGE = b"\x93NUMPY\x01\0v\0" + HEADER.ljust(117) + b"\n"
 BROKEN = {

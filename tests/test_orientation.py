@@ -18,7 +18,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.channels import LUMA_WEIGHTS
-from mpp.data.decoding.orientation import stored_orientation
+from mpp.data.decoding.decode import stored_orientation
 from mpp.features.frozen import to_pixels
 
 CORNERS = np.array([[20, 90], [160, 240]], np.uint8).repeat(16, 0).repeat(32, 1)

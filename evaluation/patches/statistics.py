@@ -18,7 +18,8 @@ from evaluation.patches.masks import IGNORED_CLASS, LARGEST_CLASS, MaskedImages,
 from mpp.config import require
 from mpp.data.columns import read_cell
 from mpp.data.data_path import describe_source
-from mpp.data.decoding.orientation import TURNED, stored_orientation
+from mpp.data.decoding.decode import stored_orientation
+from mpp.data.decoding.orientation import TURNED
 from mpp.errors import UnreadableImage
 from mpp.runtime.messages import counted, warn
 

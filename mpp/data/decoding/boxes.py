@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+FIELDS = {b"meta": 4, b"stsd": 8, b"av01": 78}
+"""Bytes of a box before the boxes that are in it."""
+
 
 class Box(NamedTuple):
     """A part of a file."""
@@ -29,3 +32,12 @@ def find_boxes(data: bytes, start: int = 0, end: int | None = None) -> Iterator[
             return
         yield Box(data[start + 4 : start + 8], start + header, min(start + size, end))
         start += size
+
+
+def find_inner(data: bytes, *kinds: bytes) -> list[Box]:
+    """The boxes in a box of the last of these kinds, which is in one of the kind before it, and so on up to the top."""
+    boxes = list(find_boxes(data))
+    for kind in kinds:
+        outer = [box for box in boxes if box.kind == kind]
+        boxes = [inner for box in outer for inner in find_boxes(data, box.start + FIELDS.get(kind, 0), box.end)]
+    return boxes

@@ -31,6 +31,11 @@ def bands_first(pixels: NDArray, config: ImagesConfig) -> NDArray:
     return pixels.transpose(2, 0, 1) if are_last else pixels
 
 
+def bands_to_front(pixels: NDArray) -> NDArray:
+    """(H, W) or (H, W, bands) to (bands, H, W)."""
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
 def select_channels(
     pixels: NDArray, config: ImagesConfig, nodata_of_file: float | None = None
 ) -> tuple[NDArray, NDArray[np.bool_] | None]:

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.channels import lay_on_white
+from mpp.data.decoding.channels import bands_to_front, lay_on_white
 from mpp.data.decoding.pictures import stored_pixels
 from mpp.data.decoding.wanted import StoredPixels, Wanted
 
@@ -27,7 +27,7 @@ def to_stored(
         return StoredPixels(
             stored_pixels(Image.fromarray(values[..., 0] if values.shape[2:] == (1,) else values), config)
         )
-    pixels = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
+    pixels = bands_to_front(values)
     most = 2**bits - 1
     if opacity and wanted is Wanted.PICTURE:
         pixels = lay_on_white(pixels, premultiplied=premultiplied, most=most)

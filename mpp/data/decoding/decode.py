@@ -19,15 +19,16 @@ from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.channels import bands_first, invert, scale_to_255, select_channels
 from mpp.data.decoding.checks import check_size, refuse_lossy_mask
 from mpp.data.decoding.dicom import read_dicom
-from mpp.data.decoding.heif import read_avif, read_heic
+from mpp.data.decoding.heif import heif_orientation, read_avif, read_heic
 from mpp.data.decoding.jpeg2000 import read_jpeg2000
-from mpp.data.decoding.jpegxl import read_jpegxl
-from mpp.data.decoding.kinds import NPY_START, ZIP_START, is_tiff, kind_of, optional_format, unidentified
+from mpp.data.decoding.jpegxl import read_header, read_jpegxl
+from mpp.data.decoding.kinds import NPY_START, PNG_START, ZIP_START, is_tiff, kind_of, optional_format, unidentified
 from mpp.data.decoding.numpy_files import read_numpy_file
-from mpp.data.decoding.opening import ignoring_warnings_as_errors
+from mpp.data.decoding.opening import ignoring_warnings_as_errors, open_with_pil
 from mpp.data.decoding.optional import AVIF, DICOM, HEIC, JPEG_2000, JPEG_XL, require_package
+from mpp.data.decoding.orientation import UPRIGHT, pil_orientation, png_orientation
 from mpp.data.decoding.pictures import DEEP_PNG_HEADER, PPM_HEADER, read_deep_png, read_ppm, read_with_pil
-from mpp.data.decoding.tiff import read_tiff
+from mpp.data.decoding.tiff import read_tiff, tiff_orientation
 from mpp.data.decoding.wanted import Limits, StoredPixels, Wanted, wanted_by
 from mpp.errors import UnreadableImage
 
@@ -37,6 +38,11 @@ OPTIONAL_READERS = {
     AVIF: read_avif,
     JPEG_XL: read_jpegxl,
     JPEG_2000: read_jpeg2000,
+}
+ORIENTATION_READERS = {
+    HEIC: heif_orientation,
+    AVIF: heif_orientation,
+    JPEG_XL: lambda image: read_header(image).orientation,
 }
 
 
@@ -128,6 +134,24 @@ def read_stored(image: bytes | NDArray, wanted: Wanted, config: ImagesConfig) ->
         if header := DEEP_PNG_HEADER.match(image):
             return StoredPixels(read_deep_png(image, header, config))
     return StoredPixels(read_with_pil(image, wanted, config))
+
+
+@ignoring_warnings_as_errors()
+def stored_orientation(image: bytes | NDArray) -> int:
+    """The orientation in which an image is stored, and from which `read_values` and `read_mask` turn it upright."""
+    if isinstance(image, np.ndarray):
+        return UPRIGHT
+    try:
+        if image.startswith(PNG_START):
+            return png_orientation(image)
+        if form := optional_format(image):
+            return ORIENTATION_READERS[form](image) if form in ORIENTATION_READERS else UPRIGHT
+        if is_tiff(image):
+            return tiff_orientation(image)
+        with open_with_pil(image) as opened:
+            return pil_orientation(opened)
+    except Exception:  # decoding the image gives the reason
+        return UPRIGHT
 
 
 def array_bands(array: NDArray, wanted: Wanted, config: ImagesConfig) -> NDArray:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpp.config import WINDOW, ImagesConfig
+from mpp.data.decoding.channels import bands_to_front
 from mpp.data.decoding.checks import BANDS_PER_PIXEL, check_size, refuse_lossy_mask
 from mpp.data.decoding.wanted import Limits, StoredPixels, Wanted
 from mpp.errors import UnreadableImage
@@ -183,7 +184,7 @@ def decode_frames(dataset: "Dataset") -> tuple[NDArray, str]:
     pixels, about = get_decoder(syntax).as_array(dataset, decoding_plugin=plugin, allow_excess_frames=False)
     pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
     if frames == 1:
-        pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+        pixels = bands_to_front(pixels)
     return pixels, about["photometric_interpretation"]
 
 

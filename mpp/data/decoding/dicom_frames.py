@@ -19,6 +19,7 @@ from pydicom.uid import (
     RLELossless,
 )
 
+from mpp.data.decoding.jpeg2000 import read_codestream_header
 from mpp.errors import UnreadableImage
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ DECODERS = {
 DECODER_DEPENDENCIES = dict.fromkeys((*DECODERS, RLELossless), ("imagecodecs",))  # pydicom reads it
 JPEG_SIZE = re.compile(rb"\xff[\xc0-\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf\xf7]...(..)(..)(.)", re.DOTALL)
 """Of a frame header: height, width, samples."""
-JPEG_2000_SIZE = re.compile(rb"\xff\x4f\xff\x51....(.{4})(.{4})(.{4})(.{4}).{16}(..)", re.DOTALL)
-"""Of a codestream: width and height of the grid, those of its margin, samples."""
 JPEG_SEGMENT = re.compile(rb"\xff[\xc0-\xcf\xdb-\xfe](..)", re.DOTALL)
 """Marker and length."""
 
@@ -95,9 +94,8 @@ def check_frame(frame: bytes, expected: tuple[int, int, int]) -> None:
 
 def frame_size(frame: bytes) -> tuple[int, int, int] | None:
     """Height, width and samples by the header of a JPEG, JPEG-LS or JPEG 2000 frame; None: it has none."""
-    if header := JPEG_2000_SIZE.match(frame):
-        width, height, left, top, samples = (int.from_bytes(number, "big") for number in header.groups())
-        return height - top, width - left, samples
+    if header := read_codestream_header(frame):
+        return header.height, header.width, header.bands
     position = 2
     while segment := JPEG_SEGMENT.match(frame, position):
         if header := JPEG_SIZE.match(frame, position):

@@ -1,6 +1,5 @@
 """HEIC by pi-heif (libheif), and AVIF by PIL, or by imagecodecs where it has more than 8 bits (both libavif)."""
 
-import re
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -9,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.checks import check_size
+from mpp.data.decoding.boxes import find_inner
+from mpp.data.decoding.channels import bands_to_front
+from mpp.data.decoding.checks import BANDS_PER_PIXEL, check_size
 from mpp.data.decoding.coded import to_stored
 from mpp.data.decoding.opening import open_avif
 from mpp.data.decoding.orientation import pil_orientation, turn_upright
@@ -17,9 +18,13 @@ from mpp.data.decoding.pictures import from_pil
 from mpp.data.decoding.wanted import StoredPixels, Wanted
 from mpp.errors import UnreadableImage
 
-AV1_PROPERTIES = re.compile(rb"av1C\x81.(.)", re.DOTALL)
-"""The bits of an AV1 image: of its third byte, 0x40 is set where they are more than 8, and 0x20 where they are 12."""
-MORE_THAN_8, TWELVE = 0x40, 0x20
+IMAGES = (b"meta", b"iprp", b"ipco")
+"""Boxes around the properties of the images."""
+FRAMES = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd", b"av01")
+"""Those of an animation."""
+MORE_THAN_8, TWELVE = 0x40, 0x20  # flags in the third byte of `av1C`, about the bits of an AV1 image
+ORIENTATIONS = {None: (1, 8, 3, 6), 0: (4, 5, 2, 7), 1: (2, 7, 4, 5)}
+"""By the axis of a mirror (top and bottom, or left and right, change places), and by quarter turns to the left."""
 
 
 def read_heic(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels:
@@ -70,20 +75,30 @@ def read_avif(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
         check_size(image.size, config)
         if bits == 8:
             return StoredPixels(from_pil(image, config))
-        orientation = pil_orientation(image)
+        orientation, frames = pil_orientation(image), image.n_frames
+        check_size((*image.size, BANDS_PER_PIXEL * frames), config)
     from imagecodecs import avif_decode  # takes a fifth of a second
 
-    values = avif_decode(data, index=0)
-    bands_first = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
-    upright = turn_upright(bands_first, orientation).transpose(1, 2, 0)
-    return to_stored(upright, bits, wanted, config, opacity=len(bands_first) in (2, 4))
+    values = avif_decode(data)  # all frames: imagecodecs 2026.3 ends the process where the first one alone is asked for
+    if frames > 1:
+        values = values[0]
+    upright = turn_upright(bands_to_front(values), orientation)
+    return to_stored(upright.transpose(1, 2, 0), bits, wanted, config, opacity=len(upright) in (2, 4))
 
 
 def avif_bits(data: bytes) -> int:
     """8, 10 or 12: bits of the values of an AVIF file, the most that one of its images has."""
     flags = 0
-    for properties in AV1_PROPERTIES.finditer(data):
-        flags |= properties[1][0]
+    for box in find_inner(data, *IMAGES) + find_inner(data, *FRAMES):
+        if box.kind == b"av1C":
+            flags |= data[box.start + 2]
     if not flags & MORE_THAN_8:
         return 8
     return 12 if flags & TWELVE else 10
+
+
+def heif_orientation(data: bytes) -> int:
+    """The orientation in which a HEIC or AVIF file stores its images, as in EXIF, by its own properties."""
+    properties = {box.kind: data[box.start] for box in find_inner(data, *IMAGES) if box.kind in (b"irot", b"imir")}
+    axis = properties.get(b"imir")
+    return ORIENTATIONS[None if axis is None else axis & 1][properties.get(b"irot", 0) & 3]

@@ -10,6 +10,7 @@ from mpp.config import ImagesConfig
 from mpp.data.decoding.boxes import find_boxes
 from mpp.data.decoding.checks import check_size
 from mpp.data.decoding.coded import to_stored
+from mpp.data.decoding.orientation import UPRIGHT
 from mpp.data.decoding.wanted import StoredPixels, Wanted
 from mpp.errors import UnreadableImage
 
@@ -35,6 +36,7 @@ class Header:
     height: int
     bits: int = 8
     extra_channels: int = 0
+    orientation: int = UPRIGHT
 
 
 def read_jpegxl(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels:
@@ -63,8 +65,9 @@ def read_header(data: bytes) -> Header:
     is_default = bits.flag()
     if is_default:
         return Header(width, height)
+    orientation = UPRIGHT
     if bits.flag():  # extra fields
-        bits.take(3)  # orientation, which libjxl applies
+        orientation += bits.take(3)  # libjxl applies it
         if bits.flag():
             read_sides(bits)  # the intended size
         if bits.flag():
@@ -74,7 +77,7 @@ def read_header(data: bytes) -> Header:
     depth = read_depth(bits)
     bits.flag()  # whether 16 bits suffice to decode
     extra_channels = bits.number(EXTRA_CHANNELS)
-    return Header(width, height, depth, extra_channels)
+    return Header(width, height, depth, extra_channels, orientation)
 
 
 def codestream_start(data: bytes) -> bytes:

@@ -1,11 +1,9 @@
 """Images that are stored turned or mirrored, with a tag that says so: EXIF's orientation, 1 to 8."""
 
-import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mpp.data.decoding.kinds import PNG_START, is_tiff
-from mpp.data.decoding.opening import ignoring_warnings_as_errors, open_with_pil, open_with_tifffile
+from mpp.data.decoding.opening import open_with_pil
 
 ORIENTATION_TAG = 274  # of TIFF and of EXIF
 UPRIGHT = 1
@@ -34,18 +32,9 @@ def pil_orientation(image: Image.Image) -> int:
         return UPRIGHT
 
 
-@ignoring_warnings_as_errors()
-def stored_orientation(image: bytes | NDArray) -> int:
-    """The orientation in which an image is stored, and from which `read_values` and `read_mask` turn it upright."""
-    if isinstance(image, np.ndarray):
-        return UPRIGHT
-    if image.startswith(PNG_START) and not any(chunk in image for chunk in PNG_ORIENTATION_CHUNKS):
+def png_orientation(data: bytes) -> int:
+    """The orientation in which a PNG is stored."""
+    if not any(chunk in data for chunk in PNG_ORIENTATION_CHUNKS):
         return UPRIGHT  # PIL would decode the whole PNG to find none
-    try:
-        if is_tiff(image):
-            with open_with_tifffile(image) as file:
-                return file.pages[0].tags.valueof(ORIENTATION_TAG, UPRIGHT)
-        with open_with_pil(image) as opened:
-            return pil_orientation(opened)
-    except Exception:  # decoding the image gives the reason
-        return UPRIGHT
+    with open_with_pil(data) as image:
+        return pil_orientation(image)

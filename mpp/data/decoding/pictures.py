@@ -9,10 +9,10 @@ from PIL import Image
 from torch import Tensor
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.channels import lay_on_white
+from mpp.data.decoding.channels import bands_to_front, lay_on_white
 from mpp.data.decoding.checks import check_size, refuse_lossy_mask
 from mpp.data.decoding.opening import open_with_pil
-from mpp.data.decoding.orientation import pil_orientation, stored_orientation, turn_upright
+from mpp.data.decoding.orientation import pil_orientation, png_orientation, turn_upright
 from mpp.data.decoding.wanted import Wanted, wanted_by
 from mpp.errors import UnreadableImage
 
@@ -76,8 +76,7 @@ def stored_pixels(image: Image.Image, config: ImagesConfig) -> NDArray:
         image = image.convert("L")
     elif image.mode in ("P", "PA"):
         image = image.convert("RGBA" if transparent else "RGB")
-    pixels = np.array(image)
-    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    return bands_to_front(np.array(image))
 
 
 def to_16_bits(pixels: NDArray) -> NDArray[np.uint16]:
@@ -93,7 +92,7 @@ def read_deep_png(data: bytes, header: re.Match[bytes], config: ImagesConfig) ->
     check_size(size, config)
     from imagecodecs import png_decode  # takes a fifth of a second
 
-    pixels = turn_upright(png_decode(data).transpose(2, 0, 1), stored_orientation(data))
+    pixels = turn_upright(png_decode(data).transpose(2, 0, 1), png_orientation(data))
     has_opacity = len(pixels) in (2, 4)
     if has_opacity and wanted_by(config) is Wanted.PICTURE:
         return lay_on_white(pixels)

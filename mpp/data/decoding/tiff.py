@@ -42,7 +42,7 @@ def read_tiff(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
                 refuse_lossy_mask("compressed as JPEG")
             if page.bitspersample == 1 or is_inverted:
                 return StoredPixels(read_with_pil(data, wanted, config))
-        elif is_for_pil(series, page, wanted, config):
+        elif is_for_pil(series, page, wanted, config, nodata):
             with contextlib.suppress(UnidentifiedImageError):  # some compressions
                 pixels = read_with_pil(data, wanted, config)
                 if pixels.any() or PREMULTIPLIED not in extra_samples:
@@ -80,13 +80,18 @@ def nodata_tag(image: bytes) -> float | None:
         return nodata_of(file.pages[0])
 
 
-def is_for_pil(series: "TiffPageSeries", page: "TiffPage", wanted: Wanted, config: ImagesConfig) -> bool:
+def is_for_pil(
+    series: "TiffPageSeries", page: "TiffPage", wanted: Wanted, config: ImagesConfig, nodata: float | None
+) -> bool:
     """Whether PIL reads the file: pictures of up to 8 bits, and faxes, which older releases of tifffile cannot read."""
     if wanted is not Wanted.PICTURE and page.bitspersample != 1:
         return False
     if page.bitspersample > 8 or "C" in series.axes:
         return False
     if page.sampleformat == SIGNED_INTEGERS:  # PIL takes them for unsigned
+        return False
+    has_nodata = nodata is not None or config.nodata is not None
+    if has_nodata and page.photometric == RGB and config.channels == 1:  # grey may be nodata where no colour is
         return False
     means_stored_values = config.range or config.nodata is not None  # which PIL inverts where white is zero
     return not (page.bitspersample == 8 and page.photometric == WHITE_IS_ZERO and means_stored_values)
@@ -118,6 +123,12 @@ def to_bands_first(pixels: NDArray, axes: str) -> NDArray:
     first_entries = tuple(slice(None) if axis in kept else 0 for axis in axes)
     remaining = "".join(axis for axis in axes if axis in kept)
     return transpose_axes(pixels[first_entries], remaining, kept)  # adds an axis for a single band
+
+
+def tiff_orientation(image: bytes) -> int:
+    """The orientation in which a TIFF is stored."""
+    with open_with_tifffile(image) as file:
+        return file.pages[0].tags.valueof(ORIENTATION_TAG, UPRIGHT)
 
 
 def white_is_zero(image: bytes) -> bool:
