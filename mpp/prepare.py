@@ -362,7 +362,7 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
         print(
             "note: arrays have the numbers of the files; unless these use all of their type, name data.range in the run"
         )
-    print(f"next: {training_command(config)}    (--data.streaming true: without an index)")
+    print(f"next: {training_command(config)}    (large sets: --data.streaming true)")
 
 
 def training_command(config: PrepareConfig) -> str:

@@ -147,7 +147,16 @@ def hostile(tmp_path_factory):
 def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile):
     file = hostile / "report.html"
     page = read(file)
-    assert_has(page, "Verdict", "Masked-patch accuracy", "copy baseline", "kNN", "random weights", "pixel colours")
+    assert_has(
+        page,
+        "Verdict",
+        "Masked-patch accuracy",
+        "copy baseline",
+        "kNN",
+        "random weights",
+        "pixel colours",
+        "too few to evaluate learning",
+    )
     assert_has(page, "4 of 4 steps of 8 images", "Loss", "Gradient norm", "Waiting for data")
     assert_has(page, "Accuracy on masked patches", "kNN accuracy by depth", "Effective rank")
     assert_has(page, "Nearest neighbours", "Predicted best", "Predicted worst")

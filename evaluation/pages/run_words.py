@@ -27,6 +27,7 @@ from mpp.training.run_folder import CONFIG_FILE, saved_settings
 from mpp.training.verdict import (
     LOSS_FALLS,
     describe_learning,
+    describe_shortness,
     describe_trend,
     duration,
     name_of_start,
@@ -104,6 +105,7 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
         learning.append((sentence.text, "features" if sentence.is_of_features else "curves"))
     sentences = [  # and the name of the section
         (unfinished, "curves"),
+        (describe_shortness(steps) if isinstance(steps, int) else "", "curves"),
         *learning,
         (trend, "curves"),
         (phases.describe_cooldown(last_step(history)), "curves"),

@@ -71,11 +71,15 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
         describe_missing_cooldown(history, phases),
         describe_time_left(history, facts),
     ]
-    if facts.steps < FEWEST_STEPS:
-        parts.append(f"fewer than {FEWEST_STEPS} steps, too few to evaluate learning")
+    parts.append(describe_shortness(facts.steps))
     if warnings:
         parts.append(f"warnings: {', '.join(warnings)}")
     return "; ".join(part for part in parts if part)
+
+
+def describe_shortness(steps: int) -> str:
+    """A remark on a run of too few steps; "" of any other."""
+    return f"fewer than {FEWEST_STEPS} steps, too few to evaluate learning" if steps < FEWEST_STEPS else ""
 
 
 class Sentence(NamedTuple):
