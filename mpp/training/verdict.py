@@ -70,8 +70,8 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
         describe_trend(history, facts.moving, phases.cooldown),
         describe_missing_cooldown(history, phases),
         describe_time_left(history, facts),
+        describe_shortness(facts.steps),
     ]
-    parts.append(describe_shortness(facts.steps))
     if warnings:
         parts.append(f"warnings: {', '.join(warnings)}")
     return "; ".join(part for part in parts if part)
