@@ -417,7 +417,7 @@ def test_settings_that_harm_are_named_before_the_first_step(pretrain, tmp_path, 
         (published / file).write_bytes((finished_run / "encoder" / file).read_bytes())
     pretrain(f"--model.init_from={published}", "--run.steps=1", "--run.eval_every=1", dir=tmp_path / "second")
     said = capfd.readouterr().err
-    names = ("Muon after Adam", "a high rate on trained weights", "no warm-up on trained weights")
+    names = ("Muon after Adam", "high learning rate on trained weights", "no warm-up on trained weights")
     for name in (*names, "colours on trained weights"):
         assert said.count(f"warning: {name}: ") == 1
     pretrain(f"--model.init_from={finished_run}", "--run.steps=1", "--run.eval_every=1", dir=tmp_path / "third")

@@ -408,7 +408,7 @@ def test_a_check_warns_of_loading_that_is_slow():
         return check.warnings(task, Config(), None, check.Timing(1.0, waiting, 1.0, 1, 1))
 
     (warning,) = warnings(0.5)
-    assert warning.startswith("waiting for data: training waits for images 50% of ")
+    assert warning.startswith("data-loading bottleneck: training waits for images 50% of ")
     assert warnings(0.2) == []
 
 

@@ -1,4 +1,4 @@
-"""Warnings about images, waiting for them, and an idle GPU: functions of a run's history and facts."""
+"""Warnings about images, waiting for them, and a GPU of low utilisation: functions of a run's history and facts."""
 
 from statistics import median
 
