@@ -1,5 +1,7 @@
 """Weighted kNN accuracy of frozen features (Wu et al., 2018; as DINO reports it).
 
+Cosine similarity; of equal neighbours the first ones of the dataset vote.
+
 python evaluation/knn.py --encoder runs/birds
 """
 

@@ -75,7 +75,10 @@ class Supervised(Classification):
 
 
 class Distilled(Supervised):
-    """The task: classify, and predict a teacher's answer for the same crop."""
+    """The task: classify, and predict a teacher's answer for the same crop.
+
+    The teacher keeps its normalisation, gets the crop at its own size, and is not saved with the run.
+    """
 
     kind = "encoder trained with labels and distilled from a classifier"
 

@@ -5,6 +5,11 @@
 Writes PNGs, `.npz` or `.json` files with their numbers, and TensorBoard events into one folder. A picture that an
 encoder does not allow is left out, and the reason is printed: a ResNet has no attention, and only a pre-training run
 has the head that predicts colours.
+
+Attention weights are read one block at a time. ViT-L/16 at 384 pixels took at most 2.4 GB, 1.2 GB of it weights, for
+
+    --encoder vit_large_patch16_384 --random true
+    --pictures '[filters, positions, attention_distance, attention_rollout]'
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """The registry of evaluations: what it names exists, and a file of a user adds another evaluation."""
 
 import json
+import shutil
 import sys
 from importlib import import_module
 
@@ -32,12 +33,9 @@ def test_a_name_is_given_once():
 
 @pytest.fixture
 def nearest_centroid(tmp_path, monkeypatch):
-    """The file that evaluation/README.md shows, in a user's folder."""
-    page = (ROOT / "evaluation" / "README.md").read_text()
-    _, section = page.split("\n## Your own evaluation\n")
-    code = section.split("```python\n", 1)[1].split("```\n", 1)[0]
+    """The example of evaluation/README.md, in a user's folder."""
     file = tmp_path / "nearest_centroid.py"
-    file.write_text(code)
+    shutil.copy(ROOT / "tests" / file.name, file)
     monkeypatch.setattr(imports, "_imports", {})
     yield file
     del EVALUATIONS["centroid"]
@@ -51,7 +49,7 @@ def images(tmp_path):
     return tmp_path / "images"
 
 
-def test_the_evaluation_that_the_page_shows_is_a_command(nearest_centroid, images, tmp_path, monkeypatch, capsys):
+def test_the_example_of_an_evaluation_is_a_command(nearest_centroid, images, tmp_path, monkeypatch, capsys):
     words = ["--encoder=floor:pixels", "--img_size=32", f"--data.path={images}", "--data.eval_fraction=0.25"]
     words.append(f"--import={nearest_centroid}")
     monkeypatch.setattr(sys, "argv", ["mpp", "centroid", *words, "--threads=1", f"--out={tmp_path / 'report.json'}"])
@@ -66,7 +64,7 @@ def test_the_evaluation_that_the_page_shows_is_a_command(nearest_centroid, image
     assert "  centroid     nearest-centroid accuracy\n" in capsys.readouterr().out
 
 
-def test_the_evaluation_that_the_page_shows_is_compared(nearest_centroid, images, tmp_path):
+def test_the_example_of_an_evaluation_is_compared(nearest_centroid, images, tmp_path):
     (tmp_path / "compare.yaml").write_text(
         f"""
         dir: {tmp_path / "compared"}

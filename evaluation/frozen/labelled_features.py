@@ -153,7 +153,7 @@ def check_split(source: str, split: str, features: NDArray, labels: NDArray, kin
 def cut_dev_split(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The indices of the training images that are learned from, and of the tenth that choices are made on.
 
-    The cut is the same every time.
+    The cut is the same every time, drawn at random, not by class.
 
     Raises:
         UserError: none would be left to learn from.

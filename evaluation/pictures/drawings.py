@@ -83,7 +83,12 @@ def pixels_and_results(
 
 
 def draw_predictions(subject: Subject) -> Drawing:
-    """Original, corrupted, predicted and true patches of held-out images, and the entropy of the predictions."""
+    """Original, corrupted, predicted and true patches of held-out images, and the entropy of the predictions.
+
+    `pixels`, `hog` and `features` are regressions and have no entropy. Pixels normalised by patch are drawn with each
+    patch's true mean and deviation, which the model does not predict; `hog` as lines along its edges; `features` as the
+    first three principal components of the targets.
+    """
     task = open_pretraining(subject)
     with subject.accelerator.autocast():
         predictions, targets, images, corruption = task.predict(task.model, range(len(task.held_out)))
@@ -154,7 +159,7 @@ def draw_positions(subject: Subject) -> Drawing:
 
 
 def draw_attention_distance(subject: Subject) -> Drawing:
-    """Mean attention distance of each head, by depth."""
+    """Mean attention distance of each head, by depth, without attention to [class]; and that of uniform attention."""
     encoder = subject.encoder
     count = min(subject.config.attention_images, len(subject.held_out))
     distances = patch_distances(patch_grid(encoder.model), patch_spacing(encoder))
@@ -173,7 +178,7 @@ def draw_attention_distance(subject: Subject) -> Drawing:
 
 
 def draw_rollout(subject: Subject) -> Drawing:
-    """Attention rollout: the share of each patch in the output, through all layers."""
+    """Attention rollout: the share of each patch in the output; heads averaged, layers multiplied."""
     residual = subject.config.residual
     start = rollout_start(subject)
     pixels, (rollout,) = pixels_and_results(
