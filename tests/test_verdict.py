@@ -88,6 +88,13 @@ def without(line: dict, *names: str) -> dict:
     return {name: value for name, value in line.items() if not name.startswith(names)}
 
 
+def test_a_probe_of_few_images_is_said_to_be_uncertain():
+    few, enough = replace(FACTS, evaluated=25), replace(FACTS, evaluated=100)
+    assert "kNN is of only 25 held-out images and uncertain by up to 20 points" in verdict(healthy(), few)
+    assert "uncertain" not in verdict(healthy(), enough)
+    assert "uncertain" not in verdict(history(evaluation(400)), replace(FACTS, evaluated=0))
+
+
 def run_with_ranks(*ranks: float) -> list[dict]:
     """History with these effective ranks, one an evaluation."""
     return history(*(evaluation(100 * n, **{"features/rank/depth_01": rank}) for n, rank in enumerate(ranks, 1)))

@@ -26,6 +26,7 @@ from mpp.training.record import read_record
 from mpp.training.run_folder import CONFIG_FILE, saved_settings
 from mpp.training.verdict import (
     LOSS_FALLS,
+    describe_few_images,
     describe_learning,
     describe_shortness,
     describe_trend,
@@ -107,6 +108,7 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
         (unfinished, "curves"),
         (describe_shortness(steps) if isinstance(steps, int) else "", "curves"),
         *learning,
+        (describe_few_images(history, facts.get("evaluated", 0)), "features"),
         (trend, "curves"),
         (phases.describe_cooldown(last_step(history)), "curves"),
         (phases.describe_branch(), "curves"),

@@ -1,6 +1,7 @@
 """The verdict: one line on how a run is doing, made of its history and its warnings' names."""
 
 from collections.abc import Sequence
+from math import sqrt
 from typing import NamedTuple
 
 from mpp.features.drift import ALL, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS
@@ -31,6 +32,8 @@ ANY_ORDER = "heldout/any_order_of_the_images"
 PROBES = {"knn": "kNN", "agreement": "neighbour agreement", GENERAL_KNN: "kNN"}
 IMAGES = {"knn": "own images", GENERAL_KNN: "general images"}
 """The images that kNN accuracy is of, by its group of scalars."""
+FEWEST_IMAGES = 100
+"""Held-out images below which the verdict says that a probe is uncertain."""
 LOSS_FALLS = "held-out loss still falling"
 LOSS_FLAT = "held-out loss flat"
 LOSS_RISES = "held-out loss rising"
@@ -71,6 +74,7 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
         describe_missing_cooldown(history, phases),
         describe_time_left(history, facts),
         describe_shortness(facts.steps),
+        describe_few_images(history, facts.evaluated),
     ]
     if warnings:
         parts.append(f"warnings: {', '.join(warnings)}")
@@ -80,6 +84,20 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
 def describe_shortness(steps: int) -> str:
     """A remark on a run of too few steps; "" of any other."""
     return f"fewer than {FEWEST_STEPS} steps, too few to evaluate learning" if steps < FEWEST_STEPS else ""
+
+
+def describe_few_images(history: History, evaluated: int) -> str:
+    """A remark on a probe of too few images, with twice the standard error of an accuracy of 50 %; "" of any other.
+
+    Args:
+        evaluated: images of the probe; 0: unknown.
+    """
+    group, _ = probe_lines(history)
+    if not group or not 0 < evaluated < FEWEST_IMAGES:
+        return ""
+    points = 100 / sqrt(evaluated)
+    images = counted(evaluated, "held-out image")
+    return f"{PROBES[group]} is of only {images} and uncertain by up to {points:.0f} points"
 
 
 class Sentence(NamedTuple):
