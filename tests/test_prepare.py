@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import runpy
 import shutil
 import tarfile
@@ -337,6 +338,6 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # it is imported already
         runpy.run_module("mpp.prepare", run_name="__main__", alter_sys=True)
-    assert "next: mpp pretrain --data.path" in capsys.readouterr().out
+    assert re.search(r"next: mpp pretrain --data.path \S+/(\w+) .*--run.dir runs/\1 ", capsys.readouterr().out)
     notes = json.loads((tmp_path / "out" / NOTES_FOLDER / "test-00000-of-00001.json").read_text())
     assert notes["kept"] == 1
