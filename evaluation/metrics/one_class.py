@@ -47,7 +47,11 @@ class ClassCounts(NamedTuple):
 
 
 class OneClass(LabelKind):
-    """One class an image. Targets (M,), or (M, L) of which any is right, padded with -1; predictions (M,)."""
+    """One class an image. Targets (M,), or (M, L) of which any is right, padded with -1; predictions (M,).
+
+    Intervals of the mean over classes and of macro F1 are of 200 resamples of the confusion matrix. With 2 or 3 images
+    a class, macro F1's covers the truth in 90 of 100 cases with 20 classes, and in 79 with 100 classes, not in 95.
+    """
 
     name = "class"
     score = "accuracy"

@@ -25,6 +25,10 @@ class SeveralClasses(LabelKind):
     """Several classes an image. Targets (M, C): 1, 0 and, of a missing label, -1. Predictions (M, C): larger is surer.
 
     A class without a test image has no average precision: it is left out of the mean.
+
+    Intervals are wider the fewer positive images a class has. With 50 images they are too wide for a few classes of
+    equal size near 5 positive images (99 of 100 cases), and too narrow above an mAP of 0.9 where some classes have 2 or
+    3 (90 of 100).
     """
 
     name = "several"
