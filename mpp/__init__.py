@@ -25,7 +25,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first used: commands print help without it."""
+    """Import names that need torch on first use: commands print help without it."""
     if name == "extract_features":
         from mpp.features.frozen import extract_features
 

@@ -36,7 +36,7 @@ class Undecodable(UserError):
 
 
 class Unavailable(UserError):
-    """An encoder or its images lack what a picture or an evaluation needs, which the message names.
+    """An encoder or its images lack something that a picture or an evaluation needs; the message names it.
 
     Pages, sets of pictures and comparisons leave that one out, and say so.
     """

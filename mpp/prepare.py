@@ -5,7 +5,7 @@
 
 Photographs of full size are slow to decode, and a million files are slow to copy and to open. Shards are written in
 parallel, whole or not at all; the same command continues where it was broken off. The library's `map` and `to_parquet`
-would write every image twice, and begin anew.
+would write every image twice, and begin again.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ from mpp.runtime.output import printable
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
 
-NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files beside the shards for data
+NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files next to the shards for data
 IMAGES_FILE = "images.json"
 DROPPED_SHOWN = 10  # images that could not be decoded; a file names all of them
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
@@ -125,7 +125,7 @@ def pixels_alone(image: bytes, values: NDArray, config: PrepareConfig) -> bytes:
         return image
     with contextlib.suppress(UnreadableImage):
         if stripped and np.array_equal(read_values(stripped, config.data), values, equal_nan=values.dtype.kind == "f"):
-            return stripped  # else what is gone had turned the image, say
+            return stripped  # else the metadata changed the pixels, such as an orientation
     return to_lossless(values)
 
 
@@ -279,7 +279,7 @@ def read_records(config: PrepareConfig) -> dict[str, Any]:
 
 
 def check_settings(config: PrepareConfig) -> Path:
-    """Where the folder's settings are saved; raises UserError where they differ, or something else is in there."""
+    """Path of the folder's saved settings; raises UserError where they differ, or something else is in there."""
     out = Path(config.out)
     saved = out / NOTES_FOLDER / "config.yaml"
     if saved.is_file():

@@ -104,7 +104,7 @@ class Pretraining(ImageTask):
 
     @property
     def method(self) -> str:
-        """How the encoder was trained, for the model card."""
+        """The encoder's training in a sentence, for the model card."""
         init_from = self.config.model.init_from
         start = f", from {init_from}," if init_from else ""
         method = f"Pre-trained without labels{start} by {self.model.method}"

@@ -2,7 +2,7 @@
 
 The names are those of the command line (mpp/config/parsing.py): `--optim.lr 1e-3`. Bounds stand in the field. Fields
 marked `operational` change how a run is carried out and watched, not what it computes: only they may differ when a run
-is resumed. Fields with `needs` have an effect only beside certain others, and are refused where they are given without.
+is resumed. Fields with `needs` have an effect only together with certain others, and are refused without them.
 """
 
 from dataclasses import dataclass, field

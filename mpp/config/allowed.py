@@ -44,7 +44,7 @@ def describe_kind(kind: Any, limits: str, beside: tuple[Any, ...] = ()) -> list[
 
     Args:
         limits: bounds of its numbers.
-        beside: the types that the setting may have too; a list of one of these is a list "of them".
+        beside: the other types that the setting may have; a list of one of these is a list "of them".
     """
     origin = get_origin(kind)
     if origin is tuple:
@@ -69,7 +69,7 @@ def describe_tuple(kind: Any, limits: str, beside: tuple[Any, ...]) -> str:
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """The types of a union; another type alone."""
+    """The types of a union; for any other type, the type itself."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 

@@ -41,7 +41,7 @@ def check_bounds(config: Any, prefix: str = "") -> None:
 
 
 def refuse_idle(config: Any, usual: Any = None, prefix: str = "", whole: Any = None) -> None:
-    """Raise UserError at a setting that was given and has no effect, with what it needs.
+    """Raise UserError for a setting that was given and has no effect; the message names the settings that it needs.
 
     Args:
         usual: the same config where nothing was given; None: the defaults. A value as usual does not count as given.

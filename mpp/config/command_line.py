@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def configs_folder() -> Path:
-    """Folder of the configs that mpp brings: in the installed package, or beside it in a checkout."""
+    """Folder of mpp's own configs: in the installed package, or next to it in a checkout."""
     for folder in (PACKAGE / "configs", PACKAGE.parent / "configs"):
         if folder.is_dir():
             return folder

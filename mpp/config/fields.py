@@ -1,4 +1,4 @@
-"""Fields of settings: a default, its bounds, what it needs, and whether a resumed run may change it.
+"""Fields of settings: a default, its bounds, the settings it needs, and whether a resumed run may change it.
 
     rate: float = setting(0.5, above=0, below=1)
     workers: int = setting(2, at_least=0, operational=True)

@@ -1,7 +1,7 @@
 """Python files of the user: `--import mine.py` registers objectives, patterns, networks and evaluations.
 
 A file is imported once in each process, before settings are read. Runs save its name and digest (`imports.json`), and
-never the code: what a run folder says is compared, not executed.
+never the code: the content of a run folder is compared, not executed.
 """
 
 import hashlib

@@ -114,7 +114,7 @@ class ModelConfig:
         return "auto" in (self.mean, self.std)
 
     def with_moments(self, mean: Any, std: Any) -> "ModelConfig":
-        """With lists of numbers in place of `auto` and null, which stay where there is no list."""
+        """With lists of numbers instead of `auto` and null, which stay where there is no list."""
         measured = {}
         if self.mean in ("auto", None) and isinstance(mean, list):
             measured["mean"] = tuple(mean)

@@ -65,7 +65,7 @@ def describe_changes(changes: Changes, saved_in: str) -> str:
     """Changed settings with both values: "optim.lr (0.01 in the run, 0.02 now)".
 
     Args:
-        saved_in: what was made with the values before, such as "the run".
+        saved_in: name of the thing made with the earlier values, such as "the run".
     """
     described = [
         f"{key} ({describe_value(before)} in {saved_in}, {describe_value(now)} now)"

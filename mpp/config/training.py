@@ -149,7 +149,7 @@ class OptimConfig:
         return {"muon": 0.95, "sgd": 0.9}.get(self.name) if self.momentum is None else self.momentum
 
     def resolved(self, steps: int) -> "OptimConfig":
-        """The same settings with numbers, for a run of `steps`, in place of null."""
+        """The same settings for a run of `steps`, with numbers instead of null."""
         return replace(self, warmup_steps=self.warmup(steps), momentum=self.momentum_or_default())
 
     def derived(self, steps: int) -> set[str]:

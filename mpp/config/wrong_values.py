@@ -1,4 +1,4 @@
-"""Errors of settings whose value is of another type: which one, where it was given, and what is allowed."""
+"""Errors for values of the wrong type: the setting, where it was given, and the allowed values."""
 
 import argparse
 import re
@@ -56,7 +56,7 @@ def options_of(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def wrong_key(parser: ArgumentParser, option: Sequence[str]) -> str | None:
-    """The setting that the parser complains of where it reads one option alone."""
+    """The setting that the parser complains of when it reads this option by itself; None: of none."""
     try:
         parser.parse_args(option)
     except (ArgumentError, argparse.ArgumentTypeError) as error:
@@ -86,7 +86,7 @@ def value_in(content: Any, key: str) -> Any:
 
 
 def hint(field: Field, value: Any) -> str:
-    """What was probably meant, or how a list is written, in parentheses; empty where neither helps."""
+    """A hint in parentheses: the value probably meant, or how to write a list; empty where neither helps."""
     if not isinstance(value, str):
         return ""
     meant = suggest(field, value)

@@ -1,4 +1,4 @@
-"""YAML files of settings as text and content; what is broken in one is an error of one line with its place."""
+"""YAML files of settings, as text and as content; a broken file gives a one-line error with line and column."""
 
 from pathlib import Path
 from typing import Any

@@ -184,7 +184,7 @@ class ImageDataset:
         return {str(classes[i]): float(shares[i]) for i in largest_first}
 
     def cut(self, fraction: float, seed: int, name: str) -> tuple["ImageDataset", "ImageDataset"]:
-        """The images cut in two at random by a seed: the rest, and `fraction` of them (at least one) as split `name`.
+        """Split the images at random by a seed: the rest, and `fraction` of them (at least one) as split `name`.
 
         Raises:
             UserError: nothing would be left.

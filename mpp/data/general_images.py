@@ -1,4 +1,4 @@
-"""The general images of `probe.path`: a second set with labels, which shows what an encoder knows beside its images."""
+"""The general images of `probe.path`: a second labelled set, which tests an encoder beyond its own images."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from mpp.data.identity import identify_images
 from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.errors import UserError
 
-CUT_FRACTION = 0.5  # of a set without a held-out split: nothing is trained on the rest, which is compared with
+CUT_FRACTION = 0.5  # of a set without a held-out split: the rest is the reference of kNN, not trained on
 REFERENCE, TEST = "probe.path", "probe.path, held out"
 """Parts of the record of a run's images that are general ones, as messages call them."""
 OF_PHOTOGRAPHS = (1, 3)

@@ -44,7 +44,7 @@ def keep_rows(
     synced, renamed, and noted last.
 
     Args:
-        identity: what tells these rows from others, as JSON.
+        identity: values that identify these rows, as JSON.
     Raises:
         UserError: they cannot be written.
     """

@@ -1,6 +1,6 @@
 """Kinds of labels as columns hold them: one class an image, several classes, or a number.
 
-Each becomes an array with a row for each image, in which a missing label can be told from every other one.
+Each becomes an array with a row for each image, in which a missing label differs from every other one.
 n images, C classes.
 """
 
@@ -38,7 +38,7 @@ AUTO = "auto"
 
 
 class LabelReader(NamedTuple):
-    """How one kind of label is read."""
+    """The functions that read one kind of label."""
 
     read: Callable[[datasets.Dataset, str | None, str, str], LabelColumn | None]
     """Arguments and result of `read_labels`."""
@@ -79,7 +79,7 @@ def read_several(
 ) -> LabelColumn | None:
     """The classes of each image: a list of them, or text with `;` between them. Arguments: see `read_labels`.
 
-    Null, or a blank text, is a missing label; an empty list, or a text of `;` alone, is an image of no class.
+    Null, or a blank text, is a missing label; an empty list, or a text of only `;`, is an image of no class.
 
     Raises:
         UserError: the column holds something else.

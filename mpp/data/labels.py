@@ -145,7 +145,7 @@ def without_fractions(labels: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def without(condition: pa.ChunkedArray, labels: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Labels with null in place of those that meet a condition."""
+    """Labels with null instead of those that meet a condition."""
     return pc.if_else(condition, pa.scalar(None, labels.type), labels)
 
 

@@ -14,7 +14,7 @@ from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How the images of a step are shared out: a share to each process in each forward pass.
+    """Shares of the images of a step: one for each process in each forward pass.
 
     The shares differ by at most one image.
     """
@@ -81,7 +81,7 @@ class BatchLayout:
 class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
     """This process's batches of (epoch, index) from step `start` up to, not including, `stop`.
 
-    The order depends on seed and step alone.
+    The order depends only on seed and step.
     """
 
     size: int  # images of the dataset
@@ -211,7 +211,7 @@ class FixedViewLoader:
 
 @dataclass(frozen=True)
 class FixedViewBatches:
-    """This process's batches of one set of a loader, which are loaded anew by each iteration."""
+    """This process's batches of one set of a loader, which each iteration loads again."""
 
     loader: FixedViewLoader
     views: ViewDataset

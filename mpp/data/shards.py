@@ -87,7 +87,7 @@ class Shards:
         # Not the stream itself: in a loader process, the library would leave all but one of them without a row.
         shard_stream = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
         batches = shard_stream.iter(batch_size=size)
-        for columns in islice(batches, skip, None):  # datasets 4.0's skip guesses types anew
+        for columns in islice(batches, skip, None):  # datasets 4.0's skip guesses types again
             rows = zip(*columns.values(), strict=True)
             yield [dict(zip(columns, cells, strict=True)) for cells in rows]
 

@@ -160,8 +160,8 @@ def find_copies(some: Thumbnails, others: Thumbnails) -> list[tuple[int, int]]:
 
     Two images count as copies where the correlation of their thumbnails is above 0.99: a JPEG of quality 60 at 70 % of
     the size has 0.990 to 0.999 with its original (birds and digits, 5th percentile 0.992). It has to be so with and
-    without what all images share, such as a horizon or the spectrum of a voice. Images of one colour are left out: they
-    are all alike.
+    without the mean of all images, such as a horizon or the spectrum of a voice. Images of one colour are left out:
+    they are all alike.
     """
     if not len(some.indices) or not len(others.indices):
         return []
@@ -172,7 +172,7 @@ def find_copies(some: Thumbnails, others: Thumbnails) -> list[tuple[int, int]]:
 
 
 def correlations(some: Thumbnails, others: Thumbnails) -> Tensor:
-    """(n, m) correlations of thumbnails: the lesser of those with and without what all of `others` share."""
+    """(n, m) correlations of thumbnails: the lesser of those with and without the mean of `others`."""
     shared = others.pixels.mean(0)
     with_shared = some.unit_vectors() @ others.unit_vectors().T
     without_shared = some.unit_vectors(shared) @ others.unit_vectors(shared).T

@@ -1,7 +1,7 @@
 """Samples of images, and batches of samples: decoded crops and their corruption, as uint8 and integers.
 
 Training is one endless sequence of positions. Position p is image p % n of epoch p // n in that epoch's order, so the
-step alone says which images come next; there is no partial batch and no padding. A sample is a pure function of
+step determines which images come next; there is no partial batch and no padding. A sample is a pure function of
 (seed, epoch, index): see mpp/runtime/randomness.py.
 """
 

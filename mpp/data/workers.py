@@ -169,7 +169,7 @@ class WatchedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches. Loader processes start now, not with the first batch: a fork beside other threads may hang."""
+        """Batches. Loader processes start now, not with the first batch: a fork may hang once other threads run."""
         return self.with_short_errors(iter(self.loader) if self.has_started else self.start())
 
     def start(self) -> Iterator[Any]:

@@ -30,7 +30,7 @@ OWN_NEIGHBOURS = "drift/neighbours"
 GENERAL_NEIGHBOURS = "drift/general_neighbours"
 MOVEMENT = "drift/weights"
 STEM, NORM, ALL = "stem", "norm", "all"
-"""Parts of an encoder besides its depths: what acts before the blocks, the norms after them, the whole of it."""
+"""Parts of an encoder besides its depths: everything before the blocks, the norms after them, the whole encoder."""
 FeaturesByDepth = Sequence[NDArray]
 """(N, D) after each block."""
 
@@ -104,10 +104,10 @@ class Drift:
 
 
 def movement(encoder: nn.Module, start: Callable[[str], Tensor]) -> dict[str, float]:
-    """How far weights moved, relative to where they were: |w - w0| / |w0| (Frobenius), by part of the encoder.
+    """Distance that weights moved, relative to their norm at the start: |w - w0| / |w0| (Frobenius), by part.
 
     Args:
-        encoder: without low-rank changes beside its weights: see `merge`.
+        encoder: with low-rank changes merged into its weights: see `merge`.
         start: a parameter's name to its value at the start.
     Returns:
         Part -> movement: `stem`, `depth_XX` of each block, `norm`, `all`. A part that was zero is left out.

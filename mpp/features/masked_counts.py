@@ -1,4 +1,4 @@
-"""Masked patches of each held-out image, and those that are right: kept beside a run's metrics, for intervals.
+"""Masked patches of each held-out image, and those that are right: kept next to a run's metrics, for intervals.
 
 M images.
 """

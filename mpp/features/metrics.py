@@ -1,4 +1,4 @@
-"""Accuracy of predicted patches beside three trivial baselines, and the spread of predicted features.
+"""Accuracy of predicted patches and of three trivial baselines, and the spread of predicted features.
 
 Sums are collected batch by batch and process by process, and divided at the end, so an uneven last batch has its proper
 weight. B images, N patches, K corrupted patches, D width of features.
@@ -19,7 +19,7 @@ from mpp.objectives import Objective, patches_at
 
 Sums = dict[str, Tensor]
 DISTANCES_PER_BLOCK = 2**22  # between patches of several images: bounds the memory, to 16 MB
-NOT_COUNTED = -1  # in place of a kind of corruption
+NOT_COUNTED = -1  # instead of a kind of corruption
 ACCURACIES = {"mask": "accuracy", "random": "accuracy_random", "keep": "accuracy_keep"}  # kind of corruption -> scalar
 
 
@@ -27,7 +27,7 @@ def nearest_visible(positions: Tensor, grid: Grid, hidden: Tensor | None = None)
     """For each corrupted patch the two nearest visible ones: (B, K) positions to (B, K, 2) positions.
 
     Nearest on a grid of N = rows x columns patches, centre to centre; of equally near ones the first in reading order.
-    Where only one patch is visible, it is both.
+    If only one patch is visible, it is both.
 
     Args:
         hidden: (B, U) positions that are not visible either.

@@ -126,7 +126,7 @@ class Probe:
 
         Args:
             baseline: it is at the start of its run: probe the mean colours of a grid over the image, too, which need no
-                model, and keep what drift is measured from.
+                model, and keep the state that drift is measured from.
         Returns:
             `features/rank/depth_XX`; `knn/depth_XX` or, without labels, `agreement/depth_XX`; `general/knn/depth_XX`
             and `drift/...` if they are asked for; with `baseline` also `knn/floor_pixels` and the like. Empty except on
@@ -231,7 +231,7 @@ def crop_and_enlarge(images: Tensor, part: Part) -> Tensor:
 
 
 def agreement(one: Tensor, other: Tensor, neighbours: int = AGREEMENT_NEIGHBOURS) -> float:
-    """How well the neighbours of images agree between two crops: it needs no labels.
+    """Agreement of images' neighbours between two crops: it needs no labels.
 
     Args:
         one, other: features (N, D) of two crops of the same images, in the same order.

@@ -45,7 +45,7 @@ class LowRankChange(nn.Module):
 
 
 def choose_trained(encoder: nn.Module, config: ModelConfig) -> None:
-    """Freeze an encoder but for what the settings name, and change frozen matrices by low-rank products.
+    """Freeze an encoder except for the parameters that the settings name; low-rank products change frozen matrices.
 
     To be called before the optimiser is built, and after a copy for a moving average is made.
 

@@ -226,7 +226,7 @@ def mix_values(attention: Attention, queries: Tensor, keys: Tensor, values: Tens
 
 
 def attention_kernel(model: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """How a model's first block computes attention in training: torch's kernel, or "unfused"; None: it has none.
+    """Kernel of the attention in a model's first block, in training: torch's, or "unfused"; None: it has no attention.
 
     Args:
         tokens: T.

@@ -31,7 +31,7 @@ class MaskedAutoencoder(nn.Module):
     Every corrupted patch counts as a [mask], whatever its kind.
 
     Args:
-        encoder: a plain timm transformer; trained in place and exported alone.
+        encoder: a plain timm transformer; trained in place, and the only part that is exported.
         outputs: number of predicted values for a patch.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
         config: size of the decoder.
@@ -82,7 +82,7 @@ class MaskedAutoencoder(nn.Module):
 
 
 def require_independent_patches(encoder: nn.Module) -> None:
-    """Refuse an encoder that cannot run on the visible patches alone.
+    """Refuse an encoder that cannot run on only the visible patches.
 
     Raises:
         UserError: an encoder whose windows overlap, or that needs all tokens.

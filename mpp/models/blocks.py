@@ -26,7 +26,7 @@ def run_blocks(
 
     Args:
         checkpointed: compute the activations of the blocks again in the backward pass, instead of keeping them.
-        beside: what each block gets beside its tokens; None: nothing.
+        beside: further arguments of each block; None: there are none.
     """
     if beside is None:
         beside = [{}] * len(blocks)
@@ -52,7 +52,7 @@ def block_at(block: nn.Module, tokens: Tensor, index: Tensor, beside: BlockArgum
     Args:
         tokens: (B, N, D), all of them: every token is a key and a value.
         index: (B, K), the tokens whose output is needed.
-        beside: what the block gets beside its tokens; timm's plain one and ours get nothing.
+        beside: further arguments of the block; timm's plain one and ours have none.
     Returns:
         (B, K, D).
     """

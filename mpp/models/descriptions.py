@@ -110,7 +110,7 @@ def learned_labels(encoder: str) -> bool:
     """Whether an encoder is known to have learned from labels or texts, or from an encoder that did.
 
     Published weights of a timm model that learned labels have classes. An encoder folder's config.json has classes or
-    an entry `learned_labels`; it also counts for a weights file beside it.
+    an entry `learned_labels`; it also counts for a weights file next to it.
 
     Args:
         encoder: a run folder, an encoder folder, hf-hub:NAME, a weights file, or the name of a timm model.

@@ -64,7 +64,7 @@ def export_encoder(
         "eval_crop": crop_pct,  # `load_encoder` needs it for other sizes
     }
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):
-        ours["position"] = FIXED_POSITIONS  # `load_encoder` reads it; timm alone takes the table for learned
+        ours["position"] = FIXED_POSITIONS  # `load_encoder` reads it; timm itself takes the table for learned
     if how_read:
         ours["data"] = how_read  # evaluation reads it
     if step is not None:

@@ -46,7 +46,7 @@ class WeightsFile(NamedTuple):
     def encoder_tensors(self, model_names: Collection[str]) -> dict[str, Tensor]:
         """An encoder's weights: without a prefix of all names, or of all but those of heads, a decoder and [mask].
 
-        A note says what is left out.
+        A note names the prefix or the weights that are left out.
         """
         names = self.names()
         of_encoder = [name for name in names if not name.startswith(NOT_OF_ENCODERS)]
@@ -127,10 +127,10 @@ def note_other_moments(config: ModelConfig, channels: int) -> None:
 
 
 def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
-    """The settings with the moments of the first weights in place of a `model.mean` or `model.std` that is null.
+    """The settings with the moments of the first weights instead of a `model.mean` or `model.std` that is null.
 
     Raises:
-        UserError: nothing beside the weights says with which moments they learned.
+        UserError: no config.json next to the weights has the moments that they were trained with.
     """
     if None not in (config.mean, config.std):
         return config

@@ -1,8 +1,8 @@
-"""timm's plain transformers, taken apart before and beside their blocks: `VisionTransformer`, `Eva` and `Beit`.
+"""timm's plain transformers, called part by part around their blocks: `VisionTransformer`, `Eva` and `Beit`.
 
-They are told by what they have, not by their class:
+They are recognised by their attributes, not by their class:
 
-| class | between patches and blocks | what each block gets beside its tokens |
+| class | between patches and blocks | further arguments of each block |
 |-|-|-|
 | VisionTransformer | `_pos_embed`, `norm_pre` | nothing |
 | Eva | `_pos_embed`, which also gives rotations; `norm_pre` | `rope`: one for all blocks, or each its own (mixed) |
@@ -28,7 +28,7 @@ ABOVE_STEM = ("blocks", "norm", "fc_norm", "head", "head_dist", "attn_pool")
 BIAS_TABLE = "relative_position_bias_table"
 
 BlockArguments = dict[str, Tensor]
-"""What a block gets beside its tokens, by the names of its arguments."""
+"""Arguments of a block other than its tokens, by name."""
 
 
 class Placed(NamedTuple):
@@ -97,7 +97,7 @@ def rotation_at(rope: Tensor, places: Tensor | None) -> Tensor:
 
 
 def place_beit(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, list[BlockArguments]]:
-    """All tokens of a Beit, which has no method for them, and what its blocks get."""
+    """All tokens of a Beit, which has no method for them, and the further arguments of its blocks."""
     tokens = torch.cat([encoder.cls_token.expand(len(patches), -1, -1), patches], dim=1)
     if encoder.pos_embed is not None:
         tokens = tokens + encoder.pos_embed
@@ -125,7 +125,7 @@ def last_step_before_blocks(encoder: nn.Module) -> nn.Module:
 
 
 def stem_parameters(encoder: nn.Module) -> set[str]:
-    """Names of the parameters that act before the blocks or beside all of them, such as a rotation's frequencies."""
+    """Names of the parameters that act before the blocks or in all of them, such as a rotation's frequencies."""
     names = [name for name, _ in encoder.named_parameters()]
     return {name for name in names if name.split(".")[0] not in ABOVE_STEM}
 
@@ -133,7 +133,7 @@ def stem_parameters(encoder: nn.Module) -> set[str]:
 def timm_filter(model: nn.Module) -> Callable[..., dict[str, Any]]:
     """timm's conversion of a file's weights to a model's: other names, patch filters and positions of other sizes.
 
-    It stands beside the class of the model, and takes the weights by name and the model.
+    It is defined in the module of the model's class, and takes the weights by name and the model.
     """
     modules = (sys.modules[each.__module__] for each in type(model).__mro__)
     return next(module.checkpoint_filter_fn for module in modules if hasattr(module, "checkpoint_filter_fn"))

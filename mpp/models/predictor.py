@@ -24,7 +24,7 @@ class MaskedPatchPredictor(nn.Module):
     """A ViT with a learnable [mask] and a linear head on the corrupted patches.
 
     Args:
-        encoder: a plain timm transformer; trained in place and exported alone.
+        encoder: a plain timm transformer; trained in place, and the only part that is exported.
         outputs: number of predicted values for a patch.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
     """

@@ -17,7 +17,7 @@ IN_MEMORY = 2 * 10**9
 ROWS_PER_BLOCK = 2**14
 """Consecutive rows that are handled at a time."""
 CHOSEN_ROWS_PER_BLOCK = 2**10
-"""Rows from anywhere that are handled at a time: the kernel maps what is around each, too."""
+"""Scattered rows that are handled at a time: the kernel maps the pages around each, too."""
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def select(array: NDArray, indices: NDArray[np.int64]) -> NDArray:
 
 
 def let_go(array: NDArray) -> None:
-    """Free the memory of what was read of a mapped array; the system may still have it cached.
+    """Free the memory of the parts read from a mapped array; the system may still have them cached.
 
     The kernel would do so when memory is short, but batch systems count it as memory of the process.
     """
@@ -103,7 +103,7 @@ def let_go(array: NDArray) -> None:
 def load_member(arrays: NpzFile, name: str) -> NDArray:
     """An array of an .npz file: in memory, or, where it is large, mapped from a temporary copy.
 
-    numpy maps .npy files alone. Checksums are compared either way, and no pickled object is loaded.
+    numpy maps only .npy files. Checksums are compared either way, and no pickled object is loaded.
     """
     member = arrays.zip.getinfo(f"{name}.npy")
     if member.file_size <= IN_MEMORY:

@@ -1,6 +1,6 @@
 """Full disks, and caches outside the run folder: the one that cannot be written, and the variable that names another.
 
-Libraries put what they prepare, download and compile below the home folder. Where that cannot be written, as in a
+Libraries put prepared, downloaded and compiled files below the home folder. Where that cannot be written, as in a
 container or on a full disk, the data and the weights are not to blame.
 """
 
@@ -18,7 +18,7 @@ DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Cache(NamedTuple):
-    """A folder in which a library keeps what it prepares, downloads or compiles."""
+    """A folder in which a library keeps prepared, downloaded or compiled files."""
 
     variable: str
     """Variable of the environment that names it."""

@@ -1,4 +1,4 @@
-"""Crash-safe files: written beside their place, synced to disk, then renamed."""
+"""Crash-safe writes: to a temporary path next to the final one, sync, then rename."""
 
 import os
 import shutil
@@ -17,8 +17,8 @@ APPEARS_WITHIN_S = 90  # NFS looks for new files of other machines after a minut
 def complete(path: Path, shared: bool = False) -> Iterator[Path]:
     """Write a file or a folder that is complete or absent at every moment, even if the machine crashes.
 
-    The caller writes to the temporary path that this yields, which lies beside `path`. At the end of the `with` block
-    it is synced and takes the place of what was at `path`. After an exception it is deleted, and `path` is as before.
+    The caller writes to the temporary path that this yields, which lies next to `path`. At the end of the `with` block
+    it is synced and replaces any earlier `path`. After an exception it is deleted, and `path` is as before.
     Files in a folder get the permissions of any new file.
 
     Args:
@@ -46,17 +46,17 @@ def complete(path: Path, shared: bool = False) -> Iterator[Path]:
 
 
 def partial_path(path: Path) -> Path:
-    """The temporary path beside `path`, at which it is written until it is complete."""
+    """The temporary path next to `path`, at which it is written until it is complete."""
     return path.with_name(f".{path.name}.partial")
 
 
 def earlier_path(path: Path) -> Path:
-    """The path beside `path` to which a folder is moved while another one takes its place."""
+    """The path next to `path` to which a folder is moved while another one replaces it."""
     return path.with_name(f".{path.name}.earlier")
 
 
 def clear_leftovers(path: Path) -> None:
-    """Delete what a process left beside `path` that was killed while it wrote there; no other may write there now.
+    """Delete the partial files that a killed process left next to `path`; no other process may write there now.
 
     A folder that was moved aside, and whose successor did not take its place, takes it again.
     """
@@ -83,7 +83,7 @@ def finish_folder(folder: Path) -> None:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Rename a finished folder to `folder`, in place of the one that is there."""
+    """Rename a finished folder to `folder`, and delete the one that was there."""
     earlier = earlier_path(folder)
     shutil.rmtree(earlier, ignore_errors=True)
     if folder.exists():
@@ -111,7 +111,7 @@ def sync(path: Path) -> None:
 
 
 def use_default_permissions(file: Path) -> None:
-    """Give a file the permissions of any new file beside it: safetensors writes for the owner only."""
+    """Give a file the permissions of any new file next to it: safetensors writes for the owner only."""
     probe = file.with_name(f".{file.name}.usual")
     probe.touch()  # asks the umask, which other threads may not see changed, and the folder's access control list
     mode = probe.stat().st_mode

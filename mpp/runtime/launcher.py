@@ -114,7 +114,7 @@ def check_distributed_type(accelerator: Accelerator) -> None:
 
 
 def check_process_count() -> None:
-    """Refuse to run alone where the launcher was asked for several processes.
+    """Refuse to run as one process where the launcher was asked for several.
 
     `accelerate launch --cpu --num_processes 2` (and a MULTI_CPU config file) starts one process, with the address of
     a meeting point where it would wait for itself.

@@ -49,7 +49,7 @@ def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
         message = f"{key} is {folder}, which cannot be locked ({error}); choose a {key} on a file system that has locks"
         raise UserError(message) from error
     try:
-        with suppress(OSError):  # for messages alone
+        with suppress(OSError):  # only for messages
             (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         yield
     finally:

@@ -34,7 +34,7 @@ def no_answer(error: BaseException | None) -> str | None:
 
 
 def hosts() -> ProcessGroup:
-    """All processes by gloo: what they exchange here waits for no GPU, and takes no GPU's memory.
+    """All processes, connected by gloo: their exchange waits for no GPU, and takes no GPU memory.
 
     The first call builds the group. All processes have to make that call at the same place.
     """
@@ -57,7 +57,7 @@ def group_beside(world: ProcessGroup) -> ProcessGroup:
 
 
 def on_main_process(accelerator: Accelerator, act: Callable[[], object]) -> None:
-    """Call `act` on the main process alone; where that fails, raise its UserError, or one, on every process."""
+    """Call `act` on the main process only; if it raises a ValueError or OSError, raise a UserError on every process."""
     problem = None
     if accelerator.is_main_process:
         try:
@@ -78,7 +78,7 @@ def broadcast_from_main(accelerator: Accelerator, get: Callable[[], Any]) -> Any
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """How long, from now on, this process waits for another one before it gives up with an error."""
+    """Set the time that this process waits, from now on, for another one before it gives up with an error."""
     if torch.distributed.is_initialized():
         for group in (torch.distributed.group.WORLD, hosts()):
             set_group_timeout(timeout, group)

@@ -1,4 +1,4 @@
-"""Room on a machine, looked at before a run needs it: shared memory, memory, disk."""
+"""Room on a machine, checked before a run needs it: shared memory, memory, disk."""
 
 import math
 import shutil
@@ -13,7 +13,7 @@ from mpp.runtime.hardware import local_processes, uses_gpu
 
 SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps the batches that loader processes hand over
 CGROUPS = Path("/sys/fs/cgroup")
-PREFETCHED_BATCHES = 2  # of each loader process, waiting or under way: torch's prefetch_factor
+PREFETCHED_BATCHES = 2  # of each loader process, waiting or being loaded: torch's prefetch_factor
 BATCHES_IN_USE = 2  # by the training process: that of this forward pass, and the next
 MORE_SHARED_MEMORY = "start the container with `docker run --shm-size={gib}g`"
 

@@ -8,15 +8,15 @@ without it):
   writes the signal's number into the pipe at once, and the thread reads it there.
 - The handler. Before the first step there is nothing to finish: it ends the run where it stands. Nor is there while
   images are waited for, whose server may be away for minutes: it ends the wait. It is installed where SIGINT was
-  ignored too, as in what a script starts in its background (`command &`). SIGHUP stays ignored: that is what `nohup`
-  is for.
+  ignored too, as in a command that a script starts in the background (`command &`). SIGHUP stays ignored: that is
+  what `nohup` is for.
 - The echo. A launcher passes on to its processes a signal that they have had already. That is no second signal. Nor is
   SIGHUP ever: a closed terminal sends it, its shell passes it on, and it comes again when the shell ends.
 - The agreement in each step, before processes wait for each other. Signals do not reach all processes in the same step,
-  and images can be missing on one alone. A process that stops by itself leaves the others waiting for its gradients.
+  and images can be missing on only one. A process that stops by itself leaves the others waiting for its gradients.
   They agree over gloo, on the host: no step waits for a GPU.
 - The early marker. Many steps of a GPU are compiled, checkpoints are compared, datasets are indexed before processes
-  agree for the first time, and a launcher kills after 30 seconds: what was asked to stop has the marker at once.
+  agree for the first time, and a launcher kills after 30 seconds: a run that was asked to stop has the marker at once.
 """
 
 import os
@@ -38,7 +38,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 T = TypeVar("T")
-ECHO = 1.0  # seconds: launchers pass on to their processes what these were sent too, and that is no second signal
+ECHO = 1.0  # seconds: launchers pass on a signal that their processes were also sent, and that is no second signal
 
 
 class Ending(IntEnum):
@@ -46,7 +46,7 @@ class Ending(IntEnum):
 
     NONE = 0
     SIGNAL = 1
-    FAILURE = 2  # of one of them to get what the step needs
+    FAILURE = 2  # of one of them to load its batch
 
 
 class CutShort(BaseException):
@@ -75,7 +75,7 @@ class Preemption:
     def __init__(self, accelerator: Accelerator, folder: Path):
         self.accelerator, self.folder = accelerator, folder
         self.finishes_steps = False
-        self.waiting = False  # whether the step waits for what it needs
+        self.waiting = False  # whether the step waits for its batch
         self.asked = ""  # the first signal's name
         self.marked = False
         self.marking = threading.RLock()  # a signal may come while the marker is written
@@ -93,7 +93,7 @@ class Preemption:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         stopped = error is None or isinstance(error, Preempted | ReadFailed) or no_answer(error)  # others may go first
-        if self.asked and not stopped:  # what fails by itself is not repeated for ever
+        if self.asked and not stopped:  # a run that fails by itself is not repeated for ever
             self.unmark()
         if hasattr(self, "listener"):
             for number, handler in self.handlers.items():

@@ -1,4 +1,4 @@
-"""Copies of a batch to the device, which go on while a GPU computes."""
+"""Copies of a batch to the device, which continue while a GPU computes."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -175,7 +175,7 @@ def wrapper_of(names: Sequence[str], model_names: Collection[str]) -> str:
 
 
 def misfit(missing: Collection[str], left_over: Collection[str]) -> str:
-    """How the weights in a file differ from a model's, by name; empty: they fit.
+    """Differences between the weights in a file and a model's, by name; empty: they fit.
 
     Args:
         missing: the model's weights that the file lacks.

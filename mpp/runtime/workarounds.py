@@ -19,7 +19,7 @@ def unset_empty_thread_count() -> None:
 
 
 def stop_progress_thread() -> None:
-    """Let tqdm start no thread that watches its bars: loader processes would be forked beside it."""
+    """Let tqdm start no thread that watches its bars: loader processes would be forked while it runs."""
     tqdm.monitor_interval = 0
 
 

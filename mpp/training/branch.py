@@ -1,4 +1,4 @@
-"""Branches: a run that goes on from a kept checkpoint of another run, the trunk, in a folder of its own."""
+"""Branches: a run that continues from a kept checkpoint of another run, the trunk, in a folder of its own."""
 
 import shutil
 from pathlib import Path
@@ -91,7 +91,7 @@ def refuse_other_branch(folder: Path, trunk: Path, step: int) -> None:
 
 
 def refuse_other_trunk(config: Any, trunk: Path, step: int) -> None:
-    """Raise UserError if a run cannot go on from this checkpoint."""
+    """Raise UserError if a run cannot continue from this checkpoint."""
     key, value = "run.branch_from", f"{trunk}@{step}"
     require((trunk / CONFIG_FILE).is_file(), key, value, "FOLDER@STEP with the folder of a run")
     kept = kept_steps(trunk)

@@ -13,7 +13,7 @@ from mpp.training.phases import saved_phases
 
 HEAD_LEFT_OUT = "the classification head is left out"
 BOTH_HEADS_LEFT_OUT = "both heads are left out"
-"""How the card of an encoder that learned labels ends its sentence on the training."""
+"""Endings of the sentence on training, in the card of an encoder that learned labels."""
 HOW_TO_LOAD = re.compile(r"^## Load it\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 CARD = """---

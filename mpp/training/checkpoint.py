@@ -126,7 +126,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence
 
 
 def clear_partial_checkpoints(folder: Path) -> None:
-    """Delete what killed processes left of checkpoints, each as large as a whole one. No other may train there now."""
+    """Delete partial checkpoints of killed processes, each as large as a whole one. No other may train there now."""
     parent = folder / "checkpoints"
     names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
     for match in map(LEFTOVER_NAME.fullmatch, names):
@@ -252,7 +252,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where a run's checkpoint after `step` steps is."""
+    """Path of a run's checkpoint after `step` steps."""
     return folder / "checkpoints" / f"step_{step:08d}"
 
 

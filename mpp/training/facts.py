@@ -1,4 +1,4 @@
-"""Constants of a run: what its warnings and its verdict need besides its history."""
+"""Constants of a run that its warnings and its verdict need besides its history."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Floating-point operations that training executes: the one place where they are counted.
 
-Matrix products count two operations a multiply-add, the rest nothing. Values that are computed a second time to save
-memory do not count: the scores of fused attention in its backward pass, and the activations of checkpointing. So a
-budget of operations means the same with either.
+Matrix products count two operations a multiply-add, everything else nothing. Values that are computed a second time
+to save memory do not count: the scores of fused attention in its backward pass, and the activations of checkpointing.
+So a budget of operations means the same with either.
 """
 
 import math

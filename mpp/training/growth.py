@@ -1,4 +1,4 @@
-"""Runs that grow: whether a run may go on under a config with another length or schedule than it began with.
+"""Runs that grow: whether a run may continue under a config with another length or schedule than it began with.
 
 One rule decides: at all steps that are done, the learning rate and, where the teacher is a moving average, its decay
 must be those that the new config has there. Nothing else in a step depends on the length of its run.
@@ -26,7 +26,7 @@ def branch_point(branch_from: str) -> tuple[Path, int]:
 
 
 def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> None:
-    """Raise UserError if a run cannot go on under `config`, with the command that can.
+    """Raise UserError if a run cannot continue under `config`; the message has the command that can.
 
     Args:
         before: the config of the steps that are done.
@@ -78,7 +78,7 @@ def describe_schedule(config: Any) -> str:
 
 
 def advice_to_branch(folder: Path, last: int, conjunction: str, before: Any) -> str:
-    """The options that go on from the newest kept checkpoint up to step `last`; "" where none is kept.
+    """The options that continue from the newest kept checkpoint up to step `last`; "" where none is kept.
 
     Args:
         before: the config of the folder's run.
@@ -110,7 +110,7 @@ def options_of_branch(origin: str) -> str:
 
 
 def advice_to_begin(config: Any, before: Any) -> str:
-    """What to change where no checkpoint can be branched from: see `refuse_other_rates`."""
+    """Advice on the setting to change where there is no checkpoint to branch from: see `refuse_other_rates`."""
     warmup = before.optim.warmup(before.run.steps)
     if config.optim.warmup(config.run.steps) != warmup:
         return f"; optim.warmup_steps must be {warmup}, as when it began"
@@ -132,7 +132,7 @@ def follows_length(config: Any) -> bool:
 
 
 def describe_growth(config: Any, folder: Path) -> str:
-    """How a finished run goes on, in a line.
+    """The way to continue a finished run, in a line.
 
     Args:
         config: the run's, resolved.

@@ -44,7 +44,7 @@ class RunWarning(NamedTuple):
     name: str
     """Its row in the tables of mpp/monitoring.md."""
     message: str
-    """What was seen, and the setting to change."""
+    """The observation, and the setting to change."""
 
 
 WARNINGS: dict[str, Callable[[History, Facts], str | None]] = {

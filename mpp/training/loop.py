@@ -35,7 +35,7 @@ from mpp.training.watch import Watch
 
 
 class Loop:
-    """A run under way, from its newest checkpoint on.
+    """A run in progress, from its newest checkpoint on.
 
     Args:
         config: the whole config. The loop uses `run` and `optim`; the trackers note the rest.
@@ -70,7 +70,7 @@ class Loop:
         batches = task.batches(self.start, self.cursors)  # forks: before any threads
         self.feed = Feed(batches)
         self.cursors_of_step: Cursors = {}
-        """How far a stream will be read when the step is done."""
+        """Position in each lane of a stream when the step is done."""
         if self.run_config.compile is True:
             start_compilers(self.accelerator.device)
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
@@ -132,13 +132,13 @@ class Loop:
     def batches_of_step(self, step: int) -> Iterator[Batch]:
         """This process's batches of a step, each taken when its forward pass is about to begin.
 
-        Before processes communicate, which is in the last pass as a rule, all agree to go on. Where one of them lacks
+        Before processes communicate, which is in the last pass as a rule, all agree to continue. If one of them lacks
         its batch, or a signal came, the passes so far are dropped on all, and the run ends as before the step.
         """
         passes = self.task.layout.accumulation_steps
         each_pass = self.task.communicates_each_pass or self.training_step.parallel.communicates_each_pass
         if step == self.start + 1:
-            each_pass = True  # DDP lays out its buckets anew, together, before the first pass after a first step
+            each_pass = True  # DDP lays out its buckets again, together, before the first pass after a first step
         self.cursors_of_step = {}
         for number in range(passes):
             with self.speed.waiting():

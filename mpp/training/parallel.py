@@ -1,4 +1,4 @@
-"""How the processes hold the model: each the whole of it (DDP), or each a share of every tensor (FSDP2).
+"""The model on several processes: each holds the whole of it (DDP), or a share of every tensor (FSDP2).
 
 Either trains the same weights to the same checkpoints.
 """
@@ -48,13 +48,13 @@ class Parallel(Protocol):
     """The model, or its wrapper, that a step calls."""
     optimizer: AcceleratedOptimizer
     communicates_each_pass: bool
-    """Whether the processes wait for each other in each forward pass, and not in the last one of a step alone."""
+    """Whether the processes wait for each other in each forward pass, and not only in the last one of a step."""
 
     def without_sync(self) -> AbstractContextManager[None]:
         """While open, for all passes of a step but the last: gradients stay here, as far as they have to."""
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
-        """The model with its present weights, unsharded, which a process may call alone: to evaluate and export."""
+        """The model with its present weights, unsharded; one process may call it by itself: to evaluate and export."""
 
 
 def prepare(model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig) -> Parallel:
@@ -115,7 +115,7 @@ class Sharded:
 
     A unit is a block, which is gathered for its own forward and backward pass. The last block of each stack goes with
     all that is outside of blocks: its parts are called one by one (mpp/models/blocks.py), and its backward pass is
-    the first. Accelerate would choose units by class, and shards on GPUs alone; so it starts the processes, and torch
+    the first. Accelerate would choose units by class, and shards only on GPUs; so it starts the processes, and torch
     shards.
 
     Weights are kept in float32. With bf16, those that autocast would round to bf16 (`bf16_parameters`) are gathered in
@@ -203,7 +203,7 @@ class Outer(nn.Module):
 
 
 def bf16_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that autocast rounds to bf16 wherever they are used: those of linear layers and convolutions alone."""
+    """Parameters that autocast rounds to bf16 wherever they are used: only those of linear layers and convolutions."""
     rounded = set()
     others = set()
     for module in model.modules():

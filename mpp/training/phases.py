@@ -15,7 +15,7 @@ NOT_COOLED_DOWN = "not cooled down yet"
 
 @dataclass(frozen=True)
 class Phases:
-    """Where the phases of a run begin, in steps that are done."""
+    """Starts of a run's phases, in steps that are done."""
 
     steps: int = 0
     """Steps of the run."""
@@ -30,7 +30,7 @@ class Phases:
         return self.stable if self.stable is not None and self.stable < self.steps else None
 
     def describe_cooldown(self, done: int) -> str:
-        """How far the cooldown is after so many steps; empty where the rate falls all along."""
+        """Progress of the cooldown after so many steps; empty where the rate falls all along."""
         if self.stable is None:
             return ""
         if done <= self.stable:
@@ -47,7 +47,7 @@ class Phases:
         return f"a branch of {trunk.name} from step {step} on"
 
     def marks(self) -> dict[str, int]:
-        """Steps to mark in a curve, by what begins there."""
+        """Name of the phase or branch that begins at a step -> that step, to mark it in a curve."""
         marks = {}
         if self.branch_from is not None:
             trunk, step = branch_point(self.branch_from)

@@ -76,7 +76,7 @@ def is_known_by_files(record: dict[str, Any]) -> bool:
 
 
 def image_differences(folder: Path, data: SourceConfig, splits: dict[str, datasets.Dataset] | None = None) -> list[str]:
-    """How images differ from those that a run began with, in words; empty: the same, as far as data.json says.
+    """Differences of images from those that a run began with, in words; empty: the same, as far as data.json says.
 
     For a stream the names and sizes of the files are compared, otherwise names, and the bytes of some files.
 

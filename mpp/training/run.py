@@ -1,4 +1,4 @@
-"""From a config to a finished run folder: what every training command does around the loop."""
+"""From a config to a finished run folder: the parts around the loop that all training commands share."""
 
 import sys
 import traceback
@@ -55,7 +55,7 @@ WRITTEN_WHOLE = (CONFIG_FILE, IMPORTS_FILE, RECORD_FILE, METRICS_FILE, VERDICT, 
 
 
 def train(config: Any, build: Build, page: bool = True) -> Path:
-    """Carry out the run that `config` describes, or what is left of it.
+    """Carry out the run that `config` describes, or its remaining steps.
 
     Args:
         config: has `run`, `data` and `optim`.
@@ -188,7 +188,7 @@ def describe_attention(task: ImageTask, accelerator: Accelerator) -> str:
 
 
 def clear_killed_run(folder: Path) -> None:
-    """Delete what killed processes left half written in a run's folder, which this process holds.
+    """Delete half-written files of killed processes in a run's folder, which this process holds.
 
     Pages and results of evaluations are written by commands that do not hold it, perhaps now: theirs stay.
     """
@@ -239,7 +239,7 @@ def identify_on_all_nodes(identify: Callable[[], dict[str, Any]], accelerator: A
 
 
 def pin_commit(data: DataConfig, folder: Path, accelerator: Accelerator) -> DataConfig:
-    """The settings of the images with the commit of a hub dataset in place of a branch.
+    """The settings of the images with the commit of a hub dataset instead of a branch.
 
     It is one for all processes, and that with which the run began: a branch may move in between.
     """
@@ -275,11 +275,11 @@ def releasing_resources(accelerator: Accelerator) -> Iterator[None]:
         for tracker in accelerator.trackers:
             try:
                 tracker.finish()
-            except OSError as error:  # a full disk, which is not to take the place of what ended the run
+            except OSError as error:  # a full disk, which must not hide the error that ended the run
                 print(f"warning: {tracker.name} cannot be closed: {error}", file=sys.stderr)
         accelerator.free_memory()
         release_memory()  # once more, without accelerate's references: a prepared model refers to itself
-        torch.compiler.reset()  # what is compiled for this model would count against the next
+        torch.compiler.reset()  # code compiled for this model would count against the next
 
 
 def forget_variables(error: BaseException | None) -> None:

@@ -62,7 +62,7 @@ def open_run(config: Any, accelerator: Accelerator) -> Path:
     """
     folder = Path(config.run.dir)
     if accelerator.is_main_process and folder.is_dir() and is_run_folder(folder):
-        (folder / MARKER).unlink(missing_ok=True)  # before anything can fail: a script may repeat what has the marker
+        (folder / MARKER).unlink(missing_ok=True)  # before anything can fail: a script may repeat a marked run
     refuse_other_run(config, folder)
     return folder
 
@@ -100,9 +100,9 @@ def refuse_run_among_images(folder: Path, group: str, path: str | None) -> None:
 
 
 def settings_changed_since(config: Any, folder: Path) -> Changes:
-    """Settings in which a config differs from a run's, with which it may not go on.
+    """Settings in which a config differs from a run's, and with which the run may not continue.
 
-    Images that have moved as a whole count as the same. Compiling changes the rounding alone. A number that stands for
+    Images that have moved as a whole count as the same. Compiling changes only the rounding. A number that stands for
     null on both sides is left out where another setting made it differ.
     """
     different = leave_out(changes_since(config, folder / CONFIG_FILE, make_paths_absolute), {"run.compile"})
@@ -132,7 +132,7 @@ def leave_out(changes: Changes, keys: set[str]) -> Changes:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder is new, or a run's, or has only what a check or a run leaves that ended before it began."""
+    """Whether a folder is new, or a run's, or has only the files of a check, or of a run that ended before it began."""
     if (folder / CONFIG_FILE).is_file() or not folder.is_dir():
         return True
     before_config = {*lock.LOCK_FILES, MARKER, CHECK_CROPS, IMPORTS_FILE}

@@ -44,7 +44,7 @@ class Speed:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, no training is timed; what a GPU has yet to do of the steps before is."""
+        """While open, no training is timed; a GPU's unfinished work of the steps before is."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
@@ -53,7 +53,7 @@ class Speed:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While open, the host waits for a batch. A GPU is idle from when it has done what is queued."""
+        """While open, the host waits for a batch. A GPU is idle once it has done its queued work."""
         if self.device.type != "cuda":
             yield
             return

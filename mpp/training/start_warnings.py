@@ -1,6 +1,6 @@
-"""Warnings about settings of runs that begin from trained weights (`model.init_from`). Functions of facts alone.
+"""Warnings about settings of runs that begin from trained weights (`model.init_from`). They use only facts.
 
-What harms such weights is known from others' work. Nothing of it was measured here, and neither was the bound of the
+The harm to such weights is known from others' work. Nothing of it was measured here, and neither was the bound of the
 rate.
 """
 
@@ -57,7 +57,7 @@ def no_warmup_on_trained_weights(history: History, facts: Facts) -> str | None:
 
 
 def colours_on_trained_weights(history: History, facts: Facts) -> str | None:
-    """Weights that are not of a run of mpp, which know what images show, are to predict colours."""
+    """Weights that no run of mpp trained, which encode the content of images, are to predict colours."""
     if facts.weights_of != OF_OTHERS or facts.objective not in COLOURS:
         return None
     return (

@@ -1,4 +1,4 @@
-"""One optimiser step: `TrainingStep`, and the check that what it does is finite."""
+"""One optimiser step: `TrainingStep`, and the check that loss and gradient are finite."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -99,7 +99,7 @@ class TrainingStep:
         return losses, indices, sums
 
     def drop_gradients_of_encoder(self) -> None:
-        """Leave the encoder out of a step: the optimiser takes, and clipping counts, parameters with a gradient alone.
+        """Leave the encoder out of a step: the optimiser takes, and clipping counts, only parameters with a gradient.
 
         The gradients were computed all the same: processes that share a model expect those of all parameters.
         """

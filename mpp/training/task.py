@@ -38,7 +38,7 @@ from mpp.training.log import Tracker, read_history
 from mpp.training.record import recorded_commit
 from mpp.training.run_folder import saved_settings
 
-MAX_EVALUATION_WORKERS = 4  # they stay beside those that load training images
+MAX_EVALUATION_WORKERS = 4  # they stay alive next to those that load training images
 MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
 
 
@@ -51,7 +51,7 @@ class ImageTask:
 
     model: nn.Module
     method: str
-    """How the encoder was trained, for the model card."""
+    """The encoder's training in a sentence, for the model card."""
     corruption: CorruptionConfig | None = None
     grid: Grid = (0, 0)
     randaugment = 0
@@ -113,7 +113,7 @@ class ImageTask:
         representation: Representation = "mean",
         init_from: str | None = None,
     ) -> Probe | None:
-        """The probe of the held-out images, beside these training images; None where `probe.every` is 0.
+        """The probe of the held-out images, with these training images; None where `probe.every` is 0.
 
         Args:
             init_from: weights that the run begins from, whose drift is measured; None: they are random.
@@ -302,7 +302,7 @@ class ImageTask:
 
     @property
     def times_seen(self) -> float:
-        """How often a run sees each training image; 0: a stream has an unknown number of images."""
+        """Number of times that a run sees each training image; 0: a stream has an unknown number of images."""
         if not self.training_image_count:
             return 0.0
         return self.run.steps * self.layout.images / self.training_image_count

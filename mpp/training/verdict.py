@@ -44,7 +44,7 @@ DURATION_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"))
 def has_best_features(history: History) -> bool:
     """Whether the last evaluation has the best features so far, by the probe.
 
-    Where nothing is probed: by the held-out accuracy, or the loss where there is none.
+    Without a probe: by the held-out accuracy, or the loss where there is none.
     """
     lines = evaluations(history)
     group, probed = probe_lines(lines)
@@ -211,7 +211,7 @@ def describe_change(lines: History, group: str) -> str:
     """kNN accuracy of the best blocks at the start and now: "own images: kNN 61.2% -> 68.9% at block 4".
 
     Args:
-        lines: of the probes. Where the start is not among them, the sentence has the accuracy of now alone.
+        lines: of the probes. If the start is not among them, the sentence has only the present accuracy.
     """
     first = lines[0]
     block, value = best_depth(lines[-1], group)
@@ -271,7 +271,7 @@ def describe_missing_cooldown(history: History, phases: Phases) -> str:
 
 
 def describe_time_left(history: History, facts: Facts) -> str:
-    """Time that the rest takes with its evaluations, at the run's speed so far; "" where it is done, or unknown."""
+    """Time of the remaining steps and evaluations, at the run's speed so far; "" where it is done, or unknown."""
     hours = series(history, "speed/hours")
     done = int(history[-1]["step"]) if history else 0
     steps_left = facts.steps - done

@@ -20,7 +20,7 @@ from mpp.training.task import ImageTask
 from mpp.training.verdict import has_best_features, verdict
 
 VERDICT = "verdict.json"
-MATRIX_SIDE = 4096  # of the matrix products that measure what a GPU reaches
+MATRIX_SIDE = 4096  # of the matrix products that measure the speed a GPU reaches
 PRODUCTS = 10
 
 

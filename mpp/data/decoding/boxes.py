@@ -13,7 +13,7 @@ class Box(NamedTuple):
     kind: bytes
     """Four letters."""
     start: int
-    """Where its content begins in the file, in bytes."""
+    """Byte of the file at which its content begins."""
     end: int
 
 

@@ -81,11 +81,12 @@ def convert_channels(pixels: NDArray, channels: int) -> NDArray:
 
 
 def find_missing(pixels: NDArray, nodata: float | str | None, nodata_of_file: float | None = None) -> NDArray[np.bool_]:
-    """Where pixels (C, H, W) have no value, (C, H, W); or (1, 1, 1) if none can be missing.
+    """Mask of missing values in pixels (C, H, W), (C, H, W); or (1, 1, 1) if none can be missing.
 
     Args:
-        nodata: the value of each channel's missing values; those that are not finite are missing, too. None: the
-            file's counts, where all channels have it. One alone may: the blue of a yellow flower is 0.
+        nodata: the value of each channel's missing values; those that are not finite are missing, too. None: a pixel
+            is missing if all its channels have the file's value. A single channel may have it by chance: the blue of
+            a yellow flower is 0.
     """
     if nodata is not None:
         missing = ~np.isfinite(pixels)

@@ -164,7 +164,7 @@ def frame_count(dataset: "Dataset") -> int:
 
 
 def decode_frames(dataset: "Dataset") -> tuple[NDArray, str]:
-    """The stored numbers (n, H, W) of all frames, or of the samples of one frame; and what they mean.
+    """The stored numbers (n, H, W) of all frames, or of the samples of one frame; and their photometric interpretation.
 
     Colours are RGB or indices of a palette.
     """

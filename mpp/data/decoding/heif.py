@@ -79,7 +79,7 @@ def read_avif(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
         check_size((*image.size, BANDS_PER_PIXEL * frames), config)
     from imagecodecs import avif_decode  # takes a fifth of a second
 
-    values = avif_decode(data)  # all frames: imagecodecs 2026.3 ends the process where the first one alone is asked for
+    values = avif_decode(data)  # all frames: imagecodecs 2026.3 ends the process if asked for only the first
     if frames > 1:
         values = values[0]
     upright = turn_upright(bands_to_front(values), orientation)

@@ -14,7 +14,7 @@ CODESTREAM_START = b"\xff\x4f\xff\x51"
 SIZES = re.compile(CODESTREAM_START + rb".{4}(.{4})(.{4})(.{4})(.{4}).{16}(..)(.)", re.DOTALL)
 """The header of a codestream: right and lower edge, left and upper edge, number of bands, bits of the first."""
 CODING = re.compile(rb"\xff\x52.{11}(.)", re.DOTALL)
-"""How a codestream is coded: which wavelet."""
+"""The coding style of a codestream: its wavelet."""
 LOSSLESS_WAVELET = b"\x01"
 OPACITIES = (1, 2)  # kinds of channels; 2 is premultiplied
 CODESTREAM_HEADER_BYTES = 41  # at least
@@ -56,7 +56,7 @@ def read_jpeg2000(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPi
 
 
 def find_codestream(data: bytes) -> int:
-    """Where the codestream begins, in bytes."""
+    """Byte at which the codestream begins."""
     if data.startswith(CODESTREAM_START):
         return 0
     return next((box.start for box in find_boxes(data) if box.kind == b"jp2c"), len(data))

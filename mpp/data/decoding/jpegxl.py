@@ -1,6 +1,6 @@
 """JPEG XL, in its own file or as a bare codestream, by imagecodecs (libjxl), which turns images upright.
 
-imagecodecs has no function that reads the header alone, and a header of 20 bytes can announce 2**60 pixels. The numbers
+imagecodecs has no function that reads only the header, and a header of 20 bytes can announce 2**60 pixels. The numbers
 in a header have no fixed place: each is as long as it needs to be (ISO/IEC 18181-1, annexes B and D).
 """
 
@@ -17,7 +17,7 @@ from mpp.errors import UnreadableImage
 CODESTREAM_START = b"\xff\x0a"
 HEADER_BYTES = 64
 RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # width and height
-SIDE = ((1, 9), (1, 13), (1, 18), (1, 30))  # choices of a number: the least, and bits of what is added to it
+SIDE = ((1, 9), (1, 13), (1, 18), (1, 30))  # choices of a number: the least value, and bits of the number added to it
 PREVIEW_SIDE = ((1, 6), (65, 8), (321, 10), (1345, 12))
 PREVIEW_SIDE_IN_EIGHTS = ((16, 0), (32, 0), (1, 5), (33, 9))
 INTEGER_BITS = ((8, 0), (10, 0), (12, 0), (1, 6))
@@ -30,7 +30,7 @@ LOOPS = ((0, 0), (0, 3), (0, 16), (0, 32))
 
 @dataclass(frozen=True)
 class Header:
-    """What a JPEG XL file says of its pixels."""
+    """Size, bits, channels and orientation by the header of a JPEG XL file."""
 
     width: int
     height: int
@@ -50,7 +50,7 @@ def read_jpegxl(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixe
         return to_stored(values, header.bits, wanted, config)
     bands = values.shape[2]
     bands_are_last = bands in (2, 3, 4) and sorted(values.shape[:2]) == sorted((header.width, header.height))
-    if not bands_are_last:  # grey, and bands beside it that are no opacity
+    if not bands_are_last:  # grey with further bands that are not opacity
         return to_stored(values.transpose(1, 2, 0), header.bits, wanted, config)
     return to_stored(values, header.bits, wanted, config, opacity=bands in (2, 4))
 
@@ -112,7 +112,7 @@ class BitReader:
         return self.take(1) == 1
 
     def number(self, choices: tuple[tuple[int, int], ...]) -> int:
-        """A number by one of four choices, which the next two bits name: (least, bits of what is added to it)."""
+        """A number by one of four choices, which the next two bits name: (least value, bits of the added number)."""
         least, count = choices[self.take(2)]
         return least + self.take(count)
 

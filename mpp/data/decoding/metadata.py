@@ -36,10 +36,10 @@ BMP_HEADER_BYTES = 54
 
 
 def without_metadata(data: bytes, config: ImagesConfig) -> bytes | None:
-    """An image file with nothing but its pixels: the same bytes where it holds nothing else. None: write it anew.
+    """An image file with nothing but its pixels: the same bytes where it holds nothing else. None: encode it again.
 
     Args:
-        data: a file that can be decoded. Its orientation goes, as the rest of EXIF does.
+        data: a file that can be decoded. Its orientation is lost, like the rest of EXIF.
     """
     if data.startswith((NPY_START, ZIP_START)):
         return only_array(data, config)

@@ -1,4 +1,4 @@
-"""How PIL and tifffile open files here: which formats, how large, and without their warnings."""
+"""Opening of files by PIL and tifffile: allowed formats, no size limit of PIL's own, and no warnings."""
 
 import contextlib
 import io

@@ -27,7 +27,7 @@ def archive_stem(name: str) -> str:
 def unpack_archive(archive: Path) -> Path | None:
     """The folder of an archive's files in the cache, complete: known by the archive's path, size and time.
 
-    `datasets` alone would take the files that a full disk left, or those of an earlier archive in that place.
+    `datasets` itself would take the files that a full disk left, or those of an earlier archive at the same path.
 
     Returns:
         None: the file is no archive.

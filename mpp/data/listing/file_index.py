@@ -35,7 +35,7 @@ class FileIndex:
         """The index of a file by the name that a list has for it; None: there is no such file.
 
         `\\` is `/`; composed and decomposed letters are the same; the extension may be missing; so may the folder,
-        below that of the list, where one file alone has the name.
+        below that of the list, where only one file has the name.
 
         Args:
             folder: of the list, from the top.
@@ -84,12 +84,12 @@ class FileIndex:
 
     @cached_property
     def without_extensions(self) -> dict[str, int]:
-        """Indices by names without their extension, where one file alone has that name."""
+        """Indices by names without their extension, where only one file has that name."""
         return only_unique((without_extension(place), file_index) for place, file_index in self.composed.items())
 
     @cached_property
     def by_bare_name(self) -> dict[tuple[str, str], int]:
-        """Indices by a folder and a file's name below it, with its extension or without, where one alone has it."""
+        """Indices by a folder and a file's name below it, with its extension or without, where only one file has it."""
         pairs = []
         for place, file_index in self.composed.items():
             folder, _, file = place.rpartition("/")

@@ -32,7 +32,7 @@ SYSTEM_FILES = ("__MACOSX", "Thumbs.db", "desktop.ini")
 
 
 def extension_of(name: str) -> str:
-    """A file name's extension in small letters: ".jpg"; "" where what follows its last dot is none, as in "scan.2"."""
+    """A file name's extension in lower case: ".jpg"; "" where the text after its last dot is none, as in "scan.2"."""
     extension = os.path.splitext(name)[1].lower()
     return extension if EXTENSION.fullmatch(extension) else ""
 

@@ -1,4 +1,4 @@
-"""One table of images: a row for each file, with its split and its label, made anew at each start."""
+"""One table of images: a row for each file, with its split and its label, made again at each start."""
 
 import json
 import os
@@ -133,7 +133,7 @@ def share_listing(make: Callable[[], Listing], source: str, key: str) -> SharedL
     Args:
         make: makes the listing; one process of a machine calls it.
         source: the dataset's name in messages.
-        key: what the listing is made from.
+        key: text that identifies the listing: see `share_table`.
     """
     rows, metadata = share_table(lambda: make().to_table(), key)
     lines = json.loads(metadata[METADATA_KEY])

@@ -14,7 +14,7 @@ PLAIN_PATH = re.compile(r"[\w./+,=@ -]+", re.ASCII)
 def plain_path(path: Path) -> str:
     """A path to the same file or folder without signs that `datasets` reads as a pattern or a URL: a link, if need be.
 
-    The link's name depends on the path alone, by which `datasets` knows what it has cached.
+    The link's name depends only on the path: `datasets` finds its cached data by that name.
     """
     target = os.path.abspath(path)
     if PLAIN_PATH.fullmatch(target):

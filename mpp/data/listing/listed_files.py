@@ -47,7 +47,7 @@ class ListedFiles:
         self.files = FileIndex(tree)
         self.images: set[int] = set()
         self.masks: set[int] = set()
-        """Masks, and other files that a list names beside an image: they are no images."""
+        """Masks, and other files that a list names next to an image: they are not images themselves."""
         self.with_label_cell: set[int] = set()
         """Images of a list with a column of labels, whose cells count even if they are blank."""
         self.values: dict[str, dict[int, Any]] = {}

@@ -39,9 +39,9 @@ class ImageList:
 
     path: str
     folder: str
-    """Where its names start, from the top of the tree."""
+    """Folder in which its names start, from the top of the tree."""
     columns: dict[str, Column]
-    """All but those of file names; text where the file has text alone."""
+    """All columns but those of file names; as text if the file holds only text."""
     files: Column
     """Name of each image's file, as it is written."""
     others: dict[str, Column]

@@ -35,7 +35,7 @@ def share_table(make: Callable[[], pa.Table], key: str) -> tuple[datasets.Datase
 
     Args:
         make: makes the table, in memory. Of the processes of a machine that start together, one calls it.
-        key: what the table is made from. A process that asks again for the same key gets a new table.
+        key: text that identifies the table among others. A process that asks again for the same key gets a new table.
     Raises:
         UserError: there is no room for the table.
     """
@@ -90,7 +90,7 @@ def remove_orphans(place: Path) -> None:
 
 
 def remove_with_lock(file: Path) -> None:
-    """Remove a table, or what was written of it, and its lock."""
+    """Remove a table, whole or partly written, and its lock."""
     file.unlink(missing_ok=True)
     place = str(file).rsplit(".", 2)[0]
     Path(f"{place}.lock").unlink(missing_ok=True)
