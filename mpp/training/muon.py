@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """TrainingStep all parameters that have a gradient."""
+        """Step all parameters that have a gradient."""
         skipping = self.found_inf is not None and (self.defaults["capturable"] or bool(self.found_inf))
         broken = self.found_inf.bool() if skipping else None
         for group in self.param_groups:
