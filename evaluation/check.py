@@ -82,7 +82,7 @@ class Timing:
 
 
 def check(config: Config) -> Path:
-    """Check a run before it begins: print what it would be, and draw some of its crops; return the run folder.
+    """Check a run before it begins: print its plan, and draw some of its crops; return the run folder.
 
     Raises:
         UserError: a setting or images with which the run would not begin either.
@@ -120,7 +120,10 @@ def check(config: Config) -> Path:
 
 
 def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, list[Batch]]:
-    """Take some steps, and return their cost and some of their batches. The first step counts only if it is alone."""
+    """Take some steps, and return their cost and some of their batches.
+
+    The first step counts only if it is the only one.
+    """
     optim = replace(config.optim, frozen_steps=0)  # as most steps are
     training_step = TrainingStep(task, optim)
     device = task.accelerator.device
@@ -281,7 +284,7 @@ def steps_done(config: Config) -> int:
 
 
 def print_phases(config: Config) -> None:
-    """Print where the cooldown begins and what the run branches from, if it does."""
+    """Print the checkpoint that the run branches from, and the start of the cooldown, if there are any."""
     run = config.run
     phases = Phases(run.steps, config.optim.stable_steps(run.steps), run.branch_from)
     rows = []
@@ -329,7 +332,7 @@ def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 def draw_crops(task: Pretraining, batches: Sequence[Batch]) -> Image.Image:
-    """Training crops, each beside the model's input."""
+    """Training crops, each next to the model's input."""
     pairs = []
     for batch in batches:
         images = stretch(batch.images)

@@ -46,14 +46,14 @@ def commands() -> dict[str, str]:
 
 
 def places(name: str) -> tuple[str, str, str]:
-    """Where a command is: its module, which has `main`, and the module and name of its config."""
+    """The place of a command: its module, which has `main`, and the module and name of its config."""
     if name in EVALUATIONS:
         evaluation = EVALUATIONS[name]
         configs, _, config = evaluation.config.rpartition(".")
         return evaluation.module, configs, config
     if name in ("pretrain", "prepare"):
         return f"mpp.{name}", "mpp.config", "Config" if name == "pretrain" else "PrepareConfig"
-    if name in ("memory", "check"):  # of what is to be pre-trained
+    if name in ("memory", "check"):  # of a planned pre-training run
         return f"evaluation.{name}", "mpp.config", "Config"
     words = name.split("-")
     return f"evaluation.{'_'.join(words)}", "evaluation.config", f"{''.join(map(str.capitalize, words))}Config"

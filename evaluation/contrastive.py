@@ -109,7 +109,7 @@ class Contrastive(ImageTask):
 
     @property
     def method(self) -> str:
-        """How it is trained, for the model card."""
+        """Its training in a sentence, for the model card."""
         feature = "[class] token" if self.model.pooling == "class" else "mean of the patch tokens"
         method = (
             "Pre-trained without labels by contrastive learning (SimCLR: Chen et al., ICML 2020). Its feature is the "

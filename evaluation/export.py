@@ -89,7 +89,7 @@ def module_of(config: ExportConfig, encoder: FrozenEncoder, classifier: Classifi
 def write_verified(
     config: ExportConfig, module: ExportedModule, verification: Verification, classifier: Classifier | None
 ) -> dict[str, Any]:
-    """Write the file beside its place, verify it, and put it in its place.
+    """Write the file to a temporary folder next to `out`, verify it, and move it to `out`.
 
     Args:
         classifier: whose logits are the output; None: it is no logits.
@@ -125,7 +125,7 @@ def write_verified(
 
 @contextmanager
 def folder_beside(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out` for the time being; one that a killed export has left is cleared."""
+    """A temporary empty folder next to `out`; one that a killed export has left is cleared."""
     folder = partial_path(out.with_name(f"{out.name}.export"))
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

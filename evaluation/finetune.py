@@ -4,7 +4,7 @@
     accelerate launch evaluation/finetune.py --encoder runs/birds --init random --run.dir runs/scratch
 
 Learning rates are compared on a dev split held out of train; the best one is then used on all of train, and the
-held-out split is looked at once, at the end. Each of these is a run of its own below `run.dir`, and resumes like any
+held-out split is used once, at the end. Each of these is a run of its own below `run.dir`, and resumes like any
 other. Where `--data.train_images` leaves training images out, the last run is evaluated on up to 5,000 of these, too:
 choose between fine-tunings by this dev accuracy.
 """
@@ -52,7 +52,7 @@ from mpp.training.report_process import write_run_page
 from mpp.training.run import train
 
 MAX_LEFT_OUT = 5000
-"""Maximum number of left-out training images that a run is evaluated on, beside the held-out ones."""
+"""Maximum number of left-out training images that a run is evaluated on, besides the held-out ones."""
 
 
 DIVERGED = -math.inf

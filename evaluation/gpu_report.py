@@ -1,10 +1,10 @@
-"""What mpp does on this machine's GPU, in one text file to send: `mpp gpu-report`, at most ten minutes.
+"""Measurements and tests of mpp on this machine's GPU, in one text file to send: `mpp gpu-report`, at most ten minutes.
 
 Versions and card; the rate that the card reaches; speed and memory of training ViT-B/16 and ViT-L/16, compiled and
 not; losses compared with the CPU; the loader apart from a model; the tests of tests/test_gpu.py but those that compile,
 from a clone with `pip install -e '.[test]'`. The last three lines are settings to paste on a command line.
 
-Each part is a process of its own: what goes wrong in one, or takes too long, leaves the others alone.
+Each part is a process of its own: an error or a timeout in one does not affect the others.
 """
 
 import importlib.util
@@ -135,7 +135,7 @@ class GpuReport:
         return parts
 
     def text_of(self, part: Part) -> str:
-        """Text of a part; in place of it, why it is missing."""
+        """Text of a part, or the reason why it is missing."""
         if self.on_gpu and self.seconds_left() < part.gpu_seconds:
             return (
                 f"left out: it takes about {part.gpu_seconds:.0f} s, and {max(0, self.seconds_left()):.0f} s of "
@@ -267,7 +267,7 @@ class GpuReport:
         return ", ".join(by_side)
 
     def spare_cores(self) -> int:
-        """Cores of a GPU's share that are left for loading, beside the training process."""
+        """Cores of a GPU's share that are left for loading, besides that of the training process."""
         gpus = max(1, torch.cuda.device_count()) if self.on_gpu else 1
         return max(1, min(MAX_DEFAULT_WORKERS, cores() // gpus - 1))
 
@@ -282,7 +282,7 @@ class GpuReport:
         return output_of(self.config.device, self.seconds_left(), *TESTS)
 
     def advice(self) -> str:
-        """What to set for the first model; three lines to paste on a command line are its last."""
+        """Advice on settings for the first model; its last three lines can be pasted on a command line."""
         name = next(iter(self.scale.models))
         speed = self.fastest(name)
         lines = []

@@ -85,7 +85,7 @@ def run_published(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str
 
 
 def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, loaded: LoadedSplits | None) -> None:
-    """Write a head to its folder beside the report."""
+    """Write a head to its folder next to the report."""
     path = report_of(config, "linear")
     protocol = report["protocol"]
     names = report["class_names"] or []
@@ -107,7 +107,7 @@ def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[Fitte
     """Test outcomes with the penalty or learning rate that is best on the dev split.
 
     Args:
-        heads: gets the tested head of each seed, in place of those that it has.
+        heads: gets the tested head of each seed, instead of those that it has.
     """
     features, numbers = with_numbered_outputs(features)
     classes = len(numbers)

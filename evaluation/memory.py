@@ -1,7 +1,7 @@
 """GPU memory that pre-training needs, counted without a GPU: `mpp memory --config imagenet_vit_b16`.
 
 The settings are those of `mpp pretrain`. A step is computed on fake tensors, which have shapes and no numbers, and
-torch's MemTracker counts their storages at the peak. Not counted: memory that CUDA and its libraries take, some 1 GB,
+torch's MemTracker counts their storages at the peak. Not counted: memory that CUDA and its libraries take, about 1 GB,
 and gaps between tensors in torch's allocator.
 """
 

@@ -157,7 +157,7 @@ def report_others(
     """Print and keep the summary of a table of several classes an image, or of numbers; there is no page.
 
     Args:
-        about: what the table depends on.
+        about: the values that the table depends on.
     """
     out = Path(config.out)
     predictions = read_outputs(out, rows.output_columns())
@@ -216,7 +216,7 @@ def predict_pixels(
 def describe_pixel_classifier(
     config: PredictConfig, classifier: PixelClassifier, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """What a table of masks depends on, but for the images."""
+    """The values that a table of masks depends on, besides the images."""
     return {
         "weights": digest_network(torch.nn.ModuleList([classifier.encoder, classifier.reading])),
         "classes": classifier.class_names,
@@ -231,7 +231,7 @@ def describe_pixel_classifier(
 def describe_classifier(
     config: PredictConfig, source: Source, classifier: Classifier, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """What the numbers of a table depend on, but for the images."""
+    """The values that the numbers of a table depend on, besides the images."""
     kind = {} if classifier.label_kind == "class" else {"label_kind": classifier.label_kind}
     return kind | {
         "weights": digest_network(classifier.network),
@@ -254,7 +254,7 @@ def report(
     """Print and keep the summary of a table, and write its page.
 
     Args:
-        about: what the table depends on.
+        about: the values that the table depends on.
         outcomes: of each split with labels.
         images: of its rows.
         thumbnail: the picture of a row.
@@ -276,7 +276,7 @@ def report(
 
 
 def write_about(out: Path, described: dict[str, Any]) -> None:
-    """Add what describes a table to the JSON beside it."""
+    """Add the description of a table to the JSON next to it."""
     about = without_nan(read_about(out) | described)
     write_complete(about_file(out), json.dumps(about, indent=1, ensure_ascii=False))
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mpp.errors import UserError
 
 EvaluationKind = Literal["frozen features", "fine-tuning", "masked patches"]
-"""How an evaluation uses an encoder. The kind decides which settings its config has besides `encoder` and `out`:
+"""An evaluation's way of using an encoder. The kind decides which settings its config has besides `encoder` and `out`:
 
 - frozen features: evaluates any encoder, and baselines (floor:NAME); has `random`, `seed` and `data`.
 - fine-tuning: trains any encoder that has weights; has `init`, `data` and `run`, with `run.seed`.

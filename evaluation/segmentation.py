@@ -171,7 +171,7 @@ def evaluate(
 
     Args:
         predictions: gets the predictions of each reading, by its name.
-        fitted: gets the tested linear reading of each seed, in place of those that it has.
+        fitted: gets the tested linear reading of each seed, instead of those that it has.
     """
     features, numbers = with_numbered_classes(features)
     names = name_classes(config, numbers.tolist())
@@ -219,7 +219,7 @@ def keep_reading(
     report: dict[str, Any],
     accelerator: Accelerator,
 ) -> None:
-    """Write a linear reading to its folder beside the report at `path`."""
+    """Write a linear reading to its folder next to the report at `path`."""
     numbers = fitted.class_numbers[: fitted.reading.classify.out_features]
     description = HeadDescription(
         task="pixels",

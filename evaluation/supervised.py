@@ -58,7 +58,7 @@ class Supervised(Classification):
 
     @property
     def method(self) -> str:
-        """How it is trained, for the model card."""
+        """Its training in a sentence, for the model card."""
         return f"Trained with labels, from {self.start}; {HEAD_LEFT_OUT}"
 
     def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
@@ -88,7 +88,7 @@ class Distilled(Supervised):
 
     @property
     def method(self) -> str:
-        """How it is trained, for the model card."""
+        """Its training in a sentence, for the model card."""
         distill = self.config.distill
         return (
             f"Trained with labels, from {self.start}, and by {distill.kind} distillation from {distill.teacher} "

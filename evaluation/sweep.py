@@ -1,9 +1,9 @@
-"""One sweep: trials of a training, each evaluated on a dev split, into a table, a plot, and what to do next.
+"""One sweep: trials of a training, each evaluated on a dev split, into a table, a plot, and next steps.
 
     mpp sweep --config sweep.yaml
 
 A trial is an encoder of a comparison: started several times, on the GPUs of a machine or as a Slurm array, the
-processes share the trials; started again, the command goes on. Test images are not looked at.
+processes share the trials; started again, the command continues. Test images are not used.
 """
 
 from collections.abc import Sequence

@@ -43,7 +43,7 @@ CROPS_PER_ROUND = 32
 STEPS_PER_ROUND = 6
 """Steps in a row where loading is a part of them."""
 DRAINED_STEPS = 4
-"""Steps before them, which use up what was loaded meanwhile."""
+"""Steps before them, which use up the batches loaded meanwhile."""
 CEILINGS = {"bf16": "matrix product, bf16", "no": "matrix product, fp32"}
 """The matrix product that a precision is compared with."""
 TIMED_LOADERS = ("mpp's loading", "mpp's loading of PPM", "ImageFolder with PIL")
@@ -103,7 +103,7 @@ def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int, warmup: in
 
 
 def time_loading(bench: Bench, config: ThroughputConfig) -> Seconds:
-    """Steps from JPEG files beside steps from memory; loading alone, on one core, beside torchvision's."""
+    """Steps from JPEG files and from memory; and only loading, on one core, by mpp and by torchvision."""
     with image_files(config.jpeg_side) as jpegs, image_files(config.jpeg_side, pixels=True) as ppms:
         seconds = time_crops(jpegs, ppms, sizes_of_model(bench).img_size, config.rounds)
         in_memory = mpp_step(bench).step

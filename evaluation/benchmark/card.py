@@ -32,7 +32,7 @@ WARMUP_STEPS = 3
 
 
 class CardLimits(NamedTuple):
-    """The card, and what limits training on it."""
+    """The card, and the limits to training on it."""
 
     name: str
     precision: str
@@ -152,12 +152,12 @@ def seconds_per_step(step: Callable[[], object]) -> float:
     count = max(MIN_TIMED_STEPS, round(TIMED_SECONDS / one))
     if not torch.cuda.is_available():
         count = MIN_TIMED_STEPS
-    repeat(step, count)  # a GPU's clock has fallen by now to what it keeps under this load
+    repeat(step, count)  # a GPU's clock has fallen by now to its rate under this load
     return seconds_of(lambda: repeat(step, count)) / count
 
 
 def losses_of_training(model: ModelConfig, batch_size: int, device: Device) -> list[float]:
-    """Losses of some steps in float32, which depend on the arithmetic of the device alone: TF32 is off."""
+    """Losses of some steps in float32, which depend only on the arithmetic of the device: TF32 is off."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     bench = open_bench(model, batch_size, device=device, precision="fp32")
@@ -177,7 +177,7 @@ def time_loader(sides: Sequence[int], size: int, workers: int, seconds: float) -
     Args:
         sides: shorter sides of the JPEG files.
         size: side of the crops.
-        workers: loader processes, beside which one is timed alone.
+        workers: loader processes; a single one is timed, too.
         seconds: how long each is timed.
     """
     by_side = {}

@@ -1,4 +1,4 @@
-"""Branches of a comparison: an encoder that goes on from a checkpoint of another one, its trunk, at the same seed.
+"""Branches of a comparison: an encoder that continues from a checkpoint of another one, its trunk, at the same seed.
 
 It ends with the bits of a run that was never interrupted (mpp/training/growth.py), and is known by that run's digest.
 """

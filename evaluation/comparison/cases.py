@@ -43,9 +43,9 @@ class Encoder:
     """The encoders that its training begins or learns from, where they are of the comparison, by the settings that name
     them: its first weights and its teacher."""
     trunk: "Encoder | None" = None
-    """The encoder that its training goes on from, where its entry is a branch."""
+    """The encoder whose training it continues, where its entry is a branch."""
     branches: tuple["Encoder", ...] = ()
-    """The encoders whose training goes on from it."""
+    """The encoders that continue its training."""
 
     @property
     def path(self) -> Path:

@@ -42,7 +42,7 @@ class EncoderDifference(NamedTuple):
 
 
 def differences_from_best(rows: list[ResultRow], folder: Path) -> list[EncoderDifference]:
-    """The best encoder of each column beside every other one, in the order of the rows.
+    """The difference of the best encoder of each column from every other one, in the order of the rows.
 
     Args:
         rows: results of a question.
@@ -177,7 +177,7 @@ def difference_table(differences: Sequence[EncoderDifference]) -> tuple[list[str
 
 
 def told_apart_table(differences: Sequence[EncoderDifference]) -> tuple[list[str], list[list[str]]]:
-    """Headings and a row for each column: its best encoder, and the others by what tells them apart from it."""
+    """Headings and a row for each column: its best encoder, and the others by how they are told apart from it."""
     headings = ["column", "best", "not told apart", "by test images only", "by test images and seeds"]
     by_column: dict[str, list[EncoderDifference]] = {}
     for each in differences:

@@ -18,7 +18,7 @@ from mpp.runtime.weights import fingerprint
 from mpp.training.user_code import imports_used
 
 PLACES = {"encoder", "checkpoint", "out", "run.dir"}
-"""Settings that say where something is: a result depends on what is there."""
+"""Settings that are places: a result depends on the content there, not on the place."""
 
 
 @cache
@@ -63,7 +63,7 @@ def code_digests(imports: Iterable[UserImport]) -> list[str]:
 
 
 def checkpoint_name(encoder: Encoder) -> str | None:
-    """Name of the file of weights that an entry has; beside timm's name, which says how images are scaled."""
+    """Name of an entry's weights file; next to timm's name, which decides how images are scaled."""
     entry = encoder.entry
     if "checkpoint" not in entry.options:
         return None

@@ -40,8 +40,8 @@ class EncoderEntry:
     compute: float | None = None
     """PFLOP that the training executes; the number of steps follows. null: as many steps as its settings say."""
     branch_of: str | None = None
-    """Another entry, the trunk: the training goes on from a checkpoint of the trunk at the same seed, with the trunk's
-    train_options where it has none, but for the length. The result is that of training it separately."""
+    """Another entry, the trunk: the training continues from a checkpoint of the trunk at the same seed, with the
+    trunk's train_options where it has none, but for the length. The result is that of training it separately."""
 
 
 @dataclass(frozen=True)

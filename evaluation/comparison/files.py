@@ -53,7 +53,7 @@ RECORDED_LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
 DIFFERENCES = "Differences from the best, with 95% intervals over test images"
 TOLD_APART = "Encoders told apart from the best, by column"
 NAMED_BESIDE_BEST = 6
-"""Encoders that the page's verdict names beside the best one, at most."""
+"""Encoders that the page's verdict names besides the best one, at most."""
 
 Runs = Mapping[str, Sequence[Path]]
 """Encoder -> its run folders, one for each seed."""
@@ -157,7 +157,7 @@ def text_of(answers: Sequence[Answer]) -> str:
 
 
 def text_of_differences(differences: Sequence[EncoderDifference]) -> str:
-    """The differences from the best encoder of each column: who is told apart, the second best in words, all."""
+    """The differences from the best encoder of each column: the encoders told apart, the second best in words, all."""
     lines = [f"- {each.column}: {describe_difference(each)}" for each in runners_up(differences)]
     told_apart = [f"{TOLD_APART}:", "", table(*told_apart_table(differences))]
     return "\n".join([*told_apart, "", f"{DIFFERENCES}:", "", *lines, "", table(*difference_table(differences))])

@@ -16,7 +16,7 @@ from evaluation.metrics.scoring import ONE_CLASS, kind_of_report, kind_of_score,
 from mpp.errors import UserError
 
 COSTS = {"pflop": executed_pflop, "device_hours": device_hours}
-"""Entry of a row about what fine-tuning took -> the same of training an encoder (`training_pflop`), from its folder."""
+"""Entry of a row about fine-tuning's cost -> the cost of training an encoder (`training_pflop`), from its folder."""
 ResultRow = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, its kind, and, where they are known,
 training_pflop and training_device_hours.
@@ -24,8 +24,8 @@ training_pflop and training_device_hours.
 test: an accuracy on held-out images, of a case (such as 5 shots) and a seed, with `interval`, `images`, `figures`, the
 scores of `baselines` that look at no image and the place of its `outcomes` where they are known, and `score`, its name,
 where it is another figure, such as mean IoU;
-validation: the same on a dev split, of an evaluation with `test: false`; dev: an accuracy on the dev split beside
-those, of a probe at a depth;
+validation: the same on a dev split, of an evaluation with `test: false`; dev: an accuracy on the dev split next
+to those, of a probe at a depth;
 rank: the effective rank of test features at a depth; diverged: no more.
 """
 
@@ -79,7 +79,7 @@ def rows_of(case: Case, folder: Path) -> list[ResultRow]:
 
 
 def with_known_numbers(row: ResultRow) -> ResultRow:
-    """A row of a file with NaN in place of null, an accuracy that the images do not have; it has no interval."""
+    """A row of a file with NaN instead of null, an accuracy that the images do not have; it has no interval."""
     if "accuracy" not in row or row["accuracy"] is not None:
         return row
     return {key: value for key, value in row.items() if key != "interval"} | {"accuracy": math.nan}
@@ -123,7 +123,7 @@ def name_of_figure(report: dict[str, Any]) -> str:
 
 
 def name_of_score(report: dict[str, Any]) -> dict[str, str]:
-    """The entry `score` of a row: what tables call `accuracy`; empty where it is one."""
+    """The entry `score` of a row: the heading of `accuracy` in tables; empty where it is an accuracy."""
     heading = kind_of_report(report).score_heading
     return {} if heading == ONE_CLASS.score_heading else {"score": heading}
 

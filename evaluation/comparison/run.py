@@ -66,7 +66,7 @@ def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate
     """Train and evaluate everything that is not done yet, here or in the results.json `extends`; all results.
 
     Args:
-        tabulate: take only what is there already.
+        tabulate: take only finished results.
     Raises:
         UserError: a case that cannot be carried out, before anything is done; a full disk.
     """
@@ -102,7 +102,7 @@ def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
                 left.append(case)
             except Diverged as error:  # a finding
                 print(f"warning: {case.slug} diverged: {error}", file=sys.stderr)
-            except Exception as error:  # images that are gone, a bug: the other cases go on
+            except Exception as error:  # missing images, a bug: the other cases continue
                 if is_full_disk(error):
                     way = "finished work is kept: free space, then start the same command again"
                     raise UserError(f"{case.slug}: {reason_of(error)}; {way}") from error
@@ -127,14 +127,14 @@ def reason_of(error: Exception) -> str:
 
 
 def evaluate_case(case: Case, folder: Path) -> None:
-    """Train the encoder and evaluate it, where that is not done yet; what does not apply to it is left out, and named.
+    """Train the encoder and evaluate it, unless that is done; a note names an evaluation that does not apply to it.
 
     Raises:
         Held: another process works at it.
         Diverged: a training did.
     """
     file = report_of(case, folder)
-    with hold(file.with_suffix(""), "dir"):  # a folder beside the report: its lock marks this case as taken
+    with hold(file.with_suffix(""), "dir"):  # a folder next to the report: its lock marks this case as taken
         if read_report(case, folder) is not None:
             return
         train_encoder(case.encoder, folder)
@@ -153,7 +153,7 @@ def evaluate_case(case: Case, folder: Path) -> None:
 def settings_to_evaluate(case: Case, folder: Path) -> Any:
     """Settings of a case's evaluation with the places of its results.
 
-    Fine-tuning has a run folder for these images and weights alone: a finished one is not taken for one of others.
+    Fine-tuning has a run folder for only these images and weights: a finished run with others is not taken for it.
     """
     config = replace(evaluation_settings(case), out=str(report_of(case, folder)))
     if case.evaluation.kind != "fine-tuning":
@@ -208,12 +208,12 @@ def train_unless_diverged(encoder: Encoder, config: Any, folder: Path) -> None:
 
 
 def branch_from_trunk(encoder: Encoder, config: Any, folder: Path) -> Any:
-    """A branch's settings with the checkpoint that it goes on from. Its trunk is trained first, to the trunk's end.
+    """A branch's settings with the checkpoint that it continues from. Its trunk is trained first, to the trunk's end.
 
     Raises:
         Held: another process trains the trunk.
         Diverged: the trunk did, before the branch parts from it.
-        UserError: the trunk was trained without a checkpoint that the branch can go on from.
+        UserError: the trunk was trained without a checkpoint that the branch can continue from.
     """
     of_trunk = settings_to_train(encoder.trunk)
     trunk = Path(of_trunk.run.dir)
@@ -242,7 +242,7 @@ def is_past(run: Path, step: int) -> bool:
 def settings_to_train(encoder: Encoder) -> Any:
     """Settings of an encoder's training, with as many steps as its compute allows: to know these, images are loaded.
 
-    A trunk keeps the checkpoints that its branches go on from.
+    A trunk keeps the checkpoints that its branches continue from.
     """
     config = TRAININGS[encoder.entry.train].resolve(encoder.settings)
     if encoder.entry.compute is not None:

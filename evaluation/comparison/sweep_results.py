@@ -1,4 +1,4 @@
-"""Results of a sweep: its trials sorted by dev accuracy, a plot, and what to do next."""
+"""Results of a sweep: its trials sorted by dev accuracy, a plot, and next steps."""
 
 import math
 import shlex
@@ -62,7 +62,7 @@ class Result(NamedTuple):
 
 
 def write_sweep(config: SweepConfig, plan: SweepPlan, rows: list[ResultRow]) -> str:
-    """Write results.json, table.md and sweep.png, print the table and what to do next, and return that text."""
+    """Write results.json, table.md and sweep.png, print the table and the next steps, and return that text."""
     folder = Path(config.dir)
     ranked = ranking(plan, rows)
     lines = [table_of(ranked), *advice(config, plan, ranked)]
@@ -171,7 +171,7 @@ def run_name(trial: Trial) -> str:
 
 
 def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[Result]) -> list[str]:
-    """Sentences below the table: how far the choice can be trusted, what to add, and the next command."""
+    """Sentences below the table: limits of the choice, trials to add, and the next command."""
     missing = len(plan.trials) - len(ranked)
     lines = [f"{missing} of {len(plan.trials)} trials have no result yet."] if missing else []
     complete = [result for result in ranked if "diverged" not in result.cell]
@@ -225,7 +225,7 @@ def next_value(values: Sequence[float]) -> float | None:
 
 
 def is_allowed(config: SweepConfig, best: Result, key: str, value: float) -> bool:
-    """Whether a training takes this value in place of the best one."""
+    """Whether a training takes this value instead of the best one."""
     try:
         parsed_options(config.train, best.trial.entry.train_options | {key: value})
     except UserError:
@@ -234,7 +234,7 @@ def is_allowed(config: SweepConfig, best: Result, key: str, value: float) -> boo
 
 
 def describe_lead(best: Result, second: Result) -> str:
-    """How far the best trial is ahead of the second, beside the spread over seeds."""
+    """Lead of the best trial over the second, compared with the spread over seeds."""
     kind = kind_of_cells([best.cell])
     lead = best.cell["mean"] - second.cell["mean"]
     lead_in_words = kind.text_of_number(kind.score, lead) + (" points" if kind.sign else "")

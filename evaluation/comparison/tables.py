@@ -157,7 +157,7 @@ def describe_label_baselines(rows: list[ResultRow]) -> list[str]:
 
 
 def label_baselines(rows: list[ResultRow]) -> list[str]:
-    """The score of each baseline that the rows were measured beside, in words: `largest class 25.3%`."""
+    """The score of each baseline of the rows, in words: `largest class 25.3%`."""
     described = []
     for row in rows:
         kind = kind_of_rows([row])
@@ -250,7 +250,7 @@ def of_complete_seeds(rows: list[ResultRow], datasets: set[str]) -> list[ResultR
 
 
 def cells_of(numbers: CellsByEncoder) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of a table; beside accuracies, the compute that they took, where that is known."""
+    """Headings and rows of a table: accuracies, and next to them their compute, where that is known."""
     names: dict[str, None] = {}
     for cells in numbers.values():
         rank_last = sorted(cells, key=lambda name: name == RANK_COLUMN)

@@ -129,7 +129,7 @@ def with_ancestors(run: Path) -> list[Path]:
 
 
 def pflop_without_trunk(run: Path) -> float:
-    """PFLOP that a run executed itself: a branch without the steps of the trunk that it went on from.
+    """PFLOP that a run executed itself: a branch without the steps of the trunk that it continued from.
 
     Raises:
         UserError: there is no record of it.

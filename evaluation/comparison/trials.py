@@ -33,7 +33,7 @@ from mpp.config.command_line import as_words
 from mpp.config.keys import flatten, plain
 
 NOT_LOOKING: Options = {"run.eval_every": 0, "run.report": False}
-"""Settings by which a trial leaves the held-out images alone."""
+"""Settings by which a trial does not use the held-out images."""
 BATCH = "optim.global_batch_size"
 SEED = "run.seed"
 OF_THE_SWEEP = {"run.dir": "dir", SEED: "seeds"}
@@ -54,7 +54,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What a sweep tries."""
+    """The trials of a sweep."""
 
     trials: list[Trial]
     cases: list[Case]
@@ -128,7 +128,7 @@ def refuse_settings(settings: Options, place: str, refused: Mapping[str, str]) -
 
 
 def points_of(config: SweepConfig) -> Iterator[tuple[Options, tuple[int, ...]]]:
-    """The settings of each trial beside those of all, and its seeds: the grid, then the points."""
+    """The settings of each trial that differ from those of all, and its seeds: the grid, then the points."""
     grid = dotted(config.vary)
     refuse_settings(grid, "vary", OF_THE_SWEEP)
     if grid:

@@ -12,8 +12,8 @@ from mpp.training.cost import PFLOP
 from mpp.training.log import last_scalars
 
 Compute = dict[str, float]
-"""points, the number of encoders that are evaluated; separate_pflop, what training each separately would have taken;
-executed_pflop, what was executed."""
+"""points, the number of encoders that are evaluated; separate_pflop, the compute of training each separately;
+executed_pflop, the compute that was executed."""
 
 
 @dataclass

@@ -73,7 +73,7 @@ class EncoderConfig:
         """Raise UserError if `representation` is logits and another setting changes the run from how it was trained.
 
         Args:
-            others: settings that change it, beside those of every encoder.
+            others: settings that change it, besides those of every encoder.
         """
         if self.representation != "logits":
             return

@@ -46,7 +46,7 @@ class ExportedModule(nn.Module):
 
 
 def write_onnx(module: ExportedModule, images: Tensor, batch: BatchSize, file: Path, metadata: dict[str, Any]) -> None:
-    """Write an ONNX file by torch's exporter. Weights of more than 1.8 GB go to FILE.data beside it."""
+    """Write an ONNX file by torch's exporter. Weights of more than 1.8 GB go to FILE.data next to it."""
     program = torch.onnx.export(
         module,
         (images,),
@@ -114,7 +114,7 @@ def dynamic_shapes(batch: BatchSize) -> tuple[dict[int, Any]] | None:
 
 
 def quantize_int8(file: Path) -> Path:
-    """Write a copy of an ONNX file beside it, with the weights of its matrix products in 8 bits; return its path."""
+    """Write a copy of an ONNX file next to it, with the weights of its matrix products in 8 bits; return its path."""
     from onnxruntime.quantization import QuantType, quantize_dynamic  # an optional dependency
 
     quantized = file.with_name(f"int8_{file.name}")
@@ -130,7 +130,7 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 def in_batches_of(size: BatchSize, compute: Compute) -> Compute:
-    """`compute` for any number of images: where it takes batches of `size` alone, the last batch is filled up."""
+    """`compute` for any number of images: where it takes only batches of `size`, the last batch is filled up."""
     if size == "dynamic":
         return compute
 

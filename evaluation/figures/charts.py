@@ -56,7 +56,7 @@ def plot_series(
 
     Args:
         percent: the y values are shares, and shown in percent.
-        marks: what begins at some x -> that x: a dotted line with its name.
+        marks: name -> x of a dotted line with that name.
     """
     figure = Figure(figsize=(4.6, 2.9), layout="constrained")
     axes = figure.add_subplot()
@@ -228,7 +228,7 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure
 
 
 def short_name(name: str, number: int) -> str:
-    """A class's name beside a matrix: its beginning, or its number where no font has its letters."""
+    """A class's name next to a matrix: its beginning, or its number where no font has its letters."""
     name = drawable(name, f"class {number}")
     return textwrap.shorten(name, 24, placeholder="...") if " " in name else name[:24]
 

@@ -11,11 +11,11 @@ import matplotlib.style
 from matplotlib import font_manager
 
 matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same figure is the same file
-warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)  # `drawable` says what to draw then
+warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)  # `drawable` replaces such letters
 matplotlib.rcParams["text.parse_math"] = False  # a user's name with two dollars is not a formula
 VALUE_COLORS = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
 LINE_COLORS = [style["color"] for style in matplotlib.style.library["tableau-colorblind10"]["axes.prop_cycle"]]
-MARKERS = "osD^vPX"  # of lines, beside their colours
+MARKERS = "osD^vPX"  # of lines, besides their colours
 WIDTH = 7.5  # inches
 MIN_HEIGHT = 2.4  # inches, for the label of a colour bar
 DPI = 110

@@ -63,13 +63,13 @@ def figure_rows(path: Path, report: dict[str, Any]) -> list[list[str]]:
 
 
 def describe_shown(report: dict[str, Any]) -> str:
-    """Which result is shown: `shots 25, seed 0`."""
+    """The result that is shown, in words: `shots 25, seed 0`."""
     result = shown_result(report)
     return ", ".join(f"{key} {result[key]}" for key in KEYS_OF_A_RESULT if key in result)
 
 
 def write_details(path: Path, report: dict[str, Any]) -> list[Path]:
-    """Write the table by class and the confusion matrix of the result that is shown, beside the report at `path`."""
+    """Write the table by class and the confusion matrix of the result that is shown, next to the report at `path`."""
     outcomes = shown_outcomes(path, report)
     if outcomes is None:
         return []

@@ -56,7 +56,7 @@ class FrozenEncoder(nn.Module):
         return stages(self.model)
 
     def describe_input(self, data: ProbeDataConfig) -> dict[str, Any]:
-        """What it is shown of the images of `data`: size, crop, channels, normalisation, and how files are read."""
+        """Form of its input from the images of `data`: size, crop, channels, normalisation, and how files are read."""
         return {
             "img_size": list(self.img_size),
             "crop_pct": data.eval_crop or self.crop_pct,
@@ -164,7 +164,7 @@ def open_frozen_encoder(settings: EncoderConfig) -> FrozenEncoder | ColorBaselin
 
 
 def note_growth(encoder: str) -> None:
-    """Note that the run of an encoder has gone on since it was written, or that it is not cooled down."""
+    """Note that the run of an encoder has continued since it was written, or that it is not cooled down."""
     run = find_run(encoder)
     folder = None if run is None else run / (BEST if Path(encoder).name == BEST else ENCODER)
     if folder is None or not folder.is_dir():

@@ -134,7 +134,7 @@ class ExtractedFeatures(NamedTuple):
 
     by_depth: dict[int, LabelledFeatures]  # empty except on the main process
     left_out: dict[str, int]  # numbers of images that cannot be decoded: train, and test or dev
-    shown: dict[str, Any] | None = None  # see HeadDescription.input; None: of features from a file, or of a floor
+    shown: dict[str, Any] | None = None  # see HeadDescription.input; None: of features from a file, or of a baseline
 
 
 def extract_labelled_features(

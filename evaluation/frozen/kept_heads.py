@@ -26,7 +26,7 @@ WEIGHTS_FILE = "head.safetensors"
 DESCRIPTION_FILE = "head.json"
 
 HeadTask = Literal["classes", "several", "number", "pixels"]
-"""What a head predicts: the class of an image, several classes, a number, or the class of each pixel."""
+"""Prediction of a head: the class of an image, several classes, a number, or the class of each pixel."""
 HEAD_TASKS: dict[str, HeadTask] = {"class": "classes", "several": "several", "number": "number"}
 """By kind of label."""
 
@@ -51,7 +51,7 @@ class StandardizedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class HeadDescription:
-    """head.json: what a head predicts, from which features of which encoder."""
+    """head.json: the prediction of a head, and the features and the encoder that it takes."""
 
     task: HeadTask
     class_names: list[str]
@@ -63,7 +63,7 @@ class HeadDescription:
     depth: int
     """Blocks that the features have passed."""
     encoder: str
-    """Where the encoder was."""
+    """Path or name of the encoder at that time."""
     weights: str
     """Fingerprint of its weights, or of those in `checkpoint`; empty: random, or published by timm."""
     checkpoint: str | None
@@ -71,8 +71,8 @@ class HeadDescription:
     seed: int
     """Of random weights."""
     input: dict[str, Any]
-    """What the encoder was shown: img_size (height and width), crop_pct, channels, mean, std, and how files are read;
-    and its precision."""
+    """Input of the encoder: img_size (height and width), crop_pct, channels, mean, std, and how files are read; and
+    its precision."""
     learned: dict[str, Any] | None = None
     """The training images: `source`, their settings, and `train`, their record. None: unknown, as of earlier heads and
     of pixels."""
@@ -83,7 +83,7 @@ class LearnedImages:
     """The images that a classifier was trained on with their labels."""
 
     source: SourceConfig
-    """Where they were, and how they were cut and chosen."""
+    """The settings of their location, of the cut into splits, and of the choice among them."""
     record: dict[str, Any]
     """See `identify_images`."""
 
@@ -116,7 +116,7 @@ def describe_encoder(config: EncoderConfig) -> dict[str, Any]:
 
 
 def save_head(folder: Path, head: nn.Module, description: HeadDescription, seeds: Sequence[int] = ()) -> None:
-    """Write a head, complete or not at all, in place of an earlier one, and say how it is used.
+    """Write a head, complete or not at all, replacing an earlier one, and print how to use it.
 
     Args:
         seeds: of all heads that were tested; this is the first.

@@ -40,7 +40,7 @@ def load_labelled(
         encoder: the encoder that is evaluated on them; empty: one that has learned nothing.
         spare: maximum number of the training images that `data.train_images` leaves out, as a third split.
         loaded: the splits, if they are loaded already.
-        on_dev: take a tenth of the training images, the dev split, in place of the held-out ones.
+        on_dev: take a tenth of the training images, the dev split, instead of the held-out ones.
         task: kind of label, or auto.
         check_kind: called with the kind that was found; see `refuse_other_kinds`.
     Raises:

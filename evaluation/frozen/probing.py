@@ -106,7 +106,7 @@ def extract_once(
 
 
 def forget_features() -> None:
-    """Free what `extract_once` keeps."""
+    """Free the features that `extract_once` keeps."""
     LATEST_FEATURES.clear()
 
 

@@ -39,7 +39,7 @@ class LabelledImages:
     """The labelled images that an encoder was trained on."""
 
     source: SourceConfig
-    """Where they come from."""
+    """Their source."""
     run: Path
     """The run, whose data.json is their record."""
 
@@ -116,8 +116,8 @@ def find_overlap(dataset: ImageDataset, source: SourceConfig, labelled: Labelled
     In the same location, and in a copy that has the same record (names, and the bytes of some files), an image is known
     by its index in its split. Elsewhere it is known by its bytes: up to `MAX_TEST_IMAGES_SEARCHED` images of `dataset`
     are searched for among the training images, of which only files of the same sizes are read. Not found there: images
-    that were encoded anew, arrays, and those of a training split of more than `MAX_TRAINING_IMAGES_SEARCHED` images, or
-    of one that is not on this machine.
+    that were encoded again, arrays, and those of a training split of more than `MAX_TRAINING_IMAGES_SEARCHED` images,
+    or of one that is not on this machine.
 
     Args:
         source: the source of `dataset`.

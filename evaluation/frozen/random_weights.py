@@ -1,4 +1,4 @@
-"""Random weights beside an encoder: the same evaluation of the same architecture, where it was asked for."""
+"""Random weights as a baseline of an encoder: the same evaluation of the same architecture, where it was asked for."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def scores_of_random_weights(path: Path, report: dict[str, Any]) -> dict[str, di
 
 
 def random_report(path: Path) -> dict[str, Any] | None:
-    """The report of random weights beside that of an encoder at `path`, of the first seed; None: there is none."""
+    """The report of random weights next to that of an encoder at `path`, of the first seed; None: there is none."""
     command = path.stem.partition("_")[0]
     for file in sorted(path.parent.glob(f"{command}_random_*{path.suffix}")):
         if of_learned_weights(file).name == path.name and file.name != path.name:
@@ -32,7 +32,7 @@ def random_report(path: Path) -> dict[str, Any] | None:
 
 
 def of_learned_weights(path: Path) -> Path:
-    """Where the same evaluation of learned weights has its report; of learned weights `path` itself."""
+    """Path of the report of the same evaluation with learned weights; of learned weights `path` itself."""
     return path.with_name(RANDOM_NAME.sub(r"\1", path.name))
 
 

@@ -235,9 +235,9 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
 
 
 def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Write a report as JSON, and the outcomes of its results beside it; return what the JSON has.
+    """Write a report as JSON, and the outcomes of its results next to it; return the content of the JSON.
 
-    That is `labels` (see `describe_labels`) too, and in each result the number of its outcomes in their place.
+    It also has `labels` (see `describe_labels`), and each result has the number of its outcomes instead of them.
     """
     outcomes = [result["outcomes"] for result in report["results"] if "outcomes" in result]
     if outcomes:

@@ -98,7 +98,7 @@ def resamples(count: int, number: int = RESAMPLES) -> NDArray[np.int64]:
 
 
 def drawn_weights(count: int) -> NDArray[np.int64]:
-    """How often each of `count` images is in each resample: (RESAMPLES, count)."""
+    """Number of times that each of `count` images is in each resample: (RESAMPLES, count)."""
     return np.stack([np.bincount(drawn, minlength=count) for drawn in resamples(count)])
 
 

@@ -1,7 +1,7 @@
 """Kinds of labels: how targets and predictions of images become figures, intervals, differences and tables.
 
 A kind is a class with the members of `LabelKind`, and a line in `KINDS`. Evaluations, reports and comparisons know no
-kind: they hand over `Outcomes`, and show what they get.
+kind: they hand over `Outcomes`, and show the figures they get.
 """
 
 import math
@@ -37,13 +37,13 @@ class LabelKind(ABC):
     score: ClassVar[str]
     """The figure that reports and comparisons call `accuracy`: choices are made by it, more is better."""
     headings: ClassVar[dict[str, str]]
-    """Figure -> what tables call it."""
+    """Figure -> its heading in tables."""
     shares: ClassVar[frozenset[str]]
     """The figures that are shares, which tables show in percent."""
 
     @property
     def score_heading(self) -> str:
-        """What tables call the score."""
+        """The heading of the score in tables."""
         return self.headings[self.score]
 
     @property
@@ -63,7 +63,7 @@ class LabelKind(ABC):
 
     @abstractmethod
     def has_target(self, targets: NDArray) -> NDArray[np.bool_]:
-        """Which images have a label: (M,). The others are left out and counted."""
+        """Whether each image has a label: (M,). The others are left out and counted."""
 
     @abstractmethod
     def measure(self, outcomes: Outcomes) -> dict[str, float]:
@@ -86,15 +86,15 @@ class LabelKind(ABC):
         return f"{name} {self.text(self.score, value, None, None)}{self.sign}"
 
     def baseline_errors(self, outcomes: Outcomes) -> dict[str, float]:
-        """Errors of the baselines, by what tables call them, where the score says nothing of their size."""
+        """Errors of the baselines, by their headings in tables, where the score says nothing of their size."""
         return {}
 
     def problem(self, targets: NDArray, split: str) -> str | None:
-        """What is wrong with the labels of a split, `train` or `test`, in words; None: nothing."""
+        """The problem with the labels of a split, `train` or `test`, in words; None: there is none."""
         return None
 
     def note_tested(self, train_targets: NDArray, test_targets: NDArray, names: Sequence[str]) -> None:
-        """Print what limits the figures of test images, such as classes that have none.
+        """Print limits of the figures of test images, such as classes that have none.
 
         Args:
             names: of the classes, by number.

@@ -88,7 +88,7 @@ class OneClass(LabelKind):
             return paired_accuracies(is_right(one[0]), is_right(other[0]))
         gains = np.mean([is_right(each) for each in one], 0) - np.mean([is_right(each) for each in other], 0)
         difference = paired(lambda indices: float(gains[indices].mean()), len(gains))
-        low, high = difference.interval  # widened for few images, beyond what a share can be
+        low, high = difference.interval  # widened for few images, beyond the range of a share
         return difference._replace(interval=(max(-1.0, low), min(1.0, high)))
 
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
@@ -160,7 +160,7 @@ def count_by_class(truth: NDArray, predicted: NDArray, weights: NDArray, classes
 
 
 def resample_counts(outcomes: Outcomes) -> tuple[ClassCounts, ClassCounts]:
-    """Counts (R, C) of resamples of the images, draws of the confusion matrix's cells; before them what is drawn from.
+    """Counts by class from which resamples of the confusion matrix are drawn, and counts (R, C) of these resamples.
 
     SMOOTHING is added to the right and to the wrong images, spread over the classes as the images are: where all images
     of a class are right, a plain bootstrap would know no other outcome.

@@ -1,4 +1,4 @@
-"""Outcomes: what is true of each test image, and what was predicted. Kept beside a report, so later ones can be paired.
+"""Outcomes: target and prediction of each test image. Kept next to a report, so later ones can be paired.
 
 M test images.
 """
@@ -22,9 +22,9 @@ class Outcomes:
     kind: str
     """Name of the kind of label: see `evaluation/metrics/kinds.py`."""
     targets: NDArray
-    """(M, ...): the kind says what they are."""
+    """(M, ...): their meaning depends on the kind."""
     predictions: NDArray
-    """(M, ...): the kind says what they are."""
+    """(M, ...): their meaning depends on the kind."""
     class_names: Sequence[str] = ()
     """Names of the classes by number, as far as they are known."""
     images: Sequence[str] = ()
@@ -50,7 +50,7 @@ def outcomes_path(report: Path) -> Path:
 
 
 def save_outcomes(report: Path, outcomes: Sequence[Outcomes]) -> Path:
-    """Write the outcomes of a report's results beside it; all have the same images and targets.
+    """Write the outcomes of a report's results next to it; all have the same images and targets.
 
     The results know theirs by number (`outcomes` in a result).
     """

@@ -1,7 +1,7 @@
 """Results with outcomes become results with figures: the one place where evaluations meet kinds of labels.
 
 A result is a dict of a report. An evaluation puts `outcomes` (an `Outcomes`) into it; `add_figures` adds `accuracy`
-(the score), `interval` and `figures`; `keep_outcomes` writes the outcomes beside the report.
+(the score), `interval` and `figures`; `keep_outcomes` writes the outcomes next to the report.
 """
 
 import math
@@ -115,7 +115,7 @@ def measured(outcomes: Outcomes) -> Result:
 
 
 def without_nan(value: Any) -> Any:
-    """What JSON has of a value: null in place of NaN, a figure that the images do not have."""
+    """A value for JSON: null instead of NaN, a figure that the images do not have."""
     if isinstance(value, dict):
         return {key: without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -124,7 +124,7 @@ def without_nan(value: Any) -> Any:
 
 
 def keep_outcomes(report: Path, results: Sequence[Result]) -> list[Result]:
-    """Write the outcomes beside a report: a result then has their number in the file in their place."""
+    """Write the outcomes next to a report: a result then has their number in the file instead of them."""
     kept = [result["outcomes"] for result in results if "outcomes" in result]
     if not kept:
         return list(results)
@@ -137,7 +137,7 @@ def keep_outcomes(report: Path, results: Sequence[Result]) -> list[Result]:
 
 
 def without_outcomes(results: Sequence[Result]) -> list[Result]:
-    """The results with their figures alone, for a report whose outcomes are not kept."""
+    """The results with only their figures, for a report whose outcomes are not kept."""
     return [{key: value for key, value in result.items() if key != "outcomes"} for result in results]
 
 

@@ -34,14 +34,14 @@ PROBE_TITLES = {
 Lines = dict[str, dict[float, float]]
 """Name -> x -> y."""
 Marks = dict[str, int]
-"""What begins at a step of a run -> that step."""
+"""Name of the phase or branch that begins at a step of a run -> that step."""
 
 
 def curves_of_run(history: History, missing: dict[str, str], marks: Marks) -> list[Chart]:
     """Loss, accuracy with its baselines, a teacher's targets, learning rate, gradient norm, speed, waiting.
 
     Args:
-        marks: steps that all charts mark, by what begins there.
+        marks: steps that all charts mark.
     """
     chart_of = partial(chart_of_scalars, marks=marks)
     trained = after_training_began(history)
@@ -181,7 +181,7 @@ def chart_of_scalars(
 
 
 def chart_by_depth(title: str, lines: History, group: str, start: str) -> Chart:
-    """A chart of the last probe by depth, beside the encoder at step 0, by its name, and pixel colours."""
+    """A chart of the last probe by depth, with the encoder at step 0, by its name, and pixel colours."""
     first, last = lines[0], lines[-1]
     trained = values_by_depth(last, group)
     curves: Lines = {f"after {counted(int(last['step']), 'step')}": trained}

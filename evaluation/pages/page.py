@@ -23,7 +23,7 @@ JPEG_QUALITY = 85
 
 @dataclass(frozen=True)
 class Link:
-    """A link in a cell of a table or in the verdict: to a section of the page, or to a file beside it."""
+    """A link in a cell of a table or in the verdict: to a section of the page, or to a file next to it."""
 
     text: str
     to: str

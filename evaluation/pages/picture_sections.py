@@ -138,7 +138,7 @@ def best_probed_depth(subject: Subject, history: History) -> int:
 
 
 def describe_label_agreement(gallery: Gallery, queries: list[int], neighbours: Neighbours) -> str:
-    """How many neighbours have the label of their query; "" where there are no labels to compare."""
+    """Number of neighbours with the label of their query, in words; "" where there are no labels to compare."""
     query_labels = gallery.labels[queries][:, None]
     neighbour_labels = gallery.labels[neighbours.index.numpy()]
     both_known = (neighbour_labels >= 0) & (query_labels >= 0)

@@ -48,7 +48,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
     details: list[Block] = []
     for file in [*reports_of_training(folder), *sorted((folder / "evaluation").glob("*.json"))]:
         if of_learned_weights(file) != file and of_learned_weights(file).is_file():
-            continue  # random weights stand beside these
+            continue  # random weights stand next to these
         try:
             rows += rows_of_evaluation(file, page_folder)
             details += details_of_evaluation(file)
@@ -151,7 +151,7 @@ def config_class_of(settings: dict[str, Any]) -> type | None:
 
 
 def command_to_repeat(config: Any, folder: Path) -> str:
-    """The command that repeats a run beside its folder, with the precision and the data's revision of the run.
+    """The command that repeats a run in a folder next to its own, with the run's precision and revision of the data.
 
     A branch is repeated from its first step: the bits are the same, and its trunk may be gone.
     """

@@ -1,4 +1,4 @@
-"""Sentences of a page on a run: what was trained, the verdict, and next steps."""
+"""Sentences of a page on a run: its training, the verdict, and next steps."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -150,7 +150,7 @@ def next_steps(folder: Path, history: History, finished: bool, trend: str) -> li
 
 
 def advice_to_train_longer(folder: Path) -> str:
-    """The command that goes on from a finished run, by its schedule."""
+    """The command that continues a finished run, by its schedule."""
     config_class = config_class_of(saved_settings(folder))
     with suppress(UserError):
         if config_class in COMMANDS:

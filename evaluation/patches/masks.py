@@ -55,7 +55,7 @@ def load_masks_of_path(data: MaskedDataConfig, splits: dict[str, datasets.Datase
 
 
 def with_image_column(data: MaskedDataConfig, columns: datasets.Features) -> MaskedDataConfig:
-    """The settings with the column of images, where it is the only one beside that of masks."""
+    """The settings with the column of images, where it is the only one besides that of masks."""
     other_images = [
         name for name, feature in columns.items() if isinstance(feature, datasets.Image) and name != data.mask_column
     ]

@@ -41,7 +41,7 @@ class ClassRows:
     labelled: bool
     """Whether the images have labels that are classes of the classifier."""
     folder: Path | None
-    """Where the images are: see `folder_of`."""
+    """Folder of the images: see `folder_of`."""
     accelerator: Accelerator
 
     def rows(self, images: ImageDataset, indices: range, on_images: Callable[[int], Any]) -> pa.Table:

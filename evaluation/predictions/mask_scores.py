@@ -1,4 +1,4 @@
-"""Predicted masks beside the masks that images have: pixels by class, from the files of both.
+"""Predicted masks compared with the masks that images have: pixels by class, from the files of both.
 
 n images, C classes.
 """

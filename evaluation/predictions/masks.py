@@ -63,7 +63,7 @@ def write_overlay(path: Path, pixels: NDArray[np.uint8], numbers: NDArray[np.int
 
 
 def write_classes(folder: Path, numbers: Sequence[int], names: Sequence[str]) -> None:
-    """Write name and colour of each class number beside the masks."""
+    """Write name and colour of each class number next to the masks."""
     folder.mkdir(parents=True, exist_ok=True)
     classes = {}
     for number, name in zip(numbers, names, strict=True):
@@ -72,7 +72,7 @@ def write_classes(folder: Path, numbers: Sequence[int], names: Sequence[str]) ->
 
 
 def place_of_image(cell: Any, split: str, index: int, folder: Path | None) -> Path:
-    """Where the files of an image are, within their folder: as it lies in its own, or by its split and index.
+    """Path of an image's files within their folder: its own path within `folder`, or its split and index.
 
     The whole file name is kept: `1.jpg` and `1.png` are two images.
 

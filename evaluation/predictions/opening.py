@@ -1,4 +1,4 @@
-"""The one door to a classifier that predicts: a trained run, a kept head on its encoder, or timm's."""
+"""Opening of a classifier that predicts: a trained run, a kept head on its encoder, or timm's."""
 
 import hashlib
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class HeadOnFeatures(nn.Module):
 
 @dataclass(frozen=True)
 class Source:
-    """What the setting `classifier` names."""
+    """The classifier that the setting `classifier` names."""
 
     classifier: str
     """A run folder, a timm folder or name, or the folder of a head."""
@@ -105,7 +105,7 @@ def find_encoder_of_head(head: KeptHead, named: str | None) -> Source:
 
 
 def usual_places(head: KeptHead) -> Iterator[str]:
-    """Where the encoder of a head may be: in the run that has the head in its evaluation/, and where it was."""
+    """Places where a head's encoder may be: in the run that has the head in its evaluation/, and the original one."""
     about = head.description
     if head.folder.resolve().parent.name == "evaluation" and not about.checkpoint:
         run = head.folder.resolve().parents[1]

@@ -30,7 +30,7 @@ THRESHOLD = 0.5  # of the probability of a class that is named
 
 
 class OutputRows(ClassRows, ABC):
-    """The rows of images whose figures need all outputs of the classifier, and not the likeliest class alone."""
+    """The rows of images whose figures need all outputs of the classifier, and not only the likeliest class."""
 
     @abstractmethod
     def output_columns(self) -> list[str]:
@@ -132,7 +132,7 @@ ROWS: dict[str, type[ClassRows]] = {"class": ClassRows, "several": SeveralRows, 
 
 @dataclass
 class OtherPredictions:
-    """What a summary needs of a table's rows, in its order."""
+    """The values of a table's rows that a summary needs, in its order."""
 
     outputs: NDArray[np.float64]
     """(n, K): probabilities, or the number; NaN where an image cannot be decoded, or the table has no such columns."""

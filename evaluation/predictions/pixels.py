@@ -91,7 +91,7 @@ class PixelClassifier:
 
 
 def starts(length: int, window: int) -> list[int]:
-    """Where windows begin that cover a length, evenly spaced."""
+    """Starts of evenly spaced windows that cover a length."""
     count = math.ceil(length / window)
     return np.linspace(0, length - window, count).round().astype(int).tolist()
 
@@ -145,11 +145,11 @@ class PixelRows:
     classifier: PixelClassifier
     data: ProbeDataConfig
     masks: Path
-    """Folder of the masks, beside the table."""
+    """Folder of the masks, next to the table."""
     overlays: Path | None
-    """Folder of the overlays, beside the table; None: there are none."""
+    """Folder of the overlays, next to the table; None: there are none."""
     folder: Path | None
-    """Where the images are: see `folder_of`."""
+    """Folder of the images: see `folder_of`."""
     accelerator: Accelerator
 
     def rows(self, images: ImageDataset, indices: range, on_images: Callable[[int], Any]) -> pa.Table:
@@ -205,7 +205,7 @@ class PixelRows:
         return self.overlays / place.with_name(f"{place.name}.jpg")
 
     def place(self, images: ImageDataset, index: int) -> Path:
-        """Where the files of an image are in their folders."""
+        """Path of an image's files within their folders."""
         return place_of_image(images.rows[index][images.image_column], images.split, index, self.folder)
 
     def schema(self) -> pa.Schema:

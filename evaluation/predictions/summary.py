@@ -28,7 +28,7 @@ MAX_CLASSES_PRINTED = 30
 
 @dataclass
 class Predictions:
-    """What a page and a summary need of a table's rows, in its order: n images."""
+    """The values of a table's rows that a page and a summary need, in its order: n images."""
 
     class_names: list[str]
     classes: NDArray[np.int32]

@@ -9,9 +9,9 @@ As in the authors' public code (facebookresearch/dinov2, dinov2/eval/linear.py):
 - SGD: momentum 0.9, no weight decay, 12,500 steps of batch 1,024; the rate falls to 0 by half a cosine, from step to
   step. Each rate is multiplied by batch / 256.
 
-What differs: the layer is chosen on a tenth of the training images, and then trained again on all of them. The authors
+Differences: the layer is chosen on a tenth of the training images, and then trained again on all of them. The authors
 choose among the layers by the images that they report. Crops are bilinear, as everywhere in mpp, and not bicubic.
-An encoder without a [class] token has the mean of each block's patches in its place.
+An encoder without a [class] token has the mean of each block's patches instead.
 """
 
 import math

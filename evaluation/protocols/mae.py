@@ -9,7 +9,7 @@ As in the authors' public code (facebookresearch/mae, main_linprobe.py, util/lar
   adapted. Base rate 0.1 for a batch of 256.
 - 90 epochs of batch 16,384; the rate rises over the first 10, then falls to 0 by half a cosine, from step to step.
 
-What differs: crops are bilinear, as everywhere in mpp, and not bicubic. The authors' loader leaves an epoch's last part
+Differences: crops are bilinear, as everywhere in mpp, and not bicubic. The authors' loader leaves an epoch's last part
 of a batch out, and their batch norm takes its statistics on each GPU (of 512 images); here they are of the whole batch.
 The mean of the patches is taken after the encoder's norm, theirs before it.
 """

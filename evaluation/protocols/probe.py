@@ -47,7 +47,7 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
         loaded: the splits of the images, if they are loaded already.
     Raises:
         UserError: the images have no labels, are too few, or there is no such encoder or depth.
-        Unavailable: the encoder lacks what the protocol reads.
+        Unavailable: the encoder lacks the features that the protocol reads.
     """
     run_config = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run_config, f"protocol {config.protocol} is carried out")
@@ -126,7 +126,7 @@ def report_on(
     outcomes: Sequence[Outcomes],
     dev_accuracies: Sequence[float] | None,
 ) -> dict[str, Any]:
-    """The report of the heads that were tested: results, summary, and `protocol` with what was chosen.
+    """The report of the heads that were tested: results, summary, and `protocol` with the choice.
 
     Args:
         outcomes: of the tested heads.
@@ -156,7 +156,7 @@ def report_on(
 
 
 def described(encoder: FrozenEncoder, config: LinearConfig, accelerator: Accelerator) -> dict[str, Any]:
-    """The entry of a report that says what the encoder was shown; of a floor there is none."""
+    """The entry of a report that describes the encoder's input; None for a colour baseline."""
     if not isinstance(encoder, FrozenEncoder):
         return {"input": None}
     return {"input": encoder.describe_input(config.data) | {"precision": describe_precision(accelerator)}}

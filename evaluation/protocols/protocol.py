@@ -1,4 +1,4 @@
-"""Published protocols of linear probes: what each of them has to say, and the length of its training.
+"""Published protocols of linear probes: the interface of each, and the length of its training.
 
 N training images, B images of a step, D width of a head's input, C classes.
 """
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
 
     @property
     def epochs(self) -> float:
-        """How often each image is seen."""
+        """Number of times that each image is seen."""
         return self.steps * self.batch / self.images
 
 
@@ -87,7 +87,7 @@ def scaled_batch(published: int, images: int, least: int) -> int:
 
 
 def describe_plan(protocol: LinearProtocol, plan: Plan) -> str:
-    """A plan beside the published one, in a line."""
+    """A plan compared with the published one, in a line."""
     published = protocol.published
     return (
         f"protocol {protocol.name}, scaled to {plan.images:,} training images: {plan.steps:,} steps of {plan.batch:,} "

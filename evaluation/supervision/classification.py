@@ -36,8 +36,8 @@ HELD_OUT = "heldout"
 class Classification(ImageTask):
     """Learn the labels of images, of any kind: one class by softmax cross-entropy, others see `Learner`.
 
-    Mixup and CutMix draw from torch's generator, which the loop seeds for each forward pass: what is mixed with what is
-    a function of (seed, step, forward pass), and changes with the images in a forward pass, not with the processes.
+    Mixup and CutMix draw from torch's generator, which the loop seeds for each forward pass: the mixed pairs are a
+    function of (seed, step, forward pass), and change with the images in a forward pass, not with the processes.
     """
 
     learns_labels = True
@@ -139,7 +139,7 @@ class Classification(ImageTask):
         """The outcomes of images, of all processes.
 
         Args:
-            predicted: indices of this process's images, and what is predicted for them, batch by batch.
+            predicted: indices of this process's images, and their predictions, batch by batch.
         """
         indices, predictions = (torch.cat(parts).tolist() for parts in zip(*predicted, strict=True))
         pairs = sorted(gather_object(list(zip(indices, predictions, strict=True))))

@@ -152,7 +152,7 @@ def timm_names(model: nn.Module) -> list[str] | None:
 
 
 def name_classes(names: Sequence[str] | None, classes: int) -> list[str]:
-    """A name for each class: its own, with its number where another has the same, or its number alone."""
+    """A name for each class: its own, with its number where another has the same, or only its number."""
     known = list(names or [])[:classes]
     repeated = {name for name, count in Counter(known).items() if count > 1}
     known = [f"{name} ({number})" if name in repeated else name for number, name in enumerate(known)]

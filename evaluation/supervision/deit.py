@@ -1,7 +1,7 @@
 """Distillation through a token: DeiT (Touvron et al., ICML 2021, arXiv 2012.12877).
 
-The distillation token stands beside [class] and has a head beside the classifier. The classifier learns the labels, the
-other head the teacher's prediction for the same crop. Predictions are the mean of the softmaxes of both heads.
+The distillation token follows [class] and has a head of its own. The classifier learns the labels, the other head the
+teacher's prediction for the same crop. Predictions are the mean of the softmaxes of both heads.
 """
 
 import math

@@ -73,7 +73,7 @@ def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, I
 
 
 def refuse_vit_settings(config: ModelConfig) -> None:
-    """Raise UserError where a setting of Vision Transformers is given beside the name of another model."""
+    """Raise UserError where a setting of Vision Transformers is given with the name of another model."""
     numbers = ("width", "depth", "heads", "patch_size", "init_from", "dropout", "drop_path")
     kinds = ("position", "position_at", "stride", "mixing", "attention", "residual")
     require_defaults(config, (*numbers, *kinds), str(config.name))

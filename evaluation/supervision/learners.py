@@ -1,4 +1,4 @@
-"""How heads and nearest neighbours learn a kind of label: one class, several classes, or a number.
+"""Learning a kind of label by heads and nearest neighbours: one class, several classes, or a number.
 
 A learner is made of the training images' labels. N training images, M test images, B images of a batch, D width,
 C classes, k neighbours.
@@ -30,14 +30,14 @@ class Learner(ABC):
     kind: ClassVar[str]
     """Name of the kind of label."""
     meaning: ClassVar[str]
-    """Of a head's outputs, for who uses a file of it elsewhere."""
+    """Meaning of a head's outputs, for users of an exported file."""
     mixes: ClassVar[bool] = False
     """Whether mixup, CutMix, label smoothing and distillation apply."""
     outputs: int
     """Of a head."""
 
     def complete(self, layer: nn.Module) -> nn.Module:
-        """A head: a layer, (B, D) to (B, outputs), with what brings its outputs to the unit of the labels."""
+        """A head: a layer, (B, D) to (B, outputs), with the conversion of its outputs to the unit of the labels."""
         return layer
 
     def merge(self, layer: nn.Linear) -> nn.Linear:
@@ -49,7 +49,7 @@ class Learner(ABC):
         return labels
 
     def knows(self, labels: NDArray) -> NDArray[np.bool_]:
-        """Which images have labels that a head can predict: (N,)."""
+        """Whether each image has a label that a head can predict: (N,)."""
         return has_label(labels)
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Learner(ABC):
 
     @abstractmethod
     def sums(self, predicted: Tensor, labels: Tensor) -> Sums:
-        """What `describe` needs of a batch's predictions."""
+        """Sums over a batch's predictions, for `describe`."""
 
     @abstractmethod
     def describe(self, sums: Sums) -> dict[str, float]:

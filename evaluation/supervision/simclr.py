@@ -84,8 +84,8 @@ class GatherWithGradients(torch.autograd.Function):
     """The rows of all processes, in the order of their ranks, with gradients that flow back to a row's process.
 
     The loss of R processes is L = (L_1 + ... + L_R) / R. Each L_r is the mean over the rows of process r and depends on
-    the rows z_p of every p. DDP averages what the processes send back, which has to be R dL/dz_p = sum over r of
-    dL_r/dz_p: the gradients to the rows of p, summed over the processes.
+    the rows z_p of every p. DDP averages the gradients that the processes return, which have to be R dL/dz_p = sum over
+    r of dL_r/dz_p: the gradients to the rows of p, summed over the processes.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The other columns that images were given with, such as site and date, beside the columns of a table."""
+"""The other columns that images were given with, such as site and date, next to the columns of a table."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,7 +31,7 @@ class GivenColumns:
     """Column -> its type in the table; a split without the column has nulls."""
 
     def identity(self) -> dict[str, str]:
-        """What a table with these columns depends on; empty: there are none."""
+        """The part of a table's identity that depends on these columns; empty: there are none."""
         return {"given": short_digest(self.pieces())} if self.types else {}
 
     def pieces(self) -> Iterator[bytes]:

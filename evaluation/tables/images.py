@@ -31,7 +31,7 @@ class ImageBatch(NamedTuple):
 
     indices: list[int]
     pixels: Any
-    """What the batch's collation makes of the views."""
+    """The collated views of the batch."""
     errors: list[str]
     """Why an image cannot be decoded; empty: it can."""
 
@@ -85,9 +85,9 @@ class ViewsOrErrors(Dataset):
     dataset: ImageDataset
     data: ProbeDataConfig
     view: Callable[[Tensor], Any]
-    """An image (C, H, W) from 0 to 255 to what a batch has of it. May raise UnreadableImage."""
+    """Converts an image (C, H, W) from 0 to 255 to its entry in a batch. May raise UnreadableImage."""
     broken: Any
-    """What a batch has of a broken image."""
+    """Entry of a broken image in a batch."""
 
     def __getitem__(self, index: int) -> tuple[Any, str]:
         note_reading(index)

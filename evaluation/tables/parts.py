@@ -1,7 +1,7 @@
 """A table with a row for each image, as CSV or parquet, written in parts: after a kill the same command continues.
 
 A table is known by its identity, the settings, weights and images that its rows depend on. A table of parquet has it in
-its metadata, and one of CSV its digest in the file FILE.json beside it.
+its metadata, and one of CSV its digest in the file FILE.json next to it.
 """
 
 import json
@@ -23,7 +23,7 @@ from mpp.runtime.lock import hold
 from mpp.runtime.progress import progress_bar
 
 IDENTITY_KEY = b"mpp"  # of the metadata of parquet
-ROWS_PER_PART = 4096  # which bounds the memory, and what is lost after an interruption
+ROWS_PER_PART = 4096  # bounds the memory, and the rows lost by an interruption
 RowsOf = Callable[[ImageDataset, range, Callable[[int], Any]], pa.Table]
 """The rows of some images of a split, by their indices; the last argument is told how many more are done."""
 
@@ -36,7 +36,7 @@ def write_table(
     progress: str,
     rows_per_part: int | None = None,
 ) -> None:
-    """Write a table, or what is missing of it.
+    """Write a table, or its missing part.
 
     Args:
         out: a file whose name ends in .csv or .parquet.
@@ -83,17 +83,17 @@ def has_identity(file: Path, identity: str) -> bool:
 
 
 def digest(identity: str) -> str:
-    """The digest of an identity, which the file beside a table has."""
+    """The digest of an identity, which the file next to a table has."""
     return short_digest([identity.encode()])
 
 
 def about_file(out: Path) -> Path:
-    """The file beside a table that says what is in it."""
+    """The file next to a table that describes its content."""
     return out.with_name(f"{out.name}.json")
 
 
 def read_about(out: Path) -> dict[str, Any]:
-    """The content of the file beside a table; empty where there is none."""
+    """The content of the file next to a table; empty where there is none."""
     try:
         about = json.loads(about_file(out).read_text(encoding="utf-8"))
     except (OSError, ValueError):
