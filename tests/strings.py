@@ -6,6 +6,7 @@ python tests/strings.py [FOLDER]...
 import ast
 import re
 import sys
+import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +69,17 @@ def shown_strings(folders: Sequence[str] = PACKAGES) -> list[ShownString]:
     """All strings in the files of these folders."""
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return [each for path in files for each in strings_of(path)]
+
+
+def remarks() -> Iterator[ShownString]:
+    """Docstrings and comments of the packages."""
+    for path in (path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))):
+        found = [(node.lineno, text_of(node)) for node in docstrings(ast.parse(path.read_text(encoding="utf-8")))[0]]
+        with tokenize.open(path) as file:
+            tokens = list(tokenize.generate_tokens(file.readline))
+        found += [(token.start[0], token.string.lstrip("# ")) for token in tokens if token.type == tokenize.COMMENT]
+        for line, text in sorted(found):
+            yield ShownString(f"{path.relative_to(ROOT).as_posix()}:{line}", " ".join(text.split()))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Strings that a user sees, and the pages, are in plain English: the worst patterns stay out."""
+"""Strings that a user sees, docstrings, comments and pages are in plain English: the worst patterns stay out."""
 
 import re
 
 import pytest
 from conftest import ROOT
-from strings import shown_strings
+from strings import remarks, shown_strings
 
 PLAIN_WORDS = {
-    r"(?<!{)\bbeside\b": "next to",
+    r"(?<![{*])\bbeside\b(?!:)": "next to",
     r"\bin place of\b": "instead of",
-    r"\b(go|goes|gone) on\b": "continue",
+    r"\b(go|goes|gone|going|went) on\b": "continue",
     r"\bput back\b": "restore",
     r"\banew\b": "again",
     r"\blooked at\b": "used, or sampled",
@@ -20,7 +20,7 @@ PLAIN_WORDS = {
     r"^(Which|What|Where|How|After how many) ": "the noun first",
 }
 """Pattern -> the plain word."""
-STRINGS = shown_strings()
+STRINGS = [*shown_strings(), *remarks()]
 GENERATED_PAGES = ("table.md", "settings.md", "ATTRIBUTION.md")
 PAGES = [
     page
