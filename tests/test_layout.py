@@ -28,6 +28,8 @@ def test_every_package_is_in_the_wheel():
     for folder in ("mpp", "evaluation"):
         for file in (ROOT / folder).rglob("__init__.py"):
             assert ".".join(file.parent.relative_to(ROOT).parts) in declared
+    for folder in {file.parent for file in (ROOT / "configs").rglob("*.yaml")}:
+        assert ".".join(("mpp", *folder.relative_to(ROOT).parts)) in declared
 
 
 def test_the_lowest_versions_are_those_that_are_promised():

@@ -14,6 +14,9 @@ from mpp.data.listing.tree import Tree
 class FileIndex:
     """The images of a tree, indexed from 0, and found by their names from its top or by other spellings of these.
 
+    Those are `\\` for `/`, composed and decomposed letters, absolute paths, names without their ending, and bare names,
+    if exactly one file has it.
+
     A file outside the tree gets an index when a list names it.
     """
 
