@@ -146,7 +146,8 @@ def test_a_page_says_what_was_measured(page, comparisons):
                 continue
             named = {key: accuracies for key, accuracies in published.items() if names_encoder(row, key[1])}
             of_an_encoder = any(are_in_order(shown, accuracies.values()) for accuracies in named.values())
-            assert of_an_encoder or are_of_a_method(cells, headings.split("|")[1:], published, named), row
+            methods = {(key[0], method) for key in published if names_encoder(row, method := key[1].rsplit(", ", 1)[0])}
+            assert of_an_encoder or are_of_a_method(cells, headings.split("|")[1:], published, methods), row
 
 
 def test_the_leaderboard_says_which_differences_are_told_apart():
@@ -204,23 +205,23 @@ def are_in_order(shown, measured):
     return all(accuracy in remaining for accuracy in shown)
 
 
-def are_of_a_method(cells, headings, published, named):
-    """Whether a row has the accuracies of one method in one case, below the learning rates that its table is of.
+def are_of_a_method(cells, headings, published, methods):
+    """Whether a row has the accuracies of one method, in each cell of the same cases, below rates, images or PFLOP.
 
     Args:
         cells: accuracies in each cell of the row but the first.
         headings: of the same columns.
         published: (comparison, encoder) -> case -> accuracy.
-        named: those of the encoders that the row may be about.
+        methods: (comparison, method) that the row may be about.
     """
-    at_rates = [(heading.split()[0], cell) for heading, cell in zip(headings, cells, strict=True) if cell]
+    at_rates = [(heading.split("(")[0].strip(), cell) for heading, cell in zip(headings, cells, strict=True) if cell]
     cases = {case for accuracies in published.values() for case in accuracies}
-    for comparison, method in {(comparison, encoder.rsplit(", ", 1)[0]) for comparison, encoder in named}:
+    for comparison, method in methods:
         of_rates = [published.get((comparison, f"{method}, {rate}"), {}) for rate, _ in at_rates]
-        for case in cases:
-            accuracies = [of_rate.get(case) for of_rate in of_rates]
-            if all(accuracy in cell for accuracy, (_, cell) in zip(accuracies, at_rates, strict=True)):
-                return True
+        pairs = [(of_rate, cell) for of_rate, (_, cell) in zip(of_rates, at_rates, strict=True)]
+        in_all = [case for case in cases if all(of_rate.get(case) in cell for of_rate, cell in pairs)]
+        if in_all and all(set(cell) == {of_rate[case] for case in in_all} for of_rate, cell in pairs):
+            return True
     return False
 
 
