@@ -108,6 +108,18 @@ def jp2_with_opacity(pixels: np.ndarray) -> bytes:
     return encoded(pixels, "JPEG2000")
 
 
+@pytest.mark.parametrize("opacity", range(4))
+def test_opacity_of_jpeg_2000_is_laid_on_white_whichever_channel_has_it(opacity):
+    """OpenJPEG brings the colours to the front by the definitions of channels."""
+    data = jp2_with_opacity(OPACITY)
+    at = data.index(b"cdef") + 6
+    colours = [channel for channel in range(4) if channel != opacity]
+    definitions = [struct.pack(">HHH", opacity, 1, 0)]
+    definitions += [struct.pack(">HHH", channel, 0, colour) for colour, channel in enumerate(colours, start=1)]
+    data = data[:at] + b"".join(sorted(definitions)) + data[at + 24 :]
+    assert torch.equal(decode_with(data), decode_with(encoded(OPACITY[..., [*colours, opacity]])))
+
+
 def test_a_fourth_band_that_is_not_declared_as_opacity_is_a_band():
     with pytest.raises(UnreadableImage, match=r"4 bands; data.channels is 3, and data.bands can choose 3"):
         decode_with(jp2(OPACITY))

@@ -74,6 +74,8 @@ def read_codestream_header(data: bytes, start: int = 0) -> CodestreamHeader | No
 def find_opacity(data: bytes, definitions: Box | None) -> int | None:
     """The kind of the opacity that a file declares: one of OPACITIES; None: it has none.
 
+    Its channel has any number. OpenJPEG brings the colours to the front, so it is the last band.
+
     Args:
         definitions: the box with a count of channels, and of each its number, its kind and the colour it is for.
     """
