@@ -20,7 +20,8 @@ class PixelMasking(nn.Module):
     Cells are squares that do not overlap, as large as a patch (of a hybrid: as the pixels from one token to the next).
     A masked cell is blank, and a random one has another cell's pixels. A token whose window lies wholly in masked cells
     becomes [mask]; the blank part of other windows tells nothing. Each cell is predicted from the token whose window it
-    is. So K of N cells are corrupted and predicted, as without overlap.
+    is: so K of N cells are corrupted and predicted, as without overlap. Pixels of a [mask] cell reach no prediction,
+    except by a random cell that received them.
 
     Args:
         encoder: one whose windows overlap.
