@@ -1,7 +1,7 @@
 """Warnings about settings of runs that begin from trained weights (`model.init_from`). They use only facts.
 
-The harm to such weights is known from others' work. Nothing of it was measured here, and neither was the bound of the
-rate.
+The harm to such weights is known from others' work. evaluation/results/continuing.md has it for a small encoder: by the
+rate, and by Muon. The bound of the rate was not measured.
 """
 
 from mpp.training.facts import Facts
