@@ -239,7 +239,7 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
         unsure = f" (the sample cannot show a share below {surveyed.visible:.1%})"
     rows += [
         ["in the sample", f"{surveyed.training} training, {surveyed.held_out} held out"],
-        ["of these, cannot be decoded", str(len(surveyed.broken))],
+        ["besides, cannot be decoded", str(len(surveyed.broken))],
         ["of one colour", f"{surveyed.constant:.1%}"],
         ["held-out copies of training images", f"{surveyed.duplicates:.1%}{unsure}"],
         ["training copies of training images", f"{surveyed.doubles:.1%}"],

@@ -27,9 +27,11 @@ from evaluation.frozen.run_images import LoadedSplits
 from evaluation.tables.given import given_columns
 from evaluation.tables.images import (
     ViewsOrErrors,
+    folder_of,
     identify_splits,
     images_of_splits,
     load_all_splits,
+    name_in_folder,
     read_batches,
     stack_crops,
 )
@@ -39,7 +41,6 @@ from mpp.data.crops import centre_crop
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.command import command
 from mpp.runtime.messages import counted
-from mpp.runtime.output import printable
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import fingerprint
 
@@ -98,7 +99,7 @@ class Embedder:
             parts.append(features.float().cpu().numpy())
             errors += [error or None for error in batch.errors]
             on_images(len(batch.indices))
-        return build_table(np.concatenate(parts), errors, images, indices)
+        return build_table(np.concatenate(parts), errors, images, indices, folder_of(self.config.data))
 
 
 def identify_table(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
@@ -114,15 +115,23 @@ def identify_table(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[
 
 
 def build_table(
-    features: NDArray[np.float32], errors: Sequence[str | None], images: ImageDataset, indices: range
+    features: NDArray[np.float32],
+    errors: Sequence[str | None],
+    images: ImageDataset,
+    indices: range,
+    folder: Path | None,
 ) -> pa.Table:
-    """The rows of some images of a split: features (n, D), and why an image cannot be decoded (None: it can)."""
+    """The rows of some images of a split: features (n, D), and why an image cannot be decoded (None: it can).
+
+    Args:
+        folder: of the images: see `name_in_folder`.
+    """
     is_broken = pa.array([error is not None for error in errors])
     rows = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), features.shape[1], mask=is_broken)
     list_type = pa.list_(pa.float32())  # of any length: pyarrow 25 cannot read fixed ones where some are missing
     return pa.table(
         {
-            "file": [printable(images.image_name(index)) for index in indices],
+            "file": [name_in_folder(images, index, folder) for index in indices],
             "split": [images.split] * len(indices),
             "features": rows.cast(list_type),
             "error": pa.array(errors, pa.string()),

@@ -41,15 +41,18 @@ from evaluation.supervision.classification import Classification, score_of_run
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import require
 from mpp.data.loader import BatchLayout
+from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.errors import Diverged, Unavailable
 from mpp.models.timm_models import checkpoint_activations
 from mpp.runtime.command import command
+from mpp.runtime.messages import counted, note
 from mpp.runtime.weights import fingerprint
 from mpp.training.card import HEAD_LEFT_OUT
 from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.log import Tracker, last_evaluation, last_scalars
 from mpp.training.report_process import write_run_page
 from mpp.training.run import train
+from mpp.training.run_folder import saved_settings
 
 MAX_LEFT_OUT = 5000
 """Maximum number of left-out training images that a run is evaluated on, besides the held-out ones."""
@@ -175,13 +178,21 @@ def hash_initial_weights(config: FinetuneConfig) -> str:
 
 
 def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-    """Compare learning rates, fine-tune, test, write the report, and return it."""
+    """Compare learning rates, fine-tune, test, write the report, and return it.
+
+    Raises:
+        UserError: `run.dir` is the folder of a run, and not of fine-tuning.
+    """
+    is_of_a_run = bool(saved_settings(Path(config.run.dir)))
+    allowed = "a folder of its own: this is a run's, and fine-tuning makes one run for each learning rate"
+    require(not is_of_a_run, "run.dir", config.run.dir, allowed)
     on_dev: dict[float, dict[str, Any]] = {}
     best = config.lrs[0]
     if len(config.lrs) > 1:
         on_dev = {lr: measure_on_dev(config, lr, loaded) for lr in config.lrs}
         errors = {lr: error(result["outcomes"]) for lr, result in on_dev.items() if "outcomes" in result}
         best = best_choice({lr: result["accuracy"] for lr, result in on_dev.items()}, errors)
+        note_choice(on_dev, best)
     results = []
     if config.test:
         result = {"seed": config.run.seed, "init": config.init, "lr": best}
@@ -198,12 +209,30 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
         path = Path(config.out or Path(config.run.dir) / FINETUNING_REPORT)
         report = write_report(path, report)
         print_details(path, report)
+        largest = report.get("labels", {}).get("baselines", {}).get("largest class")
+        if results and largest is not None and results[0]["accuracy"] <= largest:
+            note(f"the test accuracy is not above {largest:.1%}, that of always predicting the largest class")
         print(f"wrote {path}")
         if config.test:
             if config.run.report:  # with the figures
                 write_run_page(Path(config.run.dir) / f"lr_{best:g}")
             print(f"next: mpp predict --classifier {config.run.dir} --data.path NEW_IMAGES")
     return report
+
+
+def note_choice(on_dev: dict[float, dict[str, Any]], best: float) -> None:
+    """Note limits of the choice of a learning rate: few dev images, or a best rate that is the least or the largest.
+
+    Args:
+        on_dev: rate -> its result on the dev split.
+    """
+    outcomes = [result["outcomes"] for result in on_dev.values() if "outcomes" in result]
+    if outcomes and len(outcomes[0]) < FEW_TEST_IMAGES:
+        images = counted(len(outcomes[0]), "dev image")
+        note(f"{images} (dev_fraction of the training images) choose the rate: too few to tell rates apart")
+    if best in (min(on_dev), max(on_dev)):
+        place, direction = ("smallest", "smaller") if best == min(on_dev) else ("largest", "larger")
+        note(f"the best rate, {best:g}, is the {place} of lrs: a {direction} one may be better")
 
 
 def reported(score: float) -> float:

@@ -20,10 +20,12 @@ from evaluation.metrics.one_class import is_right, largest_class_share
 from evaluation.metrics.outcomes import load_outcomes
 from evaluation.supervision.classification import Classification
 from evaluation.supervision.heads import HeadedEncoder, build_backbone
-from mpp.config import AugmentConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
+from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig
+from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch
+from mpp.errors import UserError
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import learned_labels
 from mpp.models.encoder import build_encoder
@@ -230,11 +232,21 @@ def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, caps
     assert result["accuracy"] == read_metrics(tmp_path / runs[-1], "heldout/accuracy")[4]
     low, high = result["interval"]
     assert low < result["accuracy"] < high and report["labels"]["class_names"][0] == "fowl"
-    assert "test accuracy (%)" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "test accuracy (%)" in printed.out
+    assert "dev images (dev_fraction of the training images) choose the rate: too few to tell" in printed.out
+    assert f"the best rate, {best:g}, is the {'smallest' if best == 0.01 else 'largest'} of lrs" in printed.out
     before = (tmp_path / "finetune.json").read_bytes()
     finetune.main(arguments)  # finished: nothing is trained again
     assert (tmp_path / "finetune.json").read_bytes() == before
     assert "is finished" in capsys.readouterr().out
+
+
+def test_finetuning_does_not_write_into_the_folder_of_a_run(tmp_path, encoder):
+    (tmp_path / "config.yaml").write_text(to_yaml(Config()))
+    with pytest.raises(UserError, match=rf"run\.dir is {tmp_path}; it must be a folder of its own: this is a run's"):
+        finetune.main([*BASE, f"--encoder={encoder}", f"--run.dir={tmp_path}"])
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypatch):

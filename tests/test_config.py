@@ -180,6 +180,8 @@ def test_a_config_that_is_no_text_is_named(tmp_path):
     ("word", "said"),
     [
         ("--corruption.mask_ratio=0.75", "unknown setting corruption.mask_ratio: did you mean corruption.rate?"),
+        ("--optim.learning_rat=1", r"unknown setting optim\.learning_rat: did you mean optim\.lr\?"),
+        ("--data.batch_siz=1", r"did you mean data\.batch_size\?"),
         ("--epochs=3", r"did you mean run\.steps \(steps = epochs x images / optim\.global_batch_size\)\?"),
         (
             "--batch_size=3",

@@ -381,7 +381,7 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
     check.main([*tiny, f"--run.dir={folder}", *settings])
     printed = capsys.readouterr().out
     for expected in (
-        "| of these, cannot be decoded",
+        "| besides, cannot be decoded",
         "| 40 x 48 pixels",
         "| a step ",
         "cannot be decoded: ",

@@ -13,6 +13,7 @@ from conftest import dataset_of, encoded, picture, views_of
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset
 from mpp.data.hub import announce_hub_lookup
+from mpp.data.remote import from_a_server
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.errors import UserError
 from mpp.runtime.randomness import FIXED_VIEW
@@ -367,3 +368,21 @@ def test_a_name_of_the_hub_is_announced_at_once_and_other_names_are_refused(tmp_
     for path in ("my photos", "photos/a b", "x" * 200):
         with pytest.raises(UserError, match=r"does not exist: .* has no such file or folder"):
             announce_hub_lookup(ImagesConfig(path=path))
+
+
+def test_the_error_of_the_hub_names_the_folder_that_was_meant(tmp_path, monkeypatch):
+    (tmp_path / "photos").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mpp.data.remote.finds_host", lambda url: False)
+    config = DataConfig(path="photo", read_retries=0)
+    words = (
+        rf"the server of data\.path photo \(not a file or folder in {tmp_path}; did you mean photos\?\) cannot be read"
+    )
+    with pytest.raises(UserError, match=words):
+        from_a_server(raise_connection_error, config)
+    with pytest.raises(UserError, match=rf"{tmp_path}/photo, which does not exist; did you mean {tmp_path}/photos\?"):
+        load_image_datasets(DataConfig(path=f"{tmp_path}/photo"))
+
+
+def raise_connection_error():
+    raise ConnectionError("no route to the hub")

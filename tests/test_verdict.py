@@ -90,7 +90,7 @@ def without(line: dict, *names: str) -> dict:
 
 def test_a_probe_of_few_images_is_said_to_be_uncertain():
     few, enough = replace(FACTS, evaluated=25), replace(FACTS, evaluated=100)
-    assert "kNN is of only 25 held-out images and uncertain by up to 20 points" in verdict(healthy(), few)
+    assert "kNN is of only 25 held-out images and uncertain by up to 18 points" in verdict(healthy(), few)
     assert "uncertain" not in verdict(healthy(), enough)
     assert "uncertain" not in verdict(history(evaluation(400)), replace(FACTS, evaluated=0))
 
@@ -627,6 +627,16 @@ def check(name: str, warned: set[str]) -> None:
     """That it is said what is off, and of a healthy run nothing, but for what the machine decides."""
     sick = RUNS[name][2]
     assert sick <= warned if sick else warned <= {"data-loading bottleneck"}
+
+
+def test_advice_to_train_longer_is_not_given_where_images_are_learned_by_heart():
+    first, *lines = map(json.loads, (HISTORIES / "64_images.jsonl").read_text().splitlines())
+    facts = Facts(**first)
+    assert WARNINGS["below copy baseline"](lines, facts).endswith(
+        "the training images are learned by heart: use more images, or larger patches (model.patch_size)"
+    )
+    on_constant = history(evaluation(200, accuracy=0.06), accuracy=0.5)
+    assert "learned by heart (50.0% of their patches): use more images" in WARNINGS["not learning"](on_constant, FACTS)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -53,8 +53,8 @@ def load_labelled(
     splits = {"training": all_train} if on_dev else {"training": all_train, "held-out": held_out}
     if None in splits.values():
         lacking = " and ".join(name for name, split in splits.items() if split is None)
-        ways = "name their column with data.label_column, or use a folder per class, or a metadata.csv"
-        raise UserError(f"the {lacking} images have no labels; {ways} with the columns file_name and label")
+        ways = "name their column with data.label_column, their list with data.labels, or use a folder per class"
+        raise UserError(f"the {lacking} images have no labels; {ways}")
     kind = all_train.label_kind
     check_kind(kind)
     if kind == "class" and all_train.labels.ndim > 1:

@@ -161,7 +161,9 @@ def name_classes(names: Sequence[str] | None, classes: int) -> list[str]:
 
 def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     """Open the network that a run trained: see `load_classifier`. Its head is in the newest checkpoint."""
-    require(find_labelled_images(str(run)) is not None, setting, run, CLASSIFIERS)
+    ways = f"mpp finetune --encoder {run}, or mpp linear --encoder {run} --save true"
+    allowed = f"{CLASSIFIERS}; this run has no head, which these train: {ways}"
+    require(find_labelled_images(str(run)) is not None, setting, run, allowed)
     checkpoints = complete_checkpoints(run)
     is_whole = bool(checkpoints) and not damaged_files(checkpoints[-1])
     require(is_whole, setting, run, "a run with its newest checkpoint intact: the head is in it")

@@ -26,6 +26,9 @@ from mpp.config.wrong_values import explain_value
 from mpp.config.yaml_files import read_yaml
 from mpp.errors import UserError
 
+SPELLED_ALIKE = 0.85
+"""Likeness of two names of which one is the other, misspelled."""
+
 ConfigT = TypeVar("ConfigT")
 
 
@@ -182,9 +185,16 @@ def describe_unknown(config_class: type, key: str) -> str:
 
 def nearest_key(key: str, known: Sequence[str], groups: Sequence[str]) -> str | None:
     """The setting that was probably meant: by its name in other libraries, or by its spelling."""
-    by_name = NAMES_ELSEWHERE.get(key.rsplit(".", 1)[-1])
+    name = key.rsplit(".", 1)[-1]
+    by_name = NAMES_ELSEWHERE.get(name)
     if by_name in known:
         return by_name
+    misspelled = difflib.get_close_matches(key, known, n=1, cutoff=SPELLED_ALIKE)
+    if misspelled:
+        return misspelled[0]
+    elsewhere = difflib.get_close_matches(name, NAMES_ELSEWHERE, n=1, cutoff=SPELLED_ALIKE)
+    if elsewhere and NAMES_ELSEWHERE[elsewhere[0]] in known:
+        return NAMES_ELSEWHERE[elsewhere[0]]
     for candidates in (known, groups):
         matches = difflib.get_close_matches(key, candidates, n=1)
         if matches:

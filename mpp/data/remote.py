@@ -30,7 +30,7 @@ from mpp.data.local import (
 )
 from mpp.data.retry import SERVER_ERRORS, read_with_retries
 from mpp.errors import UserError
-from mpp.runtime.messages import shortened
+from mpp.runtime.messages import did_you_mean, shortened
 
 
 def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
@@ -88,9 +88,12 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
     if is_hub_dataset(config) and huggingface_hub.constants.HF_HUB_OFFLINE:
         return load()  # offline by choice, for good
     retries = config.read_retries
-    if is_hub_dataset(config) and not finds_host(huggingface_hub.constants.ENDPOINT):
-        retries = 0
-    return read_with_retries(load, f"the server of {describe_source(config)}", retries, SERVER_ERRORS)
+    source = describe_source(config)
+    if is_hub_dataset(config):
+        source += f" (not a file or folder in {Path.cwd()}{did_you_mean(config.path)})"
+        if not finds_host(huggingface_hub.constants.ENDPOINT):
+            retries = 0
+    return read_with_retries(load, f"the server of {source}", retries, SERVER_ERRORS)
 
 
 def finds_host(url: str) -> bool:

@@ -22,7 +22,7 @@ from mpp.data.remote import from_a_server, load_from_hub, load_url
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, one_line
 from mpp.runtime.caches import unwritable_cache
-from mpp.runtime.messages import note
+from mpp.runtime.messages import did_you_mean, note
 
 
 def load_image_datasets(
@@ -138,7 +138,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     path = Path(config.path).expanduser()
     on_hub = is_hub_dataset(config)
     if not (on_hub or path.exists() or is_url(config.path)):
-        raise UserError(f"{config.group_name}.path is {config.path}, which does not exist")
+        raise UserError(f"{config.group_name}.path is {config.path}, which does not exist{did_you_mean(config.path)}")
     announce_hub_lookup(config)
     allowed = f"left out: {config.path} is not a dataset of the hub"
     require(on_hub or config.revision is None, "data.revision", config.revision, allowed)

@@ -98,6 +98,7 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     held_out_sample = held_out.choose(MAX_HELD_OUT, data.cut_seed)
     train_sample = train.choose(MAX_TRAINING, data.cut_seed)
     tested = thumbnails(held_out_sample, data, seconds / 4, result)
+    broken_held_out = len(result.broken)
     learned = thumbnails(train_sample, data, seconds, result)
     result.held_out = len(tested.indices)
     result.training = len(learned.indices)
@@ -110,7 +111,8 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     pairs = find_copies(tested, learned)
     for held_out_index, train_index in pairs[:PAIRS_SHOWN]:
         result.pairs.append((held_out_sample.image_name(held_out_index), train_sample.image_name(train_index)))
-    sampled_share = result.training / max(len(train), 1)  # also the chance that a copy's original is in the sample
+    readable = len(train) - (len(result.broken) - broken_held_out)
+    sampled_share = result.training / max(readable, 1)  # also the chance that a copy's original is in the sample
     if sampled_share < 1:
         result.visible = min(1.0, 3 / max(result.held_out * sampled_share, 1e-9))
     if len(pairs) > 2 or sampled_share == 1:

@@ -293,7 +293,8 @@ class ImageTask:
 
     def describe_images(self) -> str:
         """The images in a line: kind and number, how often each is seen, how many are held out."""
-        seen = f", each seen {self.times_seen:.3g} times" if self.times_seen else ""
+        times = f"{self.times_seen:,.0f}" if self.times_seen >= 1000 else f"{self.times_seen:.3g}"
+        seen = f", each seen {times} times" if self.times_seen else ""
         line = f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
         if self.probe and self.probe.general_views:
             reference, test = (len(views.dataset) for views in self.probe.general_views)

@@ -1,9 +1,9 @@
 """The verdict: one line on how a run is doing, made of its history and its warnings' names."""
 
 from collections.abc import Sequence
-from math import sqrt
 from typing import NamedTuple
 
+from mpp.data.overview import FEW_TEST_IMAGES, half_width
 from mpp.features.drift import ALL, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS
 from mpp.runtime.messages import counted
 from mpp.training.facts import Facts
@@ -32,8 +32,6 @@ ANY_ORDER = "heldout/any_order_of_the_images"
 PROBES = {"knn": "kNN", "agreement": "neighbour agreement", GENERAL_KNN: "kNN"}
 IMAGES = {"knn": "own images", GENERAL_KNN: "general images"}
 """The images that kNN accuracy is of, by its group of scalars."""
-FEWEST_IMAGES = 100
-"""Held-out images below which the verdict says that a probe is uncertain."""
 LOSS_FALLS = "held-out loss still falling"
 LOSS_FLAT = "held-out loss flat"
 LOSS_RISES = "held-out loss rising"
@@ -87,15 +85,15 @@ def describe_shortness(steps: int) -> str:
 
 
 def describe_few_images(history: History, evaluated: int) -> str:
-    """A remark on a probe of too few images, with twice the standard error of an accuracy of 50 %; "" of any other.
+    """A remark on a probe of too few images, with half the 95 % interval of an accuracy of 50 %; "" of any other.
 
     Args:
         evaluated: images of the probe; 0: unknown.
     """
     group, _ = probe_lines(history)
-    if not group or not 0 < evaluated < FEWEST_IMAGES:
+    if not group or not 0 < evaluated < FEW_TEST_IMAGES:
         return ""
-    points = 100 / sqrt(evaluated)
+    points = 100 * half_width(evaluated)
     images = counted(evaluated, "held-out image")
     return f"{PROBES[group]} is of only {images} and uncertain by up to {points:.0f} points"
 
