@@ -41,7 +41,7 @@ from mpp.models.timm_models import set_attention
 from mpp.runtime.command import command
 from mpp.runtime.files import complete, partial_path
 from mpp.runtime.start import start_alone
-from mpp.runtime.weights import encoder_folder, fingerprint
+from mpp.runtime.weights import encoder_folder, fingerprint, zoo_folder
 from mpp.training.card import card_of_file
 
 TRACED_IMAGES = 3  # torch.export takes a batch of one for a constant
@@ -249,7 +249,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
 
 def weights_and_card(config: ExportConfig) -> tuple[str, str]:
     """The name or fingerprint of the weights, and their model card, or "" where they have none."""
-    path = Path(config.encoder)
+    path = zoo_folder(Path(config.encoder))
     if config.random:
         return f"random, seed {config.seed}", ""
     if config.checkpoint:

@@ -9,15 +9,17 @@ import pytest
 import timm
 import torch
 from model_inputs import HALVES
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 import mpp
-from evaluation.frozen.encoder import FrozenEncoder
+from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from mpp.config import ModelConfig, resized_side
+from mpp.errors import UserError
 from mpp.models.descriptions import learned_labels
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
+from mpp.runtime.weights import fingerprint
 
 
 def export(encoder, folder):
@@ -365,6 +367,27 @@ def test_no_encoder_there(tmp_path, exported):
     shutil.copy(exported[1] / "config.json", tmp_path)
     with pytest.raises(ValueError, match="no encoder at"):
         mpp.load_encoder(tmp_path)
+
+
+def test_an_encoder_that_comes_with_mpp_is_known_by_its_name(exported, tmp_path, monkeypatch):
+    _, folder = exported
+    zoo = tmp_path / "zoo"
+    shutil.copytree(folder, zoo / "tiny")
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, zoo / "tiny" / "model.safetensors")
+    monkeypatch.setattr("mpp.runtime.weights.ZOO_FOLDER", zoo)
+    encoder = mpp.load_encoder("zoo:tiny")
+    images = torch.randn(2, 3, *encoder.patch_embed.img_size)
+    assert torch.equal(encoder(images), mpp.load_encoder(zoo / "tiny")(images))
+    assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
+    assert fingerprint(Path("zoo:tiny")) == fingerprint(zoo / "tiny") != ""
+    assert learned_labels("zoo:tiny") == learned_labels(str(folder))
+    frozen = load_frozen_encoder("zoo:tiny", random=True)
+    assert not torch.equal(frozen.model(images), encoder(images))
+    begun = build_encoder(ModelConfig(depth=2, init_from="zoo:tiny"))
+    assert torch.equal(begun.cls_token, encoder.cls_token)
+    with pytest.raises(UserError, match="encoder is zoo:large; it must be zoo:tiny"):
+        mpp.load_encoder("zoo:large")
 
 
 def test_an_encoder_one_folder_below_is_named(tmp_path, exported):

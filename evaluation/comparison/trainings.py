@@ -19,7 +19,7 @@ from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.weights import HUB
+from mpp.runtime.weights import HUB, ZOO
 from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.flops import flops_of_step
 from mpp.training.growth import branch_point
@@ -86,7 +86,7 @@ def parent_settings(config: Any) -> dict[str, Path]:
 def local_encoder(encoder: str) -> Path | None:
     """The folder or file of an encoder; None: it is a published model, by its name in timm or on the hub."""
     run = find_run(encoder)
-    if run is None and (is_model(encoder) or encoder.startswith(HUB)):
+    if run is None and (is_model(encoder) or encoder.startswith((HUB, ZOO))):
         return None
     return run or Path(encoder)
 

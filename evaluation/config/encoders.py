@@ -55,8 +55,8 @@ class EncoderConfig:
     """A frozen encoder and its images."""
 
     encoder: str = "runs/birds"
-    """Encoder: a run folder, encoder folder, hf-hub:NAME, the name of a timm model (with its published weights),
-    floor:pixels or floor:colors."""
+    """Encoder: a run folder, encoder folder, zoo:NAME (it comes with mpp), hf-hub:NAME, the name of a timm model (with
+    its published weights), floor:pixels or floor:colors."""
     checkpoint: str | None = setting(None, needs={"random": False})
     """Local .safetensors file with the weights of a timm model, instead of its published ones."""
     random: bool = False

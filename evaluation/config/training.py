@@ -85,8 +85,8 @@ class FinetuneConfig:
     """Fine-tune an encoder on labelled images."""
 
     encoder: str = "runs/birds"
-    """Encoder to fine-tune: a run folder, encoder folder, hf-hub:NAME, or the name of a timm model (with its published
-    weights)."""
+    """Encoder to fine-tune: a run folder, encoder folder, zoo:NAME, hf-hub:NAME, or the name of a timm model (with its
+    published weights)."""
     checkpoint: str | None = setting(None, needs={"init": "encoder"})
     """Local .safetensors file with the weights of a timm model, instead of its published ones."""
     init: Literal["encoder", "random"] = "encoder"

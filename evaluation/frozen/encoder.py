@@ -123,8 +123,8 @@ def load_frozen_encoder(
     """Load the encoder of a run folder, an encoder folder, the hub or timm; or a colour baseline.
 
     Args:
-        encoder: a folder, hf-hub:NAME, or the name of a timm model, whose published weights are downloaded; or
-            `floor:pixels` or `floor:colors`.
+        encoder: a folder, zoo:NAME, hf-hub:NAME, or the name of a timm model, whose published weights are
+            downloaded; or `floor:pixels` or `floor:colors`.
         checkpoint: local .safetensors file with the weights of a timm model, instead of the published ones.
         random: take the architecture with random weights.
         img_size: another input size (ViTs resample their position embeddings).

@@ -57,7 +57,7 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
     else:
         folder = Path(encoder)
         if not folder.exists():
-            folder = Path("runs") / encoder.replace("/", "_")
+            folder = Path("runs") / re.sub("[/:]", "_", encoder)
         path = run_of(folder) / "evaluation" / name
     try:
         with TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):

@@ -67,8 +67,8 @@ class ModelConfig:
     activation_checkpointing: bool = setting(False, operational=True)
     """Keep one activation per block and recompute the rest in the backward pass: less memory, one more forward pass."""
     init_from: str | None = None
-    """Weights to start the encoder from: a run folder, an encoder folder, a .safetensors file, hf-hub:NAME, or the name
-    of a timm model with published weights (vit_small_patch16_dinov3.lvd1689m). null: random weights."""
+    """Weights to start the encoder from: a run folder, an encoder folder, a .safetensors file, zoo:NAME, hf-hub:NAME,
+    or the name of a timm model with published weights (vit_small_patch16_dinov3.lvd1689m). null: random weights."""
     train: str | None = None
     """Trained parameters of the encoder: a regular expression found in their names, such as attn.proj (APLA), or
     blocks.11. for the last of twelve blocks. The others stay frozen. null: all; with lora_rank none."""

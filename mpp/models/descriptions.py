@@ -13,7 +13,7 @@ from torch import nn
 
 from mpp.config import HOW_READ, ImageSize, require, resized_side, sides
 from mpp.errors import UserError
-from mpp.runtime.weights import HUB, PICKLES, SAFETENSORS_SUFFIX, encoder_folder, weights_file
+from mpp.runtime.weights import HUB, PICKLES, SAFETENSORS_SUFFIX, ZOO, encoder_folder, weights_file
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
@@ -48,14 +48,14 @@ def trained_on(folder: Path, entry: str) -> Any:
 
 
 def first_weights(source: str) -> str:
-    """The weights that `model.init_from` names: a path or hf-hub:NAME as it is, or the hub's name of timm's weights.
+    """The weights that `model.init_from` names: a path, zoo:NAME or hf-hub:NAME as it is; of timm's the hub's name.
 
     Raises:
         UserError: nothing of that name here, in timm or, as far as timm knows, on the hub.
     """
     if not is_named(source) or Path(source).suffix in (SAFETENSORS_SUFFIX, *PICKLES):
         return source
-    allowed = "a run folder, an encoder folder, a .safetensors file, hf-hub:NAME, or the name of a timm model"
+    allowed = "a run folder, an encoder folder, a .safetensors file, zoo:NAME, hf-hub:NAME, or the name of a timm model"
     if not timm.is_model(source):
         if "/" in source:
             return source  # a path, whose absence has its own message
@@ -90,8 +90,8 @@ def stride_of(folder: Path) -> int | None:
 
 
 def is_named(encoder: str) -> bool:
-    """Whether an encoder is given by the name of a timm model, not by a path or a name on the hub."""
-    return not (encoder.startswith(HUB) or Path(encoder).exists())
+    """Whether an encoder is given by the name of a timm model, not by a path or a name on the hub or in mpp."""
+    return not (encoder.startswith((HUB, ZOO)) or Path(encoder).exists())
 
 
 def how_read(encoder: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def learned_labels(encoder: str) -> bool:
     an entry `learned_labels`; it also counts for a weights file next to it.
 
     Args:
-        encoder: a run folder, an encoder folder, hf-hub:NAME, a weights file, or the name of a timm model.
+        encoder: a run folder, an encoder folder, zoo:NAME, hf-hub:NAME, a weights file, or the name of a timm model.
     """
     if is_named(encoder):
         if not timm.is_model(encoder):

@@ -82,7 +82,7 @@ def load_encoder(
     Positions that were fixed stay so: they are a buffer, and no parameter.
 
     Args:
-        source: a run folder, an encoder folder, hf-hub:NAME, or the name of a timm model.
+        source: a run folder, an encoder folder, zoo:NAME, hf-hub:NAME, or the name of a timm model.
         pretrained: with weights: a folder's own, those in `checkpoint`, or those that timm has published. False: the
             architecture with random weights.
         checkpoint: .safetensors file with the weights of a timm model.

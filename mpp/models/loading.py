@@ -86,7 +86,7 @@ def load_weights(encoder: nn.Module, source: str) -> None:
     """Load the weights that `model.init_from` names, by timm's own filter and resampled to the encoder's sizes.
 
     Args:
-        source: run folder, encoder folder, .safetensors file, hf-hub:NAME, or the name of a timm model.
+        source: run folder, encoder folder, .safetensors file, zoo:NAME, hf-hub:NAME, or the name of a timm model.
     Raises:
         UserError: no such weights, weights of another architecture, or only a part of them.
     """

@@ -11,6 +11,9 @@ from mpp.runtime.hashing import sha256_of
 
 HUB = "hf-hub:"
 """Prefix of the name of a model on the hub, as in timm."""
+ZOO = "zoo:"
+"""Prefix of the name of an encoder that comes with mpp."""
+ZOO_FOLDER = Path(__file__).parent.parent / "zoo"
 SAFETENSORS_SUFFIX = ".safetensors"
 PICKLES = (".pth", ".pt", ".ckpt", ".bin", ".pkl", ".pickle", ".tar")
 """Suffixes of pickled weights."""
@@ -41,6 +44,7 @@ def run_of(path: Path) -> Path:
 
 def fingerprint(path: Path) -> str:
     """SHA-256 of the weights in an encoder's folder or a weights file; empty where there is no such path."""
+    path = zoo_folder(path)
     if not path.exists():
         return ""
     file = path if path.is_file() else encoder_folder(path) / "model.safetensors"
@@ -48,13 +52,14 @@ def fingerprint(path: Path) -> str:
 
 
 def encoder_folder(path: Path, setting: str = "encoder") -> Path:
-    """The encoder folder at `path`: itself, the one in a run folder, or that of hf-hub:NAME, which is downloaded.
+    """The encoder folder at `path`: itself, the one in a run folder, that of zoo:NAME or hf-hub:NAME (downloaded).
 
     Args:
         setting: the setting that names it.
     Raises:
         UserError: no encoder there; the message says what is there instead.
     """
+    path = zoo_folder(path, setting)
     if str(path).startswith(HUB):
         files = ["config.json", "model.safetensors"]
         try:
@@ -82,6 +87,23 @@ def encoder_folder(path: Path, setting: str = "encoder") -> Path:
     )
 
 
+def zoo_folder(path: Path, setting: str = "encoder") -> Path:
+    """The folder of an encoder that comes with mpp, for `zoo:NAME`; any other path as it is.
+
+    Args:
+        setting: the setting that names it.
+    Raises:
+        UserError: no encoder of this name comes with mpp.
+    """
+    if not str(path).startswith(ZOO):
+        return path
+    folder = ZOO_FOLDER / str(path).removeprefix(ZOO)
+    if has_encoder(folder):
+        return folder
+    names = sorted(f"{ZOO}{encoder.name}" for encoder in ZOO_FOLDER.glob("*") if has_encoder(encoder))
+    raise UserError(f"{setting} is {path}; it must be {' or '.join(names)}")
+
+
 def has_encoder(folder: Path) -> bool:
     """Whether a folder is an encoder's: it has timm's config.json, and the weights."""
     return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
@@ -94,7 +116,7 @@ def folders_with_encoder(path: Path) -> list[Path]:
 
 
 def weights_file(path: Path, setting: str) -> Path:
-    """The .safetensors file at `path`: `path` itself, or that of an encoder folder, a run folder or hf-hub:NAME."""
+    """The .safetensors file at `path`: itself, or that of an encoder folder, a run folder, zoo:NAME or hf-hub:NAME."""
     return path if path.suffix == SAFETENSORS_SUFFIX else encoder_folder(path, setting) / "model.safetensors"
 
 
