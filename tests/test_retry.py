@@ -60,7 +60,8 @@ def test_a_hub_whose_address_is_unknown_is_not_asked_again(endpoint, expected_pa
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
-    with pytest.raises(ReadFailed, match=r"server of data\.path owner/pictures \(not a file or folder in .*\) cannot be read.*Couldn't reach"):
+    said = r"server of data\.path owner/pictures \(not a file or folder in .*\) cannot be read.*Couldn't reach"
+    with pytest.raises(ReadFailed, match=said):
         from_a_server(load, DataConfig(path="owner/pictures", read_retries=3))
     assert pauses == expected_pauses
 
