@@ -1,5 +1,6 @@
 """The cases of a comparison: which evaluation of which encoder on which dataset, and the settings of each."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,7 @@ class Case:
     def slug(self) -> str:
         """Its name in file names."""
         names = (self.encoder.entry.name, str(self.encoder.seed), self.entry.name, self.dataset.name)
-        return "-".join(names).replace(" ", "_").replace("/", "_")
+        return re.sub("[ /:]", "_", "-".join(names))
 
     @property
     def labels(self) -> dict[str, Any]:

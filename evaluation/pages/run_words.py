@@ -9,7 +9,6 @@ from evaluation.config import OneRunConfig, SupervisedConfig
 from evaluation.pages.page import Link, Section
 from evaluation.pages.run_sections import COMMANDS, begins_from_weights, config_class_of
 from mpp.config.saved import parse_saved
-from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.errors import UserError
 from mpp.training.cost import describe_cost
 from mpp.training.growth import describe_growth
@@ -184,7 +183,7 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
             )
     by_depth = values_by_depth(last, group)
     evaluated = read_verdict(folder).get("facts", {}).get("evaluated", 0)
-    if 0 < evaluated < FEW_TEST_IMAGES:
+    if describe_few_images(history, evaluated):
         return advice
     if accuracy >= by_depth[max(by_depth)] + MIN_GAIN_OVER_LAST_DEPTH:
         advice.append(f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)")

@@ -48,7 +48,7 @@ def trained_on(folder: Path, entry: str) -> Any:
 
 
 def first_weights(source: str) -> str:
-    """The weights that `model.init_from` names: a path, zoo:NAME or hf-hub:NAME as it is; of timm's the hub's name.
+    """The first weights' path, zoo:NAME or hf-hub:NAME as given; for the name of a timm model, its hf-hub:NAME.
 
     Raises:
         UserError: nothing of that name here, in timm or, as far as timm knows, on the hub.

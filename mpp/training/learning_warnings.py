@@ -26,8 +26,6 @@ FEWEST_STEPS = 100
 STALLED_LOSS_CHANGE = 0.001  # relative
 ONE_COLOR_SHARE = 0.95
 BEYOND_CHANCE = 2.0  # standard errors
-
-
 MEMORISED_GAP = 0.2  # in accuracy
 
 
