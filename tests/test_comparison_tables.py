@@ -114,14 +114,24 @@ def test_panels_with_the_same_lines_have_one_legend(charted):
     assert not others.legends and all(panel.get_legend() for panel in others.axes)
 
 
-def test_a_case_alone_names_its_panel_and_not_its_lines():
+def test_each_case_has_its_panel_with_all_lines():
     lines = {"one": ["a"], "two": ["b"]}
     question = Question("q", encoders={"a": 1, "b": 2}, plot="lines", x="images", lines=lines)
-    rows = [ROW | {"encoder": name, "evaluation": "few-shot", "case": "5"} for name in "ab"]
+    rows = [ROW | {"encoder": name, "evaluation": "few-shot", "case": case} for name in "ab" for case in ("5", "25")]
     figure = plot_question(question, rows, {})
-    (panel,) = figure.axes
-    assert panel.get_title() == "few-shot 5"
-    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["one", "two"]
+    assert [panel.get_title() for panel in figure.axes] == ["few-shot 5", "few-shot 25"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["one", "two"]
+
+
+def test_a_line_without_compute_is_drawn_across_the_panel():
+    lines = {"trained": ["a"], "random weights": ["b"], "pixels": ["c"]}
+    question = Question("q", encoders=list("abc"), plot="lines", x="compute", lines=lines)
+    row = ROW | {"evaluation": "kNN", "case": "", "dataset": "d"}
+    rows = [row | {"encoder": "a", "accuracy": 0.5, "training_pflop": 1.0}]
+    rows += [row | {"encoder": "b", "accuracy": 0.3, "training_pflop": 0.0}, row | {"encoder": "c", "accuracy": 0.2}]
+    (panel,) = plot_question(question, rows, {}).axes
+    across = {line.get_label(): list(line.get_ydata()) for line in panel.lines if list(line.get_xdata()) == [0, 1]}
+    assert across == {"random weights": [30, 30], "pixels": [20, 20]}
 
 
 def test_random_weights_alone_are_drawn_at_no_compute(charted):

@@ -88,7 +88,8 @@ class Question:
     """Meaning of the numbers of `encoders`. Instead of numbers: `compute`, the PFLOP that training the encoder executed
     (random weights: 0), or `total compute`, those of its fine-tuning too; the choice of a rate is left out."""
     lines: Mapping[str, Sequence[str]] | None = None
-    """Lines of the plot: name and encoders. null: a line for each case of an evaluation (5 shots, 25 shots)."""
+    """Lines of the plot: name and encoders. Encoders without compute, such as baselines, are horizontal lines. null: a
+    line for each case of an evaluation (5 shots, 25 shots)."""
 
     def __post_init__(self):
         require(self.plot in ("bars", "lines", "depth"), "questions: plot", self.plot, "bars, lines or depth")

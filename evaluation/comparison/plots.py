@@ -64,35 +64,31 @@ def scales_of(rows: list[ResultRow], words: str = "{}") -> dict[str, Scale]:
 
 
 def plot_against_x(question: Question, tested: list[ResultRow]) -> Figure | None:
-    """Accuracies against the question's x: a line for each case, or for each of its `lines`."""
+    """Accuracies against the question's x: a line for each case, or for each of its `lines` with a panel for each case.
+
+    With `lines`, encoders whose x is unknown are at 0, as random weights are.
+    """
     drawn = [row | {"x": x_of(row, question)} for row in tested]
-    drawn = [row for row in drawn if row["x"] is not None]
-    if question.lines is not None:
-        drawn = on_lines(with_cases_in_names(drawn), question.lines)
+    if question.lines is None:
+        drawn = [row for row in drawn if row["x"] is not None]
+    else:
+        drawn = [row | {"x": row["x"] or 0} for row in on_lines(drawn, question.lines)]
     if not drawn:
         return None
     return plot_lines(curves_of(drawn, "case", "x"), MEASURED_AXES.get(question.x, question.x), scales_of(drawn))
 
 
-def with_cases_in_names(rows: list[ResultRow]) -> list[ResultRow]:
-    """The rows; where an evaluation has one case, such as 5 shots, that is a part of the evaluation's name."""
-    named = []
-    for (evaluation,), of_evaluation in grouped(rows, "evaluation").items():
-        cases = unique(of_evaluation, "case")
-        if len(cases) == 1:
-            name = f"{evaluation} {cases[0]}".strip()
-            of_evaluation = [row | {"evaluation": name, "case": ""} for row in of_evaluation]
-        named += of_evaluation
-    return named
-
-
 def on_lines(rows: list[ResultRow], lines: Mapping[str, Sequence[str]]) -> list[ResultRow]:
-    """The rows with the name of their line before their case; an encoder may be on several lines."""
+    """The rows of each line, with the line's name as case, and their own case in the evaluation's name.
+
+    An encoder may be on several lines.
+    """
     named = []
     for line, encoders in lines.items():
         for row in rows:
             if row["encoder"] in encoders:
-                named.append(row | {"case": f"{line} {row['case']}".strip()})
+                evaluation = f"{row['evaluation']} {row['case']}".strip()
+                named.append(row | {"case": line, "evaluation": evaluation})
     return named
 
 

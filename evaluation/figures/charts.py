@@ -142,8 +142,7 @@ def plot_depths(curves: Curves, scales: Scales | None = None) -> Figure:
         for name, accuracies in encoders.items():
             number = numbers.setdefault(name, len(numbers))
             if len(accuracies) == 1:
-                (accuracy,) = accuracies.values()
-                panel.axhline(factor * accuracy["mean"], linestyle="--", color=color_of_line(number), label=name)
+                draw_level(panel, accuracies, name, number, factor)
             else:
                 draw_line(panel, accuracies, name, number, factor)
                 panel.set_xticks(list(accuracies))
@@ -155,12 +154,16 @@ def plot_depths(curves: Curves, scales: Scales | None = None) -> Figure:
 
 
 def plot_lines(curves: Curves, x_label: str, scales: Scales | None = None) -> Figure:
-    """Evaluation -> case -> x -> score, with a logarithmic x-axis."""
+    """Evaluation -> case -> x -> score, with a logarithmic x-axis; a case with 0 alone is a horizontal line."""
     scales = scales or {}
     figure, panels = panels_side_by_side(curves, x_label)
     for panel, (column, cases) in zip(panels, curves.items(), strict=True):
+        factor = scales.get(column, ACCURACY).factor
         for number, (name, accuracies) in enumerate(cases.items()):
-            draw_line(panel, accuracies, name, number, scales.get(column, ACCURACY).factor)
+            if set(accuracies) == {0}:
+                draw_level(panel, accuracies, name, number, factor)
+            else:
+                draw_line(panel, accuracies, name, number, factor)
         places = sorted(place for place in set().union(*cases.values()) if place > 0)  # random weights are at 0
         if places:
             panel.set_xscale("log")
@@ -259,6 +262,12 @@ def draw_line(panel: Axes, accuracies: dict[float, Statistics], name: str, numbe
     deviations = [factor * each["std"] for each in accuracies.values()]
     style = dict(marker=marker_of_line(number), ms=5, color=color_of_line(number))
     panel.errorbar(list(accuracies), means, deviations, label=name, **style)
+
+
+def draw_level(panel: Axes, accuracies: dict[float, Statistics], name: str, number: int, factor: int) -> None:
+    """Draw the mean of the only entry across the panel."""
+    (accuracy,) = accuracies.values()
+    panel.axhline(factor * accuracy["mean"], linestyle="--", color=color_of_line(number), label=name)
 
 
 def plot_bars(accuracies: dict[str, dict[str, Statistics]], scales: Scales | None = None) -> Figure:
