@@ -60,7 +60,7 @@ class CompareConfig:
     """Folder for results.json, table.md, the plots, and each evaluation's report."""
     encoders: tuple[dict[str, Any], ...] = ()
     """Rows: {name, encoder, random, options, seeds, train, train_options, compute, branch_of}; name and encoder are
-    needed."""
+    needed. train is pretrain, supervised or contrastive."""
     evaluations: tuple[dict[str, Any], ...] = ()
     """Evaluations: {name, command, options}; command is fewshot, knn, linear, segmentation, finetune, masked, or your
     own."""
@@ -68,8 +68,8 @@ class CompareConfig:
     """Datasets: {name, options, group}; options are data.path and other data settings. Files are read like the
     encoder's own training images, with its channels and range, unless options set these."""
     questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)
-    """Questions: {name, title, encoders, evaluations, plot, x, lines}; each gets a table and a plot. Only the
-    evaluations they need are computed."""
+    """Questions: {name, title, encoders, evaluations, plot, x, lines}; each gets a table and a plot. plot is bars,
+    lines or depth; x is compute, or total compute (with fine-tuning's). Only the evaluations they need are computed."""
     extends: str | None = None
     """results.json of another comparison: results with the same digest are taken from there instead of computed
     again."""
