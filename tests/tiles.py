@@ -1,6 +1,12 @@
 """Makes the folders `bordered` and `whole` of CIFAR-10, for "Patches without a value" of evaluation/results/README.md.
 
 In `bordered` three quarters of the images are cut off by a line at a random place, as tiles at the border of a map are.
+Then, for both values of predict_nodata, with run.seed 0 and 1; the probe also with `whole` as its data.path:
+
+    mpp pretrain --data.path bordered --data.nodata 0 --objective.predict_nodata false --run.dir runs/tiles \\
+        --run.steps 500 --run.threads 1 --data.workers 0 --run.eval_every 500 --probe.every 500 --model.img_size 32 \\
+        --model.patch_size 4 --model.width 96 --model.heads 3 --optim.warmup_steps 25 --model.mean 0.45 --model.std 0.25
+    mpp linear --encoder runs/tiles --data.path bordered --data.nodata 0 --data.eval_split test --precision fp32
 """
 
 from pathlib import Path
