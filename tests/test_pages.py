@@ -10,6 +10,10 @@ LINK = re.compile(r"\]\(\s*([^)\s]+)\s*\)")
 CODE = re.compile(r"^ *`{3}.*?^ *`{3}$|(?:(?<=\n\n)|\A)(?: {4,}[^\n]*(?:\n|\Z))+|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
+MOST_LINES = 200
+MOST_LINES_OF_THE_FRONT_PAGE = 120
+MOST_LINES_IN_ALL = 3400
+WRITTEN_BY_PROGRAMS = ("settings.md", "table.md", "ATTRIBUTION.md")
 
 
 def pages():
@@ -42,3 +46,10 @@ def test_links_of_a_page_lead_to_files_and_headings(page):
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+def test_pages_are_short_enough_to_be_read():
+    lines = {page: len(page.read_text().splitlines()) for page in pages() if page.name not in WRITTEN_BY_PROGRAMS}
+    assert lines[ROOT / "README.md"] <= MOST_LINES_OF_THE_FRONT_PAGE
+    assert max(lines.values()) <= MOST_LINES
+    assert sum(lines.values()) <= MOST_LINES_IN_ALL
