@@ -1,5 +1,6 @@
 """Supervised pre-training and fine-tuning: the same loop, other tasks."""
 
+import csv
 import json
 
 import numpy as np
@@ -96,8 +97,12 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     outcomes = load_outcomes(folder / "supervised.json")
     assert outcomes.class_names == birds and len(outcomes) == 8
     assert is_right(outcomes).mean() == read_metrics(folder, "heldout/accuracy")[4]
-    rows = (folder / "supervised.classes.csv").read_text().splitlines()
-    assert [row.partition(",")[0] for row in rows] == ["class", *birds]
+    with (folder / "supervised.classes.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["class"] for row in rows] == birds
+    for row in rows:
+        if row["images"] != "0":  # each cell is a number
+            assert float(row["right (%), from"]) <= float(row["right (%)"]) <= float(row["right (%), to"])
     assert read_metrics(folder)[1] == pytest.approx(np.log(9), rel=1e-5)  # the head starts at zero: nine classes
     assert 0 <= read_metrics(folder, "heldout/accuracy")[4] <= 1
     assert read_metrics(folder, "heldout/largest_class")[4] == 0.25  # of 8 birds

@@ -1,6 +1,7 @@
 """Figures of a report in words, a table by class as CSV, and the confusion matrix as a picture."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ USUAL_NEIGHBOURS = 20
 """Of kNN in all comparisons, as in DINO."""
 CLASSES_FILE = ".classes.csv"
 CONFUSION_FILE = ".confusion.png"
+INTERVAL = re.compile(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)")
 
 
 def shown_result(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -76,7 +78,7 @@ def write_details(path: Path, report: dict[str, Any]) -> list[Path]:
     written = []
     by_class = kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
-        headings, rows = by_class
+        headings, rows = intervals_in_columns(*by_class)
         written.append(path.with_name(f"{path.stem}{CLASSES_FILE}"))
         with complete(written[-1], shared=True) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([headings, *rows])
@@ -86,6 +88,21 @@ def write_details(path: Path, report: dict[str, Any]) -> list[Path]:
         with complete(written[-1], shared=True) as partial:
             figure.savefig(partial, format="png", dpi=DPI)
     return written
+
+
+def intervals_in_columns(headings: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The table with `71.0 (65.0 to 76.3)` in three columns, so that a program reads each cell as a number."""
+    columns = []
+    for heading, *cells in zip(headings, *rows, strict=True):
+        found = [INTERVAL.fullmatch(cell) if heading.endswith("(%)") else None for cell in cells]
+        if not any(found):
+            columns.append([heading, *cells])
+            continue
+        columns.append([heading, *(match[1] if match else cell for match, cell in zip(found, cells, strict=True))])
+        for end, group in (("from", 2), ("to", 3)):
+            columns.append([f"{heading}, {end}", *(match[group] if match else "" for match in found)])
+    headings, *rows = map(list, zip(*columns, strict=True))
+    return headings, rows
 
 
 def draw_confusion(outcomes: Outcomes) -> Figure | None:
