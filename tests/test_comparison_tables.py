@@ -132,6 +132,7 @@ def test_a_line_without_compute_is_drawn_across_the_panel():
     (panel,) = plot_question(question, rows, {}).axes
     across = {line.get_label(): list(line.get_ydata()) for line in panel.lines if list(line.get_xdata()) == [0, 1]}
     assert across == {"random weights": [30, 30], "pixels": [20, 20]}
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == list(lines)
 
 
 def test_random_weights_alone_are_drawn_at_no_compute(charted):

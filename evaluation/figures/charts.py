@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -173,13 +173,21 @@ def plot_lines(curves: Curves, x_label: str, scales: Scales | None = None) -> Fi
         panel.minorticks_off()
     label_scores(panels, curves, scales)
     lines_of_panels = {tuple(cases) for cases in curves.values()}
-    if len(panels) > 1 and len(lines_of_panels) == 1:
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    if len(panels) > 1 and len(lines_of_panels) == 1 and any(cases):
+        figure.legend(**legend_of(panels[0], cases), loc="outside lower center", ncols=3, fontsize=8)
         return figure
     for panel, cases in zip(panels, curves.values(), strict=True):
-        if any(cases):
-            panel.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below the error bars
+        if any(cases):  # below the error bars
+            panel.legend(**legend_of(panel, cases), fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     return figure
+
+
+def legend_of(panel: Axes, names: Iterable[str]) -> dict[str, list[Any]]:
+    """The legend's arguments with the lines in the order of `names`: of itself it has horizontal lines first."""
+    handles, labels = panel.get_legend_handles_labels()
+    by_name = dict(zip(labels, handles, strict=True))
+    ordered = [name for name in names if name in by_name]
+    return {"handles": [by_name[name] for name in ordered], "labels": ordered}
 
 
 def label_scores(panels: Sequence[Axes], columns: Iterable[str], scales: Scales) -> None:
