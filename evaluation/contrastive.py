@@ -77,19 +77,14 @@ class Contrastive(ImageTask):
 
     def check_settings(self) -> None:
         """Raise UserError where the settings do not fit contrastive training."""
-        data, layout = self.config.data, self.layout
-        if data.streaming:
+        layout = self.layout
+        if self.config.data.streaming:
             raise UserError("data.streaming is for masked patch prediction; contrastive training needs indexed images")
         shares = layout.world_size * layout.accumulation_steps
         batch = self.config.optim.global_batch_size
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
         several = self.images_of_a_pass > 1
         require(several, "data.batch_size", layout.largest, "above 1: an image is compared with others")
-        if data.channels != 3:
-            allowed = f"0 with {data.channels} channels: it changes colours; use crops, flips and blur"
-            for name in ("jitter", "grey"):
-                value = getattr(self.config.views, name)
-                require(value == 0, f"views.{name}", value, allowed)
 
     def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder with the projection head; height and width of its images."""

@@ -18,11 +18,12 @@ from timm.models import adapt_input_conv
 
 import mpp
 from evaluation import contrastive, fewshot, finetune, knn, supervised, visualize
-from evaluation.config import EVERY
+from evaluation.config import EVERY, ContrastiveConfig, SupervisedConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.provenance import find_labelled_images
 from evaluation.memory import peak_memory
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
+from mpp.config.parsing import parse
 from mpp.config.saved import read_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.crops import augment
@@ -366,9 +367,9 @@ def test_labels_and_contrast_are_learned_of_four_bands(four, tmp_path):
     contrast = [*words, "--probe.every=0", "--head.outputs=8", "--head.hidden=16"]
     contrastive.main([*contrast, "--views.jitter=0", "--views.grey=0", f"--run.dir={tmp_path / 'views'}"])
     with pytest.raises(UserError, match=r"views\.jitter is 1\.0; it must be 0 with 4 channels: .*crops, flips"):
-        contrastive.main([*contrast, f"--run.dir={tmp_path / 'refused'}"])
+        parse(ContrastiveConfig, contrast)  # before a run or a comparison begins
     with pytest.raises(UserError, match=r"augment\.randaugment is 9; it must be 0 with 4 channels: .* crops and flips"):
-        supervised.main([*words, "--augment.randaugment=9", f"--run.dir={tmp_path / 'strong'}"])
+        parse(SupervisedConfig, [*words, "--augment.randaugment=9"])
 
 
 def test_color_operations_round_what_is_deeper_than_8_bits():

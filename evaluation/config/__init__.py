@@ -34,4 +34,5 @@ from evaluation.config.training import (
     Pooling,
     SupervisedConfig,
     ViewsConfig,
+    check_colour_changes,
 )

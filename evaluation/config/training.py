@@ -1,5 +1,6 @@
 """Settings of commands that train: supervised, fine-tuning, contrastive."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,6 +79,7 @@ class SupervisedConfig:
 
     def __post_init__(self):
         self.optim.check_length(self.run.steps)
+        check_colour_changes(self.data.channels, {"augment.randaugment": self.augment.randaugment}, "crops and flips")
 
 
 @dataclass(frozen=True)
@@ -210,3 +212,17 @@ class ContrastiveConfig:
 
     def __post_init__(self):
         self.optim.check_length(self.run.steps)
+        of_colours = {"views.jitter": self.views.jitter, "views.grey": self.views.grey}
+        check_colour_changes(self.data.channels, of_colours, "crops, flips and blur")
+
+
+def check_colour_changes(channels: int, strengths: Mapping[str, float], instead: str) -> None:
+    """Raise UserError for augmentation of colours on images that are not RGB.
+
+    Args:
+        strengths: setting -> its value; 0 is off.
+        instead: augmentation that such images can have, in words.
+    """
+    for name, strength in strengths.items():
+        allowed = f"0 with {channels} channels: it changes colours; use {instead}"
+        require(channels == 3 or strength == 0, name, strength, allowed)
