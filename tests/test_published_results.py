@@ -47,6 +47,7 @@ PAGES = {
     "the_paper": ["data_size_cifar10", "ablations_cifar10", "heads_cifar10", "transfer_cifar10", "scaling_cifar10"],
     "continuing": ["continue_solar"],
     "race": ["race_cifar10"],
+    "other_images": ["race_solar", "race_birds", "race_speech"],
 }
 SYNONYMS = {"trivial": "floor", "masked": "pre", "the": "supervised"}
 ACCURACY = re.compile(r"(?<![\d.,])\d\d\.\d(?!\d)(?: ± \d+\.\d)?")
