@@ -23,7 +23,7 @@ def pictures(notebook) -> int:
 
 def test_the_notebook_has_its_pictures_and_no_path_of_a_machine():
     text = TOUR.read_text()
-    assert pictures(nbformat.reads(text, as_version=4)) == 3 and len(text) < 1_000_000
+    assert pictures(nbformat.reads(text, as_version=4)) == 4 and len(text) < 1_000_000
     assert not re.search("/(home|root|tmp)/", text)
 
 
@@ -41,4 +41,4 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     NotebookClient(
         notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    assert pictures(notebook) == 3
+    assert pictures(notebook) == 4
