@@ -12,7 +12,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 MOST_LINES = 200
 MOST_LINES_OF_THE_FRONT_PAGE = 120
-MOST_LINES_IN_ALL = 3500
+MOST_LINES_IN_ALL = 3400
 WRITTEN_BY_PROGRAMS = ("settings.md", "table.md", "ATTRIBUTION.md")
 
 
