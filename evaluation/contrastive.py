@@ -26,7 +26,6 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch
-from mpp.errors import UserError
 from mpp.features.frozen import extract
 from mpp.features.metrics import Sums
 from mpp.features.reconstructions import prediction_panel, stretch
@@ -78,8 +77,6 @@ class Contrastive(ImageTask):
     def check_settings(self) -> None:
         """Raise UserError where the settings do not fit contrastive training."""
         layout = self.layout
-        if self.config.data.streaming:
-            raise UserError("data.streaming is for masked patch prediction; contrastive training needs indexed images")
         shares = layout.world_size * layout.accumulation_steps
         batch = self.config.optim.global_batch_size
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")

@@ -400,12 +400,12 @@ def test_activation_checkpointing_fine_tunes_the_same_with_less_memory(
 
 def test_activation_checkpointing_is_refused_where_a_model_has_none(tmp_path):
     arguments = ["--encoder=test_resnet", "--init=random", "--activation_checkpointing=true", "--lrs=0.01"]
-    with pytest.raises(ValueError, match=r"^activation_checkpointing is True; .* its batch norms would see"):
+    with pytest.raises(ValueError, match=r"^activation_checkpointing is true; .* its batch norms would see"):
         finetune.main([*BASE, *arguments, f"--run.dir={tmp_path / 'tuned'}"])
     for name in ("resnet10t", "vit_small_resnet26d_224"):
-        with pytest.raises(ValueError, match=r"^model\.activation_checkpointing is True; .* batch norms would see"):
+        with pytest.raises(ValueError, match=r"^model\.activation_checkpointing is true; .* batch norms would see"):
             build_backbone(ModelConfig(name=name, activation_checkpointing=True))
-    with pytest.raises(ValueError, match=r"^it is True; it must be false: timm has none for this model"):
+    with pytest.raises(ValueError, match=r"^it is true; it must be false: timm has none for this model"):
         checkpoint_activations(torch.nn.Linear(2, 2), "it")
 
 

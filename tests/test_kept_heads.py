@@ -49,7 +49,7 @@ def test_a_head_that_cannot_be_read_is_refused_in_a_line(trained):
 
 
 def test_a_head_of_no_encoder_is_not_kept(trained, tmp_path):
-    with pytest.raises(UserError, match="save is True; it must be left out: a colour baseline has no weights"):
+    with pytest.raises(UserError, match="save is true; it must be left out: a colour baseline has no weights"):
         linear.main(["--encoder=floor:pixels", "--save=true", *FAST])
     features.main([f"--encoder={trained}", f"--out={tmp_path / 'f.npz'}", *FAST[:3]])
     with pytest.raises(UserError, match="it has no effect unless features is not set"):

@@ -242,7 +242,7 @@ def test_settings_of_other_classifiers_are_refused(head, images, tmp_path, finis
     words = [f"--encoder={finished_run}", *FAST, *PROBE, f"--out={tmp_path}/s.json"]
     with pytest.raises(UserError, match=r"class_names is \['bird'\]; it must be 2 names, from class 0 on"):
         segmentation.main([*words, "--save=true", "--class_names=[bird]"])
-    with pytest.raises(UserError, match="save is True; it must be left out: a colour baseline has no weights"):
+    with pytest.raises(UserError, match="save is true; it must be left out: a colour baseline has no weights"):
         segmentation.main([*words[1:], "--encoder=floor:pixels", "--save=true"])
 
 

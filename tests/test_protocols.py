@@ -248,7 +248,7 @@ def test_maes_head_is_kept(short, trained, report_of, image_folder, tmp_path, mo
         (("--protocol=dinov2", "--epochs=3"), "epochs is 3; .* no effect unless protocol is logistic"),
         (("--protocol=dinov2", "--depth=1"), "depth is 1; it must be last or left out: protocol dinov2 chooses"),
         (("--protocol=dinov2", "--representation=class"), "representation is class; it must be left out"),
-        (("--protocol=dinov2", "--save=true"), "save is True; it must be left out"),
+        (("--protocol=dinov2", "--save=true"), "save is true; it must be left out"),
         (("--protocol=mae", "--features=f.npz"), "protocol is mae; it must be logistic or left out"),
     ],
 )

@@ -131,7 +131,7 @@ def test_the_grid_and_the_points_are_trials_each_once(small):
         ({"evaluate": {"command": "knn", "option": {}}}, "evaluate: .* is not {name, command, options}"),
         ({"evaluate": {"command": "knn", "options": {"neighbour": 3}}}, "unknown setting neighbour: did you mean"),
         ({"evaluate": {"command": "masked"}}, "evaluate: command is masked; it must be fewshot or knn or linear"),
-        ({"settings": {"run.keep_best": True}}, "run.keep_best is True; it must be False or left out"),
+        ({"settings": {"run.keep_best": True}}, "run.keep_best is true; it must be false or left out"),
         ({"train": "supervised"}, "settings: data.eval_split is auto; it must be null with train supervised"),
         (
             {"settings": {"data.eval_split": None}, "points": [{"data.eval_split": "test"}]},
@@ -491,5 +491,5 @@ def test_compare_tests_and_refuses_a_dev_split(tmp_path):
     entries = {"encoders": [{"name": "a", "encoder": "floor:pixels"}]}
     entries["evaluations"] = [{"name": "kNN", "command": "knn", "options": {"test": False}}]
     (tmp_path / "compare.yaml").write_text(yaml.safe_dump(entries))
-    with pytest.raises(UserError, match="evaluations: kNN: test is False; it must be true: `mpp sweep` compares"):
+    with pytest.raises(UserError, match="evaluations: kNN: test is false; it must be true: `mpp sweep` compares"):
         compare.main(["--config", str(tmp_path / "compare.yaml")])

@@ -21,7 +21,7 @@ def check_branch(config: Any, trunk: Any, key: str) -> None:
     for name, field, value in iterate_settings(config):
         if not field.metadata.get("operational") and name not in GROWING_SETTINGS:
             allowed = f"{describe_value(before[name])}, as in its trunk"
-            require(value == before[name], f"{key}: {name}", describe_value(value), allowed)
+            require(value == before[name], f"{key}: {name}", value, allowed)
     for which, each in (("", config), ("its trunk's ", trunk)):
         stable = each.optim.stable_steps(each.run.steps)
         allowed = "wsd or constant: other schedules lower the rate from the start"

@@ -23,6 +23,7 @@ HeadKind = Literal["mlp_tanh", "linear"]
 DEIT_WEIGHTS = {"hard": 0.5, "soft": 0.1}
 """The teacher's share of the loss by kind of distillation (DeiT, equation 3 and section 6)."""
 TRAIN_WHOLE = "supervised training trains the whole encoder"
+OF_STREAMS = dict.fromkeys(("streaming", "shuffle_block"), "only masked patch prediction reads a stream of images")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class SupervisedConfig:
     loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
     """Loss of numbers. l2: squared error; l1: absolute error."""
     run: RunConfig = group(lambda: RunConfig(dir="runs/birds_supervised"))
-    data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
+    data: DataConfig = group(lambda: DataConfig(eval_images=1_000_000), **OF_STREAMS)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = group(ModelConfig, train=TRAIN_WHOLE, lora_rank=TRAIN_WHOLE)
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -122,7 +123,7 @@ class FinetuneConfig:
         keep_best="each run of fine-tuning is evaluated once, at its end",
         branch_from="fine-tuning is several runs",
     )
-    data: DataConfig = field(default_factory=lambda: DataConfig(eval_images=1_000_000))
+    data: DataConfig = group(lambda: DataConfig(eval_images=1_000_000), **OF_STREAMS)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     optim: OptimConfig = group(
         lambda: OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64),
@@ -200,7 +201,7 @@ class ContrastiveConfig:
     """Contrastive pre-training (SimCLR). Without the paper's LARS: `optim.name` is muon, adam or sgd."""
 
     run: RunConfig = group(lambda: RunConfig(dir="runs/birds_simclr", steps=1200))
-    data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.08, 1.0)))
+    data: DataConfig = group(lambda: DataConfig(crop_area=(0.08, 1.0)), **OF_STREAMS)
     model: ModelConfig = field(default_factory=ModelConfig)
     views: ViewsConfig = field(default_factory=ViewsConfig)
     head: ProjectionConfig = field(default_factory=ProjectionConfig)

@@ -46,8 +46,6 @@ def load_labelled(
     Raises:
         UserError: there are none, or the encoder was trained with the labels of those that are held out.
     """
-    if getattr(data, "streaming", False):
-        raise UserError("data.streaming is for pre-training; learning from labels needs indexed images")
     with accelerator.main_process_first():
         all_train, held_out = (split.labelled() for split in load_image_datasets(data, loaded, task))
     splits = {"training": all_train} if on_dev else {"training": all_train, "held-out": held_out}

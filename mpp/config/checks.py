@@ -1,5 +1,6 @@
 """Checks of settings: values out of bounds, and settings that have no effect, are errors of one line."""
 
+import json
 import math
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
@@ -13,7 +14,7 @@ from mpp.errors import UserError
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
     """Raise the error of one line for a setting whose value is not allowed, also where the value has several."""
     if not condition:
-        given = " ".join(str(value).split())
+        given = " ".join(describe_value(value).split())
         raise UserError(f"{key} is {given}; it must be {allowed}")
 
 
@@ -37,7 +38,7 @@ def check_bounds(config: Any, prefix: str = "") -> None:
         allowed = describe_allowed(each)
         if any(map(math.isinf, numbers)):
             allowed += ", and finite"
-        require(fits, f"{prefix}{each.name}", describe_value(value), allowed)
+        require(fits, f"{prefix}{each.name}", value, allowed)
 
 
 def refuse_idle(config: Any, usual: Any = None, prefix: str = "", whole: Any = None) -> None:
@@ -58,7 +59,7 @@ def refuse_idle(config: Any, usual: Any = None, prefix: str = "", whole: Any = N
                 given = getattr(value, name)
                 other = getattr(default, name)
                 allowed = f"{describe_value(other)} or left out: {why}"
-                require(given == other, f"{key}.{name}", describe_value(given), allowed)
+                require(given == other, f"{key}.{name}", given, allowed)
             refuse_idle(value, default, f"{key}.", whole)
         elif value != default:
             for name, wanted in each.metadata.get("needs", {}).items():
@@ -67,7 +68,7 @@ def refuse_idle(config: Any, usual: Any = None, prefix: str = "", whole: Any = N
                 needed = name if of_other_group else f"{prefix}{name}"
                 allowed = f"{describe_value(default)} or left out: it has no effect unless {needed} "
                 allowed += describe_wanted(wanted)
-                require(is_met(actual, wanted), key, describe_value(value), allowed)
+                require(is_met(actual, wanted), key, value, allowed)
 
 
 def is_met(value: Any, wanted: Any) -> bool:
@@ -89,6 +90,6 @@ def describe_wanted(wanted: Any) -> str:
 
 def describe_value(value: Any) -> str:
     """A value in an error message, as YAML has it."""
-    if value is None:
-        return "null"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     return str(list(value) if isinstance(value, tuple) else value)

@@ -147,7 +147,7 @@ class DataConfig(SourceConfig):
     others four. 0: no cache."""
     streaming: bool = False
     """Read shards (parquet, arrow, WebDataset tar) as a stream: no index, and only the images to evaluate on are
-    downloaded. Pre-training only."""
+    downloaded. Masked patch prediction only."""
     shuffle_block: int = setting(512, at_least=1, needs={"streaming": True})
     """Rows of a stream's shard that are kept in memory and shuffled together."""
 

@@ -87,4 +87,4 @@ def checkpoint_activations(encoder: nn.Module, setting: str) -> None:
     try:
         encoder.set_grad_checkpointing(True)
     except (AssertionError, AttributeError):
-        raise UserError(f"{setting} is True; it must be false: timm has none for this model") from None
+        raise UserError(f"{setting} is true; it must be false: timm has none for this model") from None
