@@ -478,6 +478,39 @@ def classification(augment, batch=4):
     return task, model, Batch(images, None, labels, torch.arange(batch), [])
 
 
+@pytest.fixture
+def mostly_broken(tmp_path):
+    """Two classes, of which five test images can be decoded: one dog and four cats."""
+    folder = tmp_path / "images"
+    for place in ("train/cat", "train/dog", "test/cat", "test/dog"):
+        (folder / place).mkdir(parents=True)
+        for number in range(4):
+            is_broken = place == "test/dog" and number != 2
+            data = b"nothing" if is_broken else encoded(picture(len(place) + 10 * number))
+            (folder / place / f"{number}.png").write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize("command", ["supervised", "finetune"])
+def test_images_that_cannot_be_decoded_are_not_tested_on(command, encoder, mostly_broken, tmp_path, capsys):
+    """Nor are others in their place."""
+    run = tmp_path / "run"
+    images = (f"--data.path={mostly_broken}", "--data.eval_split=test", "--data.batch_size=3")
+    if command == "supervised":
+        train_supervised(run, *SMALL, *images)
+    else:
+        fine_tune(run, encoder, "--lrs=0.01", *images)
+        run /= "lr_0.01"
+    outcomes = load_outcomes(run / "heldout.json")
+    assert [name.split("/test/")[-1] for name in outcomes.images] == [*(f"cat/{n}.png" for n in range(4)), "dog/2.png"]
+    assert max(read_metrics(run, "heldout/largest_class").values()) == 0.8
+    assert list(read_metrics(run, "heldout/accuracy").values())[-1] == is_right(outcomes).mean()
+    report = next(path for path in (run / "supervised.json", run.parent / "finetune.json") if path.exists())
+    written = json.loads(report.read_text())
+    assert written["labels"]["images"] == 5 and written["results"][0]["left_out"] == 3
+    assert "note: 3 of 8 held-out images cannot be decoded and are left out" in capsys.readouterr().out
+
+
 def test_mixup_by_hand():
     task, model, batch = classification(AugmentConfig(mixup=0.8, label_smoothing=0.1))
     model[1].weight.data /= 100

@@ -82,6 +82,15 @@ def test_seeds_tell_methods_apart_by_welchs_interval(tmp_path):
     assert "1 and 3 seeds: methods not told apart" in describe_difference(differences_from_best(one_seed, tmp_path)[0])
 
 
+def test_seeds_that_are_all_alike_tell_nothing_apart(tmp_path):
+    """Such as those of an encoder that is not trained here."""
+    rows = [row_of(tmp_path, "A", right(0.8, seed=0), seed) for seed in range(3)]
+    rows += [row_of(tmp_path, "B", right(0.5, seed=1), seed) for seed in range(2)]
+    (difference,) = differences_from_best(rows, tmp_path)
+    assert difference.over_images.is_told_apart and not difference.are_methods_told_apart
+    assert describe_difference(difference).endswith("; 3 and 2 seeds: methods not told apart")
+
+
 def test_the_table_has_all_and_the_words_the_second_best(tmp_path):
     rows = [
         row_of(tmp_path, name, right(share, seed=3), kept=False) for name, share in (("A", 0.5), ("B", 0.9), ("C", 0.8))

@@ -2,7 +2,9 @@
 
 import json
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -14,6 +16,7 @@ from evaluation import embed, export, finetune, predict
 from evaluation.exports.formats import FORMATS
 from evaluation.supervision.classifiers import load_classifier
 from evaluation.tables import parts
+from evaluation.tables.given import convert
 from evaluation.tables.images import stack_crops
 from mpp.config import ImagesConfig
 from mpp.data.crops import centre_crop
@@ -44,6 +47,13 @@ def test_each_image_has_a_row_and_a_broken_one_says_so(images, finished_run, tmp
         whole = Image.open(next(images.rglob(name)))
         np.testing.assert_allclose(rows[name]["features"], mpp.extract_features(encoder, whole)[0], atol=1e-5)
     assert list(tmp_path.glob(".*")) == []
+
+
+def test_classes_that_are_all_missing_are_a_column_of_text():
+    """As the hub has a test split without labels."""
+    names = datasets.ClassLabel(names=["cat", "dog"])
+    assert convert(pa.array([-1, None]), names, pa.string()).equals(pa.nulls(2, pa.string()))
+    assert convert(pa.array([1, -1]), names, pa.string()).to_pylist() == ["dog", None]
 
 
 def test_what_is_there_is_not_done_again(images, finished_run, tmp_path, monkeypatch):

@@ -434,6 +434,28 @@ def test_saved_features_without_labels_are_counted_and_wrong_labels_named(tmp_pa
         several.checked("here")
     with pytest.raises(UserError, match="train_labels must be 1 where an image is of a class"):
         several._replace(train_labels=marks + 2).checked("here")
+    marks = np.ones((30, 2), np.int8)
+    partly = marks.copy()
+    partly[4, 1] = -1
+    with pytest.raises(UserError, match=r"test_labels must be .* -1 in the whole row of a missing label"):
+        several._replace(train_labels=marks, test_labels=partly).checked("here")
+    wider = np.ones((30, 3), np.int8)
+    with pytest.raises(UserError, match="train_labels and test_labels have 2 and 3 classes"):
+        several._replace(train_labels=marks, test_labels=wider).checked("here")
+
+
+def test_numbers_that_are_large_for_their_spread_are_noted(capsys):
+    times = 1.7e9 + 100 * np.arange(200.0)
+    KINDS["number"].note_tested(times, times[:150], [])
+    assert "numbers near 1.70001e+09 that differ by 5773.43: layers have 32 bits; subtract" in capsys.readouterr().out
+    KINDS["number"].note_tested(times - 1.7e9, times[:150], [])
+    assert "subtract" not in capsys.readouterr().out
+
+
+def test_equal_numbers_of_a_part_of_the_training_images_can_be_learned():
+    learner = NumberLearner(np.zeros(5))
+    loss = learner.loss(torch.ones(5, 1), torch.zeros(5))
+    assert loss == 1
 
 
 @pytest.mark.parametrize("kind", ["class", "several", "pixels"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from conftest import ROOT, TINY, encoded, picture
 from safetensors.torch import save_file
@@ -24,10 +25,13 @@ from torch.utils._pytree import tree_leaves
 
 import mpp
 from evaluation import fewshot, knn, linear
-from evaluation.config import LinearConfig
+from evaluation.config import FewshotConfig, KnnConfig, LinearConfig
 from evaluation.features import main as extract
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
+from evaluation.frozen.probing import evaluate_by_depth
+from evaluation.frozen.random_weights import of_learned_weights
+from evaluation.frozen.results import report_of
 from evaluation.linear import fit_lbfgs
 from evaluation.metrics.scoring import add_scores
 from evaluation.supervision.learners import ClassLearner
@@ -38,7 +42,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.features.frozen import features_at
-from mpp.features.neighbours import find_neighbours, knn_predict
+from mpp.features.neighbours import find_neighbours, knn_means, knn_predict
 from mpp.features.ranks import effective_ranks
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
@@ -388,6 +392,44 @@ def test_knn_equals_scikit_learns():
         classifier = KNeighborsClassifier(neighbours, weights=lambda far: np.exp((1 - far**2 / 2 - 1) / 0.07))
         classifier.fit(train, data.train_labels)
         assert (classifier.predict(test) == of_ours.numpy()).all()
+
+
+def test_at_a_small_temperature_the_nearest_image_decides():
+    """Of neighbours that are not near, too: exp((s - 1) / temperature) would be 0 for all of them."""
+    generator = torch.Generator().manual_seed(0)
+    train, test = (torch.randn(count, 16, generator=generator) for count in (60, 30))
+    labels = torch.arange(60) % 3
+    nearest = (F.normalize(test) @ F.normalize(train).T).argmax(1)
+    assert torch.equal(knn_predict(train, labels, test, [20], 1e-5)[20], labels[nearest])
+    assert torch.equal(knn_means(train, labels[:, None].float(), test, [20], 1e-5)[20], labels[nearest, None].float())
+
+
+def test_choosing_a_depth_takes_results_without_outcomes(vit):
+    data = features(per_class=10)
+
+    def evaluate(split):
+        return [{"seed": 0, "accuracy": 0.5 if split.train is data.train else float(split.train.mean() < 0)}]
+
+    config = KnnConfig(encoder=str(vit[1]), depth="dev")
+    deeper = data._replace(train=-np.abs(data.train))
+    report = evaluate_by_depth(config, {1: data._replace(train=np.abs(data.train)), 2: deeper}, evaluate, "seed")
+    assert report["protocol"]["chosen_depth"] == 2
+
+
+def test_a_report_of_random_weights_belongs_to_that_of_the_best_encoder(tmp_path):
+    best = str(tmp_path / "run" / "encoder_best")
+    report = report_of(FewshotConfig(encoder=best), "fewshot")
+    of_random = report_of(FewshotConfig(encoder=best, random=True), "fewshot")
+    assert of_random != report and of_learned_weights(of_random) == report
+
+
+def test_a_score_that_is_not_defined_has_a_table_all_the_same(tmp_path, capsys):
+    cloud = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    save_features(tmp_path / "f.npz", LabelledFeatures(cloud, np.arange(12.0), cloud, np.ones(12), kind="number"))
+    knn.main([f"--features={tmp_path / 'f.npz'}", "--neighbours=[1, 5]"])
+    printed = capsys.readouterr().out
+    assert "R2 is not defined" in printed and "| depth | neighbours 1 | neighbours 5 |" in printed
+    assert "mean absolute error" in printed
 
 
 @pytest.mark.parametrize(("block", "train_block"), [(1024, 2**16), (7, 2**16), (13, 100), (1024, 30), (100, 1)])

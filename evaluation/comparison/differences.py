@@ -124,7 +124,11 @@ def unpaired_difference(one: list[ResultRow], other: list[ResultRow]) -> Differe
 
 
 def difference_over_seeds(one: list[ResultRow], other: list[ResultRow]) -> Difference | None:
-    """The difference of the means over seeds, with Welch's interval; None: one of them has one seed."""
+    """The difference of the means over seeds, with Welch's interval.
+
+    None: one of them has one seed, or each has the same score at all of its seeds: an interval without width would say
+    that seeds tell them apart, where they are few test images, or seeds on which nothing depends.
+    """
     by_seed = []
     for rows in (one, other):
         seeds = unique(rows, "encoder_seed")
@@ -135,7 +139,7 @@ def difference_over_seeds(one: list[ResultRow], other: list[ResultRow]) -> Diffe
     value = float(np.mean(by_seed[0]) - np.mean(by_seed[1]))
     variance = sum(variances)
     if variance == 0:
-        return Difference(value, (value, value), 0)
+        return None
     terms = [each**2 / (len(values) - 1) for each, values in zip(variances, by_seed, strict=True)]
     half = float(stdtrit(variance**2 / sum(terms), 0.975)) * math.sqrt(variance)
     return Difference(value, (value - half, value + half), 0)

@@ -65,6 +65,9 @@ class LabelledFeatures(NamedTuple):
             return self._replace(
                 train_labels=self.train_labels.astype(np.int64), test_labels=self.test_labels.astype(np.int64)
             )
+        if self.train_labels.shape[1:] != self.test_labels.shape[1:]:
+            classes = f"{self.train_labels.shape[1]} and {self.test_labels.shape[1]} classes"
+            raise UserError(f"{source}: train_labels and test_labels have {classes}")
         return self.without_missing(source)
 
     def without_missing(self, source: str) -> "LabelledFeatures":

@@ -1,6 +1,7 @@
 """The common course of all probes: features, evaluation at each depth, the choice of a depth, the report."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -135,7 +136,8 @@ def evaluate_by_depth(
         for depth, features in by_depth.items():
             of_depth = evaluate(features.dev_split())
             summary = summarize_accuracies(add_scores(of_depth), group_by)
-            errors[depth] = float(np.mean([error(result["outcomes"]) for result in of_depth]))
+            errors_of_depth = [error(result["outcomes"]) if "outcomes" in result else math.nan for result in of_depth]
+            errors[depth] = float(np.mean(errors_of_depth))
             dev_accuracies[depth] = float(np.mean([case["mean"] for case in summary.values()]))
         chosen = best_choice(dev_accuracies, errors)
         protocol["dev_accuracy_by_depth"] = dev_accuracies

@@ -79,10 +79,10 @@ def report_suffix(config: EncoderConfig) -> str:
     Other encoders, images and features have files of their own. For a report, see `settings_suffix` too.
     """
     parts = []
-    if Path(config.encoder).name == BEST:
-        parts.append("best")
     if config.random:
         parts.append(f"random_{config.seed}")
+    if Path(config.encoder).name == BEST:
+        parts.append("best")
     if config.checkpoint:
         parts.append(Path(config.checkpoint).stem)
     if config.img_size:
@@ -282,8 +282,9 @@ def describe_baselines(report: dict[str, Any]) -> str:
 
 
 def without_empty_columns(headings: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """A table without the columns that have no value ("-" in all rows)."""
-    kept = [place for place in range(len(headings)) if any(row[place] != "-" for row in rows)]
+    """A table without the columns that have no value ("-" in all rows); with all columns where none has one."""
+    places = range(len(headings))
+    kept = [place for place in places if any(row[place] != "-" for row in rows)] or places
     return [headings[place] for place in kept], [[row[place] for place in kept] for row in rows]
 
 

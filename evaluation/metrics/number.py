@@ -11,6 +11,7 @@ from evaluation.metrics.outcomes import Outcomes
 from mpp.runtime.messages import note
 
 FEW_IMAGES = 100  # with fewer, the interval of R2 is wide
+LARGEST_OFFSET = 1e4  # mean of the numbers, in their deviations; float32 has 7 digits
 
 
 class Number(LabelKind):
@@ -59,5 +60,8 @@ class Number(LabelKind):
         low, high = test_targets.min(), test_targets.max()
         if low == high:
             note(f"all test images have the number {low:g}: R2 is not defined")
+        mean, deviation = float(np.nanmean(train_targets)), float(np.nanstd(train_targets))
+        if abs(mean) > LARGEST_OFFSET * deviation:
+            note(f"numbers near {mean:g} that differ by {deviation:g}: layers have 32 bits; subtract a constant first")
         if len(test_targets) < FEW_IMAGES:
             note(f"{len(test_targets)} held-out images: see the interval of R2 over test images")

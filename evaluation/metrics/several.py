@@ -72,7 +72,9 @@ class SeveralClasses(LabelKind):
         return ["class", "images", "average precision (%)"], rows
 
     def problem(self, targets: NDArray, split: str) -> str | None:
-        if targets.ndim != 2 or targets.shape[1] < 1 or not np.isin(targets, (-1, 0, 1)).all():
+        is_missing = targets == -1
+        is_matrix = targets.ndim == 2 and targets.shape[1] > 0
+        if not is_matrix or not np.isin(targets, (-1, 0, 1)).all() or (is_missing.any(1) != is_missing.all(1)).any():
             values = "1 where an image is of a class, 0 where not, and -1 in the whole row of a missing label"
             return f"{split}_labels must be {values}"
         if split == "train" and not (targets == 1).any():

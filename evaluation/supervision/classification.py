@@ -23,10 +23,12 @@ from mpp.data.loader import BatchLayout
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums
+from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.transfer import to_device
 from mpp.training.flops import executed_flops
-from mpp.training.log import Tracker, last_evaluation
+from mpp.training.log import UNREADABLE_FILE, Tracker, last_evaluation
+from mpp.training.record import read_record
 from mpp.training.task import ImageTask
 
 HELD_OUT = "heldout"
@@ -114,9 +116,8 @@ class Classification(ImageTask):
         scalars, outcomes = self.measure_outcomes(model, self.held_out_views, tracker)
         if self.accelerator.is_main_process:
             save_outcomes(Path(self.run.dir) / HELD_OUT, [outcomes])
-        kind = KINDS[self.label_kind]
-        labels = Outcomes(self.label_kind, np.asarray(self.held_out_views.dataset.labels), np.empty(0))
-        scalars |= {name.replace(" ", "_"): value for name, value in kind.baselines(labels, None).items()}
+        baselines = KINDS[self.label_kind].baselines(outcomes, None)
+        scalars |= {name.replace(" ", "_"): value for name, value in baselines.items()}
         return {f"heldout/{name}": value for name, value in scalars.items()}
 
     def measure_outcomes(
@@ -124,7 +125,7 @@ class Classification(ImageTask):
     ) -> tuple[dict[str, float], Outcomes]:
         """Mean loss and figures over views of `fixed_view_loader`, and the outcomes of their images, in their order.
 
-        Of one class an image the figure is the accuracy; the others need all images: those of their kind of label.
+        The loss has others in place of images that cannot be decoded; figures and outcomes leave these out.
         """
         self.predicted = []
         scalars = self.measure_views(model, views, tracker)
@@ -140,7 +141,12 @@ class Classification(ImageTask):
             predicted: indices of this process's images, and their predictions, batch by batch.
         """
         indices, predictions = (torch.cat(parts).tolist() for parts in zip(*predicted, strict=True))
-        pairs = sorted(gather_object(list(zip(indices, predictions, strict=True))))
+        requested = range(self.accelerator.process_index, len(dataset), self.accelerator.num_processes)
+        own_pairs = []
+        for index, shown_index, prediction in zip(requested, indices, predictions, strict=True):
+            if shown_index == index:
+                own_pairs.append((index, prediction))
+        pairs = sorted(gather_object(own_pairs))
         numbers = np.array([index for index, _ in pairs])
         predictions = np.array([each for _, each in pairs])
         names = (dataset.class_names or [])[: self.classes]
@@ -150,13 +156,22 @@ class Classification(ImageTask):
 
 
 def score_of_run(folder: Path) -> dict[str, Any]:
-    """Entries of a result: the score of a run's last evaluation as `accuracy`, and its outcomes, if they were kept."""
+    """Entries of a result: the score of a run's last evaluation as `accuracy`, and its outcomes, if they were kept.
+
+    Held-out images that cannot be decoded are noted, and counted as `left_out`.
+    """
     outcomes = held_out_outcomes(folder)
     if outcomes is None:
         return {"accuracy": last_evaluation(folder)["heldout/accuracy"]}
     score = kind_of(outcomes).score
     accuracy = last_evaluation(folder).get(f"heldout/{score}", math.nan)
-    return {"accuracy": accuracy, "outcomes": outcomes}
+    result = {"accuracy": accuracy, "outcomes": outcomes}
+    held_out = (read_record(folder) or {}).get("held_out", {}).get("images", len(outcomes))
+    left_out = held_out - len(outcomes)
+    if left_out > 0:
+        note(f"{left_out} of {held_out} held-out images cannot be decoded and are left out: see {UNREADABLE_FILE}")
+        result["left_out"] = left_out
+    return result
 
 
 def held_out_outcomes(folder: Path) -> Outcomes | None:

@@ -123,9 +123,8 @@ def convert(values: pa.Array, feature: Any, kind: pa.DataType) -> pa.Array:
     """Values of a column as the table has them."""
     if isinstance(feature, datasets.ClassLabel):
         names = feature.names
-        return pa.array(
-            [names[number] if number is not None and number >= 0 else None for number in values.to_pylist()]
-        )
+        found = [names[number] if number is not None and number >= 0 else None for number in values.to_pylist()]
+        return pa.array(found, kind)
     if values.type == kind:
         return values
     return pa.array([text_of(value) for value in values.to_pylist()], kind)

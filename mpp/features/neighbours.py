@@ -118,8 +118,13 @@ def largest_of_rows(values: Tensor, count: int) -> Neighbours:
     return Neighbours(largest[:, :count], index[:, :count])
 
 
+def vote_weights(similarity: Tensor, temperature: float) -> Tensor:
+    """Weights exp(s / temperature) of neighbours (M, k), in shares of the nearest one's, which come first."""
+    return ((similarity - similarity[:, :1]) / temperature).exp()
+
+
 def count_votes(neighbours: Neighbours, bank_classes: Tensor, classes: int, temperature: float) -> Tensor:
-    """Votes for each class: a neighbour of similarity s has the weight exp((s - 1) / temperature).
+    """Votes for each class: see `vote_weights`.
 
     Args:
         bank_classes: (N,) int64 of the bank's rows, from 0 to C - 1.
@@ -127,7 +132,7 @@ def count_votes(neighbours: Neighbours, bank_classes: Tensor, classes: int, temp
     Returns:
         (M, C).
     """
-    weights = ((neighbours.similarity - 1) / temperature).exp()
+    weights = vote_weights(neighbours.similarity, temperature)
     votes = torch.zeros(len(weights), classes, dtype=weights.dtype, device=weights.device)
     return votes.scatter_add_(1, bank_classes[neighbours.index], weights)
 
@@ -174,7 +179,7 @@ def knn_means(
     largest_k = min(max(neighbours), len(train))
     means: dict[int, list[Tensor]] = {k: [] for k in neighbours}
     for similarity, index in find_neighbours(train, test, largest_k):
-        weights = ((similarity - 1) / temperature).exp()
+        weights = vote_weights(similarity, temperature)
         for k in neighbours:
             of_nearest = weights[:, :k, None] * values[index[:, :k]]
             means[k].append(of_nearest.sum(1) / weights[:, :k].sum(1, keepdim=True))
