@@ -145,6 +145,10 @@ class Pretraining(ImageTask):
             return predictions.sum() * 0
         return self.objective.loss(predictions[images, patches][None], targets[images, patches][None])
 
+    def loss_weight(self, batch: Batch) -> int:
+        counted = counted_patches(batch)
+        return super().loss_weight(batch) if counted is None else int(counted.sum())
+
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""
         images, *parts = to_device([batch.images, *batch.corruption], self.accelerator.device)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import picture
+from conftest import picture, read_metrics
 from image_files import decode_with, npy, tiff
 from torch.utils._pytree import tree_leaves
 
@@ -143,6 +143,22 @@ def test_the_loss_is_of_patches_that_count(pretrain, tiles, monkeypatch):
         assert 0 < counted.float().mean() < 1
         logits, classes = predictions[counted], targets[counted][:, 0]
         assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits.float(), classes)), rel=1e-5)
+
+
+def test_the_held_out_loss_does_not_depend_on_the_size_of_a_pass(pretrain, tiles, tmp_path):
+    """Each patch that counts has the same weight in it, however few of them a pass has."""
+    for number in range(4):
+        tile = picture(number, (64, 64)).astype(np.float32)
+        tile[9:] = NODATA
+        tile[:, 9:] = NODATA
+        (tiles / f"{number}.npy").write_bytes(npy(tile))
+    words = (f"--data.path={tiles}", "--data.nodata=0", "--data.range=[0,255]", "--data.eval_fraction=0.8")
+    words += ("--objective.predict_nodata=false", "--run.steps=1", "--optim.lr=1e-9", "--run.precision=fp32")
+    losses = []
+    for size in (1, 2, 8):
+        folder = pretrain(*words, f"--data.batch_size={size}", dir=tmp_path / f"run{size}")
+        losses.append(read_metrics(folder, "heldout/loss")[1])
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
 
 
 def test_without_any_patch_that_counts_the_loss_is_0():

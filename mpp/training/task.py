@@ -222,8 +222,14 @@ class ImageTask:
             tracker.warn_unreadable(batch.unreadable)
             loss, measured = self.loss(model, batch, True)
             count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
-            sums = add_sums(sums, measured | {"loss": loss.double() * count, "images": count})
+            weight = torch.tensor(self.loss_weight(batch), dtype=torch.double, device=loss.device)
+            weighted = {"loss": loss.double() * weight, "loss_weight": weight}
+            sums = add_sums(sums, measured | weighted | {"images": count})
         return sum_over_processes(sums)
+
+    def loss_weight(self, batch: Batch) -> int:
+        """The weight of a batch's loss in the mean over held-out images."""
+        return len(batch.images)
 
     def measure_views(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> dict[str, float]:
         """Mean loss and the scalars of `describe`: see `sum_views`."""
@@ -231,7 +237,7 @@ class ImageTask:
 
     def describe_views(self, sums: Sums) -> dict[str, float]:
         """Mean loss and the scalars of `describe`."""
-        mean_loss = float(sums["loss"] / sums["images"])
+        mean_loss = float(sums["loss"] / sums["loss_weight"].clamp(min=1))
         return {"loss": mean_loss} | self.describe(sums)
 
     def evaluate_untrained(self, model: nn.Module) -> dict[str, float]:
