@@ -51,6 +51,7 @@ from mpp.training.loop import due
 from mpp.training.run import train
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, saved_settings
 from mpp.training.task import ImageTask
+from mpp.training.user_code import refuse_idle_arguments
 from mpp.training.watch import read_verdict
 
 PANEL_IMAGES = 8
@@ -61,6 +62,7 @@ class Pretraining(ImageTask):
 
     def __init__(self, config: Config, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
+        refuse_idle_arguments(config)
         self.config = config
         self.corruption = config.corruption
         self.marks_nodata = not config.objective.predict_nodata

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from conftest import ROOT, TINY
 
 from evaluation import report, visualize
@@ -66,6 +67,65 @@ def test_the_pages_example_trains_resumes_and_is_drawn(pretrain, brightness, cap
     assert "predictions.png" in capsys.readouterr().out
     page = (folder / "report.html").read_text()
     assert f"--import={brightness}" in page and "brightness" in page
+
+
+PLACES = """
+import numpy as np
+from mpp.corruption import PATTERNS
+from mpp.models.networks import NETWORKS
+from mpp.objectives import OBJECTIVES, MeanColor
+
+SEEN = []
+
+
+def of_settings(config):
+    SEEN.append(config.arguments)
+
+
+class Mine(MeanColor):
+    def __init__(self, config, patch_size, channels):
+        super().__init__(config, patch_size, channels)
+        of_settings(config)
+
+
+def pattern(config, grid, draw_uniform):
+    of_settings(config)
+    return np.arange(config.arguments["patches"])
+
+
+def network(encoder, outputs, mean, std, config):
+    of_settings(config)
+    return NETWORKS["predictor"](encoder, outputs, mean, std, config=config)
+
+
+OBJECTIVES["mine"], PATTERNS["mine"], NETWORKS["mine"] = Mine, pattern, network
+"""
+
+
+def test_code_of_the_user_has_settings_of_its_own(pretrain, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(PLACES)
+    words = ["--objective.name=mine", "--corruption.pattern=mine", "--network.name=mine", f"--import={file}"]
+    own = [
+        "--objective.arguments={levels: 8}",
+        "--corruption.arguments={patches: 3}",
+        "--network.arguments={deep: true}",
+    ]
+    folder = pretrain(*words, *own, "--run.steps=1")
+    seen = sys.modules["mine"].SEEN
+    assert {"levels": 8} in seen and {"patches": 3} in seen and {"deep": True} in seen
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["objective"]["arguments"] == {"levels": 8}
+    with pytest.raises(UserError, match=r"another config: .*corruption\.arguments"):
+        pretrain(*words, *own, "--corruption.arguments={patches: 4}", "--run.steps=1")
+
+
+@pytest.mark.parametrize("group", ["objective", "corruption", "network"])
+@pytest.mark.parametrize("words", [[], ["--objective.name=features"]], ids=["as usual", "a teacher"])
+def test_mpps_own_parts_take_no_arguments(pretrain, group, words):
+    message = rf"{group}\.arguments is {{'levels': 8}}; it must be null or left out: {group}\.\w+ \w+ has settings"
+    with pytest.raises(UserError, match=message):
+        pretrain(*words, f"--{group}.arguments={{levels: 8}}")
 
 
 @pytest.mark.parametrize("command", ["resume", "visualize", "report"])

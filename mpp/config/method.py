@@ -1,7 +1,7 @@
 """Settings of masked patch prediction: masked patches, input of the encoder, target of the prediction."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mpp.config.checks import check_bounds, require
 from mpp.config.fields import setting
@@ -30,6 +30,8 @@ class CorruptionConfig:
     """Share of the corrupted patches that stay unchanged."""
     source: Literal["image", "batch"] = setting("image", needs={"random": True})
     """Source of the other patch: the same image, or another image of the forward pass, whose size then matters."""
+    arguments: dict[str, Any] | None = None
+    """Settings of a pattern of your own (--import), which reads them here."""
 
     def __post_init__(self):
         check_bounds(self, "corruption.")
@@ -50,6 +52,8 @@ class NetworkConfig:
     """Blocks of the decoder. null: two thirds of the encoder's, at most 8 (as in MAE)."""
     decoder_heads: int | None = setting(None, at_least=1, needs={"name": "autoencoder"})
     """Attention heads of the decoder. null: one per 32 of its width (as in MAE)."""
+    arguments: dict[str, Any] | None = None
+    """Settings of a network of your own (--import), which reads them here."""
 
     def __post_init__(self):
         check_bounds(self, "network.")
@@ -113,6 +117,8 @@ class ObjectiveConfig:
     """End a run whose targets have become the same for all patches. false: only warn."""
     export: Literal["student", "teacher"] = setting("student", needs={"name": "features", "teacher": "ema"})
     """Encoder that is probed and exported: the trained one, or its moving average (I-JEPA)."""
+    arguments: dict[str, Any] | None = None
+    """Settings of an objective of your own (--import), which reads them here."""
 
     def __post_init__(self):
         check_bounds(self, "objective.")

@@ -1,15 +1,43 @@
 """Whether a run uses code of the user: functions and classes that a file of `--import` registered under a name."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import timm
 
+from mpp.config import require
 from mpp.config.imports import UserImport, module_name, user_imports
 from mpp.corruption import PATTERNS
 from mpp.models.networks import NETWORKS
 from mpp.objectives import OBJECTIVES
 
 OURS = ("mpp", "timm")
+REGISTERED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "objective": ("name", OBJECTIVES),
+    "corruption": ("pattern", PATTERNS),
+    "network": ("name", NETWORKS),
+}
+"""Groups of settings that have `arguments` for parts of users: the setting that names a part, and the parts by name."""
+
+
+def refuse_idle_arguments(config: Any) -> None:
+    """Raise UserError for `arguments` of a part that is mpp's own: it takes none."""
+    for group, (setting, registered) in REGISTERED.items():
+        settings = getattr(config, group)
+        name = getattr(settings, setting)
+        allowed = f"null or left out: {group}.{setting} {name} has settings of its own; these are for code of --import"
+        takes_them = name in registered and is_of_user(registered[name])
+        require(takes_them or settings.arguments is None, f"{group}.arguments", settings.arguments, allowed)
+
+
+def is_of_user(component: Any) -> bool:
+    """Whether a registered function or class is neither mpp's nor timm's."""
+    return module_of(component).partition(".")[0] not in OURS
+
+
+def module_of(component: Any) -> str:
+    """Name of the module that defines a function or class; empty: it is unknown."""
+    return getattr(component, "__module__", "")
 
 
 def imports_used(config: Any) -> list[UserImport]:
@@ -19,10 +47,9 @@ def imports_used(config: Any) -> list[UserImport]:
     """
     used: set[UserImport] = set()
     for component in components_named(config):
-        module = getattr(component, "__module__", "")
-        if module.partition(".")[0] in OURS:
+        if not is_of_user(component):
             continue
-        defining = [each for each in user_imports() if defines(each, module)]
+        defining = [each for each in user_imports() if defines(each, module_of(component))]
         used.update(defining or user_imports())
     return [each for each in user_imports() if each in used]
 
@@ -36,11 +63,7 @@ def defines(code: UserImport, module: str) -> bool:
 def components_named(config: Any) -> list[Any]:
     """The registered functions and classes that a config of training names."""
     components = []
-    for group, setting, registered in (
-        ("objective", "name", OBJECTIVES),
-        ("corruption", "pattern", PATTERNS),
-        ("network", "name", NETWORKS),
-    ):
+    for group, (setting, registered) in REGISTERED.items():
         name = getattr(getattr(config, group, None), setting, None)
         if name in registered:
             components.append(registered[name])
