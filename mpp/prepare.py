@@ -43,6 +43,7 @@ from mpp.data.decoding.tiff import white_is_zero
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences, short_digest, split_fingerprint
 from mpp.data.labels import find_label_column
+from mpp.data.listing.split_names import split_of_cell, split_of_shard
 from mpp.data.overview import announce_splits
 from mpp.data.sources import label_images, load_splits
 from mpp.errors import UnreadableImage, UserError
@@ -213,6 +214,7 @@ def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard],
         UserError: the images cannot be loaded.
     """
     loaded = load_splits(replace(config.data, revision=commit))
+    check_split_names(config, list(loaded))
     splits = {split: select_columns(config, rows) for split, rows in loaded.items()}
     announce_images(config, splits)
     shards: list[Shard] = []
@@ -256,10 +258,34 @@ def cut_into_shards(config: PrepareConfig, split: str, rows: datasets.Dataset) -
     count = -(-len(rows) // config.rows)
     shards = []
     for number in range(count):
-        file = Path(config.out) / "data" / f"{split}-{number:05d}-of-{count:05d}.parquet"
+        file = Path(config.out) / "data" / shard_name(split, number, count)
         chosen = order[number * config.rows : (number + 1) * config.rows]
         shards.append(Shard(file, rows.select(chosen), config))
     return shards
+
+
+def shard_name(split: str, number: int, count: int) -> str:
+    """Name of the file of a split's shard, which is all that says the split when it is read."""
+    return f"{split}-{number:05d}-of-{count:05d}.parquet"
+
+
+def check_split_names(config: PrepareConfig, splits: Sequence[str]) -> None:
+    """Refuse splits whose shards would be read as another split: held-out images would be trained on.
+
+    A word for a usual split, such as `val`, is that split.
+    """
+    read_as: dict[str, str] = {}
+    for split in splits:
+        read = split_of_shard(shard_name(split, 0, 1), ())
+        name = printable(split)
+        if read != split_of_cell(split):
+            allowed = "train, validation, test, or letters, digits and _ without such a word at their end"
+            problem = f"the split {name}, whose shards would be read as {printable(read)}"
+            raise UserError(f"{describe_source(config.data)} has {problem}; a split must be called {allowed}")
+        if read in read_as:
+            problem = f"the splits {read_as[read]} and {name}, whose shards would all be read as {read}"
+            raise UserError(f"{describe_source(config.data)} has {problem}; rename one")
+        read_as[read] = name
 
 
 def announce_images(config: PrepareConfig, splits: dict[str, datasets.Dataset]) -> None:

@@ -278,6 +278,42 @@ def test_splits_keep_their_names(tmp_path):
     assert {name: split.num_rows for name, split in loaded.items()} == sizes
 
 
+@pytest.mark.parametrize(
+    ("splits", "words"),
+    [
+        (("train", "hold-out"), "the split hold-out, whose shards would be read as train"),
+        (("train", "held out"), "the split held out, whose shards would be read as train"),
+        (("train", "extra_train"), "the split extra_train, whose shards would be read as train"),
+        (("train", "test set 2"), "the split test set 2, whose shards would be read as test"),
+        (("train", "extra.val"), "the split extra.val, whose shards would be read as validation"),
+        (("train", "site/1"), "the split site/1, whose shards would be read as 1"),
+        (("train", "../1"), r"the split \.\./1, whose shards would be read as 1"),
+    ],
+)
+def test_splits_that_would_be_read_as_others_are_refused(tmp_path, splits, words):
+    lines = [f"{number}.png,{splits[number % 2]}" for number in range(4)]
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)))
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,split", *lines]))
+    out = tmp_path.parent / f"{tmp_path.name}-out"
+    with pytest.raises(UserError, match=f"{words}; a split must be called train, validation, test, or letters"):
+        main([f"--data.path={tmp_path}", f"--out={out}"])
+    assert not out.exists()
+
+
+def test_words_for_usual_splits_are_these_splits(tmp_path):
+    rows = datasets.load_dataset("parquet", data_files=str(BIRDS_FOLDER / "test-00000-of-00001.parquet"), split="train")
+    parts = {name: rows.select(range(4)) for name in ("Train", "val", "dev")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "three")
+    with pytest.raises(UserError, match=r"has the splits val and dev, whose shards would all be read as validation"):
+        main([f"--data.path={tmp_path / 'three'}", f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+    datasets.DatasetDict({name: parts[name] for name in ("Train", "val")}).save_to_disk(tmp_path / "two")
+    main([f"--data.path={tmp_path / 'two'}", f"--out={tmp_path / 'out'}"])
+    train, held_out = load_image_datasets(SourceConfig(path=str(tmp_path / "out")))
+    assert (len(train), len(held_out), held_out.split) == (4, 4, "validation")
+
+
 def test_one_command_a_folder(folder, tmp_path):
     with (
         hold(tmp_path / "out", "out"),
