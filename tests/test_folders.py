@@ -358,6 +358,21 @@ def test_an_archive_in_a_folder_is_its_images(tmp_path, name, inside):
     assert labels_of(in_train(tmp_path / "data")) == {(0, "cat"): 1, (1, "dog"): 1}
 
 
+def test_backslashes_between_folders_of_a_zip_are_slashes(tmp_path):
+    """As Windows PowerShell 5 writes them. An entry that leads out is found inside."""
+    file = tmp_path / "cats and dogs.zip"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("pets\\train\\", b"")
+        for kind, name in enumerate(CATS_AND_DOGS):
+            archive.writestr(f"pets\\train\\{name}\\0.png", colour(kind))
+            archive.writestr(f"pets/test\\{name}/0.png", colour(kind))
+        archive.writestr("..\\..\\..\\pets\\train\\cat\\out.png", colour(0))
+        archive.writestr(f"\\pets\\test\\{'x' * 200}\\{'y' * 200}\\0.png", colour(0))
+    images = seen(file)
+    assert labels_of(images["train"]) == {(0, "cat"): 2, (1, "dog"): 1}
+    assert len(images["test"]) == 3
+
+
 def test_archives_of_splits_are_splits(tmp_path):
     for split in ("train", "val"):
         with zipfile.ZipFile(tmp_path / f"{split}.zip", "w") as archive:

@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import zipfile
 from pathlib import Path
 
 import datasets
@@ -24,6 +25,28 @@ def archive_stem(name: str) -> str:
     return name
 
 
+def is_zip(archive: Path) -> bool:
+    """Whether a file is a zip archive, by its name and its content."""
+    return archive.name.lower().endswith(".zip") and zipfile.is_zipfile(archive)
+
+
+def unzip(archive: Path, folder: Path) -> Path:
+    r"""Unpack a zip archive into a folder; \ is between folders too, as Windows PowerShell 5 writes it."""
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(archive) as file:
+        for entry in file.infolist():
+            entry.filename = entry.filename.replace("\\", "/")
+            file.extract(entry, folder)  # which leaves out `..` and the first /
+    return folder
+
+
+def untar(archive: Path, cache: Path) -> Path | None:
+    """The folder in a cache into which `datasets` unpacks an archive; None: the file is no archive."""
+    options = datasets.DownloadConfig(cache_dir=cache, disable_tqdm=True)
+    unpacked = Path(datasets.DownloadManager(download_config=options).extract(str(archive)))
+    return unpacked if unpacked.is_relative_to(cache) else None  # else it is the file itself
+
+
 def unpack_archive(archive: Path) -> Path | None:
     """The folder of an archive's files in the cache, complete: known by the archive's path, size and time.
 
@@ -41,9 +64,8 @@ def unpack_archive(archive: Path) -> Path | None:
     with hold(place, "HF_DATASETS_CACHE", wait=True):
         if not complete.exists():
             shutil.rmtree(partial, ignore_errors=True)
-            options = datasets.DownloadConfig(cache_dir=partial, disable_tqdm=True)
-            unpacked = Path(datasets.DownloadManager(download_config=options).extract(str(archive)))
-            if not unpacked.is_relative_to(partial):  # the user's own file, which is no archive
+            unpacked = unzip(archive, partial / "files") if is_zip(archive) else untar(archive, partial)
+            if unpacked is None:
                 return None
             unpacked.replace(complete)
             shutil.rmtree(partial, ignore_errors=True)
