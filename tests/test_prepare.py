@@ -215,12 +215,14 @@ def test_an_archive_is_unpacked_whole_and_again_where_it_changed(tmp_path, monke
             load_image_datasets(config)
     assert sum(map(len, load_image_datasets(config))) == 4
     assert sum(map(len, load_image_datasets(write(6)))) == 6
-    file.write_bytes(b"no archive")
     monkeypatch.chdir(tmp_path)
-    for path in (str(file), "images.zip"):
-        with pytest.raises(UserError, match=r"a single file must be"):
-            load_image_datasets(SourceConfig(path=path))
-    assert file.read_bytes() == b"no archive"
+    for content in (b"no archive", b""):
+        file.write_bytes(content)
+        for path in (str(file), "images.zip"):
+            words = rf"path is {path}, which is named as an archive and is none \({len(content)} bytes\)$"
+            with pytest.raises(UserError, match=words):
+                load_image_datasets(SourceConfig(path=path))
+        assert file.read_bytes() == content
 
 
 def test_a_strip_that_jpeg_does_not_hold_is_dropped():

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import dataset_of, encoded, picture, views_of
 
@@ -15,6 +17,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.hub import announce_hub_lookup
 from mpp.data.remote import from_a_server
 from mpp.data.sources import load_image_datasets, load_splits
+from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
 from mpp.runtime.randomness import FIXED_VIEW
 
@@ -297,6 +300,32 @@ def test_a_split_without_images_is_named(tmp_path, empty):
         rows(0 if name == empty else 1).to_parquet(tmp_path / f"{name}.parquet")
     with pytest.raises(UserError, match=rf"{tmp_path}.*{empty}"):
         load_image_datasets(DataConfig(path=str(tmp_path)))
+
+
+def write_table(file: Path, table: datasets.Dataset) -> None:
+    """Write a table as arrow or parquet, also without rows: with a group of rows that has none."""
+    if file.suffix == ".parquet":
+        pq.write_table(table.with_format("arrow")[:], file)
+        return
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.features.arrow_schema) as stream:
+        stream.write_table(table.with_format("arrow")[:])
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_shards_without_rows_are_left_out_and_named(tmp_path, capsys, ending):
+    write_table(tmp_path / f"train-0.{ending}", rows(0))
+    for number in (1, 2):
+        write_table(tmp_path / f"train-{number}.{ending}", rows(5))
+    assert sizes_of_splits(tmp_path) == {"train": 10}
+    assert f"left out: shards without rows (1: train-0.{ending})" in capsys.readouterr().out
+    shards, _, held_out = load_streamed(DataConfig(path=str(tmp_path), streaming=True), 4, 4)
+    assert (shards.count, len(held_out)) == (1, 4)
+    write_table(tmp_path / f"test.{ending}", rows(0))
+    for streaming in (False, True):
+        with pytest.raises(UserError, match=rf"{tmp_path}, whose split test has no images: .* \(test\.{ending}\)"):
+            load_splits(DataConfig(path=str(tmp_path)), streaming)
+        with pytest.raises(UserError, match=rf"test\.{ending}, which holds no images; it has no rows$"):
+            load_splits(DataConfig(path=str(tmp_path / f"test.{ending}")), streaming)
 
 
 def test_offline_nothing_is_waited_for(monkeypatch):

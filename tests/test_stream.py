@@ -266,6 +266,9 @@ def test_a_worker_that_is_dealt_empty_shards_waits_for_others(tmp_path):
     rows.to_parquet(tmp_path / "train-0.parquet")
     rows.select([]).to_parquet(tmp_path / "train-1.parquet")
     rows.to_parquet(tmp_path / "test.parquet")
+    files = "{split: train, path: train-*.parquet}, {split: test, path: test.parquet}"
+    card = f"configs:\n- {{config_name: default, data_files: [{files}]}}"
+    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")  # of folders without one, they are left out
     seen, _ = read(stream(tmp_path, workers=2), 0, 2 * ROWS)
     assert len(seen) == 2 * ROWS
     assert max(sample.epoch for sample in seen) > 1  # its shard was the empty one meanwhile

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,28 @@ from mpp.data.listing.tars import list_shards, stream_shards
 from mpp.data.listing.tree import Tree, walk_folder
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, one_line
+from mpp.runtime.messages import counted, shortened
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
+MAX_EMPTY_TABLE_BYTES = 1 << 20  # a longer table has rows, and need not be opened to know it
 CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
 
 
 def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of a file or folder of this machine."""
     if is_archive(path.name) and path.is_file():
-        path = unpack_archive(path) or path
+        unpacked = unpack_archive(path)
+        if unpacked is None:
+            problem = f"which is named as an archive and is none ({counted(path.stat().st_size, 'byte')})"
+            raise UserError(f"{config.group_name}.path is {config.path}, {problem}")
+        path = unpacked
     if path.is_file():
         if extension_of(path.name) not in SHARD_BUILDERS:
             allowed = " or ".join([*SHARD_BUILDERS, *ARCHIVE_EXTENSIONS])
             raise UserError(f"{config.group_name}.path is {config.path}; a single file must be {allowed}")
         refuse_settings_of_folders(config)
+        if extension_of(path.name) in TABLE_EXTENSIONS and not has_rows(str(path)):
+            refuse_empty(config, ["it has no rows"])
         return load_shards({"train": [str(path.absolute())]}, config, streaming)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         refuse_settings_of_folders(config)
@@ -187,6 +196,41 @@ def read_features(table: str) -> datasets.Features:
         return datasets.Features.from_arrow_schema(pa.ipc.open_stream(file).schema)
 
 
+def has_rows(table: str) -> bool:
+    """Whether a parquet or arrow file has rows; also where it cannot be read: loading it says why."""
+    with suppress(*LOADING_ERRORS):
+        if os.path.getsize(table) > MAX_EMPTY_TABLE_BYTES:
+            return True
+        if extension_of(table) == ".parquet":
+            return pq.read_metadata(table).num_rows > 0
+        with pa.memory_map(table) as file:
+            return any(batch.num_rows for batch in pa.ipc.open_stream(file))
+    return True
+
+
+def leave_out_empty_tables(tree: Tree, config: ImagesConfig) -> None:
+    """Leave out parquet and arrow files without rows, which `datasets` cannot load.
+
+    Raises:
+        UserError: a split has no others.
+    """
+    kept = []
+    filled: set[str] = set()
+    empty: dict[str, list[str]] = {}
+    for parts, path in tree.shards:
+        if extension_of(path) not in TABLE_EXTENSIONS or has_rows(path):
+            kept.append((parts, path))
+            filled.add(split_of_shard(path, parts))
+        else:
+            tree.leave_out("shards without rows", parts, path, images=False)
+            empty.setdefault(split_of_shard(path, parts), []).append("/".join((*parts, os.path.basename(path))))
+    for split, names in empty.items():
+        if split not in filled:
+            problem = f"whose split {split} has no images: its shards have no rows ({shortened(names)})"
+            raise UserError(f"{config.group_name}.path is {config.path}, {problem}; move them away")
+    tree.shards = kept
+
+
 def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
     """The shards of a folder; of tars that are not streamed, the images in them."""
     extensions = tree.shard_extensions
@@ -194,6 +238,7 @@ def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> 
         kinds = ", ".join(sorted(extensions))
         raise UserError(f"{config.group_name}.path is {config.path}, which holds shards of several kinds: {kinds}")
     refuse_list(config)
+    leave_out_empty_tables(tree, config)
     for parts, path in tree.lists:
         tree.leave_out("lists of images next to shards", parts, path)
     shards: dict[str, list[str]] = {}
