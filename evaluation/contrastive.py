@@ -80,8 +80,8 @@ class Contrastive(ImageTask):
         shares = layout.world_size * layout.accumulation_steps
         batch = self.config.optim.global_batch_size
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
-        several = self.images_of_a_pass > 1
-        require(several, "data.batch_size", layout.largest, "above 1: an image is compared with others")
+        if self.images_of_a_pass == 1:
+            layout.require_several(self.config.data.batch_size, ": an image is compared with others")
 
     def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder with the projection head; height and width of its images."""

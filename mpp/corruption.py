@@ -248,7 +248,10 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
 
 
 def source_images(corruption: Corruption, batch: int) -> Tensor:
-    """Images of the batch (B, K) whose embeddings the corrupted patches get: another one, where they have a shift."""
+    """Images of the batch (B, K) whose embeddings the corrupted patches get: another one, where they have a shift.
+
+    A batch of one image, such as the last of the held-out images, has no other: the patch is of the same image.
+    """
     images = torch.arange(batch, device=corruption.shifts.device)[:, None]
-    distance = 1 + (corruption.shifts - 1) % max(batch - 1, 1)  # 1 to B - 1: never the image itself
+    distance = 1 + (corruption.shifts - 1) % max(batch - 1, 1)  # from 1 to B - 1: another image, if there is one
     return (images + torch.where(corruption.shifts > 0, distance, 0)) % batch

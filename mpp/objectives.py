@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
-from mpp.config import ObjectiveConfig
+from mpp.config import ObjectiveConfig, require
 from mpp.cross_entropy import cross_entropy
 from mpp.errors import UserError
 from mpp.gradients import ORIENTATIONS, orientation_lines, oriented_gradients
@@ -226,6 +226,8 @@ class NormalizedPixels(Pixels):
 
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
+        allowed = "none where a patch is one pixel of one channel, which has no deviation"
+        require(self.outputs > 1, "objective.normalize", config.normalize, allowed)
         self.palette = None
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
@@ -318,7 +320,7 @@ class TeacherFeatures(Objective):
         mean = rows.mean(0)
         components = torch.linalg.svd(rows - mean, full_matrices=False)[2]
         directions = components[:3]  # (3, D), or fewer rows if there are few patches
-        deviations = ((rows - mean) @ directions.T).std(0)
+        deviations = ((rows - mean) @ directions.T).std(0, correction=min(1, len(rows) - 1))
         reach = 2 * deviations.clamp(min=1e-12)  # most of the targets lie within
 
         def paint(features: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Pretraining(ImageTask):
         self.corruption = config.corruption
         self.marks_nodata = not config.objective.predict_nodata
         if config.corruption.source == "batch":
-            require(layout.smallest > 1, "data.batch_size", layout.smallest, "above 1 with corruption.source=batch")
+            layout.require_several(config.data.batch_size, " with corruption.source=batch")
         self.model, self.objective = build_model(config)
         encoder = self.model.encoder
         self.img_size = encoder.patch_embed.img_size

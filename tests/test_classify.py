@@ -558,7 +558,7 @@ def test_cutmix_takes_a_part_of_the_image_before():
 
 
 def test_mixing_needs_two_images():
-    with pytest.raises(ValueError, match=r"data\.batch_size is 1; it must be above 1 with augment\.mixup"):
+    with pytest.raises(ValueError, match=r"optim\.global_batch_size is 1; it must be at least 2 with augment\.mixup"):
         classification(AugmentConfig(mixup=0.8), batch=1)
 
 

@@ -221,8 +221,14 @@ def test_a_mistake_ends_the_command_with_one_line_and_no_traceback(monkeypatch, 
     [
         (Config, "--corruption.rate=1", "corruption.rate is 1.0; it must be a number above 0 and below 1"),
         (Config, "--objective.bits=9", "objective.bits is 9; it must be a whole number from 1 to 8"),
-        (Config, "--optim.lr=.inf", "optim.lr is inf; it must be a number above 0, and finite"),
-        (Config, "--optim.lr=.nan", "optim.lr is nan; it must be a number above 0"),
+        (
+            Config,
+            "--optim.weight_decay=.inf",
+            "optim.weight_decay is inf; it must be a number of at least 0, and finite",
+        ),
+        (Config, "--optim.lr=1e300", "optim.lr is 1e+300; it must be a number above 0 and at most 1e+30"),
+        (Config, "--optim.lr=.nan", "optim.lr is nan; it must be a number above 0 and at most 1e+30"),
+        (Config, "--optim.adam_scale=1e38", "optim.adam_scale is 1e+38; it must be a number above 0 and at most 1000"),
         (Config, "--optim.clip=0", "optim.clip is 0.0; it must be a number above 0, or null"),
         (
             Config,

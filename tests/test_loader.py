@@ -105,6 +105,24 @@ def test_a_global_batch_that_cannot_be_shared_out_is_an_error(images, batch_size
         BatchLayout.of(images, batch_size, processes, 0)
 
 
+@pytest.mark.parametrize(
+    ("images", "batch_size", "processes", "message"),
+    [
+        (1, None, 1, r"optim\.global_batch_size is 1; it must be at least 2, says the test"),
+        (1, 8, 1, r"optim\.global_batch_size is 1; it must be at least 2, says the test"),
+        (5, None, 3, r"optim\.global_batch_size is 5; it must be at least 6, says the test"),
+        (8, 1, 1, r"data\.batch_size is 1; it must be at least 2, says the test"),
+        (3, 2, 1, r"data\.batch_size is 2; it must be at least 3, says the test"),
+        (9, 2, 2, r"data\.batch_size is 2; it must be at least 3, says the test"),
+    ],
+)
+def test_the_setting_that_leaves_single_images_is_named(images, batch_size, processes, message):
+    with pytest.raises(UserError, match=message):
+        BatchLayout.of(images, batch_size, processes, 0).require_several(batch_size, ", says the test")
+    if message.startswith("data"):
+        BatchLayout.of(images, int(message.split("least ")[1][0]), processes, 0).require_several(None, "")
+
+
 def test_samples_do_not_depend_on_workers():
     train, _ = load_image_datasets(DataConfig())
     layout = BatchLayout.of(4, 4, 1, 0)

@@ -93,6 +93,24 @@ def test_grid_must_divide_the_patch():
         objective("grid_color", patch=14)
 
 
+def test_a_single_value_is_not_normalised():
+    with pytest.raises(ValueError, match=r"objective\.normalize is patch; it must be none where a patch is one pixel"):
+        build_objective(ObjectiveConfig(name="pixels", normalize="patch"), 1, 1)
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES, "features"])
+def test_a_single_patch_of_one_value_has_a_loss_and_a_picture(name):
+    grid = {"grid": 1} if name == "grid_color" else {}
+    tested = build_objective(ObjectiveConfig(name=name, **grid), 1, 1, teacher_width=2)
+    clean = torch.full((1, 1, 1, 1), 9, dtype=torch.uint8)
+    is_of_features = name == "features"
+    targets = torch.ones(1, 1, 2) if is_of_features else tested.targets(clean, torch.zeros(1, 1, dtype=torch.int64))
+    predictions = torch.zeros(1, 1, tested.outputs)
+    assert tested.loss(predictions, targets).isfinite()
+    for picture in tested.pictures(predictions, targets, patchify(clean, 1)):
+        assert picture.isfinite().all()
+
+
 def test_patches_are_in_the_encoders_order_and_taken_where_asked():
     image = torch.arange(64).view(1, 1, 8, 8).expand(1, 3, 8, 8)
     patches = patchify(image, 4)

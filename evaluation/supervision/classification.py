@@ -70,8 +70,7 @@ class Classification(ImageTask):
         self.mix = build_mix(augment, self.classes)
         self.predicted: list[tuple[Tensor, Tensor]] | None = None  # indices and classes of held-out images, while asked
         if self.mix is not None:
-            allowed = "above 1 with augment.mixup or augment.cutmix"
-            require(layout.smallest > 1, "data.batch_size", layout.smallest, allowed)
+            layout.require_several(data.batch_size, " with augment.mixup or augment.cutmix")
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device

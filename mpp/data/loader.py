@@ -1,11 +1,12 @@
 """Loaders: how the images of a step are shared out among processes, and the batches that each of them loads."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
+from mpp.config import require
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.data.workers import WatchedLoader, loader_processes
 from mpp.errors import UserError
@@ -60,6 +61,21 @@ class BatchLayout:
     def smallest(self) -> int:
         """Images of the smallest share."""
         return self.images // self.shares
+
+    def require_several(self, batch_size: int | None, reason: str) -> None:
+        """Raise UserError where a process has a single image in a forward pass; it names the setting at fault.
+
+        Args:
+            batch_size: the value of `data.batch_size`.
+            reason: why there must be more, for the end of the message.
+        """
+        if self.smallest > 1:
+            return
+        least = 2 * self.world_size
+        require(self.images >= least, "optim.global_batch_size", self.images, f"at least {least}{reason}")
+        most_passes = self.images // least
+        limit = replace(self, accumulation_steps=most_passes).largest
+        require(False, "data.batch_size", batch_size, f"at least {limit}{reason}")
 
     def share(self, forward: int) -> range:
         """The step's images, counted from 0, that this process sees in a forward pass."""
