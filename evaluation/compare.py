@@ -8,6 +8,7 @@ Started several times, on the GPUs of a machine or on machines that share the fo
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     cases = cases_of(entries)
     outcome = carry_out(cases, folder, config.extends, config.tabulate)
     settings = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
+    settings["datasets"] = settings["datasets"] or [asdict(case.dataset) for case in cases[:1]]
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
         runs = run_folders(entries.encoders)
         results = write_comparison(folder, entries.questions, outcome.rows, settings, runs, compute_of_trunks(cases))

@@ -18,6 +18,7 @@ from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.config import Config
 from mpp.config.parsing import parse
+from mpp.errors import UserError
 
 KNN = {"name": "kNN", "command": "knn"}
 TRAINED = {"name": "a", "encoder": "b", "train": "pretrain", "seeds": [0, 1]}
@@ -77,7 +78,8 @@ def test_pairs_that_do_not_apply_are_named(capsys):
     random = {"name": "noise", "encoder": "vit_tiny_patch16_224", "random": True}
     masked = {"name": "masked patches", "command": "masked"}
     tuned = {"name": "tuned", "command": "finetune"}
-    config = CompareConfig(encoders=[floor, random], evaluations=[KNN, masked, tuned])
+    datasets = [{"name": "birds"}]
+    config = CompareConfig(encoders=[floor, random], evaluations=[KNN, masked, tuned], datasets=datasets)
     cases = cases_of(read_entries(config))
     assert {(case.encoder.entry.name, case.entry.name) for case in cases} == {
         ("floor", "kNN"),
@@ -149,6 +151,77 @@ def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(
     case = only_case(encoder, datasets=[{"name": "scans", "options": options | {"data.path": "scans"}}])
     data = evaluation_settings(case).data
     assert data.channels == 1 and tuple(data.range) == expected
+
+
+def trained_on(name, **train_options):
+    """An entry of an encoder that learns from these images."""
+    return {"name": name, "encoder": f"runs/{name}", "train": "pretrain", "train_options": train_options}
+
+
+def images_of(encoders, evaluations=(KNN,), **entries):
+    """The name of each case's dataset and the path of its images."""
+    cases = cases_of(read_entries(CompareConfig(encoders=encoders, evaluations=evaluations, **entries)))
+    return [(case.dataset.name, evaluation_settings(case).data.path) for case in cases]
+
+
+FLOOR = {"name": "floor", "encoder": "floor:pixels"}
+
+
+def test_without_datasets_the_images_are_those_that_the_encoders_learned_from(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("data: {path: folders, eval_fraction: 0.5}")
+    (tmp_path / "run").mkdir()
+    saved = {"path": str(tmp_path / "folders"), "eval_fraction": 0.5, "channels": 1, "train_images": 4}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"data": saved}))
+    options = {"data.path": "folders", "data.eval_fraction": 0.5}
+    encoders = [
+        trained_on("a", **options),
+        trained_on("b", config="mine.yaml", **{"data.range": [0, 9]}),
+        {"name": "run", "encoder": "run"},
+        FLOOR,
+    ]
+    assert images_of(encoders) == [("folders", "folders")] * 4
+    line = "datasets is left out: the evaluations are on --data.path=folders --data.eval_fraction=0.5, from which"
+    assert line in capsys.readouterr().out
+    cases = cases_of(read_entries(CompareConfig(encoders=encoders, evaluations=[KNN])))
+    read = [(evaluation_settings(case).data.channels, evaluation_settings(case).data.train_images) for case in cases]
+    assert read == [(3, None), (3, None), (1, None), (3, None)]
+
+
+@pytest.mark.parametrize(
+    ("encoders", "words"),
+    [
+        ([FLOOR], "are on the package's birds, since no encoder has a run"),
+        ([FLOOR, trained_on("a")], "are on the package's birds, from which the encoders learned"),
+    ],
+)
+def test_without_datasets_and_images_of_the_encoders_they_are_the_birds(encoders, words, capsys):
+    assert images_of(encoders) == [("birds", None)] * len(encoders)
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (trained_on("other"), "a from --data.path=folders; other from the package's birds"),
+        (
+            trained_on("other", **{"data.path": "folders", "data.eval_split": None}),
+            "other from --data.path=folders --data.eval_split=null",
+        ),
+    ],
+)
+def test_encoders_of_different_images_need_datasets(other, words):
+    encoders = [trained_on("a", **{"data.path": "folders"}), other]
+    with pytest.raises(UserError) as error:
+        images_of(encoders)
+    message = str(error.value)
+    assert message.startswith("datasets is left out; it must be such as [{name: mine, options: {data.path: FOLDER}}]: ")
+    assert words in message and "\n" not in message
+    assert images_of(encoders, datasets=[{"name": "birds"}]) == [("birds", None)] * 2
+    evaluations = [KNN | {"options": {"data.path": "theirs"}}]
+    assert images_of(encoders, evaluations) == [("images", "theirs")] * 2
+    masked = [{"name": "masked patches", "command": "masked"}]
+    assert len(cases_of(read_entries(CompareConfig(encoders=encoders, evaluations=masked)))) == 2  # of each run's own
 
 
 def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):

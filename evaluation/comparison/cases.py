@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,17 +19,21 @@ from evaluation.comparison.entries import (
     Question,
 )
 from evaluation.comparison.trainings import TRAININGS, parent_settings
-from evaluation.frozen.run_images import find_run, run_image_settings
+from evaluation.frozen.run_images import absolute_path, evaluated_image_settings, find_run, run_image_settings
 from evaluation.registry import EVALUATIONS, Evaluation
 from evaluation.supervision.classifiers import CLASSIFIER_SETTING
-from mpp.config import HOW_READ, require
+from mpp.config import HOW_READ, SourceConfig, require
 from mpp.config.command_line import as_command_line
 from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
-from mpp.runtime.messages import note
+from mpp.runtime.messages import note, tell
 
 SettingsT = TypeVar("SettingsT")
+
+OF_THE_ENCODER = (*HOW_READ, "train_images")
+"""Settings of the images that an encoder learned from which are none of a dataset: each encoder reads in its own way,
+and its share of the images to pre-train on is none of the labels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +93,16 @@ class Case:
 def cases_of(entries: Entries) -> list[Case]:
     """All cases that the questions ask for, each once: those of all first seeds come before those of second seeds.
 
+    Without datasets, they are on the images that the encoders learned from.
+
     Raises:
         UserError: a question about an unknown name, names that are alike in file names, an encoder that would be made
-            from itself, or one that cannot branch from its trunk.
+            from itself, or one that cannot branch from its trunk; encoders of different images without datasets.
     """
     encoders = encoders_of(entries.encoders)
+    are_given = bool(entries.datasets)
+    if not are_given:
+        entries = entries._replace(datasets=[DatasetEntry("birds")])
     cases: dict[str, Case] = {}
     for position in range(max(len(entry.seeds) for entry in entries.encoders)):
         for question in entries.questions:
@@ -101,7 +110,73 @@ def cases_of(entries: Entries) -> list[Case]:
                 same = cases.setdefault(case.slug, case)
                 alike = (same.encoder, same.entry, same.dataset) == (case.encoder, case.entry, case.dataset)
                 require(alike, "names", f"the same file name ({case.slug})", "more different")
-    return list(cases.values())
+    return list(cases.values()) if are_given else on_images_of_encoders(list(cases.values()))
+
+
+def on_images_of_encoders(cases: list[Case]) -> list[Case]:
+    """The cases on the images that their encoders learned from; on the birds where none of these is known.
+
+    Where the options of an evaluation or encoder name images, a case is on those.
+
+    Raises:
+        UserError: the encoders learned from different images.
+    """
+    named = [case for case in cases if names_images(case)]
+    asking = [case for case in cases if case not in named and not has_own_images(case.entry)]
+    known: dict[str, tuple[str, Options]] = {}
+    for encoder in dict.fromkeys(case.encoder for case in asking):
+        source = source_of(encoder)
+        if source is not None:
+            options = image_options(source)
+            places = {key: absolute_path(options[key]) for key in ("data.path", "data.labels") if key in options}
+            known.setdefault(described(options | places), (encoder.entry.name, options))
+    if len(known) > 1:
+        learned = "; ".join(f"{name} from {described(options)}" for name, options in known.values())
+        allowed = "such as [{name: mine, options: {data.path: FOLDER}}]: the encoders learned from different images"
+        require(False, "datasets", "left out", f"{allowed} ({learned})")
+    options = next((options for _, options in known.values()), {})
+    if asking:
+        whose = "from which the encoders learned" if known else "since no encoder has a run"
+        tell(f"datasets is left out: the evaluations are on {described(options)}, {whose}")
+    path = options.get("data.path")
+    name = "birds" if path is None else Path(path).name
+    dataset = DatasetEntry(name if asking and not named and name else "images", options)
+    without_options = replace(dataset, options={})
+    return [replace(case, dataset=without_options if case in named else dataset) for case in cases]
+
+
+def names_images(case: Case) -> bool:
+    """Whether the options of an evaluation or encoder name images; an evaluation may have no such setting."""
+    if has_own_images(case.entry):
+        return False
+    options = case.entry.options | case.encoder.entry.options
+    settings = parsed(case.evaluation.config_class(), tuple(command_line(options, case.encoder.seed)))
+    return getattr(getattr(settings, "data", None), "path", "no such setting") is not None
+
+
+def source_of(encoder: Encoder) -> SourceConfig | None:
+    """The images that an encoder learned from; None: there is no run of it."""
+    if encoder.settings is not None:
+        return encoder.settings.data
+    run = find_run(str(encoder.path))
+    return None if run is None else SourceConfig(**evaluated_image_settings(run))
+
+
+def image_options(data: SourceConfig) -> Options:
+    """The settings of images that are not the defaults, as options of a dataset."""
+    options: Options = {}
+    for each in fields(SourceConfig):
+        value = getattr(data, each.name)
+        if each.metadata.get("operational") or each.name in OF_THE_ENCODER:
+            continue
+        if value != getattr(SourceConfig, each.name):
+            options[f"data.{each.name}"] = value
+    return options
+
+
+def described(options: Options) -> str:
+    """Options of a dataset in words."""
+    return " ".join(as_command_line(options)) or "the package's birds"
 
 
 def cases_of_question(

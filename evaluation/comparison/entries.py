@@ -108,6 +108,7 @@ class Entries(NamedTuple):
     encoders: list[EncoderEntry]
     evaluations: list[EvaluationEntry]
     datasets: list[DatasetEntry]
+    """Empty: the images that the encoders learned from."""
     questions: list[Question]
 
 

@@ -11,6 +11,7 @@ from evaluation.comparison.cases import (
     cases_of,
     command_line,
     evaluation_settings,
+    image_options,
     parsed,
     training_settings,
 )
@@ -28,7 +29,7 @@ from evaluation.comparison.entries import (
 from evaluation.comparison.trainings import TRAININGS
 from evaluation.config import SweepConfig
 from evaluation.registry import EVALUATIONS
-from mpp.config import HOW_READ, SourceConfig, require
+from mpp.config import require
 from mpp.config.command_line import as_words
 from mpp.config.keys import flatten, plain
 
@@ -40,8 +41,6 @@ OF_THE_SWEEP = {"run.dir": "dir", SEED: "seeds"}
 """Settings of trainings -> the settings of a sweep that decide them."""
 CUT = ("data.eval_split", "data.eval_fraction")
 """Settings that cut a dev split off."""
-OF_THE_TRIAL = (*HOW_READ, "train_images")
-"""Settings of a trial's images that its evaluation does not take over from the sweep's settings."""
 
 
 class Trial(NamedTuple):
@@ -91,7 +90,8 @@ def plan_sweep(config: SweepConfig) -> SweepPlan:
     decided = {} if is_cut else NOT_LOOKING
     trials = merged(trial_of(config, common | point | decided, seeds) for point, seeds in points_of(config))
     evaluations = evaluation_entries(config, is_cut)
-    entries = Entries([trial.entry for trial in trials], evaluations, [dev_images(base.data)], [Question("sweep")])
+    images = [DatasetEntry("dev", image_options(base.data))]
+    entries = Entries([trial.entry for trial in trials], evaluations, images, [Question("sweep")])
     cases = cases_of(entries)
     for case in cases:
         refuse_test_images(case)
@@ -196,18 +196,6 @@ def evaluation_entries(config: SweepConfig, is_cut: bool) -> list[EvaluationEntr
 def has_test(config_class: type) -> bool:
     """Whether an evaluation can be done on a dev split."""
     return "test" in {each.name for each in fields(config_class)}
-
-
-def dev_images(data: SourceConfig) -> DatasetEntry:
-    """The images of the trials, as a dataset of the evaluations."""
-    options: Options = {}
-    for each in fields(SourceConfig):
-        value = getattr(data, each.name)
-        if each.metadata.get("operational") or each.name in OF_THE_TRIAL:
-            continue
-        if value != getattr(SourceConfig, each.name):
-            options[f"data.{each.name}"] = value
-    return DatasetEntry("dev", options)
 
 
 def refuse_test_images(case: Case) -> None:

@@ -64,9 +64,10 @@ class CompareConfig:
     evaluations: tuple[dict[str, Any], ...] = ()
     """Evaluations: {name, command, options}; command is fewshot, knn, linear, segmentation, finetune, masked, or your
     own."""
-    datasets: tuple[dict[str, Any], ...] = ({"name": "birds"},)
-    """Datasets: {name, options, group}; options are data.path and other data settings. Files are read like the
-    encoder's own training images, with its channels and range, unless options set these."""
+    datasets: tuple[dict[str, Any], ...] = ()
+    """Datasets: {name, options, group}; options are data.path and other data settings. Left out: the images that the
+    encoders learned from, if these are the same (the birds if no encoder has a run). Files are read like the encoder's
+    own training images, with its channels and range, unless options set these."""
     questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)
     """Questions: {name, title, encoders, evaluations, plot, x, lines}; each gets a table and a plot. plot is bars,
     lines or depth; x is compute, or total compute (with fine-tuning's). Only the evaluations they need are computed."""
@@ -77,7 +78,7 @@ class CompareConfig:
     """Only write the results so far, of a comparison that is still running."""
 
     def __post_init__(self):
-        for key in ("encoders", "evaluations", "datasets", "questions"):
+        for key in ("encoders", "evaluations", "questions"):
             require(len(getattr(self, key)) > 0, key, "empty", "a list in a --config file; see configs/compare")
 
 
