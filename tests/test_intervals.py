@@ -254,3 +254,33 @@ def test_masks_without_a_counted_pixel_are_left_out_and_encoders_are_paired():
     low, high = difference.interval
     assert difference.value == pytest.approx(score(good) - score(plain)) and 0 < low < difference.value < high
     assert Pixels().difference([good, plain], [plain]).value == pytest.approx(difference.value / 2)
+
+
+def patches_of_few_images():
+    """Masked patches of three images: nearly none are right."""
+    return Outcomes("patches", np.full(3, 30), np.array([0, 1, 6]))
+
+
+def pixels_of_few_images():
+    """Masks of three images: nearly all pixels are wrong."""
+    truth = np.zeros((3, 30), int)
+    predicted = np.ones((3, 30), int)
+    predicted[2, :6] = 0
+    return outcomes_of_masks(truth, predicted)
+
+
+@pytest.mark.parametrize("few", [patches_of_few_images, pixels_of_few_images])
+def test_intervals_of_a_share_stay_within_it_however_few_the_images(few):
+    outcomes = few()
+    kind = KINDS[outcomes.kind]
+    intervals = kind.intervals(outcomes)
+    assert all(0 <= low < high <= 1 for low, high in intervals.values()) and intervals[kind.score][0] == 0
+    table = kind.class_table(outcomes)
+    assert table is None or "(-" not in str(table)
+
+
+def test_differences_of_shares_stay_within_their_bounds():
+    right = Outcomes("patches", np.full(3, 30), np.array([30, 30, 24]))
+    wrong = patches_of_few_images()
+    assert KINDS["patches"].difference([right], [wrong]).interval[1] == 1
+    assert KINDS["patches"].difference([wrong], [right]).interval[0] == -1

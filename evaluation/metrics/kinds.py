@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.metrics.intervals import Difference, Interval, bootstrap, containing, paired, resamples
+from evaluation.metrics.intervals import Difference, Interval, bootstrap, clipped, containing, paired, resamples
 from evaluation.metrics.outcomes import Outcomes
 
 
@@ -107,7 +107,8 @@ class LabelKind(ABC):
         drawn = [self.measure(outcomes.select(indices)) for indices in resamples(len(outcomes))]
         found = {}
         for name, value in values.items():
-            found[name] = bootstrap(value, np.array([each[name] for each in drawn]), len(outcomes))
+            interval = bootstrap(value, np.array([each[name] for each in drawn]), len(outcomes))
+            found[name] = clipped(interval) if name in self.shares else interval
         return found
 
     def difference(self, one: Sequence[Outcomes], other: Sequence[Outcomes]) -> Difference:
@@ -120,7 +121,10 @@ class LabelKind(ABC):
         def mean_score(of_seeds: Sequence[Outcomes], indices: NDArray[np.int64]) -> float:
             return float(np.mean([self.measure(each.select(indices))[self.score] for each in of_seeds]))
 
-        return paired(lambda indices: mean_score(one, indices) - mean_score(other, indices), len(one[0]))
+        difference = paired(lambda indices: mean_score(one, indices) - mean_score(other, indices), len(one[0]))
+        if self.score not in self.shares:
+            return difference
+        return difference._replace(interval=clipped(difference.interval, -1.0))
 
     def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]] | None:
         """Headings and a row for each class; None: the kind has no classes."""

@@ -18,6 +18,7 @@ from evaluation.metrics.intervals import (
     Interval,
     Z,
     bootstrap,
+    clipped,
     paired,
     paired_accuracies,
     wilson,
@@ -79,8 +80,7 @@ class OneClass(LabelKind):
         values, drawn = class_figures(expected), class_figures(resampled)
         for name, of_resamples in drawn.items():
             bias = of_resamples.mean() - values[name] if name in BIASED else 0.0
-            low, high = bootstrap(values[name], of_resamples - 2 * bias, len(outcomes))
-            found[name] = (max(0.0, low), min(1.0, high))
+            found[name] = clipped(bootstrap(values[name], of_resamples - 2 * bias, len(outcomes)))
         return found
 
     def difference(self, one: Sequence[Outcomes], other: Sequence[Outcomes]) -> Difference:
@@ -88,8 +88,7 @@ class OneClass(LabelKind):
             return paired_accuracies(is_right(one[0]), is_right(other[0]))
         gains = np.mean([is_right(each) for each in one], 0) - np.mean([is_right(each) for each in other], 0)
         difference = paired(lambda indices: float(gains[indices].mean()), len(gains))
-        low, high = difference.interval  # widened for few images, beyond the range of a share
-        return difference._replace(interval=(max(-1.0, low), min(1.0, high)))
+        return difference._replace(interval=clipped(difference.interval, -1.0))
 
     def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
         return {"largest class": largest_class_share(outcomes.targets)}

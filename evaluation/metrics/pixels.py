@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.metrics.intervals import Interval, bootstrap, drawn_weights
+from evaluation.metrics.intervals import Interval, bootstrap, clipped, drawn_weights
 from evaluation.metrics.kinds import LabelKind, as_percent
 from evaluation.metrics.outcomes import Outcomes
 
@@ -34,7 +34,7 @@ class Pixels(LabelKind):
     def intervals(self, outcomes: Outcomes) -> dict[str, Interval]:
         count = len(outcomes)
         drawn = figures_of(outcomes, drawn_weights(count))
-        return {name: bootstrap(value, drawn[name], count) for name, value in self.measure(outcomes).items()}
+        return {name: clipped(bootstrap(value, drawn[name], count)) for name, value in self.measure(outcomes).items()}
 
     def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]]:
         classes = outcomes.targets.shape[1]
@@ -44,7 +44,7 @@ class Pixels(LabelKind):
         rows = []
         for number, name in enumerate(outcomes.names(classes)):
             counts = [str(int(outcomes.targets[:, number].sum())), str(int(predicted[number]))]
-            interval = bootstrap(values[number], resampled[:, number], len(outcomes))
+            interval = clipped(bootstrap(values[number], resampled[:, number], len(outcomes)))
             rows.append([name, *counts, as_percent(values[number], interval)])
         return ["class", "pixels", "predicted", "IoU (%)"], rows
 
