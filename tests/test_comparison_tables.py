@@ -6,7 +6,7 @@ import pytest
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import write_comparison
 from evaluation.comparison.plots import plot_question
-from evaluation.comparison.tables import cells_of, describe_masked_baselines, numbers_of
+from evaluation.comparison.tables import cells_of, describe_masked_baselines, describe_spread, numbers_of
 from evaluation.figures.charts import plot_depths, plot_lines
 from evaluation.frozen import probing
 from evaluation.frozen.labelled_features import LabelledFeatures
@@ -41,6 +41,23 @@ def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
     assert numbers["a"]["kNN 20"] == {"mean": 0.5, "std": 0, "count": 2, "diverged": 1}
     _, cells = cells_of(numbers)
     assert cells == [["a", "50.0 ± 0.0 (1 diverged)"]]
+
+
+@pytest.mark.parametrize(
+    ("encoder_seeds", "draws", "sentences"),
+    [
+        (1, 1, []),
+        (2, 1, ["± is the standard deviation over seeds."]),
+        (1, 3, ["± is the standard deviation over draws in few-shot."]),
+        (2, 3, ["± is the standard deviation over seeds, over seeds and draws in few-shot."]),
+    ],
+)
+def test_a_sentence_says_what_the_spread_is_over(encoder_seeds, draws, sentences):
+    rows = []
+    for seed in range(encoder_seeds):
+        rows.append(ROW | {"encoder_seed": seed, "seed": seed})  # fine-tuning's seed is that of the encoder
+        rows += [ROW | {"encoder_seed": seed, "seed": draw, "evaluation": "few-shot"} for draw in range(draws)]
+    assert describe_spread(rows) == sentences
 
 
 def test_rank_and_dev_accuracy_are_columns_but_no_bars():

@@ -30,6 +30,7 @@ from evaluation.comparison.tables import (
     cells_of,
     describe_label_baselines,
     describe_masked_baselines,
+    describe_spread,
     grouped,
     label_baselines,
     masked_baselines,
@@ -135,7 +136,7 @@ def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder:
     """The numbers and the plot of a question, and the differences from its best encoders."""
     asked = rows_asked(rows, question)
     numbers = numbers_of(asked, question, groups)
-    remarks = [*describe_label_baselines(asked), *describe_masked_baselines(asked)]
+    remarks = [*describe_spread(asked), *describe_label_baselines(asked), *describe_masked_baselines(asked)]
     uncompared = columns_not_compared(asked)
     if uncompared:
         remarks.append(f"Without intervals, so no difference is told apart: {', '.join(uncompared)}.")

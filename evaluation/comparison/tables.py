@@ -146,6 +146,21 @@ def masked_baselines(rows: list[ResultRow]) -> list[str]:
     return [f"{case} {share_range(of_case)}" for (case,), of_case in grouped(baselines, "case").items()]
 
 
+def describe_spread(rows: list[ResultRow]) -> list[str]:
+    """A sentence on what ± is over, where an encoder has several results: seeds, draws, or both together."""
+    tested = of_kind(rows, "test")
+    has_seeds = any(len(unique(same, "encoder_seed")) > 1 for same in grouped(tested, "encoder").values())
+    drawn = []
+    for (evaluation, *_), same in grouped(tested, "evaluation", "encoder", "encoder_seed").items():
+        if len(unique(same, "seed")) > 1:
+            drawn.append(evaluation)
+    names = ", ".join(dict.fromkeys(drawn))
+    over = ["over seeds"] if has_seeds else []
+    if drawn:
+        over.append(f"over {'seeds and draws' if has_seeds else 'draws'} in {names}")
+    return [f"± is the standard deviation {', '.join(over)}."] if over else []
+
+
 def describe_label_baselines(rows: list[ResultRow]) -> list[str]:
     """A sentence for each dataset whose rows have baselines: published rows of earlier versions have none."""
     sentences = []
