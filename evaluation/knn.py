@@ -19,6 +19,7 @@ from evaluation.supervision.learners import learner_of
 from mpp.data.label_kinds import LABEL_READERS
 from mpp.runtime.command import command
 from mpp.runtime.hardware import device
+from mpp.runtime.messages import counted, note
 
 
 def run(config: KnnConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def run(config: KnnConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]
 
 def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
     """Outcomes for every number of neighbours."""
+    note_missing_neighbours(config.neighbours, len(features.train))
     learner = learner_of(features.kind, features.train_labels, 0)
     test = torch.tensor(features.test, dtype=torch.float32).to(device())
     predictions = learner.nearest(features.train, test, config.neighbours, config.temperature)
@@ -37,6 +39,13 @@ def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
     for neighbours, predicted in predictions.items():
         results.append({"neighbours": neighbours, "outcomes": features.outcomes(predicted.cpu().numpy())})
     return results
+
+
+def note_missing_neighbours(neighbours: Sequence[int], images: int) -> None:
+    """Note the numbers of neighbours that are more than the training images."""
+    more = [str(number) for number in neighbours if number > images]
+    if more:
+        note(f"neighbours {' and '.join(more)}: all vote, since there are {counted(images, 'training image')}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -432,6 +432,14 @@ def test_a_score_that_is_not_defined_has_a_table_all_the_same(tmp_path, capsys):
     assert "mean absolute error" in printed
 
 
+def test_more_neighbours_than_training_images_are_noted(tmp_path, capsys):
+    save_features(tmp_path / "f.npz", features(per_class=5, seed=1))
+    images = len(features(per_class=5, seed=1).train)
+    knn.main([f"--features={tmp_path / 'f.npz'}", f"--neighbours=[{images}, 100, 200]"])
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: neighbours")]
+    assert notes == [f"note: neighbours 100 and 200: all vote, since there are {images} training images"]
+
+
 @pytest.mark.parametrize(("block", "train_block"), [(1024, 2**16), (7, 2**16), (13, 100), (1024, 30), (100, 1)])
 def test_blocks_do_not_change_neighbours_and_of_equal_ones_the_first_count(monkeypatch, block, train_block):
     """Corners of a cube have few similarities, and exact ones: most neighbours are as near as others."""
