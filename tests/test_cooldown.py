@@ -130,7 +130,7 @@ def test_advice_to_train_longer_is_a_command_that_works(pretrain, tmp_path, kind
 
 def test_advice_to_train_longer_of_a_cosine_run_is_another_run(trained):
     advice, *_ = next_steps(trained, read_history(trained), finished=True, trend=LOSS_FALLS)
-    assert "another run, since optim.schedule cosine ends with run.steps (4)" in advice
+    assert f"another run (--model.init_from {trained}: from this encoder), since optim.schedule cosine ends" in advice
 
 
 def test_a_run_that_is_not_cooled_down_is_advised_to(pretrain):

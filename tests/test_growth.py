@@ -9,6 +9,7 @@ import stat
 import pytest
 from conftest import Killed, kill_at, read_metrics
 
+from evaluation.config import OneRunConfig
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
 from mpp.config.saved import parse_saved
@@ -16,7 +17,7 @@ from mpp.errors import UserError
 from mpp.pretrain import Pretraining
 from mpp.training import branch
 from mpp.training.checkpoint import kept_steps
-from mpp.training.growth import first_difference
+from mpp.training.growth import describe_growth, first_difference, refuse_other_rates
 from mpp.training.optim import learning_rate
 
 WSD = ("--optim.schedule=wsd", "--optim.cooldown=0.5")
@@ -145,12 +146,17 @@ def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, ca
     assert encoder_of(longer) == encoder_of(whole)
 
 
-def test_a_cosine_run_cannot_grow_and_says_so(pretrain, capsys):
-    pretrain()
-    assert "one with --optim.schedule wsd can continue" in capsys.readouterr().out
-    with pytest.raises(
-        UserError, match=r"from step 1 on its optim.lr was different .*begin a new run with --optim.schedule wsd"
-    ):
+def test_a_cosine_run_cannot_grow_and_says_so(pretrain, tmp_path, capsys):
+    run = pretrain()
+    said = capsys.readouterr().out
+    assert f"longer: another run (--model.init_from {run}: from this encoder), since optim.schedule cosine" in said
+    assert "one with --optim.schedule wsd can continue" in said
+    new = f"begin a new run with --optim.schedule wsd --run.dir NEW \\(--model.init_from {run}: from its encoder"
+    with pytest.raises(UserError, match=f"from step 1 on its optim.lr was different .*{new}"):
+        pretrain("--run.steps=8")
+    assert pretrain("--run.steps=8", f"--model.init_from={run}", dir=tmp_path / "new").is_dir()
+    shutil.rmtree(run / "encoder")  # as before its end
+    with pytest.raises(UserError, match=r"begin a new run with --optim.schedule wsd --run.dir NEW$"):
         pretrain("--run.steps=8")
 
 
@@ -330,15 +336,28 @@ def test_one_rate_that_differs_at_the_last_step_that_is_done_is_refused(pretrain
 def test_a_run_whose_teacher_follows_its_length_says_that_it_cannot_grow(pretrain, capsys):
     teacher = ("--config=configs/rivals/data2vec.yaml", "--model.depth=2", "--optim.schedule=constant")
     run = pretrain(*teacher)
-    assert "longer: another run, since objective.half_life follows run.steps (4)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    another = f"longer: another run (--model.init_from {run}: from this encoder)"
+    assert f"{another}, since objective.half_life follows run.steps (4)" in said
     with pytest.raises(UserError, match=r"its objective.half_life was different .*\[40, 40\], suit runs of any length"):
         pretrain(*teacher, "--run.steps=8")
     assert kept_steps(run) == [2, 4]
 
 
 def test_a_run_that_only_cools_down_names_no_checkpoint_to_branch_from(pretrain, capsys):
-    pretrain("--optim.schedule=wsd", "--optim.cooldown=1", "--run.checkpoint_every=4")
-    assert "longer: another run, since there is no checkpoint from before the cooldown" in capsys.readouterr().out
+    run = pretrain("--optim.schedule=wsd", "--optim.cooldown=1", "--run.checkpoint_every=4")
+    another = f"longer: another run (--model.init_from {run}: from this encoder)"
+    assert f"{another}, since there is no checkpoint from before the cooldown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule", [(), WSD])
+def test_a_fine_tuning_is_advised_only_what_it_can_do(schedule, tmp_path):
+    """It is several runs, which do not branch, and it has no model.init_from."""
+    before, longer = (parse(OneRunConfig, [*schedule, f"--run.steps={steps}"]) for steps in (4, 8))
+    (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
+    assert describe_growth(before, tmp_path) == "the same command with a larger run.steps and another run.dir"
+    with pytest.raises(UserError, match=r"its optim.lr was different .*; begin a new one with another run\.dir$"):
+        refuse_other_rates(longer, before, tmp_path, 4)
 
 
 def test_the_command_that_fewer_steps_are_told_works(pretrain, tmp_path):

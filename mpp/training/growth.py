@@ -11,6 +11,7 @@ from typing import Any
 
 from mpp.errors import UserError
 from mpp.models.teachers import moving_average_decay
+from mpp.runtime.weights import ENCODER
 from mpp.training.checkpoint import kept_steps
 from mpp.training.optim import learning_rate
 
@@ -46,7 +47,7 @@ def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> Non
     if name == "objective.half_life":
         advice = f"; {SAME_HALF_LIFE}"
     else:
-        advice = advice_to_branch(folder, step, ";", before) or advice_to_begin(config, before)
+        advice = advice_to_branch(folder, step, ";", before) or advice_to_begin(config, before, folder)
     raise UserError(f"{folder} cannot continue: from step {step} on its {name} was different ({lengths}){advice}")
 
 
@@ -83,6 +84,8 @@ def advice_to_branch(folder: Path, last: int, conjunction: str, before: Any) -> 
     Args:
         before: the config of the folder's run.
     """
+    if is_fine_tuning(before):
+        return ""
     origin = newest_origin(folder, last, before.run.branch_from)
     return f"{conjunction} {options_of_branch(origin)} continues from there" if origin else ""
 
@@ -109,13 +112,26 @@ def options_of_branch(origin: str) -> str:
     return f"--run.branch_from {quote(origin)} --run.dir NEW"
 
 
-def advice_to_begin(config: Any, before: Any) -> str:
+def is_fine_tuning(config: Any) -> bool:
+    """Whether a run is one of a fine-tuning's, which begin from its encoder, and do not branch."""
+    return not hasattr(config, "model")
+
+
+def beginning(folder: Path) -> str:
+    """The option that begins a new run from the encoder of a finished one."""
+    return f"--model.init_from {quote(str(folder))}"
+
+
+def advice_to_begin(config: Any, before: Any, folder: Path) -> str:
     """Advice on the setting to change where there is no checkpoint to branch from: see `refuse_other_rates`."""
+    if is_fine_tuning(before):
+        return "; begin a new one with another run.dir"
     warmup = before.optim.warmup(before.run.steps)
     if config.optim.warmup(config.run.steps) != warmup:
         return f"; optim.warmup_steps must be {warmup}, as when it began"
     if before.optim.stable_steps(before.run.steps) is None:
-        return "; begin a new run with --optim.schedule wsd --run.dir NEW"
+        from_encoder = f" ({beginning(folder)}: from its encoder)" if (folder / ENCODER).is_dir() else ""
+        return f"; begin a new run with --optim.schedule wsd --run.dir NEW{from_encoder}"
     if config.optim.stable_steps(config.run.steps) is None:
         return "; optim.schedule must be constant or wsd"
     return "; there is no checkpoint up to that step (run.keep_at keeps some)"
@@ -138,14 +154,17 @@ def describe_growth(config: Any, folder: Path) -> str:
         config: the run's, resolved.
     """
     schedule, steps = config.optim.schedule, config.run.steps
+    if is_fine_tuning(config):
+        return "the same command with a larger run.steps and another run.dir"
     stable = config.optim.stable_steps(steps)
+    another = f"another run ({beginning(folder)}: from this encoder)"
     if stable is None:
         return (
-            f"another run, since optim.schedule {schedule} ends with run.steps ({steps}); "
+            f"{another}, since optim.schedule {schedule} ends with run.steps ({steps}); "
             "one with --optim.schedule wsd can continue"
         )
     if follows_length(config):
-        return f"another run, since objective.half_life follows run.steps ({steps}); {SAME_HALF_LIFE}"
+        return f"{another}, since objective.half_life follows run.steps ({steps}); {SAME_HALF_LIFE}"
     origin = newest_origin(folder, stable, config.run.branch_from)
     if stable == steps:
         longer = "the same command with a larger run.steps"
@@ -154,5 +173,5 @@ def describe_growth(config: Any, folder: Path) -> str:
         cooled_down = f"--optim.schedule wsd --run.steps {steps + max(1, steps // 4)}"
         return f"{longer}; cooled down: {options_of_branch(origin)} {cooled_down}"
     if origin is None:
-        return "another run, since there is no checkpoint from before the cooldown (run.keep_at keeps some)"
+        return f"{another}, since there is no checkpoint from before the cooldown (run.keep_at keeps some)"
     return f"{options_of_branch(origin)} --run.steps N continues from before the cooldown"
