@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ import torch
 from conftest import ROOT
 from model_inputs import draw_batch
 
-from mpp import corruption
 from mpp.config import CorruptionConfig, Grid
 from mpp.corruption import PATTERNS, Corruption, Kind, corrupt, corrupted_count, draw
 from mpp.runtime.randomness import Stream, uniform
@@ -145,10 +145,9 @@ def test_a_pattern_that_cannot_be_is_named(settings, words):
 
 def test_the_readmes_example_of_another_pattern_works(monkeypatch):
     readme = (ROOT / "mpp" / "README.md").read_text()
-    example = readme[readme.index("def whole_rows") : readme.index("PATTERNS[")]
-    names = vars(corruption).copy()
-    exec(example, names)
-    monkeypatch.setitem(PATTERNS, "rows", names["whole_rows"])
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "whole_rows" in block)
+    monkeypatch.setitem(PATTERNS, "rows", None)  # the example registers its own
+    exec(example, {})
     mask = as_mask(draw(CorruptionConfig(pattern="rows"), (6, 3), 0, 0, 0), (6, 3))
     assert (mask.all(1) == mask.any(1)).all()
     assert mask.any(1).sum() == 3

@@ -1,5 +1,6 @@
 """Targets, losses and accuracies against arithmetic done by hand."""
 
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -12,7 +13,7 @@ from skimage.feature import hog
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpp import cross_entropy, objectives
+from mpp import cross_entropy
 from mpp.config import ObjectiveConfig
 from mpp.features.metrics import measure
 from mpp.objectives import OBJECTIVES, build_objective, patches_at, patchify
@@ -223,10 +224,9 @@ def test_unknown_objective_lists_the_known():
 
 def test_the_readmes_example_of_another_objective_works(monkeypatch):
     readme = (ROOT / "mpp" / "README.md").read_text()
-    example = readme[readme.index("class Brightness") : readme.index("OBJECTIVES[")]
-    names = vars(objectives).copy()
-    exec(example, names)
-    monkeypatch.setitem(OBJECTIVES, "brightness", names["Brightness"])
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "Brightness" in block)
+    monkeypatch.setitem(OBJECTIVES, "brightness", None)  # the example registers its own
+    exec(example, {"__name__": "brightness"})
     tested = objective("brightness")
     values = torch.tensor([0, 15, 16, 128, 255], dtype=torch.uint8)
     patches = values.view(1, 5, 1, 1, 1).repeat(1, 1, 3, 4, 4)
