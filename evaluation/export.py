@@ -41,7 +41,7 @@ from mpp.models.timm_models import set_attention
 from mpp.runtime.command import command
 from mpp.runtime.files import complete, partial_path
 from mpp.runtime.start import start_alone
-from mpp.runtime.weights import encoder_folder, fingerprint, zoo_folder
+from mpp.runtime.weights import SAFETENSORS_SUFFIX, encoder_folder, fingerprint, zoo_folder
 from mpp.training.card import card_of_file
 
 TRACED_IMAGES = 3  # torch.export takes a batch of one for a constant
@@ -57,7 +57,10 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
     """
     out = Path(config.out)
     suffix = FORMATS[config.format].suffix
-    require(out.suffix == suffix and not out.is_dir(), "out", out, f"a file whose name ends in {suffix}")
+    allowed = f"a file whose name ends in {suffix}"
+    if out.suffix == SAFETENSORS_SUFFIX:
+        allowed += "; the weights are already a file: RUN/encoder/model.safetensors"
+    require(out.suffix == suffix and not out.is_dir(), "out", out, allowed)
     if config.format == "onnx":
         missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
         install = f"installed first: pip install {' '.join(missing)}"

@@ -142,6 +142,11 @@ RESNET = ("--encoder=resnet10t", "--random=true")
             ["--out=encoder.pt"], "out is encoder.pt; it must be a file whose name ends in .pt2", id="another end"
         ),
         pytest.param(
+            ["--out=encoder.safetensors"],
+            "name ends in .pt2; the weights are already a file: RUN/encoder/model.safetensors",
+            id="the weights",
+        ),
+        pytest.param(
             ["--batch=0"], "batch is 0; it must be a whole number of at least 1, or dynamic", id="no such batch"
         ),
     ],

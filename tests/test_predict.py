@@ -26,6 +26,7 @@ from evaluation import supervised
 from evaluation.config import ProbeDataConfig
 from evaluation.metrics.intervals import wilson
 from evaluation.predictions.classes import ClassRows, number_labels
+from evaluation.predictions.opening import find_named
 from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
 from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split, summarize
 from evaluation.supervision.classifiers import name_classes, timm_names
@@ -91,6 +92,12 @@ def test_a_supervised_run_predicts_too(class_images, tmp_path):
     rows = read_csv(predict_to(tmp_path / "p.csv", run, class_images, "--probabilities=false", "--top=1"))
     assert list(rows[0]) == ["file", "split", "class", "probability", "label", "right", "error"]
     assert {row["class"] for row in rows} <= set(NAMES)
+
+
+def test_heads_beside_a_missing_one_are_named(run_with_head):
+    heads = run_with_head / "evaluation"
+    with pytest.raises(UserError, match=f"gone_head; it must be a head that is there: .*{heads / 'birds_head'}"):
+        find_named(str(heads / "gone_head"), None)
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.parquet"])

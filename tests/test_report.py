@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, TINY, encoded, picture
 from PIL import Image
 
@@ -29,11 +30,17 @@ from evaluation.metrics.scoring import add_figures
 from evaluation.pages import run_words
 from evaluation.pages.page import Link, Page, Section, Table, Text, render
 from evaluation.pages.page import picture as as_picture
-from evaluation.pages.run_sections import details_of_evaluation, features_blocks, rows_of_evaluation
+from evaluation.pages.run_sections import (
+    details_of_evaluation,
+    features_blocks,
+    rows_of_evaluation,
+    unreadable_blocks,
+)
 from evaluation.report import main as report
 from mpp import pretrain as command
 from mpp.config import Config
 from mpp.errors import UserError
+from mpp.training.task import ImageTask
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0", "--images=2", "--compared=12")
 SCRIPT = "<script>alert(1)<script>"  # a name of a file may have no slash
@@ -517,3 +524,22 @@ def test_a_map_and_a_confusion_matrix_name_the_classes():
     assert [text.get_text() for text in axes.texts] == ["3", "1"]
     (image,) = axes.images
     assert image.get_array()[0].tolist() == [75, 25] and np.isnan(image.get_array()[1].filled(np.nan)).all()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_unreadable_images_are_counted_in_words_for_any_number(tmp_path, count):
+    (tmp_path / "unreadable.txt").write_text("a.png\n" * count)
+    sentence = unreadable_blocks(tmp_path)[0].text
+    assert sentence == f"{count} image{'s'[: count - 1]} could not be decoded; training took others instead."
+
+
+@pytest.mark.parametrize(("width", "words"), [(90, "8.19 k parameters"), (1000, "1.0 M parameters")])
+def test_a_small_encoder_has_thousands_of_parameters(width, words):
+    task = SimpleNamespace(model=SimpleNamespace(encoder=torch.nn.Linear(width, width + (width > 90))))
+    assert ImageTask.describe_model(task).startswith(words)
+
+
+def test_the_result_that_is_shown_has_its_shots_once():
+    result = {"shots": 5, "seed": 0, "outcomes": 0}
+    assert describe_shown({"results": [result | {"case": "5"}]}) == "shots 5, seed 0"
+    assert describe_shown({"results": [result | {"case": "5, l2 1"}]}) == "case 5, l2 1, shots 5, seed 0"

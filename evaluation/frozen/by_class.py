@@ -67,7 +67,10 @@ def figure_rows(path: Path, report: dict[str, Any]) -> list[list[str]]:
 def describe_shown(report: dict[str, Any]) -> str:
     """The result that is shown, in words: `shots 25, seed 0`."""
     result = shown_result(report)
-    return ", ".join(f"{key} {result[key]}" for key in KEYS_OF_A_RESULT if key in result)
+    named = {key: str(result[key]) for key in KEYS_OF_A_RESULT if key in result}
+    if named.get("case") == named.get("shots"):  # without several penalties
+        named.pop("case", None)
+    return ", ".join(f"{key} {value}" for key, value in named.items())
 
 
 def write_details(path: Path, report: dict[str, Any]) -> list[Path]:

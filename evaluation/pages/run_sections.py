@@ -121,7 +121,7 @@ def unreadable_blocks(folder: Path) -> list[Block]:
     if len(lines) > MAX_UNREADABLE_LISTED:
         listed += f"\n... and {len(lines) - MAX_UNREADABLE_LISTED} more, in unreadable.txt"
     return [
-        Text(f"{counted(len(lines), 'image')} could not be decoded and were replaced by others."),
+        Text(f"{counted(len(lines), 'image')} could not be decoded; training took others instead."),
         Text(listed, code=True),
     ]
 

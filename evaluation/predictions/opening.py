@@ -16,7 +16,7 @@ from evaluation.frozen.training_reports import find_tested_run
 from evaluation.patches.readings import LinearReading
 from evaluation.predictions.pixels import PixelClassifier
 from evaluation.supervision.classifiers import Classifier, load_classifier, name_classes
-from mpp.config import sides
+from mpp.config import require, sides
 from mpp.errors import UserError
 from mpp.models.descriptions import is_named
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
@@ -70,10 +70,19 @@ def find_named(classifier: str, encoder: str | None) -> Source:
     folder = Path(classifier)
     if is_kept_head(folder):
         return find_encoder_of_head(load_head(folder), encoder)
+    refuse_missing_head(folder)
     if encoder is not None:
         raise UserError(f"encoder is {encoder}; it must be null with {classifier}, which has its own encoder")
     trained = str(find_tested_run(folder, "classifier") or classifier)
     return Source(trained, trained, None)
+
+
+def refuse_missing_head(folder: Path) -> None:
+    """Raise UserError where a folder is missing and kept heads are beside it, which are named."""
+    if folder.exists() or folder.parent == Path() or not folder.parent.is_dir():
+        return
+    heads = sorted(str(each) for each in folder.parent.iterdir() if is_kept_head(each))
+    require(not heads, "classifier", folder, f"a head that is there: {', '.join(heads)}")
 
 
 def find_encoder_of_head(head: KeptHead, named: str | None) -> Source:

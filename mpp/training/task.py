@@ -320,7 +320,8 @@ class ImageTask:
         only = "" if trained == parameters else f", of which {trained / 1e6:.3g} M are trained"
         if has_low_rank_changes(self.model.encoder):
             only = f", next to which {trained / 1e6:.3g} M are trained"
-        return f"{parameters / 1e6:.1f} M parameters in the encoder{only}"
+        size = f"{parameters / 1e6:.1f} M" if parameters >= 1e5 else f"{parameters / 1e3:.3g} k"
+        return f"{size} parameters in the encoder{only}"
 
     def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
         """Write the encoder in timm's layout, with the input that it takes, and its model card.
