@@ -6,7 +6,7 @@ B images, N patches on a grid of rows x columns, K corrupted patches, D width.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from enum import IntEnum
 from typing import NamedTuple
@@ -222,6 +222,11 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
         hidden = positions_to_hide(config, grid, positions, draw_uniform)
     parts = (positions, kinds.astype(np.int64), sources, shifts, hidden)
     return Corruption(*map(torch.from_numpy, parts))
+
+
+def stack(drawn: Sequence[Corruption]) -> Corruption:
+    """The corruptions of images (K,) as that of a batch (B, K)."""
+    return Corruption(*map(torch.stack, zip(*drawn, strict=True)))
 
 
 def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> Tensor:

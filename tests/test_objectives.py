@@ -1,6 +1,7 @@
 """Targets, losses and accuracies against arithmetic done by hand."""
 
 import re
+import textwrap
 from fractions import Fraction
 
 import numpy as np
@@ -13,8 +14,9 @@ from skimage.feature import hog
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import mpp
 from mpp import cross_entropy
-from mpp.config import ObjectiveConfig
+from mpp.config import Config, ModelConfig, ObjectiveConfig
 from mpp.features.metrics import measure
 from mpp.objectives import OBJECTIVES, build_objective, patches_at, patchify
 from mpp.palette import Palette
@@ -238,6 +240,24 @@ def test_the_readmes_example_of_another_objective_works(monkeypatch):
     assert not measure(tested, predictions, patches, None)
     assert torch.equal(tested.paint(targets, patches), torch.full_like(patches, 128))
     assert "grey" in tested.shown
+
+
+def test_the_pages_example_of_the_loss_in_a_loop_of_ones_own_works():
+    page = (ROOT / "mpp" / "use_encoder.md").read_text()
+    example = page[page.index("      import mpp.corruption") : page.index("- **Without mpp**")]
+    small = Config(model=ModelConfig(width=16, depth=1, heads=2, img_size=32, patch_size=8))
+    images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+    names = {"images": images, "indices": range(6), "seed": 0, "epoch": 3, "mpp": mpp, "small": small}
+    exec(textwrap.dedent(example).replace("mpp.Config()", "small"), names)
+    positions = names["drawn"].positions
+    logits = names["network"](images, names["drawn"]).float()
+    colours = names["objective"].targets(images, positions)
+    assert positions.shape == (6, 8)
+    assert names["loss"].item() == pytest.approx(
+        F.cross_entropy(logits.flatten(0, 1), colours.flatten()).item(), rel=1e-5
+    )
+    names["loss"].backward()
+    assert names["network"].encoder.patch_embed.proj.weight.grad.any()
 
 
 @pytest.mark.parametrize("classes", [5, 512, 4096])

@@ -158,7 +158,7 @@ def collate(samples: list[Batch]) -> Batch:
     images, corruptions, labels, indices, unreadable, _, values = zip(*samples, strict=True)
     drawn = None
     if corruptions[0] is not None:
-        drawn = Corruption(*map(torch.stack, zip(*corruptions, strict=True)))
+        drawn = corruption.stack(corruptions)
     all_unreadable = list(chain.from_iterable(unreadable))
     has_value = None if values[0] is None else torch.stack(values)
     return Batch(
