@@ -322,7 +322,7 @@ def test_the_example_of_the_page_is_carried_out_as_the_page_says(tmp_path):
     file.write_text(example)
     cases = cases_in(file)
     assert len(cases) == 6
-    trunk = cases["8,000 steps", 2, "few-shot", "birds"].encoder
+    trunk = cases["8,000 steps", 2, "few-shot", "cifar10"].encoder
     assert run.settings_to_train(trunk).run.keep_at == (1600,)
-    branch = cases["2,000 steps", 2, "few-shot", "birds"].encoder
+    branch = cases["2,000 steps", 2, "few-shot", "cifar10"].encoder
     assert branch.trunk.path == trunk.path and run.settings_to_train(branch).run.steps == 2000

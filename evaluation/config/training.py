@@ -103,7 +103,7 @@ class FinetuneConfig:
     """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
     activation_checkpointing: bool = setting(False, operational=True)
     """Keep one activation per block and recompute the rest in the backward pass: less memory, one more forward pass."""
-    lrs: float | tuple[float, ...] = setting((0.001, 0.003, 0.01, 0.03), above=0, at_most=1e30, listed=True)
+    lrs: float | tuple[float, ...] = setting((0.001, 0.003, 0.01, 0.03), above=0, listed=True)
     """Learning rates (instead of optim.lr), compared on the dev split if there are several (the paper's Table 4)."""
     dev_fraction: float = setting(0.1, above=0, below=1)
     """Dev split as a share of the training images (paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""

@@ -78,7 +78,7 @@ def find_named(classifier: str, encoder: str | None) -> Source:
 
 
 def refuse_missing_head(folder: Path) -> None:
-    """Raise UserError where a folder is missing and kept heads are beside it, which are named."""
+    """Raise UserError where a folder is missing; it names the kept heads that are next to it."""
     if folder.exists() or folder.parent == Path() or not folder.parent.is_dir():
         return
     heads = sorted(str(each) for each in folder.parent.iterdir() if is_kept_head(each))

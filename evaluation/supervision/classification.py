@@ -124,7 +124,7 @@ class Classification(ImageTask):
     ) -> tuple[dict[str, float], Outcomes]:
         """Mean loss and figures over views of `fixed_view_loader`, and the outcomes of their images, in their order.
 
-        The loss has others in place of images that cannot be decoded; figures and outcomes leave these out.
+        In the loss, others replace images that cannot be decoded; figures and outcomes leave these out.
         """
         self.predicted = []
         scalars = self.measure_views(model, views, tracker)

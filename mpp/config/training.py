@@ -87,10 +87,10 @@ class OptimConfig:
     """muon: orthogonalised momentum for the blocks' matrices (Jordan et al., 2024), and timm's NAdamW for all else:
     Adam with Nesterov's momentum, decoupled weight decay and an eps of 1e-7; adam: with decoupled weight decay and an
     eps of 1e-8, the paper's; sgd: with momentum, the paper's for fine-tuning."""
-    lr: float = setting(3e-3, above=0, at_most=1e30)  # for Adam; pre-training has 1e-2 for Muon
+    lr: float = setting(3e-3, above=0)  # for Adam; pre-training has 1e-2 for Muon
     """Base learning rate, reached after the warm-up. It does not depend on the number of processes. Muon uses Adam's
     scale (Liu et al., 2025)."""
-    adam_scale: float = setting(1.0, above=0, at_most=1e3, needs={"name": "muon"})  # float32 holds lr times this
+    adam_scale: float = setting(1.0, above=0, needs={"name": "muon"})
     """Learning rate of Muon's NAdamW part, as a multiple of lr."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """cosine, linear: decay to 0 over the steps after the warm-up; constant: no decay; wsd (warm-up, stable, decay): no
