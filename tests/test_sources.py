@@ -345,6 +345,23 @@ def test_shards_have_the_split_of_their_name(tmp_path):
     assert sizes_of_splits(tmp_path) == sizes
 
 
+@pytest.mark.parametrize("name", ["", "photos"])
+def test_datasets_that_were_saved_to_folders_of_splits_are_these_splits(tmp_path, capsys, name):
+    """The library calls all of their shards `data`, and keeps what it made of them beside them."""
+    for split, size in {"train": 5, "test": 4}.items():
+        rows(size).save_to_disk(tmp_path / name / split)
+    datasets.load_from_disk(tmp_path / name / "train").map(lambda row: row | {"more": 1})
+    assert sizes_of_splits(tmp_path) == {"train": 5, "test": 4}
+    assert "left out: cached results of datasets (1: " in capsys.readouterr().out
+
+
+def test_numbered_shards_have_the_split_of_their_folder(tmp_path):
+    for split, size in {"train": 5, "val": 4, "other": 3}.items():
+        (tmp_path / split).mkdir()
+        rows(size).to_parquet(tmp_path / split / "photos-00000-of-00001.parquet")
+    assert sizes_of_splits(tmp_path) == {"train": 5, "validation": 4, "photos": 3}
+
+
 def test_a_card_says_what_the_splits_are(tmp_path):
     for name in ("alpha", "beta"):
         rows(4).to_parquet(tmp_path / f"{name}.parquet")
@@ -368,14 +385,15 @@ def test_a_stream_of_image_files_that_a_card_declares_is_refused(image_folder):
         load_splits(DataConfig(path=str(image_folder)), streaming=True)
 
 
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
 @pytest.mark.parametrize("where", ["another split", "the same split"])
-def test_classes_that_tables_declare_in_another_order_keep_their_names(tmp_path, where):
+def test_classes_that_tables_declare_in_another_order_keep_their_names(tmp_path, where, ending):
     """The library takes the first file's for all."""
     other_split = "test" if where == "another split" else "train"
-    write_owls_and_cats(tmp_path / "train-0.parquet", ["owl", "cat"])
-    write_owls_and_cats(tmp_path / f"{other_split}-1.parquet", ["cat", "owl"])
+    write_owls_and_cats(tmp_path / f"train-0.{ending}", ["owl", "cat"])
+    write_owls_and_cats(tmp_path / f"{other_split}-1.{ending}", ["cat", "owl"])
     if where == "the same split":
-        refused = r"train-1\.parquet declares other classes in label than .*train-0\.parquet"
+        refused = rf"train-1\.{ending} declares other classes in label than .*train-0\.{ending}"
         with pytest.raises(UserError, match=refused):
             load_image_datasets(DataConfig(path=str(tmp_path)))
     else:
@@ -386,7 +404,14 @@ def test_classes_that_tables_declare_in_another_order_keep_their_names(tmp_path,
 def write_owls_and_cats(file: Path, names: list[str]) -> None:
     """Write four images, owls and cats in turn, with classes that are declared in this order."""
     labels = [names.index("owl"), names.index("cat")] * 2
-    rows(4, label=labels).cast_column("label", datasets.ClassLabel(names=names)).to_parquet(file)
+    write_table(file, rows(4, label=labels).cast_column("label", datasets.ClassLabel(names=names)))
+
+
+def test_arrow_in_its_format_of_files_is_read(tmp_path):
+    table = rows(4)
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.features.arrow_schema) as file:
+        file.write_table(table.with_format("arrow")[:])
+    assert sizes_of_splits(tmp_path) == {"train": 4}
 
 
 def test_a_name_of_the_hub_is_announced_at_once_and_other_names_are_refused(tmp_path, monkeypatch, capsys):

@@ -33,6 +33,7 @@ from mpp.runtime.messages import counted, shortened
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
 MAX_EMPTY_TABLE_BYTES = 1 << 20  # a longer table has rows, and need not be opened to know it
+CACHED_TABLE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`, beside a dataset on disk
 CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
 
 
@@ -134,6 +135,7 @@ def list_folder(path: Path, config: ImagesConfig, streaming: bool) -> Listing:
         UserError: there are no images, or shards of several kinds.
     """
     tree = walk_folder(os.path.abspath(path))
+    leave_out_cached_tables(tree)
     if tree.shards and tree.folders:
         choose_images_or_shards(tree)
     if tree.shards:
@@ -193,7 +195,11 @@ def read_features(table: str) -> datasets.Features:
     if extension_of(table) == ".parquet":
         return datasets.Features.from_arrow_schema(pq.read_schema(table))
     with pa.memory_map(table) as file:
-        return datasets.Features.from_arrow_schema(pa.ipc.open_stream(file).schema)
+        try:
+            schema = pa.ipc.open_stream(file).schema
+        except pa.ArrowInvalid:  # arrow has a second format, which `datasets` reads, too
+            schema = pa.ipc.open_file(file).schema
+        return datasets.Features.from_arrow_schema(schema)
 
 
 def has_rows(table: str) -> bool:
@@ -206,6 +212,17 @@ def has_rows(table: str) -> bool:
         with pa.memory_map(table) as file:
             return any(batch.num_rows for batch in pa.ipc.open_stream(file))
     return True
+
+
+def leave_out_cached_tables(tree: Tree) -> None:
+    """Leave out what `map` or `filter` of `datasets` made of a dataset on disk: its images would count twice."""
+    kept = []
+    for parts, path in tree.shards:
+        if CACHED_TABLE.fullmatch(os.path.basename(path)):
+            tree.leave_out("cached results of datasets", parts, path, images=False)
+        else:
+            kept.append((parts, path))
+    tree.shards = kept
 
 
 def leave_out_empty_tables(tree: Tree, config: ImagesConfig) -> None:
@@ -276,15 +293,13 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
 
 
 def refuse_other_classes(files: list[str]) -> None:
-    """Refuse parquet files of one split that declare different classes: `datasets` would use the first file's for all.
+    """Refuse tables of one split that declare different classes: `datasets` would use the first file's for all.
 
     Raises:
         UserError: a file declares other classes than the first, or another order of these.
     """
     first_names: dict[str, list[str]] = {}
     for file in files:
-        if extension_of(file) != ".parquet":
-            return
         try:
             features = read_features(file)
         except (OSError, pa.ArrowException) as error:

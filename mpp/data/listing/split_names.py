@@ -38,14 +38,13 @@ def split_of_shard(path: str, folders: Sequence[str]) -> str:
     Args:
         folders: names of the folders around it, whose words count if its own name has none.
     Returns:
-        train, where there is no such word.
+        train, where there is no such word and no NAME.
     """
     name = os.path.basename(path)
     numbered = NUMBERED_SHARD.match(name)
-    if numbered and not SPLIT_WORD_AT_END.search(numbered[1].lower()):
-        return numbered[1]
-    for text in (name, *reversed(folders)):
+    own_words = () if numbered and not SPLIT_WORD_AT_END.search(numbered[1].lower()) else (name,)
+    for text in (*own_words, *reversed(folders)):
         word = SPLIT_WORD_INSIDE.search(text.lower())
         if word:
             return SPLIT_WORDS[word[1]]
-    return "train"
+    return numbered[1] if numbered else "train"
