@@ -404,6 +404,15 @@ def test_where_two_levels_may_be_the_classes_both_are_said(tmp_path, capsys):
     assert all(image.label == ("benign", "malignant")[image.kind] for image in images.values())
 
 
+def test_the_outer_folders_may_be_the_classes_though_one_has_nearly_all_images(tmp_path, capsys):
+    for patient in range(24):
+        save(tmp_path / ("ill" if patient == 0 else "well") / f"p{patient % 2}" / f"{patient}.png", int(patient > 0))
+    assert {image.label for image in in_train(tmp_path).values()} == {"p0", "p1"}
+    assert "data.label_folder outer takes the outer ones (2: ill, well)" in capsys.readouterr().err
+    images = in_train(tmp_path, label_folder="outer")
+    assert all(image.label == ("ill", "well")[image.kind] for image in images.values())
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [

@@ -51,12 +51,12 @@ def find_layout(
     training_splits = {"train"} if "train" in splits else {*splits} - {None}
     training = [folder_index for folder_index, split in enumerate(splits) if split in training_splits]
     training_parts = [below[folder_index] for folder_index in training]
-    levels = class_levels(training_parts, [image_counts[folder_index] for folder_index in training])
+    differing, levels = class_levels(training_parts, [image_counts[folder_index] for folder_index in training])
     layout.warnings += suspicious_names(training_parts)
     if not levels:
         return layout
 
-    level = levels[0] if label_folder == "outer" else levels[-1]
+    level = differing[0] if label_folder == "outer" else levels[-1]
     for folder_index in training:
         if len(below[folder_index]) > level:
             layout.classes[folder_index] = below[folder_index][level]
@@ -66,8 +66,8 @@ def find_layout(
         classes = held_out_classes([below[folder_index] for folder_index in held_out], level, known_classes)
         for folder_index, name in zip(held_out, classes, strict=True):
             layout.classes[folder_index] = name
-    if level > levels[0]:
-        layout.warnings.append(describe_levels(training_parts, levels))
+    if level > differing[0]:
+        layout.warnings.append(describe_levels(training_parts, differing[0], level))
     return layout
 
 
@@ -81,12 +81,14 @@ def count_common_levels(folders: Sequence[Parts]) -> int:
     return level
 
 
-def class_levels(below: list[Parts], image_counts: list[int]) -> list[int]:
+def class_levels(below: list[Parts], image_counts: list[int]) -> tuple[list[int], list[int]]:
     """The levels at which the names of folders differ, among the images of the usual depth.
 
     Args:
         below: each folder's parts, below its split.
         image_counts: number of images in each folder.
+    Returns:
+        All of them; and those at which no name has nearly all images, if there are any.
     """
     depth = usual_depth(below, image_counts)
     differing = []
@@ -100,7 +102,7 @@ def class_levels(below: list[Parts], image_counts: list[int]) -> list[int]:
             differing.append(level)
             if max(images_by_name.values()) < MAX_SHARE_OF_ONE_NAME * images_by_name.total():
                 levels.append(level)
-    return levels or differing
+    return differing, levels or differing
 
 
 def usual_depth(below: list[Parts], image_counts: list[int]) -> int:
@@ -134,14 +136,13 @@ def held_out_classes(below: list[Parts], level: int, known_classes: set[str]) ->
     return classes
 
 
-def describe_levels(below: list[Parts], levels: list[int]) -> str:
+def describe_levels(below: list[Parts], outer_level: int, inner_level: int) -> str:
     """A line where folders on several levels have different names: the classes, and the other choice.
 
     It names folders of the same name in different folders, which are one class.
     """
-    inner_level = levels[-1]
     inner = sorted({parts[inner_level] for parts in below if len(parts) > inner_level})
-    outer = sorted({parts[levels[0]] for parts in below if len(parts) > levels[0]})
+    outer = sorted({parts[outer_level] for parts in below if len(parts) > outer_level})
     line = f"classes are the innermost folders ({len(inner)}: {shortened(inner)})"
 
     parents: dict[str, set[Parts]] = {}
