@@ -71,6 +71,7 @@ LISTED_HERE = b"file_name\nb.png\n"
         ),
         (["train/a/0.png", "train/b/0.png", "test/a/0.png"], 2, ""),
         (["a/0.png", "b/0.png", ".hidden/0.png", "__MACOSX/a.png"], 2, ""),
+        (["a/0.png", "b/0.png", "$RECYCLE.BIN/S-1/$R0.png", "a/@eaDir/0.png/SYNOPHOTO_THUMB_M.jpg"], 2, ""),
     ],
 )
 def test_what_is_left_out_is_counted_and_named(tmp_path, capsys, names, used, warning):
@@ -119,6 +120,12 @@ def write_saved(path: Path) -> Path:
     return path
 
 
+def write_saved_with_a_format(path: Path) -> Path:
+    """Which shows labels only, as arrays."""
+    rows(label=[0, 1] * 6).with_format("numpy", columns=["label"]).save_to_disk(path)
+    return path
+
+
 def write_saved_with_splits(path: Path) -> Path:
     datasets.DatasetDict(train=rows(), test=rows(4)).save_to_disk(path)
     return path
@@ -131,6 +138,7 @@ def write_saved_with_splits(path: Path) -> Path:
         (write_parquet_folder, (12, 4)),
         (write_arrow_file, (11, 1)),
         (write_saved, (11, 1)),
+        (write_saved_with_a_format, (11, 1)),
         (write_saved_with_splits, (12, 4)),
     ],
 )

@@ -28,7 +28,13 @@ UNSUPPORTED_EXTENSIONS = frozenset(
 LIST_NAME = re.compile(r"(metadata|labels)\.(csv|tsv|jsonl|parquet)")
 """Names of files that list the images of a folder and their labels."""
 EXTENSION = re.compile(r"\.[a-z][a-z0-9]{1,6}")
-SYSTEM_FILES = ("__MACOSX", "Thumbs.db", "desktop.ini")
+SYSTEM_FILES = frozenset(
+    (
+        *("__MACOSX", "Thumbs.db", "desktop.ini"),
+        *("$RECYCLE.BIN", "System Volume Information", "lost+found", "@eaDir", "#recycle", "#snapshot"),
+    )
+)
+"""Of operating systems and network disks: thumbnails, deleted files, older states."""
 
 
 def extension_of(name: str) -> str:
