@@ -115,12 +115,14 @@ def test_text_is_text_and_only_a_blank_is_no_label(name, labels):
         WAYS[name](file, rows)
         image_list = read_list(str(file), "", ImagesConfig())
     assert image_list.files == [f"{number}.png" for number in range(len(labels))]
-    assert to_label_column(image_list.columns["label"]) == [text if text.strip() else None for text in labels]
+    assert to_label_column(image_list.columns["label"]) == [text.strip() or None for text in labels]
 
 
 @every_way
 @WHOLE
-@given(st.lists(LABELS.filter(lambda text: text.strip(" .0123456789")), min_size=2, max_size=6, unique=True))
+@given(
+    st.lists(LABELS.map(str.strip).filter(lambda text: text.strip(" .0123456789")), min_size=2, max_size=6, unique=True)
+)
 def test_labels_are_those_of_their_images(name, labels):
     """To the end: images of these colours have these classes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -130,6 +132,14 @@ def test_labels_are_those_of_their_images(name, labels):
     assert labels_by_name(images) == {**expected, f"{len(labels)}.png": None}
     for name, image in images.items():
         assert image.kind == int(name.removesuffix(".png")) % 6
+
+
+def test_spaces_around_cells_do_not_count(tmp_path):
+    """As people type them."""
+    for number in range(3):
+        save(tmp_path / f"{number}.png", number)
+    (tmp_path / "labels.csv").write_text("label, file\nred, 0.png\ngreen ,1.png\n red , 2.png \n")
+    assert labels_by_name(in_train(tmp_path)) == {"0.png": "red", "1.png": "green", "2.png": "red"}
 
 
 @every_way
@@ -348,6 +358,26 @@ def test_a_list_anywhere(tmp_path, inside):
         load(tmp_path / "data", labels=str(file))
     with pytest.raises(UserError, match=r"data\.label_column is kind; .* has image, id, species"):
         load(tmp_path / "data", **ways | {"label_column": "kind"})
+
+
+def test_the_column_of_labels_is_named_as_it_is_written(tmp_path):
+    save_classes(tmp_path, ["x"], 2)
+    write_csv(tmp_path / "labels.csv", [{"file": f"x/{n}.png", "Label": "ab"[n]} for n in range(2)])
+    for column in ("Label", None):
+        assert labels_by_name(in_train(tmp_path, label_column=column)) == {"x/0.png": "a", "x/1.png": "b"}
+
+
+def test_folders_are_the_classes_beside_a_list_without_labels_and_it_is_said(tmp_path, capsys):
+    """They may be folders of sites."""
+    save_classes(tmp_path / "data", ["here", "there"], 1)
+    file = tmp_path / "plants.csv"
+    rows = [{"file": f"{name}/0.png", "split": "train", "species": "oak", "age": 3} for name in ("here", "there")]
+    write_csv(file, rows)
+    said = "classes are folders: no list has a column `label`; data.label_column may name one of age, species"
+    for column in (None, "species"):
+        images = in_train(tmp_path / "data", labels=str(file), label_column=column)
+        assert {image.label for image in images.values()} == ({"oak"} if column else {"here", "there"})
+        assert (said in capsys.readouterr().out) == (column is None)
 
 
 @pytest.mark.parametrize("column", ["file_name", "File Name", "FILENAME", "file", "path", "image"])

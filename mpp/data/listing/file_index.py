@@ -37,8 +37,8 @@ class FileIndex:
     def find(self, name: str, folder: str) -> int | None:
         """The index of a file by the name that a list has for it; None: there is no such file.
 
-        `\\` is `/`; composed and decomposed letters are the same; the extension may be missing; so may the folder,
-        below that of the list, where only one file has the name.
+        `\\` is `/`; composed and decomposed letters are the same; spaces around the name do not count; the extension
+        may be missing; so may the folder, below that of the list, where only one file has the name.
 
         Args:
             folder: of the list, from the top.
@@ -46,7 +46,7 @@ class FileIndex:
         file_index = self.index_by_name.get(f"{folder}/{name}" if folder else name)
         if file_index is not None:
             return file_index
-        for spelling in dict.fromkeys((name, name.replace("\\", "/"))):
+        for spelling in dict.fromkeys((name, name.replace("\\", "/"), name.strip())):
             file_index = self.find_spelling(spelling, folder)
             if file_index is not None:
                 return file_index

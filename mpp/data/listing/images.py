@@ -20,6 +20,7 @@ from mpp.data.listing.lists import ImageList, named_mask_column, read_list, to_l
 from mpp.data.listing.split_names import split_order
 from mpp.data.listing.tree import Folder, Parts, Tree, is_below
 from mpp.errors import UserError
+from mpp.runtime.messages import shortened
 
 IN_NO_SPLIT = "images in no split's folder"
 
@@ -129,13 +130,18 @@ def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) 
         del columns[listed.label]
 
     notes = list(listed.notes)
+    mask_column = named_mask_column(config)
+    unused = sorted(columns.keys() - {IMAGE, SPLIT, listed.label, mask_column})
+    if listed.label in columns and unused and not listed.with_label_cell:
+        reason = f"no list has a column `{listed.label}`"
+        notes.append(f"classes are folders: {reason}; data.label_column may name one of {shortened(unused)}")
     if outside:
         what = f"listed files outside of {tree.root}, used for training unless a list gives their split"
         notes.append(f"{what} ({listed.describe_files(outside)})")
     return Listing(
         columns,
         label_columns=listed.label_columns & columns.keys(),
-        path_columns={IMAGE, named_mask_column(config)} & columns.keys(),
+        path_columns={IMAGE, mask_column} & columns.keys(),
         notes=notes,
         warnings=[*layout.warnings, *listed.warnings],
     )

@@ -1,7 +1,7 @@
 """Lists of images: tables of file names, with the labels and splits of the files.
 
 `metadata.csv`, `labels.csv` and the like stand in a folder of images, and name files from there on; `data.labels` is
-one anywhere. Cells are text as it stands: only a blank is no value.
+one anywhere. Cells are text as it stands, but for spaces around a label: only a blank is no value.
 """
 
 import codecs
@@ -65,7 +65,7 @@ def read_list(path: str, folder: str, config: ImagesConfig) -> ImageList | None:
     others = {}
     own_columns = {}
     for written_name, values in columns.items():
-        name = lowered(written_name, columns)
+        name = written_name if written_name in named_label_columns(config) else lowered(written_name, columns)
         if name.lower().endswith(OTHER_FILES_SUFFIX):
             others[name[: -len(OTHER_FILES_SUFFIX)]] = values
         elif name == named_mask_column(config):
@@ -216,7 +216,7 @@ def named_mask_column(config: ImagesConfig) -> str | None:
 
 
 def to_label(value: Any) -> Any:
-    """A label as text, or as a list of texts; None: a blank.
+    """A label as text without spaces around it, or as a list of such texts; None: a blank.
 
     Whole numbers are written as integers: tables with blanks turn them to floating point.
     """
@@ -232,8 +232,7 @@ def to_label(value: Any) -> Any:
             value = int(value)
     if isinstance(value, bytes):
         value = value.decode(errors="backslashreplace")
-    text = str(value)
-    return text if text.strip() else None
+    return str(value).strip() or None
 
 
 def to_label_column(values: Iterable[Any]) -> list[Any]:
