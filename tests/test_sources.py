@@ -277,6 +277,25 @@ def test_a_share_to_hold_out_is_refused_where_a_split_is_held_out():
 
 
 @pytest.mark.parametrize(
+    ("names", "held_out"),
+    [
+        (["train", "test", "valid"], "valid"),
+        (["train", "test", "dev", "validation"], "validation"),
+        (["train", "Testing"], "Testing"),
+        (["train", "extra"], "held out"),
+        (["train", "valves"], "held out"),
+    ],
+)
+def test_a_split_is_held_out_by_any_word_for_it(tmp_path, names, held_out):
+    """As datasets of the hub have it. A test split would be tuned on."""
+    datasets.DatasetDict({name: rows(4) for name in names}).save_to_disk(tmp_path / "saved")
+    assert [split.split for split in load_image_datasets(DataConfig(path=str(tmp_path / "saved")))] == [
+        "train",
+        held_out,
+    ]
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"path": "/nowhere/at/all"}, ["data.path", "/nowhere/at/all", "does not exist"]),

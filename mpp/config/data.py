@@ -94,8 +94,8 @@ class SourceConfig(ImagesConfig):
     split: str = "train"
     """Split to train on."""
     eval_split: str | None = "auto"
-    """Held-out split. auto: `validation` or `test` if there is one, otherwise a seeded cut of the training split. null:
-    always a seeded cut."""
+    """Held-out split. auto: `validation` (or `val`, `valid`, `dev`), or else `test`, if there is one; otherwise a
+    seeded cut of the training split. null: always a seeded cut."""
     eval_fraction: float = setting(0.05, above=0, below=1, needs={"eval_split": ("auto", None)})
     """Share of the images that the seeded cut holds out."""
     cut_seed: int = setting(0, at_least=0, below=SEED_END)

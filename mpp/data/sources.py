@@ -16,6 +16,7 @@ from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.hub import announce_hub_lookup
 from mpp.data.label_kinds import LABEL_READERS, find_label_kind
+from mpp.data.listing.split_names import split_of_cell
 from mpp.data.local import QUIET, load_local
 from mpp.data.overview import announce_splits, warn_of_labels
 from mpp.data.remote import from_a_server, load_from_hub, load_url
@@ -188,9 +189,12 @@ def find_held_out_split(config: SourceConfig, names: list[str]) -> str | None:
 
 
 def usual_held_out_split(config: SourceConfig, names: list[str]) -> str | None:
-    """`validation`, or else `test`, if the dataset has it and does not train on it."""
-    for name in ("validation", "test"):
-        if name in names and name != config.split:
+    """`validation`, or else `test`, if the dataset has it, perhaps by another word, and does not train on it."""
+    others = [name for name in names if name != config.split]
+    for usual in ("validation", "test"):
+        meant = [name for name in others if split_of_cell(name) == usual]
+        if meant:
+            name = usual if usual in meant else meant[0]
             allowed = f"left out, because {name} is held out, or data.eval_split null"
             is_default = config.eval_fraction == SourceConfig.eval_fraction
             require(is_default, "data.eval_fraction", config.eval_fraction, allowed)
