@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 from colours import CATS_AND_DOGS, Seen, colour, in_train, load, save, save_classes, seen
-from file_names import ACUTE, AWKWARD_NAMES, CLASS_NAMES, FILE_NAMES, NO_UTF8_NAMES
+from file_names import ACUTE, AWKWARD_NAMES, CLASS_NAMES, DECOMPOSED, FILE_NAMES, NO_UTF8_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.datasets import ImageFolder
@@ -411,6 +411,22 @@ def test_the_outer_folders_may_be_the_classes_though_one_has_nearly_all_images(t
     assert "data.label_folder outer takes the outer ones (2: ill, well)" in capsys.readouterr().err
     images = in_train(tmp_path, label_folder="outer")
     assert all(image.label == ("ill", "well")[image.kind] for image in images.values())
+
+
+@pytest.mark.parametrize(
+    ("names", "alike"),
+    [
+        (["train/Dog", "train/cat", "val/dog", "val/cat"], "'Dog' and 'dog'"),
+        (["old car", "old  car"], "'old  car' and 'old car'"),
+        ([f"{ACUTE}t{ACUTE}", f"{DECOMPOSED}t{DECOMPOSED}"], "forms of letters"),
+        (["A", "a", "old car", "oldcar"], ""),
+    ],
+)
+def test_classes_whose_names_look_the_same_are_named(tmp_path, capsys, names, alike):
+    save_classes(tmp_path, names)
+    load(tmp_path)
+    warned = capsys.readouterr().err
+    assert alike in warned and ("are they one?" in warned) == bool(alike)
 
 
 @pytest.mark.parametrize(

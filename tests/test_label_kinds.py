@@ -57,6 +57,16 @@ def test_an_empty_list_is_an_image_of_no_class_and_a_blank_is_missing(feature, v
     assert marks == [[1, 1], [0, 1], [-1, -1], [-1, -1], [0, 0], [1, 0]]
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [(["a|b", "a"], "such as a|b"), (["a", "b, a"], "such as b, a"), (["a;b, c"], ""), (["a", "b"], "")],
+)
+def test_other_signs_between_classes_are_named(capsys, values, said):
+    read("several", Value("string"), values)
+    printed = capsys.readouterr().out
+    assert said in printed and ("counts as one" in printed) == bool(said)
+
+
 def test_one_class_an_image_may_be_learned_as_several():
     (train, test), names = read("several", Value("int64"), [3, -1, 1], [7, 3, None])
     assert names == ["1", "3", "7"]

@@ -4,6 +4,7 @@ Each becomes an array with a row for each image, in which a missing label differ
 n images, C classes.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -30,10 +31,12 @@ from mpp.data.labels import (
     without_fractions,
 )
 from mpp.errors import UserError
-from mpp.runtime.messages import shortened
+from mpp.runtime.messages import note, shortened
 
 SEPARATOR = ";"
 """Between the classes of an image, where a column holds text."""
+OTHER_SEPARATOR = re.compile("[|,]")
+"""Characters that other programs write between the classes of an image."""
 AUTO = "auto"
 
 
@@ -87,11 +90,24 @@ def read_several(
     name = find_label_column(column, rows.features, source, setting)
     if name is None:
         return None
-    labels = split_texts(without_fractions(column_of(rows, name)))
+    column_values = column_of(rows, name)
+    note_other_separators(name, column_values)
+    labels = split_texts(without_fractions(column_values))
     if not holds_classes(labels) or holds_fractions(labels):
         content = f"lists of classes, or text with {SEPARATOR} between them, with task several"
         raise UserError(f"{setting} is {name}, which holds {rows.features[name]}; it must hold {content}")
     return LabelColumn(name, labels, getattr(inner_feature(rows.features[name]), "names", None))
+
+
+def note_other_separators(column: str, labels: pa.ChunkedArray) -> None:
+    """Note texts that may name several classes, but have no SEPARATOR between them."""
+    if holds_lists(labels) or not is_text(labels.type):
+        return
+    texts = pc.unique(labels).drop_null().to_pylist()
+    joined = [text for text in texts if OTHER_SEPARATOR.search(text)]
+    if joined and not any(SEPARATOR in text for text in texts):
+        rule = f"{SEPARATOR} is between the classes of an image, and each of these texts counts as one"
+        note(f"the column {column} has texts such as {joined[0]}: {rule}")
 
 
 def split_texts(labels: pa.ChunkedArray) -> pa.ChunkedArray:
