@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from colours import CATS_AND_DOGS, Seen, colour, in_train, load, save, save_classes, seen
+from colours import CATS_AND_DOGS, COLOURS, Seen, colour, in_train, load, save, save_classes, seen
 from conftest import dataset_of
 from file_names import ACUTE, DECOMPOSED, FILE_NAMES
 from hypothesis import given, settings
@@ -506,6 +506,17 @@ def test_paths_in_parquet_are_from_the_file_on(tmp_path):
     write_image_table(tmp_path / "data" / "train.parquet", images, pa.binary())
     known = in_train(tmp_path / "data", image_column="image")
     assert colours_by_label(known) == {code: kind for kind, code in enumerate(CODES)}
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_paths_of_text_in_parquet_are_from_the_file_on_not_from_where_the_command_is_run(tmp_path, monkeypatch, kind):
+    for number, place in enumerate(("data", "elsewhere")):
+        save(tmp_path / place / "0.png", number)
+    pq.write_table(pa.table({"photo": pa.array(["0.png"] * 2, kind)}), tmp_path / "data" / "a.parquet")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    train, held_out = load(tmp_path / "data" / "a.parquet", image_column="photo")
+    for images in (train, held_out):
+        assert images.decode(0, ImagesConfig())[0, 4, 4] == COLOURS[0][0]
 
 
 def test_lists_of_one_folder_are_joined_and_inner_ones_count_more(tmp_path):

@@ -62,7 +62,11 @@ LISTED_HERE = b"file_name\nb.png\n"
         (["a.png", "b.png", "c.png", "labels.csv"], 1, "files missing from all lists (2: a.png, c.png)"),
         (["b.png", "masks/b2, left.png", "metadata.csv"], 1, ""),
         (["a/b.png", "c/b.png", "a/labels.csv"], 2, ""),
-        (["a.png", "test.png", "c.parquet", "metadata.json"], 2, "tables without images (1: c.parquet)"),
+        (
+            ["a.png", "test.png", "c.parquet", "metadata.json"],
+            2,
+            "tables without images; data.labels names a list (1: c.parquet)",
+        ),
         (["a.png", "b.png", "old.tar"], 2, "tars next to images (1: old.tar)"),
         (
             ["a.png", "b.png", "old.zip"],
@@ -305,6 +309,10 @@ def test_a_split_is_held_out_by_any_word_for_it(tmp_path, names, held_out):
         ({"path": "{file}", "split": "dev"}, ["data.split", "dev", "train"]),
         ({"path": "{file}", "eval_split": "dev"}, ["data.eval_split", "dev", "train"]),
         ({"path": "{text}"}, ["data.path", "parquet"]),
+        ({"path": "{list}"}, ["data.path", "parquet", "data.labels names a list of images"]),
+        ({"path": "{pointer}"}, ["pointer.parquet is a Git LFS pointer instead of a shard; `git lfs pull` fetches it"]),
+        ({"path": "{pointers}"}, ["0.tar is a Git LFS pointer instead of a shard"]),
+        ({"path": "{carded}"}, ["a.parquet is a Git LFS pointer instead of a shard"]),
         ({"path": "{empty}"}, ["data.path", "empty"]),
     ],
 )
@@ -312,8 +320,15 @@ def test_bad_sources_are_named(tmp_path, settings, words):
     rows(4, id=[1, 2, 3, 4]).to_parquet(tmp_path / "a.parquet")
     (tmp_path / "text.txt").write_text("no image")
     (tmp_path / "empty").mkdir()
-    places = {"file": tmp_path / "a.parquet", "text": tmp_path / "text.txt", "empty": tmp_path / "empty"}
-    path = settings["path"].format(**places)
+    (tmp_path / "list.csv").write_text("file,label\n")
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345678\n"
+    for name in ("pointer.parquet", "pointers/0.tar", "carded/a.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(pointer)
+    (tmp_path / "carded" / "README.md").write_text("---\nconfigs: [{config_name: a, data_files: a.parquet}]\n---\n")
+    names = {"file": "a.parquet", "text": "text.txt", "list": "list.csv", "pointer": "pointer.parquet"}
+    folders = {name: tmp_path / name for name in ("empty", "pointers", "carded")}
+    path = settings["path"].format(**{name: tmp_path / file for name, file in names.items()}, **folders)
     with pytest.raises(ValueError) as error:
         load_image_datasets(DataConfig(**settings | {"path": path}))
     message = str(error.value)

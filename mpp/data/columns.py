@@ -24,7 +24,8 @@ from mpp.errors import UnreadableImage, UserError, one_line
 
 BINARY_TYPES = ("binary", "large_binary")
 """Types of a column that may hold image files."""
-ENCODED_TYPES = (*BINARY_TYPES, "string", "large_string")
+TEXT_TYPES = ("string", "large_string")
+ENCODED_TYPES = (*BINARY_TYPES, *TEXT_TYPES)
 """Types of a column that may hold image files, or their names."""
 
 

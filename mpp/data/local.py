@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,21 +17,23 @@ from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
-from mpp.data.columns import BINARY_TYPES, find_array_dtype, is_cell
+from mpp.data.columns import BINARY_TYPES, TEXT_TYPES, find_array_dtype, is_cell
 from mpp.data.data_path import describe_source, is_url
+from mpp.data.decoding.kinds import LFS_POINTER, STAND_IN_STARTS, kind_of
 from mpp.data.listing.archives import ARCHIVE_EXTENSIONS, is_archive, unpack_archive
-from mpp.data.listing.formats import SHARD_BUILDERS, TABLE_EXTENSIONS, extension_of
+from mpp.data.listing.formats import LIST_EXTENSIONS, SHARD_BUILDERS, TABLE_EXTENSIONS, extension_of
 from mpp.data.listing.image_table import Listing, SharedListing, path_column, share_listing
 from mpp.data.listing.images import list_images
 from mpp.data.listing.links import plain_path
 from mpp.data.listing.split_names import split_of_shard, split_order
 from mpp.data.listing.tars import list_shards, stream_shards
-from mpp.data.listing.tree import Tree, walk_folder
+from mpp.data.listing.tree import Tree, first_bytes, walk_folder
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, one_line
 from mpp.runtime.messages import counted, shortened
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
+MAX_STAND_IN_BYTES = 1 << 12
 MAX_EMPTY_TABLE_BYTES = 1 << 20  # a longer table has rows, and need not be opened to know it
 CACHED_TABLE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`, beside a dataset on disk
 CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
@@ -48,7 +50,8 @@ def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, A
     if path.is_file():
         if extension_of(path.name) not in SHARD_BUILDERS:
             allowed = " or ".join([*SHARD_BUILDERS, *ARCHIVE_EXTENSIONS])
-            raise UserError(f"{config.group_name}.path is {config.path}; a single file must be {allowed}")
+            hint = "; data.labels names a list of images" if extension_of(path.name) in LIST_EXTENSIONS else ""
+            raise UserError(f"{config.group_name}.path is {config.path}; a single file must be {allowed}{hint}")
         refuse_settings_of_folders(config)
         if extension_of(path.name) in TABLE_EXTENSIONS and not has_rows(str(path)):
             refuse_empty(config, ["it has no rows"])
@@ -94,10 +97,23 @@ def has_card_with_configs(folder: Path) -> bool:
 def load_by_card(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of a folder whose README.md declares their files: by `datasets`, but for tar shards."""
     builder = datasets.load_dataset_builder(plain_path(path), config.name, download_config=QUIET)
+    files = declared_files(builder)
+    refuse_stand_ins([file for of_split in files.values() for file in of_split])
     if isinstance(builder, WebDataset):
-        return load_shards(declared_files(builder), config, streaming)
+        return load_shards(files, config, streaming)
     refuse_streamed_files(builder, streaming)
     return datasets.load_dataset(plain_path(path), config.name, streaming=streaming, download_config=QUIET)
+
+
+def refuse_stand_ins(files: Iterable[str]) -> None:
+    """Refuse shards of this machine that are something else, such as pointers of `git clone` without Git LFS."""
+    for file in files:
+        if extension_of(file) not in SHARD_BUILDERS or is_url(file) or os.path.getsize(file) > MAX_STAND_IN_BYTES:
+            continue
+        kind = kind_of(first_bytes(file))
+        if kind in STAND_IN_STARTS:
+            advice = "`git lfs pull` fetches it" if kind == LFS_POINTER else "fetch it again"
+            raise UserError(f"{file} is {kind} instead of a shard; {advice}")
 
 
 def refuse_streamed_files(builder: datasets.DatasetBuilder, streaming: bool) -> None:
@@ -166,7 +182,7 @@ def choose_images_or_shards(tree: Tree) -> None:
         if holds_images(path) if is_table else len(tree) <= tar_count:
             kept.append((parts, path))
         else:
-            reason = "tables without images" if is_table else "tars next to images"
+            reason = "tables without images; data.labels names a list" if is_table else "tars next to images"
             tree.leave_out(reason, parts, path)
     tree.shards = kept
     if kept:
@@ -255,6 +271,7 @@ def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> 
         kinds = ", ".join(sorted(extensions))
         raise UserError(f"{config.group_name}.path is {config.path}, which holds shards of several kinds: {kinds}")
     refuse_list(config)
+    refuse_stand_ins([path for _, path in tree.shards])
     leave_out_empty_tables(tree, config)
     for parts, path in tree.lists:
         tree.leave_out("lists of images next to shards", parts, path)
@@ -275,12 +292,14 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
     Args:
         shards: split -> files, all with the same extension.
     """
-    (extension,) = {extension_of(file) for files in shards.values() for file in files}
+    all_files = [file for files in shards.values() for file in files]
+    refuse_stand_ins(all_files)
+    (extension,) = {extension_of(file) for file in all_files}
     if extension not in TABLE_EXTENSIONS:
         if streaming:
             return {split: stream_shards(files, config) for split, files in shards.items()}
         return share_tar_listing(shards, config)
-    folders = sorted({os.path.dirname(file) for files in shards.values() for file in files})
+    folders = sorted({os.path.dirname(file) for file in all_files})
     splits = {}
     for split, files in shards.items():  # each by itself: they may have other columns, and other orders of classes
         if not streaming:
@@ -288,7 +307,9 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
         data_files = {split: [plain_path(Path(file)) for file in files]}
         builder = SHARD_BUILDERS[extension]
         loaded = datasets.load_dataset(builder, data_files=data_files, streaming=streaming, download_config=QUIET)
-        splits[split] = loaded[split] if streaming else resolve_relative_paths(loaded[split], folders)
+        splits[split] = loaded[split]
+        if not streaming:
+            splits[split] = resolve_relative_paths(loaded[split], folders, config.image_column)
     return splits
 
 
@@ -310,31 +331,35 @@ def refuse_other_classes(files: list[str]) -> None:
                 raise UserError(f"{file} declares other classes in {column} than {files[0]}, or another order of these")
 
 
-def resolve_relative_paths(rows: datasets.Dataset, folders: list[str]) -> datasets.Dataset:
+def resolve_relative_paths(rows: datasets.Dataset, folders: list[str], text_column: str | None) -> datasets.Dataset:
     """Rows whose paths of image files are absolute.
 
     Args:
         folders: the tables' own folders, where relative paths start.
+        text_column: has paths also where its type is text.
     """
     columns = rows.column_names
     for column in columns:
-        paths = relative_paths(rows, column)
+        paths = relative_paths(rows, column, column == text_column)
         if paths is None:
             continue
         cells = path_column([path and find_file(path, folders) for path in paths])
-        rows = rows.remove_columns([column])
-        rows = rows.add_column(column, cells, feature=datasets.Image(decode=False))
+        found = f"{column} found"  # added first: a table without columns has no rows
+        rows = rows.add_column(found, cells, feature=datasets.Image(decode=False))
+        rows = rows.remove_columns([column]).rename_column(found, column)
     return rows.select_columns(columns)
 
 
-def relative_paths(rows: datasets.Dataset, column: str) -> list[str | None] | None:
+def relative_paths(rows: datasets.Dataset, column: str, may_be_text: bool) -> list[str | None] | None:
     """The paths in a column of images without bytes, if some are relative; None: it is another column."""
-    if not is_cell(rows.features[column]) or len(rows) == 0:
+    has_cells = is_cell(rows.features[column])
+    has_texts = may_be_text and getattr(rows.features[column], "dtype", None) in TEXT_TYPES
+    if not (has_cells or has_texts) or len(rows) == 0:
         return None
     cells = rows.with_format("arrow").select_columns([column])[:].column(0)
-    if pc.struct_field(cells, "bytes").null_count < len(cells):
+    if has_cells and pc.struct_field(cells, "bytes").null_count < len(cells):
         return None
-    paths = pc.struct_field(cells, "path").to_pylist()
+    paths = (pc.struct_field(cells, "path") if has_cells else cells).to_pylist()
     return paths if any(is_relative(path) for path in paths if path) else None
 
 

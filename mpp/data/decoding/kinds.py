@@ -34,13 +34,14 @@ CONVERTIBLE_STARTS = {
     "a gzip file": rb"\x1f\x8b",
     "an SVG file": rb"\s*<(svg|[?!].*<svg)[\s>]",
 }
+LFS_POINTER = "a Git LFS pointer"
 STAND_IN_STARTS = {  # instead of images that were not fetched or not written
     "an empty file": rb"\Z",
     "a file of zeros": rb"\0{16,}\Z",
     "an HTML file": rb"\s*<(!doctype html|html|head|body|!--.*<html)\b",
     "an XML file": rb"\s*<\?xml(?!.*<svg[\s>])",
     "a table of contents (DICOMDIR)": rb".{128}DICM" + DICOMDIR_UID,
-    "a Git LFS pointer": rb"version https://git-lfs\.github\.com/",
+    LFS_POINTER: rb"version https://git-lfs\.github\.com/",
 }
 ARRAY_STARTS = {"a .npy file": re.escape(NPY_START), "a .npz file": re.escape(ZIP_START)}
 KIND_BYTES = 1024  # first bytes of a file that tell its kind

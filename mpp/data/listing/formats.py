@@ -25,6 +25,7 @@ UNSUPPORTED_EXTENSIONS = frozenset(
     )
 )
 """Of phones, cameras, scanners and drawings: no decoder here reads them."""
+LIST_EXTENSIONS = (".csv", ".tsv", ".jsonl")
 LIST_NAME = re.compile(r"(metadata|labels)\.(csv|tsv|jsonl|parquet)")
 """Names of files that list the images of a folder and their labels."""
 EXTENSION = re.compile(r"\.[a-z][a-z0-9]{1,6}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mpp.data.decoding.kinds import is_picture, optional_format
 from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS, advice, missing_package
-from mpp.data.listing.formats import extension_of
+from mpp.data.listing.formats import LIST_EXTENSIONS, extension_of
 
 NAMES_PER_REASON = 3
 
@@ -75,5 +75,5 @@ def other_files(name: str) -> str:
     extension = extension_of(name)
     if not extension:
         return "files without an ending"
-    hint = "; data.labels names a list of images" if extension in (".csv", ".tsv", ".jsonl") else ""
+    hint = "; data.labels names a list of images" if extension in LIST_EXTENSIONS else ""
     return f"{extension} files{hint}"
