@@ -436,8 +436,9 @@ def test_classes_that_tables_declare_in_another_order_keep_their_names(tmp_path,
     write_owls_and_cats(tmp_path / f"{other_split}-1.{ending}", ["cat", "owl"])
     if where == "the same split":
         refused = rf"train-1\.{ending} declares other classes in label than .*train-0\.{ending}"
-        with pytest.raises(UserError, match=refused):
-            load_image_datasets(DataConfig(path=str(tmp_path)))
+        for streaming in (False, True):
+            with pytest.raises(UserError, match=refused):
+                load_splits(DataConfig(path=str(tmp_path)), streaming)
     else:
         for dataset in load_image_datasets(DataConfig(path=str(tmp_path))):
             assert [dataset.class_names[number] for number in dataset.labels] == ["owl", "cat"] * 2

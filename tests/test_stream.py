@@ -457,6 +457,19 @@ def test_a_folder_sorted_by_class_is_mixed(tmp_path):
     assert other.numbers != shards.numbers
 
 
+@pytest.mark.parametrize("probed", [0, 128])
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_shards_that_are_sorted_by_class_are_said(tmp_path, capsys, is_sorted, probed):
+    """Without a probe, too: the held-out shard is one of them."""
+    image = encoded(picture(1, (8, 8)))
+    for shard in range(4):
+        labels = [shard // 2 if is_sorted else row % 2 for row in range(40)]
+        rows = dataset_of([image] * 40, label=labels).cast_column("label", datasets.ClassLabel(names=["cat", "dog"]))
+        rows.to_parquet(tmp_path / f"{shard}.parquet")
+    load_streamed(DataConfig(path=str(tmp_path), streaming=True), probed, 40)
+    assert ("the shards are sorted by class" in capsys.readouterr().err) == is_sorted
+
+
 def test_other_columns_and_other_files_do_not_matter(tmp_path):
     masks = dataset_of([b"broken"] * 8).rename_column("image", "mask")
     rows = dataset_of([encoded(picture(1, (8, 8)))] * 8, caption=["a"] * 8)

@@ -34,6 +34,7 @@ from mpp.runtime.messages import counted, shortened
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
 MAX_STAND_IN_BYTES = 1 << 12
+STREAMED_FILES_COMPARED = 16  # of a split, or a few more: a stream may have very many
 MAX_EMPTY_TABLE_BYTES = 1 << 20  # a longer table has rows, and need not be opened to know it
 CACHED_TABLE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`, beside a dataset on disk
 CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
@@ -302,8 +303,7 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
     folders = sorted({os.path.dirname(file) for file in all_files})
     splits = {}
     for split, files in shards.items():  # each by itself: they may have other columns, and other orders of classes
-        if not streaming:
-            refuse_other_classes(files)
+        refuse_other_classes(files if not streaming else files[:: max(1, len(files) // STREAMED_FILES_COMPARED)])
         data_files = {split: [plain_path(Path(file)) for file in files]}
         builder = SHARD_BUILDERS[extension]
         loaded = datasets.load_dataset(builder, data_files=data_files, streaming=streaming, download_config=QUIET)

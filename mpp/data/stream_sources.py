@@ -1,5 +1,6 @@
 """Sources of streams: shards to train on, and samples of images for the probe and for evaluation."""
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import datasets
@@ -15,10 +16,12 @@ from mpp.data.overview import announce_stream
 from mpp.data.shards import SHARDS_PER_TURN, Shards
 from mpp.data.sources import find_held_out_split, label_images, label_setting, load_splits
 from mpp.errors import UserError
+from mpp.runtime.messages import warn
 from mpp.runtime.randomness import Stream, permutation
 
 MAX_FOLDER_SHARDS = 256  # into which a folder of image files is cut
 MIN_FOLDER_SHARD_ROWS = 8
+MIN_TELLING_ROWS = 32  # of one class, from which a shard counts as sorted
 POSITION = "_mpp_position"  # column of a sample that is kept on disk: each row's position in the sample
 
 
@@ -53,9 +56,32 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         held_out.split: sample_rows(config, held_out, held_out_label, evaluated, config.cut_seed),
     }
     train_images, held_out_images = label_images(config, rows, shards.image_column)
+    for part, images in ((shards, train_images), (held_out, held_out_images)):
+        if part.stream is shards.stream and is_sorted_by_class(rows[part.split], images):
+            warn_of_sorted_shards(describe_source(config))
     announce_stream(describe_source(config), shards.count, held_out.count, (train_images, held_out_images))
     unlabelled = replace(shards, stream=shards.stream.select_columns([shards.image_column]))
     return unlabelled, train_images, held_out_images
+
+
+def is_sorted_by_class(sample: datasets.Dataset, images: ImageDataset) -> bool:
+    """Whether the first rows of each shard in a sample are of one class, of several that there are.
+
+    Args:
+        sample: has the positions of the `images` in it.
+    """
+    if len(images) == 0 or images.labels is None or images.labels.ndim > 1 or images.classes < 2:
+        return False
+    classes_of_shard = defaultdict(list)
+    for position, label in zip(sample[POSITION][:], images.labels.tolist(), strict=True):
+        classes_of_shard[position % SHARDS_PER_TURN].append(label)
+    return all(len(labels) >= MIN_TELLING_ROWS and len({*labels}) == 1 for labels in classes_of_shard.values())
+
+
+def warn_of_sorted_shards(source: str) -> None:
+    """Warn of shards that have one class after the other: a step would see few classes."""
+    what = "the shards are sorted by class, and a stream shuffles only data.shuffle_block images of one"
+    warn(f"{source}: {what}: make mixed ones by mpp prepare")
 
 
 def find_label(config: SourceConfig, shards: Shards, held_out: bool) -> str | None:
