@@ -430,6 +430,22 @@ def test_classes_whose_names_look_the_same_are_named(tmp_path, capsys, names, al
 
 
 @pytest.mark.parametrize(
+    ("names", "masks"),
+    [
+        (["a/1.png", "a/1_mask.png", "a/2.png", "a/2_mask.png"], "such as a/1_mask.png, a/2_mask.png;"),
+        (["1.png", "1-Seg.tif"], "such as 1-Seg.tif;"),
+        (["mask.png", "1_mask.png", "2_mask.png", "gas_mask.png", "gas/1.png", "masked.png"], ""),
+    ],
+)
+def test_files_that_look_like_masks_of_others_are_named(tmp_path, capsys, names, masks):
+    for number, name in enumerate(names):
+        save(tmp_path / name, number)
+    load(tmp_path)
+    warned = capsys.readouterr().err
+    assert masks in warned and ("look like masks" in warned) == bool(masks)
+
+
+@pytest.mark.parametrize(
     ("names", "said"),
     [
         (["train2017", "val2017"], "folders look like splits but are not: train2017, val2017;"),

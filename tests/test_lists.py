@@ -508,6 +508,13 @@ def test_paths_in_parquet_are_from_the_file_on(tmp_path):
     assert colours_by_label(known) == {code: kind for kind, code in enumerate(CODES)}
 
 
+def test_images_without_a_split_in_a_list_train_and_are_said(tmp_path, capsys):
+    listed(tmp_path, list("abab"), split=["train", "test", "", " "])
+    assert counts(seen(tmp_path)) == {"train": 3, "test": 1}
+    said = "images without a split in a list are used for training (2: 2.png, 3.png)"
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
 def test_paths_of_text_in_parquet_are_from_the_file_on_not_from_where_the_command_is_run(tmp_path, monkeypatch, kind):
     for number, place in enumerate(("data", "elsewhere")):

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from mpp.config import ImagesConfig
 from mpp.data.listing.image_table import IMAGE, LABEL, SPLIT, Listing, text_column
-from mpp.data.listing.layout import find_layout
+from mpp.data.listing.layout import find_layout, masks_beside_images
 from mpp.data.listing.left_out import other_files
 from mpp.data.listing.listed_files import ListedFiles
 from mpp.data.listing.lists import ImageList, named_mask_column, read_list, to_label_column
@@ -89,7 +89,8 @@ def list_by_folders(tree: Tree, config: ImagesConfig) -> Listing:
     labels = text_column(layout.classes).take(folder_of_image)
     if labels.null_count < len(labels):
         columns[LABEL] = labels
-    return Listing(columns, label_columns={LABEL} & columns.keys(), warnings=layout.warnings)
+    warnings = layout.warnings + masks_beside_images([tree.folders[folder_index] for folder_index in kept])
+    return Listing(columns, label_columns={LABEL} & columns.keys(), warnings=warnings)
 
 
 def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) -> Listing:
@@ -109,7 +110,8 @@ def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) 
 
     outside = sorted(listed.images - splits.keys(), key=listed.files.paths.__getitem__)
     splits |= dict.fromkeys(outside, "train")
-    splits |= listed.values.get(SPLIT, {})
+    named_splits = listed.values.get(SPLIT, {})
+    splits |= named_splits
     listed_labels = listed.values.get(listed.label, {})
     labels |= {file_index: listed_labels.get(file_index) for file_index in listed.with_label_cell}
 
@@ -130,6 +132,9 @@ def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) 
         del columns[listed.label]
 
     notes = list(listed.notes)
+    unnamed = [file_index for file_index in kept if splits[file_index] == "train" and file_index not in named_splits]
+    if named_splits and unnamed:
+        notes.append(f"images without a split in a list are used for training ({listed.describe_files(unnamed)})")
     mask_column = named_mask_column(config)
     unused = sorted(columns.keys() - {IMAGE, SPLIT, listed.label, mask_column})
     if listed.label in columns and unused and not listed.with_label_cell:

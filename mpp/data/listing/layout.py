@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mpp.data.listing.formats import without_extension
 from mpp.data.listing.split_names import SPLIT_WORD_INSIDE, SPLIT_WORDS
-from mpp.data.listing.tree import Parts
+from mpp.data.listing.tree import Folder, Parts
 from mpp.runtime.messages import shortened
 
 MASK_WORD = re.compile(r"masks|segmentation|annotation|trimap|ground_?truth")
+MASK_FILE = re.compile(r"(.+)[ _-](masks?|seg|segmentation|labels?|annotation|trimap|gt|ground_?truth)", re.IGNORECASE)
+FILES_LOOKED_AT = 64  # of a folder: masks beside images are next to them in the order of names
+ADVICE_ON_MASKS = "move them away, or list the images in a metadata.csv"
 MIN_SHARE_AT_DEPTH = 0.2  # of the images: folders at a depth that has fewer are not the level of the classes
 MAX_SHARE_OF_ONE_NAME = 0.95  # of the images: where one name has more, the level is the same for all but a few
 
@@ -159,6 +163,21 @@ def describe_levels(below: list[Parts], outer_level: int, inner_level: int) -> s
     return f"{line}; data.label_folder outer takes the outer ones ({len(outer)}: {shortened(outer)})"
 
 
+def masks_beside_images(folders: Sequence[Folder]) -> list[str]:
+    """Warnings of files that are called as masks of others in their folder, such as `1_mask.tif` beside `1.tif`."""
+    like_masks = []
+    for folder in folders:
+        files = folder.files[:FILES_LOOKED_AT]
+        stems = {without_extension(file) for file in files}
+        for file in files:
+            named = MASK_FILE.fullmatch(without_extension(file))
+            if named and named[1] in stems:
+                like_masks.append("/".join((*folder.parts, file)))
+    if not like_masks:
+        return []
+    return [f"files look like masks and count as images, such as {shortened(like_masks[:3])}; {ADVICE_ON_MASKS}"]
+
+
 def suspicious_names(below: list[Parts]) -> list[str]:
     """Warnings of folders that look like splits or masks, and are taken for folders of images."""
     names = sorted({part for parts in below for part in parts})
@@ -169,6 +188,6 @@ def suspicious_names(below: list[Parts]) -> list[str]:
         warnings.append(f"folders look like splits but are not: {shortened(like_splits)}; {rule}: rename or move them")
     like_masks = [name for name in names if MASK_WORD.search(name.lower())]
     if like_masks:
-        advice = "move them away, or list the images in a metadata.csv"
-        warnings.append(f"folders look like masks and count as images: {shortened(like_masks)}; {advice}")
+        what = "folders look like masks and count as images"
+        warnings.append(f"{what}: {shortened(like_masks)}; {ADVICE_ON_MASKS}")
     return warnings
