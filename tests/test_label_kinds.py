@@ -74,6 +74,13 @@ def test_one_class_an_image_may_be_learned_as_several():
     assert test == [[0, 0, 1], [0, 1, 0], [-1, -1, -1]]
 
 
+@pytest.mark.parametrize("values", [[[0, 1], [1]], [[0], [1]], [[0, 1], [1, 2]], [[0, 1], []], [None, None]])
+def test_lists_of_few_small_numbers_are_numbers_of_classes(values):
+    (marks,), names = read("several", List(Value("int64")), values)
+    known = [{int(names[number]) for number in np.flatnonzero(np.array(row) > 0)} for row in marks]
+    assert known == [{*(value or ())} for value in values]
+
+
 @pytest.mark.parametrize(
     ("feature", "values", "expected"),
     [
@@ -96,6 +103,10 @@ def test_what_is_no_finite_number_is_missing(feature, values, expected):
         ("number", List(Value("float64")), [[1.5]], "it must be a column of numbers"),
         ("several", Value("float64"), [1.5, 2.0], "it must hold lists of classes, or text with ;"),
         ("several", List(Value("float64")), [[1.5]], "it must hold lists of classes, or text with ;"),
+        ("several", List(Value("int8")), [[0, 1, 0], None, [1, 1, 0]], "holds lists of a 0 or a 1 for each class"),
+        ("several", Value("string"), ["0;1;0", "0;0;0"], "holds lists of a 0 or a 1 for each class"),
+        ("class", List(Value("bool")), [[True, False], [False, True]], "holds lists of a 0 or a 1 for each class"),
+        ("class", List(Value("int64"), 2), [[1, 0], [0, 1]], "holds lists of a 0 or a 1 for each class"),
     ],
 )
 def test_a_column_of_another_kind_is_named(kind, feature, values, message):

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mpp.data.labels import (
+    MARKS,
     NO_LABEL,
     LabelColumn,
     NumberedLabels,
@@ -23,6 +24,7 @@ from mpp.data.labels import (
     holds_classes,
     holds_fractions,
     holds_lists,
+    holds_marks,
     is_blank,
     is_text,
     number_labels,
@@ -93,9 +95,11 @@ def read_several(
     column_values = column_of(rows, name)
     note_other_separators(name, column_values)
     labels = split_texts(without_fractions(column_values))
-    if not holds_classes(labels) or holds_fractions(labels):
-        content = f"lists of classes, or text with {SEPARATOR} between them, with task several"
-        raise UserError(f"{setting} is {name}, which holds {rows.features[name]}; it must hold {content}")
+    has_marks = holds_marks(labels)
+    if not holds_classes(labels) or holds_fractions(labels) or has_marks:
+        content = MARKS if has_marks else rows.features[name]
+        allowed = f"lists of classes, or text with {SEPARATOR} between them, with task several"
+        raise UserError(f"{setting} is {name}, which holds {content}; it must hold {allowed}")
     return LabelColumn(name, labels, getattr(inner_feature(rows.features[name]), "names", None))
 
 

@@ -19,6 +19,7 @@ from mpp.runtime.messages import counted, note
 
 ANY_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?\s*$"
 WHOLE_NUMBER = r"^[+-]?\d{1,18}(\.0*)?$"
+MARKS = "lists of a 0 or a 1 for each class (one-hot)"
 NO_LABEL = -1
 
 
@@ -124,11 +125,12 @@ def read_labels(
     labels = without_fractions(rows.select_columns([name]).with_format("arrow")[:].column(0))
     feature = rows.features[name]
     has_fractions = holds_fractions(labels)
-    if holds_classes(labels) and not has_fractions:
+    has_marks = holds_marks(labels)
+    if holds_classes(labels) and not has_fractions and not has_marks:
         while hasattr(feature, "feature"):  # of lists
             feature = feature.feature
         return LabelColumn(name, labels, getattr(feature, "names", None))
-    content = "numbers with fractions" if has_fractions else str(feature)
+    content = "numbers with fractions" if has_fractions else MARKS if has_marks else str(feature)
     if column is not None:
         raise UserError(f"{setting} is {column}, which holds {content} instead of classes")
     note(f"the column {name} of {source} holds {content} instead of classes; it is not used")
@@ -183,6 +185,15 @@ def holds_classes(labels: pa.ChunkedArray) -> bool:
     if all_null(flat):
         return True
     return pa.types.is_integer(flat.type) or pa.types.is_boolean(flat.type) or is_text(flat.type)
+
+
+def holds_marks(labels: pa.ChunkedArray) -> bool:
+    """Whether all labels are lists of one length of 0 and 1: marks of all classes, and not numbers of some."""
+    if not holds_lists(labels) or not holds_classes(labels) or all_null(labels):
+        return False
+    lengths = pc.min_max(pc.list_value_length(labels)).as_py()
+    values = pc.unique(flatten_lists(labels)).slice(0, 3).to_pylist()
+    return 1 < lengths["min"] == lengths["max"] and {str(value) for value in values} <= {"0", "1", "False", "True"}
 
 
 def holds_fractions(labels: pa.ChunkedArray) -> bool:
