@@ -42,6 +42,7 @@ def small(tmp_path):
         ({"questions": [{"name": "a", "encoders": ["b"]}]}, "questions: a is b; it must be one of random, floor"),
         ({"questions": [{"name": "a", "plot": "lines"}]}, "questions: encoders is null; it must be {name: number}"),
         ({"encoders": [{"name": "a", "encoder": "b", "seeds": 3}]}, "encoders: a: seeds is 3; it must be a list"),
+        ({"encoders": [TRAINED | {"seeds": [0, 0]}]}, "encoders: a: seeds is .0, 0.; it must be a list .* each once"),
         ({"encoders": [TRAINED]}, "encoders: a: encoder is b; it must be with {seed} in it, for several seeds"),
         ({"encoders": [TRAINED | {"seeds": [0]}, OTHER]}, "encoders: a: train_options is .* those of c, in the same"),
         ({"questions": [{"name": "a", "evaluations": []}]}, r"questions: evaluations is \[\]; it must be null"),

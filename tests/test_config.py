@@ -8,7 +8,7 @@ import pytest
 import settings_page
 from conftest import ROOT
 
-from evaluation.config import EmbedConfig, ExportConfig, FewshotConfig, PredictConfig, SegmentationConfig
+from evaluation.config import EmbedConfig, ExportConfig, FewshotConfig, KnnConfig, PredictConfig, SegmentationConfig
 from mpp.config import Config
 from mpp.config.command_line import as_words
 from mpp.config.keys import flatten, known_keys
@@ -242,6 +242,21 @@ def test_a_mistake_ends_the_command_with_one_line_and_no_traceback(monkeypatch, 
         (FewshotConfig, "--l2=[1,0]", "l2 is [1.0, 0.0]; it must be a number above 0, or a list of them"),
         (FewshotConfig, "--shots=[]", "shots is []; it must be a whole number of at least 1, or a list of them"),
         (ExportConfig, "--batch=0", "batch is 0; it must be a whole number of at least 1, or dynamic"),
+        (
+            FewshotConfig,
+            "--seeds=[1,0,1]",
+            "seeds is [1, 0, 1]; it must be a whole number of at least 0, or a list of them, each once",
+        ),
+        (
+            KnnConfig,
+            "--neighbours=[5,5]",
+            "neighbours is [5, 5]; it must be a whole number of at least 1, or a list of them, each once",
+        ),
+        (
+            SegmentationConfig,
+            "--readings=[knn,knn]",
+            "readings is ['knn', 'knn']; it must be linear, knn, or a list of them, each once",
+        ),
         (SegmentationConfig, "--readings=[]", "readings is []; it must be linear, knn, or a list of them"),
     ],
 )

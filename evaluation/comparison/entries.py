@@ -189,7 +189,9 @@ def check_encoder(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> None:
     key = f"encoders: {entry.name}"
     require(entry.train in (None, *TRAININGS), f"{key}: train", entry.train, " or ".join(TRAININGS))
     is_list = isinstance(entry.seeds, list | tuple) and len(entry.seeds) > 0
-    require(is_list, f"{key}: seeds", entry.seeds, "a list that is not empty")
+    are_numbers = is_list and all(isinstance(seed, int) for seed in entry.seeds)
+    differ = are_numbers and len(set(entry.seeds)) == len(entry.seeds)
+    require(differ, f"{key}: seeds", entry.seeds, "a list of whole numbers, each once")
     possible = entry.compute is None or (entry.train is not None and entry.compute > 0)
     require(possible, f"{key}: compute", entry.compute, "above 0, next to train")
     if entry.train is None:

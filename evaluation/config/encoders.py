@@ -217,7 +217,7 @@ class VisualizeConfig(PrecisionConfig, EncoderConfig):
     """Average each layer of the rollout with the identity, for the residual connection."""
     rollout_from: Literal["auto", "class", "patches"] = setting("auto", needs={"pictures": "attention_rollout"})
     """Start of the rollout. auto: [class], or the mean of the patches if [class] was not trained on its own."""
-    bands: int | tuple[int, ...] | None = setting(None, at_least=1, listed=True)
+    bands: int | tuple[int, ...] | None = setting(None, at_least=1, listed=True, repeats=True)
     """Channels shown as red, green and blue, or one shown as grey, counted from 1: [3, 2, 1]. null: RGB and grey as
     they are; other channels side by side, or their mean under an overlay."""
     representation: Representation = setting("mean", needs={"pictures": ("rank", "accuracy_by_depth")})

@@ -39,6 +39,8 @@ def check_bounds(config: Any, prefix: str = "") -> None:
         if any(map(math.isinf, numbers)):
             allowed += ", and finite"
         require(fits, f"{prefix}{each.name}", value, allowed)
+        if bounds.listed and not bounds.repeats:
+            require(len(set(values)) == len(values), f"{prefix}{each.name}", value, f"{allowed}, each once")
 
 
 def refuse_idle(config: Any, usual: Any = None, prefix: str = "", whole: Any = None) -> None:

@@ -45,7 +45,7 @@ class ImagesConfig:
     channels: int = setting(3, at_least=1)
     """Channels of an image. 3: files are converted to RGB; 1: to grey. Any other number: files with another number of
     bands are reported as unreadable."""
-    bands: int | tuple[int, ...] | None = setting(None, at_least=1, listed=True)
+    bands: int | tuple[int, ...] | None = setting(None, at_least=1, listed=True, repeats=True)
     """Bands of the files used as channels, counted from 1: [4, 3, 2]. Nothing is converted then. null: all bands."""
     range: tuple[float, float] | tuple[tuple[float, float], ...] | Literal["window"] | None = None
     """[LOW, HIGH], or one pair per channel: values mapped to 0 and 255; values outside are clipped. null: 8-bit images

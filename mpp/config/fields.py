@@ -26,6 +26,8 @@ class Bounds:
     below: float | None = None
     listed: bool = False
     """Whether the setting is a list of any length from 1, which may be given as one value."""
+    repeats: bool = False
+    """Whether such a list may have a value more than once."""
 
     def contain(self, number: float) -> bool:
         """Whether a number is within the bounds. NaN never is."""
@@ -61,6 +63,7 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
     listed: bool = False,
+    repeats: bool = False,
     needs: Mapping[str, Any] | None = None,
     operational: bool = False,
 ) -> Any:
@@ -69,6 +72,7 @@ def setting(
     Args:
         at_least, above, at_most, below: bounds of the number, or of each number of a tuple.
         listed: whether it is a list of any length from 1, which may be given as one value.
+        repeats: whether such a list may have a value more than once.
         needs: other fields without which this one has no effect: a name -> the value or the tuple of values that it
             must have (a field that is a list must hold one of them); True: it is set; False: it is not. A name with a
             dot is of another group, such as "run.precision".
@@ -76,7 +80,7 @@ def setting(
             the run is resumed.
     """
     metadata: dict[str, Any] = {}
-    bounds = Bounds(at_least, above, at_most, below, listed)
+    bounds = Bounds(at_least, above, at_most, below, listed, repeats)
     if bounds != Bounds():
         metadata["bounds"] = bounds
     if needs:
