@@ -1,5 +1,6 @@
 """Comparisons that are carried out: what is trained, what is evaluated, and what is not done again."""
 
+import csv
 import json
 import shutil
 
@@ -97,6 +98,14 @@ def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, mon
     rows_of_table = text.split("\n\n", 1)[0].splitlines()
     assert len(rows_of_table) == 5 and "\n| pre-trained " in text
     assert (small.folder / "out" / "comparison.png").stat().st_size > 1000
+    assert (small.folder / "out" / "comparison.pdf").read_bytes().startswith(b"%PDF")
+    with (small.folder / "out" / "table.csv").open(newline="", encoding="utf-8") as lines:
+        in_csv = {(line["encoder"], line["column"]): line for line in csv.DictReader(lines)}
+    assert len(in_csv) == sum(map(len, summary.values()))
+    for (encoder, column), line in in_csv.items():
+        cell = summary[encoder][column]
+        assert (float(line["mean"]), int(line["count"]), line["score"]) == (cell["mean"], cell["count"], "accuracy")
+        assert [line["low"], line["high"]] == [str(bound) for bound in cell.get("interval", ("", ""))]
 
     monkeypatch.setattr(Evaluation, "run", lambda *_: pytest.fail("evaluated twice"))
     for name, training in list(TRAININGS.items()):

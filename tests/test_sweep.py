@@ -197,6 +197,7 @@ def test_no_output_has_a_figure_of_test_images_and_a_diverging_trial_is_last(sma
     results = json.loads((small.out / "results.json").read_text())
     assert {row["kind"] for row in results["results"]} == {"validation", "diverged"}
     assert (small.out / "sweep.png").stat().st_size > 1000
+    assert (small.out / "sweep.pdf").read_bytes().startswith(b"%PDF")
     for card in small.out.rglob("README.md"):
         assert "Held-out" not in card.read_text()
 

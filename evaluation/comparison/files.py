@@ -1,5 +1,6 @@
-"""Files of a comparison's results: results.json, table.md, a plot for each question, and a page."""
+"""Files of a comparison's results: results.json, table.md, table.csv, a plot for each question, and a page."""
 
+import csv
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,9 @@ from evaluation.comparison.entries import Question
 from evaluation.comparison.plots import plot_question
 from evaluation.comparison.reports import ResultRow
 from evaluation.comparison.tables import (
+    COST_UNITS,
     MASKED_BASELINES,
+    RANK_COLUMN,
     Cell,
     CellsByEncoder,
     Groups,
@@ -43,13 +46,14 @@ from evaluation.comparison.tables import (
     unique,
 )
 from evaluation.comparison.trunks import Compute, describe_trunks
-from evaluation.figures.style import DPI
+from evaluation.figures.style import write_plot
 from evaluation.frozen.results import table, write_json
-from evaluation.metrics.scoring import best_choice
+from evaluation.metrics.scoring import ONE_CLASS, best_choice
 from evaluation.pages.page import Link, Page, Section, Table, Text, picture_of, write_page
-from mpp.runtime.files import write_complete
+from mpp.runtime.files import complete, write_complete
 from mpp.training.run_folder import REPORT_PAGE
 
+NUMBERS_FILE = "table.csv"
 RECORDED_LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
 DIFFERENCES = "Differences from the best, with 95% intervals over test images"
 TOLD_APART = "Encoders told apart from the best, by column"
@@ -85,7 +89,7 @@ def write_comparison(
     runs: Runs | None = None,
     trunks: dict[str, Compute] | None = None,
 ) -> dict[str, Any]:
-    """Write results.json, table.md, the plots and a page, and print the tables.
+    """Write results.json, table.md, table.csv, the plots and a page, and print the tables.
 
     Args:
         rows: all results.
@@ -106,17 +110,45 @@ def write_comparison(
     write_json(folder / "results.json", results)
     text = "\n\n".join([text_of(answers), *describe_trunks(trunks or {})])
     write_complete(folder / "table.md", f"{text}\n")
+    write_numbers(folder / NUMBERS_FILE, answers)
     plots = []
     for answer in answers:
         if answer.plot is not None:
-            plots.append(f"{answer.question.name}.png")
-            answer.plot.savefig(folder / plots[-1], dpi=DPI)
+            plots += write_plot(answer.plot, folder, answer.question.name)
     page = page_of(folder, rows, answers, versions, runs or {})
     if trunks:
         page.sections = [*page.sections, section_of_trunks(trunks)]
     write_page(folder / REPORT_PAGE, page)
-    print(f"\n{text}\nwrote {folder}: {', '.join(['results.json', 'table.md', REPORT_PAGE, *plots])}; see reports/")
+    files = ["results.json", "table.md", NUMBERS_FILE, REPORT_PAGE, *plots]
+    print(f"\n{text}\nwrote {folder}: {', '.join(files)}; see reports/")
     return {"results": rows, "summary": summary}
+
+
+def write_numbers(file: Path, answers: Sequence[Answer]) -> None:
+    """Write the numbers of all questions as CSV, a line for each cell of their tables."""
+    headings = [
+        "question",
+        "encoder",
+        "column",
+        "score",
+        "mean",
+        "std",
+        "count",
+        "low",
+        "high",
+        *COST_UNITS,
+        "diverged",
+    ]
+    with complete(file) as partial, partial.open("w", newline="", encoding="utf-8") as lines:
+        writer = csv.DictWriter(lines, headings, restval="", extrasaction="ignore")
+        writer.writeheader()
+        for answer in answers:
+            for encoder, cells in answer.numbers.items():
+                for column, cell in cells.items():
+                    named = {"question": answer.question.name, "encoder": encoder, "column": column}
+                    score = RANK_COLUMN if column == RANK_COLUMN else ONE_CLASS.score_heading
+                    low, high = cell.get("interval", (None, None))
+                    writer.writerow({"score": score} | cell | named | {"low": low, "high": high})
 
 
 def recorded_versions() -> dict[str, str]:

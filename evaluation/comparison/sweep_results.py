@@ -26,7 +26,7 @@ from evaluation.comparison.tables import (
 from evaluation.comparison.trials import SweepPlan, Trial, command_options, parsed_options
 from evaluation.config import SweepConfig
 from evaluation.figures.charts import Curves, Scale, plot_bars, plot_lines
-from evaluation.figures.style import DPI
+from evaluation.figures.style import write_plot
 from evaluation.frozen.results import summarize_values, table, write_json
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.scoring import ONE_CLASS, rank_of
@@ -62,7 +62,7 @@ class Result(NamedTuple):
 
 
 def write_sweep(config: SweepConfig, plan: SweepPlan, rows: list[ResultRow]) -> str:
-    """Write results.json, table.md and sweep.png, print the table and the next steps, and return that text."""
+    """Write results.json, table.md and the plot, print the table and the next steps, and return that text."""
     folder = Path(config.dir)
     ranked = ranking(plan, rows)
     lines = [table_of(ranked), *advice(config, plan, ranked)]
@@ -78,8 +78,7 @@ def write_sweep(config: SweepConfig, plan: SweepPlan, rows: list[ResultRow]) -> 
     files = ["results.json", "table.md"]
     figure = plot_sweep(ranked)
     if figure is not None:
-        files.append("sweep.png")
-        figure.savefig(folder / files[-1], dpi=DPI)
+        files += write_plot(figure, folder, "sweep")
     print(f"\n{text}\n\nwrote {folder}: {', '.join(files)}; see reports/ and trials/")
     return text
 

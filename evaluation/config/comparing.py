@@ -57,7 +57,7 @@ class CompareConfig:
     """A comparison of encoders."""
 
     dir: str = "runs/compare"
-    """Folder for results.json, table.md, the plots, and each evaluation's report."""
+    """Folder for results.json, table.md, table.csv, the plots, and each evaluation's report."""
     encoders: tuple[dict[str, Any], ...] = ()
     """Rows: {name, encoder, random, options, seeds, train, train_options, compute, branch_of}; name and encoder are
     needed. train is pretrain, supervised or contrastive."""
@@ -87,7 +87,7 @@ class SweepConfig:
     """Trials of a training, each evaluated on a dev split, to choose the best settings. Test images are not used."""
 
     dir: str = "runs/sweep"
-    """Folder for results.json, table.md, sweep.png, and each trial's run and reports."""
+    """Folder for results.json, table.md, the plot, and each trial's run and reports."""
     train: Literal["pretrain", "supervised", "contrastive"] = "pretrain"
     """Command that trains."""
     settings: dict[str, Any] = field(default_factory=dict)

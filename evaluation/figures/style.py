@@ -5,12 +5,17 @@ Colours of values are cividis's, and colours of lines those of tableau-colorblin
 
 import warnings
 from functools import cache
+from pathlib import Path
 
 import matplotlib
 import matplotlib.style
 from matplotlib import font_manager
+from matplotlib.figure import Figure
+
+from mpp.runtime.files import complete
 
 matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same figure is the same file
+matplotlib.rcParams["pdf.fonttype"] = 42  # fonts that journals accept
 warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)  # `drawable` replaces such letters
 matplotlib.rcParams["text.parse_math"] = False  # a user's name with two dollars is not a formula
 VALUE_COLORS = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
@@ -53,3 +58,12 @@ def color_of_line(number: int) -> str:
 def marker_of_line(number: int) -> str:
     """Marker of the line of this number, from 0."""
     return MARKERS[number % len(MARKERS)]
+
+
+def write_plot(figure: Figure, folder: Path, name: str) -> list[str]:
+    """Write NAME.png for screens and NAME.pdf for papers, and return these file names."""
+    files = [f"{name}.png", f"{name}.pdf"]
+    for file in files:
+        with complete(folder / file) as partial:
+            figure.savefig(partial, format=file.rpartition(".")[2], dpi=DPI)
+    return files
