@@ -74,12 +74,8 @@ class LabelKind(ABC):
         return math.nan
 
     @abstractmethod
-    def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
-        """The score of predictions that look at no image, by name: such as the largest class.
-
-        Args:
-            train_targets: of the training images, where they are known.
-        """
+    def baselines(self, outcomes: Outcomes) -> dict[str, float]:
+        """The score of predictions that look at no image, by name: such as the largest class."""
 
     def describe_baseline(self, name: str, value: float | None) -> str:
         """A baseline and its score in words: `largest class 25.0%`."""

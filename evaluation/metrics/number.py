@@ -38,7 +38,7 @@ class Number(LabelKind):
     def text_of_number(self, name: str, value: float) -> str:
         return f"{value:.3f}" if name == "r2" else super().text_of_number(name, value)
 
-    def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
+    def baselines(self, outcomes: Outcomes) -> dict[str, float]:
         return {"mean of the test images": 0.0}  # by the definition of R2
 
     def describe_baseline(self, name: str, value: float | None) -> str:

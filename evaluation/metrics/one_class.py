@@ -90,7 +90,7 @@ class OneClass(LabelKind):
         difference = paired(lambda indices: float(gains[indices].mean()), len(gains))
         return difference._replace(interval=clipped(difference.interval, -1.0))
 
-    def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
+    def baselines(self, outcomes: Outcomes) -> dict[str, float]:
         return {"largest class": largest_class_share(outcomes.targets)}
 
     def problem(self, targets: NDArray, split: str) -> str | None:

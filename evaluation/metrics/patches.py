@@ -23,5 +23,5 @@ class MaskedPatches(LabelKind):
     def measure(self, outcomes: Outcomes) -> dict[str, float]:
         return {"accuracy": float(outcomes.predictions.sum() / outcomes.targets.sum())}
 
-    def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
+    def baselines(self, outcomes: Outcomes) -> dict[str, float]:
         return {}  # results of their own: see `evaluation/masked.py`

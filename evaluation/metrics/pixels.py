@@ -52,7 +52,7 @@ class Pixels(LabelKind):
         """Pixels of each class (rows) that each class (columns) is predicted for: (C, C)."""
         return outcomes.predictions.sum(0)
 
-    def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
+    def baselines(self, outcomes: Outcomes) -> dict[str, float]:
         return {}  # a segmentation's report has those that need the images
 
 

@@ -141,7 +141,7 @@ def without_outcomes(results: Sequence[Result]) -> list[Result]:
     return [{key: value for key, value in result.items() if key != "outcomes"} for result in results]
 
 
-def describe_labels(outcomes: Outcomes, train_targets: Any = None) -> dict[str, Any]:
+def describe_labels(outcomes: Outcomes) -> dict[str, Any]:
     """The entry `labels` of a report: kind, number of test images, unlabelled ones, names of classes, baselines."""
     known = labelled_outcomes(outcomes)
     kind = kind_of(outcomes)
@@ -150,7 +150,7 @@ def describe_labels(outcomes: Outcomes, train_targets: Any = None) -> dict[str, 
         "images": len(known),
         "unlabelled": len(outcomes) - len(known),
         "class_names": list(outcomes.class_names),
-        "baselines": kind.baselines(known, train_targets),
+        "baselines": kind.baselines(known),
     }
 
 

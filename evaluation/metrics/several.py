@@ -58,7 +58,7 @@ class SeveralClasses(LabelKind):
             found[name] = bootstrap_of_share(value, drawn[name], draws[name], IMAGES_OF_A_POSITIVE * most[name])
         return found
 
-    def baselines(self, outcomes: Outcomes, train_targets: NDArray | None) -> dict[str, float]:
+    def baselines(self, outcomes: Outcomes) -> dict[str, float]:
         frequency = outcomes.targets.mean(0)
         present = frequency[frequency > 0]
         return {"any order of the images": float(present.mean())} if len(present) else {}

@@ -115,7 +115,7 @@ class Classification(ImageTask):
         scalars, outcomes = self.measure_outcomes(model, self.held_out_views, tracker)
         if self.accelerator.is_main_process:
             save_outcomes(Path(self.run.dir) / HELD_OUT, [outcomes])
-        baselines = KINDS[self.label_kind].baselines(outcomes, None)
+        baselines = KINDS[self.label_kind].baselines(outcomes)
         scalars |= {name.replace(" ", "_"): value for name, value in baselines.items()}
         return {f"heldout/{name}": value for name, value in scalars.items()}
 
