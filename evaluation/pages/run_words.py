@@ -17,6 +17,7 @@ from mpp.training.history import (
     History,
     after_training_began,
     best_depth,
+    last_logged_step,
     last_value,
     probe_lines,
     values_by_depth,
@@ -78,7 +79,7 @@ def describe_method(settings: dict[str, Any]) -> str:
 
 def describe_progress(settings: dict[str, Any], history: History, train_images: int | None) -> str:
     """Steps done, the batch size, and how often each image was seen, as far as they are known."""
-    step = last_step(history)
+    step = last_logged_step(history)
     steps = group_of(settings, "run").get("steps")
     batch_size = group_of(settings, "optim").get("global_batch_size")
     progress = f"{step:,} of {steps:,} steps" if isinstance(steps, int) else f"{step:,} steps"
@@ -88,19 +89,15 @@ def describe_progress(settings: dict[str, Any], history: History, train_images: 
     return progress
 
 
-def last_step(history: History) -> int:
-    """The last step that was logged."""
-    return int(history[-1]["step"])
-
-
 def verdict_points(folder: Path, history: History, sections: Sequence[Section]) -> list[tuple[str, Link | None]]:
     """Sentences of the verdict, each with a link to the section of the page that shows it."""
     steps = group_of(saved_settings(folder), "run").get("steps")
     facts = read_verdict(folder).get("facts", {})
     phases = saved_phases(folder)
     trend = describe_trend(history, facts.get("moving", False), phases.cooldown)
-    finished = not isinstance(steps, int) or last_step(history) >= steps
-    unfinished = "" if finished else f"The run is not finished: it logged {last_step(history):,} of {steps:,} steps"
+    done = last_logged_step(history)
+    finished = not isinstance(steps, int) or done >= steps
+    unfinished = "" if finished else f"The run is not finished: it logged {done:,} of {steps:,} steps"
     learning = []
     for sentence in describe_learning(history, begins_from_weights(folder)):
         learning.append((sentence.text, "features" if sentence.is_of_features else "curves"))
@@ -110,7 +107,7 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
         *learning,
         (describe_few_images(history, facts.get("evaluated", 0)), "features"),
         (trend, "curves"),
-        (phases.describe_cooldown(last_step(history)), "curves"),
+        (phases.describe_cooldown(done), "curves"),
         (phases.describe_branch(), "curves"),
     ]
     names = {section.name for section in sections}
@@ -139,7 +136,7 @@ def next_steps(folder: Path, history: History, finished: bool, trend: str) -> li
     if trend.startswith(LOSS_FALLS):
         falls = "still falls" if trend == LOSS_FALLS else "was still falling before the cooldown"
         advice.append(f"train longer, since the held-out loss {falls}: {advice_to_train_longer(folder)}")
-    elif saved_phases(folder).describe_cooldown(last_step(history)) == NOT_COOLED_DOWN:
+    elif saved_phases(folder).describe_cooldown(last_logged_step(history)) == NOT_COOLED_DOWN:
         advice.append(f"cool down before the features are compared, or train longer: {advice_to_train_longer(folder)}")
     if config_class_of(saved_settings(folder)) in CLASSIFIERS:
         return [*advice, f"predict new images: mpp predict --classifier {folder} --data.path NEW_IMAGES"]

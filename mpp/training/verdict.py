@@ -17,6 +17,7 @@ from mpp.training.history import (
     copy_baseline_beaten_since,
     evaluations,
     has_copy_baseline,
+    last_logged_step,
     lines_with,
     probe_lines,
     series,
@@ -263,16 +264,14 @@ def describe_trend(history: History, moving: bool, cooldown: int | None = None) 
 
 def describe_missing_cooldown(history: History, phases: Phases) -> str:
     """That a run is not cooled down yet; "" where it is, or where its rate falls all along."""
-    done = int(history[-1]["step"]) if history else 0
-    text = phases.describe_cooldown(done)
+    text = phases.describe_cooldown(last_logged_step(history))
     return text if text.startswith(NOT_COOLED_DOWN) else ""
 
 
 def describe_time_left(history: History, facts: Facts) -> str:
     """Time of the remaining steps and evaluations, at the run's speed so far; "" where it is done, or unknown."""
     hours = series(history, "speed/hours")
-    done = int(history[-1]["step"]) if history else 0
-    steps_left = facts.steps - done
+    steps_left = facts.steps - last_logged_step(history)
     if steps_left <= 0 or len(hours) < 2:
         return ""
     first_step, first_hours = hours[0]  # which include the time of compiling
