@@ -2,9 +2,7 @@
 
 import csv
 import os
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -49,12 +47,12 @@ from evaluation.comparison.trunks import Compute, describe_trunks
 from evaluation.figures.style import write_plot
 from evaluation.frozen.results import table, write_json
 from evaluation.metrics.scoring import ONE_CLASS, best_choice
+from evaluation.pages.about import recorded_versions
 from evaluation.pages.page import Link, Page, Section, Table, Text, picture_of, write_page
 from mpp.runtime.files import complete, write_complete
 from mpp.training.run_folder import REPORT_PAGE
 
 NUMBERS_FILE = "table.csv"
-RECORDED_LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
 DIFFERENCES = "Differences from the best, with 95% intervals over test images"
 TOLD_APART = "Encoders told apart from the best, by column"
 NAMED_BESIDE_BEST = 6
@@ -149,11 +147,6 @@ def write_numbers(file: Path, answers: Sequence[Answer]) -> None:
                     score = RANK_COLUMN if column == RANK_COLUMN else ONE_CLASS.score_heading
                     low, high = cell.get("interval", (None, None))
                     writer.writerow({"score": score} | cell | named | {"low": low, "high": high})
-
-
-def recorded_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that results depend on."""
-    return {"python": platform.python_version()} | {name: version(name) for name in RECORDED_LIBRARIES}
 
 
 def dataset_groups(datasets: Sequence[dict[str, Any]]) -> Groups:

@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from evaluation.comparison.cases import with_seed
-from evaluation.comparison.files import MASKED_BASELINES, recorded_versions
 from evaluation.comparison.reports import ResultRow, kind_of_rows
 from evaluation.comparison.tables import (
+    MASKED_BASELINES,
     Cell,
     grouped,
     kind_of_cells,
@@ -30,6 +30,7 @@ from evaluation.figures.style import write_plot
 from evaluation.frozen.results import summarize_values, table, write_json
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.scoring import ONE_CLASS, rank_of
+from evaluation.pages.about import recorded_versions
 from mpp.config.command_line import as_command_line, as_words
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
