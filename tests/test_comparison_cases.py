@@ -13,12 +13,13 @@ from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.digests import identity, relevant_settings
 from evaluation.comparison.entries import read_entries
 from evaluation.comparison.reports import training_cost
-from evaluation.comparison.trainings import device_hours, executed_pflop, local_encoder, step_flops
+from evaluation.comparison.trainings import cost_with_ancestors, local_encoder, step_flops
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.errors import UserError
+from mpp.training.cost import DEVICE_HOURS, PFLOP
 
 KNN = {"name": "kNN", "command": "knn"}
 TRAINED = {"name": "a", "encoder": "b", "train": "pretrain", "seeds": [0, 1]}
@@ -236,9 +237,9 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
         (tmp_path / name / "encoder").mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"data": {}} | settings))
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5, "speed/device_hours": 2}\n')
-    pflop = {name: executed_pflop(tmp_path / name) for name in runs}
+    pflop = {name: cost_with_ancestors(tmp_path / name, PFLOP) for name in runs}
     assert pflop == {"first": 1.5, "longer": 3.0, "student": 4.5, "tuned": 4.5}
-    assert device_hours(tmp_path / "student") == 6
+    assert cost_with_ancestors(tmp_path / "student", DEVICE_HOURS) == 6
 
 
 def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):

@@ -17,13 +17,14 @@ from evaluation.comparison.cases import encoders_of
 from evaluation.comparison.digests import training_digest
 from evaluation.comparison.entries import read_entries
 from evaluation.comparison.reports import was_never_trained
-from evaluation.comparison.trainings import executed_pflop
+from evaluation.comparison.trainings import cost_with_ancestors
 from evaluation.comparison.trunks import compute_of_trunks, describe_trunks
 from evaluation.config import CompareConfig
 from evaluation.frozen.provenance import lineage
 from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError
 from mpp.training.checkpoint import kept_steps
+from mpp.training.cost import PFLOP
 
 STABLE = {"optim.schedule": "constant", "optim.warmup_steps": 1, "run.keep_checkpoints": 1}
 COOLED = {"optim.schedule": "wsd", "optim.cooldown": 0.5}
@@ -84,9 +85,9 @@ def test_branches_have_the_rows_and_bits_of_separate_runs_and_are_found_by_their
         branch = tmp_path / f"of_{steps}_0"
         assert (branch / WEIGHTS).read_bytes() == (tmp_path / f"alone_{steps}_0" / WEIGHTS).read_bytes()
         assert list(lineage(str(branch))) == [str(branch)]  # not the trunk, whose compute it has already
-        assert executed_pflop(branch) == executed_pflop(tmp_path / f"alone_{steps}_0")
+        assert cost_with_ancestors(branch, PFLOP) == cost_with_ancestors(tmp_path / f"alone_{steps}_0", PFLOP)
 
-    step = executed_pflop(tmp_path / "trunk_0") / 5
+    step = cost_with_ancestors(tmp_path / "trunk_0", PFLOP) / 5
     family = branched["trunks"]["trunk"]
     assert family["points"] == 3
     assert family["separate_pflop"] == pytest.approx((4 + 6 + 8) * step)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-from evaluation.comparison.reports import ResultRow, kind_of_rows
+from evaluation.comparison.reports import ResultRow, kind_of_scores
 from evaluation.comparison.tables import columns_of, of_encoder, of_kind, unique
 from evaluation.metrics.intervals import Difference, Interval
 from evaluation.metrics.kinds import LabelKind
@@ -79,7 +79,7 @@ def compare_rows(column: str, one: list[ResultRow], other: list[ResultRow], fold
     seeds = (len(unique(one, "encoder_seed")), len(unique(other, "encoder_seed")))
     return EncoderDifference(
         column,
-        kind_of_rows(one),
+        kind_of_scores(one),
         one[0]["encoder"],
         other[0]["encoder"],
         paired or unpaired_difference(one, other),

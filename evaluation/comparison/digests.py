@@ -103,10 +103,8 @@ def provenance(case: Case) -> dict[str, Any]:
     of_training = None if encoder.entry.random else encoder.settings
     found = {
         "digest": identity(case),
-        "images": None if data is None else record_images(data, getattr(config, "task", "class")),
-        "trained_on": None
-        if of_training is None
-        else record_images(of_training.data, getattr(of_training, "task", "class")),
+        "images": None if data is None else record_images(data, label_task(config)),
+        "trained_on": None if of_training is None else record_images(of_training.data, label_task(of_training)),
         "weights": fingerprint(encoder.path),
     }
     if isinstance(data, MaskedDataConfig) and data.path is not None:

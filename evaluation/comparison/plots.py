@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from evaluation.comparison.entries import MEASURED_AXES, Question
-from evaluation.comparison.reports import ResultRow, kind_of_rows
+from evaluation.comparison.reports import ResultRow, kind_of_scores
 from evaluation.comparison.tables import (
     CellsByEncoder,
     columns_of,
     diverged_cases,
     grouped,
-    kind_of_cells,
     of_kind,
     spread,
     unique,
@@ -41,7 +40,7 @@ def plot_question(question: Question, rows: list[ResultRow], numbers: CellsByEnc
         bars[encoder] = {heading: cells[heading] for heading in headings if heading in cells}
     scales = {}
     for heading in headings:
-        scales[heading] = scale_of(kind_of_cells(cells[heading] for cells in bars.values() if heading in cells))
+        scales[heading] = scale_of(kind_of_scores(cells[heading] for cells in bars.values() if heading in cells))
     return plot_bars(bars, scales) if bars else None
 
 
@@ -59,7 +58,7 @@ def scales_of(rows: list[ResultRow], words: str = "{}") -> dict[str, Scale]:
     """The axis of each panel of curves: see `curves_of`."""
     scales = {}
     for (dataset, evaluation), of_panel in grouped(rows, "dataset", "evaluation").items():
-        scales[panel_name(rows, dataset, evaluation)] = scale_of(kind_of_rows(of_panel), words)
+        scales[panel_name(rows, dataset, evaluation)] = scale_of(kind_of_scores(of_panel), words)
     return scales
 
 

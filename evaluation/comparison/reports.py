@@ -9,14 +9,15 @@ from typing import Any
 
 from evaluation.comparison.cases import Case, Encoder
 from evaluation.comparison.digests import identity, provenance, training_digest
-from evaluation.comparison.trainings import device_hours, executed_pflop
+from evaluation.comparison.trainings import cost_with_ancestors
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.scoring import ONE_CLASS, kind_of_report, kind_of_score, rank_of
 from mpp.errors import UserError
+from mpp.training.cost import DEVICE_HOURS, PFLOP
 
-COSTS = {"pflop": executed_pflop, "device_hours": device_hours}
-"""Entry of a row about fine-tuning's cost -> the cost of training an encoder (`training_pflop`), from its folder."""
+COSTS = {"pflop": PFLOP, "device_hours": DEVICE_HOURS}
+"""Entry of a row about fine-tuning's cost -> scalar of the cost of training an encoder (`training_pflop`)."""
 ResultRow = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, its kind, and, where they are known,
 training_pflop and training_device_hours.
@@ -90,7 +91,8 @@ def validation_rows(case: Case, report: dict[str, Any], folder: Path) -> list[Re
     if case.evaluation.kind != "fine-tuning":
         return [row | {"kind": "validation"} for row in test_rows(case, report, folder)]
     best = max(report["dev"], key=lambda each: rank_of(each["accuracy"]))
-    return [{"kind": "validation", "case": name_of_figure(report), "seed": 0, **best, **name_of_score(report)}]
+    score = name_of_score(kind_of_report(report))
+    return [{"kind": "validation", "case": name_of_figure(report), "seed": 0, **best, **score}]
 
 
 def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRow]:
@@ -104,7 +106,7 @@ def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRo
         name = str(result.get("case", result.get(case.evaluation.case_key, "")))
         name = " ".join(filter(None, [name, figure]))
         row = {"kind": "test", "case": name, "seed": result.get("seed", 0), "accuracy": result["accuracy"]}
-        row |= name_of_score(report)
+        row |= name_of_score(kind_of_report(report))
         row |= {key: result[key] for key in ("interval", "figures", "depth", "lr", *COSTS) if key in result}
         if "labels" in report:
             row["images"] = report["labels"]["images"]
@@ -122,15 +124,15 @@ def name_of_figure(report: dict[str, Any]) -> str:
     return kind.score_heading if kind.name in ("several", "number") else ""
 
 
-def name_of_score(report: dict[str, Any]) -> dict[str, str]:
-    """The entry `score` of a row: the heading of `accuracy` in tables; empty where it is an accuracy."""
-    heading = kind_of_report(report).score_heading
+def name_of_score(kind: LabelKind) -> dict[str, str]:
+    """The entry `score` of a row or a cell: the heading of its score in tables; empty where it is an accuracy."""
+    heading = kind.score_heading
     return {} if heading == ONE_CLASS.score_heading else {"score": heading}
 
 
-def kind_of_rows(rows: Iterable[ResultRow]) -> LabelKind:
-    """The kind of label whose score rows have: that of the first."""
-    return kind_of_score(next((row["score"] for row in rows if "score" in row), None))
+def kind_of_scores(entries: Iterable[dict[str, Any]]) -> LabelKind:
+    """The kind of label whose score rows of results, or cells of a table, have: that of the first."""
+    return kind_of_score(next((entry["score"] for entry in entries if "score" in entry), None))
 
 
 def with_interval(row: ResultRow, case: Case) -> ResultRow:
@@ -145,7 +147,7 @@ def with_interval(row: ResultRow, case: Case) -> ResultRow:
 def dev_rows(case: Case, report: dict[str, Any]) -> list[ResultRow]:
     """Accuracies on the dev split, by depth; of fine-tuning, on training images that it left out."""
     by_depth = report["protocol"].get("dev_accuracy_by_depth", {})
-    on_dev = {"kind": "dev", "seed": 0} | name_of_score(report)
+    on_dev = {"kind": "dev", "seed": 0} | name_of_score(kind_of_report(report))
     rows = [on_dev | {"depth": int(depth), "accuracy": each} for depth, each in by_depth.items()]
     if case.evaluation.kind == "fine-tuning":
         for result in report["results"]:
@@ -183,10 +185,10 @@ def training_cost(encoder: Encoder) -> dict[str, float]:
     Random weights cost 0. Encoders without a record are left out, such as a folder from elsewhere or a timm name.
     """
     costs = {}
-    for name, measure in COSTS.items():
+    for name, scalar in COSTS.items():
         if encoder.entry.random:
             costs[f"training_{name}"] = 0.0
             continue
         with suppress(UserError):
-            costs[f"training_{name}"] = measure(encoder.path)
+            costs[f"training_{name}"] = cost_with_ancestors(encoder.path, scalar)
     return costs

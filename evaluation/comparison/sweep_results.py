@@ -11,12 +11,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from evaluation.comparison.cases import with_seed
-from evaluation.comparison.reports import ResultRow, kind_of_rows
+from evaluation.comparison.reports import ResultRow, kind_of_scores, name_of_score
 from evaluation.comparison.tables import (
     MASKED_BASELINES,
     Cell,
     grouped,
-    kind_of_cells,
     of_encoder,
     of_kind,
     score_in_words,
@@ -29,7 +28,7 @@ from evaluation.figures.charts import Curves, Scale, plot_bars, plot_lines
 from evaluation.figures.style import write_plot
 from evaluation.frozen.results import summarize_values, table, write_json
 from evaluation.metrics.kinds import LabelKind
-from evaluation.metrics.scoring import ONE_CLASS, rank_of
+from evaluation.metrics.scoring import rank_of
 from evaluation.pages.about import recorded_versions
 from mpp.config.command_line import as_command_line, as_words
 from mpp.errors import UserError
@@ -101,9 +100,7 @@ def result_of(trial: Trial, rows: list[ResultRow]) -> Result:
         diverged = unique(of_kind(of_evaluation, "diverged"), "encoder_seed")
         if diverged:
             cell["diverged"] = len(diverged)
-        kind = kind_of_rows(scored)
-        if kind is not ONE_CLASS:
-            cell["score"] = kind.score_heading
+        cell |= name_of_score(kind_of_scores(scored))
         if cell:
             cells[evaluation] = cell
     run = Path(with_seed(trial.entry.encoder, trial.entry.seeds[0]))
@@ -157,7 +154,7 @@ def cost_text(cost: float | None) -> str:
 
 def kind_of_trials(results: Sequence[Result], evaluation: str) -> LabelKind:
     """The kind of label whose score an evaluation has."""
-    return kind_of_cells(result.cells.get(evaluation, {}) for result in results)
+    return kind_of_scores(result.cells.get(evaluation, {}) for result in results)
 
 
 def run_name(trial: Trial) -> str:
@@ -235,7 +232,7 @@ def is_allowed(config: SweepConfig, best: Result, key: str, value: float) -> boo
 
 def describe_lead(best: Result, second: Result) -> str:
     """Lead of the best trial over the second, compared with the spread over seeds."""
-    kind = kind_of_cells([best.cell])
+    kind = kind_of_scores([best.cell])
     lead = best.cell["mean"] - second.cell["mean"]
     lead_in_words = kind.text_of_number(kind.score, lead) + (" points" if kind.sign else "")
     both = f"{best.trial.entry.name} {score_in_words(best.cell)}, {second.trial.entry.name} "

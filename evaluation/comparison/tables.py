@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evaluation.comparison.entries import MEASURED_AXES, Question
-from evaluation.comparison.reports import ResultRow, kind_of_rows
+from evaluation.comparison.reports import ResultRow, kind_of_scores, name_of_score
 from evaluation.frozen.results import summarize_values
-from evaluation.metrics.kinds import LabelKind
-from evaluation.metrics.scoring import ONE_CLASS, kind_of_score, mean_interval
+from evaluation.metrics.scoring import ONE_CLASS, mean_interval
 
 Cell = dict[str, Any]
 """Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and
@@ -99,16 +98,10 @@ def spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
     for of_seed in grouped(rows, "encoder_seed", "seed").values():
         means.append(np.mean([row[key] for row in of_seed]))
     cell: Cell = summarize_values(means)
-    kind = kind_of_rows(rows)
-    if key == "accuracy" and kind is not ONE_CLASS:
-        cell["score"] = kind.score_heading
+    if key == "accuracy":
+        cell |= name_of_score(kind_of_scores(rows))
     interval = mean_interval(rows) if len(unique(rows, "dataset")) == 1 else None
     return cell if interval is None else cell | {"interval": interval}
-
-
-def kind_of_cells(cells: Iterable[Cell]) -> LabelKind:
-    """The kind of label whose score the cells of a column have."""
-    return kind_of_score(next((cell["score"] for cell in cells if "score" in cell), None))
 
 
 def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
@@ -175,7 +168,7 @@ def label_baselines(rows: list[ResultRow]) -> list[str]:
     """The score of each baseline of the rows, in words: `largest class 25.3%`."""
     described = []
     for row in rows:
-        kind = kind_of_rows([row])
+        kind = kind_of_scores([row])
         described += [kind.describe_baseline(name, value) for name, value in row.get("baselines", {}).items()]
     return list(dict.fromkeys(described))
 
@@ -271,7 +264,7 @@ def cells_of(numbers: CellsByEncoder) -> tuple[list[str], list[list[str]]]:
         rank_last = sorted(cells, key=lambda name: name == RANK_COLUMN)
         names |= dict.fromkeys(rank_last)
     columns = {name: [cells.get(name, {}) for cells in numbers.values()] for name in names}
-    titles = {name: kind_of_cells(column).score_title for name, column in columns.items() if name != RANK_COLUMN}
+    titles = {name: kind_of_scores(column).score_title for name, column in columns.items() if name != RANK_COLUMN}
     has_one_score = len(set(titles.values())) <= 1
     headings = [next(iter(titles.values()), ONE_CLASS.score_title) if has_one_score else "encoder"]
     body = [[encoder] for encoder in numbers]
@@ -300,12 +293,12 @@ def score_text(cell: Cell) -> str:
     if "mean" not in cell:
         return "diverged"
     diverged = f" ({cell['diverged']} diverged)" if "diverged" in cell else ""
-    return kind_of_cells([cell]).text_of_scores(cell) + diverged
+    return kind_of_scores([cell]).text_of_scores(cell) + diverged
 
 
 def score_in_words(cell: Cell) -> str:
     """The same in a sentence, with its sign."""
-    return f"{score_text(cell)}{kind_of_cells([cell]).sign}"
+    return f"{score_text(cell)}{kind_of_scores([cell]).sign}"
 
 
 def rank_text(cell: Cell) -> str:

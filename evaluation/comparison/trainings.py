@@ -20,7 +20,7 @@ from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import HUB, ZOO
-from mpp.training.cost import DEVICE_HOURS, PFLOP
+from mpp.training.cost import PFLOP
 from mpp.training.flops import flops_of_step
 from mpp.training.growth import branch_point
 from mpp.training.log import last_scalars
@@ -91,26 +91,14 @@ def local_encoder(encoder: str) -> Path | None:
     return run or Path(encoder)
 
 
-def executed_pflop(run: Path) -> float:
-    """PFLOP that a run and all that it was made from executed, each once. A branch's count from its first step on.
+def cost_with_ancestors(run: Path, scalar: str) -> float:
+    """The cost of a run and of all that it was made from, each once. A branch's counts from its first step on.
 
+    Args:
+        scalar: that grows with training: PFLOP or DEVICE_HOURS.
     Raises:
         UserError: one of them has no record of it.
     """
-    return sum_with_ancestors(run, PFLOP)
-
-
-def device_hours(run: Path) -> float:
-    """Hours times devices that a run and all that it was made from took, as `executed_pflop` counts.
-
-    Raises:
-        UserError: one of them has no record of it.
-    """
-    return sum_with_ancestors(run, DEVICE_HOURS)
-
-
-def sum_with_ancestors(run: Path, scalar: str) -> float:
-    """The last value of a scalar that grows with training, of a run and of all that it was made from, together."""
     return sum(last_scalars(each, scalar)[scalar] for each in with_ancestors(run))
 
 
