@@ -28,7 +28,7 @@ from evaluation.frozen.encoder import (
     patch_grid,
     resolve_depths,
 )
-from evaluation.frozen.extraction import describe_precision
+from evaluation.frozen.extraction import describe_input
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import evaluate_by_depth
@@ -227,7 +227,7 @@ def keep_reading(
         class_numbers=numbers,
         representation="patches",
         depth=report["protocol"]["chosen_depth"],
-        input=encoder.describe_input(config.data) | {"precision": describe_precision(accelerator)},
+        input=describe_input(encoder, config.data, accelerator),
         **describe_encoder(config),
     )
     save_head(path.with_name(f"{path.stem}_head"), fitted.reading, description, config.seeds)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.config import FeaturesConfig, FrozenProbeConfig, ProbeDataConfig
-from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
+from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.labelled_features import DEV, LabelledFeatures
 from evaluation.frozen.run_images import LoadedSplits
@@ -180,10 +180,16 @@ def extract_labelled_features(
             of_train, train.labels, of_test, test.labels, class_names, test_images, of_training.label_kind
         )
         by_depth[depth] = features.checked(config.encoder)
-    shown = None
-    if isinstance(encoder, FrozenEncoder):
-        shown = encoder.describe_input(config.data) | {"precision": describe_precision(accelerator)}
-    return ExtractedFeatures(by_depth, left_out, shown)
+    return ExtractedFeatures(by_depth, left_out, describe_input(encoder, config.data, accelerator))
+
+
+def describe_input(
+    encoder: FrozenEncoder | ColorBaseline, data: ProbeDataConfig, accelerator: Accelerator
+) -> dict[str, Any] | None:
+    """Form of an encoder's input, and the precision that it computes in; None: of a colour baseline."""
+    if not isinstance(encoder, FrozenEncoder):
+        return None
+    return encoder.describe_input(data) | {"precision": describe_precision(accelerator)}
 
 
 def describe_precision(accelerator: Accelerator) -> str:

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
 
 from evaluation.config import LinearConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
-from evaluation.frozen.extraction import describe_precision, warn_left_out
+from evaluation.frozen.extraction import describe_input, warn_left_out
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.labelled_features import cut_dev_split
 from evaluation.frozen.results import report_of, summarize_accuracies, write_probe_report
@@ -71,7 +70,7 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
         outcomes, unreadable = trainer.predict(test, heads, candidates)
     warn_left_out(unreadable)
     report = report_on(protocol, config, candidates, outcomes, dev_accuracies)
-    report["protocol"] |= settings | described(encoder, config, accelerator)
+    report["protocol"] |= settings | {"input": describe_input(encoder, config.data, accelerator)}
     report["class_names"] = list(train.class_names or ())
     if unreadable:
         report["left_out"] = {"train": 0, "test" if config.test else "dev": len(unreadable)}
@@ -153,10 +152,3 @@ def report_on(
     if len(summaries) > 1:
         report["summary_by_depth"] = summaries
     return report
-
-
-def described(encoder: FrozenEncoder, config: LinearConfig, accelerator: Accelerator) -> dict[str, Any]:
-    """The entry of a report that describes the encoder's input; None for a colour baseline."""
-    if not isinstance(encoder, FrozenEncoder):
-        return {"input": None}
-    return {"input": encoder.describe_input(config.data) | {"precision": describe_precision(accelerator)}}
