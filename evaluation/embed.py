@@ -36,7 +36,7 @@ from evaluation.tables.images import (
     stack_crops,
 )
 from evaluation.tables.parts import write_table
-from mpp.config import RunConfig, require
+from mpp.config import require
 from mpp.data.crops import centre_crop
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.command import command
@@ -51,8 +51,7 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
     Raises:
         UserError: no such encoder, images or depth, or the file is another table.
     """
-    run_settings = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
-    accelerator = start_alone(run_settings, "a table is written")
+    accelerator = start_alone(config.run_settings(), "a table is written")
     encoder = open_frozen_encoder(config).to(accelerator.device)
     eval_crop = config.data.eval_crop or encoder.crop_pct
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=eval_crop))

@@ -13,7 +13,7 @@ from evaluation.frozen.extraction import extract_labelled_features
 from evaluation.frozen.labelled_features import save_features
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import report_of
-from mpp.config import RunConfig, require
+from mpp.config import require
 from mpp.runtime.command import command
 from mpp.runtime.messages import counted
 from mpp.runtime.start import start
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Extract features with the settings of the command line, or of `arguments`, and write them."""
     config, loaded = parse_and_load(FeaturesConfig, arguments, prog="python evaluation/features.py")
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: `mpp features` cannot choose a depth")
-    accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
+    accelerator = start(config.run_settings())
     path = report_of(config, "features", ".npz")
     by_depth = extract_labelled_features(config, accelerator, loaded).by_depth  # empty except on the main process
     for depth, features in by_depth.items():

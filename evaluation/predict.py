@@ -66,7 +66,7 @@ from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables.given import given_columns
 from evaluation.tables.images import folder_of, identify_splits, images_of_splits, load_all_splits
 from evaluation.tables.parts import about_file, parts_folder, read_about, write_table
-from mpp.config import RunConfig, require
+from mpp.config import require
 from mpp.config.command_line import files_first
 from mpp.config.parsing import read
 from mpp.data.data_path import describe_source
@@ -85,8 +85,7 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     Raises:
         UserError: no such classifier or images, or the file is another table.
     """
-    run_settings = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
-    accelerator = start_alone(run_settings, "a table is written")
+    accelerator = start_alone(config.run_settings(), "a table is written")
     source = find_source(config)
     note_precision(source, accelerator)
     is_of_pixels = source.head is not None and source.head.description.task == "pixels"

@@ -57,7 +57,7 @@ from evaluation.patches.statistics import (
     with_numbered_classes,
 )
 from evaluation.patches.tables import class_table, draw_predictions, reading_table
-from mpp.config import RunConfig, require
+from mpp.config import require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
 from mpp.runtime.command import command
@@ -83,8 +83,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     Raises:
         UserError: an encoder without patches, or images without masks.
     """
-    run_settings = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
-    accelerator = start_alone(run_settings, "patches are evaluated")
+    accelerator = start_alone(config.run_settings(), "patches are evaluated")
     path = report_of(config, "segmentation")
     splits = load_masked_images(config.data, loaded)
     weights = "" if config.random else config.checkpoint or config.encoder

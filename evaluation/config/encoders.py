@@ -7,7 +7,7 @@ PrecisionConfig, FeatureConfig. Their settings stand on the command line without
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mpp.config import Representation, SourceConfig, check_bounds, group, require, setting
+from mpp.config import Representation, RunConfig, SourceConfig, check_bounds, group, require, setting
 
 PictureName = Literal[
     "predictions",
@@ -89,6 +89,10 @@ class PrecisionConfig:
 
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
+
+    def run_settings(self) -> RunConfig:
+        """The settings by which a command with these starts: there is no run, and no tracker."""
+        return RunConfig(precision=self.precision, trackers=(), threads=self.threads)
 
 
 @dataclass(frozen=True)

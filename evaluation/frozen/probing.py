@@ -17,7 +17,6 @@ from evaluation.frozen.labelled_features import LabelledFeatures, load_features
 from evaluation.frozen.results import report_of, summarize_accuracies, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error
-from mpp.config import RunConfig
 from mpp.data.label_kinds import AUTO
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
@@ -53,7 +52,7 @@ def run_probe(
     check_kind = partial(refuse_other_kinds, command, kinds)
     if config.task != AUTO:
         check_kind(config.task)
-    accelerator = start(RunConfig(precision=config.precision, trackers=(), threads=config.threads))
+    accelerator = start(config.run_settings())
     path = report_of(config, command)
     if config.features:
         saved = load_features(Path(config.features))

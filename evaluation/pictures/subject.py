@@ -17,7 +17,7 @@ from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_
 from evaluation.frozen.extraction import views_for
 from evaluation.frozen.run_images import LoadedSplits, load_images_of
 from evaluation.patches.features import patch_features
-from mpp.config import RunConfig, require
+from mpp.config import require
 from mpp.config.imports import require_imports
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
@@ -107,8 +107,7 @@ def load_subject(config: VisualizeConfig, loaded: LoadedSplits | None = None) ->
     Raises:
         UserError: there is no such encoder, or there are no such images.
     """
-    run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
-    accelerator = start_alone(run, "pictures are drawn")
+    accelerator = start_alone(config.run_settings(), "pictures are drawn")
     require_imports(run_of(Path(config.encoder)))
     largest_band = max(config.bands or (1,))
     allowed = f"from 1 to {config.data.channels}: data.channels"

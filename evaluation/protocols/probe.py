@@ -21,7 +21,6 @@ from evaluation.protocols.dinov2 import Dinov2
 from evaluation.protocols.mae import Mae
 from evaluation.protocols.protocol import Candidate, LinearProtocol, Plan, describe_plan
 from evaluation.protocols.training import Classes, HeadTrainer
-from mpp.config import RunConfig
 from mpp.data.dataset import ImageDataset
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError
@@ -48,8 +47,7 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
         UserError: the images have no labels, are too few, or there is no such encoder or depth.
         Unavailable: the encoder lacks the features that the protocol reads.
     """
-    run_config = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
-    accelerator = start_alone(run_config, f"protocol {config.protocol} is carried out")
+    accelerator = start_alone(config.run_settings(), f"protocol {config.protocol} is carried out")
     path = report_of(config, "linear")
     encoder = open_frozen_encoder(config)
     protocol = open_protocol(config, encoder)
