@@ -9,7 +9,6 @@ trained classifier are in the table of `mpp predict`.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,15 @@ from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.tables.given import given_columns
 from evaluation.tables.images import (
-    ViewsOrErrors,
+    first_columns,
     folder_of,
     identify_splits,
     images_of_splits,
     load_all_splits,
-    name_in_folder,
-    read_batches,
-    stack_crops,
+    read_crops,
 )
 from evaluation.tables.parts import write_table
 from mpp.config import require
-from mpp.data.crops import centre_crop
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.command import command
 from mpp.runtime.messages import counted
@@ -86,17 +82,13 @@ class Embedder:
 
     def rows(self, images: ImageDataset, indices: range, on_images: Callable[[int], Any]) -> pa.Table:
         """The rows of the images at these indices."""
-        size, channels = self.encoder.img_size, self.config.data.channels
-        crop = partial(centre_crop, size=size, share=self.config.data.eval_crop)
-        broken = torch.zeros(channels, *size, dtype=torch.uint8)
-        views = ViewsOrErrors(images, self.config.data, crop, broken)
         parts, errors = [], []
-        for batch in read_batches(views, indices, stack_crops):
+        for batch in read_crops(images, self.config.data, self.encoder.img_size, indices):
             with torch.no_grad(), self.accelerator.autocast():
                 pixels = batch.pixels.to(self.accelerator.device)
                 (features,) = self.encoder(pixels, self.config.representation, [self.depth])
             parts.append(features.float().cpu().numpy())
-            errors += [error or None for error in batch.errors]
+            errors += batch.errors
             on_images(len(batch.indices))
         return build_table(np.concatenate(parts), errors, images, indices, folder_of(self.config.data))
 
@@ -128,14 +120,8 @@ def build_table(
     is_broken = pa.array([error is not None for error in errors])
     rows = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), features.shape[1], mask=is_broken)
     list_type = pa.list_(pa.float32())  # of any length: pyarrow 25 cannot read fixed ones where some are missing
-    return pa.table(
-        {
-            "file": [name_in_folder(images, index, folder) for index in indices],
-            "split": [images.split] * len(indices),
-            "features": rows.cast(list_type),
-            "error": pa.array(errors, pa.string()),
-        }
-    )
+    columns = {"features": rows.cast(list_type), "error": pa.array(errors, pa.string())}
+    return pa.table(first_columns(images, indices, folder) | columns)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -157,6 +157,6 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
 
 
 def test_images_of_one_type_and_broken_ones_make_a_batch():
-    samples = [(torch.zeros(3, 2, 2), ""), (torch.zeros(3, 2, 2, dtype=torch.uint8), "broken")]
+    samples = [(torch.zeros(3, 2, 2), None), (torch.zeros(3, 2, 2, dtype=torch.uint8), "broken")]
     pixels, errors = stack_crops(samples)
-    assert pixels.dtype == torch.float32 and errors == ["", "broken"]
+    assert pixels.dtype == torch.float32 and errors == [None, "broken"]

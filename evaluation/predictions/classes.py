@@ -5,7 +5,6 @@ n images, C classes, K of them named for each image.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from torch import Tensor
 from evaluation.config import ProbeDataConfig
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
-from evaluation.tables.images import ViewsOrErrors, name_in_folder, read_batches, stack_crops
-from mpp.data.crops import centre_crop
+from evaluation.tables.images import first_columns, read_crops
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.messages import shortened, warn
 
@@ -50,24 +48,13 @@ class ClassRows:
         Args:
             on_images: is told how many more are done.
         """
-        size = self.classifier.img_size
-        crop = partial(centre_crop, size=size, share=self.data.eval_crop)
-        broken = torch.zeros(self.data.channels, *size, dtype=torch.uint8)
-        views = ViewsOrErrors(images, self.data, crop, broken)
         logits, errors = [], []
-        for batch in read_batches(views, indices, stack_crops):
+        for batch in read_crops(images, self.data, self.classifier.img_size, indices):
             with self.accelerator.autocast():
                 logits.append(self.network(batch.pixels.to(self.accelerator.device)).cpu())
-            errors += [error or None for error in batch.errors]
+            errors += batch.errors
             on_images(len(batch.indices))
         return self.build_table(torch.cat(logits), errors, images, indices)
-
-    def first_columns(self, images: ImageDataset, indices: range) -> dict[str, pa.Array]:
-        """The columns that every table has: file and split."""
-        return {
-            "file": pa.array([name_in_folder(images, index, self.folder) for index in indices], pa.string()),
-            "split": pa.array([images.split] * len(indices), pa.string()),
-        }
 
     def build_table(
         self, logits: Tensor, errors: Sequence[str | None], images: ImageDataset, indices: range
@@ -77,7 +64,7 @@ class ClassRows:
         probabilities = logits.double().softmax(1).float()
         order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.top].numpy()
         names = np.array(self.classifier.class_names, object)
-        columns = self.first_columns(images, indices)
+        columns = first_columns(images, indices, self.folder)
         for place, numbers in enumerate(order.T, 1):
             suffix = "" if place == 1 else f"_{place}"
             of_class = probabilities.numpy()[np.arange(len(numbers)), numbers]

@@ -18,7 +18,7 @@ from torch import Tensor
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.predictions.classes import PROBABILITY_PREFIX, ClassRows
 from evaluation.predictions.summary import figures_of, rows_of_splits
-from evaluation.tables.images import MAX_BROKEN_NAMED
+from evaluation.tables.images import MAX_BROKEN_NAMED, first_columns
 from evaluation.tables.parts import read_columns
 from mpp.data.dataset import ImageDataset, has_label
 from mpp.data.label_kinds import SEPARATOR
@@ -55,7 +55,7 @@ class SeveralRows(OutputRows):
         probabilities = logits.double().sigmoid().float().numpy()
         names = np.array(self.classifier.class_names, object)
         joined = [SEPARATOR.join(names[row]) for row in probabilities > THRESHOLD]
-        columns = self.first_columns(images, indices)
+        columns = first_columns(images, indices, self.folder)
         columns["classes"] = pa.array(joined, pa.string(), mask=is_broken)
         if self.labelled:
             columns["label"] = pa.array(joined_labels(images, indices), pa.string())
@@ -79,7 +79,7 @@ class NumberRows(OutputRows):
         self, logits: Tensor, errors: Sequence[str | None], images: ImageDataset, indices: range
     ) -> pa.Table:
         is_broken = np.array([error is not None for error in errors])
-        columns = self.first_columns(images, indices)
+        columns = first_columns(images, indices, self.folder)
         columns[NUMBER] = pa.array(logits.squeeze(1).numpy(), mask=is_broken)
         if self.labelled:
             labels = np.full(len(images), np.nan) if images.labels is None else images.labels

@@ -165,7 +165,7 @@ class PixelRows:
             on_images(1)
         return pa.Table.from_pylist(rows, self.schema())
 
-    def read(self, images: ImageDataset, indices: range) -> Iterator[tuple[int, ImageToSegment | None, str]]:
+    def read(self, images: ImageDataset, indices: range) -> Iterator[tuple[int, ImageToSegment | None, str | None]]:
         """The images at these indices, one by one: they are of several sizes."""
         view = partial(resize_to_cover, size=self.classifier.encoder.img_size, share=self.data.eval_crop)
         views = ViewsOrErrors(images, self.data, view, None)
@@ -219,7 +219,9 @@ class PixelRows:
         return pa.schema(list(types.items()))
 
 
-def collate_one(samples: list[tuple[ImageToSegment | None, str]]) -> tuple[ImageToSegment | None, list[str]]:
+def collate_one(
+    samples: list[tuple[ImageToSegment | None, str | None]],
+) -> tuple[ImageToSegment | None, list[str | None]]:
     """The only sample of a batch."""
     ((image, error),) = samples
     return image, [error]

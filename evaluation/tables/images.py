@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -14,6 +16,7 @@ from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE
 from evaluation.frozen.run_images import LoadedSplits
 from mpp.config import HOW_READ, SourceConfig
 from mpp.data.columns import find_image_column
+from mpp.data.crops import centre_crop
 from mpp.data.data_path import describe_source, is_local
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.identity import identify_images
@@ -32,8 +35,8 @@ class ImageBatch(NamedTuple):
     indices: list[int]
     pixels: Any
     """The collated views of the batch."""
-    errors: list[str]
-    """Why an image cannot be decoded; empty: it can."""
+    errors: list[str | None]
+    """Why an image cannot be decoded; None: it can."""
 
 
 ALL = "all"
@@ -80,7 +83,7 @@ def images_of_splits(
 
 @dataclass(frozen=True)
 class ViewsOrErrors(Dataset):
-    """Images by index as `view` makes them, and the reason why one cannot be decoded (empty: it can)."""
+    """Images by index as `view` makes them, and the reason why one cannot be decoded (None: it can)."""
 
     dataset: ImageDataset
     data: ProbeDataConfig
@@ -89,10 +92,10 @@ class ViewsOrErrors(Dataset):
     broken: Any
     """Entry of a broken image in a batch."""
 
-    def __getitem__(self, index: int) -> tuple[Any, str]:
+    def __getitem__(self, index: int) -> tuple[Any, str | None]:
         note_reading(index)
         try:
-            return self.view(self.dataset.decode(index, self.data)), ""
+            return self.view(self.dataset.decode(index, self.data)), None
         except UnreadableImage as reason:
             return self.broken, str(reason)
         finally:
@@ -102,7 +105,7 @@ class ViewsOrErrors(Dataset):
 def read_batches(
     views: ViewsOrErrors,
     indices: range,
-    collate: Callable[[list[tuple[Any, str]]], tuple[Any, list[str]]],
+    collate: Callable[[list[tuple[Any, str | None]]], tuple[Any, list[str | None]]],
     batch_size: int | None = None,
 ) -> Iterator[ImageBatch]:
     """The images at these indices, in their order.
@@ -123,7 +126,20 @@ def read_batches(
         yield ImageBatch(batch, pixels, errors)
 
 
-def stack_crops(samples: list[tuple[Tensor, str]]) -> tuple[Tensor, list[str]]:
+def read_crops(
+    images: ImageDataset, data: ProbeDataConfig, size: tuple[int, int], indices: range
+) -> Iterator[ImageBatch]:
+    """Centre crops of the images at these indices, in their order; zeros in place of one that cannot be decoded.
+
+    Args:
+        size: height and width.
+    """
+    crop = partial(centre_crop, size=size, share=data.eval_crop)
+    broken = torch.zeros(data.channels, *size, dtype=torch.uint8)
+    return read_batches(ViewsOrErrors(images, data, crop, broken), indices, stack_crops)
+
+
+def stack_crops(samples: list[tuple[Tensor, str | None]]) -> tuple[Tensor, list[str | None]]:
     """Crops of one size to a batch; a broken image may be of another type."""
     crops, errors = zip(*samples, strict=True)
     all_bytes = all(crop.dtype == torch.uint8 for crop in crops)
@@ -142,6 +158,18 @@ def name_in_folder(images: ImageDataset, index: int, folder: Path | None) -> str
     if folder is not None and Path(name).absolute().is_relative_to(folder):
         name = str(Path(name).absolute().relative_to(folder))
     return printable(name)
+
+
+def first_columns(images: ImageDataset, indices: range, folder: Path | None) -> dict[str, pa.Array]:
+    """The columns that every table has: file and split.
+
+    Args:
+        folder: of the images: see `name_in_folder`.
+    """
+    return {
+        "file": pa.array([name_in_folder(images, index, folder) for index in indices], pa.string()),
+        "split": pa.array([images.split] * len(indices), pa.string()),
+    }
 
 
 def identify_splits(data: ProbeDataConfig, splits: Sequence[ImageDataset], labels: bool = False) -> dict[str, Any]:
