@@ -251,12 +251,11 @@ def table_of_rates(report: dict[str, Any]) -> str:
     kind = kind_of_report(report) if "labels" in report else kind_of_results(report["results"])
     rows = []
     for rate in report["dev"]:
-        rows.append([f"{rate['lr']:g}", kind.text_of_scores({"mean": rate["accuracy"], "count": 1}), "-", "-"])
+        rows.append([f"{rate['lr']:g}", kind.text(kind.score, rate["accuracy"]), "-", "-"])
     for result in report["results"]:
-        row = [f"{result['lr']:g}", "-"]
-        row.append(kind.text_of_scores({"mean": result.get("dev_accuracy"), "count": 1}))
-        interval = {"interval": result["interval"]} if "interval" in result else {}
-        rows.append([*row, kind.text_of_scores({"mean": result["accuracy"], "count": 1} | interval)])
+        left_out = kind.text(kind.score, result.get("dev_accuracy"))
+        tested = kind.text(kind.score, result["accuracy"], *result.get("interval", ()))
+        rows.append([f"{result['lr']:g}", "-", left_out, tested])
     title = kind.score_title
     headings = ["learning rate", f"dev {title}", f"dev {title}, left-out images", f"test {title}"]
     return table(*without_empty_columns(headings, rows))

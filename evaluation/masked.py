@@ -13,9 +13,8 @@ from typing import Any
 
 from evaluation.config import MaskedConfig
 from evaluation.frozen.results import report_path, table, write_report
-from evaluation.metrics.kinds import as_percent
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import add_figures
+from evaluation.metrics.scoring import KINDS, add_figures
 from mpp.config.checks import require
 from mpp.config.parsing import parse
 from mpp.errors import Unavailable
@@ -62,7 +61,10 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     report = {"results": results, "protocol": dataclasses.asdict(config) | {"step": last["step"]}}
     path = report_path(config.out, config.encoder, "masked.json")
     report = write_report(path, report)
-    rows = [[result["case"], as_percent(result["accuracy"], result.get("interval"))] for result in results]
+    kind = KINDS["patches"]
+    rows = [
+        [result["case"], kind.text(kind.score, result["accuracy"], *result.get("interval", ()))] for result in results
+    ]
     print(table(["masked patches", "accuracy (%)"], rows))
     if outcomes:
         print(f"{counted(len(outcomes['model']), 'held-out image')}, 95% intervals over these")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from evaluation.config import SupervisedConfig
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.provenance import refuse_learned_images
-from evaluation.frozen.results import print_details, summarize_accuracies, table, write_report
+from evaluation.frozen.results import print_details, table, write_report
 from evaluation.frozen.training_reports import SUPERVISED_REPORT
 from evaluation.metrics.scoring import add_figures, kind_of_results
 from evaluation.supervision.classification import Classification, score_of_run
@@ -151,9 +151,9 @@ def report_results(folder: Path, seed: int) -> None:
     (result,) = add_figures([{"seed": seed} | score_of_run(folder)])
     path = folder / SUPERVISED_REPORT
     report = write_report(path, {"results": [result]})
-    summary = summarize_accuracies([result], "seed")[str(seed)]
     kind = kind_of_results([result])
-    print(table(["run", f"held-out {kind.score_title}"], [[folder.name, kind.text_of_scores(summary)]]))
+    score = kind.text(kind.score, result["accuracy"], *result.get("interval", ()))
+    print(table(["run", f"held-out {kind.score_title}"], [[folder.name, score]]))
     print_details(path, report)
     print(f"wrote {path}")
 

@@ -79,7 +79,7 @@ class LabelKind(ABC):
 
     def describe_baseline(self, name: str, value: float | None) -> str:
         """A baseline and its score in words: `largest class 25.0%`."""
-        return f"{name} {self.text(self.score, value, None, None)}{self.sign}"
+        return f"{name} {self.text(self.score, value)}{self.sign}"
 
     def baseline_errors(self, outcomes: Outcomes) -> dict[str, float]:
         """Errors of the baselines, by their headings in tables, where the score says nothing of their size."""
@@ -133,7 +133,7 @@ class LabelKind(ABC):
         """
         return None
 
-    def text(self, name: str, value: float | None, low: float | None, high: float | None) -> str:
+    def text(self, name: str, value: float | None, low: float | None = None, high: float | None = None) -> str:
         """A figure with its interval, as tables have it; "-": these images do not have it.
 
         Shares are in percent with one decimal. Others have three significant digits, unless the kind says otherwise.
@@ -175,14 +175,3 @@ class LabelKind(ABC):
         for name, value in self.measure(outcomes).items():
             figures[name] = Figure(value, containing(value, intervals[name]))
         return figures
-
-
-def as_percent(share: float, interval: Interval | None = None) -> str:
-    """A share in percent, with its interval where there is one; "-": there is no share."""
-    if np.isnan(share):
-        return "-"
-    value = f"{100 * share:.1f}"
-    if interval is None or np.isnan(interval[0]):
-        return value
-    low, high = interval
-    return f"{value} ({100 * low:.1f} to {100 * high:.1f})"

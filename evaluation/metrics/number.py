@@ -42,7 +42,7 @@ class Number(LabelKind):
         return {"mean of the test images": 0.0}  # by the definition of R2
 
     def describe_baseline(self, name: str, value: float | None) -> str:
-        return f"always predicting the {name}: R2 {self.text(self.score, value, None, None)}"
+        return f"always predicting the {name}: R2 {self.text(self.score, value)}"
 
     def baseline_errors(self, outcomes: Outcomes) -> dict[str, float]:
         targets = outcomes.targets

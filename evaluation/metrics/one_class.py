@@ -23,7 +23,7 @@ from evaluation.metrics.intervals import (
     paired_accuracies,
     wilson,
 )
-from evaluation.metrics.kinds import LabelKind, as_percent
+from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
 from mpp.data.overview import note_tested
 
@@ -112,8 +112,8 @@ class OneClass(LabelKind):
         rows = []
         for number, name in enumerate(outcomes.names(class_number(outcomes))):
             true, right = int(counts.true[number]), int(counts.right[number])
-            recalled = as_percent(recalls[number], wilson(right, true) if true else None)
-            cells = [as_percent(precisions[number]), as_percent(f1[number])]
+            recalled = self.text("accuracy", recalls[number], *(wilson(right, true) if true else ()))
+            cells = [self.text("accuracy", share) for share in (precisions[number], f1[number])]
             rows.append([name, str(true), str(int(counts.predicted[number])), recalled, *cells])
         return ["class", "images", "predicted", "right (%)", "precision (%)", "F1 (%)"], rows
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.metrics.intervals import Interval, bootstrap, clipped, drawn_weights
-from evaluation.metrics.kinds import LabelKind, as_percent
+from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
 
 
@@ -45,7 +45,7 @@ class Pixels(LabelKind):
         for number, name in enumerate(outcomes.names(classes)):
             counts = [str(int(outcomes.targets[:, number].sum())), str(int(predicted[number]))]
             interval = clipped(bootstrap(values[number], resampled[:, number], len(outcomes)))
-            rows.append([name, *counts, as_percent(values[number], interval)])
+            rows.append([name, *counts, self.text("mean_iou", values[number], *interval)])
         return ["class", "pixels", "predicted", "IoU (%)"], rows
 
     def confusion(self, outcomes: Outcomes) -> NDArray[np.int64]:

@@ -67,8 +67,8 @@ class SeveralClasses(LabelKind):
         precisions = class_precisions(outcomes, np.ones((1, len(outcomes))))[0]
         rows = []
         for number, name in enumerate(outcomes.names(outcomes.targets.shape[1])):
-            share = "-" if np.isnan(precisions[number]) else f"{100 * precisions[number]:.1f}"
-            rows.append([name, str(int(outcomes.targets[:, number].sum())), share])
+            images = str(int(outcomes.targets[:, number].sum()))
+            rows.append([name, images, self.text("macro_map", precisions[number])])
         return ["class", "images", "average precision (%)"], rows
 
     def problem(self, targets: NDArray, split: str) -> str | None:
