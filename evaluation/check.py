@@ -163,11 +163,6 @@ def encoder_bytes(config: Config, timing: Timing) -> int:
     return timing.encoder * copies
 
 
-def run_folder_bytes(config: Config, timing: Timing) -> int:
-    """Bytes of the checkpoints and encoders on disk."""
-    return timing.checkpoint * checkpoints_on_disk(config) + encoder_bytes(config, timing)
-
-
 def disk_warnings(config: Config, timing: Timing) -> list[str]:
     """A warning where the run folder does not fit on its disk."""
     folder = Path(config.run.dir)
@@ -260,6 +255,7 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
 def print_cost(config: Config, precision: str, layout: BatchLayout, timing: Timing) -> None:
     """Print time, memory and disk of a step and of the run, and a GPU's memory at the precision that was asked for."""
     free = free_disk(Path(config.run.dir))
+    taken = timing.checkpoint * checkpoints_on_disk(config) + encoder_bytes(config, timing)
     left = config.run.steps - steps_done(config)
     rows = [
         ["a step", f"{timing.step:.4g} s"],
@@ -269,7 +265,7 @@ def print_cost(config: Config, precision: str, layout: BatchLayout, timing: Timi
         ["memory of this process", f"{timing.memory:.3g} GB"],
         ["memory on a GPU, counted (mpp memory)", memory_on_a_gpu(config, precision, layout)],
         ["a checkpoint", f"{timing.checkpoint / 1e9:.3g} GB"],
-        ["the run folder", f"{run_folder_bytes(config, timing) / 1e9:.2g} GB; {free / 1e9:.3g} GB are free"],
+        ["the run folder", f"{taken / 1e9:.2g} GB; {free / 1e9:.3g} GB are free"],
     ]
     print_table("Cost on this machine", rows)
 

@@ -62,7 +62,7 @@ def peak_of_passes(config: Config, model: nn.Module, objective: Objective, image
         tracker.track_external(model)
         with tracker:
             for _ in range(min(2, passes)):
-                run_pass(model, objective, pixels, corruption, config.run.precision)
+                compute_loss(model, objective, pixels, corruption, config.run.precision).backward()
                 tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     return {str(kind).rpartition(".")[2]: taken for kind, taken in peak.items()}
@@ -76,11 +76,6 @@ def fake_batch(config: Config, model: nn.Module, images: int, fake_mode: FakeTen
     of_one_image = draw(config.corruption, grid, seed=0, epoch=0, index=0)
     of_batch = [tensor.new_zeros(1).expand(images, *tensor.shape) for tensor in of_one_image]
     return pixels, Corruption(*map(fake_mode.from_tensor, of_batch))
-
-
-def run_pass(model: nn.Module, objective: Objective, pixels: Tensor, corruption: Corruption, precision: str) -> None:
-    """One forward and backward pass."""
-    compute_loss(model, objective, pixels, corruption, precision).backward()
 
 
 def compute_loss(

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from evaluation.memory import fake_batch, run_pass
+from evaluation.memory import compute_loss, fake_batch
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.models.networks import build_model
@@ -66,7 +66,7 @@ def count_traffic(config: Config, images: int) -> TrafficMode:
         model.to_empty(device="cpu")
         pixels, corruption = fake_batch(config, model, images, fake_mode)
         with counter:
-            run_pass(model, objective, pixels, corruption, config.run.precision)
+            compute_loss(model, objective, pixels, corruption, config.run.precision).backward()
     return counter
 
 

@@ -69,19 +69,6 @@ class EncoderConfig:
     """CPU threads. 0: all cores."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
-    def check_logits(self, *others: str) -> None:
-        """Raise UserError if `representation` is logits and another setting changes the run from how it was trained.
-
-        Args:
-            others: settings that change it, besides those of every encoder.
-        """
-        if self.representation != "logits":
-            return
-        names = ("checkpoint", "random", "img_size", *others)
-        changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
-        allowed = f"another one with {' and '.join(changed)}: logits need the run as it was trained"
-        require(not changed, "representation", "logits", allowed)
-
 
 @dataclass(frozen=True)
 class PrecisionConfig:
@@ -195,7 +182,10 @@ class ExportConfig(EncoderConfig):
 
     def __post_init__(self):
         check_bounds(self)
-        self.check_logits("normalize")
+        names = ("checkpoint", "random", "img_size", "normalize")
+        changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
+        allowed = f"another one with {' and '.join(changed)}: logits need the run as it was trained"
+        require(self.representation != "logits" or not changed, "representation", "logits", allowed)
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def load_labelled(
         f"{len(held_out)} to evaluate on{', a tenth of the training images' if on_dev else ''}"
     )
     KINDS[kind].note_tested(train.labels, held_out.labels, train.class_names or ())
-    if task == "auto":
-        note_kind(train)
+    if task == "auto" and kind == "number":
+        note("the labels have fractions: task is number")
     if spare == 0:
         return [train, held_out]
     return [train, held_out, all_train.choose(spare, data.eval_seed, after=len(train))]
@@ -97,12 +97,6 @@ def refuse_other_kinds(command: str, kinds: Sequence[str], kind: str) -> None:
     if kind not in kinds:
         ways = "mpp linear (protocol logistic), knn, finetune and supervised take all kinds"
         raise UserError(f"task is {kind}; it must be {' or '.join(kinds)} with {command}: {ways}")
-
-
-def note_kind(train: ImageDataset) -> None:
-    """Note a kind of label that was found."""
-    if train.label_kind == "number":
-        note("the labels have fractions: task is number")
 
 
 def describe_share(encoder: str, data: SourceConfig) -> str:

@@ -139,7 +139,8 @@ def tell_apart(
     count = int(sum(mark.sum() for mark in marks.values()))
     if count == 0:
         return ToldApart(list(images), splits, "")
-    text = describe_count(count, sum(map(len, images)))
+    total = sum(map(len, images))
+    text = f"the classifier learned {count} of these {total} images: their figures do not apply to new images"
     note(text)
     return ToldApart(*divide(images, splits, marks), text)
 
@@ -155,11 +156,6 @@ def note_run_images(source: Source, data: ProbeDataConfig) -> str:
         return ""
     note(UNKNOWN_NOTE)
     return UNKNOWN_NOTE
-
-
-def describe_count(count: int, total: int) -> str:
-    """The note on a number of learned images."""
-    return f"the classifier learned {count} of these {total} images: their figures do not apply to new images"
 
 
 def divide(

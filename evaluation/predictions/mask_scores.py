@@ -25,11 +25,6 @@ PixelCounts = dict[tuple[int, int], int]
 """Numbers of a true class and of the predicted one, as in the files of masks -> pixels of an image."""
 
 
-def has_masks(rows: datasets.Dataset, data: MaskedDataConfig) -> bool:
-    """Whether a split has the column of masks."""
-    return data.mask_column in rows.features
-
-
 def outcomes_of_masks(
     images: Sequence[ImageDataset],
     splits: Mapping[str, datasets.Dataset],
@@ -43,7 +38,7 @@ def outcomes_of_masks(
         rows: say where the predicted masks are.
     """
     outcomes = {}
-    masked = [attach_masks(each, splits, data) for each in images if has_masks(splits[each.split], data)]
+    masked = [attach_masks(each, splits, data) for each in images if data.mask_column in splits[each.split].features]
     total = sum(len(each.masks) for each in masked)
     with progress_bar(desc="scores", unit="image", total=total) as bar:
         for of_split in masked:

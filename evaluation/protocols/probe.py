@@ -63,7 +63,8 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
         if protocol.chooses and len(candidates) > 1:
             dev_accuracies = accuracies_on_dev(trainer, train, plan)
             candidates = [candidates[int(np.argmax(dev_accuracies))]]
-            print(f"chosen on dev images: {describe_candidate(candidates[0])}")
+            chosen = ", ".join(f"{name} {value}" for name, value in candidates[0].about.items())
+            print(f"chosen on dev images: {chosen}")
         heads = trainer.train(train, candidates, plan)
         outcomes, unreadable = trainer.predict(test, heads, candidates)
     warn_left_out(unreadable)
@@ -109,11 +110,6 @@ def accuracies_on_dev(trainer: HeadTrainer, train: ImageDataset, plan: Plan) -> 
     heads = trainer.train(train.select(learned_indices), candidates, plan)
     outcomes, _ = trainer.predict(train.select(dev_indices), heads, candidates)
     return [score(each) for each in outcomes]
-
-
-def describe_candidate(candidate: Candidate) -> str:
-    """A head in words: "depth 3", or "blocks 4, adds_mean True, base_lr 0.01"."""
-    return ", ".join(f"{name} {value}" for name, value in candidate.about.items())
 
 
 def report_on(

@@ -171,27 +171,16 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     frozen = load_frozen_encoder(str(run))
     check_channels(frozen, channels, setting)
     classes = outputs_of_head(checkpoints[-1] / MODEL_FILE)
-    kind = recorded_label_kind(run)
+    learned = (read_record(run) or {}).get("train", {})
+    kind = learned.get(LABEL_KIND_FIELD, "class")
     network = rebuild_network(frozen, settings, classes, kind)
     restore_trained(run, network, OptimConfig(**settings["optim"]))
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the fingerprint is of these
     is_same = all(torch.equal(tensor, exported[name]) for name, tensor in network.encoder.state_dict().items())
     require(is_same, setting, run, "a run whose newest checkpoint has the weights of its encoder/")
-    names = frozen.model.pretrained_cfg.get("label_names") or recorded_names(run)
+    names = frozen.model.pretrained_cfg.get("label_names") or learned.get(CLASS_NAMES_FIELD)
     known = [] if kind == "number" else name_classes(names, classes)
     return Classifier(network, frozen.img_size, classes, frozen.crop_pct, known, kind)
-
-
-def recorded_label_kind(run: Path) -> str:
-    """The kind of label that a run has learned, by its record."""
-    record = read_record(run) or {}
-    return record.get("train", {}).get(LABEL_KIND_FIELD, "class")
-
-
-def recorded_names(run: Path) -> list[str] | None:
-    """The names of the classes of a run's images, by its record; None: unknown."""
-    record = read_record(run) or {}
-    return record.get("train", {}).get(CLASS_NAMES_FIELD)
 
 
 def outputs_of_head(weights: Path) -> int:

@@ -19,7 +19,7 @@ from mpp.training.run_folder import saved_settings
 
 OLDEST_TRITON_CARD = (7, 0)  # compute capability
 MIN_COMPILED_STEPS = 2_000  # compiling takes minutes, and a fifth to a quarter of a step's time is gained
-COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
+COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
 MAX_CAUSE = 300  # characters of a message, in which a compiler may quote its whole command
 
 
@@ -92,12 +92,7 @@ def is_of_compiler(error: BaseException) -> bool:
     """Whether an exception is of a class of torch's compilers, or was raised in their code."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_in = frames[-1].f_globals.get("__name__", "") if frames else ""
-    return any(is_within(module, COMPILERS) for module in (type(error).__module__, raised_in))
-
-
-def is_within(module: str, packages: tuple[str, ...]) -> bool:
-    """Whether a module is one of some packages or within them."""
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
+    return any(f"{module}.".startswith(COMPILERS) for module in (type(error).__module__, raised_in))
 
 
 def short_cause(error: BaseException) -> str:

@@ -120,12 +120,11 @@ class Tracker:
         with self.unreadable_file.open("a", encoding="utf-8") as file:
             file.writelines(f"{failure}\n" for failure in new)
 
-    def count_unreadable(self) -> int:
-        """Different images that could not be decoded so far, by all processes and across restarts."""
-        return len(self.read_unreadable())
-
     def read_unreadable(self) -> set[str]:
-        """The lines of unreadable.txt, in which nodes may have written over each other."""
+        """Images that could not be decoded so far, by all processes and across restarts.
+
+        They are the lines of unreadable.txt, in which nodes may have written over each other.
+        """
         if not self.unreadable_file.exists():
             return set()
         return set(self.unreadable_file.read_text(encoding="utf-8", errors="replace").splitlines())

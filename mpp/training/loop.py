@@ -197,7 +197,7 @@ class Loop:
         waited = maximum_of_all(self.feed.reset_wait())  # the others wait for the one that waits for its images
         scalars |= self.speed.read(waited)
         scalars[PFLOP] = self.flops * done / 1e15
-        scalars["unreadable"] = self.tracker.count_unreadable()
+        scalars["unreadable"] = len(self.tracker.read_unreadable())
         self.tracker.log(done, scalars)
         self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
         return scalars

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 from mpp.config import ImagesConfig
+from mpp.data.decoding.kinds import is_picture
 from mpp.data.listing.file_index import FileIndex
 from mpp.data.listing.formats import IMAGE_EXTENSIONS, extension_of
 from mpp.data.listing.image_table import LABEL, SPLIT
 from mpp.data.listing.left_out import without_decoder
 from mpp.data.listing.lists import ImageList, named_label_columns, named_mask_column, to_label_column
 from mpp.data.listing.split_names import split_of_cell
-from mpp.data.listing.tree import Tree, begins_as_picture, first_bytes
+from mpp.data.listing.tree import Tree, first_bytes
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
 from mpp.runtime.output import printable
@@ -133,7 +134,7 @@ class ListedFiles:
         path = self.files.paths[file_index]
         reason = without_decoder(path, partial(first_bytes, path))
         if reason is None:
-            if extension_of(path) in IMAGE_EXTENSIONS or begins_as_picture(path):
+            if extension_of(path) in IMAGE_EXTENSIONS or is_picture(first_bytes(path)):
                 return file_index
             reason = "not an image that mpp reads"
         self.missing[image_list.path].append(f"{name} ({reason})")

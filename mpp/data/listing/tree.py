@@ -256,11 +256,6 @@ def is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
-def begins_as_picture(path: str) -> bool:
-    """Whether a file's first bytes are those of a picture; not where it cannot be opened."""
-    return is_picture(first_bytes(path))
-
-
 def first_bytes(path: str) -> bytes:
     """The bytes of a file that tell whether it is a picture; none where it cannot be opened."""
     with suppress(OSError), open(path, "rb") as file:
