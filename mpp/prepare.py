@@ -42,7 +42,7 @@ from mpp.data.decoding.pictures import to_ppm
 from mpp.data.decoding.tiff import white_is_zero
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences, short_digest, split_fingerprint
-from mpp.data.labels import find_label_column
+from mpp.data.labels import column_of, find_label_column
 from mpp.data.listing.split_names import split_of_cell, split_of_shard
 from mpp.data.overview import announce_splits
 from mpp.data.sources import label_images, load_splits
@@ -135,9 +135,13 @@ def to_lossless(values: NDArray) -> bytes:
     if values.dtype != np.uint8:
         return to_npy(values)
     buffer = io.BytesIO()
-    pixels = values[0] if len(values) == 1 else values.transpose(1, 2, 0)
-    Image.fromarray(pixels).save(buffer, "PNG")
+    to_pil(values).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def to_pil(values: NDArray) -> Image.Image:
+    """Values (C, H, W) of 8 bits as PIL's image."""
+    return Image.fromarray(values[0] if len(values) == 1 else values.transpose(1, 2, 0))
 
 
 def shrink(values: NDArray, side: int) -> NDArray:
@@ -159,11 +163,10 @@ def to_npy(values: NDArray) -> bytes:
 def to_jpeg(values: NDArray, quality: int) -> bytes:
     """A JPEG file of values (C, H, W) of 8 bits; raises UnreadableImage where it is longer than JPEG allows."""
     buffer = io.BytesIO()
-    pixels = values[0] if len(values) == 1 else values.transpose(1, 2, 0)
     try:
-        Image.fromarray(pixels).save(buffer, "JPEG", quality=quality)
+        to_pil(values).save(buffer, "JPEG", quality=quality)
     except OSError as error:  # over 65,500 pixels long
-        height, width = pixels.shape[:2]
+        height, width = values.shape[1:]
         raise UnreadableImage(f"JPEG does not hold {width} x {height} pixels; --format ppm or npy does") from error
     return buffer.getvalue()
 
@@ -246,8 +249,7 @@ def record_of_rows(config: PrepareConfig, rows: datasets.Dataset, commit: str | 
     record = {"images": len(rows), "files": files, "revision": commit}
     for column in rows.column_names:
         if column != "image":
-            labels = rows.select_columns([column]).with_format("arrow")[:].column(0)
-            values = json.dumps(labels.to_pylist(), default=str)
+            values = json.dumps(column_of(rows, column).to_pylist(), default=str)
             record["labels"] = short_digest([str(rows.features[column]).encode(), values.encode()])
     return record
 

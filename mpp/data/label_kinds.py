@@ -19,6 +19,7 @@ from mpp.data.labels import (
     NO_LABEL,
     LabelColumn,
     NumberedLabels,
+    column_of,
     find_label_column,
     flatten_lists,
     holds_classes,
@@ -27,6 +28,7 @@ from mpp.data.labels import (
     holds_marks,
     is_blank,
     is_text,
+    names_of_classes,
     number_labels,
     read_labels,
     without,
@@ -67,18 +69,6 @@ def find_label_kind(kind: str, rows: datasets.Dataset, column: str | None, setti
     return "number" if holds_fractions(without_fractions(column_of(rows, name))) else "class"
 
 
-def column_of(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
-    """A column of a dataset as arrow has it."""
-    return rows.select_columns([name]).with_format("arrow")[:].column(0)
-
-
-def inner_feature(feature: object) -> object:
-    """The feature of the items of lists, or the feature itself."""
-    while hasattr(feature, "feature"):
-        feature = feature.feature
-    return feature
-
-
 def read_several(
     rows: datasets.Dataset, column: str | None, source: str, setting: str = "data.label_column"
 ) -> LabelColumn | None:
@@ -100,7 +90,7 @@ def read_several(
         content = MARKS if has_marks else rows.features[name]
         allowed = f"lists of classes, or text with {SEPARATOR} between them, with task several"
         raise UserError(f"{setting} is {name}, which holds {content}; it must hold {allowed}")
-    return LabelColumn(name, labels, getattr(inner_feature(rows.features[name]), "names", None))
+    return LabelColumn(name, labels, names_of_classes(rows.features[name]))
 
 
 def note_other_separators(column: str, labels: pa.ChunkedArray) -> None:

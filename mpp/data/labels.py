@@ -122,19 +122,29 @@ def read_labels(
     name = find_label_column(column, rows.features, source, setting)
     if name is None:
         return None
-    labels = without_fractions(rows.select_columns([name]).with_format("arrow")[:].column(0))
+    labels = without_fractions(column_of(rows, name))
     feature = rows.features[name]
     has_fractions = holds_fractions(labels)
     has_marks = holds_marks(labels)
     if holds_classes(labels) and not has_fractions and not has_marks:
-        while hasattr(feature, "feature"):  # of lists
-            feature = feature.feature
-        return LabelColumn(name, labels, getattr(feature, "names", None))
+        return LabelColumn(name, labels, names_of_classes(feature))
     content = "numbers with fractions" if has_fractions else MARKS if has_marks else str(feature)
     if column is not None:
         raise UserError(f"{setting} is {column}, which holds {content} instead of classes")
     note(f"the column {name} of {source} holds {content} instead of classes; it is not used")
     return None
+
+
+def column_of(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
+    """A column of a dataset as arrow has it."""
+    return rows.select_columns([name]).with_format("arrow")[:].column(0)
+
+
+def names_of_classes(feature: object) -> list[str] | None:
+    """The names that the type of a column, or of the items of its lists, declares; None: there are none."""
+    while hasattr(feature, "feature"):
+        feature = feature.feature
+    return getattr(feature, "names", None)
 
 
 def without_fractions(labels: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -20,6 +20,7 @@ from mpp.config import ImagesConfig, require
 from mpp.data.columns import BINARY_TYPES, TEXT_TYPES, find_array_dtype, is_cell
 from mpp.data.data_path import describe_source, is_url
 from mpp.data.decoding.kinds import LFS_POINTER, STAND_IN_STARTS, kind_of
+from mpp.data.labels import column_of
 from mpp.data.listing.archives import ARCHIVE_EXTENSIONS, is_archive, unpack_archive
 from mpp.data.listing.formats import LIST_EXTENSIONS, SHARD_BUILDERS, TABLE_EXTENSIONS, extension_of
 from mpp.data.listing.image_table import Listing, SharedListing, path_column, share_listing
@@ -356,7 +357,7 @@ def relative_paths(rows: datasets.Dataset, column: str, may_be_text: bool) -> li
     has_texts = may_be_text and getattr(rows.features[column], "dtype", None) in TEXT_TYPES
     if not (has_cells or has_texts) or len(rows) == 0:
         return None
-    cells = rows.with_format("arrow").select_columns([column])[:].column(0)
+    cells = column_of(rows, column)
     if has_cells and pc.struct_field(cells, "bytes").null_count < len(cells):
         return None
     paths = (pc.struct_field(cells, "path") if has_cells else cells).to_pylist()
