@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig
+from evaluation.frozen.provenance import LabelledImages
 from mpp.config import SourceConfig
 from mpp.errors import UserError
 from mpp.runtime.files import complete
@@ -79,16 +80,6 @@ class HeadDescription:
 
 
 @dataclass(frozen=True)
-class LearnedImages:
-    """The images that a classifier was trained on with their labels."""
-
-    source: SourceConfig
-    """The settings of their location, of the cut into splits, and of the choice among them."""
-    record: dict[str, Any]
-    """See `identify_images`."""
-
-
-@dataclass(frozen=True)
 class KeptHead:
     """A head that was read from its folder."""
 
@@ -97,10 +88,10 @@ class KeptHead:
     weights: dict[str, Tensor]
 
     @property
-    def learned(self) -> LearnedImages | None:
+    def learned(self) -> LabelledImages | None:
         """The training images; None: unknown."""
         learned = self.description.learned
-        return None if learned is None else LearnedImages(SourceConfig(**learned["source"]), learned["train"])
+        return None if learned is None else LabelledImages(SourceConfig(**learned["source"]), learned["train"])
 
 
 def describe_encoder(config: EncoderConfig) -> dict[str, Any]:

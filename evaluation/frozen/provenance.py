@@ -36,19 +36,20 @@ ALLOWED_DUPLICATES = 0.01  # share of the test images that may also be in anothe
 
 @dataclass
 class LabelledImages:
-    """The labelled images that an encoder was trained on."""
+    """The images that an encoder, or a head, was trained on with their labels."""
 
     source: SourceConfig
-    """Their source."""
-    run: Path
-    """The run, whose data.json is their record."""
+    """The settings of their location, of the cut into splits, and of the choice among them."""
+    record: dict[str, Any]
+    """See `identify_images`; empty: it is missing."""
+    kind: str = "class"
+    """Kind of their labels, or auto."""
 
     @cached_property
     def train(self) -> ImageDataset | None:
         """The training images that have labels; None where none can be loaded."""
         try:
-            kind = saved_settings(self.run).get("task", "class")
-            train = load_image_datasets(self.source, label_kind=kind)[0].labelled()
+            train = load_image_datasets(self.source, label_kind=self.kind)[0].labelled()
         except UserError:  # gone, or changed
             return None
         return train and train.choose(self.source.train_images, self.source.eval_seed)
@@ -72,10 +73,11 @@ def find_labelled_images(encoder: str) -> LabelledImages | None:
     run = find_run(encoder)
     if run is None:
         return None
-    settings = saved_settings(run).keys()
-    if "contrast" in settings or not SUPERVISED_SETTINGS & settings:
+    saved = saved_settings(run)
+    if "contrast" in saved or not SUPERVISED_SETTINGS & saved.keys():
         return None
-    return LabelledImages(run_source(run), run)
+    record = (read_record(run) or {}).get("train", {})
+    return LabelledImages(run_source(run), record, saved.get("task", "class"))
 
 
 def lineage(encoder: str) -> Iterator[str]:
@@ -123,14 +125,13 @@ def find_overlap(dataset: ImageDataset, source: SourceConfig, labelled: Labelled
         source: the source of `dataset`.
         labelled: the labelled images of the encoder.
     """
-    recorded = (read_record(labelled.run) or {}).get("train", {})
     nothing = Overlap(0, len(dataset), labelled.source, by_index=True)
     is_elsewhere = not is_same_location(source, labelled.source)
-    if is_elsewhere and is_copy(dataset, recorded):
+    if is_elsewhere and is_copy(dataset, labelled.record):
         moved = replace(labelled.source, path=source.path, name=source.name, revision=source.revision)
         labelled = replace(labelled, source=moved)
         is_elsewhere = False
-    if is_elsewhere and not is_searchable(labelled.source.path, recorded):
+    if is_elsewhere and not is_searchable(labelled.source.path, labelled.record):
         return nothing
 
     train = labelled.train

@@ -1,22 +1,20 @@
 """The images that a classifier has learned with their labels, told apart among those that it predicts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import ProbeDataConfig
-from evaluation.frozen.kept_heads import LearnedImages
-from evaluation.frozen.provenance import find_labelled_images, is_same_location, lineage
+from evaluation.frozen.provenance import LabelledImages, find_labelled_images, is_same_location, lineage
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images, indices_in_split
 from evaluation.predictions.opening import Source
 from evaluation.tables.images import ALL
 from mpp.data.dataset import ImageDataset, has_label
 from mpp.data.identity import digest_indices, identify_images
 from mpp.runtime.messages import note, tell
-from mpp.training.record import read_record
 
 HELD_OUT = "held out"
 LEARNED = "learned"
@@ -33,27 +31,11 @@ class ToldApart(NamedTuple):
     """For readers of figures; empty: none of these images are known to be learned."""
 
 
-@dataclass(frozen=True)
-class Learning:
+def find_learned(source: Source) -> list[LabelledImages]:
     """The labelled images that a classifier was trained on: its own, and those of the encoders that it builds on."""
-
-    all_learned: list[LearnedImages]
-    is_complete: bool
-    """False: of a kept head whose training images are not recorded."""
-
-
-def find_learning(source: Source) -> Learning:
-    """The labelled images that a classifier was trained on, by the records of its head and runs."""
-    all_learned = []
-    head = source.head
-    if head is not None and head.learned is not None:
-        all_learned.append(head.learned)
-    for ancestor in lineage(source.encoder):
-        labelled = find_labelled_images(ancestor)
-        if labelled is not None:
-            record = (read_record(labelled.run) or {}).get("train", {})
-            all_learned.append(LearnedImages(labelled.source, record))
-    return Learning(all_learned, is_complete=head is None or head.learned is not None)
+    of_head = None if source.head is None else source.head.learned
+    all_learned = [of_head, *map(find_labelled_images, lineage(source.encoder))]
+    return [learned for learned in all_learned if learned is not None]
 
 
 def learned_label_column(source: Source) -> str | None:
@@ -79,7 +61,7 @@ def with_learned_label(data: ProbeDataConfig, source: Source, splits: LoadedSpli
     return replace(data, label_column=column)
 
 
-def learned_indices(images: ImageDataset, learned: LearnedImages) -> NDArray[np.int64] | None:
+def learned_indices(images: ImageDataset, learned: LabelledImages) -> NDArray[np.int64] | None:
     """The indices of the learned images in their whole split, by the cut and the choice that its settings describe.
 
     Args:
@@ -116,13 +98,14 @@ def tell_apart(
         splits: their rows.
         data: the settings of the images.
     """
-    learning = find_learning(source)
+    all_learned = find_learned(source)
     marks = {each.split: np.zeros(len(each), bool) for each in images}
-    is_unknown = not learning.is_complete and is_of_run(source, data)
+    is_unrecorded = source.head is not None and source.head.learned is None
+    is_unknown = is_unrecorded and is_of_run(source, data)
     files = {}
-    if learning.all_learned:
+    if all_learned:
         files = {each.split: identify_images(each, labels=False, retries=data.read_retries)["files"] for each in images}
-    for learned in learning.all_learned:
+    for learned in all_learned:
         recorded = learned.record.get("files")
         same = [each for each in images if recorded is not None and files[each.split] == recorded]
         if not same and is_same_location(learned.source, data):
