@@ -77,6 +77,16 @@ class FittedReading(NamedTuple):
     """Numbers in the masks of its classes, and of those that only test masks have."""
 
 
+@dataclasses.dataclass
+class Kept:
+    """The parts of an evaluation that are kept besides its report."""
+
+    predictions: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """The predicted masks of all held-out images, by reading."""
+    fitted: list[FittedReading] = dataclasses.field(default_factory=list)
+    """The tested linear reading of each seed, at the depth that was evaluated last."""
+
+
 def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Evaluate patch features on masks, write the report, and return it.
 
@@ -94,10 +104,9 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     if config.save:
         allowed = "left out: a colour baseline has no weights, so its head is not kept"
         require(isinstance(encoder, FrozenEncoder), "save", True, allowed)
-    predictions: dict[str, Tensor] = {}
-    fitted: list[FittedReading] = []
+    kept = Kept()
     with deaths_explained():
-        report, splits = evaluate_encoder(config, encoder, splits, accelerator, predictions, fitted)
+        report, splits = evaluate_encoder(config, encoder, splits, accelerator, kept)
         baselines = {}
         for name, baseline in open_baselines(config, encoder).items():
             extracted = extract_asked_depths(config, baseline, splits, accelerator)
@@ -108,9 +117,9 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     report = write_probe_report(path, report, "reading")
     print_tables(report, config)
     if config.save:
-        keep_reading(path, config, encoder, fitted[0], report, accelerator)
+        keep_reading(path, config, encoder, kept.fitted[0], report, accelerator)
     if config.images:
-        write_picture(path, encoder, splits.test, predictions, config)
+        write_picture(path, encoder, splits.test, kept.predictions, config)
     return report
 
 
@@ -119,18 +128,17 @@ def evaluate_encoder(
     encoder: PatchEncoder,
     splits: MaskedSplits,
     accelerator: Accelerator,
-    predictions: dict[str, Tensor],
-    fitted: list[FittedReading],
+    kept: Kept,
 ) -> tuple[dict[str, Any], MaskedSplits]:
     """The report of an encoder with the baseline of the most frequent class, and the images that can be decoded.
 
     Args:
-        predictions, fitted: see `evaluate`.
+        kept: is filled in.
     """
     extracted = extract_asked_depths(config, encoder, splits, accelerator)
     features = next(iter(extracted.by_depth.values()))
     report_pixels(features, config.data)
-    report = evaluate_depths(config, extracted, predictions, fitted)
+    report = evaluate_depths(config, extracted, kept)
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
     report["baselines"] = {MOST_FREQUENT: [score_most_frequent(features) | {"case": "all"}]}
@@ -138,13 +146,10 @@ def evaluate_encoder(
 
 
 def evaluate_depths(
-    config: SegmentationConfig,
-    extracted: ExtractedPatches,
-    predictions: dict[str, Tensor] | None = None,
-    fitted: list[FittedReading] | None = None,
+    config: SegmentationConfig, extracted: ExtractedPatches, kept: Kept | None = None
 ) -> dict[str, Any]:
-    """The report of features at each depth; see `evaluate` for `predictions` and `fitted`."""
-    evaluate_features = partial(evaluate, config=config, predictions=predictions, fitted=fitted)
+    """The report of features at each depth; see `evaluate` for `kept`."""
+    evaluate_features = partial(evaluate, config=config, kept=kept)
     return evaluate_by_depth(config, extracted.by_depth, evaluate_features, group_by="case")
 
 
@@ -160,17 +165,11 @@ def extract_asked_depths(
     return extract_patches(encoder, splits, depths, config.data, accelerator, config.strict)
 
 
-def evaluate(
-    features: PatchFeatures,
-    config: SegmentationConfig,
-    predictions: dict[str, Tensor] | None = None,
-    fitted: list[FittedReading] | None = None,
-) -> list[dict]:
+def evaluate(features: PatchFeatures, config: SegmentationConfig, kept: Kept | None = None) -> list[dict]:
     """Scores of each reading; the learning rate is chosen on the dev split.
 
     Args:
-        predictions: gets the predictions of each reading, by its name.
-        fitted: gets the tested linear reading of each seed, instead of those that it has.
+        kept: is filled in, instead of what it has.
     """
     features, numbers = with_numbered_classes(features)
     names = name_classes(config, numbers.tolist())
@@ -178,8 +177,8 @@ def evaluate(
 
     def test(predict: Predict, features: PatchFeatures, reading: str | None = None) -> dict[str, Any]:
         predicted = predict_pixels(predict, features.test, size, len(numbers))
-        if predictions is not None and reading:
-            predictions[reading] = torch.from_numpy(numbers)[predicted.long()]
+        if kept is not None and reading:
+            kept.predictions[reading] = torch.from_numpy(numbers)[predicted.long()]
         masks = torch.from_numpy(features.test_masks)
         counts = count_confusion(masks, predicted, len(numbers))
         outcomes = Outcomes("pixels", counts.sum(2), counts, names, features.test_images)
@@ -197,8 +196,8 @@ def evaluate(
             best_lr = max(dev_accuracies, key=dev_accuracies.get)
         dev_accuracy = dev_accuracies.get(best_lr)
         readings = [fit_linear_reading(features, config, best_lr, seed) for seed in config.seeds]
-        if fitted is not None:
-            fitted[:] = [FittedReading(reading, numbers.tolist()) for reading in readings]
+        if kept is not None:
+            kept.fitted = [FittedReading(reading, numbers.tolist()) for reading in readings]
         for seed, reading in zip(config.seeds, readings, strict=True):
             scores = test(reading, features, "linear")
             chosen = {"case": "linear", "seed": seed, "lr": best_lr, "dev_accuracy": dev_accuracy}

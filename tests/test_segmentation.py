@@ -232,9 +232,9 @@ def test_a_class_without_a_training_pixel_is_never_predicted(reading):
     for masks in (features.train_masks, features.test_masks):
         masks[masks == 0] = IGNORED_CLASS
     config = SegmentationConfig(readings=reading, steps=1, lr=1e-5, seeds=0)
-    predictions = {}
-    (result,) = segmentation.evaluate(features, config, predictions)
-    assert set(predictions[reading].unique().tolist()) == {2, 3}
+    kept = segmentation.Kept()
+    (result,) = segmentation.evaluate(features, config, kept)
+    assert set(kept.predictions[reading].unique().tolist()) == {2, 3}
     assert result["iou"][0] is None
     assert result["iou"][4] is None
     assert result["iou"][5] == 0
