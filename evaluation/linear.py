@@ -257,7 +257,6 @@ def fit_sgd(
     Args:
         features: (N, D).
         labels: (N, ...).
-        seed: seed of the order.
         on_pass: called after each epoch.
     """
     layer = zero_head(features.shape[1], learner.outputs).to(features.device)

@@ -79,7 +79,6 @@ class ColorBaseline(nn.Module):
             the colours of 3 bits a channel (512 numbers for RGB), or each level of each channel where there are more
             than four channels.
         img_size: side of the images, a multiple of 8, or height and width; None: 64.
-        channels: channels of the images.
     """
 
     stages = (None,)
@@ -128,7 +127,6 @@ def load_frozen_encoder(
         checkpoint: local .safetensors file with the weights of a timm model, instead of the published ones.
         random: take the architecture with random weights.
         img_size: another input size (ViTs resample their position embeddings).
-        seed: seed of random weights.
         channels: channels of the images; None: those that the encoder takes.
         changes: other arguments of `timm.create_model` that differ from the encoder's own, such as `drop_path_rate`.
     Raises:
@@ -180,11 +178,7 @@ def note_growth(encoder: str) -> None:
 
 
 def check_channels(encoder: FrozenEncoder, channels: int, setting: str = "encoder") -> None:
-    """Raise UserError if an encoder takes images of another number of channels.
-
-    Args:
-        setting: the setting that names the encoder.
-    """
+    """Raise UserError if an encoder takes images of another number of channels."""
     allowed = f"{channels}, as many as data.channels; a run's own data settings fit its encoder"
     require(encoder.channels == channels, f"{setting}'s input channels", encoder.channels, allowed)
 

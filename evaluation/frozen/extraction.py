@@ -34,7 +34,6 @@ class RecordedBatches:
     """Batches of a split, and a record of the images that could not be decoded, which others replace.
 
     Args:
-        batches: the batches of this process.
         split: name of the split, for messages.
         strict: raise UserError if there are such images, after all batches are read so that it names all of them.
     """
@@ -147,7 +146,6 @@ def extract_labelled_features(
     """Extract features of the labelled images at the depths that `config.depth` means.
 
     Args:
-        loaded: the splits of the images, if they are loaded already.
         on_dev: take a tenth of the training images as the test images.
         check_kind: called with the kind of the labels, before the features are extracted.
     Raises:

@@ -39,7 +39,6 @@ def load_labelled(
     Args:
         encoder: the encoder that is evaluated on them; empty: one that has learned nothing.
         spare: maximum number of the training images that `data.train_images` leaves out, as a third split.
-        loaded: the splits, if they are loaded already.
         on_dev: take a tenth of the training images, the dev split, instead of the held-out ones.
         task: kind of label, or auto.
         check_kind: called with the kind that was found; see `refuse_other_kinds`.
@@ -78,7 +77,6 @@ def describe_learned(data: SourceConfig, loaded: LoadedSplits | None, task: str)
     """The settings and the record of the training images, for a kept head; those of a dev split are among them.
 
     Args:
-        loaded: the splits, if they are loaded already.
         task: kind of label, or auto.
     """
     all_train, _ = load_image_datasets(data, loaded, task, announce=False)

@@ -44,7 +44,6 @@ def run_probe(
             other entries for the report. Of the outcomes it gets `accuracy`, its interval and the other figures; one
             without outcomes has an `accuracy` of its own.
         group_by: entry that the summary groups results by, such as `shots`.
-        loaded: the splits of the images, if they are loaded already.
         kinds: kinds of label that it can learn.
     Returns:
         The report: results, summary, protocol.

@@ -120,10 +120,6 @@ def find_overlap(dataset: ImageDataset, source: SourceConfig, labelled: Labelled
     are searched for among the training images, of which only files of the same sizes are read. Not found there: images
     that were encoded again, arrays, and those of a training split of more than `MAX_TRAINING_IMAGES_SEARCHED` images,
     or of one that is not on this machine.
-
-    Args:
-        source: the source of `dataset`.
-        labelled: the labelled images of the encoder.
     """
     nothing = Overlap(0, len(dataset), labelled.source, by_index=True)
     is_elsewhere = not is_same_location(source, labelled.source)
@@ -217,8 +213,6 @@ def check_labels_unseen(encoder: str, source: SourceConfig, train: ImageDataset,
 def refuse_learned_images(setting: str, encoder: str, source: SourceConfig, test: ImageDataset) -> list[LabelledImages]:
     """Raise UserError if an encoder, or one that it builds on, was trained with labels of these test images.
 
-    Args:
-        setting: the setting that names the encoder.
     Returns:
         The labelled images that the encoder, and those that it builds on, were trained on.
     """
@@ -238,7 +232,6 @@ def refuse_overlap(overlap: Overlap, setting: str, encoder: str, ancestor: str, 
 
     Args:
         overlap: the test images that `ancestor` was trained on.
-        setting: the setting that names the encoder.
         ancestor: the encoder, or one that it builds on.
         test: the test images, or the dev split of the training images.
     """

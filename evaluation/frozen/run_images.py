@@ -35,7 +35,7 @@ from mpp.training.record import (
 from mpp.training.run_folder import saved_settings
 
 LoadedSplits = dict[str, Dataset]
-"""Rows of a dataset's splits, by name: a large folder takes long to list."""
+"""Rows of a dataset's splits, by name: a large folder takes long to list. Functions that get None load them."""
 
 SOURCE_SETTINGS = [field.name for field in dataclasses.fields(SourceConfig)]
 IMAGE_SETTINGS = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
@@ -188,7 +188,6 @@ def load_images_of(
     """Load the training and the held-out images of a command.
 
     Args:
-        loaded: the splits, if they are loaded already.
         stream_images: number of training images to load where the encoder's run read them as a stream; the held-out
             images are those that it was evaluated on.
     """

@@ -31,8 +31,6 @@ NO_INDEX = -1  # of an image that cannot be decoded
 def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = None) -> MaskedSplits:
     """Load images with masks.
 
-    Args:
-        loaded: the splits, if they are loaded already.
     Raises:
         UserError: no such split or column.
     """

@@ -15,7 +15,7 @@ from evaluation.metrics.pixels import Pixels
 from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchEncoder
 from evaluation.patches.masks import MaskedImages
-from mpp.features.reconstructions import as_rgb, stretch
+from mpp.features.reconstructions import as_one_picture
 from mpp.runtime.randomness import FIXED_VIEW
 
 MEAN_IOU = Pixels()
@@ -86,11 +86,9 @@ def draw_predictions(
     views = masked_views(encoder, test, config.data)
     samples = [views[FIXED_VIEW, index] for index in chosen.tolist()]
     images = torch.stack([sample.images for sample in samples])
-    if images.shape[1] not in (1, 3):
-        images = images.float().mean(1, keepdim=True)
     masks = torch.stack([sample.labels for sample in samples])
     columns = {"mask": masks.long().numpy()}
     for reading, predicted in predictions.items():
         columns[reading] = predicted[torch.from_numpy(chosen)].long().numpy()
     classes = 1 + max(int(column.max()) for column in columns.values())
-    return plot_segmentation(as_rgb(stretch(images)).movedim(1, -1).numpy(), columns, classes)
+    return plot_segmentation(as_one_picture(images).movedim(1, -1).numpy(), columns, classes)

@@ -22,7 +22,7 @@ from mpp.config.imports import require_imports
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch
-from mpp.features.reconstructions import as_rgb, stretch
+from mpp.features.reconstructions import as_one_picture, as_rgb, stretch
 from mpp.models.timm_models import has_class
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import run_of
@@ -89,9 +89,8 @@ class Subject(NamedTuple):
         grey.
         """
         bands = self.config.bands
-        if not bands and images.shape[1] not in (1, 3):
-            images = images.float().mean(1, keepdim=True)
-        return as_rgb(stretch(images), bands).movedim(1, -1).cpu()
+        pictures = as_rgb(stretch(images), bands) if bands else as_one_picture(images)
+        return pictures.movedim(1, -1).cpu()
 
 
 def concatenate(batches: Iterable[Sequence[Tensor]], dim: int = 0) -> list[Tensor]:
@@ -102,8 +101,6 @@ def concatenate(batches: Iterable[Sequence[Tensor]], dim: int = 0) -> list[Tenso
 def load_subject(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> Subject:
     """Load an encoder and its held-out images.
 
-    Args:
-        loaded: the splits of the images, if they are loaded already.
     Raises:
         UserError: there is no such encoder, or there are no such images.
     """

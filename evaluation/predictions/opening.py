@@ -134,8 +134,6 @@ def weights_at(place: str) -> str:
 def open_classifier(source: Source, channels: int) -> Classifier:
     """Open a classifier of images.
 
-    Args:
-        channels: channels of the images.
     Raises:
         UserError: no classifier there, or one of other channels.
     """
@@ -155,7 +153,6 @@ def open_pixel_classifier(source: Source, channels: int) -> PixelClassifier:
 
     Args:
         source: has a head of pixels.
-        channels: channels of the images.
     """
     about = source.head.description
     weights = source.head.weights

@@ -41,8 +41,6 @@ class ProbedProtocol(NamedTuple):
 def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> ProbedProtocol:
     """Probe an encoder by `config.protocol`, and write the report.
 
-    Args:
-        loaded: the splits of the images, if they are loaded already.
     Raises:
         UserError: the images have no labels, are too few, or there is no such encoder or depth.
         Unavailable: the encoder lacks the features that the protocol reads.

@@ -97,7 +97,6 @@ class Classification(ImageTask):
         """The loss that is trained.
 
         Args:
-            outputs: outputs of the model.
             images: (B, C, H, W) as the model saw them, uint8 or float in [0, 255].
             target: labels (B, ...), or shares of classes (B, C).
         """

@@ -92,9 +92,6 @@ def with_teacher_digest(config: SupervisedConfig) -> SupervisedConfig:
 def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> FrozenClassifier:
     """The teacher that the settings name.
 
-    Args:
-        classes: classes that the student learns.
-        channels: channels of the images.
     Raises:
         UserError: no classifier there, one of other classes or channels, or other weights than the run began with.
     """
@@ -117,7 +114,6 @@ def load_classifier(source: str, channels: int, setting: str) -> Classifier:
     """Open the classifier of a run folder, or of a timm folder with its head.
 
     Args:
-        channels: channels of the images.
         setting: name of the setting that holds `source`, for messages.
     Raises:
         UserError: no classifier there, or one of other channels.

@@ -102,8 +102,6 @@ def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDi
     All weights of `model.init_from` are loaded as in pre-training. If these have no distillation token, the token and
     its position embedding start random.
 
-    Args:
-        channels: channels of the images.
     Raises:
         UserError: no such model, one that is not a plain ViT, weights that do not fit.
     """

@@ -44,11 +44,7 @@ ALL = "all"
 
 
 def load_all_splits(data: ProbeDataConfig, loaded: LoadedSplits | None) -> LoadedSplits:
-    """Load the rows of every split that has any, and print how many these are. The only split, `train`, is `all` here.
-
-    Args:
-        loaded: the splits, if they are loaded already.
-    """
+    """Load the rows of every split that has any, and print their numbers. The only split, `train`, is `all` here."""
     splits = {name: rows for name, rows in (loaded or load_splits(data)).items() if len(rows)}
     if [*splits] == [SourceConfig.split]:
         splits = {ALL: splits[SourceConfig.split]}

@@ -33,14 +33,14 @@ def as_rgb(images: Tensor, bands: Sequence[int] | None = None) -> Tensor:
     return pixels.expand(*pixels.shape[:-3], 3, *pixels.shape[-2:])
 
 
-def as_one_picture(image: Tensor) -> Tensor:
-    """An image (C, H, W) from 0 to 255 in colours for display, with contrast (see `stretch`): (3, H, W) uint8.
+def as_one_picture(images: Tensor) -> Tensor:
+    """Images (..., C, H, W) from 0 to 255 in colours for display, with contrast (see `stretch`): (..., 3, H, W) uint8.
 
     Of other channels than RGB and grey their mean is shown.
     """
-    if len(image) not in (1, 3):
-        image = image.float().mean(0, keepdim=True)
-    return as_rgb(stretch(image))
+    if images.shape[-3] not in (1, 3):
+        images = images.float().mean(-3, keepdim=True)
+    return as_rgb(stretch(images))
 
 
 def stretch(images: Tensor, like: Tensor | None = None) -> Tensor:

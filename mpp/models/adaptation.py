@@ -25,7 +25,6 @@ class LowRankChange(nn.Module):
     The sum is float32 under autocast, too: an exported encoder has the weights of the running one.
 
     Args:
-        weight: the weight that is changed.
         rank: columns of the first matrix, and rows of the second one.
     """
 

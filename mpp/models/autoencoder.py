@@ -60,14 +60,7 @@ class MaskedAutoencoder(nn.Module):
         initialize(self.head)
 
     def forward(self, images: Tensor, corruption: Corruption) -> Tensor:
-        """Predictions of the corrupted patches.
-
-        Args:
-            images: (B, C, H, W) from 0 to 255.
-            corruption: of these images.
-        Returns:
-            (B, K, outputs), in the order of `corruption.positions`.
-        """
+        """Images (B, C, H, W) from 0 to 255 to predictions (B, K, outputs), in the order of `corruption.positions`."""
         encoder = self.encoder
         checkpointed = self.training and encoder.grad_checkpointing
         patches = encoder.patch_embed(self.normalize(images))

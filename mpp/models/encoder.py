@@ -50,8 +50,6 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
     Its weights are random, from torch's global generator, or those of `init_from` with position embeddings and patch
     filters resampled where the sizes differ, and filters on RGB repeated or summed where the channels do (timm's way).
 
-    Args:
-        channels: of the images.
     Raises:
         UserError: an unknown name, a model that is no plain transformer or does not fit, weights that do not fit.
     """
@@ -280,7 +278,6 @@ def load_folder(folder: Path, pretrained: bool, setting: str, changes: dict[str,
     """The encoder of a folder in eval mode; its `pretrained_cfg` is that of the folder.
 
     Args:
-        setting: the setting that names the folder.
         pretrained, changes: see `load_encoder`.
     """
     weights = WeightsFile(folder / "model.safetensors", setting, model="that its config.json is about")

@@ -224,9 +224,6 @@ def missing_weights(model: nn.Module, names: Collection[str], load: Callable[[],
 
     timm knows some files by other names than the model's: weights under names that the model lacks may have been
     loaded. They were where they do not depend on the random numbers that the model is built with.
-
-    Args:
-        load: loads the model once more.
     """
     model_names = model.state_dict().keys()
     counted = [name for name in model_names if not name.endswith("num_batches_tracked")]  # which older files lack

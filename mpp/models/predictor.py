@@ -43,14 +43,7 @@ class MaskedPatchPredictor(nn.Module):
         initialize(self.head)
 
     def forward(self, images: Tensor, corruption: Corruption) -> Tensor:
-        """Predictions of the corrupted patches.
-
-        Args:
-            images: (B, C, H, W) from 0 to 255.
-            corruption: of these images.
-        Returns:
-            (B, K, outputs), in the order of `corruption.positions`.
-        """
+        """Images (B, C, H, W) from 0 to 255 to predictions (B, K, outputs), in the order of `corruption.positions`."""
         encoder = self.encoder
         embeddings = self.embed(self.normalize(images), corruption)
         tokens, beside = place(encoder, embeddings)

@@ -184,12 +184,7 @@ class StudentWithTeacher(nn.Module):
         self.on_top = f"{student.on_top}, a teacher with an input of {height} x {width} pixels"
 
     def forward(self, images: Tensor, corruption: Corruption) -> PredictedBatch:
-        """Predictions of the student and targets of the teacher.
-
-        Args:
-            images: (B, C, H, W) from 0 to 255.
-            corruption: of these images.
-        """
+        """Images (B, C, H, W) from 0 to 255 to predictions of the student and targets of the teacher."""
         predictions = self.student(images, corruption)
         return PredictedBatch(predictions, *self.teacher(images, corruption.positions))
 
@@ -227,7 +222,6 @@ def build_frozen_teacher(config: ObjectiveConfig, grid: Grid, channels: int, fus
 
     Args:
         grid: rows and columns of the student's patches.
-        channels: of the images.
         fused: whether attention is computed by torch's fused kernel.
     """
     with_weights = torch.get_default_device().type != "meta"

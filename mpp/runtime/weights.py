@@ -54,8 +54,6 @@ def fingerprint(path: Path) -> str:
 def encoder_folder(path: Path, setting: str = "encoder") -> Path:
     """The encoder folder at `path`: itself, the one in a run folder, that of zoo:NAME or hf-hub:NAME (downloaded).
 
-    Args:
-        setting: the setting that names it.
     Raises:
         UserError: no encoder there; the message says what is there instead.
     """
@@ -90,8 +88,6 @@ def encoder_folder(path: Path, setting: str = "encoder") -> Path:
 def zoo_folder(path: Path, setting: str = "encoder") -> Path:
     """The folder of an encoder that comes with mpp, for `zoo:NAME`; any other path as it is.
 
-    Args:
-        setting: the setting that names it.
     Raises:
         UserError: no encoder of this name comes with mpp.
     """
@@ -140,8 +136,6 @@ def describe_conversion(pickle: Path) -> str:
 def weight_names(file: Path, setting: str) -> list[str]:
     """The names of the weights in a .safetensors file.
 
-    Args:
-        setting: the setting that names the file.
     Raises:
         UserError: it cannot be read, with the reason.
     """

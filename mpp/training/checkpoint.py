@@ -104,7 +104,6 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence
     """Write checkpoints/step_XXXXXXXX.
 
     Args:
-        step: steps done.
         tensors: of `snapshot`.
         cursors: of each process in a stream; indexed data have none.
     Raises:
