@@ -235,7 +235,6 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
     Args:
         embeddings: (B, N, D) patch embeddings, before position embeddings are added.
         mask_token: (D,) the learnable [mask].
-        corruption: of this batch.
     Returns:
         (B, N, D). Patches that are not corrupted, or kept, are unchanged; those that are hidden are [mask].
     """

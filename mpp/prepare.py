@@ -86,8 +86,6 @@ class Shard(NamedTuple):
 def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | None = None) -> bytes:
     """An image file that is shrunk to `config.short_side`, where it is larger. It has no metadata, such as EXIF.
 
-    Args:
-        name: of the image, for messages.
     Raises:
         UnreadableImage: it cannot be decoded.
         UserError: the format cannot hold it.

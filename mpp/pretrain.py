@@ -288,7 +288,6 @@ def reopen(
 
     Args:
         folder: of a pre-training run.
-        source: the images.
         eval_crop: of the fixed view; None: the run's.
         held_out_images: the largest number of held-out images, a seeded choice.
     Raises:

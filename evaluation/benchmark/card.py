@@ -176,9 +176,7 @@ def time_loader(sides: Sequence[int], size: int, workers: int, seconds: float) -
 
     Args:
         sides: shorter sides of the JPEG files.
-        size: side of the crops.
         workers: loader processes; a single one is timed, too.
-        seconds: how long each is timed.
     """
     by_side = {}
     for side in sides:

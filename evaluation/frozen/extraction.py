@@ -79,7 +79,6 @@ def extract_split(
     Args:
         views: the images of a split as an encoder takes them.
         encode: images (B, C, H, W) on the device to features (B, D), for each depth.
-        strict: refuse images that cannot be decoded.
         progress: name of the progress bar; None: no bar.
     Raises:
         UserError: no image can be decoded, or one cannot and `strict` is set.

@@ -44,7 +44,6 @@ def run_probe(
             other entries for the report. Of the outcomes it gets `accuracy`, its interval and the other figures; one
             without outcomes has an `accuracy` of its own.
         group_by: entry that the summary groups results by, such as `shots`.
-        kinds: kinds of label that it can learn.
     Returns:
         The report: results, summary, protocol.
     """
@@ -90,7 +89,7 @@ def extract_once(
     """Extract features, or take the latest: the probes of a comparison use the same ones in turn.
 
     Args:
-        loaded, check_kind: see `extract_labelled_features`.
+        check_kind: see `extract_labelled_features`.
     """
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
     settings["out"] = None

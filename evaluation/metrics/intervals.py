@@ -42,7 +42,6 @@ def bootstrap(value: float, resampled: NDArray[np.float64], count: int) -> Inter
     Args:
         value: the figure of all images.
         resampled: (R,) the same figure of resamples; those that are NaN do not count.
-        count: number of images.
     """
     known = resampled[np.isfinite(resampled)]
     if not len(known) or not math.isfinite(value):
@@ -146,7 +145,6 @@ def paired(figure: Callable[[NDArray[np.int64]], float], count: int) -> Differen
 
     Args:
         figure: indices of images, with repetitions, to the figure of one minus that of the other, of these images.
-        count: number of images.
     """
     value = figure(np.arange(count))
     resampled = np.array([figure(drawn) for drawn in resamples(count)])

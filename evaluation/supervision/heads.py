@@ -22,7 +22,6 @@ class HeadedEncoder(nn.Module):
     """An encoder and a head on its [class] token or on the mean over its patches.
 
     Args:
-        encoder: a timm model without a head.
         head: (B, D) to (B, outputs).
         pooling: auto: the [class] token where there is one.
         mean, std: of the input's channels, for pixels scaled to [0, 1].

@@ -40,7 +40,6 @@ def write_table(
 
     Args:
         out: a file whose name ends in .csv or .parquet.
-        progress: name of the progress bar.
         rows_per_part: images of a part; None: ROWS_PER_PART.
     Raises:
         UserError: the file is another table.
@@ -136,11 +135,7 @@ def join_parts(files: Sequence[Path], out: Path, identity: str) -> None:
 
 
 def read_columns(out: Path, columns: Mapping[str, pa.DataType]) -> Iterator[pa.RecordBatch]:
-    """Some columns of a table, in its order, of which only a part is in memory at a time.
-
-    Args:
-        columns: names and types.
-    """
+    """Some columns of a table, in its order, of which only a part is in memory at a time."""
     if out.suffix == ".parquet":
         with pq.ParquetFile(out) as file:
             yield from file.iter_batches(columns=list(columns))

@@ -38,7 +38,6 @@ def read_cell(cell: Any, retries: int, array_dtype: str | None = None) -> bytes 
     """The image file of a cell {"bytes", "path"}, or its array.
 
     Args:
-        retries: see `data.read_retries`.
         array_dtype: type that an array's numbers get; None: they keep theirs.
     Raises:
         UnreadableImage: there is no image in the cell.

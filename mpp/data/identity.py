@@ -52,8 +52,6 @@ def identify_images(
 
     Args:
         labels: whether it includes their labels.
-        retries: see `data.read_retries`.
-        revision: the commit of a hub dataset.
     Returns:
         The split, the number of images, and digests: of all names and some files of the split, of the indices of the
         images that are chosen from it, of the labels.

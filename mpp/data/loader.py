@@ -167,9 +167,6 @@ class FixedViewLoader:
 
     Workers are forked once, before any threads start, because forking a process that has threads may hang. So add all
     sets before the first batch.
-
-    Args:
-        workers: loader processes.
     """
 
     def __init__(self, batch_size: int, workers: int, world_size: int = 1, rank: int = 0):

@@ -113,7 +113,6 @@ def note_tested(
     """Note how many test images are of classes without training images, and how wide the interval of few images is.
 
     Args:
-        train_labels: (N,).
         test_labels: (M,); or (M, L) of which any is right, padded with -1.
         names: of the classes, by number.
     """

@@ -54,8 +54,6 @@ class Shards:
     def blocks(self, shard: int, size: int, skip: int = 0, retries: int = 0) -> Iterator[list[StreamRow]]:
         """The rows of a shard in blocks of `size`, without the first `skip` blocks.
 
-        Args:
-            retries: see `data.read_retries`.
         Raises:
             UserError: the shard is damaged.
             ReadFailed: it cannot be read.

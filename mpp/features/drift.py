@@ -40,7 +40,6 @@ class Drift:
 
     Args:
         file: keeps the start.
-        device: computes neighbours.
     """
 
     def __init__(self, file: Path, device: torch.device):

@@ -64,7 +64,6 @@ class Probe:
             most MAX_IMAGES_FOR_RANK images.
         data: `eval_images`, the seeds of the choices, and `eval_crop`.
         img_size: height and width of the crops.
-        representation: which features.
         general: a second set with labels, of which at most `probe.images` and at most MAX_IMAGES_FOR_RANK count.
         drift: measures how far the features are from those at the start; None: the run began with random weights.
     """

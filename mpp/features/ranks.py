@@ -18,7 +18,6 @@ def effective_ranks(features: Sequence[Tensor | NDArray], device: torch.device) 
 
     Args:
         features: (N, D) for each depth; D may differ.
-        device: to compute on.
     Returns:
         A rank for each depth, from 1 to min(N, D): k where k orthogonal directions are equally strong; 0 where all
         features of a depth are 0.

@@ -33,11 +33,6 @@ class RelativeKeys(nn.Module):
 
     As in the paper the offset is along the sequence, in one dimension, [class] first. The heads share the embeddings,
     as in Shaw et al. (2018); the paper does not say.
-
-    Args:
-        grid: rows and columns of patches.
-        prefix: number of tokens before the patches.
-        width: d, width of a head.
     """
 
     def __init__(self, grid: Grid, prefix: int, width: int):
@@ -66,13 +61,7 @@ class RelativeKeys(nn.Module):
 
 
 class RelativeBiases(nn.Module):
-    """A learned bias for each offset in rows and columns, by head: timm's (Swin, BEiT), one table a block.
-
-    Args:
-        grid: rows and columns of patches.
-        prefix: number of tokens before the patches, at most one.
-        heads: number of heads.
-    """
+    """A learned bias for each offset in rows and columns, by head: timm's (Swin, BEiT), one table a block."""
 
     def __init__(self, grid: Grid, prefix: int, heads: int):
         super().__init__()
@@ -102,13 +91,7 @@ class RelativeBiases(nn.Module):
 
 
 class Rotation(nn.Module):
-    """Queries and keys of patches turned by their row and column: timm's rotary embeddings.
-
-    Args:
-        grid: rows and columns of patches.
-        prefix: number of tokens before the patches, which are not turned.
-        width: d, width of a head.
-    """
+    """Queries and keys of patches turned by their row and column: timm's rotary embeddings."""
 
     def __init__(self, grid: Grid, prefix: int, width: int):
         super().__init__()
@@ -140,8 +123,6 @@ class PositionedAttention(Attention):
 
         Args:
             position: one of RELATIVE; with any other, attention does not depend on places.
-            grid: rows and columns of patches.
-            prefix: number of tokens before the patches.
             along: "rows" or "columns" for axial attention: a token attends only to its own line, places are those
                 within the line, and prefix must be 0.
         Raises:

@@ -32,9 +32,6 @@ class MaskedAutoencoder(nn.Module):
 
     Args:
         encoder: a plain timm transformer; trained in place, and the only part that is exported.
-        outputs: number of predicted values for a patch.
-        mean, std: of the input's channels, for pixels scaled to [0, 1].
-        config: size of the decoder.
     Raises:
         UserError: an encoder that needs all tokens, or whose windows overlap; a decoder that cannot be built.
     """
@@ -100,7 +97,6 @@ class Decoder(nn.Module):
 
     Args:
         encoder: gives the tokens that are decoded.
-        width, depth, heads: of the decoder.
     """
 
     def __init__(self, encoder: nn.Module, width: int, depth: int, heads: int):
@@ -126,7 +122,6 @@ class Decoder(nn.Module):
             tokens: (B, V, D), the encoder's output.
             visible: (B, V), their places among all tokens.
             corrupted: (B, K), the places whose output is needed.
-            checkpointed: see `run_blocks`.
         Returns:
             (B, K, width).
         """

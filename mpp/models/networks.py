@@ -62,10 +62,6 @@ def build_network(
 ) -> nn.Module:
     """The network that the config names.
 
-    Args:
-        encoder: trained in place.
-        outputs: number of predicted values for a patch.
-        mean, std: of the input's channels, for pixels scaled to [0, 1].
     Raises:
         UserError: no such network, or one that does not fit the encoder.
     """

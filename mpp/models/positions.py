@@ -19,7 +19,6 @@ def sincos_2d(grid: Grid, width: int) -> Tensor:
     """Fixed position embeddings (MAE): sines and cosines of the row, then of the column, at width / 4 frequencies each.
 
     Args:
-        grid: rows and columns of patches.
         width: a multiple of 4.
     Returns:
         (rows * columns, width).
@@ -33,7 +32,6 @@ class AbsolutePositions(nn.Module):
     Args:
         kind: learned: a table of all tokens; learned_2d: a table of rows and one of columns, half of the width each;
             sincos_2d: fixed (prefix tokens: zeros).
-        grid: rows and columns of patches.
         prefix: tokens before them, which have rows of their own.
         width: of the tokens.
     Raises:
@@ -107,7 +105,6 @@ def interpolate_offsets(table: Tensor, grid: Grid, prefix: int, old: Grid | None
     Args:
         table: (2 * (prefix + N') - 1, d), of the other grid's N' patches.
         grid: this one's rows and columns.
-        prefix: tokens before the patches.
         old: rows and columns of the other grid; None: it is square, or a line where this is one.
     Returns:
         (2 * (prefix + N) - 1, d).

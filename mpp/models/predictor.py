@@ -25,8 +25,6 @@ class MaskedPatchPredictor(nn.Module):
 
     Args:
         encoder: a plain timm transformer; trained in place, and the only part that is exported.
-        outputs: number of predicted values for a patch.
-        mean, std: of the input's channels, for pixels scaled to [0, 1].
     """
 
     method = "masked patch prediction (Dosovitskiy et al., ICLR 2021, appendix B.1.2)"

@@ -59,7 +59,6 @@ def model_card(
 
     Args:
         folder: of the run, with config.yaml and metrics.jsonl.
-        encoder: a timm model.
         kind: of encoder by its training, in a few words, such as `fine-tuned encoder`.
         learned_labels: whether labels were learned, or it builds on an encoder that learned them.
         model: architecture and size, in a few words.

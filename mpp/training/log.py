@@ -43,7 +43,6 @@ class Tracker:
     """Writes metrics on the main process; resuming drops those after the checkpoint, so that no curve doubles back.
 
     Args:
-        folder: the run folder.
         step: steps done; later lines of metrics.jsonl and later TensorBoard events are dropped.
     """
 

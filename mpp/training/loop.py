@@ -39,8 +39,6 @@ class Loop:
 
     Args:
         config: the whole config. The loop uses `run` and `optim`; the trackers note the rest.
-        folder: the run folder.
-        flops: operations that a step executes.
         preemption: asked once a step whether to stop.
     """
 

@@ -39,7 +39,6 @@ class Muon(torch.optim.Optimizer):
     Args:
         groups: with `params`, `use_muon`, and any of the settings below but `capturable`. With `use_muon` the
             parameters are matrices (m, n).
-        lr: learning rate.
         weight_decay: times the learning rate.
         momentum: of the matrices.
         betas: of NAdamW.
@@ -220,7 +219,6 @@ def orthogonalize_sharded(updates: list[Tensor], rows: int, sharers: ProcessGrou
     Args:
         updates: this process's rows of each matrix.
         rows: of a whole matrix.
-        sharers: the processes.
     Returns:
         This process's rows of each, float32.
     """

@@ -59,7 +59,6 @@ def train(config: Any, build: Build, page: bool = True) -> Path:
 
     Args:
         config: has `run`, `data` and `optim`.
-        build: its task.
         page: whether to write the run's page, if `run.report` asks for it; a caller that adds figures does it later.
     Returns:
         The run folder, finished.

@@ -18,7 +18,6 @@ class Speed:
     Args:
         flops: executed by a step.
         images: of a step, over all processes.
-        device: of the model.
         devices: of all processes, one each.
         hours: that the run has trained before this start.
         device_hours: the same times the devices that it had then.
