@@ -33,7 +33,7 @@ from evaluation.pages.about import recorded_versions
 from mpp.config.command_line import as_command_line, as_words
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import group_of, saved_settings
 
 LONGER = 4
 """Length of the run that the last line proposes, in lengths of a trial."""
@@ -104,7 +104,7 @@ def result_of(trial: Trial, rows: list[ResultRow]) -> Result:
         if cell:
             cells[evaluation] = cell
     run = Path(with_seed(trial.entry.encoder, trial.entry.seeds[0]))
-    steps = saved_settings(run).get("run", {}).get("steps")
+    steps = group_of(saved_settings(run), "run").get("steps")
     return Result(trial, cells, mean_of(rows, "training_pflop"), mean_of(rows, "training_device_hours"), steps)
 
 

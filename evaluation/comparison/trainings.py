@@ -24,7 +24,7 @@ from mpp.training.cost import PFLOP
 from mpp.training.flops import flops_of_step
 from mpp.training.growth import branch_point
 from mpp.training.log import last_scalars
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import group_of, saved_settings
 from mpp.training.task import ImageTask
 
 PETA = 1e15
@@ -123,7 +123,7 @@ def pflop_without_trunk(run: Path) -> float:
         UserError: there is no record of it.
     """
     last = last_scalars(run, PFLOP)
-    branch_from = (saved_settings(run).get("run") or {}).get("branch_from")
+    branch_from = group_of(saved_settings(run), "run").get("branch_from")
     taken = branch_point(branch_from)[1] if branch_from else 0
     if last["step"] <= taken:  # it has logged no step of its own yet
         return 0.0

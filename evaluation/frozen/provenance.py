@@ -25,7 +25,7 @@ from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import is_named
 from mpp.runtime.messages import note
 from mpp.training.record import read_record
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import group_of, saved_settings
 
 SUPERVISED_SETTINGS = {"head", "lrs"}  # of supervised training and of fine-tuning
 MAX_TEST_IMAGES_SEARCHED = 1000  # test images that are searched for among the training images of another location
@@ -100,10 +100,10 @@ def lineage(encoder: str) -> Iterator[str]:
 def parent_encoders(run: Path) -> dict[str, str]:
     """The initial weights and the teachers of a run: setting -> an encoder, or its file of weights."""
     saved = saved_settings(run)
-    objective = saved.get("objective") or {}
+    objective = group_of(saved, "objective")
     parents = {
-        "model.init_from": (saved.get("model") or {}).get("init_from"),
-        "distill.teacher": (saved.get("distill") or {}).get("teacher"),
+        "model.init_from": group_of(saved, "model").get("init_from"),
+        "distill.teacher": group_of(saved, "distill").get("teacher"),
     }
     if saved.get("init") == "encoder":
         parents["encoder"] = saved.get("checkpoint") or saved.get("encoder")

@@ -25,7 +25,7 @@ from mpp.runtime.messages import counted
 from mpp.training.history import History
 from mpp.training.phases import saved_phases
 from mpp.training.record import recorded_commit
-from mpp.training.run_folder import CONFIG_FILE, saved_settings
+from mpp.training.run_folder import CONFIG_FILE, group_of, saved_settings
 from mpp.training.verdict import name_of_start
 
 CONFIG_BY_SETTING = {
@@ -72,7 +72,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
 
 def begins_from_weights(folder: Path) -> bool:
     """Whether a run began from weights (`model.init_from`), and not with random ones."""
-    return bool((saved_settings(folder).get("model") or {}).get("init_from"))
+    return bool(group_of(saved_settings(folder), "model").get("init_from"))
 
 
 def rows_of_evaluation(file: Path, page_folder: Path) -> list[list[str | Link]]:

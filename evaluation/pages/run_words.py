@@ -24,7 +24,7 @@ from mpp.training.history import (
 )
 from mpp.training.phases import NOT_COOLED_DOWN, saved_phases
 from mpp.training.record import read_record
-from mpp.training.run_folder import CONFIG_FILE, saved_settings
+from mpp.training.run_folder import CONFIG_FILE, group_of, saved_settings
 from mpp.training.verdict import (
     LOSS_FALLS,
     describe_few_images,
@@ -61,11 +61,6 @@ def subtitle(folder: Path, history: History) -> str:
         parts.append(f"{duration(HOUR * hours)} of training, with its evaluations")
     parts.append(describe_cost(history))
     return "; ".join(part for part in parts if part)
-
-
-def group_of(saved: dict[str, Any], name: str) -> dict[str, Any]:
-    """A group of saved settings or of a record; empty where it was not saved."""
-    return saved.get(name) or {}
 
 
 def describe_method(settings: dict[str, Any]) -> str:

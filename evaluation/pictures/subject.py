@@ -26,7 +26,7 @@ from mpp.features.reconstructions import as_one_picture, as_rgb, stretch
 from mpp.models.timm_models import has_class
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import run_of
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import group_of, saved_settings
 
 DRAWN_IMAGES_PER_BATCH = 4  # attention weights of a block are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
 
@@ -56,7 +56,7 @@ class Subject(NamedTuple):
             return published.get("tag") != "mpp"  # mpp's pre-training, from the hub without its run
         if "objective" in saved:
             return False
-        head = saved.get("head") or {}  # of a supervised run; fine-tuning has no such group
+        head = group_of(saved, "head")  # of a supervised run; fine-tuning has no such group
         pooling = saved.get("pooling") or head.get("pooling")
         return pooling != "mean"
 

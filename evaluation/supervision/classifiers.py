@@ -29,7 +29,7 @@ from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, damaged_files, restore_trained
 from mpp.training.record import read_record
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import group_of, saved_settings
 
 CLASSIFIER_SETTING = "distill.teacher"
 CLASSIFIERS = "the folder of a finished supervised or fine-tuned run, or a timm folder with a classification head"
@@ -190,7 +190,7 @@ def rebuild_network(frozen: FrozenEncoder, settings: dict[str, Any], classes: in
     """The network that a run trained, by its saved settings, to load its weights into."""
     encoder = frozen.model.requires_grad_(True)  # restoring averaged weights matches them with trained parameters
     head = settings.get("head") or {"kind": "linear", "pooling": settings.get("pooling")}  # of fine-tuning: one layer
-    is_distilled = (settings.get("distill") or {}).get("teacher") is not None
+    is_distilled = group_of(settings, "distill").get("teacher") is not None
     heads = [build_head(head["kind"], encoder.head_hidden_size, classes)]
     if label_kind == "number":
         heads = [nn.Sequential(heads[0], Rescale(0.0, 1.0))]  # the checkpoint has both numbers

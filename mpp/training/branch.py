@@ -15,7 +15,14 @@ from mpp.training.checkpoint import checkpoint_path, damaged_files, kept_steps, 
 from mpp.training.growth import GROWING_SETTINGS, branch_point, refuse_other_rates
 from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after
 from mpp.training.record import RECORD_FILE
-from mpp.training.run_folder import CONFIG_FILE, leave_out, saved_settings, settings_changed_since, write_config
+from mpp.training.run_folder import (
+    CONFIG_FILE,
+    group_of,
+    leave_out,
+    saved_settings,
+    settings_changed_since,
+    write_config,
+)
 from mpp.training.user_code import imports_used
 
 COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
@@ -23,7 +30,7 @@ COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
 
 def origin_of(config: Any) -> str | None:
     """The checkpoint that a run branches from: as it is given or, where it is not, as the run's folder says."""
-    saved = saved_settings(Path(config.run.dir)).get("run") or {}
+    saved = group_of(saved_settings(Path(config.run.dir)), "run")
     return config.run.branch_from or saved.get("branch_from")
 
 
@@ -82,7 +89,7 @@ def describe_failed_copy(trunk: Path, folder: Path, step: int, error: OSError) -
 
 def refuse_other_branch(folder: Path, trunk: Path, step: int) -> None:
     """Raise UserError if a run did not begin at this checkpoint."""
-    saved = (saved_settings(folder).get("run") or {}).get("branch_from")
+    saved = group_of(saved_settings(folder), "run").get("branch_from")
     now = f"{trunk}@{step}"
     if saved is None or branch_point(saved) != (trunk, step):
         origin = f"branched from {saved}" if saved else "began with its first step"

@@ -15,7 +15,7 @@ from mpp.errors import UserError
 from mpp.runtime.command import user_message
 from mpp.runtime.hardware import uses_gpu
 from mpp.training.checkpoint import newest_step
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import group_of, saved_settings
 
 OLDEST_TRITON_CARD = (7, 0)  # compute capability
 MIN_COMPILED_STEPS = 2_000  # compiling takes minutes, and a fifth to a quarter of a step's time is gained
@@ -47,7 +47,7 @@ def compiled_before(folder: Path) -> bool | None:
     """Whether a run compiled its model when it last trained; None: it has no checkpoint yet, and may choose again."""
     if not newest_step(folder):
         return None
-    return saved_settings(folder).get("run", {}).get("compile")
+    return group_of(saved_settings(folder), "run").get("compile")
 
 
 def describe_compiling(run: RunConfig, compiled: bool, before: bool | None) -> str:

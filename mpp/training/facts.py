@@ -6,7 +6,7 @@ from typing import Any
 
 from mpp.config import ModelConfig, OptimConfig, RunConfig
 from mpp.runtime.weights import run_of
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import group_of, saved_settings
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def facts_of_weights(model: ModelConfig, optim: OptimConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {"adapters": model.lora_rank is not None}
     if model.init_from is not None:
         saved = saved_settings(run_of(Path(model.init_from)))
-        facts["weights_of"] = (saved.get("optim") or {}).get("name", "unknown")
+        facts["weights_of"] = group_of(saved, "optim").get("name", "unknown")
     freezing = {
         "model.train": model.train is not None,
         "model.lora_rank": model.lora_rank is not None,

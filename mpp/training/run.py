@@ -44,7 +44,7 @@ from mpp.training.log import METRICS_FILE, read_history
 from mpp.training.loop import Loop
 from mpp.training.record import RECORD_FILE, recorded_commit, write_record
 from mpp.training.report_process import write_run_page
-from mpp.training.run_folder import CONFIG_FILE, is_finished, open_run, saved_settings, write_config
+from mpp.training.run_folder import CONFIG_FILE, group_of, is_finished, open_run, saved_settings, write_config
 from mpp.training.task import ImageTask
 from mpp.training.watch import VERDICT
 
@@ -130,7 +130,7 @@ def resolve_config(config: Any, accelerator: Accelerator) -> Any:
 def steps_kept_for_good(run: RunConfig) -> tuple[int, ...] | None:
     """`run.keep_at`, with the steps of earlier commands whose checkpoints are there: those stay for good."""
     folder = Path(run.dir)
-    before = (saved_settings(folder).get("run") or {}).get("keep_at") or ()
+    before = group_of(saved_settings(folder), "run").get("keep_at") or ()
     steps = {*(run.keep_at or ()), *set(before).intersection(kept_steps(folder))}
     within = [step for step in sorted(steps) if step <= run.steps]  # fewer steps than are done are refused later
     return tuple(within) or None

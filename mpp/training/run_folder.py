@@ -111,7 +111,7 @@ def settings_changed_since(config: Any, folder: Path) -> Changes:
     different = leave_out(different, derived) or different
     if "data.path" not in different:
         return different
-    before = saved_settings(folder).get("data") or {}
+    before = group_of(saved_settings(folder), "data")
     data = make_paths_absolute(config).data
     if not has_moved_images(folder, before.get("path"), data):
         return different
@@ -149,6 +149,11 @@ def is_finished(folder: Path, steps: int) -> bool:
 def saved_settings(folder: Path) -> dict[str, Any]:
     """The settings of a run folder's config.yaml, whatever command wrote it; {} if there is none."""
     return read_saved(folder / CONFIG_FILE)
+
+
+def group_of(saved: dict[str, Any], name: str) -> dict[str, Any]:
+    """A group of saved settings or of a record; empty where it was not saved."""
+    return saved.get(name) or {}
 
 
 def write_config(config: Any, folder: Path) -> None:

@@ -36,7 +36,7 @@ from mpp.training.checkpoint import Cursors
 from mpp.training.history import last_logged_step
 from mpp.training.log import Tracker, read_history
 from mpp.training.record import recorded_commit
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import group_of, saved_settings
 
 MAX_EVALUATION_WORKERS = 4  # they stay alive next to those that load training images
 MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
@@ -142,7 +142,7 @@ class ImageTask:
         """The images of `probe.path`, of a hub dataset those of one commit for all processes, also when resumed."""
         source = general_source(config, self.data)
         folder = Path(self.run.dir)
-        has_same_path = (saved_settings(folder).get("probe") or {}).get("path") == config.path
+        has_same_path = group_of(saved_settings(folder), "probe").get("path") == config.path
         begun_with = recorded_commit(folder, REFERENCE) if has_same_path else None
         commit = broadcast_from_main(self.accelerator, lambda: resolve_commit(source, begun_with))
         with self.accelerator.main_process_first():
