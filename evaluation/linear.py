@@ -38,6 +38,7 @@ from evaluation.protocols.probe import run_protocol
 from evaluation.supervision.heads import zero_head
 from evaluation.supervision.learners import Learner, learner_of
 from mpp.config import require
+from mpp.data.dataset import names_by_number
 from mpp.data.label_kinds import LABEL_READERS
 from mpp.runtime.arrays import in_blocks
 from mpp.runtime.command import command
@@ -88,10 +89,9 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, 
     """Write a head to its folder next to the report."""
     path = report_of(config, "linear")
     protocol = report["protocol"]
-    names = report["class_names"] or []
     description = HeadDescription(
         task=fitted.task,
-        class_names=[names[number] if number < len(names) else str(number) for number in fitted.class_numbers],
+        class_names=names_by_number(report["class_names"] or [], fitted.class_numbers),
         class_numbers=fitted.class_numbers,
         representation=config.representation,
         depth=protocol["chosen_depth"],

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS
 from mpp.config import require
-from mpp.data.dataset import has_label
+from mpp.data.dataset import has_label, names_by_number
 from mpp.errors import UserError
 from mpp.runtime.arrays import in_blocks, let_go, load_member, select
 from mpp.runtime.files import complete
@@ -99,14 +99,9 @@ class LabelledFeatures(NamedTuple):
         numbered = self._replace(
             train_labels=number(self.train_labels),
             test_labels=number(self.test_labels),
-            class_names=self.names_of(classes.tolist()),
+            class_names=names_by_number(self.class_names, classes.tolist()),
         )
         return numbered, len(classes)
-
-    def names_of(self, numbers: Sequence[int]) -> list[str]:
-        """The names of classes; of one without a name its number."""
-        known = len(self.class_names)
-        return [self.class_names[number] if number < known else str(number) for number in numbers]
 
     def class_numbers(self) -> NDArray[np.int64]:
         """The classes (C,) that occur, ascending."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from evaluation.metrics.intervals import Interval, bootstrap_of_share, drawn_weights
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
+from mpp.data.dataset import names_by_number
 from mpp.runtime.messages import counted, note, shortened
 
 IMAGES_OF_A_POSITIVE = 3
@@ -91,7 +92,7 @@ class SeveralClasses(LabelKind):
 def note_classes(split: str, effect: str, classes: NDArray[np.int64], names: Sequence[str]) -> None:
     """Note the classes, by number, that have no image in a split, if there are any."""
     if len(classes):
-        shown = shortened([names[number] if number < len(names) else str(number) for number in classes.tolist()])
+        shown = shortened(names_by_number(names, classes.tolist()))
         note(f"{counted(len(classes), 'class', 'classes')} without a {split} image ({shown}): {effect}")
 
 

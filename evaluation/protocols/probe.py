@@ -21,7 +21,7 @@ from evaluation.protocols.dinov2 import Dinov2
 from evaluation.protocols.mae import Mae
 from evaluation.protocols.protocol import Candidate, LinearProtocol, Plan, describe_plan
 from evaluation.protocols.training import Classes, HeadTrainer
-from mpp.data.dataset import ImageDataset
+from mpp.data.dataset import ImageDataset, names_by_number
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError
 from mpp.runtime.start import start_alone
@@ -96,9 +96,7 @@ def classes_of(train: ImageDataset, test: ImageDataset) -> Classes:
     if len(learned) < 2:
         raise UserError("all training images are of one class")
     numbers = np.union1d(learned, test.labels[test.labels >= 0])
-    known = train.class_names or ()
-    names = [known[number] if number < len(known) else str(number) for number in numbers.tolist()]
-    return Classes(numbers, names)
+    return Classes(numbers, names_by_number(train.class_names or (), numbers.tolist()))
 
 
 def accuracies_on_dev(trainer: HeadTrainer, train: ImageDataset, plan: Plan) -> list[float]:

@@ -1,6 +1,7 @@
 """Images of a split, still encoded, with their labels."""
 
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,6 +23,11 @@ def has_label(labels: NDArray) -> NDArray[np.bool_]:
     if np.issubdtype(labels.dtype, np.floating):
         return np.isfinite(labels)
     return labels >= 0 if labels.ndim == 1 else (labels >= 0).any(1)
+
+
+def names_by_number(names: Sequence[str], numbers: Iterable[int]) -> list[str]:
+    """The names of classes; of one without a name its number."""
+    return [names[number] if number < len(names) else str(number) for number in numbers]
 
 
 def images_only(rows: datasets.Dataset, column: str) -> datasets.Dataset:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mpp.data.dataset import ImageDataset, has_label
+from mpp.data.dataset import ImageDataset, has_label, names_by_number
 from mpp.data.label_kinds import SEPARATOR
 from mpp.runtime.messages import counted, note, shortened, tell, warn
 
@@ -121,7 +121,7 @@ def note_tested(
     unanswerable = labels[~trained]
     classes = np.unique(unanswerable[unanswerable >= 0]).tolist()
     if classes:
-        shown = shortened([names[number] if names and number < len(names) else str(number) for number in classes])
+        shown = shortened(names_by_number(names or (), classes))
         reason = f"of {counted(len(classes), 'class', 'classes')} without a training image ({shown})"
         note(f"{len(unanswerable)} of {len(labels)} test images are {reason}: they count as wrong")
     if len(labels) < FEW_TEST_IMAGES:
