@@ -163,8 +163,7 @@ def report_others(
     outcomes = outcomes_of_splits(predictions, images, rows) if rows.labelled else {}
     summary = summarize_others(predictions, outcomes)
     print_figures(summary, outcomes, predictions.broken)
-    described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary
-    write_about(out, described)
+    write_about(config, about | summary)
     if config.page:
         note("no page of predictions: it needs one class per image")
     print(f"wrote {out}, {about_file(out).name}: {summary['images']} images, {summary['unreadable']} unreadable")
@@ -261,8 +260,7 @@ def report(
     out = Path(config.out)
     summary = summarize(predictions, outcomes)
     print_summary(summary, outcomes, predictions.broken)
-    described = {"mpp": mpp.__version__, "classifier": config.classifier} | about | summary
-    write_about(out, described)
+    write_about(config, about | summary)
     written = f"{out}, {about_file(out).name}"
     if config.page:
         page = out.with_suffix(".html")
@@ -274,9 +272,11 @@ def report(
     print(f"wrote {written}: {summary['images']} images, {summary['unreadable']} unreadable")
 
 
-def write_about(out: Path, described: dict[str, Any]) -> None:
+def write_about(config: PredictConfig, described: dict[str, Any]) -> None:
     """Add the description of a table to the JSON next to it."""
-    about = without_nan(read_about(out) | described)
+    out = Path(config.out)
+    made_by = {"mpp": mpp.__version__, "classifier": config.classifier}
+    about = without_nan(read_about(out) | made_by | described)
     write_complete(about_file(out), json.dumps(about, indent=1, ensure_ascii=False))
 
 

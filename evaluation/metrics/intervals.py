@@ -62,10 +62,10 @@ def containing(value: float, interval: Interval) -> Interval:
     return min(low, value), max(high, value)
 
 
-def clipped(interval: Interval, least: float = 0.0, most: float = 1.0) -> Interval:
-    """An interval within the bounds of its figure, a share unless others are given: few images widen it beyond."""
+def clipped(interval: Interval, least: float = 0.0) -> Interval:
+    """An interval within the bounds of its figure, a share from `least` to 1: few images widen it beyond."""
     low, high = interval
-    return (low if math.isnan(low) else max(least, low)), (high if math.isnan(high) else min(most, high))
+    return (low if math.isnan(low) else max(least, low)), (high if math.isnan(high) else min(1.0, high))
 
 
 def bootstrap_of_share(value: float, resampled: NDArray[np.float64], count: float, most: float) -> Interval:
@@ -97,9 +97,9 @@ def few_sample_widening(count: float) -> float:
     return float(stdtrit(degrees, 0.975)) / Z * math.sqrt(count / degrees)
 
 
-def resamples(count: int, number: int = RESAMPLES) -> NDArray[np.int64]:
-    """Images drawn with replacement: (number, count) indices."""
-    return np.random.default_rng(SEED).integers(count, size=(number, count))
+def resamples(count: int) -> NDArray[np.int64]:
+    """Images drawn with replacement: (RESAMPLES, count) indices."""
+    return np.random.default_rng(SEED).integers(count, size=(RESAMPLES, count))
 
 
 def drawn_weights(count: int) -> NDArray[np.int64]:

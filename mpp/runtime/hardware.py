@@ -14,10 +14,14 @@ LARGEST_MMAP_THRESHOLD = 32 * 2**20
 KEPT_BYTES = 2**30
 
 
+def is_set(variable: str) -> bool:
+    """Whether a variable of the environment says yes, as Accelerate reads it."""
+    return os.environ.get(variable, "").lower() in TRUE
+
+
 def uses_gpu() -> bool:
     """Whether this process runs on a GPU: there is one, and the launcher was not told `--cpu`."""
-    told_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in TRUE
-    return torch.cuda.is_available() and not told_cpu
+    return torch.cuda.is_available() and not is_set("ACCELERATE_USE_CPU")
 
 
 def device() -> str:
@@ -77,5 +81,5 @@ def local_processes() -> int:
 
 def share_of_cores() -> int:
     """Number of CPU cores for each process of this machine that the launcher started; at least 1."""
-    is_bound = os.environ.get("ACCELERATE_CPU_AFFINITY", "").lower() in TRUE  # to its share already
+    is_bound = is_set("ACCELERATE_CPU_AFFINITY")  # to its share already
     return max(1, cores() // (1 if is_bound else local_processes()))

@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ga
 
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
-from mpp.runtime.hardware import TRUE
+from mpp.runtime.hardware import is_set
 from mpp.runtime.messages import note
 
 SHARDED = "ACCELERATE_USE_FSDP"
@@ -24,11 +24,6 @@ def check_launcher() -> None:
     check_process_count()
     check_address()
     check_sharding()
-
-
-def is_set(variable: str) -> bool:
-    """Whether a variable of the environment says yes, as Accelerate reads it."""
-    return os.environ.get(variable, "").lower() in TRUE
 
 
 def asks_for_sharding() -> bool:
