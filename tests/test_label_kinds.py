@@ -18,7 +18,7 @@ from evaluation import features, fewshot, knn, linear
 from evaluation.comparison.reports import with_known_numbers
 from evaluation.config import LinearConfig
 from evaluation.frozen import extraction
-from evaluation.frozen.by_class import figure_rows, worst_first
+from evaluation.frozen.by_class import figure_rows, shown_outcomes, worst_first
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.results import describe_baselines, print_details, summarize_accuracies, write_report
 from evaluation.metrics.outcomes import Outcomes
@@ -248,10 +248,8 @@ def test_a_number_has_the_error_of_its_baseline_beside_it(tmp_path):
     results = add_figures([{"seed": 0, "outcomes": Outcomes("number", targets, targets + 1)}])
     report = write_report(tmp_path / "knn.json", {"results": results})
     assert describe_baselines(report) == "always predicting the mean of the test images: R2 0.000"
-    assert figure_rows(tmp_path / "knn.json", report)[-1] == [
-        "mean absolute error of always predicting their mean",
-        "30.0",
-    ]
+    rows = figure_rows(report, shown_outcomes(tmp_path / "knn.json", report))
+    assert rows[-1] == ["mean absolute error of always predicting their mean", "30.0"]
 
 
 def test_figures_that_images_do_not_have_are_unknown():
@@ -288,11 +286,12 @@ def test_a_figure_that_images_do_not_have_is_null_in_files_and_a_dash_in_tables(
     report = {"results": add_figures([{"seed": 0, "outcomes": outcomes}, {"seed": 1, "outcomes": outcomes}])}
     report["summary"] = summarize_accuracies(report["results"], "seed")
     path = tmp_path / "linear.json"
-    rows = figure_rows(path, write_report(path, report))
+    written = write_report(path, report)
+    rows = figure_rows(written, shown_outcomes(path, written))
     assert [row[1].split()[0] for row in rows] == ["-", "1.40", "0.00"]
     read = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert [result["accuracy"] for result in read["results"]] == [None, None]
-    assert figure_rows(path, read) == rows
+    assert figure_rows(read, shown_outcomes(path, read)) == rows
     assert KINDS["several"].text_of_scores(read["summary"]["0"]) == "-"
     assert KINDS["several"].text_of_scores(summarize_accuracies(read["results"], "seed")["1"]) == "-"
     row = with_known_numbers({"kind": "test"} | read["results"][0])

@@ -48,14 +48,14 @@ def shown_outcomes(path: Path, report: dict[str, Any]) -> Outcomes | None:
     return None if outcomes is None else labelled_outcomes(outcomes)
 
 
-def figure_rows(path: Path, report: dict[str, Any]) -> list[list[str]]:
+def figure_rows(report: dict[str, Any], outcomes: Outcomes) -> list[list[str]]:
     """A row for each figure of the result that is shown: its name, and its value with the interval.
 
     Below them are the errors of baselines.
+
+    Args:
+        outcomes: see `shown_outcomes`.
     """
-    outcomes = shown_outcomes(path, report)
-    if outcomes is None:
-        return []
     kind = kind_of(outcomes)
     result = shown_result(report)
     figures = {kind.score: [result["accuracy"], *result["interval"]]} | result.get("figures", {})
@@ -73,13 +73,9 @@ def describe_shown(report: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in named.items())
 
 
-def write_details(path: Path, report: dict[str, Any]) -> list[Path]:
-    """Write the table by class and the confusion matrix of the result that is shown, next to the report at `path`."""
-    outcomes = shown_outcomes(path, report)
-    if outcomes is None:
-        return []
+def write_details(path: Path, outcomes: Outcomes, by_class: tuple[list[str], list[list[str]]] | None) -> list[Path]:
+    """Write the table by class and the confusion matrix of these outcomes, next to the report at `path`."""
     written = []
-    by_class = kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
         headings, rows = intervals_in_columns(*by_class)
         written.append(path.with_name(f"{path.stem}{CLASSES_FILE}"))

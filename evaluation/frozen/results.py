@@ -256,21 +256,21 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     images = counted(labels["images"], f"{split} image")
     facts = [describe_baselines(report), random, f"{images}, 95% intervals over these"]
     print("; ".join(filter(None, facts)))
-    figures = figure_rows(path, report)
-    seeds = {result["seed"] for result in report["results"] if "seed" in result}
-    if figures and len(seeds) > 1:
-        print(f"above: means over {len(seeds)} seeds ± standard deviation; below: {describe_shown(report)}")
-    if figures:
-        print(table([describe_shown(report), "value (95% interval)"], figures))
     outcomes = shown_outcomes(path, report)
-    by_class = None if outcomes is None else kind_of(outcomes).class_table(outcomes)
+    if outcomes is None:
+        return
+    seeds = {result["seed"] for result in report["results"] if "seed" in result}
+    if len(seeds) > 1:
+        print(f"above: means over {len(seeds)} seeds ± standard deviation; below: {describe_shown(report)}")
+    print(table([describe_shown(report), "value (95% interval)"], figure_rows(report, outcomes)))
+    by_class = kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
         headings, rows = by_class
         shown = worst_first(headings, rows)
         print(table(headings, shown))
         if len(shown) < len(rows):
             print(f"these {len(shown)} of {len(rows)} classes have the lowest scores; the file by class has all")
-    for file in write_details(path, report):
+    for file in write_details(path, outcomes, by_class):
         print(f"wrote {file}")
 
 

@@ -101,7 +101,7 @@ def details_of_evaluation(file: Path) -> list[Block]:
     if outcomes is None:
         return []
     of = f"{file.stem}, {describe_shown(report)}"
-    blocks: list[Block] = [Table(["figure", "value (95% interval)"], figure_rows(file, report), of, folded=True)]
+    blocks: list[Block] = [Table(["figure", "value (95% interval)"], figure_rows(report, outcomes), of, folded=True)]
     by_class = kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
         blocks.append(Table(*by_class, f"{of}: by class", folded=True))
