@@ -246,6 +246,14 @@ def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
+def print_by_class(headings: list[str], rows: list[list[str]], rest: str = "") -> None:
+    """Print a table by class; of many classes those that are recognised worst, and `rest` about the others."""
+    shown = worst_first(headings, rows)
+    print(table(headings, shown))
+    if len(shown) < len(rows):
+        print(f"these {len(shown)} of {len(rows)} classes have the lowest scores{rest}")
+
+
 def print_details(path: Path, report: dict[str, Any]) -> None:
     """Print the baselines, and the figures and the table by class of one result; write the latter and the confusion."""
     labels = report.get("labels")
@@ -265,11 +273,7 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     print(table([describe_shown(report), "value (95% interval)"], figure_rows(report, outcomes)))
     by_class = kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
-        headings, rows = by_class
-        shown = worst_first(headings, rows)
-        print(table(headings, shown))
-        if len(shown) < len(rows):
-            print(f"these {len(shown)} of {len(rows)} classes have the lowest scores; the file by class has all")
+        print_by_class(*by_class, rest="; the file by class has all")
     for file in write_details(path, outcomes, by_class):
         print(f"wrote {file}")
 
