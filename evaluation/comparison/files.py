@@ -124,29 +124,18 @@ def write_comparison(
 
 def write_numbers(file: Path, answers: Sequence[Answer]) -> None:
     """Write the numbers of all questions as CSV, a line for each cell of their tables."""
-    headings = [
-        "question",
-        "encoder",
-        "column",
-        "score",
-        "mean",
-        "std",
-        "count",
-        "low",
-        "high",
-        *COST_UNITS,
-        "diverged",
-    ]
+    named = ["question", "encoder", "column"]
+    measured = ["score", "mean", "std", "count", "low", "high", *COST_UNITS, "diverged"]
     with complete(file) as partial, partial.open("w", newline="", encoding="utf-8") as lines:
-        writer = csv.DictWriter(lines, headings, restval="", extrasaction="ignore")
+        writer = csv.DictWriter(lines, [*named, *measured], extrasaction="ignore")
         writer.writeheader()
         for answer in answers:
             for encoder, cells in answer.numbers.items():
                 for column, cell in cells.items():
-                    named = {"question": answer.question.name, "encoder": encoder, "column": column}
                     score = RANK_COLUMN if column == RANK_COLUMN else ONE_CLASS.score_heading
                     low, high = cell.get("interval", (None, None))
-                    writer.writerow({"score": score} | cell | named | {"low": low, "high": high})
+                    names = dict(zip(named, (answer.question.name, encoder, column), strict=True))
+                    writer.writerow({"score": score} | cell | names | {"low": low, "high": high})
 
 
 def dataset_groups(datasets: Sequence[dict[str, Any]]) -> Groups:
