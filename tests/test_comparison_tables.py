@@ -152,6 +152,21 @@ def test_a_line_without_compute_is_drawn_across_the_panel():
     assert [text.get_text() for text in panel.get_legend().get_texts()] == list(lines)
 
 
+@pytest.mark.parametrize(("x", "numbers"), [("compute", list("abc")), ("images", {"a": 1, "b": 1, "c": 2})])
+@pytest.mark.parametrize("lines", [None, {"20": ["a", "b", "c"]}])
+def test_encoders_at_the_same_place_of_a_line_are_drawn_apart(x, numbers, lines):
+    """Methods of equal compute: their mean would be the accuracy of none."""
+    question = Question("q", encoders=numbers, plot="lines", x=x, lines=lines)
+    accuracies = {"a": (0.9, 1.0), "b": (0.1, 1.0), "c": (0.5, 2.0)}
+    rows = []
+    for name, (accuracy, pflop) in accuracies.items():
+        row = ROW | {"encoder": name, "accuracy": accuracy, "training_pflop": pflop}
+        rows += [row, row | {"seed": 1}]
+    (panel,) = plot_question(question, rows, {}).axes
+    drawn = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in panel.containers}
+    assert drawn == {"20, a": [[1, pytest.approx(90)]], "20, b": [[1, pytest.approx(10)]], "20": [[2, 50]]}
+
+
 def test_random_weights_alone_are_drawn_at_no_compute(charted):
     figure = plot_lines({"few-shot": {"random weights": {0: charted}}}, "pflop")
     assert len(figure.axes[0].lines) == 1

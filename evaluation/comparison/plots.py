@@ -74,6 +74,7 @@ def plot_against_x(question: Question, tested: list[ResultRow]) -> Figure | None
         drawn = [row | {"x": row["x"] or 0} for row in on_lines(drawn, question.lines)]
     if not drawn:
         return None
+    drawn = apart_at_one_place(drawn)
     return plot_lines(curves_of(drawn, "case", "x"), MEASURED_AXES.get(question.x, question.x), scales_of(drawn))
 
 
@@ -89,6 +90,17 @@ def on_lines(rows: list[ResultRow], lines: Mapping[str, Sequence[str]]) -> list[
                 evaluation = f"{row['evaluation']} {row['case']}".strip()
                 named.append(row | {"case": line, "evaluation": evaluation})
     return named
+
+
+def apart_at_one_place(rows: list[ResultRow]) -> list[ResultRow]:
+    """The rows; of encoders at the same x of a line, each has a line of its own: a mean of them is no encoder's."""
+    apart = []
+    for at_place in grouped(rows, "dataset", "evaluation", "case", "x").values():
+        is_shared = len(unique(at_place, "encoder")) > 1
+        for row in at_place:
+            name = ", ".join(filter(None, [row["case"], row["encoder"]]))
+            apart.append(row | {"case": name} if is_shared else row)
+    return apart
 
 
 def curves_of(rows: list[ResultRow], line: str, x: str) -> Curves:
