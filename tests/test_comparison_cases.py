@@ -75,6 +75,29 @@ def test_masked_patches_are_evaluated_once_for_all_datasets():
     assert named == [("kNN", "one", "both"), ("masked patches", "one", None), ("kNN", "two", "both")]
 
 
+@pytest.mark.parametrize(
+    ("change", "seeds"),
+    [
+        ({}, {"kNN": [0], "tuned": [0, 1]}),
+        ({"encoder": "floor:pixels"}, {"kNN": [0]}),
+        ({"encoder": "b_{seed}"}, {"kNN": [0, 1], "tuned": [0, 1]}),
+        ({"random": True}, {"kNN": [0, 1], "tuned": [0, 1]}),
+        ({"options": {"checkpoint": "b_{seed}.safetensors"}}, {"kNN": [0, 1], "tuned": [0, 1]}),
+    ],
+)
+def test_one_encoder_is_not_several_seeds_of_a_probe(change, seeds, capsys):
+    """Its probes would be one result, counted several times, with a spread of 0."""
+    encoder = {"name": "ours", "encoder": "vit_tiny_patch16_224", "seeds": [0, 1]} | change
+    evaluations = [KNN, {"name": "tuned", "command": "finetune"}]
+    config = CompareConfig(encoders=[encoder], evaluations=evaluations, datasets=[{"name": "birds"}])
+    found = {}
+    for case in cases_of(read_entries(config)):
+        found.setdefault(case.entry.name, []).append(case.encoder.seed)
+    assert found == seeds
+    once = "note: ours is evaluated once in kNN, at the first of its seeds: "
+    assert (once in capsys.readouterr().out) == (seeds["kNN"] == [0])
+
+
 def test_pairs_that_do_not_apply_are_named(capsys):
     floor = {"name": "floor", "encoder": "floor:pixels"}
     random = {"name": "noise", "encoder": "vit_tiny_patch16_224", "random": True}

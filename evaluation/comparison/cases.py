@@ -197,11 +197,24 @@ def cases_of_question(
             for evaluation in evaluations:
                 if has_own_images(evaluation) and dataset is not entries.datasets[0]:
                     continue
+                case = Case(encoder, evaluation, dataset)
                 reason = why_left_out(entry, evaluation)
                 if reason:
                     note(f"{entry.name} is left out of {evaluation.name}, which does not apply: {reason}")
+                elif position > 0 and not differs_by_seed(case):
+                    once = f"{entry.name} is evaluated once in {evaluation.name}, at the first of its seeds"
+                    note(f"{once}: {entry.encoder} is one encoder; {{seed}} in its name stands for several")
                 else:
-                    yield Case(encoder, evaluation, dataset)
+                    yield case
+
+
+def differs_by_seed(case: Case) -> bool:
+    """Whether another seed is another encoder, or fine-tunes it otherwise: one measured twice would have no spread."""
+    entry = case.encoder.entry
+    if entry.random or case.evaluation.kind == "fine-tuning":
+        return True
+    options = entry.options | case.entry.options | case.dataset.options
+    return any("{seed}" in value for value in (entry.encoder, *options.values()) if isinstance(value, str))
 
 
 def has_own_images(evaluation: EvaluationEntry) -> bool:
