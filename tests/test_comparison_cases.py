@@ -23,6 +23,7 @@ from mpp.training.cost import DEVICE_HOURS, PFLOP
 
 KNN = {"name": "kNN", "command": "knn"}
 TRAINED = {"name": "a", "encoder": "b", "train": "pretrain", "seeds": [0, 1]}
+SAME_SEED = TRAINED | {"encoder": "b_{seed}", "train_options": {"run.seed": 5}}
 OTHER = {"name": "c", "encoder": "b", "train": "pretrain", "train_options": {"run.steps": 1}}
 
 
@@ -46,6 +47,7 @@ def small(tmp_path):
         ({"encoders": [TRAINED | {"seeds": [0, 0]}]}, "encoders: a: seeds is .0, 0.; it must be a list .* each once"),
         ({"encoders": [TRAINED]}, "encoders: a: encoder is b; it must be with {seed} in it, for several seeds"),
         ({"encoders": [TRAINED | {"seeds": [0]}, OTHER]}, "encoders: a: train_options is .* those of c, in the same"),
+        ({"encoders": [SAME_SEED]}, "encoders: a: run.seed is 5; it must be left out: seeds has several"),
         ({"questions": [{"name": "a", "evaluations": []}]}, r"questions: evaluations is \[\]; it must be null"),
         ({"questions": [{"name": "a", "plot": "pie"}]}, "questions: plot is pie; it must be bars, lines or depth"),
         ({"evaluations": [{"name": "a", "command": "fewshot", "options": {"shotz": 1}}]}, "unknown setting shotz"),

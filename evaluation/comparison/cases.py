@@ -313,11 +313,18 @@ def with_parents(encoder: Encoder, trained: dict[Path, Encoder], descendants: tu
 
 
 def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
-    """Settings of the command that trains the encoder; None: the entry does not say how it is trained."""
+    """Settings of the command that trains the encoder; None: the entry does not say how it is trained.
+
+    Raises:
+        UserError: its several seeds would be the same training.
+    """
     if entry.train is None:
         return None
     options = {"run.seed": seed} | entry.train_options | {"run.dir": entry.encoder}
-    return parsed(TRAININGS[entry.train].config_class, tuple(command_line(options, seed)))
+    settings = parsed(TRAININGS[entry.train].config_class, tuple(command_line(options, seed)))
+    is_own = len(entry.seeds) == 1 or settings.run.seed == seed
+    require(is_own, f"encoders: {entry.name}: run.seed", settings.run.seed, "left out: seeds has several")
+    return settings
 
 
 @cache
