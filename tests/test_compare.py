@@ -244,6 +244,28 @@ def test_another_comparison_goes_on_from_published_results(small, tmp_path, sett
         small.compare()
 
 
+@pytest.mark.parametrize("change", ["an image", "nothing", "gone"])
+def test_published_results_of_other_images_at_the_same_path_are_not_taken(
+    floor, tmp_path, settings_of_fewshot, capsys, change
+):
+    """Where the images are not on this machine, they are taken: that is what publishing is for."""
+    before = floor.compare()["results"]
+    image = next((tmp_path / "one" / "dog").iterdir())
+    if change == "an image":
+        image.write_bytes(encoded(picture(1000)))
+    if change == "gone":
+        shutil.rmtree(tmp_path / "one")
+    record_source.cache_clear()
+    settings_of_fewshot.clear()
+    capsys.readouterr()
+    floor.config |= {"dir": str(tmp_path / "other"), "extends": str(tmp_path / "out" / "results.json")}
+    after = floor.compare()["results"]
+    assert len(settings_of_fewshot) == (change == "an image")
+    assert (after == before) == (change != "an image")
+    note = "note: floor-0-few-shot-one is not taken from "
+    assert (note in capsys.readouterr().out) == (change == "an image")
+
+
 def test_a_report_that_was_cut_off_is_none(floor, monkeypatch, settings_of_fewshot):
     def killed(*_):
         raise KeyboardInterrupt

@@ -11,14 +11,18 @@ from timm import is_model
 from evaluation.comparison.cases import Case, Encoder, evaluation_settings
 from evaluation.config import MaskedDataConfig
 from evaluation.frozen.run_images import record_images
+from mpp.config import SourceConfig
 from mpp.config.imports import UserImport, user_imports
 from mpp.config.keys import changed_settings, iterate_settings, plain
+from mpp.data.data_path import is_local
 from mpp.data.identity import short_digest
 from mpp.runtime.weights import fingerprint
 from mpp.training.user_code import imports_used
 
 PLACES = {"encoder", "checkpoint", "out", "run.dir"}
 """Settings that are places: a result depends on the content there, not on the place."""
+ImageSource = tuple[SourceConfig, str]
+"""Where images are, and the kind of their labels."""
 
 
 @cache
@@ -98,18 +102,45 @@ def label_task(config: Any) -> str:
 
 def provenance(case: Case) -> dict[str, Any]:
     """The images and weights that a result would be of if it were computed now."""
-    encoder, config = case.encoder, evaluation_settings(case)
+    about = {"digest": identity(case), "weights": fingerprint(case.encoder.path)}
+    return about | dict.fromkeys(("images", "trained_on")) | record_sources(sources_of(case))
+
+
+def sources_of(case: Case) -> dict[str, ImageSource]:
+    """The images that a result is of: those of its evaluation, their masks, and those that the encoder learned from."""
+    config = evaluation_settings(case)
     data = getattr(config, "data", None)
-    of_training = None if encoder.entry.random else encoder.settings
-    found = {
-        "digest": identity(case),
-        "images": None if data is None else record_images(data, label_task(config)),
-        "trained_on": None if of_training is None else record_images(of_training.data, label_task(of_training)),
-        "weights": fingerprint(encoder.path),
-    }
+    of_training = None if case.encoder.entry.random else case.encoder.settings
+    sources = {}
+    if data is not None:
+        sources["images"] = (data, label_task(config))
+    if of_training is not None:
+        sources["trained_on"] = (of_training.data, label_task(of_training))
     if isinstance(data, MaskedDataConfig) and data.path is not None:
-        found["masks"] = record_images(replace(data, image_column=data.mask_column))
-    return found
+        sources["masks"] = (replace(data, image_column=data.mask_column), "class")
+    return sources
+
+
+def record_sources(sources: dict[str, ImageSource]) -> dict[str, Any]:
+    """The records of images that are there now, by what they are for."""
+    return {name: record_images(data, label_kind) for name, (data, label_kind) in sources.items()}
+
+
+def changed_images(case: Case, recorded: dict[str, str]) -> list[str]:
+    """The images of a result that are others now than those recorded in its rows; of those on this machine.
+
+    Args:
+        recorded: digests by what the images are for: see `digests_of_images`.
+    """
+    sources = {name: source for name, source in sources_of(case).items() if name in recorded}
+    here = {name: source for name, source in sources.items() if source[0].path is None or is_local(source[0].path)}
+    now = digests_of_images(record_sources(here))
+    return [name for name in now if now[name] != recorded[name]]
+
+
+def digests_of_images(about: dict[str, Any]) -> dict[str, str]:
+    """The digests of the images that a provenance has, by what they are for."""
+    return {name: digest_of(about[name]) for name in ("images", "trained_on", "masks") if about.get(name)}
 
 
 def digest_of(content: dict[str, Any]) -> str:

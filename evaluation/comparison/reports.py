@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.comparison.cases import Case, Encoder
-from evaluation.comparison.digests import identity, provenance, training_digest
+from evaluation.comparison.digests import digests_of_images, identity, provenance, training_digest
 from evaluation.comparison.trainings import cost_with_ancestors
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.kinds import LabelKind
@@ -20,7 +20,7 @@ COSTS = {"pflop": PFLOP, "device_hours": DEVICE_HOURS}
 """Entry of a row about fine-tuning's cost -> scalar of the cost of training an encoder (`training_pflop`)."""
 ResultRow = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, its kind, and, where they are known,
-training_pflop and training_device_hours.
+training_pflop, training_device_hours, and image_digests, by which changed images are seen.
 
 test: an accuracy on held-out images, of a case (such as 5 shots) and a seed, with `interval`, `images`, `figures`, the
 scores of `baselines` that look at no image and the place of its `outcomes` where they are known, and `score`, its name,
@@ -71,6 +71,9 @@ def rows_of(case: Case, folder: Path) -> list[ResultRow]:
         return []
     about = case.labels | {"digest": identity(case)}
     about |= training_cost(case.encoder)
+    of_images = digests_of_images(report.get("comparison", {}))
+    if of_images:
+        about["image_digests"] = of_images
     if "diverged" in report:
         return [about | {"kind": "diverged"}]
     if not report["protocol"].get("test", True):

@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from evaluation.comparison.branches import parting_step
 from evaluation.comparison.cases import Case, Encoder, evaluation_settings
-from evaluation.comparison.digests import digest_of, identity, label_task, provenance
+from evaluation.comparison.digests import changed_images, digest_of, identity, label_task, provenance
 from evaluation.comparison.reports import (
     ResultRow,
     divergence_of,
@@ -72,7 +72,7 @@ def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate
     """
     if PartialState(cpu=not uses_gpu()).num_processes > 1:
         raise UserError("this command is one process; start it several times to share the work")
-    published = read_published(extends)
+    published = of_same_images(read_published(extends), cases, extends)
     missing = [case for case in cases if identity(case) not in published]  # this parses the settings of each
     failures = [] if tabulate else evaluate_cases(missing, folder)
     rows: list[ResultRow] = []
@@ -81,6 +81,23 @@ def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate
         of_case = [row | case.labels for row in known] if known else rows_of(case, folder)
         rows += [with_interval(row, case) for row in of_case]
     return Outcome(rows, failures, len(cases))
+
+
+def of_same_images(
+    published: dict[str, list[ResultRow]], cases: Sequence[Case], extends: str | None
+) -> dict[str, list[ResultRow]]:
+    """The published results without those of images that have changed since, as far as these are here; a note says it.
+
+    Settings name a folder: its content may be another one by now.
+    """
+    outdated = set()
+    for case in cases:
+        rows = published.get(identity(case), [])
+        changed = changed_images(case, rows[0]["image_digests"]) if rows and "image_digests" in rows[0] else []
+        if changed:
+            note(f"{case.slug} is not taken from {extends}: other images by now ({', '.join(changed)})")
+            outdated.add(identity(case))
+    return {digest: rows for digest, rows in published.items() if digest not in outdated}
 
 
 def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
