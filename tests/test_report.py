@@ -363,6 +363,39 @@ def test_random_weights_stand_beside_an_evaluation_and_are_none_of_their_own(tmp
     }
 
 
+def test_results_of_weights_that_the_run_has_no_more_are_not_shown_as_its_own(tmp_path):
+    """It has been trained longer since, as runs that grow are. Random weights stay as they are."""
+    run = write_finetuning(tmp_path)
+    for encoder in ("encoder", "encoder_best"):
+        (run / encoder).mkdir()
+        (run / encoder / "config.json").write_text("{}")
+        (run / encoder / "model.safetensors").write_text(f"first {encoder}")
+    summary = {"5": {"mean": 0.5, "count": 1}}
+    protocols = {
+        "knn": {"encoder": str(run), "random": False},
+        "knn_best": {"encoder": str(run / "encoder_best"), "random": False},
+        "linear_random_0": {"encoder": str(run), "random": True},
+        "masked": {"encoder": str(run), "step": 2},
+        "fewshot": {"encoder": "of an earlier version"},
+    }
+    for name, protocol in protocols.items():
+        content = {"results": [], "summary": summary, "protocol": protocol}
+        write_report(run / "evaluation" / f"{name}.json", content)
+
+    def shown_and_missing():
+        missing = {}
+        history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        blocks = features_blocks(ReportConfig(encoder=str(run)), run, history, missing)
+        (table,) = (block for block in blocks if isinstance(block, Table) and block.headings[-1] == "random weights")
+        return {row[0].text for row in table.rows} - {"finetune"}, {name for name in missing if name.endswith("json")}
+
+    assert shown_and_missing() == (set(protocols), set())
+    (run / "encoder" / "model.safetensors").write_text("longer")
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('\n{"step": 3, "heldout/loss": 1}')
+    assert shown_and_missing() == ({"knn_best", "linear_random_0", "fewshot"}, {"knn.json", "masked.json"})
+
+
 def test_a_finetuning_without_a_tested_run_is_one_line(tmp_path):
     write_finetuning(tmp_path)
     (tmp_path / "finetune.json").write_text('{"results": []}')

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -31,7 +32,7 @@ from mpp.data.identity import short_digest
 from mpp.errors import UserError
 from mpp.runtime.files import complete
 from mpp.runtime.messages import counted
-from mpp.runtime.weights import BEST, encoder_folder, run_of
+from mpp.runtime.weights import BEST, encoder_folder, fingerprint, run_of
 from mpp.training.log import event_writer
 
 NAMED_SETTINGS = ("encoder", "checkpoint", "random", "img_size", "representation", "depth", "features")
@@ -237,13 +238,26 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
 def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Write a report as JSON, and the outcomes of its results next to it; return the content of the JSON.
 
-    It also has `labels` (see `describe_labels`), and each result has the number of its outcomes instead of them.
+    It also has `labels` (see `describe_labels`), and each result has the number of its outcomes instead of them. Its
+    protocol has the digest of the encoder's `weights`, by which a page sees that they are others by now.
     """
+    weights = weights_of(report.get("protocol", {}))
+    if weights:
+        report = report | {"protocol": report["protocol"] | {"weights": weights}}
     outcomes = [result["outcomes"] for result in report["results"] if "outcomes" in result]
     if outcomes:
         report = report | {"results": keep_outcomes(path, report["results"]), "labels": describe_labels(outcomes[0])}
     write_json(path, report)
     return report
+
+
+def weights_of(protocol: dict[str, Any]) -> str:
+    """The digest of the learned weights that a report is of; "" where it is of none in a file."""
+    if protocol.get("random") is not False or "encoder" not in protocol:
+        return ""
+    with suppress(UserError):  # no encoder there
+        return fingerprint(Path(protocol.get("checkpoint") or protocol["encoder"]))
+    return ""
 
 
 def print_by_class(headings: list[str], rows: list[list[str]], rest: str = "") -> None:

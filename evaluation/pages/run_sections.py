@@ -22,7 +22,8 @@ from mpp.config.imports import OPTION, saved_imports
 from mpp.config.saved import parse_saved
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
-from mpp.training.history import History
+from mpp.runtime.weights import BEST, ENCODER, fingerprint, has_encoder
+from mpp.training.history import History, evaluations
 from mpp.training.phases import saved_phases
 from mpp.training.record import recorded_commit
 from mpp.training.run_folder import CONFIG_FILE, group_of, saved_settings
@@ -46,10 +47,14 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
     blocks: list[Block] = [*features_of_run(history, missing, saved_phases(folder).marks(), start)]
     rows = []
     details: list[Block] = []
+    weights = fingerprints_of_run(folder)
     for file in [*reports_of_training(folder), *sorted((folder / "evaluation").glob("*.json"))]:
         if of_learned_weights(file) != file and of_learned_weights(file).is_file():
             continue  # random weights stand next to these
         try:
+            if is_of_other_weights(file, weights, history):
+                missing[file.name] = "it is of other weights than those of the run now: evaluate again"
+                continue
             rows += rows_of_evaluation(file, page_folder)
             details += details_of_evaluation(file)
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
@@ -68,6 +73,27 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
     else:
         missing["Few-shot, linear probe"] = f"not run yet: mpp fewshot --encoder {folder}"
     return blocks
+
+
+def fingerprints_of_run(folder: Path) -> set[str]:
+    """The digests of the weights that a run has exported: the last, and the best."""
+    return {fingerprint(folder / name) for name in (ENCODER, BEST) if has_encoder(folder / name)}
+
+
+def is_of_other_weights(file: Path, weights: set[str], history: History) -> bool:
+    """Whether a report of an evaluation is of an encoder that the run has no more: it has been trained longer, or anew.
+
+    Reports of earlier versions do not know their weights, and count as the run's.
+
+    Args:
+        weights: those of the run.
+    """
+    protocol = json.loads(file.read_text(encoding="utf-8")).get("protocol") or {}
+    evaluated = [line["step"] for line in evaluations(history)]
+    if "step" in protocol and "random" not in protocol and evaluated:  # of masked patches
+        return protocol["step"] != evaluated[-1]
+    known = None if protocol.get("checkpoint") else protocol.get("weights")
+    return bool(known and weights) and known not in weights
 
 
 def begins_from_weights(folder: Path) -> bool:
