@@ -14,6 +14,7 @@ from evaluation.comparison.differences import (
     runners_up,
     told_apart_table,
 )
+from evaluation.comparison.files import best_encoders
 from evaluation.comparison.reports import with_interval
 from evaluation.comparison.tables import score_text, spread
 from evaluation.metrics.intervals import wilson
@@ -80,6 +81,19 @@ def test_seeds_tell_methods_apart_by_welchs_interval(tmp_path):
     assert "same 500 images; 3 and 3 seeds (+" in describe_difference(difference)
     one_seed = [rows[0], *rows[3:]]
     assert "1 and 3 seeds: methods not told apart" in describe_difference(differences_from_best(one_seed, tmp_path)[0])
+
+
+@pytest.mark.parametrize(("diverged", "told_apart"), [("A", False), ("B", True)])
+def test_a_best_encoder_that_diverged_at_a_seed_is_not_told_apart_as_a_method(diverged, told_apart, tmp_path):
+    """At that seed the other one is better."""
+    rows = [row_of(tmp_path, "A", right(0.8, seed=seed), seed) for seed in range(3)]
+    rows += [row_of(tmp_path, "B", right(0.5, seed=10 + seed), seed) for seed in range(3)]
+    rows.append(rows[0] | {"encoder": diverged, "encoder_seed": 3, "kind": "diverged"})
+    (difference,) = differences_from_best(rows, tmp_path)
+    assert difference.over_images.is_told_apart and difference.are_methods_told_apart == told_apart
+    assert ("1 and 0" if diverged == "A" else "0 and 1") + " more diverged: methods" in describe_difference(difference)
+    (sentence,) = best_encoders(rows)
+    assert ("% (1 diverged) (next to B" if diverged == "A" else "% (1 diverged))") in sentence
 
 
 def test_seeds_that_are_all_alike_tell_nothing_apart(tmp_path):

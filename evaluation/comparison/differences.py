@@ -12,7 +12,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from evaluation.comparison.reports import ResultRow, kind_of_scores
-from evaluation.comparison.tables import columns_of, of_encoder, of_kind, unique
+from evaluation.comparison.tables import columns_of, count_diverged, of_encoder, of_kind, unique
 from evaluation.metrics.intervals import Difference, Interval
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
@@ -34,11 +34,15 @@ class EncoderDifference(NamedTuple):
     """Numbers of encoders, of different seeds."""
     over_seeds: Difference | None
     """The same difference with its interval over seeds; None: an encoder has one seed."""
+    diverged: tuple[int, int] = (0, 0)
+    """Numbers of further seeds whose training diverged, and which no mean has."""
 
     @property
     def are_methods_told_apart(self) -> bool:
-        """Whether neither other test images nor other seeds explain the difference."""
-        return self.over_images.is_told_apart and self.over_seeds is not None and self.over_seeds.is_told_apart
+        """Whether neither other test images nor other seeds explain the difference; a best one that diverged does."""
+        if self.over_seeds is None or self.diverged[0]:
+            return False
+        return self.over_images.is_told_apart and self.over_seeds.is_told_apart
 
 
 def differences_from_best(rows: list[ResultRow], folder: Path) -> list[EncoderDifference]:
@@ -59,7 +63,9 @@ def differences_from_best(rows: list[ResultRow], folder: Path) -> list[EncoderDi
         of_best = of_encoder(known, best)
         for name in encoders:
             if name != best:
-                found.append(compare_rows(column.heading, of_best, of_encoder(known, name), folder))
+                diverged = tuple(count_diverged(rows, known[0], encoder) for encoder in (best, name))
+                difference = compare_rows(column.heading, of_best, of_encoder(known, name), folder)
+                found.append(difference._replace(diverged=diverged))
     return found
 
 
@@ -163,9 +169,11 @@ def describe_images(each: EncoderDifference) -> str:
 def describe_seeds(each: EncoderDifference) -> str:
     """The seeds of both, and the interval over them."""
     one, other = each.seeds
+    diverged = " and ".join(map(str, each.diverged))
+    more = f", {diverged} more diverged" if any(each.diverged) else ""
     if each.over_seeds is None:
-        return "one seed each" if one == other == 1 else f"{one} and {other} seeds"
-    return f"{one} and {other} seeds ({signed_interval(each.kind, each.over_seeds.interval)})"
+        return ("one seed each" if one == other == 1 else f"{one} and {other} seeds") + more
+    return f"{one} and {other} seeds ({signed_interval(each.kind, each.over_seeds.interval)}){more}"
 
 
 def difference_table(differences: Sequence[EncoderDifference]) -> tuple[list[str], list[list[str]]]:

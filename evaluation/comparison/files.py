@@ -29,6 +29,7 @@ from evaluation.comparison.tables import (
     CellsByEncoder,
     Groups,
     cells_of,
+    count_diverged,
     describe_label_baselines,
     describe_masked_baselines,
     describe_spread,
@@ -187,7 +188,7 @@ def page_of(
     filled = [section for section in sections if section.blocks]
     missing = {section.title: "there are no results yet" for section in sections if not section.blocks}
     link = Link("why", "#question_0") if sections else None
-    verdict = [(sentence, link) for sentence in best_encoders(tested)]
+    verdict = [(sentence, link) for sentence in best_encoders(rows)]
     diverged = {(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")}
     warnings = [f"{len(diverged)} trainings diverged: see the tables"] if diverged else []
     about = Section("versions", "Versions", [Table(["", ""], [[name, each] for name, each in versions.items()])])
@@ -232,19 +233,23 @@ def links_to_reports(folder: Path, runs: Sequence[Path]) -> list[Link]:
     return links
 
 
-def best_encoders(tested: list[ResultRow]) -> list[str]:
+def best_encoders(rows: list[ResultRow]) -> list[str]:
     """A sentence for each dataset, evaluation and case: the best encoder, the others' accuracies, and baselines."""
     sentences = []
+    tested = of_kind(rows, "test")
     evaluations = grouped(tested, "dataset", "evaluation")
-    for (dataset, evaluation, case), rows in grouped(tested, "dataset", "evaluation", "case").items():
+    for (dataset, evaluation, case), of_case in grouped(tested, "dataset", "evaluation", "case").items():
         if case in MASKED_BASELINES:
             continue
-        cells = {encoder: spread(of_encoder(rows, encoder)) for encoder in unique(rows, "encoder")}
+        cells = {encoder: spread(of_encoder(of_case, encoder)) for encoder in unique(of_case, "encoder")}
+        for encoder, cell in cells.items():
+            diverged = count_diverged(rows, of_case[0], encoder)
+            cell |= {"diverged": diverged} if diverged else {}
         best = best_choice({encoder: cell["mean"] for encoder, cell in cells.items()})
         others = [f"{encoder} {mean_in_words(cell)}" for encoder, cell in cells.items() if encoder != best]
         more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
         beside = f" (next to {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""
-        baselines = ", ".join([*label_baselines(rows), *masked_baselines(evaluations[dataset, evaluation])])
+        baselines = ", ".join([*label_baselines(of_case), *masked_baselines(evaluations[dataset, evaluation])])
         without = f"; without an encoder: {baselines}" if baselines else ""
         name = f"{evaluation} {case}".strip()
         sentences.append(f"{name} on {dataset}: best is {best} with {score_in_words(cells[best])}{beside}{without}")
@@ -253,4 +258,4 @@ def best_encoders(tested: list[ResultRow]) -> list[str]:
 
 def mean_in_words(cell: Cell) -> str:
     """The mean of a cell without spread and interval."""
-    return score_in_words({key: cell[key] for key in ("mean", "score") if key in cell} | {"count": 1})
+    return score_in_words({key: cell[key] for key in ("mean", "score", "diverged") if key in cell} | {"count": 1})

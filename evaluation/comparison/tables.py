@@ -58,6 +58,12 @@ def of_encoder(rows: Iterable[ResultRow], encoder: str) -> list[ResultRow]:
     return [row for row in rows if row["encoder"] == encoder]
 
 
+def count_diverged(rows: Iterable[ResultRow], row: ResultRow, encoder: str) -> int:
+    """The number of an encoder's seeds that diverged in the evaluation and on the dataset of a row."""
+    alike = [each for each in rows if all(each[key] == row[key] for key in ("evaluation", "dataset"))]
+    return len(unique(of_kind(of_encoder(alike, encoder), "diverged"), "encoder_seed"))
+
+
 def unique(rows: Iterable[ResultRow], key: str) -> list[Any]:
     """The different values of a key, in order."""
     return list(dict.fromkeys(row[key] for row in rows))
@@ -292,13 +298,18 @@ def score_text(cell: Cell) -> str:
     """An accuracy, or another score, as the table has it; a single measurement has no spread."""
     if "mean" not in cell:
         return "diverged"
-    diverged = f" ({cell['diverged']} diverged)" if "diverged" in cell else ""
-    return kind_of_scores([cell]).text_of_scores(cell) + diverged
+    return kind_of_scores([cell]).text_of_scores(cell) + diverged_text(cell)
+
+
+def diverged_text(cell: Cell) -> str:
+    """The number of seeds that diverged, in brackets; "" where none did."""
+    return f" ({cell['diverged']} diverged)" if "diverged" in cell else ""
 
 
 def score_in_words(cell: Cell) -> str:
     """The same in a sentence, with its sign."""
-    return f"{score_text(cell)}{kind_of_scores([cell]).sign}"
+    kind = kind_of_scores([cell])
+    return f"{kind.text_of_scores(cell)}{kind.sign}{diverged_text(cell)}"
 
 
 def rank_text(cell: Cell) -> str:
