@@ -11,8 +11,9 @@ from evaluation import compare
 from evaluation.comparison import run
 from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.digests import identity, relevant_settings
-from evaluation.comparison.entries import read_entries
+from evaluation.comparison.entries import Question, read_entries
 from evaluation.comparison.reports import training_cost
+from evaluation.comparison.tables import describe_uncounted
 from evaluation.comparison.trainings import cost_with_ancestors, local_encoder, step_flops
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
 from evaluation.frozen.encoder import load_frozen_encoder
@@ -265,6 +266,24 @@ def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):
     pflop = {name: cost_with_ancestors(tmp_path / name, PFLOP) for name in runs}
     assert pflop == {"first": 1.5, "longer": 3.0, "student": 4.5, "tuned": 4.5}
     assert cost_with_ancestors(tmp_path / "student", DEVICE_HOURS) == 6
+
+
+def test_published_models_that_a_run_builds_on_are_named_beside_its_compute(tmp_path):
+    """Their training is no part of it: a run of an hour from a model of weeks would pass for an hour's."""
+    parents = {"first": "hf-hub:timm/vit", "second": str(tmp_path / "first"), "third": None}
+    for name, parent in parents.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"data": {}, "model": {"init_from": parent}}))
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "compute/pflop": 1.5}\n')
+    rows = []
+    for name in parents:
+        case = only_case({"name": name, "encoder": str(tmp_path / name)}, datasets=[{"name": "birds"}])
+        rows.append(case.labels | training_cost(case.encoder))
+    assert [row["training_pflop"] for row in rows] == [1.5, 3.0, 1.5]
+    assert [row.get("training_without") for row in rows] == [["hf-hub:timm/vit"]] * 2 + [None]
+    (sentence,) = describe_uncounted(rows, Question("q", plot="lines", x="compute"))
+    assert sentence.endswith("builds on: first (hf-hub:timm/vit); second (hf-hub:timm/vit).")
+    assert describe_uncounted(rows, Question("q")) == [] == describe_uncounted(rows[2:], Question("q", x="compute"))
 
 
 def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):

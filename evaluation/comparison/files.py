@@ -33,6 +33,7 @@ from evaluation.comparison.tables import (
     describe_label_baselines,
     describe_masked_baselines,
     describe_spread,
+    describe_uncounted,
     grouped,
     label_baselines,
     masked_baselines,
@@ -152,6 +153,7 @@ def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder:
     asked = rows_asked(rows, question)
     numbers = numbers_of(asked, question, groups)
     remarks = [*describe_spread(asked), *describe_label_baselines(asked), *describe_masked_baselines(asked)]
+    remarks += describe_uncounted(asked, question)
     uncompared = columns_not_compared(asked)
     if uncompared:
         remarks.append(f"Without intervals, so no difference is told apart: {', '.join(uncompared)}.")

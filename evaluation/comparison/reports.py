@@ -9,7 +9,7 @@ from typing import Any
 
 from evaluation.comparison.cases import Case, Encoder
 from evaluation.comparison.digests import digests_of_images, identity, provenance, training_digest
-from evaluation.comparison.trainings import cost_with_ancestors
+from evaluation.comparison.trainings import cost_with_ancestors, published_ancestors
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.scoring import ONE_CLASS, kind_of_report, kind_of_score, rank_of
@@ -20,7 +20,7 @@ COSTS = {"pflop": PFLOP, "device_hours": DEVICE_HOURS}
 """Entry of a row about fine-tuning's cost -> scalar of the cost of training an encoder (`training_pflop`)."""
 ResultRow = dict[str, Any]
 """A result: encoder, encoder_seed, evaluation, dataset, group, digest, its kind, and, where they are known,
-training_pflop, training_device_hours, and image_digests, by which changed images are seen.
+training_pflop, training_device_hours, training_without, and image_digests, by which changed images are seen.
 
 test: an accuracy on held-out images, of a case (such as 5 shots) and a seed, with `interval`, `images`, `figures`, the
 scores of `baselines` that look at no image and the place of its `outcomes` where they are known, and `score`, its name,
@@ -182,16 +182,18 @@ def read_published(file: str | None) -> dict[str, list[ResultRow]]:
     return by_digest
 
 
-def training_cost(encoder: Encoder) -> dict[str, float]:
+def training_cost(encoder: Encoder) -> dict[str, Any]:
     """PFLOP and device-hours that training an encoder and its ancestors took, as entries of a row.
 
-    Random weights cost 0. Encoders without a record are left out, such as a folder from elsewhere or a timm name.
+    Random weights cost 0. Encoders without a record are left out, such as a folder from elsewhere or a timm name. Of
+    published models among the ancestors, whose cost is unknown, `training_without` has the names.
     """
-    costs = {}
+    costs: dict[str, Any] = {}
     for name, scalar in COSTS.items():
         if encoder.entry.random:
             costs[f"training_{name}"] = 0.0
             continue
         with suppress(UserError):
             costs[f"training_{name}"] = cost_with_ancestors(encoder.path, scalar)
-    return costs
+    published = published_ancestors(encoder.path) if costs and not encoder.entry.random else []
+    return costs | {"training_without": published} if published else costs

@@ -160,6 +160,15 @@ def describe_spread(rows: list[ResultRow]) -> list[str]:
     return [f"± is the standard deviation {', '.join(over)}."] if over else []
 
 
+def describe_uncounted(rows: list[ResultRow], question: Question) -> list[str]:
+    """A sentence on the published models whose training no compute has, where the question plots against compute."""
+    began = {row["encoder"]: row["training_without"] for row in rows if row.get("training_without")}
+    if question.x not in MEASURED_AXES or not began:
+        return []
+    named = "; ".join(f"{encoder} ({', '.join(models)})" for encoder, models in began.items())
+    return [f"Compute is without that of the published models that an encoder builds on: {named}."]
+
+
 def describe_label_baselines(rows: list[ResultRow]) -> list[str]:
     """A sentence for each dataset whose rows have baselines: published rows of earlier versions have none."""
     sentences = []

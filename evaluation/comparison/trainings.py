@@ -116,6 +116,12 @@ def with_ancestors(run: Path) -> list[Path]:
     return list(found.values())
 
 
+def published_ancestors(run: Path) -> list[str]:
+    """The published models that a run, or one that it was made from, began from or learned from: no cost has theirs."""
+    parents = [name for each in with_ancestors(run) for name in parent_encoders(each).values()]
+    return [name for name in dict.fromkeys(parents) if local_encoder(name) is None]
+
+
 def pflop_without_trunk(run: Path) -> float:
     """PFLOP that a run executed itself: a branch without the steps of the trunk that it continued from.
 
