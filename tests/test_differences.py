@@ -142,6 +142,8 @@ def test_published_rows_get_wilsons_interval_where_the_images_are_known():
     row = {"kind": "test", "accuracy": 0.5399, "encoder_seed": 0, "seed": 0, "dataset": "CIFAR-10"}
     known = with_interval(row, case)
     assert known["interval"] == list(wilson(5399, 10_000)) and known["images"] == 10_000
+    other_figure = row | {"accuracy": -2.0, "score": "explained variance (R2)"}
+    assert with_interval(other_figure, case) == other_figure
     assert score_text(spread([known])) == "54.0 (53.0 to 55.0)"
     assert with_interval({"kind": "rank", "rank": 3.0}, case) == {"kind": "rank", "rank": 3.0}
     assert with_interval(known | {"interval": [0.1, 0.2]}, case)["interval"] == [0.1, 0.2]

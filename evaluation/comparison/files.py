@@ -57,6 +57,7 @@ from mpp.training.run_folder import REPORT_PAGE
 NUMBERS_FILE = "table.csv"
 DIFFERENCES = "Differences from the best, with 95% intervals over test images"
 TOLD_APART = "Encoders told apart from the best, by column"
+WROTE_PAGE = "Process that wrote this page; results that were there already may be of other versions"
 NAMED_BESIDE_BEST = 6
 """Encoders that the page's verdict names besides the best one, at most."""
 
@@ -193,7 +194,8 @@ def page_of(
     verdict = [(sentence, link) for sentence in best_encoders(rows)]
     diverged = {(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")}
     warnings = [f"{len(diverged)} trainings diverged: see the tables"] if diverged else []
-    about = Section("versions", "Versions", [Table(["", ""], [[name, each] for name, each in versions.items()])])
+    of_page = Table(["", ""], [[name, each] for name, each in versions.items()], WROTE_PAGE)
+    about = Section("versions", "Versions", [of_page])
     subtitle = f"{len(unique(rows, 'encoder'))} encoders, {len(tested)} results on test images"
     verdict = verdict or [("No results yet", None)]
     return Page(f"{folder}: a comparison", subtitle, verdict, warnings, [*filled, about], missing)

@@ -141,7 +141,7 @@ def kind_of_scores(entries: Iterable[dict[str, Any]]) -> LabelKind:
 def with_interval(row: ResultRow, case: Case) -> ResultRow:
     """A row of an accuracy without its interval, such as a published one, with Wilson's where the images are known."""
     images = case.dataset.images
-    is_share = row["kind"] == "test" and case.evaluation.is_share_of_images
+    is_share = row["kind"] == "test" and case.evaluation.is_share_of_images and "score" not in row  # R2, say
     if images is None or not is_share or "interval" in row:
         return row
     return row | {"images": images, "interval": list(wilson(row["accuracy"] * images, images))}

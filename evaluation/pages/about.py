@@ -53,17 +53,17 @@ def changed(config: Any) -> dict[str, Any]:
 
 
 def recorded_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that results depend on."""
-    return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+    """Versions of mpp, Python and the libraries in this process; results that it took over may be of others."""
+    own = {"mpp": mpp.__version__, "python": platform.python_version()}
+    return own | {name: version(name) for name in LIBRARIES}
 
 
 def machine_blocks() -> list[Block]:
     """Versions and hardware of the process that writes the page."""
-    versions = {"mpp": mpp.__version__} | recorded_versions()
     hardware = [
         ["system", platform.platform()],
         ["processor", platform.processor() or platform.machine()],
         ["cores", str(cores())],
         ["GPU", torch.cuda.get_device_name() if uses_gpu() else "none"],
     ]
-    return [Table(["", ""], [*map(list, versions.items()), *hardware], "Process that wrote this page")]
+    return [Table(["", ""], [*map(list, recorded_versions().items()), *hardware], "Process that wrote this page")]
