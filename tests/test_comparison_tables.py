@@ -172,6 +172,17 @@ def test_random_weights_alone_are_drawn_at_no_compute(charted):
     assert len(figure.axes[0].lines) == 1
 
 
+def test_random_weights_on_a_line_are_drawn_across_the_panel(charted):
+    """A logarithmic axis has no 0: the line would come from the left at the height of its next point."""
+    lines = {"5": {0: charted | {"mean": 0.2}, 1: charted, 2: charted}, "25": {1: charted}}
+    (panel,) = plot_lines({"few-shot": lines}, "pflop").axes
+    across = {line.get_label(): list(line.get_ydata()) for line in panel.lines if list(line.get_xdata()) == [0, 1]}
+    assert across == {"5, at 0": [20, 20]}
+    drawn = {bars.get_label(): bars.lines[0].get_xdata().tolist() for bars in panel.containers}
+    assert drawn == {"5": [1, 2], "25": [1]}
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["5", "5, at 0", "25"]
+
+
 def test_a_panel_has_all_lines(charted):
     lines = {str(case): {1: charted} for case in range(9)}
     figure = plot_lines({"many": lines}, "steps")

@@ -154,8 +154,9 @@ def plot_depths(curves: Curves, scales: Scales | None = None) -> Figure:
 
 
 def plot_lines(curves: Curves, x_label: str, scales: Scales | None = None) -> Figure:
-    """Evaluation -> case -> x -> score, with a logarithmic x-axis; a case with 0 alone is a horizontal line."""
+    """Evaluation -> case -> x -> score, with a logarithmic x-axis; scores at 0 are horizontal lines."""
     scales = scales or {}
+    curves = {column: levels_apart(cases) for column, cases in curves.items()}
     figure, panels = panels_side_by_side(curves, x_label)
     for panel, (column, cases) in zip(panels, curves.items(), strict=True):
         factor = scales.get(column, ACCURACY).factor
@@ -180,6 +181,18 @@ def plot_lines(curves: Curves, x_label: str, scales: Scales | None = None) -> Fi
         if any(cases):  # below the error bars
             panel.legend(**legend_of(panel, cases), fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     return figure
+
+
+def levels_apart(cases: dict[str, dict[float, Statistics]]) -> dict[str, dict[float, Statistics]]:
+    """The lines of a panel, of which those with 0 and other places are two: "NAME, at 0" is the score at 0."""
+    apart = {}
+    for name, accuracies in cases.items():
+        above = {place: each for place, each in accuracies.items() if place != 0}
+        if above:
+            apart[name] = above
+        if 0 in accuracies:
+            apart[f"{name}, at 0" if above else name] = {0: accuracies[0]}
+    return apart
 
 
 def legend_of(panel: Axes, names: Iterable[str]) -> dict[str, list[Any]]:
