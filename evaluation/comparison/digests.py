@@ -22,7 +22,7 @@ from mpp.training.user_code import imports_used
 PLACES = {"encoder", "checkpoint", "out", "run.dir"}
 """Settings that are places: a result depends on the content there, not on the place."""
 ImageSource = tuple[SourceConfig, str]
-"""Where images are, and the kind of their labels."""
+"""Settings of the images, and the kind of their labels."""
 
 
 @cache

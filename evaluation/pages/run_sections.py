@@ -81,9 +81,9 @@ def fingerprints_of_run(folder: Path) -> set[str]:
 
 
 def is_of_other_weights(file: Path, weights: set[str], history: History) -> bool:
-    """Whether a report of an evaluation is of an encoder that the run has no more: it has been trained longer, or anew.
+    """Whether a report of an evaluation is of an encoder that the run no longer has: it was trained again, or longer.
 
-    Reports of earlier versions do not know their weights, and count as the run's.
+    A report without a digest counts as the weights of the run.
 
     Args:
         weights: those of the run.

@@ -125,7 +125,7 @@ def read_batches(
 def read_crops(
     images: ImageDataset, data: ProbeDataConfig, size: tuple[int, int], indices: range
 ) -> Iterator[ImageBatch]:
-    """Centre crops of the images at these indices, in their order; zeros in place of one that cannot be decoded.
+    """Centre crops of the images at these indices, in their order; zeros for one that cannot be decoded.
 
     Args:
         size: height and width.

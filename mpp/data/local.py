@@ -37,7 +37,7 @@ QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downlo
 MAX_STAND_IN_BYTES = 1 << 12
 STREAMED_FILES_COMPARED = 16  # of a split, or a few more: a stream may have very many
 MAX_EMPTY_TABLE_BYTES = 1 << 20  # a longer table has rows, and need not be opened to know it
-CACHED_TABLE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`, beside a dataset on disk
+CACHED_TABLE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # of `datasets`, next to a dataset
 CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
 
 

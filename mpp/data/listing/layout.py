@@ -17,7 +17,7 @@ from mpp.runtime.messages import shortened
 
 MASK_WORD = re.compile(r"masks|segmentation|annotation|trimap|ground_?truth")
 MASK_FILE = re.compile(r"(.+)[ _-](masks?|seg|segmentation|labels?|annotation|trimap|gt|ground_?truth)", re.IGNORECASE)
-FILES_LOOKED_AT = 64  # of a folder: masks beside images are next to them in the order of names
+FILES_LOOKED_AT = 64  # of a folder: in the order of names, a mask is near its image
 ADVICE_ON_MASKS = "move them away, or list the images in a metadata.csv"
 MIN_SHARE_AT_DEPTH = 0.2  # of the images: folders at a depth that has fewer are not the level of the classes
 MAX_SHARE_OF_ONE_NAME = 0.95  # of the images: where one name has more, the level is the same for all but a few
@@ -164,7 +164,7 @@ def describe_levels(below: list[Parts], outer_level: int, inner_level: int) -> s
 
 
 def masks_beside_images(folders: Sequence[Folder]) -> list[str]:
-    """Warnings of files that are called as masks of others in their folder, such as `1_mask.tif` beside `1.tif`."""
+    """Warnings of files that are called as masks of others in their folder, such as `1_mask.tif` next to `1.tif`."""
     like_masks = []
     for folder in folders:
         files = folder.files[:FILES_LOOKED_AT]
