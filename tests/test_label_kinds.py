@@ -27,6 +27,7 @@ from evaluation.metrics.several import figures_of
 from evaluation.supervision.learners import NumberLearner, SeveralLearner
 from mpp.config import DataConfig
 from mpp.data.label_kinds import AUTO, LABEL_READERS, find_label_kind
+from mpp.data.labels import find_labels
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
@@ -38,7 +39,7 @@ def read(kind, feature, *splits):
     columns = []
     for values in splits:
         rows = datasets.Dataset.from_dict({"label": values}, features=datasets.Features({"label": feature}))
-        columns.append(reader.read(rows, "label", "here", "data.label_column"))
+        columns.append(reader.read(find_labels(rows, "label", "here", "data.label_column")))
     numbered = reader.convert(columns)
     return [part.tolist() for part in numbered.parts], numbered.class_names
 
@@ -126,8 +127,9 @@ def test_a_column_of_another_kind_is_named(kind, feature, values, message):
 )
 def test_auto_is_classes_unless_numbers_have_fractions(feature, values, kind):
     rows = datasets.Dataset.from_dict({"label": values}, features=datasets.Features({"label": feature}))
-    assert find_label_kind("auto", rows, None, "data.label_column", "here") == kind
-    assert find_label_kind("several", rows, None, "data.label_column", "here") == "several"
+    column = find_labels(rows, None, "here", "data.label_column")
+    assert find_label_kind("auto", column) == kind
+    assert find_label_kind("several", column) == "several"
 
 
 def several_outcomes(images=60, classes=5, seed=0):

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from datasets import LargeList, List, Value
 
-from mpp.data.labels import NumberedLabels, number_labels, read_labels
+from mpp.data.labels import NumberedLabels, find_labels, number_labels, read_labels
 
 SEVERAL_SPLITS_ERROR = r"column label has numbers, such as \w+, .* names; both must"
 NO_CLASSES_ERROR = r"data\.label_column is label, which holds .* instead of classes"
@@ -23,7 +23,12 @@ def rows(kind, values: list, column: str = "label") -> datasets.Dataset:
 
 def read(kind, values: list, column: str = "label"):
     """The labels of a column, which no setting names."""
-    return read_labels(rows(kind, values, column), None, "here")
+    return read_rows(rows(kind, values, column))
+
+
+def read_rows(rows: datasets.Dataset, column: str | None = None, source: str = "here"):
+    """The labels of rows, in the column that a setting may name."""
+    return read_labels(find_labels(rows, column, source, "data.label_column"))
 
 
 def number(kind, values: list) -> NumberedLabels:
@@ -164,7 +169,7 @@ def test_labels_of_every_sort_are_numbered_as_plain_python_would(sort):
         first, second = (rows(kind, of_split) for kind, of_split in zip(kinds, values, strict=True))
         chunked = datasets.concatenate_datasets([first, first])
         order = rng.permutation(len(second))
-        columns = [read_labels(split, None, "here") for split in (chunked, second.select(order))]
+        columns = [read_rows(split) for split in (chunked, second.select(order))]
         try:
             expected = Reference([values[0] * 2, [values[1][i] for i in order]], kinds)
         except LookupError:
@@ -193,7 +198,7 @@ def test_what_are_no_classes_are_no_labels_unless_asked_for(kind, value):
     values = [value] * 3
     assert read(kind, values) is None
     with pytest.raises(ValueError, match=NO_CLASSES_ERROR):
-        read_labels(rows(kind, values), "label", "here")
+        read_rows(rows(kind, values), "label")
 
 
 def test_numbers_with_blanks_are_labels():
@@ -207,7 +212,7 @@ def test_numbers_with_blanks_are_labels():
 def test_numbers_far_apart_are_numbered_from_zero(column):
     """As ids of species are, and the largest number that arrow holds."""
     table = pa.table({"label": pa.array(column, pa.uint64())})
-    numbered = number_labels([read_labels(datasets.Dataset(table), None, "here")])
+    numbered = number_labels([read_rows(datasets.Dataset(table))])
     assert numbered.parts[0].tolist() == [0, 2, 0, -1, 1]
     assert numbered.classes == 3
     assert numbered.class_names == [str(value) for value in sorted({*column} - {None})]
@@ -231,10 +236,10 @@ def test_numbers_that_are_texts_are_sorted_as_numbers():
 @pytest.mark.parametrize("values", [["0.5", "1"], ["1e-3", " 2 "], [".5", "", None]])
 def test_texts_that_are_numbers_with_fractions_are_no_classes(values, capsys):
     column = rows(Value("string"), values)
-    assert read_labels(column, None, f"here {values}") is None
+    assert read_rows(column, source=f"here {values}") is None
     assert "holds numbers with fractions instead of classes; it is not used" in capsys.readouterr().out
     with pytest.raises(ValueError, match="which holds numbers with fractions instead of classes"):
-        read_labels(column, "label", "here")
+        read_rows(column, "label")
 
 
 @pytest.mark.parametrize("values", [["1.0", "2.0"], ["0.5", "x"], ["v1.5", "v2"], ["1.5.2", "3"]])
@@ -251,7 +256,7 @@ def test_labels_take_little_more_memory_than_their_numbers(labels_per_image):
     table = datasets.Dataset(pa.table({"label": column}))
     tracemalloc.start()
     try:
-        (labels,) = number_labels([read_labels(table, None, "here")]).parts
+        (labels,) = number_labels([read_rows(table)]).parts
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -261,6 +266,6 @@ def test_labels_take_little_more_memory_than_their_numbers(labels_per_image):
 
 def test_negative_numbers_of_classes_that_nothing_declares_are_said(capsys):
     column = rows(Value("int64"), [-1, 1, 1, -1, 1], "sign")
-    numbered = number_labels([read_labels(column, "sign", "here")])
+    numbered = number_labels([read_rows(column, "sign")])
     assert numbered.parts[0].tolist() == [-1, 0, 0, -1, 0]
     assert "2 labels in the column sign are negative numbers: no labels" in capsys.readouterr().out

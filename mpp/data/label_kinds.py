@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,10 +16,9 @@ from numpy.typing import NDArray
 from mpp.data.labels import (
     MARKS,
     NO_LABEL,
+    FoundColumn,
     LabelColumn,
     NumberedLabels,
-    column_of,
-    find_label_column,
     flatten_lists,
     holds_classes,
     holds_fractions,
@@ -28,7 +26,6 @@ from mpp.data.labels import (
     holds_marks,
     is_blank,
     is_text,
-    names_of_classes,
     number_labels,
     read_labels,
     without,
@@ -47,50 +44,40 @@ AUTO = "auto"
 class LabelReader(NamedTuple):
     """The functions that read one kind of label."""
 
-    read: Callable[[datasets.Dataset, str | None, str, str], LabelColumn | None]
-    """Arguments and result of `read_labels`."""
+    read: Callable[[FoundColumn], LabelColumn | None]
+    """As `read_labels`."""
     convert: Callable[[Sequence[LabelColumn | None]], NumberedLabels]
     """The columns of all splits, training first, to arrays: as `number_labels`."""
 
 
-def find_label_kind(kind: str, rows: datasets.Dataset, column: str | None, setting: str, source: str) -> str:
+def find_label_kind(kind: str, column: FoundColumn | None) -> str:
     """The kind of label of some images; of `auto` that is numbers where these have fractions, or else classes.
 
     Args:
         kind: auto, or a key of `LABEL_READERS`.
-        rows: of the training split.
-        column, setting, source: see `find_label_column`.
+        column: of the training split; None: it has none.
     """
     if kind != AUTO:
         return kind
-    name = find_label_column(column, rows.features, source, setting)
-    if name is None:
-        return "class"
-    return "number" if holds_fractions(without_fractions(column_of(rows, name))) else "class"
+    return "number" if column is not None and holds_fractions(without_fractions(column.values)) else "class"
 
 
-def read_several(
-    rows: datasets.Dataset, column: str | None, source: str, setting: str = "data.label_column"
-) -> LabelColumn | None:
-    """The classes of each image: a list of them, or text with `;` between them. Arguments: see `read_labels`.
+def read_several(column: FoundColumn) -> LabelColumn:
+    """The classes of each image: a list of them, or text with `;` between them.
 
     Null, or a blank text, is a missing label; an empty list, or a text of only `;`, is an image of no class.
 
     Raises:
         UserError: the column holds something else.
     """
-    name = find_label_column(column, rows.features, source, setting)
-    if name is None:
-        return None
-    column_values = column_of(rows, name)
-    note_other_separators(name, column_values)
-    labels = split_texts(without_fractions(column_values))
+    note_other_separators(column.name, column.values)
+    labels = split_texts(without_fractions(column.values))
     has_marks = holds_marks(labels)
     if not holds_classes(labels) or holds_fractions(labels) or has_marks:
-        content = MARKS if has_marks else rows.features[name]
+        content = MARKS if has_marks else column.feature
         allowed = f"lists of classes, or text with {SEPARATOR} between them, with task several"
-        raise UserError(f"{setting} is {name}, which holds {content}; it must hold {allowed}")
-    return LabelColumn(name, labels, names_of_classes(rows.features[name]))
+        raise UserError(f"{column.setting} is {column.name}, which holds {content}; it must hold {allowed}")
+    return LabelColumn(column.name, labels, column.class_names)
 
 
 def note_other_separators(column: str, labels: pa.ChunkedArray) -> None:
@@ -144,30 +131,25 @@ def mark_classes(columns: Sequence[LabelColumn | None]) -> NumberedLabels:
     return NumberedLabels(parts, numbered.class_names, classes)
 
 
-def read_numbers(
-    rows: datasets.Dataset, column: str | None, source: str, setting: str = "data.label_column"
-) -> LabelColumn | None:
-    """The number of each image. Arguments: see `read_labels`. Null, blank text, NaN and infinities are missing labels.
+def read_numbers(column: FoundColumn) -> LabelColumn:
+    """The number of each image. Null, blank text, NaN and infinities are missing labels.
 
     Raises:
         UserError: the column holds something else.
     """
-    name = find_label_column(column, rows.features, source, setting)
-    if name is None:
-        return None
-    labels = column_of(rows, name)
-    feature = rows.features[name]
+    labels = column.values
+    problem = f"{column.setting} is {column.name}, which holds"
     allowed = "a column of numbers with task number"
-    if holds_lists(labels) or getattr(feature, "names", None) is not None:
-        raise UserError(f"{setting} is {name}, which holds {feature}; it must be {allowed}")
+    if holds_lists(labels) or getattr(column.feature, "names", None) is not None:
+        raise UserError(f"{problem} {column.feature}; it must be {allowed}")
     if is_text(labels.type):
         texts = pc.utf8_trim_whitespace(labels.cast(pa.string()))
         labels = without(is_blank(texts), texts)
     try:
-        return LabelColumn(name, labels.cast(pa.float64()), None)
+        return LabelColumn(column.name, labels.cast(pa.float64()), None)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         shown = shortened([str(value) for value in pc.unique(flatten_lists(labels)).drop_null().to_pylist()[:3]])
-        raise UserError(f"{setting} is {name}, which holds {shown}; it must be {allowed}") from None
+        raise UserError(f"{problem} {shown}; it must be {allowed}") from None
 
 
 def take_numbers(columns: Sequence[LabelColumn | None]) -> NumberedLabels:

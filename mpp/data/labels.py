@@ -7,6 +7,7 @@ They stay in arrow and numpy all the way: 14 million Python lists would take gig
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -39,6 +40,37 @@ def find_label_column(
     if column not in features:
         raise UserError(f"{setting} is {column}; {source} has {', '.join(features)}")
     return column
+
+
+class FoundColumn(NamedTuple):
+    """The column of some images' labels, before these are read as a kind of label."""
+
+    name: str
+    values: pa.ChunkedArray
+    feature: Any
+    """Its type in the dataset."""
+    is_named: bool
+    """Whether a setting names it; otherwise it is the column `label`."""
+    setting: str
+    """The setting that may name it."""
+    source: str
+    """Name of the dataset."""
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The names that its type, or that of the items of its lists, declares; None: there are none."""
+        feature = self.feature
+        while hasattr(feature, "feature"):
+            feature = feature.feature
+        return getattr(feature, "names", None)
+
+
+def find_labels(rows: datasets.Dataset, column: str | None, source: str, setting: str) -> FoundColumn | None:
+    """The column of some images' labels: see `find_label_column`, also for arguments and errors."""
+    name = find_label_column(column, rows.features, source, setting)
+    if name is None:
+        return None
+    return FoundColumn(name, column_of(rows, name), rows.features[name], column is not None, setting, source)
 
 
 @dataclass(frozen=True)
@@ -107,44 +139,29 @@ class NumberedLabels:
     """Number of classes that the first split with labels has, or declares."""
 
 
-def read_labels(
-    rows: datasets.Dataset, column: str | None, source: str, setting: str = "data.label_column"
-) -> LabelColumn | None:
+def read_labels(column: FoundColumn) -> LabelColumn | None:
     """The labels of each image: none, one, or (where the column holds lists) several. They stay where the rows are.
 
-    Args:
-        column, source, setting: see `find_label_column`.
     Returns:
-        None: there is no such column, or the column `label`, which no setting names, holds no classes.
+        None: the column `label`, which no setting names, holds no classes.
     Raises:
         UserError: the named column holds no classes.
     """
-    name = find_label_column(column, rows.features, source, setting)
-    if name is None:
-        return None
-    labels = without_fractions(column_of(rows, name))
-    feature = rows.features[name]
+    labels = without_fractions(column.values)
     has_fractions = holds_fractions(labels)
     has_marks = holds_marks(labels)
     if holds_classes(labels) and not has_fractions and not has_marks:
-        return LabelColumn(name, labels, names_of_classes(feature))
-    content = "numbers with fractions" if has_fractions else MARKS if has_marks else str(feature)
-    if column is not None:
-        raise UserError(f"{setting} is {column}, which holds {content} instead of classes")
-    note(f"the column {name} of {source} holds {content} instead of classes; it is not used")
+        return LabelColumn(column.name, labels, column.class_names)
+    content = "numbers with fractions" if has_fractions else MARKS if has_marks else str(column.feature)
+    if column.is_named:
+        raise UserError(f"{column.setting} is {column.name}, which holds {content} instead of classes")
+    note(f"the column {column.name} of {column.source} holds {content} instead of classes; it is not used")
     return None
 
 
 def column_of(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
     """A column of a dataset as arrow has it."""
     return rows.select_columns([name]).with_format("arrow")[:].column(0)
-
-
-def names_of_classes(feature: object) -> list[str] | None:
-    """The names that the type of a column, or of the items of its lists, declares; None: there are none."""
-    while hasattr(feature, "feature"):
-        feature = feature.feature
-    return getattr(feature, "names", None)
 
 
 def without_fractions(labels: pa.ChunkedArray) -> pa.ChunkedArray:

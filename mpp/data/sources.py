@@ -16,6 +16,7 @@ from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.hub import announce_hub_lookup
 from mpp.data.label_kinds import LABEL_READERS, find_label_kind
+from mpp.data.labels import find_labels
 from mpp.data.listing.split_names import split_of_cell
 from mpp.data.local import QUIET, load_local
 from mpp.data.overview import announce_splits, warn_of_labels
@@ -80,14 +81,13 @@ def label_images(
         label_kind: see `find_label_kind`.
     """
     source = describe_source(config)
-    first = next(iter(splits.values()))
-    kind = find_label_kind(label_kind, first, *label_setting(config, held_out=False), source)
-    reader = LABEL_READERS[kind]
-    label_columns = []
+    columns = []
     for position, rows in enumerate(splits.values()):
         column, setting = label_setting(config, held_out=position > 0)
-        label_columns.append(reader.read(rows, column, source, setting))
-    numbered = reader.convert(label_columns)
+        columns.append(find_labels(rows, column, source, setting))
+    kind = find_label_kind(label_kind, columns[0])
+    reader = LABEL_READERS[kind]
+    numbered = reader.convert([None if column is None else reader.read(column) for column in columns])
     images = []
     for (split, rows), labels in zip(splits.items(), numbered.parts, strict=True):
         rows = images_only(rows, image_column)
