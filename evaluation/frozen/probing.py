@@ -20,6 +20,7 @@ from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choi
 from mpp.data.label_kinds import AUTO
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
+from mpp.runtime.arrays import evenly_spaced
 from mpp.runtime.hardware import device
 from mpp.runtime.start import start
 from mpp.runtime.weights import fingerprint
@@ -74,9 +75,8 @@ def run_probe(
 def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
     """The effective rank of the tested features at each depth, of as many images as `features/rank` in training."""
     count = len(next(iter(by_depth.values())).test)
-    ranked = min(count, MAX_IMAGES_FOR_RANK)
-    spaced = np.linspace(0, count - 1, ranked).astype(int)  # files may be in the order of their classes
-    ranks = effective_ranks([features.test[spaced] for features in by_depth.values()], device())
+    ranked = evenly_spaced(count, MAX_IMAGES_FOR_RANK)  # files may be in the order of their classes
+    ranks = effective_ranks([features.test[ranked] for features in by_depth.values()], device())
     return dict(zip(by_depth, ranks, strict=True))
 
 

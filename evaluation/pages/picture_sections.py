@@ -27,6 +27,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
 from mpp.features.neighbours import Neighbours, find_other_neighbours
 from mpp.pretrain import Pretraining, is_pretraining, reopen
+from mpp.runtime.arrays import evenly_spaced
 from mpp.training.history import History, after_training_began, best_depth, probe_lines
 
 NEIGHBOURS_OF_A_QUERY = 5
@@ -106,7 +107,7 @@ def neighbour_blocks(subject: Subject, max_images: int, history: History) -> lis
     depth = best_probed_depth(subject, history)
     representation = "class" if subject.has_trained_class_token else "mean"
     gallery = extract_gallery(subject, dataset, depth, representation)
-    queries = np.linspace(0, len(dataset) - 1, min(MAX_QUERIES, len(dataset))).astype(int).tolist()
+    queries = evenly_spaced(len(dataset), MAX_QUERIES).tolist()
     neighbours = find_other_neighbours(gallery.features, queries, NEIGHBOURS_OF_A_QUERY)
     rows = []
     for query, nearest in zip(queries, neighbours.index.tolist(), strict=True):

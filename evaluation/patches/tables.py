@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -16,6 +15,7 @@ from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchEncoder
 from evaluation.patches.masks import MaskedImages
 from mpp.features.reconstructions import as_one_picture
+from mpp.runtime.arrays import evenly_spaced
 from mpp.runtime.randomness import FIXED_VIEW
 
 MEAN_IOU = Pixels()
@@ -80,9 +80,7 @@ def draw_predictions(
     Args:
         predictions: predicted masks of all held-out images, by reading.
     """
-    count = len(test.images)
-    evenly_spaced = np.linspace(0, count - 1, min(config.images, count))
-    chosen = np.unique(evenly_spaced.astype(int))
+    chosen = evenly_spaced(len(test.images), config.images)
     views = masked_views(encoder, test, config.data)
     samples = [views[FIXED_VIEW, index] for index in chosen.tolist()]
     images = torch.stack([sample.images for sample in samples])

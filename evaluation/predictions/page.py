@@ -42,6 +42,7 @@ from mpp.data.crops import limit_aspect
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
 from mpp.features.reconstructions import as_one_picture
+from mpp.runtime.arrays import evenly_spaced
 from mpp.runtime.messages import counted
 from mpp.runtime.output import printable
 
@@ -130,7 +131,8 @@ def image_sections(predictions: Predictions, sheets: "Sheets") -> list[Section]:
 
 def mask_sections(predictions: Predictions, sheets: "Sheets") -> list[Section]:
     """Images with their masks: some of all, and those at the extremes of probability that are not among the former."""
-    some = evenly_spaced(np.flatnonzero(predictions.classes != NO_CLASS), SPACED)
+    decoded = np.flatnonzero(predictions.classes != NO_CLASS)
+    some = decoded[evenly_spaced(len(decoded), SPACED)]
     most = without(surest(predictions), some)
     least = without(least_sure(predictions), [*some, *most])
     return [
@@ -194,12 +196,6 @@ def surest_wrong(predictions: Predictions) -> NDArray[np.int64]:
     return rows[predictions.right[rows] == 0][:EXTREMES]
 
 
-def evenly_spaced(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """So many of these rows, evenly spaced among them; all where there are no more."""
-    places = np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)
-    return rows[np.unique(places)]
-
-
 def without(rows: NDArray[np.int64], others: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """The rows that are not among the others, in their order."""
     return rows[~np.isin(rows, others)]
@@ -213,7 +209,8 @@ def class_sections(predictions: Predictions, sheets: Sheets) -> list[Section]:
     for number in frequent[:MAX_CLASSES]:
         rows = np.flatnonzero(predictions.classes == number)
         title = f"{predictions.class_names[number]}: {counted(int(counts[number]), 'image')}"
-        sections.append(Section(f"class{number}", title, sheets.blocks(evenly_spaced(rows, IMAGES_OF_A_CLASS))))
+        some = rows[evenly_spaced(len(rows), IMAGES_OF_A_CLASS)]
+        sections.append(Section(f"class{number}", title, sheets.blocks(some)))
     left_out = len(frequent) - len(sections)
     if left_out > 0:
         sections.append(Section("others", "Other classes", [Text(f"{left_out} rarer classes are in the table only.")]))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mpp.data.columns import is_encoded, read_encoded
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
+from mpp.runtime.arrays import evenly_spaced
 
 SAMPLED_FILES = 64  # image files of a split whose bytes enter its record
 NAMES_PER_PIECE = 100_000  # file names in memory at a time
@@ -93,9 +94,7 @@ def split_fingerprint(rows: datasets.Dataset, column: str, retries: int) -> Iter
     Arrays, which have no names, are known by the values of some.
     """
     yield f"{len(rows)}\n".encode()
-    sampled = []
-    if len(rows):
-        sampled = np.unique(np.linspace(0, len(rows) - 1, SAMPLED_FILES).astype(int)).tolist()
+    sampled = evenly_spaced(len(rows), SAMPLED_FILES).tolist()
     if not is_encoded(rows.features[column]):
         for index in sampled:
             cell = rows[index][column]

@@ -90,6 +90,11 @@ def select(array: NDArray, indices: NDArray[np.int64]) -> NDArray:
     return chosen.array()
 
 
+def evenly_spaced(length: int, count: int) -> NDArray[np.int64]:
+    """So many indices of a sequence, evenly spaced from the first to the last; all where there are no more."""
+    return np.linspace(0, length - 1, min(count, length)).astype(int)
+
+
 def let_go(array: NDArray) -> None:
     """Free the memory of the parts read from a mapped array; the system may still have them cached.
 
