@@ -141,11 +141,17 @@ def evaluate_by_depth(
         by_depth = {chosen: by_depth[chosen]}
     if chosen:
         protocol["chosen_depth"] = chosen
+    results_by_depth = {depth: add_figures(evaluate(features)) for depth, features in by_depth.items()}
+    return assemble_report(results_by_depth, chosen, protocol, group_by)
 
+
+def assemble_report(
+    by_depth: dict[int, list[dict]], chosen: int, protocol: dict[str, Any], group_by: str
+) -> dict[str, Any]:
+    """The report of the results at each depth, with the summary of the chosen one; see `evaluate_by_depth`."""
     results = []
     summaries = {}
-    for depth, features in by_depth.items():
-        of_depth = add_figures(evaluate(features))
+    for depth, of_depth in by_depth.items():
         summaries[depth] = summarize_accuracies(of_depth, group_by)
         depth_entry = {"depth": depth} if depth else {}
         results += [result | depth_entry for result in of_depth]

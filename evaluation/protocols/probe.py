@@ -13,7 +13,8 @@ from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolv
 from evaluation.frozen.extraction import describe_input, warn_left_out
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.labelled_features import cut_dev_split
-from evaluation.frozen.results import report_of, summarize_accuracies, write_probe_report
+from evaluation.frozen.probing import assemble_report
+from evaluation.frozen.results import report_of, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import add_figures, score
@@ -121,24 +122,18 @@ def report_on(
         outcomes: of the tested heads.
         dev_accuracies: of all candidates of the protocol; None: nothing was chosen.
     """
-    results = []
-    summaries = {}
+    by_depth = {}
     for candidate, of_head in zip(tested, outcomes, strict=True):
         result = {"protocol": protocol.name, "seed": config.seed, **candidate.about, "outcomes": of_head}
         if dev_accuracies is not None:
             result["dev_accuracy"] = max(dev_accuracies)
-        (result,) = add_figures([result])
-        results.append(result)
-        summaries[candidate.about.get("depth", 0)] = summarize_accuracies([result], "protocol")
-    deepest = max(summaries)
+        by_depth[candidate.about.get("depth", 0)] = add_figures([result])
+    deepest = max(by_depth)
     chosen: dict[str, Any] = {"chosen_depth": deepest} if deepest else {}
     if dev_accuracies is not None and deepest:
-        by_depth = {each.about["depth"]: value for each, value in zip(protocol.candidates, dev_accuracies, strict=True)}
-        chosen["dev_accuracy_by_depth"] = by_depth
+        depths = [each.about["depth"] for each in protocol.candidates]
+        chosen["dev_accuracy_by_depth"] = dict(zip(depths, dev_accuracies, strict=True))
     elif dev_accuracies is not None:
         pairs = zip(protocol.candidates, dev_accuracies, strict=True)
         chosen["dev"] = [each.about | {"accuracy": value} for each, value in pairs]
-    report = {"results": results, "summary": summaries[deepest], "protocol": chosen}
-    if len(summaries) > 1:
-        report["summary_by_depth"] = summaries
-    return report
+    return assemble_report(by_depth, deepest, chosen, "protocol")
