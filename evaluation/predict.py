@@ -46,10 +46,10 @@ from evaluation.predictions.opening import (
 )
 from evaluation.predictions.other_kinds import (
     ROWS,
+    OtherPredictions,
     OutputRows,
     outcomes_of_splits,
     read_outputs,
-    summarize_others,
 )
 from evaluation.predictions.page import RowImages, Thumbnail, write_predictions_page
 from evaluation.predictions.pixels import PixelClassifier, PixelRows
@@ -57,10 +57,8 @@ from evaluation.predictions.summary import (
     Predictions,
     outcomes_by_split,
     print_classes,
-    print_figures,
     print_summary,
     read_predictions,
-    summarize,
 )
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables.given import given_columns
@@ -70,7 +68,6 @@ from mpp.config import require
 from mpp.config.command_line import files_first
 from mpp.config.parsing import read
 from mpp.data.data_path import describe_source
-from mpp.data.dataset import ImageDataset
 from mpp.runtime.command import command
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
@@ -129,14 +126,14 @@ def predict_classes(
     write_table(out, identity, images, given.beside(rows.rows), "predictions")
     about |= described_note(note_of_images)
     if isinstance(rows, OutputRows):
-        report_others(config, about, rows, images)
+        outputs = read_outputs(out, rows.output_columns())
+        report(config, about, outputs, outcomes_of_splits(outputs, images, rows) if labelled else {})
         return out
     predictions = read_predictions(out, classifier.class_names, labelled)
     outcomes = {}
     if labelled:
         outcomes = outcomes_by_split(predictions, *number_labels(images, classifier.class_names))
-    row_images = RowImages(images, data)
-    report(config, about, predictions, outcomes, row_images, row_images.thumbnail)
+    report(config, about, predictions, outcomes, RowImages(images, data))
     return out
 
 
@@ -148,25 +145,6 @@ def image_settings(config: PredictConfig, crop_pct: float, settings: type[ProbeD
     """
     values = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(settings)}
     return settings(**values | {"eval_crop": config.data.eval_crop or crop_pct})
-
-
-def report_others(
-    config: PredictConfig, about: dict[str, Any], rows: OutputRows, images: Sequence[ImageDataset]
-) -> None:
-    """Print and keep the summary of a table of several classes an image, or of numbers; there is no page.
-
-    Args:
-        about: the values that the table depends on.
-    """
-    out = Path(config.out)
-    predictions = read_outputs(out, rows.output_columns())
-    outcomes = outcomes_of_splits(predictions, images, rows) if rows.labelled else {}
-    summary = summarize_others(predictions, outcomes)
-    print_figures(summary, outcomes, predictions.broken)
-    write_about(config, about | summary)
-    if config.page:
-        note("no page of predictions: it needs one class per image")
-    print(f"wrote {out}, {about_file(out).name}: {summary['images']} images, {summary['unreadable']} unreadable")
 
 
 def predict_pixels(
@@ -200,13 +178,11 @@ def predict_pixels(
     about |= described_note(note_run_images(source, data))
     row_images = RowImages(images, data)
 
-    def thumbnail(row: int) -> Image.Image:
-        if overlays is None:
-            return row_images.thumbnail(row)
+    def overlay(row: int) -> Image.Image:
         return Image.open(rows.overlay_file(*row_images.place(row)))
 
     predictions = read_predictions(out, classifier.class_names, class_numbers=classifier.class_numbers)
-    report(config, about, predictions, outcomes, row_images, thumbnail)
+    report(config, about, predictions, outcomes, row_images, overlay if config.overlays else None)
     print_classes(outcomes)
     return out
 
@@ -244,30 +220,33 @@ def describe_classifier(
 def report(
     config: PredictConfig,
     about: dict[str, Any],
-    predictions: Predictions,
+    predictions: Predictions | OtherPredictions,
     outcomes: Mapping[str, Outcomes],
-    images: RowImages,
-    thumbnail: Thumbnail,
+    images: RowImages | None = None,
+    thumbnail: Thumbnail | None = None,
 ) -> None:
     """Print and keep the summary of a table, and write its page.
 
     Args:
         about: the values that the table depends on.
         outcomes: of each split with labels.
-        images: of its rows.
-        thumbnail: the picture of a row.
+        images: of its rows; None: the table has no page.
+        thumbnail: the picture of a row; None: its image.
     """
     out = Path(config.out)
-    summary = summarize(predictions, outcomes)
+    summary = predictions.summarize(outcomes)
     print_summary(summary, outcomes, predictions.broken)
     write_about(config, about | summary)
     written = f"{out}, {about_file(out).name}"
-    if config.page:
+    if config.page and images is None:
+        note("no page of predictions: it needs one class per image")
+    elif config.page:
         page = out.with_suffix(".html")
         subtitle = f"{config.classifier}, {describe_source(config.data)}, {about['precision']}"
         title = f"Predictions: {out.name}"
         notes = [about["note"]] if "note" in about else []
-        write_predictions_page(page, title, subtitle, predictions, outcomes, images, thumbnail, notes)
+        pictures = thumbnail or images.thumbnail
+        write_predictions_page(page, title, subtitle, predictions, outcomes, images, pictures, notes)
         written += f", {page.name}"
     print(f"wrote {written}: {summary['images']} images, {summary['unreadable']} unreadable")
 

@@ -28,7 +28,7 @@ from evaluation.metrics.intervals import wilson
 from evaluation.predictions.classes import ClassRows, number_labels
 from evaluation.predictions.opening import find_named
 from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
-from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split, summarize
+from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split
 from evaluation.supervision.classifiers import name_classes, timm_names
 from evaluation.tables import parts
 from mpp.data.dataset import ImageDataset, images_only
@@ -305,7 +305,7 @@ def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
     assert surest(predictions).tolist() == [0, 3, 4, 1]
     assert least_sure(predictions).tolist() == [1, 4, 3, 0]
     assert surest_wrong(predictions).tolist() == [0, 3]
-    summary = summarize(predictions, outcomes)
+    summary = predictions.summarize(outcomes)
     assert summary["figures"]["new"]["accuracy"] == pytest.approx(1 / 3) and summary["figures"]["new"]["images"] == 3
     assert summary["unreadable"] == 1 and summary["predicted"]["c"] == {"images": 2, "probability": pytest.approx(0.7)}
 

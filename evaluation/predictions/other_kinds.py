@@ -4,7 +4,6 @@ n images, K outputs of the classifier.
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.predictions.classes import PROBABILITY_PREFIX, ClassRows
-from evaluation.predictions.summary import figures_of, rows_of_splits
-from evaluation.tables.images import MAX_BROKEN_NAMED, first_columns
+from evaluation.predictions.summary import COLUMNS_OF_ALL, TableImages, figures_of
+from evaluation.tables.images import first_columns
 from evaluation.tables.parts import read_columns
 from mpp.data.dataset import ImageDataset, has_label
 from mpp.data.label_kinds import SEPARATOR
@@ -141,6 +140,10 @@ class OtherPredictions:
     broken: list[tuple[str, str]]
     """Files that cannot be decoded, and why: the first of them."""
 
+    def summarize(self, outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
+        """Images, broken ones, and figures of each split's outcomes."""
+        return {"images": len(self.outputs), "unreadable": self.unreadable} | figures_of(outcomes)
+
 
 def read_outputs(out: Path, names: Sequence[str]) -> OtherPredictions:
     """Read a table of predictions.
@@ -148,19 +151,13 @@ def read_outputs(out: Path, names: Sequence[str]) -> OtherPredictions:
     Args:
         names: of the columns of outputs.
     """
-    columns = {"file": pa.string(), "split": pa.string(), "error": pa.string()}
-    columns |= dict.fromkeys(names, pa.float32())
-    outputs, unreadable = [], 0
-    splits: Counter[str] = Counter()
-    broken: list[tuple[str, str]] = []
-    for batch in read_columns(out, columns):
+    outputs = []
+    images = TableImages()
+    for batch in read_columns(out, COLUMNS_OF_ALL | dict.fromkeys(names, pa.float32())):
+        images.add(batch)
         numbers = [batch.column(name).cast(pa.float64()).fill_null(np.nan).to_numpy(False) for name in names]
         outputs.append(np.stack(numbers, 1) if names else np.full((len(batch), 1), np.nan))
-        splits.update(batch.column("split").to_pylist())
-        failed = batch.filter(batch.column("error").is_valid()).select(["file", "error"]).to_pylist()
-        unreadable += len(failed)
-        broken += [(row["file"], row["error"]) for row in failed[: MAX_BROKEN_NAMED - len(broken)]]
-    return OtherPredictions(np.concatenate(outputs), unreadable, rows_of_splits(splits), broken)
+    return OtherPredictions(np.concatenate(outputs), images.unreadable, images.splits(), images.broken)
 
 
 def outcomes_of_splits(
@@ -178,9 +175,3 @@ def outcomes_of_splits(
             predictions = rows.predictions(outputs[known])
             outcomes[split] = Outcomes(classifier.label_kind, true[known], predictions, classifier.class_names)
     return outcomes
-
-
-def summarize_others(predictions: OtherPredictions, outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
-    """Images, broken ones, and figures of each split's outcomes."""
-    images = {"images": len(predictions.outputs), "unreadable": predictions.unreadable}
-    return images | figures_of(outcomes)

@@ -36,7 +36,6 @@ from evaluation.predictions.summary import (
     describe_figures,
     describe_unreadable,
     largest_shares,
-    summarize,
 )
 from mpp.data.crops import limit_aspect
 from mpp.data.dataset import ImageDataset
@@ -115,7 +114,7 @@ def write_predictions_page(
     shown = [section for section in sections if section.blocks]
     unreadable = int((predictions.classes == NO_CLASS).sum())
     warnings = [*notes, describe_unreadable(unreadable)] if unreadable else [*notes]
-    lines = [(line, None) for line in verdict(summarize(predictions, outcomes), outcomes)]
+    lines = [(line, None) for line in verdict(predictions.summarize(outcomes), outcomes)]
     write_page(path, Page(title, subtitle, lines, warnings, shown, {}))
 
 

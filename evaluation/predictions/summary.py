@@ -23,6 +23,35 @@ SHARE_PREFIX = "share_"
 NO_CLASS = -1  # of an image that cannot be decoded
 NO_LABEL = -1
 MAX_CLASSES_PRINTED = 30
+COLUMNS_OF_ALL = {"file": pa.string(), "split": pa.string(), "error": pa.string()}
+"""Columns that every table has: those that `TableImages` reads."""
+
+
+class TableImages:
+    """The images of a table, collected batch by batch: those of each split, and those that cannot be decoded."""
+
+    def __init__(self):
+        self.counts: Counter[str] = Counter()
+        """Of the images of each split."""
+        self.unreadable = 0
+        self.broken: list[tuple[str, str]] = []
+        """Files that cannot be decoded, and why: the first of them."""
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Add the images of some more rows."""
+        self.counts.update(batch.column("split").to_pylist())
+        failed = batch.filter(batch.column("error").is_valid()).select(["file", "error"]).to_pylist()
+        self.unreadable += len(failed)
+        self.broken += [(row["file"], row["error"]) for row in failed[: MAX_BROKEN_NAMED - len(self.broken)]]
+
+    def splits(self) -> dict[str, slice]:
+        """The rows of each split, which come one after the other."""
+        first = 0
+        rows = {}
+        for name, count in self.counts.items():
+            rows[name] = slice(first, first + count)
+            first += count
+        return rows
 
 
 @dataclass
@@ -47,6 +76,17 @@ class Predictions:
     labels: pa.ChunkedArray | None = None
     """(n,) the labels as the table has them; None: it has none."""
 
+    def summarize(self, outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
+        """Images, broken ones, images and mean probability by predicted class, and figures of each split's outcomes."""
+        summary: dict[str, Any] = {
+            "images": len(self.classes),
+            "unreadable": int((self.classes == NO_CLASS).sum()),
+            "predicted": count_classes(self),
+        }
+        if self.shares:
+            summary["shares"] = self.shares
+        return summary | figures_of(outcomes)
+
 
 def read_predictions(
     out: Path, class_names: Sequence[str], labelled: bool = False, class_numbers: Sequence[int] = ()
@@ -57,8 +97,7 @@ def read_predictions(
         labelled: whether it has labels.
         class_numbers: of a table of masks, those of the classes in the files of masks.
     """
-    columns = {"file": pa.string(), "split": pa.string(), "class": pa.string(), "probability": pa.float32()}
-    columns["error"] = pa.string()
+    columns = COLUMNS_OF_ALL | {"class": pa.string(), "probability": pa.float32()}
     of_pixels = len(class_numbers) > 0
     if labelled:
         columns |= {"right": pa.bool_(), "label": pa.string()}
@@ -67,9 +106,9 @@ def read_predictions(
     share_sums: Counter[str] = Counter()
     names = pa.array(class_names, pa.string())
     classes, probabilities, right, labels = [], [], [], []
-    splits: Counter[str] = Counter()
-    broken: list[tuple[str, str]] = []
+    images = TableImages()
     for batch in read_columns(out, columns):
+        images.add(batch)
         numbers = pc.index_in(batch.column("class"), names).fill_null(NO_CLASS)
         classes.append(numbers.to_numpy(zero_copy_only=False).astype(np.int32))
         probabilities.append(batch.column("probability").fill_null(0).to_numpy(zero_copy_only=False))
@@ -81,10 +120,6 @@ def read_predictions(
             share_sums.update(
                 {name: pc.sum(batch.column(f"{SHARE_PREFIX}{name}")).as_py() or 0 for name in class_names}
             )
-        splits.update(batch.column("split").to_pylist())
-        if len(broken) < MAX_BROKEN_NAMED:
-            failed = batch.filter(batch.column("error").is_valid()).to_pylist()
-            broken += [(row["file"], row["error"]) for row in failed]
     count = sum(map(len, classes))
     numbers = np.concatenate(classes)
     segmented = max(1, int((numbers != NO_CLASS).sum()))
@@ -94,22 +129,12 @@ def read_predictions(
         numbers,
         np.concatenate(probabilities),
         of_labels,
-        rows_of_splits(splits),
-        broken[:MAX_BROKEN_NAMED],
+        images.splits(),
+        images.broken,
         {name: total / segmented for name, total in share_sums.items()},
         list(class_numbers),
         pa.chunked_array(labels) if labelled else None,
     )
-
-
-def rows_of_splits(counts: Counter[str]) -> dict[str, slice]:
-    """The rows of each split of a table, whose splits come one after the other."""
-    first = 0
-    rows = {}
-    for name, count in counts.items():
-        rows[name] = slice(first, first + count)
-        first += count
-    return rows
 
 
 def outcomes_by_split(
@@ -128,18 +153,6 @@ def outcomes_by_split(
             true = true[known]
             outcomes[split] = Outcomes("class", true[:, 0] if true.shape[1] == 1 else true, predicted[known], names)
     return outcomes
-
-
-def summarize(predictions: Predictions, outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
-    """Images, broken ones, images and mean probability by predicted class, and figures of each split's outcomes."""
-    summary: dict[str, Any] = {
-        "images": len(predictions.classes),
-        "unreadable": int((predictions.classes == NO_CLASS).sum()),
-        "predicted": count_classes(predictions),
-    }
-    if predictions.shares:
-        summary["shares"] = predictions.shares
-    return summary | figures_of(outcomes)
 
 
 def figures_of(outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
@@ -189,8 +202,23 @@ def describe_unreadable(count: int) -> str:
     return f"{counted(count, 'image')} cannot be decoded, and {verb} no prediction"
 
 
-def print_summary(summary: dict[str, Any], outcomes: Mapping[str, Outcomes], broken: Sequence[tuple[str, str]]) -> None:
-    """Print the images of each predicted class, the figures where there are labels, and the broken images."""
+def print_summary(
+    summary: Mapping[str, Any], outcomes: Mapping[str, Outcomes], broken: Sequence[tuple[str, str]]
+) -> None:
+    """Print the predicted classes where the summary has them, the figures of each split, and the broken images."""
+    if "predicted" in summary:
+        print_predicted(summary)
+    for line in describe_figures(outcomes, summary):
+        print(line)
+    if broken:
+        named = "; ".join(f"{file}: {reason}" for file, reason in broken)
+        more = summary["unreadable"] - len(broken)
+        rest = f"; and {more} more" if more > 0 else ""
+        warn(f"{describe_unreadable(summary['unreadable'])}: {named}{rest}")
+
+
+def print_predicted(summary: Mapping[str, Any]) -> None:
+    """Print the images of each predicted class; of masks the shares of pixels."""
     if "shares" in summary:
         headings = ["class", "share of pixels (%)"]
         rows = [[name, f"{100 * share:.1f}"] for name, share in largest_shares(summary["shares"])]
@@ -202,20 +230,6 @@ def print_summary(summary: dict[str, Any], outcomes: Mapping[str, Outcomes], bro
     print(table(headings, rows[:MAX_CLASSES_PRINTED]))
     if len(rows) > MAX_CLASSES_PRINTED:
         print(f"and {len(rows) - MAX_CLASSES_PRINTED} more classes")
-    print_figures(summary, outcomes, broken)
-
-
-def print_figures(
-    summary: Mapping[str, Any], outcomes: Mapping[str, Outcomes], broken: Sequence[tuple[str, str]]
-) -> None:
-    """Print the figures of each split with labels, and the broken images."""
-    for line in describe_figures(outcomes, summary):
-        print(line)
-    if broken:
-        named = "; ".join(f"{file}: {reason}" for file, reason in broken)
-        more = summary["unreadable"] - len(broken)
-        rest = f"; and {more} more" if more > 0 else ""
-        warn(f"{describe_unreadable(summary['unreadable'])}: {named}{rest}")
 
 
 def print_classes(outcomes: Mapping[str, Outcomes]) -> None:
