@@ -7,8 +7,8 @@ from conftest import ROOT
 from scipy.stats import ttest_ind
 
 from evaluation.comparison.differences import (
-    columns_not_compared,
     describe_difference,
+    describe_not_compared,
     difference_table,
     differences_from_best,
     runners_up,
@@ -118,10 +118,15 @@ def test_the_table_has_all_and_the_words_the_second_best(tmp_path):
 
 def test_columns_without_intervals_are_named(tmp_path):
     rows = [row_of(tmp_path, name, right(0.5, seed=3), kept=False) for name in "AB"]
-    assert columns_not_compared(rows) == [] and columns_not_compared(rows[:1]) == []
+
+    def described(rows):
+        return describe_not_compared(rows, differences_from_best(rows, tmp_path))
+
+    assert described(rows) == described(rows[:1]) == []
     unknown = [{key: value for key, value in row.items() if key != "interval"} | {"case": "model"} for row in rows]
-    assert columns_not_compared([*rows, *unknown]) == ["kNN model"]
-    assert columns_not_compared([*rows, unknown[0]]) == []
+    (sentence,) = described([*rows, *unknown])
+    assert sentence.endswith(": kNN model.")
+    assert described([*rows, unknown[0]]) == []
 
 
 def test_each_column_has_its_best_and_the_others_by_what_tells_them_apart(tmp_path):

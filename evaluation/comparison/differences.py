@@ -12,7 +12,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from evaluation.comparison.reports import ResultRow, kind_of_scores
-from evaluation.comparison.tables import columns_of, count_diverged, of_encoder, of_kind, unique
+from evaluation.comparison.tables import columns_of, count_seeds, diverged_with, of_encoder, of_kind, unique
 from evaluation.metrics.intervals import Difference, Interval
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
@@ -61,28 +61,26 @@ def differences_from_best(rows: list[ResultRow], folder: Path) -> list[EncoderDi
         means = {name: np.mean([row["accuracy"] for row in of_encoder(known, name)]) for name in encoders}
         best = max(means, key=means.get)
         of_best = of_encoder(known, best)
+        diverged = diverged_with(rows, known[0])
+        failed_seeds = {name: count_seeds(of_encoder(diverged, name)) for name in encoders}
         for name in encoders:
             if name != best:
-                diverged = tuple(count_diverged(rows, known[0], encoder) for encoder in (best, name))
                 difference = compare_rows(column.heading, of_best, of_encoder(known, name), folder)
-                found.append(difference._replace(diverged=diverged))
+                found.append(difference._replace(diverged=(failed_seeds[best], failed_seeds[name])))
     return found
 
 
-def columns_not_compared(rows: list[ResultRow]) -> list[str]:
-    """The columns of several encoders of which at most one has an interval, so that no difference is known."""
-    found = []
-    for column in columns_of(of_kind(rows, "test")):
-        known = [row for row in column.rows if "interval" in row]
-        if len(unique(column.rows, "encoder")) > 1 and (column.group is not None or len(unique(known, "encoder")) < 2):
-            found.append(column.heading)
-    return found
+def describe_not_compared(rows: list[ResultRow], differences: Sequence[EncoderDifference]) -> list[str]:
+    """A sentence on the columns of several encoders that have no difference: at most one of these has an interval."""
+    compared = {each.column for each in differences}
+    columns = [column for column in columns_of(of_kind(rows, "test")) if len(unique(column.rows, "encoder")) > 1]
+    others = [column.heading for column in columns if column.heading not in compared]
+    return [f"Without intervals, so no difference is told apart: {', '.join(others)}."] if others else []
 
 
 def compare_rows(column: str, one: list[ResultRow], other: list[ResultRow], folder: Path) -> EncoderDifference:
     """The difference of two encoders' results in a column: means over the seeds of encoders and draws."""
     paired = paired_difference(outcomes_of(one, folder), outcomes_of(other, folder))
-    seeds = (len(unique(one, "encoder_seed")), len(unique(other, "encoder_seed")))
     return EncoderDifference(
         column,
         kind_of_scores(one),
@@ -90,7 +88,7 @@ def compare_rows(column: str, one: list[ResultRow], other: list[ResultRow], fold
         other[0]["encoder"],
         paired or unpaired_difference(one, other),
         paired is not None,
-        seeds,
+        (count_seeds(one), count_seeds(other)),
         difference_over_seeds(one, other),
     )
 

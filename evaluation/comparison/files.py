@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from evaluation.comparison.differences import (
     EncoderDifference,
-    columns_not_compared,
     describe_difference,
+    describe_not_compared,
     difference_table,
     differences_from_best,
     runners_up,
@@ -25,24 +25,24 @@ from evaluation.comparison.tables import (
     COST_UNITS,
     MASKED_BASELINES,
     RANK_COLUMN,
-    Cell,
     CellsByEncoder,
     Groups,
+    cell_of,
     cells_of,
-    count_diverged,
     describe_label_baselines,
     describe_masked_baselines,
     describe_spread,
     describe_uncounted,
+    diverged_with,
     grouped,
     label_baselines,
     masked_baselines,
+    mean_in_words,
     numbers_of,
     of_encoder,
     of_kind,
     rows_asked,
     score_in_words,
-    spread,
     unique,
 )
 from evaluation.comparison.trunks import Compute, describe_trunks
@@ -104,8 +104,7 @@ def write_comparison(
     groups = dataset_groups(settings.get("datasets", ()))
     answers = [answer_of(question, rows, groups, folder) for question in questions]
     summary = {answer.question.name: answer.numbers for answer in answers}
-    versions = recorded_versions()
-    results = {"summary": summary, "results": rows, "versions": versions, "settings": settings}
+    results = {"summary": summary, "results": rows, "versions": recorded_versions(), "settings": settings}
     if trunks:
         results["trunks"] = trunks
     write_json(folder / "results.json", results)
@@ -116,10 +115,7 @@ def write_comparison(
     for answer in answers:
         if answer.plot is not None:
             plots += write_plot(answer.plot, folder, answer.question.name)
-    page = page_of(folder, rows, answers, versions, runs or {})
-    if trunks:
-        page.sections = [*page.sections, section_of_trunks(trunks)]
-    write_page(folder / REPORT_PAGE, page)
+    write_page(folder / REPORT_PAGE, page_of(folder, rows, answers, runs or {}, trunks or {}))
     files = ["results.json", "table.md", NUMBERS_FILE, REPORT_PAGE, *plots]
     print(f"\n{text}\nwrote {folder}: {', '.join(files)}; see reports/")
     return {"results": rows, "summary": summary}
@@ -127,18 +123,18 @@ def write_comparison(
 
 def write_numbers(file: Path, answers: Sequence[Answer]) -> None:
     """Write the numbers of all questions as CSV, a line for each cell of their tables."""
-    named = ["question", "encoder", "column"]
-    measured = ["score", "mean", "std", "count", "low", "high", *COST_UNITS, "diverged"]
+    names = ["question", "encoder", "column"]
+    numbers = ["score", "mean", "std", "count", "low", "high", *COST_UNITS, "diverged"]
     with complete(file) as partial, partial.open("w", newline="", encoding="utf-8") as lines:
-        writer = csv.DictWriter(lines, [*named, *measured], extrasaction="ignore")
+        writer = csv.DictWriter(lines, [*names, *numbers], extrasaction="ignore")
         writer.writeheader()
         for answer in answers:
             for encoder, cells in answer.numbers.items():
                 for column, cell in cells.items():
                     score = RANK_COLUMN if column == RANK_COLUMN else ONE_CLASS.score_heading
                     low, high = cell.get("interval", (None, None))
-                    names = dict(zip(named, (answer.question.name, encoder, column), strict=True))
-                    writer.writerow({"score": score} | cell | names | {"low": low, "high": high})
+                    line = {"question": answer.question.name, "encoder": encoder, "column": column, "score": score}
+                    writer.writerow(line | {"low": low, "high": high} | cell)
 
 
 def dataset_groups(datasets: Sequence[dict[str, Any]]) -> Groups:
@@ -153,13 +149,15 @@ def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder:
     """The numbers and the plot of a question, and the differences from its best encoders."""
     asked = rows_asked(rows, question)
     numbers = numbers_of(asked, question, groups)
-    remarks = [*describe_spread(asked), *describe_label_baselines(asked), *describe_masked_baselines(asked)]
-    remarks += describe_uncounted(asked, question)
-    uncompared = columns_not_compared(asked)
-    if uncompared:
-        remarks.append(f"Without intervals, so no difference is told apart: {', '.join(uncompared)}.")
-    plot = plot_question(question, asked, numbers)
-    return Answer(question, numbers, plot, differences_from_best(asked, folder), remarks)
+    differences = differences_from_best(asked, folder)
+    remarks = [
+        *describe_spread(asked),
+        *describe_label_baselines(asked),
+        *describe_masked_baselines(asked),
+        *describe_uncounted(asked, question),
+        *describe_not_compared(asked, differences),
+    ]
+    return Answer(question, numbers, plot_question(question, asked, numbers), differences, remarks)
 
 
 def text_of(answers: Sequence[Answer]) -> str:
@@ -183,22 +181,22 @@ def text_of_differences(differences: Sequence[EncoderDifference]) -> str:
 
 
 def page_of(
-    folder: Path, rows: list[ResultRow], answers: Sequence[Answer], versions: dict[str, str], runs: Runs
+    folder: Path, rows: list[ResultRow], answers: Sequence[Answer], runs: Runs, trunks: dict[str, Compute]
 ) -> Page:
     """The comparison as a page: the best encoders, then a section for each question."""
-    tested = of_kind(rows, "test")
     sections = [section_of(answer, f"question_{number}", folder, runs) for number, answer in enumerate(answers)]
     filled = [section for section in sections if section.blocks]
     missing = {section.title: "there are no results yet" for section in sections if not section.blocks}
     link = Link("why", "#question_0") if sections else None
-    verdict = [(sentence, link) for sentence in best_encoders(rows)]
+    verdict = [(sentence, link) for sentence in best_encoders(rows)] or [("No results yet", None)]
     diverged = {(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")}
     warnings = [f"{len(diverged)} trainings diverged: see the tables"] if diverged else []
-    of_page = Table(["", ""], [[name, each] for name, each in versions.items()], WROTE_PAGE)
-    about = Section("versions", "Versions", [of_page])
-    subtitle = f"{len(unique(rows, 'encoder'))} encoders, {len(tested)} results on test images"
-    verdict = verdict or [("No results yet", None)]
-    return Page(f"{folder}: a comparison", subtitle, verdict, warnings, [*filled, about], missing)
+    versions = [[library, version] for library, version in recorded_versions().items()]
+    filled.append(Section("versions", "Versions", [Table(["", ""], versions, WROTE_PAGE)]))
+    if trunks:
+        filled.append(section_of_trunks(trunks))
+    subtitle = f"{len(unique(rows, 'encoder'))} encoders, {len(of_kind(rows, 'test'))} results on test images"
+    return Page(f"{folder}: a comparison", subtitle, verdict, warnings, filled, missing)
 
 
 def section_of_trunks(trunks: dict[str, Compute]) -> Section:
@@ -245,10 +243,10 @@ def best_encoders(rows: list[ResultRow]) -> list[str]:
     for (dataset, evaluation, case), of_case in grouped(tested, "dataset", "evaluation", "case").items():
         if case in MASKED_BASELINES:
             continue
-        cells = {encoder: spread(of_encoder(of_case, encoder)) for encoder in unique(of_case, "encoder")}
-        for encoder, cell in cells.items():
-            diverged = count_diverged(rows, of_case[0], encoder)
-            cell |= {"diverged": diverged} if diverged else {}
+        diverged = diverged_with(rows, of_case[0])
+        cells = {}
+        for encoder in unique(of_case, "encoder"):
+            cells[encoder] = cell_of(of_encoder(of_case, encoder), of_encoder(diverged, encoder))
         best = best_choice({encoder: cell["mean"] for encoder, cell in cells.items()})
         others = [f"{encoder} {mean_in_words(cell)}" for encoder, cell in cells.items() if encoder != best]
         more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
@@ -258,8 +256,3 @@ def best_encoders(rows: list[ResultRow]) -> list[str]:
         name = f"{evaluation} {case}".strip()
         sentences.append(f"{name} on {dataset}: best is {best} with {score_in_words(cells[best])}{beside}{without}")
     return sentences
-
-
-def mean_in_words(cell: Cell) -> str:
-    """The mean of a cell without spread and interval."""
-    return score_in_words({key: cell[key] for key in ("mean", "score", "diverged") if key in cell} | {"count": 1})

@@ -93,7 +93,7 @@ def of_same_images(
     outdated = set()
     for case in cases:
         rows = published.get(identity(case), [])
-        changed = changed_images(case, rows[0]["image_digests"]) if rows and "image_digests" in rows[0] else []
+        changed = changed_images(case, rows[0].get("image_digests", {})) if rows else []
         if changed:
             note(f"{case.slug} is not taken from {extends}: other images by now ({', '.join(changed)})")
             outdated.add(identity(case))

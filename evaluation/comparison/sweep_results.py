@@ -15,12 +15,12 @@ from evaluation.comparison.reports import ResultRow, kind_of_scores, name_of_sco
 from evaluation.comparison.tables import (
     MASKED_BASELINES,
     Cell,
+    count_seeds,
     grouped,
     of_encoder,
     of_kind,
     score_in_words,
     score_text,
-    unique,
 )
 from evaluation.comparison.trials import SweepPlan, Trial, command_options, parsed_options
 from evaluation.config import SweepConfig
@@ -97,9 +97,9 @@ def result_of(trial: Trial, rows: list[ResultRow]) -> Result:
         scored = [row for row in of_evaluation if row["kind"] in ("validation", "test")]
         accuracies = accuracies_by_seed(scored)
         cell: Cell = summarize_values(list(accuracies.values())) if accuracies else {}
-        diverged = unique(of_kind(of_evaluation, "diverged"), "encoder_seed")
+        diverged = count_seeds(of_kind(of_evaluation, "diverged"))
         if diverged:
-            cell["diverged"] = len(diverged)
+            cell["diverged"] = diverged
         cell |= name_of_score(kind_of_scores(scored))
         if cell:
             cells[evaluation] = cell

@@ -58,15 +58,20 @@ def of_encoder(rows: Iterable[ResultRow], encoder: str) -> list[ResultRow]:
     return [row for row in rows if row["encoder"] == encoder]
 
 
-def count_diverged(rows: Iterable[ResultRow], row: ResultRow, encoder: str) -> int:
-    """The number of an encoder's seeds that diverged in the evaluation and on the dataset of a row."""
-    alike = [each for each in rows if all(each[key] == row[key] for key in ("evaluation", "dataset"))]
-    return len(unique(of_kind(of_encoder(alike, encoder), "diverged"), "encoder_seed"))
+def diverged_with(rows: Iterable[ResultRow], row: ResultRow) -> list[ResultRow]:
+    """The rows that diverged in the evaluation and on the dataset of this row."""
+    diverged = of_kind(rows, "diverged")
+    return [each for each in diverged if all(each[key] == row[key] for key in ("evaluation", "dataset"))]
 
 
 def unique(rows: Iterable[ResultRow], key: str) -> list[Any]:
     """The different values of a key, in order."""
     return list(dict.fromkeys(row[key] for row in rows))
+
+
+def count_seeds(rows: Iterable[ResultRow]) -> int:
+    """The number of seeds that the rows of an encoder are of."""
+    return len(unique(rows, "encoder_seed"))
 
 
 def grouped(rows: Iterable[ResultRow], *keys: str) -> dict[tuple, list[ResultRow]]:
@@ -148,7 +153,7 @@ def masked_baselines(rows: list[ResultRow]) -> list[str]:
 def describe_spread(rows: list[ResultRow]) -> list[str]:
     """A sentence on what ± is over, where an encoder has several results: seeds, draws, or both together."""
     tested = of_kind(rows, "test")
-    has_seeds = any(len(unique(same, "encoder_seed")) > 1 for same in grouped(tested, "encoder").values())
+    has_seeds = any(count_seeds(same) > 1 for same in grouped(tested, "encoder").values())
     drawn = []
     for (evaluation, *_), same in grouped(tested, "evaluation", "encoder", "encoder_seed").items():
         if len(unique(same, "seed")) > 1:
@@ -222,11 +227,11 @@ def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: 
     return numbers
 
 
-def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question | None) -> Cell:
+def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question | None = None) -> Cell:
     """The numbers of an encoder's results in a column; empty: there are none."""
     cell = spread(rows) if rows else {}
     if diverged:
-        cell["diverged"] = len(unique(diverged, "encoder_seed"))
+        cell["diverged"] = count_seeds(diverged)
     if question is not None and question.x in MEASURED_AXES:
         for name in COST_UNITS:
             costs = [cost_of(row, question, name) for row in rows]
@@ -319,6 +324,11 @@ def score_in_words(cell: Cell) -> str:
     """The same in a sentence, with its sign."""
     kind = kind_of_scores([cell])
     return f"{kind.text_of_scores(cell)}{kind.sign}{diverged_text(cell)}"
+
+
+def mean_in_words(cell: Cell) -> str:
+    """The same without spread and interval."""
+    return score_in_words(cell | {"count": 1, "interval": (None, None)})
 
 
 def rank_text(cell: Cell) -> str:
