@@ -113,6 +113,71 @@ def cases_of(entries: Entries) -> list[Case]:
     return list(cases.values()) if are_given else on_images_of_encoders(list(cases.values()))
 
 
+def cases_of_question(
+    question: Question, entries: Entries, encoders: dict[tuple[str, int], Encoder], position: int
+) -> Iterator[Case]:
+    """The cases of a question at the seeds that stand at this position in the lists of seeds.
+
+    Args:
+        encoders: by name of their entry and seed.
+    """
+    key = f"questions: {question.name}"
+    evaluations = entries_named(entries.evaluations, question.evaluations, key)
+    for entry in entries_named(entries.encoders, question.encoders, key):
+        if position >= len(entry.seeds):
+            continue
+        encoder = encoders[entry.name, entry.seeds[position]]
+        for dataset in entries.datasets:
+            for evaluation in evaluations:
+                if has_own_images(evaluation) and dataset is not entries.datasets[0]:
+                    continue
+                case = Case(encoder, evaluation, dataset)
+                reason = why_left_out(entry, evaluation)
+                if reason:
+                    note(f"{entry.name} is left out of {evaluation.name}, which does not apply: {reason}")
+                elif position > 0 and not differs_by_seed(case):
+                    once = f"{entry.name} is evaluated once in {evaluation.name}, at the first of its seeds"
+                    note(f"{once}: {entry.encoder} is one encoder; {{seed}} in its name stands for several")
+                else:
+                    yield case
+
+
+def entries_named(entries: list[EntryT], names: Iterable[str] | None, key: str) -> list[EntryT]:
+    """The entries of these names, in the order of the names; None: all."""
+    if names is None:
+        return entries
+    by_name = {entry.name: entry for entry in entries}
+    for name in names:
+        require(name in by_name, key, name, f"one of {', '.join(by_name)}")
+    return [by_name[name] for name in names]
+
+
+def why_left_out(entry: EncoderEntry, evaluation: EvaluationEntry) -> str:
+    """The reason why there is nothing to evaluate; empty: there is."""
+    kind = EVALUATIONS[evaluation.command].kind
+    if entry.encoder.startswith("floor:"):
+        return "" if kind == "frozen features" else "a colour baseline has no weights"
+    if kind != "masked patches":
+        return ""
+    if entry.random:
+        return "random weights have predicted no patches"
+    return f"{entry.train} training predicts no patches" if entry.train in ("supervised", "contrastive") else ""
+
+
+def differs_by_seed(case: Case) -> bool:
+    """Whether another seed is another encoder, or fine-tunes it otherwise: one measured twice would have no spread."""
+    entry = case.encoder.entry
+    if entry.random or case.evaluation.kind == "fine-tuning":
+        return True
+    options = entry.options | case.entry.options | case.dataset.options
+    return any("{seed}" in value for value in (entry.encoder, *options.values()) if isinstance(value, str))
+
+
+def has_own_images(evaluation: EvaluationEntry) -> bool:
+    """Whether an evaluation is on the images of the run, whatever the dataset: it is a case of the first one only."""
+    return EVALUATIONS[evaluation.command].kind == "masked patches"
+
+
 def on_images_of_encoders(cases: list[Case]) -> list[Case]:
     """The cases on the images that their encoders learned from; on the birds where none of these is known.
 
@@ -177,71 +242,6 @@ def image_options(data: SourceConfig) -> Options:
 def described(options: Options) -> str:
     """Options of a dataset in words."""
     return " ".join(as_command_line(options)) or "the package's birds"
-
-
-def cases_of_question(
-    question: Question, entries: Entries, encoders: dict[tuple[str, int], Encoder], position: int
-) -> Iterator[Case]:
-    """The cases of a question at the seeds that stand at this position in the lists of seeds.
-
-    Args:
-        encoders: by name of their entry and seed.
-    """
-    key = f"questions: {question.name}"
-    evaluations = entries_named(entries.evaluations, question.evaluations, key)
-    for entry in entries_named(entries.encoders, question.encoders, key):
-        if position >= len(entry.seeds):
-            continue
-        encoder = encoders[entry.name, entry.seeds[position]]
-        for dataset in entries.datasets:
-            for evaluation in evaluations:
-                if has_own_images(evaluation) and dataset is not entries.datasets[0]:
-                    continue
-                case = Case(encoder, evaluation, dataset)
-                reason = why_left_out(entry, evaluation)
-                if reason:
-                    note(f"{entry.name} is left out of {evaluation.name}, which does not apply: {reason}")
-                elif position > 0 and not differs_by_seed(case):
-                    once = f"{entry.name} is evaluated once in {evaluation.name}, at the first of its seeds"
-                    note(f"{once}: {entry.encoder} is one encoder; {{seed}} in its name stands for several")
-                else:
-                    yield case
-
-
-def differs_by_seed(case: Case) -> bool:
-    """Whether another seed is another encoder, or fine-tunes it otherwise: one measured twice would have no spread."""
-    entry = case.encoder.entry
-    if entry.random or case.evaluation.kind == "fine-tuning":
-        return True
-    options = entry.options | case.entry.options | case.dataset.options
-    return any("{seed}" in value for value in (entry.encoder, *options.values()) if isinstance(value, str))
-
-
-def has_own_images(evaluation: EvaluationEntry) -> bool:
-    """Whether an evaluation is on the images of the run, whatever the dataset: it is a case of the first one only."""
-    return EVALUATIONS[evaluation.command].kind == "masked patches"
-
-
-def entries_named(entries: list[EntryT], names: Iterable[str] | None, key: str) -> list[EntryT]:
-    """The entries of these names, in the order of the names; None: all."""
-    if names is None:
-        return entries
-    by_name = {entry.name: entry for entry in entries}
-    for name in names:
-        require(name in by_name, key, name, f"one of {', '.join(by_name)}")
-    return [by_name[name] for name in names]
-
-
-def why_left_out(entry: EncoderEntry, evaluation: EvaluationEntry) -> str:
-    """The reason why there is nothing to evaluate; empty: there is."""
-    kind = EVALUATIONS[evaluation.command].kind
-    if entry.encoder.startswith("floor:"):
-        return "" if kind == "frozen features" else "a colour baseline has no weights"
-    if kind != "masked patches":
-        return ""
-    if entry.random:
-        return "random weights have predicted no patches"
-    return f"{entry.train} training predicts no patches" if entry.train in ("supervised", "contrastive") else ""
 
 
 def encoders_of(entries: list[EncoderEntry]) -> dict[tuple[str, int], Encoder]:

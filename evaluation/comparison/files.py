@@ -121,22 +121,6 @@ def write_comparison(
     return {"results": rows, "summary": summary}
 
 
-def write_numbers(file: Path, answers: Sequence[Answer]) -> None:
-    """Write the numbers of all questions as CSV, a line for each cell of their tables."""
-    names = ["question", "encoder", "column"]
-    numbers = ["score", "mean", "std", "count", "low", "high", *COST_UNITS, "diverged"]
-    with complete(file) as partial, partial.open("w", newline="", encoding="utf-8") as lines:
-        writer = csv.DictWriter(lines, [*names, *numbers], extrasaction="ignore")
-        writer.writeheader()
-        for answer in answers:
-            for encoder, cells in answer.numbers.items():
-                for column, cell in cells.items():
-                    score = RANK_COLUMN if column == RANK_COLUMN else ONE_CLASS.score_heading
-                    low, high = cell.get("interval", (None, None))
-                    line = {"question": answer.question.name, "encoder": encoder, "column": column, "score": score}
-                    writer.writerow(line | {"low": low, "high": high} | cell)
-
-
 def dataset_groups(datasets: Sequence[dict[str, Any]]) -> Groups:
     """The datasets of each group, by the config's entries."""
     groups: dict[str | None, set[str]] = {}
@@ -180,6 +164,22 @@ def text_of_differences(differences: Sequence[EncoderDifference]) -> str:
     return "\n".join([*told_apart, "", f"{DIFFERENCES}:", "", *lines, "", table(*difference_table(differences))])
 
 
+def write_numbers(file: Path, answers: Sequence[Answer]) -> None:
+    """Write the numbers of all questions as CSV, a line for each cell of their tables."""
+    names = ["question", "encoder", "column"]
+    numbers = ["score", "mean", "std", "count", "low", "high", *COST_UNITS, "diverged"]
+    with complete(file) as partial, partial.open("w", newline="", encoding="utf-8") as lines:
+        writer = csv.DictWriter(lines, [*names, *numbers], extrasaction="ignore")
+        writer.writeheader()
+        for answer in answers:
+            for encoder, cells in answer.numbers.items():
+                for column, cell in cells.items():
+                    score = RANK_COLUMN if column == RANK_COLUMN else ONE_CLASS.score_heading
+                    low, high = cell.get("interval", (None, None))
+                    line = {"question": answer.question.name, "encoder": encoder, "column": column, "score": score}
+                    writer.writerow(line | {"low": low, "high": high} | cell)
+
+
 def page_of(
     folder: Path, rows: list[ResultRow], answers: Sequence[Answer], runs: Runs, trunks: dict[str, Compute]
 ) -> Page:
@@ -199,11 +199,27 @@ def page_of(
     return Page(f"{folder}: a comparison", subtitle, verdict, warnings, filled, missing)
 
 
-def section_of_trunks(trunks: dict[str, Compute]) -> Section:
-    """The compute of each trunk and its branches, and a caution."""
-    caution = "At each seed, the points of a trunk share its steps: they are correlated."
-    texts = [Text(line) for line in (*describe_trunks(trunks), caution)]
-    return Section("trunks", "Compute of trunks and branches", texts)
+def best_encoders(rows: list[ResultRow]) -> list[str]:
+    """A sentence for each dataset, evaluation and case: the best encoder, the others' accuracies, and baselines."""
+    sentences = []
+    tested = of_kind(rows, "test")
+    evaluations = grouped(tested, "dataset", "evaluation")
+    for (dataset, evaluation, case), of_case in grouped(tested, "dataset", "evaluation", "case").items():
+        if case in MASKED_BASELINES:
+            continue
+        diverged = diverged_with(rows, of_case[0])
+        cells = {}
+        for encoder in unique(of_case, "encoder"):
+            cells[encoder] = cell_of(of_encoder(of_case, encoder), of_encoder(diverged, encoder))
+        best = best_choice({encoder: cell["mean"] for encoder, cell in cells.items()})
+        others = [f"{encoder} {mean_in_words(cell)}" for encoder, cell in cells.items() if encoder != best]
+        more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
+        beside = f" (next to {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""
+        baselines = ", ".join([*label_baselines(of_case), *masked_baselines(evaluations[dataset, evaluation])])
+        without = f"; without an encoder: {baselines}" if baselines else ""
+        name = f"{evaluation} {case}".strip()
+        sentences.append(f"{name} on {dataset}: best is {best} with {score_in_words(cells[best])}{beside}{without}")
+    return sentences
 
 
 def section_of(answer: Answer, name: str, folder: Path, runs: Runs) -> Section:
@@ -235,24 +251,8 @@ def links_to_reports(folder: Path, runs: Sequence[Path]) -> list[Link]:
     return links
 
 
-def best_encoders(rows: list[ResultRow]) -> list[str]:
-    """A sentence for each dataset, evaluation and case: the best encoder, the others' accuracies, and baselines."""
-    sentences = []
-    tested = of_kind(rows, "test")
-    evaluations = grouped(tested, "dataset", "evaluation")
-    for (dataset, evaluation, case), of_case in grouped(tested, "dataset", "evaluation", "case").items():
-        if case in MASKED_BASELINES:
-            continue
-        diverged = diverged_with(rows, of_case[0])
-        cells = {}
-        for encoder in unique(of_case, "encoder"):
-            cells[encoder] = cell_of(of_encoder(of_case, encoder), of_encoder(diverged, encoder))
-        best = best_choice({encoder: cell["mean"] for encoder, cell in cells.items()})
-        others = [f"{encoder} {mean_in_words(cell)}" for encoder, cell in cells.items() if encoder != best]
-        more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
-        beside = f" (next to {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""
-        baselines = ", ".join([*label_baselines(of_case), *masked_baselines(evaluations[dataset, evaluation])])
-        without = f"; without an encoder: {baselines}" if baselines else ""
-        name = f"{evaluation} {case}".strip()
-        sentences.append(f"{name} on {dataset}: best is {best} with {score_in_words(cells[best])}{beside}{without}")
-    return sentences
+def section_of_trunks(trunks: dict[str, Compute]) -> Section:
+    """The compute of each trunk and its branches, and a caution."""
+    caution = "At each seed, the points of a trunk share its steps: they are correlated."
+    texts = [Text(line) for line in (*describe_trunks(trunks), caution)]
+    return Section("trunks", "Compute of trunks and branches", texts)

@@ -205,6 +205,43 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
         raise
 
 
+@cache
+def settings_to_train(encoder: Encoder) -> Any:
+    """Settings of an encoder's training, with as many steps as its compute allows: to know these, images are loaded.
+
+    A trunk keeps the checkpoints that its branches continue from.
+    """
+    config = TRAININGS[encoder.entry.train].resolve(encoder.settings)
+    if encoder.entry.compute is not None:
+        config = with_compute(encoder.entry.train, config, encoder.entry.compute)
+    config = replace(config, optim=config.optim.resolved(config.run.steps))
+    partings = set(config.run.keep_at or ())
+    for branch in encoder.branches:
+        partings.add(parting_step(settings_to_train(branch), config, f"encoders: {branch.entry.name}"))
+    keep_at = tuple(sorted(partings)) or None
+    return replace(config, run=replace(config.run, keep_at=keep_at))
+
+
+def check_beginning(encoder: Encoder) -> None:
+    """Raise UserError where the encoder exists, and was trained on other images or from other weights than today's."""
+    config = settings_to_train(encoder)
+    before = read_record(encoder.path) or {}
+    now = record_images(config.data, label_task(config)) or {}
+    compared = fingerprint_first_weights(config)
+    for split, images in now.items():
+        compared[split] = {"files": images["files"]}
+        recorded = before.get(split, {})
+        learned_from_all = recorded.get("images") == images["images"]
+        if recorded.get("labels") and learned_from_all:  # a run on some of the images recorded the labels of these
+            compared[split]["labels"] = images["labels"]
+    changed = differences(before, compared)
+    if changed:
+        raise UserError(
+            f"{encoder.path} was started with other images or weights ({'; '.join(changed)}); "
+            "remove this folder to train again, or restore the original ones"
+        )
+
+
 def train_unless_diverged(encoder: Encoder, config: Any, folder: Path) -> None:
     """Train by these settings; a file says it if the training diverges.
 
@@ -253,40 +290,3 @@ def is_past(run: Path, step: int) -> bool:
     """Whether a run got through this step, by its checkpoints and its metrics."""
     logged = [line["step"] for line in read_history(run)]
     return newest_step(run) >= step or max(logged, default=0) > step
-
-
-@cache
-def settings_to_train(encoder: Encoder) -> Any:
-    """Settings of an encoder's training, with as many steps as its compute allows: to know these, images are loaded.
-
-    A trunk keeps the checkpoints that its branches continue from.
-    """
-    config = TRAININGS[encoder.entry.train].resolve(encoder.settings)
-    if encoder.entry.compute is not None:
-        config = with_compute(encoder.entry.train, config, encoder.entry.compute)
-    config = replace(config, optim=config.optim.resolved(config.run.steps))
-    partings = set(config.run.keep_at or ())
-    for branch in encoder.branches:
-        partings.add(parting_step(settings_to_train(branch), config, f"encoders: {branch.entry.name}"))
-    keep_at = tuple(sorted(partings)) or None
-    return replace(config, run=replace(config.run, keep_at=keep_at))
-
-
-def check_beginning(encoder: Encoder) -> None:
-    """Raise UserError where the encoder exists, and was trained on other images or from other weights than today's."""
-    config = settings_to_train(encoder)
-    before = read_record(encoder.path) or {}
-    now = record_images(config.data, label_task(config)) or {}
-    compared = fingerprint_first_weights(config)
-    for split, images in now.items():
-        compared[split] = {"files": images["files"]}
-        recorded = before.get(split, {})
-        learned_from_all = recorded.get("images") == images["images"]
-        if recorded.get("labels") and learned_from_all:  # a run on some of the images recorded the labels of these
-            compared[split]["labels"] = images["labels"]
-    changed = differences(before, compared)
-    if changed:
-        raise UserError(
-            f"{encoder.path} was started with other images or weights ({'; '.join(changed)}); "
-            "remove this folder to train again, or restore the original ones"
-        )

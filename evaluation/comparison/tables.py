@@ -1,4 +1,4 @@
-"""Tables of a comparison's results: means and spreads by encoder and column, and these as Markdown."""
+"""Tables of a comparison's results: means and spreads by encoder and column, as Markdown, and sentences on them."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -83,124 +83,6 @@ def grouped(rows: Iterable[ResultRow], *keys: str) -> dict[tuple, list[ResultRow
     return dict(groups)
 
 
-def x_of(row: ResultRow, question: Question) -> float | None:
-    """Position of an accuracy on the question's x-axis; None: unknown."""
-    if question.x not in MEASURED_AXES:
-        return dict(question.encoders or {}).get(row["encoder"])
-    return cost_of(row, question, "pflop")
-
-
-def cost_of(row: ResultRow, question: Question, name: str) -> float | None:
-    """The `pflop` or `device_hours` of training the encoder, with fine-tuning's for `total compute`; None: unknown."""
-    training = row.get(f"training_{name}")
-    if training is None or question.x == "compute":
-        return training
-    fine_tuning = 0.0 if "pflop" not in row else row.get(name)  # other evaluations train nothing
-    return None if fine_tuning is None else training + fine_tuning
-
-
-def spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
-    """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets, the mean is taken.
-
-    Of one dataset with the 95 % `interval` over its test images, where all rows have one.
-    """
-    rows = list(rows)
-    means = []
-    for of_seed in grouped(rows, "encoder_seed", "seed").values():
-        means.append(np.mean([row[key] for row in of_seed]))
-    cell: Cell = summarize_values(means)
-    if key == "accuracy":
-        cell |= name_of_score(kind_of_scores(rows))
-    interval = mean_interval(rows) if len(unique(rows, "dataset")) == 1 else None
-    return cell if interval is None else cell | {"interval": interval}
-
-
-def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
-    """Columns of accuracies: each dataset's cases, then the means over groups of datasets.
-
-    A column names its dataset where the evaluation has several; masked patches are of a run's own images, and have one.
-    Without baselines of masked patches, which no encoder made: see `describe_masked_baselines`.
-    """
-    rows = [row for row in rows if row["case"] not in MASKED_BASELINES]
-    datasets = {name: unique(of_one, "dataset") for (name,), of_one in grouped(rows, "evaluation").items()}
-    columns = []
-    for (dataset, evaluation, case), in_column in grouped(rows, "dataset", "evaluation", "case").items():
-        words = [dataset if len(datasets[evaluation]) > 1 else "", evaluation, case]
-        columns.append(TableColumn(" ".join(filter(None, words)), None, in_column))
-    for (group, evaluation, case), in_column in grouped(rows, "group", "evaluation", "case").items():
-        if group:
-            words = [f"mean {group}", evaluation, case]
-            columns.append(TableColumn(" ".join(filter(None, words)), group, in_column))
-    return columns
-
-
-def describe_masked_baselines(rows: list[ResultRow]) -> list[str]:
-    """A sentence for each evaluation of masked patches: the accuracies of its baselines, over all encoders' masks."""
-    baselines = [row for row in of_kind(rows, "test") if row["case"] in MASKED_BASELINES]
-    sentences = []
-    for (evaluation,), of_evaluation in grouped(baselines, "evaluation").items():
-        reached = ", ".join(masked_baselines(of_evaluation))
-        sentences.append(f"Baselines of {evaluation}, which need no encoder: {reached}.")
-    return sentences
-
-
-def masked_baselines(rows: list[ResultRow]) -> list[str]:
-    """The accuracy of each baseline of masked patches among the rows, in words."""
-    baselines = [row for row in rows if row["case"] in MASKED_BASELINES]
-    return [f"{case} {share_range(of_case)}" for (case,), of_case in grouped(baselines, "case").items()]
-
-
-def describe_spread(rows: list[ResultRow]) -> list[str]:
-    """A sentence on what ± is over, where an encoder has several results: seeds, draws, or both together."""
-    tested = of_kind(rows, "test")
-    has_seeds = any(count_seeds(same) > 1 for same in grouped(tested, "encoder").values())
-    drawn = []
-    for (evaluation, *_), same in grouped(tested, "evaluation", "encoder", "encoder_seed").items():
-        if len(unique(same, "seed")) > 1:
-            drawn.append(evaluation)
-    names = ", ".join(dict.fromkeys(drawn))
-    over = ["over seeds"] if has_seeds else []
-    if drawn:
-        over.append(f"over {'seeds and draws' if has_seeds else 'draws'} in {names}")
-    return [f"± is the standard deviation {', '.join(over)}."] if over else []
-
-
-def describe_uncounted(rows: list[ResultRow], question: Question) -> list[str]:
-    """A sentence on the published models whose training no compute has, where the question plots against compute."""
-    began = {row["encoder"]: row["training_without"] for row in rows if row.get("training_without")}
-    if question.x not in MEASURED_AXES or not began:
-        return []
-    named = "; ".join(f"{encoder} ({', '.join(models)})" for encoder, models in began.items())
-    return [f"Compute is without that of the published models that an encoder builds on: {named}."]
-
-
-def describe_label_baselines(rows: list[ResultRow]) -> list[str]:
-    """A sentence for each dataset whose rows have baselines: published rows of earlier versions have none."""
-    sentences = []
-    for (dataset,), of_dataset in grouped(of_kind(rows, "test"), "dataset").items():
-        reached = ", ".join(label_baselines(of_dataset))
-        if reached:
-            sentences.append(f"Baselines on {dataset}, which use no image: {reached}.")
-    return sentences
-
-
-def label_baselines(rows: list[ResultRow]) -> list[str]:
-    """The score of each baseline of the rows, in words: `largest class 25.3%`."""
-    described = []
-    for row in rows:
-        kind = kind_of_scores([row])
-        described += [kind.describe_baseline(name, value) for name, value in row.get("baselines", {}).items()]
-    return list(dict.fromkeys(described))
-
-
-def share_range(rows: list[ResultRow]) -> str:
-    """The accuracies in percent, from the lowest to the highest."""
-    accuracies = [row["accuracy"] for row in rows]
-    low = f"{100 * min(accuracies):.1f}"
-    high = f"{100 * max(accuracies):.1f}"
-    return f"{low}%" if low == high else f"{low} to {high}%"
-
-
 def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: Groups | None = None) -> CellsByEncoder:
     """The numbers of a table.
 
@@ -227,6 +109,44 @@ def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: 
     return numbers
 
 
+def diverged_cases(rows: list[ResultRow]) -> list[ResultRow]:
+    """Rows that diverged, once for each case that their evaluation has for other encoders; if it has none, for `""`."""
+    tested = grouped(of_kind(rows, "test"), "evaluation")
+    diverged = []
+    for row in of_kind(rows, "diverged"):
+        cases = unique(tested.get((row["evaluation"],), []), "case") or [""]
+        diverged += [row | {"case": case} for case in cases]
+    return diverged
+
+
+def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
+    """Columns of accuracies: each dataset's cases, then the means over groups of datasets.
+
+    A column names its dataset where the evaluation has several; masked patches are of a run's own images, and have one.
+    Without baselines of masked patches, which no encoder made: see `describe_masked_baselines`.
+    """
+    rows = [row for row in rows if row["case"] not in MASKED_BASELINES]
+    datasets = {name: unique(of_one, "dataset") for (name,), of_one in grouped(rows, "evaluation").items()}
+    columns = []
+    for (dataset, evaluation, case), in_column in grouped(rows, "dataset", "evaluation", "case").items():
+        words = [dataset if len(datasets[evaluation]) > 1 else "", evaluation, case]
+        columns.append(TableColumn(" ".join(filter(None, words)), None, in_column))
+    for (group, evaluation, case), in_column in grouped(rows, "group", "evaluation", "case").items():
+        if group:
+            words = [f"mean {group}", evaluation, case]
+            columns.append(TableColumn(" ".join(filter(None, words)), group, in_column))
+    return columns
+
+
+def of_complete_seeds(rows: list[ResultRow], datasets: set[str]) -> list[ResultRow]:
+    """Results of the seeds that have all of these datasets: a mean over some would pass for one over all."""
+    complete = []
+    for seed, of_seed in grouped(rows, "encoder_seed", "seed").items():
+        if set(unique(of_seed, "dataset")) == datasets:
+            complete.append(seed)
+    return [row for row in rows if (row["encoder_seed"], row["seed"]) in complete]
+
+
 def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question | None = None) -> Cell:
     """The numbers of an encoder's results in a column; empty: there are none."""
     cell = spread(rows) if rows else {}
@@ -239,6 +159,38 @@ def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question
             if known:
                 cell[name] = float(np.mean(known))
     return cell
+
+
+def spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
+    """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets, the mean is taken.
+
+    Of one dataset with the 95 % `interval` over its test images, where all rows have one.
+    """
+    rows = list(rows)
+    means = []
+    for of_seed in grouped(rows, "encoder_seed", "seed").values():
+        means.append(np.mean([row[key] for row in of_seed]))
+    cell: Cell = summarize_values(means)
+    if key == "accuracy":
+        cell |= name_of_score(kind_of_scores(rows))
+    interval = mean_interval(rows) if len(unique(rows, "dataset")) == 1 else None
+    return cell if interval is None else cell | {"interval": interval}
+
+
+def cost_of(row: ResultRow, question: Question, name: str) -> float | None:
+    """The `pflop` or `device_hours` of training the encoder, with fine-tuning's for `total compute`; None: unknown."""
+    training = row.get(f"training_{name}")
+    if training is None or question.x == "compute":
+        return training
+    fine_tuning = 0.0 if "pflop" not in row else row.get(name)  # other evaluations train nothing
+    return None if fine_tuning is None else training + fine_tuning
+
+
+def x_of(row: ResultRow, question: Question) -> float | None:
+    """Position of an accuracy on the question's x-axis; None: unknown."""
+    if question.x not in MEASURED_AXES:
+        return dict(question.encoders or {}).get(row["encoder"])
+    return cost_of(row, question, "pflop")
 
 
 def add_dev_accuracies(numbers: CellsByEncoder, rows: list[ResultRow]) -> None:
@@ -256,25 +208,6 @@ def add_ranks(numbers: CellsByEncoder, rows: list[ResultRow]) -> None:
     for (encoder,), ranks in grouped(of_kind(rows, "rank"), "encoder").items():
         deepest = max(row["depth"] for row in ranks)
         numbers[encoder][RANK_COLUMN] = spread([row for row in ranks if row["depth"] == deepest], "rank")
-
-
-def diverged_cases(rows: list[ResultRow]) -> list[ResultRow]:
-    """Rows that diverged, once for each case that their evaluation has for other encoders; if it has none, for `""`."""
-    tested = grouped(of_kind(rows, "test"), "evaluation")
-    diverged = []
-    for row in of_kind(rows, "diverged"):
-        cases = unique(tested.get((row["evaluation"],), []), "case") or [""]
-        diverged += [row | {"case": case} for case in cases]
-    return diverged
-
-
-def of_complete_seeds(rows: list[ResultRow], datasets: set[str]) -> list[ResultRow]:
-    """Results of the seeds that have all of these datasets: a mean over some would pass for one over all."""
-    complete = []
-    for seed, of_seed in grouped(rows, "encoder_seed", "seed").items():
-        if set(unique(of_seed, "dataset")) == datasets:
-            complete.append(seed)
-    return [row for row in rows if (row["encoder_seed"], row["seed"]) in complete]
 
 
 def cells_of(numbers: CellsByEncoder) -> tuple[list[str], list[list[str]]]:
@@ -315,11 +248,6 @@ def score_text(cell: Cell) -> str:
     return kind_of_scores([cell]).text_of_scores(cell) + diverged_text(cell)
 
 
-def diverged_text(cell: Cell) -> str:
-    """The number of seeds that diverged, in brackets; "" where none did."""
-    return f" ({cell['diverged']} diverged)" if "diverged" in cell else ""
-
-
 def score_in_words(cell: Cell) -> str:
     """The same in a sentence, with its sign."""
     kind = kind_of_scores([cell])
@@ -331,7 +259,79 @@ def mean_in_words(cell: Cell) -> str:
     return score_in_words(cell | {"count": 1, "interval": (None, None)})
 
 
+def diverged_text(cell: Cell) -> str:
+    """The number of seeds that diverged, in brackets; "" where none did."""
+    return f" ({cell['diverged']} diverged)" if "diverged" in cell else ""
+
+
 def rank_text(cell: Cell) -> str:
     """An effective rank as the table has it."""
     mean = f"{cell['mean']:.0f}"
     return f"{mean} ± {cell['std']:.0f}" if cell["count"] > 1 else mean
+
+
+def describe_spread(rows: list[ResultRow]) -> list[str]:
+    """A sentence on what ± is over, where an encoder has several results: seeds, draws, or both together."""
+    tested = of_kind(rows, "test")
+    has_seeds = any(count_seeds(same) > 1 for same in grouped(tested, "encoder").values())
+    drawn = []
+    for (evaluation, *_), same in grouped(tested, "evaluation", "encoder", "encoder_seed").items():
+        if len(unique(same, "seed")) > 1:
+            drawn.append(evaluation)
+    names = ", ".join(dict.fromkeys(drawn))
+    over = ["over seeds"] if has_seeds else []
+    if drawn:
+        over.append(f"over {'seeds and draws' if has_seeds else 'draws'} in {names}")
+    return [f"± is the standard deviation {', '.join(over)}."] if over else []
+
+
+def describe_label_baselines(rows: list[ResultRow]) -> list[str]:
+    """A sentence for each dataset whose rows have baselines: published rows of earlier versions have none."""
+    sentences = []
+    for (dataset,), of_dataset in grouped(of_kind(rows, "test"), "dataset").items():
+        reached = ", ".join(label_baselines(of_dataset))
+        if reached:
+            sentences.append(f"Baselines on {dataset}, which use no image: {reached}.")
+    return sentences
+
+
+def label_baselines(rows: list[ResultRow]) -> list[str]:
+    """The score of each baseline of the rows, in words: `largest class 25.3%`."""
+    described = []
+    for row in rows:
+        kind = kind_of_scores([row])
+        described += [kind.describe_baseline(name, value) for name, value in row.get("baselines", {}).items()]
+    return list(dict.fromkeys(described))
+
+
+def describe_masked_baselines(rows: list[ResultRow]) -> list[str]:
+    """A sentence for each evaluation of masked patches: the accuracies of its baselines, over all encoders' masks."""
+    baselines = [row for row in of_kind(rows, "test") if row["case"] in MASKED_BASELINES]
+    sentences = []
+    for (evaluation,), of_evaluation in grouped(baselines, "evaluation").items():
+        reached = ", ".join(masked_baselines(of_evaluation))
+        sentences.append(f"Baselines of {evaluation}, which need no encoder: {reached}.")
+    return sentences
+
+
+def masked_baselines(rows: list[ResultRow]) -> list[str]:
+    """The accuracy of each baseline of masked patches among the rows, in words."""
+    baselines = [row for row in rows if row["case"] in MASKED_BASELINES]
+    return [f"{case} {share_range(of_case)}" for (case,), of_case in grouped(baselines, "case").items()]
+
+
+def share_range(rows: list[ResultRow]) -> str:
+    """The accuracies in percent, from the lowest to the highest."""
+    accuracies = [row["accuracy"] for row in rows]
+    low = f"{100 * min(accuracies):.1f}"
+    high = f"{100 * max(accuracies):.1f}"
+    return f"{low}%" if low == high else f"{low} to {high}%"
+
+
+def describe_uncounted(rows: list[ResultRow], question: Question) -> list[str]:
+    """A sentence on the published models whose training no compute has, where the question plots against compute."""
+    began = {row["encoder"]: row["training_without"] for row in rows if row.get("training_without")}
+    if question.x not in MEASURED_AXES or not began:
+        return []
+    named = "; ".join(f"{encoder} ({', '.join(models)})" for encoder, models in began.items())
+    return [f"Compute is without that of the published models that an encoder builds on: {named}."]
