@@ -3,15 +3,13 @@
 It ends with the bits of a run that was never interrupted (mpp/training/growth.py), and is known by that run's digest.
 """
 
-from typing import Any
-
-from mpp.config import require
+from mpp.config import TrainingConfig, require
 from mpp.config.checks import describe_value
 from mpp.config.keys import flatten, iterate_settings
 from mpp.training.growth import GROWING_SETTINGS
 
 
-def check_branch(config: Any, trunk: Any, key: str) -> None:
+def check_branch(config: TrainingConfig, trunk: TrainingConfig, key: str) -> None:
     """Raise UserError if a training cannot branch from another one, whatever their lengths are.
 
     Args:
@@ -26,14 +24,14 @@ def check_branch(config: Any, trunk: Any, key: str) -> None:
         stable = each.optim.stable_steps(each.run.steps)
         allowed = "wsd or constant: other schedules lower the rate from the start"
         require(stable is not None, f"{key}: {which}optim.schedule", each.optim.schedule, allowed)
-    objective = getattr(config, "objective", None)
+    objective = config.objective
     if objective is not None and objective.moves_teacher:
         start, end = objective.half_life
         allowed = "two equal numbers of steps, such as [40, 40]: shares depend on the length of a run"
         require(start == end >= 1, f"{key}: objective.half_life", list(objective.half_life), allowed)
 
 
-def parting_step(config: Any, trunk: Any, key: str) -> int:
+def parting_step(config: TrainingConfig, trunk: TrainingConfig, key: str) -> int:
     """The step up to which a training and its trunk are one: where the first of them begins its cooldown, or ends.
 
     Args:

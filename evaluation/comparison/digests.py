@@ -9,9 +9,9 @@ from typing import Any
 from timm import is_model
 
 from evaluation.comparison.cases import Case, Encoder, evaluation_settings
-from evaluation.config import MaskedDataConfig
+from evaluation.config import ContrastiveConfig, FinetuneConfig, MaskedDataConfig, SupervisedConfig
 from evaluation.frozen.run_images import record_images
-from mpp.config import SourceConfig
+from mpp.config import Config, SourceConfig
 from mpp.config.imports import UserImport, user_imports
 from mpp.config.keys import changed_settings, iterate_settings, plain
 from mpp.data.data_path import is_local
@@ -88,11 +88,11 @@ def relevant_settings(config: Any) -> dict[str, Any]:
 
 def depends_on_images_of_a_pass(config: Any) -> bool:
     """Whether it matters which images share a forward pass: they are mixed, contrasted, or lend patches."""
-    augment = getattr(config, "augment", None)
-    if augment is not None and augment.mixup + augment.cutmix > 0:
-        return True
-    corruption = getattr(config, "corruption", None)
-    return hasattr(config, "contrast") or getattr(corruption, "source", None) == "batch"
+    if isinstance(config, SupervisedConfig | FinetuneConfig):
+        return config.augment.mixup + config.augment.cutmix > 0
+    if isinstance(config, Config):
+        return config.corruption.source == "batch"
+    return isinstance(config, ContrastiveConfig)
 
 
 def label_task(config: Any) -> str:

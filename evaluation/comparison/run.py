@@ -31,6 +31,7 @@ from evaluation.comparison.trainings import TRAININGS, with_compute
 from evaluation.frozen.probing import forget_features
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import record_images
+from mpp.config import TrainingConfig
 from mpp.data.identity import differences
 from mpp.errors import Diverged, Unavailable, UserError
 from mpp.runtime.caches import is_full_disk
@@ -206,7 +207,7 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
 
 
 @cache
-def settings_to_train(encoder: Encoder) -> Any:
+def settings_to_train(encoder: Encoder) -> TrainingConfig:
     """Settings of an encoder's training, with as many steps as its compute allows: to know these, images are loaded.
 
     A trunk keeps the checkpoints that its branches continue from.
@@ -242,7 +243,7 @@ def check_beginning(encoder: Encoder) -> None:
         )
 
 
-def train_unless_diverged(encoder: Encoder, config: Any, folder: Path) -> None:
+def train_unless_diverged(encoder: Encoder, config: TrainingConfig, folder: Path) -> None:
     """Train by these settings; a file says it if the training diverges.
 
     Raises:
@@ -261,7 +262,7 @@ def train_unless_diverged(encoder: Encoder, config: Any, folder: Path) -> None:
         raise
 
 
-def branch_from_trunk(encoder: Encoder, config: Any, folder: Path) -> Any:
+def branch_from_trunk(encoder: Encoder, config: TrainingConfig, folder: Path) -> TrainingConfig:
     """A branch's settings with the checkpoint that it continues from. Its trunk is trained first, to the trunk's end.
 
     Raises:

@@ -14,7 +14,7 @@ from evaluation.config import ContrastiveConfig, SupervisedConfig
 from evaluation.frozen.provenance import parent_encoders
 from evaluation.frozen.run_images import find_run
 from evaluation.supervision.classifiers import CLASSIFIER_SETTING, with_teacher_digest
-from mpp.config import Config
+from mpp.config import Config, TrainingConfig
 from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
@@ -48,7 +48,7 @@ KNOWN_STEP_FLOPS: dict[str, int] = {}
 """FLOPs of a step by command and settings: to count them, the images are loaded and the model is built."""
 
 
-def step_flops(command: str, config: Any) -> int:
+def step_flops(command: str, config: TrainingConfig) -> int:
     """FLOPs that a step of this training executes."""
     key = f"{command}\n{to_yaml(config)}"
     if key not in KNOWN_STEP_FLOPS:
@@ -60,23 +60,22 @@ def step_flops(command: str, config: Any) -> int:
     return KNOWN_STEP_FLOPS[key]
 
 
-def with_compute(command: str, config: Any, pflop: float) -> Any:
+def with_compute(command: str, config: TrainingConfig, pflop: float) -> TrainingConfig:
     """The training with as many steps as execute this compute."""
     of_any_run = replace(config, run=replace(config.run, dir="", seed=0))
     steps = round(PETA * pflop / step_flops(command, of_any_run))
     return replace(config, run=replace(config.run, steps=steps))
 
 
-def parent_settings(config: Any) -> dict[str, Path]:
+def parent_settings(config: TrainingConfig) -> dict[str, Path]:
     """The settings that name a training's first weights and its frozen teacher -> their folders or files.
 
     Published models are left out.
     """
     named = {"model.init_from": config.model.init_from}
-    distill = getattr(config, "distill", None)
-    if distill is not None:
-        named[CLASSIFIER_SETTING] = distill.teacher
-    objective = getattr(config, "objective", None)
+    if isinstance(config, SupervisedConfig):
+        named[CLASSIFIER_SETTING] = config.distill.teacher
+    objective = config.objective
     if objective is not None and objective.frozen_teacher:
         named["objective.teacher"] = objective.teacher_checkpoint or objective.teacher
     parents = {setting: local_encoder(encoder) for setting, encoder in named.items() if encoder is not None}

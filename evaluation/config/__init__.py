@@ -26,6 +26,7 @@ from evaluation.config.probes import (
     SegmentationConfig,
 )
 from evaluation.config.training import (
+    CLASSIFIERS,
     ContrastiveConfig,
     DistillConfig,
     FinetuneConfig,
@@ -35,4 +36,5 @@ from evaluation.config.training import (
     SupervisedConfig,
     ViewsConfig,
     check_colour_changes,
+    config_class_of,
 )

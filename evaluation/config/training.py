@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from evaluation.config.encoders import LabelTask, NumberLoss
 from mpp.config import (
     AugmentConfig,
+    Config,
     DataConfig,
     ModelConfig,
     OptimConfig,
     ProbeConfig,
     RunConfig,
+    TrainingConfig,
     check_bounds,
     group,
     require,
@@ -63,7 +65,7 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
-class SupervisedConfig:
+class SupervisedConfig(TrainingConfig):
     """Supervised pre-training from scratch."""
 
     task: LabelTask = "auto"
@@ -84,7 +86,7 @@ class SupervisedConfig:
 
 
 @dataclass(frozen=True)
-class FinetuneConfig:
+class FinetuneConfig(TrainingConfig):
     """Fine-tune an encoder on labelled images."""
 
     encoder: str = "runs/birds"
@@ -197,7 +199,7 @@ class ContrastConfig:
 
 
 @dataclass(frozen=True)
-class ContrastiveConfig:
+class ContrastiveConfig(TrainingConfig):
     """Contrastive pre-training (SimCLR). Without the paper's LARS: `optim.name` is muon, adam or sgd."""
 
     run: RunConfig = group(lambda: RunConfig(dir="runs/birds_simclr", steps=1200))
@@ -215,6 +217,25 @@ class ContrastiveConfig:
         self.optim.check_length(self.run.steps)
         of_colours = {"views.jitter": self.views.jitter, "views.grey": self.views.grey}
         check_colour_changes(self.data.channels, of_colours, "crops, flips and blur")
+
+
+CONFIG_BY_SETTING: dict[str, type[TrainingConfig]] = {
+    "objective": Config,
+    "contrast": ContrastiveConfig,
+    "lrs": OneRunConfig,
+    "head": SupervisedConfig,
+}
+"""A setting that only one kind of run has -> the class of the run's settings."""
+CLASSIFIERS = (SupervisedConfig, OneRunConfig)
+"""Classes of the settings of runs that learn labels."""
+
+
+def config_class_of(settings: dict[str, Any]) -> type[TrainingConfig] | None:
+    """Class of the settings of a run, by a setting that only such runs have; None where it is not known."""
+    for name, config_class in CONFIG_BY_SETTING.items():
+        if name in settings:
+            return config_class
+    return None
 
 
 def check_colour_changes(channels: int, strengths: Mapping[str, float], instead: str) -> None:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from timm import is_model
 
+from evaluation.config import CLASSIFIERS, config_class_of
 from evaluation.frozen.labelled_features import DEV
 from evaluation.frozen.run_images import absolute_path, find_run, indices_in_split, run_source
 from mpp.config import SourceConfig
@@ -27,7 +28,6 @@ from mpp.runtime.messages import note
 from mpp.training.record import read_record
 from mpp.training.run_folder import group_of, saved_settings
 
-SUPERVISED_SETTINGS = {"head", "lrs"}  # of supervised training and of fine-tuning
 MAX_TEST_IMAGES_SEARCHED = 1000  # test images that are searched for among the training images of another location
 MAX_TRAINING_IMAGES_SEARCHED = 200_000  # reading the sizes of so many files takes some seconds
 IMAGES_PER_READ = 256  # images whose bytes are held in memory
@@ -74,7 +74,7 @@ def find_labelled_images(encoder: str) -> LabelledImages | None:
     if run is None:
         return None
     saved = saved_settings(run)
-    if "contrast" in saved or not SUPERVISED_SETTINGS & saved.keys():
+    if config_class_of(saved) not in CLASSIFIERS:
         return None
     record = (read_record(run) or {}).get("train", {})
     return LabelledImages(run_source(run), record, saved.get("task", "class"))

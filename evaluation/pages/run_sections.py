@@ -4,10 +4,9 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from evaluation.config import ContrastiveConfig, OneRunConfig, ReportConfig, SupervisedConfig
+from evaluation.config import ContrastiveConfig, ReportConfig, SupervisedConfig, config_class_of
 from evaluation.frozen.by_class import describe_shown, draw_confusion, figure_rows, shown_outcomes
 from evaluation.frozen.random_weights import of_learned_weights, scores_of_random_weights, way_to_random_weights
 from evaluation.frozen.results import describe_baselines, summarize_accuracies
@@ -16,7 +15,7 @@ from evaluation.metrics.scoring import kind_of, kind_of_report
 from evaluation.pages.about import Missing, changed, settings_rows
 from evaluation.pages.curves import features_of_run
 from evaluation.pages.page import Block, Link, Table, Text, picture_of
-from mpp.config import Config
+from mpp.config import Config, TrainingConfig
 from mpp.config.command_line import as_command_line
 from mpp.config.imports import OPTION, saved_imports
 from mpp.config.saved import parse_saved
@@ -29,13 +28,6 @@ from mpp.training.record import recorded_commit
 from mpp.training.run_folder import CONFIG_FILE, group_of, saved_settings
 from mpp.training.verdict import name_of_start
 
-CONFIG_BY_SETTING = {
-    "objective": Config,
-    "contrast": ContrastiveConfig,
-    "lrs": OneRunConfig,
-    "head": SupervisedConfig,
-}
-"""A setting that only one kind of run has -> the class of the run's settings."""
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
 MAX_UNREADABLE_LISTED = 20
 
@@ -168,15 +160,7 @@ def settings_blocks(folder: Path) -> list[Block]:
     return [*blocks, Text("config.yaml in the run folder has all settings.")]
 
 
-def config_class_of(settings: dict[str, Any]) -> type | None:
-    """Class of the settings of a run, by a setting that only such runs have; None where it is not known."""
-    for name, config_class in CONFIG_BY_SETTING.items():
-        if name in settings:
-            return config_class
-    return None
-
-
-def command_to_repeat(config: Any, folder: Path) -> str:
+def command_to_repeat(config: TrainingConfig, folder: Path) -> str:
     """The command that repeats a run in a folder next to its own, with the run's precision and revision of the data.
 
     A branch is repeated from its first step: the bits are the same, and its trunk may be gone.

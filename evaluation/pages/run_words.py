@@ -5,9 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evaluation.config import OneRunConfig, SupervisedConfig
+from evaluation.config import CLASSIFIERS, config_class_of
 from evaluation.pages.page import Link, Section
-from evaluation.pages.run_sections import COMMANDS, begins_from_weights, config_class_of
+from evaluation.pages.run_sections import COMMANDS, begins_from_weights
 from mpp.config.saved import parse_saved
 from mpp.errors import UserError
 from mpp.training.cost import describe_cost
@@ -37,8 +37,6 @@ from mpp.training.verdict import (
 )
 from mpp.training.watch import read_verdict
 
-CLASSIFIERS = (SupervisedConfig, OneRunConfig)
-"""Classes of the settings of runs that learn labels."""
 MIN_GAIN_OVER_BASELINES = 0.03  # in accuracy
 MIN_GAIN_OVER_LAST_DEPTH = 0.01  # in accuracy
 

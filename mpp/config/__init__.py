@@ -24,8 +24,25 @@ from mpp.config.model import Grid, ImageSize, ModelConfig, Representation, check
 from mpp.config.training import OptimConfig, ProbeConfig, RunConfig
 
 
+class TrainingConfig:
+    """Settings of a run of any kind. A group that a kind of run does not have is None."""
+
+    run: RunConfig
+    data: DataConfig
+    optim: OptimConfig
+    model: ModelConfig | None = None
+    """None: of fine-tuning, whose model is that of its encoder."""
+    objective: ObjectiveConfig | None = None
+    """None: of runs that predict nothing of masked patches."""
+
+    @property
+    def is_fine_tuning(self) -> bool:
+        """Whether a run is one of a fine-tuning's, which begin from its encoder, and do not branch."""
+        return self.model is None
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(TrainingConfig):
     """Masked patch prediction pre-training. The defaults were found by a search on the birds: configs/search.md."""
 
     # Config overrides the fields' defaults for pre-training: the number of steps, the crop area and the optimiser. An

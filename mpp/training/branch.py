@@ -2,9 +2,8 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-from mpp.config import require
+from mpp.config import TrainingConfig, require
 from mpp.config.imports import refuse_other_code, require_imports
 from mpp.config.saved import describe_changes, parse_saved
 from mpp.errors import UserError
@@ -28,13 +27,13 @@ from mpp.training.user_code import imports_used
 COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
 
 
-def origin_of(config: Any) -> str | None:
+def origin_of(config: TrainingConfig) -> str | None:
     """The checkpoint that a run branches from: as it is given or, where it is not, as the run's folder says."""
     saved = group_of(saved_settings(Path(config.run.dir)), "run")
     return config.run.branch_from or saved.get("branch_from")
 
 
-def first_folder(config: Any) -> Path:
+def first_folder(config: TrainingConfig) -> Path:
     """Folder with the settings of a run's steps so far: its own or, where it is to begin as a branch, the trunk's."""
     folder = Path(config.run.dir)
     origin = origin_of(config)
@@ -44,7 +43,7 @@ def first_folder(config: Any) -> Path:
     return trunk
 
 
-def begin_branch(config: Any, folder: Path) -> None:
+def begin_branch(config: TrainingConfig, folder: Path) -> None:
     """Copy a branch's first checkpoint, and the files that belong to it, from the trunk; afterwards it is resumed.
 
     A branch with a checkpoint is left as it is. The checkpoint comes last, so an interrupted copy is made again.
@@ -97,7 +96,7 @@ def refuse_other_branch(folder: Path, trunk: Path, step: int) -> None:
         raise UserError(f"run.branch_from is {now}, and the run in {folder} {origin}; {advice}")
 
 
-def refuse_other_trunk(config: Any, trunk: Path, step: int) -> None:
+def refuse_other_trunk(config: TrainingConfig, trunk: Path, step: int) -> None:
     """Raise UserError if a run cannot continue from this checkpoint."""
     key, value = "run.branch_from", f"{trunk}@{step}"
     require((trunk / CONFIG_FILE).is_file(), key, value, "FOLDER@STEP with the folder of a run")

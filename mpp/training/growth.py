@@ -7,8 +7,8 @@ must be those that the new config has there. Nothing else in a step depends on t
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
+from mpp.config import TrainingConfig
 from mpp.errors import UserError
 from mpp.models.teachers import moving_average_decay
 from mpp.runtime.weights import ENCODER
@@ -26,7 +26,7 @@ def branch_point(branch_from: str) -> tuple[Path, int]:
     return Path(folder).expanduser().absolute(), int(step)
 
 
-def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> None:
+def refuse_other_rates(config: TrainingConfig, before: TrainingConfig, folder: Path, done: int) -> None:
     """Raise UserError if a run cannot continue under `config`; the message has the command that can.
 
     Args:
@@ -51,7 +51,7 @@ def refuse_other_rates(config: Any, before: Any, folder: Path, done: int) -> Non
     raise UserError(f"{folder} cannot continue: from step {step} on its {name} was different ({lengths}){advice}")
 
 
-def first_difference(config: Any, before: Any, done: int) -> tuple[int, str]:
+def first_difference(config: TrainingConfig, before: TrainingConfig, done: int) -> tuple[int, str]:
     """The first step (from 0) at which a value differs between two configs, and its name; (done, "") if none does."""
     for step in range(done):
         now = values_of_step(config, step)
@@ -61,30 +61,30 @@ def first_difference(config: Any, before: Any, done: int) -> tuple[int, str]:
     return done, ""
 
 
-def values_of_step(config: Any, step: int) -> dict[str, float]:
+def values_of_step(config: TrainingConfig, step: int) -> dict[str, float]:
     """Every value of a step that depends on the length of the run, by the setting that it follows from."""
     steps = config.run.steps
     values = {"optim.lr": learning_rate(config.optim, step, steps)}
-    objective = getattr(config, "objective", None)
+    objective = config.objective
     if objective is not None and objective.moves_teacher:
         values["objective.half_life"] = moving_average_decay(objective.half_life, step, steps)
     return values
 
 
-def describe_schedule(config: Any) -> str:
+def describe_schedule(config: TrainingConfig) -> str:
     """The settings that a step's learning rate follows from: "1000 steps of wsd, cooldown 0.2"."""
     optim = config.optim
     cooldown = f", cooldown {optim.cooldown:g}" if optim.schedule == "wsd" else ""
     return f"{config.run.steps} steps of {optim.schedule}{cooldown}, warm-up {optim.warmup(config.run.steps)}"
 
 
-def advice_to_branch(folder: Path, last: int, conjunction: str, before: Any) -> str:
+def advice_to_branch(folder: Path, last: int, conjunction: str, before: TrainingConfig) -> str:
     """The options that continue from the newest kept checkpoint up to step `last`; "" where none is kept.
 
     Args:
         before: the config of the folder's run.
     """
-    if is_fine_tuning(before):
+    if before.is_fine_tuning:
         return ""
     origin = newest_origin(folder, last, before.run.branch_from)
     return f"{conjunction} {options_of_branch(origin)} continues from there" if origin else ""
@@ -112,19 +112,14 @@ def options_of_branch(origin: str) -> str:
     return f"--run.branch_from {quote(origin)} --run.dir NEW"
 
 
-def is_fine_tuning(config: Any) -> bool:
-    """Whether a run is one of a fine-tuning's, which begin from its encoder, and do not branch."""
-    return not hasattr(config, "model")
-
-
 def beginning(folder: Path) -> str:
     """The option that begins a new run from the encoder of a finished one."""
     return f"--model.init_from {quote(str(folder))}"
 
 
-def advice_to_begin(config: Any, before: Any, folder: Path) -> str:
+def advice_to_begin(config: TrainingConfig, before: TrainingConfig, folder: Path) -> str:
     """Advice on the setting to change where there is no checkpoint to branch from: see `refuse_other_rates`."""
-    if is_fine_tuning(before):
+    if before.is_fine_tuning:
         return "; begin a new one with another run.dir"
     warmup = before.optim.warmup(before.run.steps)
     if config.optim.warmup(config.run.steps) != warmup:
@@ -137,7 +132,7 @@ def advice_to_begin(config: Any, before: Any, folder: Path) -> str:
     return "; there is no checkpoint up to that step (run.keep_at keeps some)"
 
 
-def follows_length(config: Any) -> bool:
+def follows_length(config: TrainingConfig) -> bool:
     """Whether a run with a stable rate cannot grow all the same, since its teacher's moving average has its length."""
     stable = config.optim.stable_steps(config.run.steps)
     if stable is None:
@@ -147,14 +142,14 @@ def follows_length(config: Any) -> bool:
     return step < stable
 
 
-def describe_growth(config: Any, folder: Path) -> str:
+def describe_growth(config: TrainingConfig, folder: Path) -> str:
     """The way to continue a finished run, in a line.
 
     Args:
         config: the run's, resolved.
     """
     schedule, steps = config.optim.schedule, config.run.steps
-    if is_fine_tuning(config):
+    if config.is_fine_tuning:
         return "the same command with a larger run.steps and another run.dir"
     stable = config.optim.stable_steps(steps)
     another = f"another run ({beginning(folder)}: from this encoder)"

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from mpp.config import TrainingConfig
 from mpp.config.keys import flatten
 from mpp.config.saved import to_yaml
 from mpp.errors import UserError, one_line
@@ -46,7 +47,7 @@ class Tracker:
         step: steps done; later lines of metrics.jsonl and later TensorBoard events are dropped.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: Path, config: Any, step: int):
+    def __init__(self, accelerator: Accelerator, folder: Path, config: TrainingConfig, step: int):
         self.accelerator, self.folder = accelerator, folder
         self.metrics_file, self.unreadable_file = folder / METRICS_FILE, folder / UNREADABLE_FILE
         self.unreadable = self.read_unreadable()

@@ -7,11 +7,12 @@ the optimiser's state and, for a stream, how far it is read.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 
+from mpp.config import TrainingConfig
 from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
 from mpp.features.metrics import Sums, sum_over_processes
@@ -42,7 +43,7 @@ class Loop:
         preemption: asked once a step whether to stop.
     """
 
-    def __init__(self, task: ImageTask, config: Any, folder: Path, flops: int, preemption: Preemption):
+    def __init__(self, task: ImageTask, config: TrainingConfig, folder: Path, flops: int, preemption: Preemption):
         self.task = task
         self.accelerator = task.accelerator
         self.run_config = config.run

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, release_memory
 
-from mpp.config import DataConfig, RunConfig
+from mpp.config import DataConfig, RunConfig, TrainingConfig
 from mpp.config.imports import IMPORTS_FILE
 from mpp.config.keys import changed_settings
 from mpp.config.saved import to_yaml
@@ -54,11 +54,10 @@ WRITTEN_WHOLE = (CONFIG_FILE, IMPORTS_FILE, RECORD_FILE, METRICS_FILE, VERDICT, 
 """Files and folders of a run, besides checkpoints, that training writes aside and renames."""
 
 
-def train(config: Any, build: Build, page: bool = True) -> Path:
+def train(config: TrainingConfig, build: Build, page: bool = True) -> Path:
     """Carry out the run that `config` describes, or its remaining steps.
 
     Args:
-        config: has `run`, `data` and `optim`.
         page: whether to write the run's page, if `run.report` asks for it; a caller that adds figures does it later.
     Returns:
         The run folder, finished.
@@ -106,7 +105,7 @@ def refuse_unlike_arithmetic() -> None:
     )
 
 
-def resolve_config(config: Any, accelerator: Accelerator) -> Any:
+def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
     """The config as it is carried out and saved: settings left to the machine and to the run's length have a value."""
     origin = first_folder(config)
     saved = saved_settings(origin)
@@ -118,7 +117,7 @@ def resolve_config(config: Any, accelerator: Accelerator) -> Any:
     if optim.warmup_steps is None and newest_step(origin):  # a run that grows keeps the number that it began with
         optim = replace(optim, warmup_steps=saved.get("optim", {}).get("warmup_steps"))
     resolved = replace(config, run=run, optim=optim.resolved(config.run.steps))
-    if not hasattr(config, "model"):  # fine-tuning has an encoder instead
+    if config.is_fine_tuning:
         return resolved
     if precision == "fp32" and config.model.residual == "bf16":  # run.precision was left to the launcher or the machine
         note("model.residual bf16 has no effect here: run.precision is fp32")
@@ -136,13 +135,15 @@ def steps_kept_for_good(run: RunConfig) -> tuple[int, ...] | None:
     return tuple(within) or None
 
 
-def describe_overrides(config: Any) -> str:
+def describe_overrides(config: TrainingConfig) -> str:
     """The settings that are not the defaults, in a line."""
     settings = " ".join(f"{key}={value}" for key, value in changed_settings(config).items())
     return f"settings: {settings or 'the defaults'} (all of them: --run.print_config true)"
 
 
-def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accelerator, preemption: Preemption) -> None:
+def build_and_train(
+    config: TrainingConfig, folder: Path, build: Build, accelerator: Accelerator, preemption: Preemption
+) -> None:
     """Build the task, and train it in the run's folder, which no other process may write to meanwhile."""
     layout = BatchLayout.of(
         config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
@@ -152,7 +153,7 @@ def build_and_train(config: Any, folder: Path, build: Build, accelerator: Accele
         accelerator.print(f"{layout.images} images a step, in {shares}; the gradient is that of their mean")
     note_idle_settings(config.run, accelerator.num_processes, layout.accumulation_steps)
     data = pin_commit(config.data, folder, accelerator)
-    if hasattr(config, "model") and config.model.needs_moments():
+    if config.model is not None and config.model.needs_moments():
         mean, std = broadcast_from_main(accelerator, lambda: channel_moments(data))
         config = replace(config, model=config.model.with_moments(mean, std))
         mean, std = config.model.normalization(config.data.channels)
@@ -196,7 +197,7 @@ def clear_killed_run(folder: Path) -> None:
     clear_partial_checkpoints(folder)
 
 
-def write_beginning(config: Any, folder: Path, task: ImageTask, accelerator: Accelerator) -> None:
+def write_beginning(config: TrainingConfig, folder: Path, task: ImageTask, accelerator: Accelerator) -> None:
     """Write config.yaml and data.json, with the main process.
 
     Raises:
@@ -246,12 +247,12 @@ def pin_commit(data: DataConfig, folder: Path, accelerator: Accelerator) -> Data
     return replace(data, revision=commit) if commit else data
 
 
-def fingerprint_first_weights(config: Any) -> dict[str, Any]:
+def fingerprint_first_weights(config: TrainingConfig) -> dict[str, Any]:
     """Fingerprints of the weights that a run begins from and is taught by; none of random or missing ones."""
     paths = {}
-    if hasattr(config, "model"):
+    if config.model is not None:
         paths["model.init_from"] = config.model.init_from
-    if hasattr(config, "objective"):
+    if config.objective is not None:
         paths["objective.teacher"] = config.objective.teacher_checkpoint or config.objective.frozen_teacher
     record = {}
     for key, path in paths.items():

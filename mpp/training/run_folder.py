@@ -24,7 +24,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from mpp.config import require
+from mpp.config import TrainingConfig, require
 from mpp.config.imports import IMPORTS_FILE, imports_as_json, refuse_other_code, require_imports
 from mpp.config.saved import Changes, changes_since, describe_changes, parse_saved, read_saved, to_yaml
 from mpp.data.data_path import is_local
@@ -54,7 +54,7 @@ PATH_SETTINGS = {
 """Settings of all commands that may name a local file or folder, by their group."""
 
 
-def open_run(config: Any, accelerator: Accelerator) -> Path:
+def open_run(config: TrainingConfig, accelerator: Accelerator) -> Path:
     """The run folder of `config.run.dir`, new or to be resumed. Every process may call it; only the marker goes.
 
     Raises:
@@ -67,7 +67,7 @@ def open_run(config: Any, accelerator: Accelerator) -> Path:
     return folder
 
 
-def refuse_other_run(config: Any, folder: Path) -> None:
+def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
     """Raise UserError if a folder holds something else, or a run of another config."""
     shown = printable(str(folder))
     require(shown == str(folder), "run.dir", shown, "a name in UTF-8, which TensorBoard's files need")
@@ -99,7 +99,7 @@ def refuse_run_among_images(folder: Path, group: str, path: str | None) -> None:
         raise UserError(f"run.dir is {folder}, inside {group}.path {images}: its pictures would join the images")
 
 
-def settings_changed_since(config: Any, folder: Path) -> Changes:
+def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
     """Settings in which a config differs from a run's, and with which the run may not continue.
 
     Images that have moved as a whole count as the same. Compiling changes only the rounding. A number that stands for
@@ -121,7 +121,7 @@ def settings_changed_since(config: Any, folder: Path) -> Changes:
     return leave_out(different, same)
 
 
-def derived_settings(config: Any) -> set[str]:
+def derived_settings(config: TrainingConfig) -> set[str]:
     """Keys of settings whose value is the one that null stands for in this config."""
     return {f"optim.{name}" for name in config.optim.derived(config.run.steps)}
 
@@ -156,7 +156,7 @@ def group_of(saved: dict[str, Any], name: str) -> dict[str, Any]:
     return saved.get(name) or {}
 
 
-def write_config(config: Any, folder: Path) -> None:
+def write_config(config: TrainingConfig, folder: Path) -> None:
     """Save the resolved config, before anything else is written; UserError if the folder is not the run's.
 
     Paths are saved absolute: the run's images and weights are read again later, from other folders.
@@ -169,7 +169,7 @@ def write_config(config: Any, folder: Path) -> None:
     write_complete(folder / CONFIG_FILE, to_yaml(make_paths_absolute(config)))
 
 
-def make_paths_absolute(config: Any) -> Any:
+def make_paths_absolute(config: TrainingConfig) -> TrainingConfig:
     """The config with absolute paths of local files and folders; names of the hub and of timm stay."""
     for group, names in PATH_SETTINGS.items():
         holder = getattr(config, group, None) if group else config
@@ -182,7 +182,7 @@ def make_paths_absolute(config: Any) -> Any:
             continue
         changes = {group: replace(holder, **absolute)} if group else absolute
         config = replace(config, **changes)
-    if hasattr(config, "run") and config.run.branch_from is not None:
+    if config.run.branch_from is not None:
         trunk, step = branch_point(config.run.branch_from)
         config = replace(config, run=replace(config.run, branch_from=f"{trunk}@{step}"))
     return config

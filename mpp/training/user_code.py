@@ -5,7 +5,7 @@ from typing import Any
 
 import timm
 
-from mpp.config import require
+from mpp.config import TrainingConfig, require
 from mpp.config.imports import UserImport, module_name, user_imports
 from mpp.corruption import PATTERNS
 from mpp.models.networks import NETWORKS
@@ -20,7 +20,7 @@ REGISTERED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Groups of settings that have `arguments` for parts of users: the setting that names a part, and the parts by name."""
 
 
-def refuse_idle_arguments(config: Any) -> None:
+def refuse_idle_arguments(config: TrainingConfig) -> None:
     """Raise UserError for `arguments` of a part that is mpp's own: it takes none."""
     for group, (setting, registered) in REGISTERED.items():
         settings = getattr(config, group)
@@ -40,7 +40,7 @@ def module_of(component: Any) -> str:
     return getattr(component, "__module__", "")
 
 
-def imports_used(config: Any) -> list[UserImport]:
+def imports_used(config: TrainingConfig) -> list[UserImport]:
     """The imports that define a function or class which the settings name, and which is neither mpp's nor timm's.
 
     All imports of the process, where such a function or class is of a module that none of them is.
@@ -60,14 +60,14 @@ def defines(code: UserImport, module: str) -> bool:
     return module == name or module.startswith(f"{name}.")
 
 
-def components_named(config: Any) -> list[Any]:
+def components_named(config: TrainingConfig) -> list[Any]:
     """The registered functions and classes that a config of training names."""
     components = []
     for group, (setting, registered) in REGISTERED.items():
         name = getattr(getattr(config, group, None), setting, None)
         if name in registered:
             components.append(registered[name])
-    model = getattr(getattr(config, "model", None), "name", None)
+    model = config.model and config.model.name
     if model and timm.is_model(model):
         components.append(timm.model_entrypoint(model))
     return components
