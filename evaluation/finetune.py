@@ -21,7 +21,7 @@ import numpy as np
 from accelerate import Accelerator, PartialState
 from torch import nn
 
-from evaluation.config import FinetuneConfig, OneRunConfig
+from evaluation.config import FinetuneConfig, OneRunConfig, is_colour_baseline
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_and_load
@@ -72,10 +72,9 @@ class Finetuning(Classification):
         layout: BatchLayout,
         loaded: LoadedSplits | None = None,
     ):
-        weights = (config.checkpoint or config.encoder) if config.init == "encoder" else ""
         left_out_images = min(MAX_LEFT_OUT, config.data.eval_images)
         train, test, left_out = load_labelled(
-            config.data, accelerator, weights, left_out_images, loaded, task=config.task
+            config.data, accelerator, config.weights, left_out_images, loaded, task=config.task
         )
         splits = train.cut(config.dev_fraction, config.data.eval_seed, "dev") if config.on_dev else (train, test)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits, config.loss)
@@ -101,12 +100,8 @@ class Finetuning(Classification):
 
     def load(self, config: OneRunConfig) -> FrozenEncoder:
         """The encoder that training begins from, and its input."""
-        require(
-            not config.encoder.startswith("floor:"),
-            "encoder",
-            config.encoder,
-            "a model: a colour baseline has no weights",
-        )
+        allowed = "a model: a colour baseline has no weights"
+        require(not is_colour_baseline(config.encoder), "encoder", config.encoder, allowed)
         frozen = load_frozen_encoder(
             config.encoder,
             config.checkpoint,
@@ -174,7 +169,7 @@ def measure_on_dev(config: FinetuneConfig, lr: float, loaded: LoadedSplits | Non
 
 def hash_initial_weights(config: FinetuneConfig) -> str:
     """SHA-256 of the weights that fine-tuning starts from; empty where they are random, or those of a timm name."""
-    return fingerprint(Path(config.checkpoint or config.encoder)) if config.init == "encoder" else ""
+    return fingerprint(Path(config.weights)) if config.weights else ""
 
 
 def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evaluation.config import LinearConfig
+from evaluation.config import LinearConfig, is_colour_baseline
 from evaluation.frozen.kept_heads import (
     HEAD_TASKS,
     HeadDescription,
@@ -64,7 +64,7 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
     """Probe the features, write the report, and return it."""
     if config.save:
         allowed = "left out: a colour baseline has no weights, so its head is not kept"
-        require(not config.encoder.startswith("floor:"), "save", True, allowed)
+        require(not is_colour_baseline(config.encoder), "save", True, allowed)
     if config.protocol != "logistic":
         return run_published(config, loaded)
     heads: list[FittedHead] = []

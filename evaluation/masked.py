@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluation.config import MaskedConfig
+from evaluation.config import MaskedConfig, is_colour_baseline
 from evaluation.frozen.results import report_path, table, write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, add_figures
@@ -40,13 +40,8 @@ def run(config: MaskedConfig) -> dict[str, Any]:
         UserError: no run there.
         Unavailable: a run that predicts no colours.
     """
-    is_floor = config.encoder.startswith("floor:")
-    require(
-        not is_floor,
-        "encoder",
-        config.encoder,
-        "the folder of a pre-training run: a colour baseline predicts no patches",
-    )
+    allowed = "the folder of a pre-training run: a colour baseline predicts no patches"
+    require(not is_colour_baseline(config.encoder), "encoder", config.encoder, allowed)
     last = last_evaluation(Path(config.encoder))
     if "heldout/nearest" not in last:
         lacks = "it has no heldout/nearest, which runs that predict colours have"

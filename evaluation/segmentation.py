@@ -96,8 +96,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     accelerator = start_alone(config.run_settings(), "patches are evaluated")
     path = report_of(config, "segmentation")
     splits = load_masked_images(config.data, loaded)
-    weights = "" if config.random else config.checkpoint or config.encoder
-    check_labels_unseen(weights, config.data, splits.train.images, splits.test.images)
+    check_labels_unseen(config.weights, config.data, splits.train.images, splits.test.images)
     print(describe_masked_images(splits, config.data))
     warn_of_turned_images(splits, config.data)
     encoder = open_patch_encoder(config)

@@ -19,6 +19,7 @@ from evaluation.comparison.entries import (
     Question,
 )
 from evaluation.comparison.trainings import TRAININGS, parent_settings
+from evaluation.config import is_colour_baseline
 from evaluation.frozen.run_images import absolute_path, evaluated_image_settings, find_run, run_image_settings
 from evaluation.registry import EVALUATIONS, Evaluation
 from evaluation.supervision.classifiers import CLASSIFIER_SETTING
@@ -155,7 +156,7 @@ def entries_named(entries: list[EntryT], names: Iterable[str] | None, key: str) 
 def why_left_out(entry: EncoderEntry, evaluation: EvaluationEntry) -> str:
     """The reason why there is nothing to evaluate; empty: there is."""
     kind = EVALUATIONS[evaluation.command].kind
-    if entry.encoder.startswith("floor:"):
+    if is_colour_baseline(entry.encoder):
         return "" if kind == "frozen features" else "a colour baseline has no weights"
     if kind != "masked patches":
         return ""

@@ -2,6 +2,7 @@
 
 from evaluation.config.comparing import CompareConfig, GpuReportConfig, SweepConfig, ThroughputConfig
 from evaluation.config.encoders import (
+    COLOUR_BASELINE,
     EVERY,
     EmbedConfig,
     EncoderConfig,
@@ -15,6 +16,7 @@ from evaluation.config.encoders import (
     ProbeDataConfig,
     ReportConfig,
     VisualizeConfig,
+    is_colour_baseline,
 )
 from evaluation.config.probes import (
     OF_AN_ENCODER,

@@ -26,8 +26,15 @@ OF_CUTS = ("split", "eval_split", "eval_fraction", "train_images", "eval_seed")
 OF_SPLITS = (*OF_CUTS, "label_column", "eval_label_column")
 
 
+COLOUR_BASELINE = "floor:"
+"""Beginning of the names of colour baselines, which take an encoder's place."""
 LabelTask = Literal["auto", "class", "several", "number"]
 NumberLoss = Literal["l2", "l1"]
+
+
+def is_colour_baseline(encoder: str) -> bool:
+    """Whether the setting `encoder` names a colour baseline, which has no weights."""
+    return encoder.startswith(COLOUR_BASELINE)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,11 @@ class EncoderConfig:
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
+
+    @property
+    def weights(self) -> str:
+        """Place or name of the encoder's weights; empty: they are random."""
+        return "" if self.random else self.checkpoint or self.encoder
 
 
 @dataclass(frozen=True)

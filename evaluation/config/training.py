@@ -144,6 +144,11 @@ class FinetuneConfig(TrainingConfig):
         if self.dev_steps is not None:
             self.optim.check_length(self.dev_steps, "dev_steps")
 
+    @property
+    def weights(self) -> str:
+        """Place or name of the weights that it begins from; empty: they are random."""
+        return (self.checkpoint or self.encoder) if self.init == "encoder" else ""
+
 
 @dataclass(frozen=True)
 class OneRunConfig(FinetuneConfig):

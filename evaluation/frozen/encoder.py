@@ -13,7 +13,7 @@ from einops import rearrange
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from evaluation.config import EncoderConfig, ProbeDataConfig
+from evaluation.config import COLOUR_BASELINE, EncoderConfig, ProbeDataConfig, is_colour_baseline
 from evaluation.frozen.run_images import find_run
 from mpp.config import HOW_READ, ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import Unavailable, UserError
@@ -133,8 +133,8 @@ def load_frozen_encoder(
         UserError: there is no such encoder, or it takes other images.
     """
     torch.manual_seed(seed)
-    if encoder.startswith("floor:"):
-        return ColorBaseline(encoder.removeprefix("floor:"), img_size, channels or 3)
+    if is_colour_baseline(encoder):
+        return ColorBaseline(encoder.removeprefix(COLOUR_BASELINE), img_size, channels or 3)
     if is_named(encoder) and channels not in (None, 3):
         changes["in_chans"] = channels
     model = load_encoder(encoder, not random, checkpoint, img_size=img_size, num_classes=0, **changes)

@@ -152,9 +152,8 @@ def extract_labelled_features(
     """
     encoder = open_frozen_encoder(config)
     depths = resolve_depths(config.depth, len(encoder.stages))
-    weights = "" if config.random else config.checkpoint or config.encoder
     splits = load_labelled(
-        config.data, accelerator, weights, loaded=loaded, on_dev=on_dev, task=config.task, check_kind=check_kind
+        config.data, accelerator, config.weights, loaded=loaded, on_dev=on_dev, task=config.task, check_kind=check_kind
     )
     encoder.to(accelerator.device)
     encode = partial(encoder, representation=config.representation, depths=depths)

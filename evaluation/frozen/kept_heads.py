@@ -96,10 +96,9 @@ class KeptHead:
 
 def describe_encoder(config: EncoderConfig) -> dict[str, Any]:
     """The entries of a description that name the encoder of a command's settings."""
-    weights = "" if config.random else fingerprint(Path(config.checkpoint or config.encoder))
     return {
         "encoder": config.encoder,
-        "weights": weights,
+        "weights": fingerprint(Path(config.weights)) if config.weights else "",
         "checkpoint": config.checkpoint,
         "random": config.random,
         "seed": config.seed,

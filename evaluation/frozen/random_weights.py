@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from evaluation.config import is_colour_baseline
 from evaluation.frozen.training_reports import FINETUNING_REPORT
 from evaluation.metrics.scoring import kind_of_report, rank_of
 
@@ -40,7 +41,7 @@ def can_be_random(report: dict[str, Any]) -> bool:
     """Whether an evaluation is of learned weights that have a random counterpart: no floor, and no saved features."""
     protocol = report.get("protocol", {})
     is_learned = protocol.get("random") is False or protocol.get("init") == "encoder"
-    return is_learned and not str(protocol.get("encoder")).startswith("floor:")
+    return is_learned and not is_colour_baseline(str(protocol.get("encoder")))
 
 
 def way_to_random_weights(path: Path, report: dict[str, Any]) -> str:
