@@ -18,7 +18,7 @@ from mpp.config import ModelConfig, resized_side
 from mpp.errors import UserError
 from mpp.models.descriptions import learned_labels
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import export_encoder
+from mpp.models.exporting import EncoderFacts, export_encoder
 from mpp.runtime.weights import fingerprint
 
 
@@ -141,8 +141,8 @@ def test_names_of_classes_travel_with_an_encoder(tmp_path):
     input_config = (32, *HALVES, 0.875)
     export_encoder(plain, tmp_path / "plain", *input_config)
     classifier = mpp.load_encoder(tmp_path / "plain", num_classes=4)
-    export_encoder(classifier, tmp_path / "headed", *input_config, label_names=NAMES)
-    export_encoder(plain, tmp_path / "headless", *input_config, label_names=NAMES)
+    export_encoder(classifier, tmp_path / "headed", *input_config, EncoderFacts(label_names=NAMES))
+    export_encoder(plain, tmp_path / "headless", *input_config, EncoderFacts(label_names=NAMES))
     for folder in (tmp_path / "headed", tmp_path / "headless"):
         by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True)
         for model in (mpp.load_encoder(folder), by_timm):
@@ -150,20 +150,20 @@ def test_names_of_classes_travel_with_an_encoder(tmp_path):
     again = mpp.load_encoder(tmp_path / "headed")
     export_encoder(again, tmp_path / "again", *input_config)
     assert mpp.load_encoder(tmp_path / "again").pretrained_cfg["label_names"] == NAMES
-    export_encoder(again, tmp_path / "renamed", *input_config, label_names="abcd")
+    export_encoder(again, tmp_path / "renamed", *input_config, EncoderFacts(label_names="abcd"))
     assert mpp.load_encoder(tmp_path / "renamed").pretrained_cfg["label_names"] == ["a", "b", "c", "d"]
     for other in (0, 3):  # another head knows other classes
         assert "label_names" not in mpp.load_encoder(tmp_path / "headed", num_classes=other).pretrained_cfg
     export_encoder(mpp.load_encoder(tmp_path / "headless"), tmp_path / "pretrained", *input_config)
     assert "label_names" not in mpp.load_encoder(tmp_path / "pretrained").pretrained_cfg
     with pytest.raises(ValueError, match=r"number of label_names is 3; it must be 4, the outputs of the model's head"):
-        export_encoder(again, tmp_path / "wrong", *input_config, label_names=NAMES[:3])
+        export_encoder(again, tmp_path / "wrong", *input_config, EncoderFacts(label_names=NAMES[:3]))
 
 
 def test_transformers_knows_the_names_of_classes(tmp_path):
     transformers = pytest.importorskip("transformers")
     classifier = timm.create_model("vit_tiny_patch16_224", num_classes=4, depth=1, img_size=32)
-    export_encoder(classifier, tmp_path, 32, *HALVES, 0.875, label_names=NAMES)
+    export_encoder(classifier, tmp_path, 32, *HALVES, 0.875, EncoderFacts(label_names=NAMES))
     config = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).config
     assert config.id2label == dict(enumerate(NAMES))
 
@@ -186,7 +186,7 @@ def test_an_encoder_says_whether_it_learned_labels(tmp_path):
     plain = build_encoder(ModelConfig(depth=1))
     input_config = (64, *HALVES, 0.875)
     export_encoder(plain, tmp_path / "without", *input_config)
-    export_encoder(plain, tmp_path / "with", *input_config, learned_labels=True)
+    export_encoder(plain, tmp_path / "with", *input_config, EncoderFacts(learned_labels=True))
     export_encoder(mpp.load_encoder(tmp_path / "without", num_classes=2), tmp_path / "headed", *input_config)
     for name, expected in (("without", False), ("with", True), ("headed", True)):
         folder = tmp_path / name

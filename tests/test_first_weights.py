@@ -14,7 +14,7 @@ from mpp.config.saved import read_saved
 from mpp.errors import UserError
 from mpp.models.descriptions import licence_of
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import export_encoder
+from mpp.models.exporting import EncoderFacts, export_encoder
 from mpp.models.loading import moments_of_weights
 
 SMALL = dict(img_size=32, width=32, depth=2, heads=2)
@@ -30,7 +30,7 @@ def exported(name: str, folder: Path, size=32, licence=None) -> dict[str, torch.
     encoder = build_encoder(ModelConfig(name=name, **SMALL | {"img_size": size}))
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    export_encoder(encoder, folder, size, *MOMENTS, 1.0, licence=licence)
+    export_encoder(encoder, folder, size, *MOMENTS, 1.0, EncoderFacts(licence=licence))
     return {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
 
 

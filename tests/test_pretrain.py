@@ -21,7 +21,7 @@ from mpp.config.parsing import parse
 from mpp.config.saved import parse_saved
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UserError
-from mpp.models.exporting import export_encoder
+from mpp.models.exporting import EncoderFacts, export_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.training import step as training_step
 from mpp.training import task
@@ -122,7 +122,7 @@ def test_files_have_the_permissions_that_the_umask_gives(pretrain, umask, file_m
 def test_a_card_says_that_others_learned_labels(pretrain, finished_run, tmp_path):
     """Of what it began from or was taught by, however many runs ago."""
     plain, input_config = mpp.load_encoder(finished_run), (32, (0.5,) * 3, (0.5,) * 3, 0.875)
-    export_encoder(plain, tmp_path / "with", *input_config, learned_labels=True)
+    export_encoder(plain, tmp_path / "with", *input_config, EncoderFacts(learned_labels=True))
     taught = ("--objective.name=features", f"--objective.teacher={tmp_path / 'with'}")
     first = pretrain(f"--model.init_from={tmp_path / 'with'}", dir=tmp_path / "first")
     runs = [first, pretrain(f"--model.init_from={first}", dir=tmp_path / "second"), pretrain(*taught)]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
+from mpp.models.exporting import EncoderFacts
 from mpp.models.timm_models import has_class
 from mpp.models.vit import VariantViT
 from mpp.training.history import EVALUATED, History, last_logged_step
@@ -45,40 +46,28 @@ tokens = encoder.forward_features(images)  # {tokens}
 """
 
 
-def model_card(
-    folder: Path,
-    encoder: nn.Module,
-    kind: str,
-    learned_labels: bool,
-    model: str,
-    method: str,
-    images: str,
-    licence: str | None = None,
-) -> str:
+def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
     """The text of a run's encoder/README.md.
 
     Args:
         folder: of the run, with config.yaml and metrics.jsonl.
-        kind: of encoder by its training, in a few words, such as `fine-tuned encoder`.
-        learned_labels: whether labels were learned, or it builds on an encoder that learned them.
-        model: architecture and size, in a few words.
-        method: how it was trained, in a sentence without its full stop.
-        images: those that it was trained on.
-        licence: of the weights that it began from; None: random ones, or unknown.
     """
     history = read_history(folder)
+    tags = "timm, image-feature-extraction"
+    if not facts.learned_labels:
+        tags += ", self-supervised"
     imports = "import timm"
     if isinstance(encoder, VariantViT):
         imports = f"import mpp.models  # timm then knows this architecture\n{imports}"
     return CARD.format(
-        licence=f"license: {licence}\n" if licence else "",
+        licence=f"license: {facts.licence}\n" if facts.licence else "",
         name=folder.name,
-        kind=kind,
-        tags="timm, image-feature-extraction" if learned_labels else "timm, image-feature-extraction, self-supervised",
-        model=model,
-        method=method,
+        kind=facts.kind,
+        tags=tags,
+        model=facts.model,
+        method=facts.method,
         phases=describe_phases(folder, last_logged_step(history)),
-        images=images,
+        images=facts.images,
         imports=imports,
         tokens=describe_output(encoder),
         figures=figures_section(history),

@@ -27,7 +27,7 @@ from mpp.features.drift import START_FILE, Drift
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.features.probe import Probe
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
-from mpp.models.exporting import export_encoder
+from mpp.models.exporting import EncoderFacts, export_encoder
 from mpp.runtime.messages import note
 from mpp.runtime.processes import broadcast_from_main
 from mpp.runtime.resources import LoaderRoom, loader_room
@@ -329,15 +329,16 @@ class ImageTask:
         To be called on the main process. `model` is without wrappers.
         """
         encoder = merge(model.encoder)
-        learned_labels = self.learns_labels or self.builds_on_labels
-        card = model_card(
-            folder,
-            encoder,
+        facts = EncoderFacts(
             kind=self.kind,
-            learned_labels=learned_labels,
             model=self.describe_model(),
             method=self.method,
             images=f"{describe_source(self.data)}, {self.train.describe()}",
+            how_read=self.data.how_read(),
+            step=last_logged_step(read_history(folder)),
+            learned_labels=self.learns_labels or self.builds_on_labels,
+            label_kind=self.held_out.label_kind if self.learns_labels else "class",
+            label_names=self.label_names,
             licence=self.licence,
         )
         export_encoder(
@@ -347,11 +348,6 @@ class ImageTask:
             model.normalize.mean,
             model.normalize.std,
             self.data.eval_crop,
-            card,
-            self.data.how_read(),
-            label_names=self.label_names,
-            learned_labels=learned_labels,
-            step=last_logged_step(read_history(folder)),
-            label_kind=self.held_out.label_kind if self.learns_labels else "class",
-            licence=self.licence,
+            facts,
+            model_card(folder, encoder, facts),
         )
