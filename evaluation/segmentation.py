@@ -106,13 +106,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     kept = Kept()
     with deaths_explained():
         report, splits = evaluate_encoder(config, encoder, splits, accelerator, kept)
-        baselines = {}
-        for name, baseline in open_baselines(config, encoder).items():
-            extracted = extract_asked_depths(config, baseline, splits, accelerator)
-            of_baseline = evaluate_depths(config, extracted)
-            baselines[name] = of_baseline | {"results": without_outcomes(of_baseline["results"])}
-    report["baselines"] = baselines | report["baselines"]
-
+        report["baselines"] = evaluate_baselines(config, encoder, splits, accelerator) | report["baselines"]
     report = write_probe_report(path, report, "reading")
     print_tables(report, config)
     if config.save:
@@ -142,6 +136,18 @@ def evaluate_encoder(
         report["left_out"] = extracted.left_out
     report["baselines"] = {MOST_FREQUENT: [score_most_frequent(features) | {"case": "all"}]}
     return report, extracted.splits
+
+
+def evaluate_baselines(
+    config: SegmentationConfig, encoder: PatchEncoder, splits: MaskedSplits, accelerator: Accelerator
+) -> dict[str, Any]:
+    """The reports of an encoder's baselines, without outcomes, by name."""
+    baselines = {}
+    for name, baseline in open_baselines(config, encoder).items():
+        extracted = extract_asked_depths(config, baseline, splits, accelerator)
+        report = evaluate_depths(config, extracted)
+        baselines[name] = report | {"results": without_outcomes(report["results"])}
+    return baselines
 
 
 def evaluate_depths(

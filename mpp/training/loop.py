@@ -55,17 +55,9 @@ class Loop:
         self.model = self.training_step.model
         self.torch_optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.torch_optimizer)
-        if self.start == 0 and self.run_config.branch_from is not None:
-            checkpoints = folder / "checkpoints"
-            raise UserError(
-                f"all checkpoints of {folder}, which branches from {self.run_config.branch_from}, are damaged; "
-                f"delete {checkpoints}, and the same command starts from there again"
-            )
+        self.look_at_checkpoints()
         self.saved_step = self.start  # of the newest checkpoint
         self.steps_to_keep = self.optim_config.steps_to_keep(self.run_config)
-        for step in self.run_config.keep_at or ():
-            if step < self.start and step not in kept_steps(folder):
-                note(f"run.keep_at: the checkpoint after step {step} cannot be kept, since the run is past it")
         batches = task.batches(self.start, self.cursors)  # forks: before any threads
         self.feed = Feed(batches)
         self.cursors_of_step: Cursors = {}
@@ -90,6 +82,18 @@ class Loop:
             desc="training",
             disable=not self.accelerator.is_main_process,
         )
+
+    def look_at_checkpoints(self) -> None:
+        """Refuse a branch that has lost its first checkpoint, and note those to be kept that the run is past."""
+        run = self.run_config
+        if self.start == 0 and run.branch_from is not None:
+            raise UserError(
+                f"all checkpoints of {self.folder}, which branches from {run.branch_from}, are damaged; "
+                f"delete {self.folder / 'checkpoints'}, and the same command starts from there again"
+            )
+        for step in run.keep_at or ():
+            if step < self.start and step not in kept_steps(self.folder):
+                note(f"run.keep_at: the checkpoint after step {step} cannot be kept, since the run is past it")
 
     def train(self) -> None:
         """Train from the newest checkpoint of the run's folder to its last step, then export.

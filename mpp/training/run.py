@@ -145,19 +145,10 @@ def build_and_train(
     config: TrainingConfig, folder: Path, build: Build, accelerator: Accelerator, preemption: Preemption
 ) -> None:
     """Build the task, and train it in the run's folder, which no other process may write to meanwhile."""
-    layout = BatchLayout.of(
-        config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
-    )
-    if layout.smallest < layout.largest:
-        shares = f"{layout.shares} shares of {layout.smallest} or {layout.largest}"
-        accelerator.print(f"{layout.images} images a step, in {shares}; the gradient is that of their mean")
+    layout = share_out_batch(config, accelerator)
     note_idle_settings(config.run, accelerator.num_processes, layout.accumulation_steps)
     data = pin_commit(config.data, folder, accelerator)
-    if config.model is not None and config.model.needs_moments():
-        mean, std = broadcast_from_main(accelerator, lambda: channel_moments(data))
-        config = replace(config, model=config.model.with_moments(mean, std))
-        mean, std = config.model.normalization(config.data.channels)
-        accelerator.print(f"measured: model.mean {list(mean)}, model.std {list(std)}")
+    config = with_moments_of_images(config, data, accelerator)
     # config.yaml keeps data.revision as it was given, so that the same command resumes; data.json has the commit.
     task = build(replace(config, data=data), accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
@@ -173,6 +164,28 @@ def build_and_train(
         with explaining_failures(config.run):
             Loop(task, config, folder, flops, preemption).train()
         accelerator.wait_for_everyone()
+
+
+def share_out_batch(config: TrainingConfig, accelerator: Accelerator) -> BatchLayout:
+    """The layout of the images of a step; a line tells of unequal shares."""
+    layout = BatchLayout.of(
+        config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
+    )
+    if layout.smallest < layout.largest:
+        shares = f"{layout.shares} shares of {layout.smallest} or {layout.largest}"
+        accelerator.print(f"{layout.images} images a step, in {shares}; the gradient is that of their mean")
+    return layout
+
+
+def with_moments_of_images(config: TrainingConfig, data: DataConfig, accelerator: Accelerator) -> TrainingConfig:
+    """The config with the mean and deviation of the images of `data`, measured where they are not known yet."""
+    if config.is_fine_tuning or not config.model.needs_moments():
+        return config
+    mean, std = broadcast_from_main(accelerator, lambda: channel_moments(data))
+    config = replace(config, model=config.model.with_moments(mean, std))
+    mean, std = config.model.normalization(config.data.channels)
+    accelerator.print(f"measured: model.mean {list(mean)}, model.std {list(std)}")
+    return config
 
 
 def describe_attention(task: ImageTask, accelerator: Accelerator) -> str:

@@ -182,15 +182,7 @@ class ImageTask:
             UserError: not all of them fit, and their number was given.
         """
         evaluation_workers = self.fixed_view_loader.workers
-        room = LoaderRoom(workers, evaluation_workers)
-        self.accelerator.wait_for_everyone()  # those that decode images for their cache take shared memory meanwhile
-        if workers or evaluation_workers:
-            size = batch_bytes(self.held_out_views, self.layout.largest)
-            room = loader_room(workers, evaluation_workers, size)
-        rooms = gather_object([room])  # no process has loader processes before all have looked; all have as many
-        fitting = min(each.workers for each in rooms)
-        self.fixed_view_loader.workers = min(each.evaluation_workers for each in rooms)
-        shortage = max(each.shortage for each in rooms)
+        fitting, self.fixed_view_loader.workers, shortage = self.room_of_all(workers, evaluation_workers)
         if fitting < workers and as_before:
             raise UserError(f"a stream is resumed with {workers} loader processes, as before; {shortage}")
         if fitting < workers and self.data.workers is not None:
@@ -200,6 +192,20 @@ class ImageTask:
             for_evaluations = f"{self.fixed_view_loader.workers} of {evaluation_workers} for evaluations"
             note(f"{fitting} of {workers} loader processes (data.workers), and {for_evaluations}: {shortage}")
         return dataclasses.replace(views, data=dataclasses.replace(views.data, workers=fitting))
+
+    def room_of_all(self, workers: int, evaluation_workers: int) -> LoaderRoom:
+        """As many of these loader processes as shared memory has room for, on all machines."""
+        room = LoaderRoom(workers, evaluation_workers)
+        self.accelerator.wait_for_everyone()  # those that decode images for their cache take shared memory meanwhile
+        if workers or evaluation_workers:
+            size = batch_bytes(self.held_out_views, self.layout.largest)
+            room = loader_room(workers, evaluation_workers, size)
+        rooms = gather_object([room])  # no process has loader processes before all have looked; all have as many
+        return LoaderRoom(
+            min(each.workers for each in rooms),
+            min(each.evaluation_workers for each in rooms),
+            max(each.shortage for each in rooms),
+        )
 
     def training_views(self, start: int) -> ViewDataset:
         """Crops of the training images from step `start` on; of decoded images, where they fit and recur."""
