@@ -10,7 +10,8 @@ from torch.utils.data import Dataset
 
 from mpp.config import DataConfig
 from mpp.data.dataset import DecodedImages, ImageDataset
-from mpp.data.workers import WatchedLoader, loader_processes, note_reading
+from mpp.data.views import ViewDataset
+from mpp.data.workers import WORKERS_ARE_FORKS, WatchedLoader, loader_processes, note_reading
 from mpp.errors import UnreadableImage
 from mpp.runtime.hardware import local_processes
 from mpp.runtime.messages import warn
@@ -18,6 +19,7 @@ from mpp.runtime.resources import available_memory, in_units, loader_room
 
 IMAGES_PER_BATCH = 64  # that a loader process hands over at a time, at most
 BYTES_PER_BATCH = 4 * 2**20  # in shared memory, unless a single image takes more
+MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,24 @@ class BatchesBySize:
             end = min(self.count, first + min(IMAGES_PER_BATCH, max(1, fitting)))
             yield list(range(first, end))
             first = end
+
+
+def in_memory(views: ViewDataset, images_left: int, device: torch.device) -> ViewDataset:
+    """The views of the images that a run trains on: of decoded images, where they fit and recur.
+
+    Args:
+        images_left: images that this process still trains on, each as often as it is seen.
+        device: that it trains on.
+    """
+    data = views.data
+    workers_inherit_memory = data.workers == 0 or WORKERS_ARE_FORKS
+    if images_left < 2 * len(views.dataset) or not workers_inherit_memory:
+        return views
+    views = replace(views, dataset=cache_decoded(views.dataset, data, views.marks_nodata))
+    few_threads = device.type == "cpu" and torch.get_num_threads() <= MAX_THREADS_WITHOUT_WORKERS
+    if not views.dataset.decoded or not few_threads or views.costly:
+        return views
+    return replace(views, data=replace(data, workers=0))
 
 
 def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = False) -> ImageDataset:

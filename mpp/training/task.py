@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mpp.config import CorruptionConfig, DataConfig, Grid, ProbeConfig, Representation, RunConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoded_cache import cache_decoded
+from mpp.data.decoded_cache import in_memory
 from mpp.data.general_images import REFERENCE, GeneralImages, general_source, load_general_images
 from mpp.data.hub import cached_commit, resolve_commit
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD, identify_images
@@ -21,7 +21,7 @@ from mpp.data.loader import BatchLayout, FixedViewLoader, training_loader
 from mpp.data.shards import Shards
 from mpp.data.stream import stream_workers, streaming_loader
 from mpp.data.views import Batch, ViewDataset, batch_bytes
-from mpp.data.workers import WORKERS_ARE_FORKS, loader_processes
+from mpp.data.workers import loader_processes
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE, Drift
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
@@ -39,7 +39,6 @@ from mpp.training.record import recorded_commit
 from mpp.training.run_folder import group_of, saved_settings
 
 MAX_EVALUATION_WORKERS = 4  # they stay alive next to those that load training images
-MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
 
 
 class ImageTask:
@@ -168,7 +167,8 @@ class ImageTask:
             views = self.with_fitting_workers(views, stream_workers(views, self.layout, cursors), bool(cursors))
             self.fixed_view_loader.start()
             return streaming_loader(views, self.layout, start, self.run.steps, cursors)
-        views = self.training_views(start)
+        images_left = (self.run.steps - start) * self.layout.images // self.layout.world_size  # of this process
+        views = in_memory(self.views(self.train), images_left, self.accelerator.device)
         views = self.with_fitting_workers(views, loader_processes(views.data))
         self.fixed_view_loader.start()
         return training_loader(views, self.layout, start, self.run.steps)
@@ -206,19 +206,6 @@ class ImageTask:
             min(each.evaluation_workers for each in rooms),
             max(each.shortage for each in rooms),
         )
-
-    def training_views(self, start: int) -> ViewDataset:
-        """Crops of the training images from step `start` on; of decoded images, where they fit and recur."""
-        images_left = (self.run.steps - start) * self.layout.images // self.layout.world_size  # of this process
-        workers_inherit_memory = self.data.workers == 0 or WORKERS_ARE_FORKS
-        if images_left < 2 * len(self.train) or not workers_inherit_memory:
-            return self.views(self.train)
-        views = self.views(cache_decoded(self.train, self.data, self.marks_nodata))
-        on_cpu = self.accelerator.device.type == "cpu"
-        few_threads = on_cpu and torch.get_num_threads() <= MAX_THREADS_WITHOUT_WORKERS
-        if not views.dataset.decoded or not few_threads or views.costly:
-            return views
-        return dataclasses.replace(views, data=dataclasses.replace(self.data, workers=0))
 
     @torch.no_grad()
     def sum_views(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> Sums:
