@@ -472,7 +472,7 @@ def test_a_comparison_has_a_page_that_leads_to_the_reports(tmp_path):
     page = read(tmp_path / "out" / "report.html")
     assert_has(page, f"few-shot 5 on birds: best is {SCRIPT} with 60.0% (next to floor 40.0%)")
     assert_has(page, "Process that wrote this page; results that were there already may be of other versions", "mpp")
-    assert_has(page, "1 trainings diverged", "there are no results yet")
+    assert_has(page, "1 training diverged", "there are no results yet")
     assert page.tags["img"] == 1
     assert "../run%20%3Cscript%3Ealert%281%29%3Cscript%3E/report.html" in page.values("href")
 

@@ -52,6 +52,7 @@ from evaluation.metrics.scoring import ONE_CLASS, best_choice
 from evaluation.pages.about import recorded_versions
 from evaluation.pages.page import Link, Page, Section, Table, Text, picture_of, write_page
 from mpp.runtime.files import complete, write_complete
+from mpp.runtime.messages import counted
 from mpp.training.run_folder import REPORT_PAGE
 
 NUMBERS_FILE = "table.csv"
@@ -190,7 +191,7 @@ def page_of(
     link = Link("why", "#question_0") if sections else None
     verdict = [(sentence, link) for sentence in best_encoders(rows)] or [("No results yet", None)]
     diverged = {(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")}
-    warnings = [f"{len(diverged)} trainings diverged: see the tables"] if diverged else []
+    warnings = [f"{counted(len(diverged), 'training')} diverged: see the tables"] if diverged else []
     versions = [[library, version] for library, version in recorded_versions().items()]
     filled.append(Section("versions", "Versions", [Table(["", ""], versions, WROTE_PAGE)]))
     if trunks:
