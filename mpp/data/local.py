@@ -304,7 +304,7 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
     folders = sorted({os.path.dirname(file) for file in all_files})
     splits = {}
     for split, files in shards.items():  # each by itself: they may have other columns, and other orders of classes
-        refuse_other_classes(files if not streaming else files[:: max(1, len(files) // STREAMED_FILES_COMPARED)])
+        refuse_other_classes(files, streaming)
         data_files = {split: [plain_path(Path(file)) for file in files]}
         builder = SHARD_BUILDERS[extension]
         loaded = datasets.load_dataset(builder, data_files=data_files, streaming=streaming, download_config=QUIET)
@@ -314,17 +314,21 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
     return splits
 
 
-def refuse_other_classes(files: list[str]) -> None:
+def refuse_other_classes(files: list[str], streaming: bool) -> None:
     """Refuse tables of one split that declare different classes: `datasets` would use the first file's for all.
+
+    Of a stream some are compared, and damaged ones are left for its reader to name.
 
     Raises:
         UserError: a file declares other classes than the first, or another order of these.
     """
     first_names: dict[str, list[str]] = {}
-    for file in files:
+    for file in files[:: max(1, len(files) // STREAMED_FILES_COMPARED)] if streaming else files:
         try:
             features = read_features(file)
         except (OSError, pa.ArrowException) as error:
+            if streaming:
+                continue
             raise ValueError(f"{file}: {one_line(error)}") from error
         for column, feature in features.items():
             names = getattr(feature, "names", None)
