@@ -19,7 +19,6 @@ from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_u
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
 from mpp.data.label_kinds import AUTO
-from mpp.data.listing.lists import named_mask_column
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
@@ -112,7 +111,7 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
     is_same = all(getattr(data, name) == getattr(source, name) for name in EVALUATED_SETTINGS)
     splits = None if is_known_by_files(record) else load_splits(data if is_same else source)
     changed = image_differences(run, source, splits and without_masks(splits, data))
-    if changed and is_same and named_mask_column(data):  # masks outside their list's folder are images to pre-training
+    if changed and is_same and data.mask_column:  # masks outside their list's folder are images to pre-training
         is_same = False
         changed = image_differences(run, source)
     if changed:
@@ -124,12 +123,11 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
 
 def without_masks(splits: LoadedSplits, data: SourceConfig) -> LoadedSplits:
     """The splits of a folder as pre-training has them: their only column of images is not that of masks."""
-    mask_column = named_mask_column(data)
-    if data.image_column is not None or mask_column is None:
+    if data.image_column is not None or data.mask_column is None:
         return splits
     unmasked = {}
     for name, rows in splits.items():
-        unmasked[name] = rows.remove_columns(mask_column) if mask_column in rows.features else rows
+        unmasked[name] = rows.remove_columns(data.mask_column) if data.mask_column in rows.features else rows
     return unmasked
 
 
@@ -207,7 +205,7 @@ def indices_in_split(dataset: ImageDataset) -> NDArray[np.int64]:
 
 def record_images(data: SourceConfig, label_kind: str = "class") -> dict[str, Any] | None:
     """The record of the images that these settings mean now. None: a stream, which is not read through."""
-    if getattr(data, "streaming", False):
+    if data.streaming:
         return None
     return record_source(SourceConfig(**{name: getattr(data, name) for name in SOURCE_SETTINGS}), label_kind)
 

@@ -19,6 +19,12 @@ class ImagesConfig:
 
     group_name: ClassVar[str] = "data"
     """Settings group, for messages."""
+    # Settings that only some kinds of images have. Without a type they are no fields: all others have these values.
+    split = "train"
+    eval_label_column = None
+    mask_column = None
+    streaming = False
+
     path: str | None = None
     """Images: a hub dataset, a folder of images, or a folder, file or URL of shards (parquet, arrow, tar). null: the
     package's birds."""

@@ -61,7 +61,7 @@ def load_local(path: Path, config: ImagesConfig, streaming: bool) -> dict[str, A
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         refuse_settings_of_folders(config)
         saved = datasets.load_from_disk(plain_path(path)).with_format(None)  # it may hide columns, or make tensors
-        return saved if isinstance(saved, datasets.DatasetDict) else {getattr(config, "split", "train"): saved}
+        return saved if isinstance(saved, datasets.DatasetDict) else {config.split: saved}
     if has_card_with_configs(path):
         refuse_list(config, "README.md describes the images")
         return load_by_card(path, config, streaming)

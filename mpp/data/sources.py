@@ -99,9 +99,8 @@ def label_images(
 
 def label_setting(config: ImagesConfig, held_out: bool) -> tuple[str | None, str]:
     """The setting that may name the column of a split's labels: its value and its name."""
-    eval_label_column = getattr(config, "eval_label_column", None)
-    if held_out and eval_label_column:
-        return eval_label_column, "data.eval_label_column"
+    if held_out and config.eval_label_column:
+        return config.eval_label_column, "data.eval_label_column"
     return config.label_column, f"{config.group_name}.label_column"
 
 
@@ -109,7 +108,7 @@ def hint_at_labels(config: SourceConfig, rows: datasets.Dataset, image_column: s
     """Note the columns that may hold labels, if none is called `label` and no setting names one."""
     if config.label_column is not None or "label" in rows.column_names:
         return
-    known = (image_column, getattr(config, "mask_column", None))
+    known = (image_column, config.mask_column)
     others = [name for name in rows.column_names if name not in known]
     if others:
         source = describe_source(config)

@@ -16,7 +16,7 @@ from mpp.data.listing.image_table import IMAGE, LABEL, SPLIT, Listing, text_colu
 from mpp.data.listing.layout import find_layout, masks_beside_images
 from mpp.data.listing.left_out import other_files
 from mpp.data.listing.listed_files import ListedFiles
-from mpp.data.listing.lists import ImageList, named_mask_column, read_list, to_label_column
+from mpp.data.listing.lists import ImageList, read_list, to_label_column
 from mpp.data.listing.split_names import split_order
 from mpp.data.listing.tree import Folder, Parts, Tree, is_below
 from mpp.errors import UserError
@@ -135,8 +135,7 @@ def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) 
     unnamed = [file_index for file_index in kept if splits[file_index] == "train" and file_index not in named_splits]
     if named_splits and unnamed:
         notes.append(f"images without a split in a list are used for training ({listed.describe_files(unnamed)})")
-    mask_column = named_mask_column(config)
-    unused = sorted(columns.keys() - {IMAGE, SPLIT, listed.label, mask_column})
+    unused = sorted(columns.keys() - {IMAGE, SPLIT, listed.label, config.mask_column})
     if listed.label in columns and unused and not listed.with_label_cell:
         reason = f"no list has a column `{listed.label}`"
         notes.append(f"classes are folders: {reason}; data.label_column may name one of {shortened(unused)}")
@@ -146,7 +145,7 @@ def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) 
     return Listing(
         columns,
         label_columns=listed.label_columns & columns.keys(),
-        path_columns={IMAGE, mask_column} & columns.keys(),
+        path_columns={IMAGE, config.mask_column} & columns.keys(),
         notes=notes,
         warnings=[*layout.warnings, *listed.warnings],
     )

@@ -13,7 +13,7 @@ from mpp.data.listing.file_index import FileIndex
 from mpp.data.listing.formats import IMAGE_EXTENSIONS, extension_of
 from mpp.data.listing.image_table import LABEL, SPLIT
 from mpp.data.listing.left_out import without_decoder
-from mpp.data.listing.lists import ImageList, named_label_columns, named_mask_column, to_label_column
+from mpp.data.listing.lists import ImageList, named_label_columns, to_label_column
 from mpp.data.listing.split_names import split_of_cell
 from mpp.data.listing.tree import Tree, first_bytes
 from mpp.errors import UserError
@@ -105,7 +105,7 @@ class ListedFiles:
 
         Only masks have to be there: another column may be called so and name no files.
         """
-        is_mask = column == named_mask_column(self.config)
+        is_mask = column == self.config.mask_column
         other = self.find(name, image_list) if is_mask else self.files.find(name, image_list.folder)
         if other is None:
             return

@@ -68,7 +68,7 @@ def read_list(path: str, folder: str, config: ImagesConfig) -> ImageList | None:
         name = written_name if written_name in named_label_columns(config) else lowered(written_name, columns)
         if name.lower().endswith(OTHER_FILES_SUFFIX):
             others[name[: -len(OTHER_FILES_SUFFIX)]] = values
-        elif name == named_mask_column(config):
+        elif name == config.mask_column:
             others[name] = values
         else:
             own_columns[name] = values
@@ -207,12 +207,7 @@ def read_json_lines(path: str, encoding: str) -> dict[str, Column]:
 
 def named_label_columns(config: ImagesConfig) -> set[str]:
     """The columns of labels that settings name."""
-    return {config.label_column, getattr(config, "eval_label_column", None)} - {None}
-
-
-def named_mask_column(config: ImagesConfig) -> str | None:
-    """The column of masks, of configs that have some."""
-    return getattr(config, "mask_column", None)
+    return {config.label_column, config.eval_label_column} - {None}
 
 
 def to_label(value: Any) -> Any:
