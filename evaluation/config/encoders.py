@@ -61,6 +61,11 @@ class MaskedDataConfig(ProbeDataConfig):
 class EncoderConfig:
     """A frozen encoder and its images."""
 
+    # Settings that only some commands have. Without a type they are no fields: for all others these are the values.
+    representation = "mean"
+    depth = "last"
+    features = None
+
     encoder: str = "runs/birds"
     """Encoder: a run folder, encoder folder, zoo:NAME (it comes with mpp), hf-hub:NAME, the name of a timm model (with
     its published weights), floor:pixels or floor:colors."""

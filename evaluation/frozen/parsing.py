@@ -13,7 +13,7 @@ from evaluation.frozen.run_images import (
     is_moved_copy,
     load_unchanged_splits,
 )
-from mpp.config import HOW_READ, refuse_idle
+from mpp.config import HOW_READ, DataConfig, refuse_idle
 from mpp.config.command_line import as_words, files_first
 from mpp.config.parsing import ConfigT, read
 from mpp.data.sources import image_arguments
@@ -120,7 +120,7 @@ def only_how_read(settings: dict[str, Any]) -> dict[str, Any]:
 
 def inherited_view(data: Any, run: Path) -> dict[str, Any]:
     """The settings of a run's crops that fine-tuning inherits, where `data` has their defaults."""
-    if not hasattr(data, "flip"):
+    if not isinstance(data, DataConfig):
         return {}
     saved = saved_settings(run)["data"]
     inherited = {}

@@ -122,12 +122,11 @@ def evaluate_by_depth(
     Returns:
         The results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol.
     """
-    is_saved = bool(getattr(config, "features", None))
     protocol: dict[str, Any] = dataclasses.asdict(config)
-    if is_saved:
+    if config.features:
         protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
     chosen = max(by_depth)
-    if config.depth == "dev" and not is_saved:
+    if config.depth == "dev" and not config.features:
         dev_accuracies = {}
         errors = {}
         for depth, features in by_depth.items():

@@ -69,9 +69,9 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
 
 def report_of(config: EncoderConfig, command: str, ending: str = ".json") -> Path:
     """The file of a command's report, whose name says which settings are unusual: see `report_path`."""
-    features = getattr(config, "features", None)
-    of_encoder = "" if features else report_suffix(config)
-    return report_path(config.out, config.encoder, f"{command}{of_encoder}{settings_suffix(config)}{ending}", features)
+    of_encoder = "" if config.features else report_suffix(config)
+    name = f"{command}{of_encoder}{settings_suffix(config)}{ending}"
+    return report_path(config.out, config.encoder, name, config.features)
 
 
 def report_suffix(config: EncoderConfig) -> str:
@@ -95,18 +95,16 @@ def report_suffix(config: EncoderConfig) -> str:
     has_usual_images = holds_run_images(path, run) if run else path is None
     if not has_usual_images:
         name = re.sub(r"[^\w.-]+", "_", Path(path).name) if path else "birds"
-        settings = [str(getattr(config.data, key)) for key in IMAGE_SETTINGS if hasattr(config.data, key)]
+        settings = [str(getattr(config.data, key)) for key in IMAGE_SETTINGS]
         digest = short_digest(["\n".join(settings).encode()])[:6]  # names recur
         parts += [name, digest]
     else:
         parts += parts_of_name(unusual_choices(config.data, run))
 
-    representation = getattr(config, "representation", "mean")
-    if representation != "mean":
-        parts.append(representation)
-    depth = getattr(config, "depth", "last")
-    if depth != "last":
-        parts.append(f"depth_{depth}")
+    if config.representation != "mean":
+        parts.append(config.representation)
+    if config.depth != "last":
+        parts.append(f"depth_{config.depth}")
     return "".join(f"_{part}" for part in parts)
 
 

@@ -32,6 +32,8 @@ class TrainingConfig:
     optim: OptimConfig
     model: ModelConfig | None = None
     """None: of fine-tuning, whose model is that of its encoder."""
+    probe: ProbeConfig | None = None
+    """None: of training with labels, whose figures need no probe."""
     objective: ObjectiveConfig | None = None
     """None: of runs that predict nothing of masked patches."""
 

@@ -73,8 +73,8 @@ def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
     require(shown == str(folder), "run.dir", shown, "a name in UTF-8, which TensorBoard's files need")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir is {folder}, which is not a folder")
-    for group in ("data", "probe"):
-        refuse_run_among_images(folder, group, getattr(getattr(config, group, None), "path", None))
+    refuse_run_among_images(folder, "data", config.data.path)
+    refuse_run_among_images(folder, "probe", config.probe and config.probe.path)
     if not is_run_folder(folder):
         raise UserError(f"run.dir is {folder}, which holds other files but no run; choose another run.dir")
     imports = imports_used(config)
