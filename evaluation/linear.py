@@ -91,7 +91,7 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, 
     protocol = report["protocol"]
     description = HeadDescription(
         task=fitted.task,
-        class_names=names_by_number(report["class_names"] or [], fitted.class_numbers),
+        class_names=names_by_number(report["class_names"], fitted.class_numbers),
         class_numbers=fitted.class_numbers,
         representation=config.representation,
         depth=protocol["chosen_depth"],

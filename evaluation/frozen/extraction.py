@@ -167,13 +167,12 @@ def extract_labelled_features(
         return ExtractedFeatures({}, left_out)
     warn_left_out((*train.unreadable, *test.unreadable))
     of_training, tested = splits
-    class_names = of_training.class_names or ()
     all_images = tested.image_names()
     test_images = [all_images[index] for index in test.kept]
     by_depth = {}
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
         features = LabelledFeatures(
-            of_train, train.labels, of_test, test.labels, class_names, test_images, of_training.label_kind
+            of_train, train.labels, of_test, test.labels, of_training.class_names, test_images, of_training.label_kind
         )
         by_depth[depth] = features.checked(config.encoder)
     return ExtractedFeatures(by_depth, left_out, describe_input(encoder, config.data, accelerator))

@@ -65,7 +65,7 @@ def load_labelled(
         f"{describe_source(data)}: {len(train)} labelled images to learn from{describe_share(encoder, data)}, "
         f"{len(held_out)} to evaluate on{', a tenth of the training images' if on_dev else ''}"
     )
-    KINDS[kind].note_tested(train.labels, held_out.labels, train.class_names or ())
+    KINDS[kind].note_tested(train.labels, held_out.labels, train.class_names)
     if task == "auto" and kind == "number":
         note("the labels have fractions: task is number")
     if spare == 0:

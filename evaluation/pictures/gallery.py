@@ -51,7 +51,7 @@ def extract_gallery(
     features, pixels, labels = concatenate(batches)
     if labels.ndim > 1 or labels.is_floating_point():
         labels = torch.full((len(labels),), -1)
-    return Gallery(features, pixels.numpy(), labels.numpy(), names, dataset.class_names or ())
+    return Gallery(features, pixels.numpy(), labels.numpy(), names, dataset.class_names)
 
 
 def project_to_plane(features: Tensor) -> NDArray[np.float64]:

@@ -68,7 +68,7 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
     warn_left_out(unreadable)
     report = report_on(protocol, config, candidates, outcomes, dev_accuracies)
     report["protocol"] |= settings | {"input": describe_input(encoder, config.data, accelerator)}
-    report["class_names"] = list(train.class_names or ())
+    report["class_names"] = train.class_names
     if unreadable:
         report["left_out"] = {"train": 0, "test" if config.test else "dev": len(unreadable)}
     report = write_probe_report(path, report, "protocol")
@@ -96,7 +96,7 @@ def classes_of(train: ImageDataset, test: ImageDataset) -> Classes:
     if len(learned) < 2:
         raise UserError("all training images are of one class")
     numbers = np.union1d(learned, test.labels[test.labels >= 0])
-    return Classes(numbers, names_by_number(train.class_names or (), numbers.tolist()))
+    return Classes(numbers, names_by_number(train.class_names, numbers.tolist()))
 
 
 def accuracies_on_dev(trainer: HeadTrainer, train: ImageDataset, plan: Plan) -> list[float]:

@@ -147,7 +147,7 @@ class Classification(ImageTask):
         pairs = sorted(gather_object(own_pairs))
         numbers = np.array([index for index, _ in pairs])
         predictions = np.array([each for _, each in pairs])
-        names = (dataset.class_names or [])[: self.classes]
+        names = dataset.class_names[: self.classes]
         labels = np.asarray(dataset.labels)
         all_images = Outcomes(self.label_kind, labels, np.zeros(len(dataset)), names, dataset.image_names())
         return replace(all_images.select(numbers), predictions=predictions)
@@ -214,5 +214,5 @@ def count_classes(splits: Sequence[ImageDataset]) -> int:
     if problem is not None:
         raise UserError(problem)
     if train.label_kind != "class":
-        return len(train.class_names or ())
+        return len(train.class_names)
     return 1 + max(int(split.labels.max()) for split in splits)

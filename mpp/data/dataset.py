@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -84,8 +84,8 @@ class ImageDataset:
     is missing. number: (n,) float64, NaN where it is missing."""
     split: str
     """Its name, for messages."""
-    class_names: list[str] | None = None
-    """Names of the classes by number: of training (or declared) first, then of other splits."""
+    class_names: list[str] = field(default_factory=list)
+    """Names of the classes by number: of training (or declared) first, then of other splits; none without labels."""
     classes: int = 0
     """Number of classes that occur in training, or are declared."""
     origin: Selection | None = None

@@ -30,7 +30,7 @@ def announce_splits(source: str, splits: Sequence[ImageDataset], unused: Mapping
     parts += [f"{count} {name} (not used)" for name, count in unused.items()]
     line = f"{source}: {', '.join(parts)}"
     train = splits[0]
-    classes = train.class_names[: train.classes] if train.class_names else []
+    classes = train.class_names[: train.classes]
     if classes:
         line += f"; {counted(len(classes), 'class', 'classes')}: {shortened(classes, SHOWN_CLASSES)}"
     tell(line)
@@ -62,14 +62,14 @@ def describe_split(split: ImageDataset) -> str:
 
 def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
     """Warn of labels that cannot be right, as where folders of sites or ids are taken for classes."""
-    warn_of_names_alike(train.class_names or ())
+    warn_of_names_alike(train.class_names)
     if train.labels is None or train.label_kind != "class" or train.labels.ndim > 1:
         return
     labels = train.labels[train.labels >= 0]
     if not len(labels):
         return
     classes, counts = np.unique(labels, return_counts=True)
-    joined = [name for name in train.class_names or () if SEPARATOR in name.strip(f"{SEPARATOR} ")]
+    joined = [name for name in train.class_names if SEPARATOR in name.strip(f"{SEPARATOR} ")]
     if joined:
         way = f"evaluations and training with labels split them at {SEPARATOR} with --task several"
         note(f"each of the classes such as {shortened(joined[:2])} counts as one class: {way}")

@@ -277,8 +277,7 @@ class ImageTask:
             train = self.train.identify(self.data.read_retries, commit)
         else:
             train = self.identify_split(self.train, commit)
-        class_names = self.held_out.class_names
-        train[CLASS_NAMES_FIELD] = class_names and class_names[: self.held_out.classes]
+        train[CLASS_NAMES_FIELD] = self.held_out.class_names[: self.held_out.classes]
         if self.learns_labels and self.held_out.label_kind != "class":
             train[LABEL_KIND_FIELD] = self.held_out.label_kind
         record = {"train": train, "held_out": self.identify_split(self.held_out, commit)}
