@@ -35,7 +35,8 @@ def run(config: FewshotConfig, loaded: LoadedSplits | None = None) -> dict[str, 
 
 def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
     """Outcomes for every number of shots, seed and l2."""
-    features, classes = features.with_numbered_classes()
+    features, numbers = features.with_numbered_classes()
+    classes = len(numbers)
     note_small_classes(features.train_labels, classes, config.shots)
     results = []
     for seed in config.seeds:

@@ -135,7 +135,8 @@ def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[Fitte
 def with_numbered_outputs(features: LabelledFeatures) -> tuple[LabelledFeatures, list[int]]:
     """The same features with classes numbered as the outputs of a head, and the numbers in the dataset of these."""
     if features.kind == "class":
-        return features.with_numbered_classes()[0], features.class_numbers().tolist()
+        features, numbers = features.with_numbered_classes()
+        return features, numbers.tolist()
     return features, list(range(features.train_labels.shape[1])) if features.kind == "several" else []
 
 

@@ -165,18 +165,20 @@ def test_identifiers_cost_what_as_many_classes_cost(tmp_path, command, options):
 
 
 @pytest.mark.parametrize(
-    ("test_labels", "train_numbers", "test_numbers", "class_count"),
+    ("test_labels", "train_numbers", "test_numbers", "classes"),
     [
-        pytest.param([3, 40, 10**9], [1, 0, 1], [0, 1, 2], 3, id="one label"),
-        pytest.param([[3, -1], [40, 9], [10**9, 3]], [2, 0, 2], [[0, -1], [2, 1], [3, 0]], 4, id="several labels"),
+        pytest.param([3, 40, 10**9], [1, 0, 1], [0, 1, 2], [3, 40, 10**9], id="one label"),
+        pytest.param(
+            [[3, -1], [40, 9], [10**9, 3]], [2, 0, 2], [[0, -1], [2, 1], [3, 0]], [3, 9, 40, 10**9], id="several labels"
+        ),
     ],
 )
-def test_classes_are_numbered_without_gaps_in_their_order(test_labels, train_numbers, test_numbers, class_count):
+def test_classes_are_numbered_without_gaps_in_their_order(test_labels, train_numbers, test_numbers, classes):
     data = LabelledFeatures(np.zeros((3, 2)), np.array([40, 3, 40]), np.zeros((3, 2)), np.array(test_labels))
-    numbered, classes = data.with_numbered_classes()
+    numbered, numbers = data.with_numbered_classes()
     assert numbered.train_labels.tolist() == train_numbers
     assert numbered.test_labels.tolist() == test_numbers
-    assert classes == class_count
+    assert numbers.tolist() == classes
 
 
 def test_classes_without_a_training_image_are_counted_and_named(capsys):

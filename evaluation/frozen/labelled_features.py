@@ -86,12 +86,13 @@ class LabelledFeatures(NamedTuple):
             test_images=[self.test_images[index] for index in of_test] if len(self.test_images) else (),
         )
 
-    def with_numbered_classes(self) -> tuple["LabelledFeatures", int]:
-        """The same features with classes numbered from 0 without gaps, in their order; and the number of classes.
+    def with_numbered_classes(self) -> tuple["LabelledFeatures", NDArray[np.int64]]:
+        """The same features with classes numbered from 0 without gaps, in their order; and the labels (C,) of these.
 
         Labels in a file may be identifiers, far apart.
         """
-        classes = self.class_numbers()
+        known = [labels[labels >= 0] for labels in (self.train_labels, self.test_labels)]
+        classes = np.unique(np.concatenate(known))
 
         def number(labels: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.where(labels < 0, -1, np.searchsorted(classes, labels))
@@ -101,19 +102,14 @@ class LabelledFeatures(NamedTuple):
             test_labels=number(self.test_labels),
             class_names=names_by_number(self.class_names, classes.tolist()),
         )
-        return numbered, len(classes)
-
-    def class_numbers(self) -> NDArray[np.int64]:
-        """The classes (C,) that occur, ascending."""
-        known = [labels[labels >= 0] for labels in (self.train_labels, self.test_labels)]
-        return np.unique(np.concatenate(known))
+        return numbered, classes
 
     def outcomes(self, predicted: NDArray) -> Outcomes:
         """The outcomes of predictions (M, ...) of the test images; one class is numbered without gaps there."""
         if self.kind != "class":
             return Outcomes(self.kind, self.test_labels, predicted, self.class_names, self.test_images)
-        numbered, _ = self.with_numbered_classes()
-        predicted = np.searchsorted(self.class_numbers(), predicted)
+        numbered, classes = self.with_numbered_classes()
+        predicted = np.searchsorted(classes, predicted)
         return Outcomes("class", numbered.test_labels, predicted, numbered.class_names, self.test_images)
 
     def dev_split(self) -> "LabelledFeatures":
