@@ -67,9 +67,14 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
         require(not is_colour_baseline(config.encoder), "save", True, allowed)
     if config.protocol != "logistic":
         return run_published(config, loaded)
-    heads: list[FittedHead] = []
-    kinds = tuple(LABEL_READERS)
-    report = run_probe(config, "linear", lambda features: evaluate(features, config, heads), "solver", loaded, kinds)
+    heads: list[FittedHead] = []  # of the features that were evaluated last
+
+    def evaluate_and_keep_heads(features: LabelledFeatures) -> list[dict]:
+        nonlocal heads
+        results, heads = evaluate(features, config)
+        return results
+
+    report = run_probe(config, "linear", evaluate_and_keep_heads, "solver", loaded, tuple(LABEL_READERS))
     if config.save and report:
         keep_head(config, report, heads[0], loaded)
     return report
@@ -103,12 +108,8 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, 
     save_head(path.with_name(f"{path.stem}_head"), fitted.head, description, seeds)
 
 
-def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[FittedHead] | None = None) -> list[dict]:
-    """Test outcomes with the penalty or learning rate that is best on the dev split.
-
-    Args:
-        heads: gets the tested head of each seed, instead of those that it has.
-    """
+def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dict], list[FittedHead]]:
+    """Test outcomes with the penalty or rate that is best on the dev split, and the tested head of each seed."""
     features, numbers = with_numbered_outputs(features)
     classes = len(numbers)
     if config.solver == "lbfgs":
@@ -123,13 +124,11 @@ def evaluate(features: LabelledFeatures, config: LinearConfig, heads: list[Fitte
     best = best_choice(by_choice, errors)
 
     tested, fitted = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])
-    if heads is not None:
-        heads[:] = [FittedHead(head, HEAD_TASKS[features.kind], numbers) for head in fitted]
     results = []
     for seed, outcomes in zip(seeds, tested, strict=True):
         chosen = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": by_choice[best]}
         results.append(chosen | {"outcomes": outcomes})
-    return results
+    return results, [FittedHead(head, HEAD_TASKS[features.kind], numbers) for head in fitted]
 
 
 def with_numbered_outputs(features: LabelledFeatures) -> tuple[LabelledFeatures, list[int]]:
