@@ -346,8 +346,7 @@ def test_random_weights_stand_beside_an_evaluation_and_are_none_of_their_own(tmp
         "summary": {"linear": linear, "knn": neighbours},
         "baselines": {"random weights": {"summary": {"linear": untrained}}},
     }
-    (tmp_path / "segmentation.json").write_text(json.dumps(report_of_masks))
-    of_masks = rows_of_evaluation(tmp_path / "segmentation.json", tmp_path)
+    of_masks = rows_of_evaluation(tmp_path / "segmentation.json", report_of_masks, tmp_path)
     assert [row[-1] for row in of_masks] == ["30.0", "not evaluated (--random true)"]  # case by case
     rows = {}
     for block in features_blocks(ReportConfig(encoder=str(run)), run, [], {}):
@@ -508,15 +507,16 @@ def test_a_browser_loads_it_without_an_error_or_a_request(hostile, tmp_path):
 def test_a_page_has_the_figures_of_an_evaluation_by_class_and_its_confusion_matrix(tmp_path):
     outcomes = Outcomes("class", np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1]), ["ant", SCRIPT])
     (result,) = add_figures([{"seed": 0, "outcomes": outcomes}])
-    write_report(tmp_path / "supervised.json", {"results": [result]})
-    (row,) = rows_of_evaluation(tmp_path / "supervised.json", tmp_path)
+    file = tmp_path / "supervised.json"
+    report = write_report(file, {"results": [result]})
+    (row,) = rows_of_evaluation(file, report, tmp_path)
     assert row[1:] == ["0", "accuracy (%)", "75.0 (30.1 to 95.4)", "largest class 50.0%", "-"]
-    figures, by_class, confusion = details_of_evaluation(tmp_path / "supervised.json")
+    figures, by_class, confusion = details_of_evaluation(file, report)
     assert [name for name, _ in figures.rows] == ["accuracy", "mean over classes", "macro F1"]
     assert [cells[:3] for cells in by_class.rows] == [["ant", "2", "1"], [SCRIPT, "2", "3"]]
     assert confusion.alt == "Confusion matrix of supervised, seed 0"
     (tmp_path / "supervised.outcomes.npz").unlink()  # of an earlier version
-    assert details_of_evaluation(tmp_path / "supervised.json") == []
+    assert details_of_evaluation(file, report) == []
 
 
 @pytest.mark.parametrize(

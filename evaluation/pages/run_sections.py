@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from evaluation.config import ContrastiveConfig, ReportConfig, SupervisedConfig, config_class_of
@@ -44,11 +45,12 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
         if of_learned_weights(file) != file and of_learned_weights(file).is_file():
             continue  # random weights stand next to these
         try:
-            if is_of_other_weights(file, weights, history):
+            report = json.loads(file.read_text(encoding="utf-8"))
+            if is_of_other_weights(report, weights, history):
                 missing[file.name] = "it is of other weights than those of the run now: evaluate again"
                 continue
-            rows += rows_of_evaluation(file, page_folder)
-            details += details_of_evaluation(file)
+            rows += rows_of_evaluation(file, report, page_folder)
+            details += details_of_evaluation(file, report)
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
             missing[file.name] = "it is not a report of an evaluation"
     if rows:
@@ -72,7 +74,7 @@ def fingerprints_of_run(folder: Path) -> set[str]:
     return {fingerprint(folder / name) for name in (ENCODER, BEST) if has_encoder(folder / name)}
 
 
-def is_of_other_weights(file: Path, weights: set[str], history: History) -> bool:
+def is_of_other_weights(report: dict[str, Any], weights: set[str], history: History) -> bool:
     """Whether a report of an evaluation is of an encoder that the run no longer has: it was trained again, or longer.
 
     A report without a digest counts as the weights of the run.
@@ -80,7 +82,7 @@ def is_of_other_weights(file: Path, weights: set[str], history: History) -> bool
     Args:
         weights: those of the run.
     """
-    protocol = json.loads(file.read_text(encoding="utf-8")).get("protocol") or {}
+    protocol = report.get("protocol") or {}
     evaluated = [line["step"] for line in evaluations(history)]
     if "step" in protocol and "random" not in protocol and evaluated:  # of masked patches
         return protocol["step"] != evaluated[-1]
@@ -93,9 +95,8 @@ def begins_from_weights(folder: Path) -> bool:
     return bool(group_of(saved_settings(folder), "model").get("init_from"))
 
 
-def rows_of_evaluation(file: Path, page_folder: Path) -> list[list[str | Link]]:
+def rows_of_evaluation(file: Path, report: dict[str, Any], page_folder: Path) -> list[list[str | Link]]:
     """A row for each case of an evaluation's report, linked from a page in `page_folder`."""
-    report = json.loads(file.read_text(encoding="utf-8"))
     link = Link(file.stem, quote(os.path.relpath(file, page_folder)))
     summary = report.get("summary") or {}
     if not summary and file.name in REPORTS_OF_TRAINING:
@@ -112,9 +113,8 @@ def rows_of_evaluation(file: Path, page_folder: Path) -> list[list[str | Link]]:
     return rows
 
 
-def details_of_evaluation(file: Path) -> list[Block]:
+def details_of_evaluation(file: Path, report: dict[str, Any]) -> list[Block]:
     """Figures, the table by class and the confusion matrix of an evaluation's report; none without outcomes."""
-    report = json.loads(file.read_text(encoding="utf-8"))
     outcomes = shown_outcomes(file, report)
     if outcomes is None:
         return []
