@@ -120,20 +120,18 @@ def read_predictions(
             share_sums.update(
                 {name: pc.sum(batch.column(f"{SHARE_PREFIX}{name}")).as_py() or 0 for name in class_names}
             )
-    count = sum(map(len, classes))
     numbers = np.concatenate(classes)
     segmented = max(1, int((numbers != NO_CLASS).sum()))
-    of_labels = np.concatenate(right) if labelled else np.full(count, NO_LABEL, np.int8)
     return Predictions(
-        list(class_names),
-        numbers,
-        np.concatenate(probabilities),
-        of_labels,
-        images.splits(),
-        images.broken,
-        {name: total / segmented for name, total in share_sums.items()},
-        list(class_numbers),
-        pa.chunked_array(labels) if labelled else None,
+        class_names=list(class_names),
+        classes=numbers,
+        probabilities=np.concatenate(probabilities),
+        right=np.concatenate(right) if labelled else np.full(len(numbers), NO_LABEL, np.int8),
+        splits=images.splits(),
+        broken=images.broken,
+        shares={name: total / segmented for name, total in share_sums.items()},
+        class_numbers=list(class_numbers),
+        labels=pa.chunked_array(labels) if labelled else None,
     )
 
 
