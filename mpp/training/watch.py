@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ class Watch:
         self.run = run
         self.optim = optim
         self.folder = tracker.folder
-        self.facts: Facts | None = None
         self.printed: set[str] = set()
         """Names of the warnings that this process has printed."""
 
@@ -41,7 +41,6 @@ class Watch:
         """Print the warnings that follow from the settings, before the first step."""
         if not self.tracker.accelerator.is_main_process:
             return
-        self.facts = self.measure_facts()
         for name, message in find_warnings([], self.facts):
             self.print_once(name, message)
 
@@ -62,8 +61,6 @@ class Watch:
 
     def write_verdict(self, step: int) -> None:
         """The verdict and the new warnings, to the console, TensorBoard and verdict.json."""
-        if self.facts is None:
-            self.facts = self.measure_facts()
         history = read_history(self.folder)
         warnings = find_warnings(history, self.facts)
         names = [warning.name for warning in warnings]
@@ -115,8 +112,9 @@ class Watch:
             history = [line for line in history if line["step"] > first]
         return has_best_features(history)
 
-    def measure_facts(self) -> Facts:
-        """Constants of the run that warnings need."""
+    @cached_property
+    def facts(self) -> Facts:
+        """Constants of the run that warnings need; the speed of a GPU is measured."""
         accelerator = self.tracker.accelerator
         dtype = torch.bfloat16 if self.run.precision == "bf16" else torch.float32
         gpu_tflops = accelerator.num_processes * measure_tflops(accelerator.device, dtype)
