@@ -200,37 +200,15 @@ class FixedViewLoader:
         if self.workers and self.sets.views:
             list(self.loader)  # iterating over no batches forks the workers
 
-    def batches(self, views: ViewDataset) -> "FixedViewBatches":
+    def batches(self, views: ViewDataset) -> Iterator[Batch]:
         """This process's share of a set that was added."""
-        return FixedViewBatches(self, views)
-
-    def keys_of(self, views: ViewDataset) -> list[list[tuple[int, int]]]:
-        """This process's share of a set in batches of keys."""
-        set_index = self.sets.views.index(views)
-        keys = [(set_index, index) for index in range(self.rank, len(views.dataset), self.world_size)]
-        return list(BatchSampler(keys, self.batch_size, drop_last=False))
-
-    def load(self, views: ViewDataset) -> Iterator[Batch]:
-        """Load this process's share of a set now."""
         if self.keys:
             raise RuntimeError("a set of images is to be loaded while another one is")
+        set_index = self.sets.views.index(views)
+        keys = [(set_index, index) for index in range(self.rank, len(views.dataset), self.world_size)]
         self.sets.current = views
-        self.keys[:] = self.keys_of(views)
+        self.keys[:] = BatchSampler(keys, self.batch_size, drop_last=False)
         try:
             yield from self.loader
         finally:
             self.keys.clear()
-
-
-@dataclass(frozen=True)
-class FixedViewBatches:
-    """This process's batches of one set of a loader, which each iteration loads again."""
-
-    loader: FixedViewLoader
-    views: ViewDataset
-
-    def __len__(self) -> int:
-        return len(self.loader.keys_of(self.views))
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.loader.load(self.views)
