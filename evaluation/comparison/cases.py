@@ -22,7 +22,7 @@ from evaluation.comparison.trainings import TRAININGS, parent_settings
 from evaluation.config import is_colour_baseline
 from evaluation.frozen.run_images import absolute_path, evaluated_image_settings, find_run, run_image_settings
 from evaluation.registry import EVALUATIONS, Evaluation
-from evaluation.supervision.classifiers import CLASSIFIER_SETTING
+from evaluation.supervision.classifiers import TEACHER_SETTING
 from mpp.config import HOW_READ, SourceConfig, require
 from mpp.config.command_line import as_command_line
 from mpp.config.parsing import parse
@@ -308,7 +308,7 @@ def with_parents(encoder: Encoder, trained: dict[Path, Encoder], descendants: tu
         if folder in trained:
             parents[setting] = with_parents(trained[folder], trained, below)
     settings = encoder.settings
-    if CLASSIFIER_SETTING not in parents:  # such a teacher is not there yet
+    if TEACHER_SETTING not in parents:  # such a teacher is not there yet
         settings = TRAININGS[encoder.entry.train].resolve(settings)
     return replace(encoder, parents=parents, settings=settings)
 

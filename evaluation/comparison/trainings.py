@@ -13,7 +13,7 @@ from evaluation import contrastive, supervised
 from evaluation.config import ContrastiveConfig, SupervisedConfig
 from evaluation.frozen.provenance import parent_encoders
 from evaluation.frozen.run_images import find_run
-from evaluation.supervision.classifiers import CLASSIFIER_SETTING, with_teacher_digest
+from evaluation.supervision.classifiers import TEACHER_SETTING, with_teacher_digest
 from mpp.config import Config, TrainingConfig
 from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
@@ -74,7 +74,7 @@ def parent_settings(config: TrainingConfig) -> dict[str, Path]:
     """
     named = {"model.init_from": config.model.init_from}
     if isinstance(config, SupervisedConfig):
-        named[CLASSIFIER_SETTING] = config.distill.teacher
+        named[TEACHER_SETTING] = config.distill.teacher
     objective = config.objective
     if objective is not None and objective.frozen_teacher:
         named["objective.teacher"] = objective.teacher_checkpoint or objective.teacher

@@ -132,7 +132,7 @@ class ExtractedFeatures(NamedTuple):
 
     by_depth: dict[int, LabelledFeatures]  # empty except on the main process
     left_out: dict[str, int]  # numbers of images that cannot be decoded: train, and test or dev
-    shown: dict[str, Any] | None = None  # see HeadDescription.input; None: of features from a file, or of a baseline
+    input: dict[str, Any] | None = None  # of the encoder: see HeadDescription; None: it is a file, or a baseline
 
 
 def extract_labelled_features(

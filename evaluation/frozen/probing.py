@@ -67,7 +67,7 @@ def run_probe(
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
     report["protocol"]["rank_by_depth"] = rank_by_depth(extracted.by_depth)
-    report["protocol"]["input"] = extracted.shown
+    report["protocol"]["input"] = extracted.input
     report["class_names"] = list(next(iter(extracted.by_depth.values())).class_names)
     return write_probe_report(path, report, group_by)
 

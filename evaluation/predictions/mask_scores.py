@@ -65,13 +65,13 @@ def count_split(
         if not has_mask or not file.exists():
             continue  # the image cannot be decoded, or has no mask
         try:
-            counts.append(count_pixels(decode_mask(cell, data).numpy(), file))
+            counts.append(count_pairs(decode_mask(cell, data).numpy(), file))
         except UnreadableImage as reason:
             problems.append(f"{masked.images.image_name(index)}: {reason}")
     return [each for each in counts if each], problems
 
 
-def count_pixels(true: NDArray[np.int16], file: Path) -> PixelCounts:
+def count_pairs(true: NDArray[np.int16], file: Path) -> PixelCounts:
     """The pixels of a mask (H, W) and of the predicted one in a file, by the numbers of both classes.
 
     Raises:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from evaluation.frozen.by_class import MAX_CLASSES_PRINTED
 from evaluation.frozen.results import print_by_class, table
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import kind_of, measured
@@ -22,7 +23,6 @@ SHARE_PREFIX = "share_"
 """Of the columns of masks with the share of the pixels of each class; the class's name follows."""
 NO_CLASS = -1  # of an image that cannot be decoded
 NO_LABEL = -1
-MAX_CLASSES_PRINTED = 30
 COLUMNS_OF_ALL = {"file": pa.string(), "split": pa.string(), "error": pa.string()}
 """Columns that every table has: those that `TableImages` reads."""
 

@@ -31,8 +31,8 @@ from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, damaged_fi
 from mpp.training.record import read_record
 from mpp.training.run_folder import group_of, saved_settings
 
-CLASSIFIER_SETTING = "distill.teacher"
-CLASSIFIERS = "the folder of a finished supervised or fine-tuned run, or a timm folder with a classification head"
+TEACHER_SETTING = "distill.teacher"
+ALLOWED_SOURCES = "the folder of a finished supervised or fine-tuned run, or a timm folder with a classification head"
 
 
 class Classifier(NamedTuple):
@@ -85,7 +85,7 @@ def with_teacher_digest(config: SupervisedConfig) -> SupervisedConfig:
     teacher = config.distill.teacher
     if teacher is None or config.distill.teacher_sha256 is not None:
         return config
-    require(Path(teacher).is_dir(), CLASSIFIER_SETTING, teacher, "a folder: of a finished run, or in timm's layout")
+    require(Path(teacher).is_dir(), TEACHER_SETTING, teacher, "a folder: of a finished run, or in timm's layout")
     return replace(config, distill=replace(config.distill, teacher_sha256=fingerprint(Path(teacher))))
 
 
@@ -100,12 +100,12 @@ def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Froz
     if known is not None:
         sha256 = fingerprint(folder)
         require(sha256 == known, "distill.teacher_sha256", known, f"{sha256}, that of {folder}, or null")
-    teacher = load_classifier(config.teacher, channels, CLASSIFIER_SETTING)
+    teacher = load_classifier(config.teacher, channels, TEACHER_SETTING)
     allowed = f"one with one class per image: its labels are of the kind {teacher.label_kind}"
-    require(teacher.label_kind == "class", CLASSIFIER_SETTING, folder, allowed)
+    require(teacher.label_kind == "class", TEACHER_SETTING, folder, allowed)
     if teacher.classes != classes:
         raise UserError(
-            f"{CLASSIFIER_SETTING} is {folder}, which knows {teacher.classes} classes; these images have {classes}"
+            f"{TEACHER_SETTING} is {folder}, which knows {teacher.classes} classes; these images have {classes}"
         )
     return FrozenClassifier(teacher)
 
@@ -129,7 +129,7 @@ def load_timm_classifier(source: str, channels: int, setting: str) -> Classifier
     """Open a timm folder with its head: see `load_classifier`."""
     model = load_encoder(source, setting=setting)
     classes = getattr(model, "num_classes", 0)
-    require(classes > 0, setting, source, CLASSIFIERS)
+    require(classes > 0, setting, source, ALLOWED_SOURCES)
     if not uses_gpu():
         set_attention(model, fused=False)
     frozen = FrozenEncoder(model)
@@ -158,7 +158,7 @@ def name_classes(names: Sequence[str] | None, classes: int) -> list[str]:
 def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     """Open the network that a run trained: see `load_classifier`. Its head is in the newest checkpoint."""
     ways = f"mpp finetune --encoder {run}, or mpp linear --encoder {run} --save true"
-    allowed = f"{CLASSIFIERS}; this run has no head, which these train: {ways}"
+    allowed = f"{ALLOWED_SOURCES}; this run has no head, which these train: {ways}"
     require(find_labelled_images(str(run)) is not None, setting, run, allowed)
     checkpoints = complete_checkpoints(run)
     is_whole = bool(checkpoints) and not damaged_files(checkpoints[-1])
