@@ -26,7 +26,7 @@ from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.messages import note
 from mpp.runtime.weights import BEST, ENCODER
 from mpp.training.checkpoint import newest_step
-from mpp.training.phases import NOT_COOLED_DOWN, saved_phases
+from mpp.training.phases import saved_phases
 
 CELLS_PER_SIDE = 8  # of the colour baselines
 BASELINE_SIZE = 64  # of the images that a colour baseline is shown, where nothing else is asked for
@@ -172,9 +172,8 @@ def note_growth(encoder: str) -> None:
     step = exported_step(folder) or newest
     if folder.name == ENCODER and step < newest:
         note(f"{folder} is of step {step}, and its run has continued to step {newest}")
-    cooldown = phases.describe_cooldown(step)
-    if cooldown.startswith(NOT_COOLED_DOWN):
-        note(f"{folder} is {cooldown}: a branch of its run cools it down (run.branch_from)")
+    if phases.lacks_cooldown(step):
+        note(f"{folder} is {phases.describe_cooldown(step)}: a branch of its run cools it down (run.branch_from)")
 
 
 def check_channels(encoder: FrozenEncoder, channels: int, setting: str = "encoder") -> None:

@@ -22,7 +22,7 @@ from mpp.training.history import (
     probe_lines,
     values_by_depth,
 )
-from mpp.training.phases import NOT_COOLED_DOWN, saved_phases
+from mpp.training.phases import saved_phases
 from mpp.training.record import read_record
 from mpp.training.run_folder import CONFIG_FILE, group_of, saved_settings
 from mpp.training.verdict import (
@@ -129,7 +129,7 @@ def next_steps(folder: Path, history: History, finished: bool, trend: str) -> li
     if trend.startswith(LOSS_FALLS):
         falls = "still falls" if trend == LOSS_FALLS else "was still falling before the cooldown"
         advice.append(f"train longer, since the held-out loss {falls}: {advice_to_train_longer(folder)}")
-    elif saved_phases(folder).describe_cooldown(last_logged_step(history)) == NOT_COOLED_DOWN:
+    elif saved_phases(folder).lacks_cooldown(last_logged_step(history)):
         advice.append(f"cool down before the features are compared, or train longer: {advice_to_train_longer(folder)}")
     if config_class_of(saved_settings(folder)) in CLASSIFIERS:
         return [*advice, f"predict new images: mpp predict --classifier {folder} --data.path NEW_IMAGES"]

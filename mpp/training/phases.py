@@ -10,8 +10,6 @@ from mpp.errors import UserError
 from mpp.training.growth import branch_point
 from mpp.training.run_folder import saved_settings
 
-NOT_COOLED_DOWN = "not cooled down yet"
-
 
 @dataclass(frozen=True)
 class Phases:
@@ -29,15 +27,18 @@ class Phases:
         """Steps that are done when the cooldown begins; None: there is none."""
         return self.stable if self.stable is not None and self.stable < self.steps else None
 
+    def lacks_cooldown(self, done: int) -> bool:
+        """Whether a rate that is stable at first has not fallen to its end after so many steps."""
+        return self.stable is not None and (done <= self.stable or done < self.steps)
+
     def describe_cooldown(self, done: int) -> str:
         """Progress of the cooldown after so many steps; empty where the rate falls all along."""
         if self.stable is None:
             return ""
-        if done <= self.stable:
-            return NOT_COOLED_DOWN
-        if done < self.steps:
-            return f"{NOT_COOLED_DOWN} (cooling down since step {self.stable})"
-        return f"cooled down from step {self.stable} on"
+        if not self.lacks_cooldown(done):
+            return f"cooled down from step {self.stable} on"
+        since = f" (cooling down since step {self.stable})" if done > self.stable else ""
+        return f"not cooled down yet{since}"
 
     def describe_branch(self) -> str:
         """The trunk's name, and the step at which the run parted from it; empty where there is none."""

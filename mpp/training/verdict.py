@@ -24,7 +24,7 @@ from mpp.training.history import (
     values_by_depth,
 )
 from mpp.training.learning_warnings import FEWEST_STEPS
-from mpp.training.phases import NOT_COOLED_DOWN, Phases
+from mpp.training.phases import Phases
 
 ACCURACY_BASELINES = {"heldout/largest_class": "largest class", "heldout/chance": "chance"}
 """Baselines of the accuracy of supervised and of contrastive training, and how they are called."""
@@ -67,10 +67,11 @@ def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str
         warnings: their names.
     """
     phases = Phases(facts.steps, facts.stable)
+    done = last_logged_step(history)
     parts = [
         *(sentence.text for sentence in describe_learning(history, begins_from_weights=bool(facts.weights_of))),
         describe_trend(history, facts.moving, phases.cooldown),
-        describe_missing_cooldown(history, phases),
+        phases.describe_cooldown(done) if phases.lacks_cooldown(done) else "",
         describe_time_left(history, facts),
         describe_shortness(facts.steps),
         describe_few_images(history, facts.evaluated),
@@ -260,12 +261,6 @@ def describe_trend(history: History, moving: bool, cooldown: int | None = None) 
     elif change > FLAT_LOSS_CHANGE:
         trend = LOSS_RISES
     return f"{trend} before the cooldown" if cooling else trend
-
-
-def describe_missing_cooldown(history: History, phases: Phases) -> str:
-    """That a run is not cooled down yet; "" where it is, or where its rate falls all along."""
-    text = phases.describe_cooldown(last_logged_step(history))
-    return text if text.startswith(NOT_COOLED_DOWN) else ""
 
 
 def describe_time_left(history: History, facts: Facts) -> str:
