@@ -35,7 +35,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 CURSORS_FILE = "cursors.json"
 STATE_FILE = "state.json"
 Cursors = dict[int, list[int]]
-"""Lane of a stream -> how far it is read: see mpp/data/stream.py."""
+"""Worker of a stream -> how far it has read: see mpp/data/stream.py."""
 Tensors = dict[str, dict[str, torch.Tensor]]
 """File of a checkpoint -> its tensors by name."""
 

@@ -61,7 +61,7 @@ class Loop:
         batches = task.batches(self.start, self.cursors)  # forks: before any threads
         self.feed = Feed(batches)
         self.cursors_of_step: Cursors = {}
-        """Position in each lane of a stream when the step is done."""
+        """Position of each worker of a stream when the step is done."""
         if self.run_config.compile is True:
             start_compilers(self.accelerator.device)
         self.tracker = Tracker(self.accelerator, folder, config, self.start)

@@ -153,11 +153,11 @@ class ImageTask:
             dataset,
             self.data,
             self.img_size,
-            self.run.seed,
-            self.corruption,
-            self.grid,
-            self.randaugment,
-            self.marks_nodata,
+            seed=self.run.seed,
+            corruption=self.corruption,
+            grid=self.grid,
+            randaugment=self.randaugment,
+            marks_nodata=self.marks_nodata,
         )
 
     def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
