@@ -116,16 +116,14 @@ def mark_classes(columns: Sequence[LabelColumn | None]) -> NumberedLabels:
     classes = len(numbered.class_names)
     parts: list[NDArray[np.int8] | None] = []
     for column, numbers in zip(columns, numbered.parts, strict=True):
-        if column is None or numbers is None:
+        if numbers is None:
             parts.append(None)
             continue
         marks = np.zeros((len(numbers), classes), np.int8)
         of_image = numbers.reshape(len(numbers), -1)
         images, places = np.nonzero(of_image >= 0)
         marks[images, of_image[images, places]] = 1
-        is_missing = column.values.is_null().to_numpy()
-        if not holds_lists(column.values):
-            is_missing = numbers < 0
+        is_missing = column.values.is_null().to_numpy() if holds_lists(column.values) else numbers < 0
         marks[is_missing] = NO_LABEL
         parts.append(marks)
     return NumberedLabels(parts, numbered.class_names, classes)
