@@ -19,7 +19,7 @@ from mpp.errors import UserError
 from mpp.pretrain import main as pretrain_main
 from mpp.runtime.launcher import check_sharding
 from mpp.runtime.start import start
-from mpp.training.checkpoint import newest_step, restore, save_checkpoint, snapshot
+from mpp.training.checkpoint import load_checkpoint, newest_step, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer, skips_nonfinite_steps
 from mpp.training.parallel import sharding_units, without_weights
 
@@ -411,7 +411,7 @@ def test_a_snapshot_is_the_same_file_sharded_or_not(group_of_one, tmp_path):
         assert not any(snapshot(model, optimizer, wanted=False).values()) or kind == "copy"
         other = build()
         its = build_optimizer(other, OptimConfig(name="adam"))
-        assert restore(tmp_path / kind, other, its)[0] == 1
+        assert load_checkpoint(states[kind], other, its)[0] == 1
         again = save_checkpoint(tmp_path / f"{kind}_again", 1, snapshot(other, its))
         for file in ("model.safetensors", "optimizer.safetensors"):
             assert (again / file).read_bytes() == (states[kind] / file).read_bytes()

@@ -20,7 +20,7 @@ from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.pretrain import is_pretraining
 from mpp.runtime.hashing import sha256_of
-from mpp.training.checkpoint import restore, save_checkpoint, snapshot
+from mpp.training.checkpoint import load_checkpoint, newest_whole, save_checkpoint, snapshot
 
 
 class Payload:
@@ -116,7 +116,7 @@ def checkpoints(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     for step in (2, 4):
         save_checkpoint(tmp_path / "run", step, snapshot(model, optimizer))
-    return tmp_path / "run", lambda: restore(tmp_path / "run", model, optimizer)[0]
+    return tmp_path / "run", lambda: load_checkpoint(newest_whole(tmp_path / "run"), model, optimizer)[0]
 
 
 def test_a_checkpoints_digests_may_name_any_file_and_none_is_touched(checkpoints, tmp_path, capsys):

@@ -165,11 +165,6 @@ def write_checkpoint(folder: Path, tensors: Tensors, cursors: Sequence[Cursors])
     (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
-def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[Cursors]]:
-    """Load the newest checkpoint that is whole, in a process of its own; see `load_checkpoint`."""
-    return load_checkpoint(newest_whole(folder), model, optimizer)
-
-
 def newest_whole(folder: Path) -> Path | None:
     """The newest checkpoint whose files are as they were written; others are named on stderr. None: there is none."""
     for checkpoint in reversed(complete_checkpoints(folder)):
@@ -214,7 +209,7 @@ def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
         The step of the checkpoint; 0: there is none, and nothing was loaded.
     """
     optimizer = build_optimizer(model, config)
-    step, _ = restore(folder, model, optimizer)
+    step, _ = load_checkpoint(newest_whole(folder), model, optimizer)
     if step and config.average is not None:
         swap_averages(optimizer)
     return step
