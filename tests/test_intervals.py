@@ -128,7 +128,7 @@ def test_cases_by_hand():
     figures = KIND.figures(without_bee)
     assert figures["accuracy"].value == 0.75 and figures["class_mean"].value == 0.75
     assert figures["macro_f1"].value == pytest.approx((2 / 3 + 0 + 1) / 3)
-    headings, rows = KIND.class_table(without_bee)
+    headings, rows = KIND.class_table(without_bee).text()
     assert headings[0] == "class" and [row[0] for row in rows] == names
     assert rows[1][1:] == ["0", "1", "-", "0.0", "0.0"]
     assert rows[2][3].startswith("100.0 (34.2 to 100.0")
@@ -148,7 +148,7 @@ def test_each_class_of_pixels_has_its_iou_with_an_interval():
     predictions[1] = [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
     outcomes = Outcomes("pixels", targets, predictions, ["a", "b", "c"])
     assert Pixels().confusion(outcomes).tolist() == [[3, 3, 0], [0, 2, 0], [0, 0, 0]]
-    headings, rows = Pixels().class_table(outcomes)
+    headings, rows = Pixels().class_table(outcomes).text()
     assert headings == ["class", "pixels", "predicted", "IoU (%)"]
     assert [row[:3] for row in rows] == [["a", "6", "3"], ["b", "2", "5"], ["c", "0", "0"]]
     assert rows[0][3] == "50.0 (50.0 to 50.0)" and rows[1][3].startswith("40.0 (") and rows[2][3] == "-"
@@ -276,7 +276,7 @@ def test_intervals_of_a_share_stay_within_it_however_few_the_images(few):
     intervals = kind.intervals(outcomes)
     assert all(0 <= low < high <= 1 for low, high in intervals.values()) and intervals[kind.score][0] == 0
     table = kind.class_table(outcomes)
-    assert table is None or "(-" not in str(table)
+    assert table is None or "(-" not in str(table.text())
 
 
 def test_differences_of_shares_stay_within_their_bounds():

@@ -18,7 +18,7 @@ from evaluation import features, fewshot, knn, linear
 from evaluation.comparison.reports import with_known_numbers
 from evaluation.config import LinearConfig
 from evaluation.frozen import extraction
-from evaluation.frozen.by_class import figure_rows, shown_outcomes, worst_first
+from evaluation.frozen.by_class import figure_rows, shown_outcomes
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.results import describe_baselines, print_details, summarize_accuracies, write_report
 from evaluation.metrics.outcomes import Outcomes
@@ -149,11 +149,10 @@ def test_average_precision_is_scikit_learns_with_ties_and_without_empty_classes(
     assert figures["macro_map"] == pytest.approx(expected, abs=1e-12)
     expected = average_precision_score(outcomes.targets, outcomes.predictions, average="micro")
     assert figures["micro_map"] == pytest.approx(expected, abs=1e-12)
-    _, rows = KINDS["several"].class_table(outcomes)
-    assert rows[2][1:] == ["0", "-"]
-    assert float(rows[0][2]) == pytest.approx(
-        100 * average_precision_score(outcomes.targets[:, 0], outcomes.predictions[:, 0]), abs=0.05
-    )
+    by_class = KINDS["several"].class_table(outcomes)
+    assert by_class.text()[1][2][1:] == ["0", "-"]
+    expected = average_precision_score(outcomes.targets[:, 0], outcomes.predictions[:, 0])
+    assert by_class.shares["average precision"][0] == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_resample_is_measured_as_if_its_images_were_there_several_times():
@@ -238,10 +237,11 @@ def test_intervals_of_other_kinds_cover_the_truth(draw, truth, least, images, si
 def test_of_many_classes_those_are_printed_that_are_recognised_worst():
     """By average precision as by recall; a class without an image comes last."""
     outcomes = several_outcomes(images=80, classes=40)
-    headings, rows = KINDS["several"].class_table(outcomes)
-    shares = [np.inf if row[2] == "-" else float(row[2]) for row in rows]
-    expected = [rows[place] for place in np.argsort(shares, kind="stable")]
-    assert worst_first(headings, rows) == expected[:30]
+    by_class = KINDS["several"].class_table(outcomes)
+    precisions = by_class.shares["average precision"]
+    expected = sorted(range(40), key=lambda number: np.nan_to_num(precisions[number], nan=np.inf))[:30]
+    assert by_class.worst(30).names == [f"class {number}" for number in expected]
+    assert by_class.worst(40) is by_class
 
 
 def test_a_number_has_the_error_of_its_baseline_beside_it(tmp_path):

@@ -1,28 +1,25 @@
 """Figures of a report in words, a table by class as CSV, and the confusion matrix as a picture."""
 
 import csv
-import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from evaluation.figures.charts import plot_confusion
 from evaluation.figures.style import DPI
+from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.kinds import three_digits
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
 from evaluation.metrics.scoring import kind_of, labelled_outcomes
 from mpp.runtime.files import complete
 
-MAX_CLASSES_PRINTED = 30
 KEYS_OF_A_RESULT = ("case", "shots", "neighbours", "solver", "lr", "seed", "depth")
 """Entries of a result that name it, where it has them."""
 USUAL_NEIGHBOURS = 20
 """Of kNN in all comparisons, as in DINO."""
 CLASSES_FILE = ".classes.csv"
 CONFUSION_FILE = ".confusion.png"
-INTERVAL = re.compile(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)")
 
 
 def shown_result(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -73,14 +70,14 @@ def describe_shown(report: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in named.items())
 
 
-def write_details(path: Path, outcomes: Outcomes, by_class: tuple[list[str], list[list[str]]] | None) -> list[Path]:
+def write_details(path: Path, outcomes: Outcomes, by_class: ClassTable | None) -> list[Path]:
     """Write the table by class and the confusion matrix of these outcomes, next to the report at `path`."""
     written = []
     if by_class is not None:
-        headings, rows = intervals_in_columns(*by_class)
+        columns = by_class.columns()
         written.append(path.with_name(f"{path.stem}{CLASSES_FILE}"))
         with complete(written[-1], shared=True) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([headings, *rows])
+            csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
     figure = draw_confusion(outcomes)
     if figure is not None:
         written.append(path.with_name(f"{path.stem}{CONFUSION_FILE}"))
@@ -89,37 +86,9 @@ def write_details(path: Path, outcomes: Outcomes, by_class: tuple[list[str], lis
     return written
 
 
-def intervals_in_columns(headings: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """The table with `71.0 (65.0 to 76.3)` in three columns, so that a program reads each cell as a number."""
-    columns = []
-    for heading, *cells in zip(headings, *rows, strict=True):
-        found = [INTERVAL.fullmatch(cell) if heading.endswith("(%)") else None for cell in cells]
-        if not any(found):
-            columns.append([heading, *cells])
-            continue
-        columns.append([heading, *(match[1] if match else cell for match, cell in zip(found, cells, strict=True))])
-        for end, group in (("from", 2), ("to", 3)):
-            columns.append([f"{heading}, {end}", *(match[group] if match else "" for match in found)])
-    headings, *rows = map(list, zip(*columns, strict=True))
-    return headings, rows
-
-
 def draw_confusion(outcomes: Outcomes) -> Figure | None:
     """The confusion matrix; None: the kind of label has none."""
     confusion = kind_of(outcomes).confusion(outcomes)
     if confusion is None:
         return None
     return plot_confusion(confusion, outcomes.names(len(confusion)))
-
-
-def worst_first(headings: list[str], rows: list[list[str]]) -> list[list[str]]:
-    """The classes of a table that are printed: all, or of many those that are recognised worst, by its first share."""
-    if len(rows) <= MAX_CLASSES_PRINTED:
-        return rows
-
-    column = next(place for place, heading in enumerate(headings) if heading.endswith("(%)"))
-
-    def share(row: list[str]) -> float:
-        return float(row[column].split()[0]) if row[column] != "-" else np.inf
-
-    return sorted(rows, key=share)[:MAX_CLASSES_PRINTED]

@@ -13,9 +13,10 @@ import numpy as np
 from evaluation.config import EncoderConfig
 from evaluation.figures.charts import Scale, plot_by_depth
 from evaluation.figures.style import DPI
-from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, worst_first, write_details
+from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
 from evaluation.frozen.random_weights import describe_random_weights
 from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
+from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.scoring import (
     describe_labels,
@@ -37,6 +38,7 @@ from mpp.training.log import event_writer
 
 NAMED_SETTINGS = ("encoder", "checkpoint", "random", "img_size", "representation", "depth", "features")
 """Settings that `report_suffix` names, or the place of a report."""
+MAX_CLASSES_PRINTED = 30
 MAX_SETTINGS_LENGTH = 80
 """Characters of settings in a report's name; more are a digest."""
 
@@ -258,12 +260,16 @@ def weights_of(protocol: dict[str, Any]) -> str:
     return ""
 
 
-def print_by_class(headings: list[str], rows: list[list[str]], rest: str = "") -> None:
-    """Print a table by class; of many classes those that are recognised worst, and `rest` about the others."""
-    shown = worst_first(headings, rows)
-    print(table(headings, shown))
-    if len(shown) < len(rows):
-        print(f"these {len(shown)} of {len(rows)} classes have the lowest scores{rest}")
+def print_by_class(by_class: ClassTable, heading: str = "class", rest: str = "") -> None:
+    """Print a table by class; of many classes those that are recognised worst, and `rest` about the others.
+
+    Args:
+        heading: of the names.
+    """
+    headings, rows = by_class.worst(MAX_CLASSES_PRINTED).text()
+    print(table([heading, *headings[1:]], rows))
+    if len(rows) < len(by_class.names):
+        print(f"these {len(rows)} of {len(by_class.names)} classes have the lowest scores{rest}")
 
 
 def print_details(path: Path, report: dict[str, Any]) -> None:
@@ -285,7 +291,7 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     print(table([describe_shown(report), "value (95% interval)"], figure_rows(report, outcomes)))
     by_class = kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
-        print_by_class(*by_class, rest="; the file by class has all")
+        print_by_class(by_class, rest="; the file by class has all")
     for file in write_details(path, outcomes, by_class):
         print(f"wrote {file}")
 

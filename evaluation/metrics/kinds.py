@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.intervals import Difference, Interval, bootstrap, clipped, containing, paired, resamples
 from evaluation.metrics.outcomes import Outcomes
 
@@ -122,8 +123,8 @@ class LabelKind(ABC):
             return difference
         return difference._replace(interval=clipped(difference.interval, -1.0))
 
-    def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]] | None:
-        """Headings and a row for each class; None: the kind has no classes."""
+    def class_table(self, outcomes: Outcomes) -> ClassTable | None:
+        """The figures of each class; None: the kind has no classes."""
         return None
 
     def confusion(self, outcomes: Outcomes) -> NDArray[np.int64] | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from sklearn.metrics import confusion_matrix
 
+from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.intervals import (
     RESAMPLES,
     SEED,
@@ -104,18 +105,19 @@ class OneClass(LabelKind):
     def note_tested(self, train_targets: NDArray, test_targets: NDArray, names: Sequence[str]) -> None:
         note_tested(train_targets, test_targets, names)
 
-    def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]]:
-        counts = count_by_class(
-            true_classes(outcomes), outcomes.predictions, np.ones(len(outcomes)), class_number(outcomes)
+    def class_table(self, outcomes: Outcomes) -> ClassTable:
+        classes = class_number(outcomes)
+        counts = count_by_class(true_classes(outcomes), outcomes.predictions, np.ones(len(outcomes)), classes)
+        unknown = (np.nan, np.nan)
+        intervals = [
+            wilson(right, true) if true else unknown for right, true in zip(counts.right, counts.true, strict=True)
+        ]
+        return ClassTable(
+            outcomes.names(classes),
+            counts={"images": counts.true.astype(int), "predicted": counts.predicted.astype(int)},
+            shares={"right": recall(counts), "precision": precision(counts), "F1": f1_scores(counts)},
+            intervals=np.array(intervals),
         )
-        recalls, precisions, f1 = recall(counts), precision(counts), f1_scores(counts)
-        rows = []
-        for number, name in enumerate(outcomes.names(class_number(outcomes))):
-            true, right = int(counts.true[number]), int(counts.right[number])
-            recalled = self.text("accuracy", recalls[number], *(wilson(right, true) if true else ()))
-            cells = [self.text("accuracy", share) for share in (precisions[number], f1[number])]
-            rows.append([name, str(true), str(int(counts.predicted[number])), recalled, *cells])
-        return ["class", "images", "predicted", "right (%)", "precision (%)", "F1 (%)"], rows
 
     def confusion(self, outcomes: Outcomes) -> NDArray[np.int64]:
         numbers = np.arange(class_number(outcomes))

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.intervals import Interval, bootstrap, clipped, drawn_weights
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
@@ -36,17 +37,17 @@ class Pixels(LabelKind):
         drawn = figures_of(outcomes, drawn_weights(count))
         return {name: clipped(bootstrap(value, drawn[name], count)) for name, value in self.measure(outcomes).items()}
 
-    def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]]:
-        classes = outcomes.targets.shape[1]
-        values = ious_by_class(outcomes, np.ones(len(outcomes)))
-        resampled = ious_by_class(outcomes, drawn_weights(len(outcomes)))
-        predicted = self.confusion(outcomes).sum(0)
-        rows = []
-        for number, name in enumerate(outcomes.names(classes)):
-            counts = [str(int(outcomes.targets[:, number].sum())), str(int(predicted[number]))]
-            interval = clipped(bootstrap(values[number], resampled[:, number], len(outcomes)))
-            rows.append([name, *counts, self.text("mean_iou", values[number], *interval)])
-        return ["class", "pixels", "predicted", "IoU (%)"], rows
+    def class_table(self, outcomes: Outcomes) -> ClassTable:
+        count = len(outcomes)
+        ious = ious_by_class(outcomes, np.ones(count))
+        resampled = ious_by_class(outcomes, drawn_weights(count))
+        intervals = [clipped(bootstrap(iou, drawn, count)) for iou, drawn in zip(ious, resampled.T, strict=True)]
+        return ClassTable(
+            outcomes.names(len(ious)),
+            counts={"pixels": outcomes.targets.sum(0), "predicted": self.confusion(outcomes).sum(0)},
+            shares={"IoU": ious},
+            intervals=np.array(intervals),
+        )
 
     def confusion(self, outcomes: Outcomes) -> NDArray[np.int64]:
         """Pixels of each class (rows) that each class (columns) is predicted for: (C, C)."""

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.intervals import Interval, bootstrap_of_share, drawn_weights
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
@@ -64,13 +65,12 @@ class SeveralClasses(LabelKind):
         present = frequency[frequency > 0]
         return {"any order of the images": float(present.mean())} if len(present) else {}
 
-    def class_table(self, outcomes: Outcomes) -> tuple[list[str], list[list[str]]]:
-        precisions = class_precisions(outcomes, np.ones((1, len(outcomes))))[0]
-        rows = []
-        for number, name in enumerate(outcomes.names(outcomes.targets.shape[1])):
-            images = str(int(outcomes.targets[:, number].sum()))
-            rows.append([name, images, self.text("macro_map", precisions[number])])
-        return ["class", "images", "average precision (%)"], rows
+    def class_table(self, outcomes: Outcomes) -> ClassTable:
+        return ClassTable(
+            outcomes.names(outcomes.targets.shape[1]),
+            counts={"images": outcomes.targets.sum(0)},
+            shares={"average precision": class_precisions(outcomes, np.ones((1, len(outcomes))))[0]},
+        )
 
     def problem(self, targets: NDArray, split: str) -> str | None:
         is_missing = targets == -1

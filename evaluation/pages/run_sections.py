@@ -122,7 +122,7 @@ def details_of_evaluation(file: Path, report: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = [Table(["figure", "value (95% interval)"], figure_rows(report, outcomes), of, folded=True)]
     by_class = kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
-        blocks.append(Table(*by_class, f"{of}: by class", folded=True))
+        blocks.append(Table(*by_class.text(), f"{of}: by class", folded=True))
     picture = draw_confusion(outcomes)
     if picture is not None:
         blocks.append(picture_of(picture, f"Confusion matrix of {of}", f"Confusion matrix of {of}"))

@@ -249,9 +249,9 @@ def label_sections(outcomes: Mapping[str, Outcomes]) -> list[Section]:
     """A section for each split with labels: its figures by class, and the confusion matrix."""
     sections = []
     for number, (split, of_split) in enumerate(outcomes.items()):
-        headings, rows = kind_of(of_split).class_table(of_split)
-        shown = [row for row in rows if row[1:3] != ["0", "0"]]  # neither labelled nor predicted
-        blocks: list[Block] = [Table(headings, shown)]
+        by_class = kind_of(of_split).class_table(of_split)
+        occurring = np.flatnonzero(sum(by_class.counts.values()))
+        blocks: list[Block] = [Table(*by_class.select(occurring).text())]
         confusion = draw_confusion(of_split)
         if confusion is not None:
             blocks.append(picture_of(confusion, f"Confusion matrix of {split}"))

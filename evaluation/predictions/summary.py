@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from evaluation.frozen.by_class import MAX_CLASSES_PRINTED
-from evaluation.frozen.results import print_by_class, table
+from evaluation.frozen.results import MAX_CLASSES_PRINTED, print_by_class, table
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import kind_of, measured
 from evaluation.tables.images import MAX_BROKEN_NAMED
@@ -233,5 +232,4 @@ def print_predicted(summary: Mapping[str, Any]) -> None:
 def print_classes(outcomes: Mapping[str, Outcomes]) -> None:
     """Print the table by class of each split with labels; of many classes those that are recognised worst."""
     for split, of_split in outcomes.items():
-        headings, rows = kind_of(of_split).class_table(of_split)
-        print_by_class([f"{split}: {headings[0]}", *headings[1:]], rows)
+        print_by_class(kind_of(of_split).class_table(of_split), heading=f"{split}: class")
