@@ -93,6 +93,38 @@ def test_the_model_of_a_checkpoint_is_taken_without_its_mask(name, tmp_path):
     assert holds(begun(name, file), weights)
 
 
+PLAIN = dict(width=32, depth=2, img_size=32, patch_size=8)
+LEARNED_2D = dict(position="learned_2d", heads=4)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        (dict(heads=8), {}, r"model\.heads is 4; it must be 8 with the weights of "),
+        (
+            dict(name="vit_tiny_patch16_224", patch_size=16),
+            dict(heads=2, patch_size=16),
+            r"model\.heads is 2; .* be 3 ",
+        ),
+        (dict(arguments={"act_layer": "silu"}), {}, r"the model's activation is GELU; it must be SiLU "),
+        (dict(name="vit_base_patch32_clip_quickgelu_224"), dict(name="vit_base_patch32_clip_224"), "be QuickGELU with"),
+        (dict(position="rope"), dict(position="none"), r"model\.position is none; it must be rope "),
+        (dict(position="none", heads=4), dict(position="rope"), r"model\.position is rope; it must be none "),
+        (LEARNED_2D, LEARNED_2D | {"position_at": "every_shared"}, r"model\.position_at is every_shared; .* be stem "),
+    ],
+)
+@pytest.mark.parametrize("from_file", [False, True])
+def test_weights_of_an_encoder_that_computes_otherwise_are_refused(theirs, ours, said, from_file, tmp_path):
+    """Its weights have the same names and shapes."""
+    of_name = dict(width=48, depth=1, img_size=32) if "name" in theirs else PLAIN
+    first = build_encoder(ModelConfig(**of_name | theirs))
+    export_encoder(first, tmp_path / "encoder", 32, *MOMENTS, 1.0)
+    source = tmp_path / "encoder" / "model.safetensors" if from_file else tmp_path / "encoder"
+    build_encoder(ModelConfig(**of_name | theirs, init_from=str(source)))
+    with pytest.raises(UserError, match=said):
+        build_encoder(ModelConfig(**of_name | ours, init_from=str(source)))
+
+
 def test_names_of_dinov3s_authors_are_timms(tmp_path):
     """Original names, a bias of all of qkv, and buffers that timm computes."""
     weights = exported(DINOV3, tmp_path / "encoder")

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import timm
 import torch
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
@@ -13,14 +14,25 @@ from torch import Tensor, nn
 
 from mpp.config import ImageSize, ModelConfig, require
 from mpp.errors import UserError, one_line
-from mpp.models.descriptions import first_weights, folder_of_weights, stride_of, trained_on
-from mpp.models.vit import resample
+from mpp.models.attention import is_attention
+from mpp.models.descriptions import (
+    first_weights,
+    folder_of_weights,
+    saved_config,
+    saved_section,
+    stride_of,
+    trained_on,
+)
+from mpp.models.plain import build_without_memory
+from mpp.models.vit import VariantViT, resample
 from mpp.runtime.messages import note
 from mpp.runtime.weights import NAMED_WEIGHTS, describe_weights, misfit, weight_names, weights_file, wrapper_of
 from mpp.runtime.workarounds import collect_unexpected_weights
 
 NOT_OF_ENCODERS = ("head.", "head_dist.", "attn_pool.", "decoder_", "mask_token")
 """Beginnings of the names of weights that an encoder may lack: heads, MAE's decoder, and [mask]."""
+COMPUTED_POSITIONS = ("rope", "sincos_2d")
+"""Positions of `VariantViT` that are no weights."""
 
 
 class WeightsFile(NamedTuple):
@@ -109,6 +121,40 @@ def load_weights(encoder: nn.Module, source: str) -> None:
         raise
     except RuntimeError as error:
         raise file.refusal(first_lines(error)) from error
+    require_same_computation(encoder, source, folder)
+
+
+def require_same_computation(encoder: nn.Module, source: str, folder: Path) -> None:
+    """Refuse weights that another encoder computes with in another way, by the config.json next to them.
+
+    Raises:
+        UserError: a trait that no weight shows differs.
+    """
+    description = saved_config(folder)
+    name = description.get("architecture")
+    if not isinstance(name, str) or not timm.is_model(name):
+        return
+    try:
+        theirs = build_without_memory(name, **saved_section(folder, "model_args") | {"num_classes": 0})
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError):  # a config.json of another library
+        return
+    of_weights = traits_without_weights(theirs)
+    for trait, value in traits_without_weights(encoder).items():
+        allowed = f"{of_weights[trait]} with the weights of {source}: they are of such an encoder"
+        require(value == of_weights[trait], trait, value, allowed)
+
+
+def traits_without_weights(encoder: nn.Module) -> dict[str, str]:
+    """Traits of an encoder's computation that its weights do not show: the name in a message -> the value."""
+    heads = {str(module.num_heads) for module in encoder.modules() if is_attention(module)}
+    activations = {type(module.act).__name__ for module in encoder.modules() if hasattr(module, "act")}
+    computed = isinstance(encoder, VariantViT) and encoder.position in COMPUTED_POSITIONS
+    return {
+        "model.heads": ", ".join(sorted(heads)),
+        "the model's activation": ", ".join(sorted(activations)),
+        "model.position": encoder.position if computed else "none",  # or with weights, which show it
+        "model.position_at": getattr(encoder, "position_at", "stem"),
+    }
 
 
 def note_other_moments(config: ModelConfig, channels: int) -> None:

@@ -142,8 +142,13 @@ def timm_filter(model: nn.Module) -> Callable[..., dict[str, Any]]:
 @cache
 def model_without_memory(name: str) -> nn.Module:
     """The timm model of that name on torch's `meta` device, to look at its parts."""
+    return build_without_memory(name)
+
+
+def build_without_memory(name: str, **arguments: Any) -> nn.Module:
+    """A timm model on torch's `meta` device; the global random numbers stay as they are."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return timm.create_model(name)
+        return timm.create_model(name, **arguments)
 
 
 def constructor_arguments(name: str) -> set[str]:

@@ -151,6 +151,7 @@ class VariantViT(VisionTransformer):
         )
         super().__init__(img_size, patch_size, **options)
         self.position = position
+        self.position_at = position_at
         self.mixing = mixing
         self.takes_any_tokens = plain_blocks  # timm's own blocks do not depend on the number of tokens
         self.pos_embeds: AbsolutePositions | None = None
