@@ -64,6 +64,15 @@ def test_encoder_says_what_input_it_takes(exported):
     assert data_config["interpolation"] == "bilinear"
 
 
+def test_the_crop_of_published_weights_does_not_travel(tmp_path):
+    """Theirs squashes the whole image; a run from them crops at the centre."""
+    published = timm.create_model("eva02_base_patch14_448.mim_in22k_ft_in22k_in1k", depth=1, img_size=28, num_classes=0)
+    assert timm.data.resolve_model_data_config(published)["crop_mode"] == "squash"
+    export_encoder(published, tmp_path, 28, (0.5,) * 3, (0.5,) * 3, 1.0)
+    exported = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    assert timm.data.resolve_model_data_config(exported)["crop_mode"] == "center"
+
+
 def test_another_image_size_resamples_positions_as_timm_does(exported):
     encoder, folder = exported
     larger = mpp.load_encoder(folder, img_size=96, num_classes=7)

@@ -72,6 +72,7 @@ def export_encoder(
         mean=tuple(mean),
         std=tuple(std),
         interpolation="bilinear",
+        crop_mode="center",
         input_size=(len(mean), *sides(img_size)),
         crop_pct=timm_crop_pct(img_size, crop_pct),
     )
