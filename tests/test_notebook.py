@@ -57,6 +57,15 @@ def test_features_of_images_in_memory_are_those_of_the_evaluation(finished_run):
     torch.testing.assert_close(mpp.extract_features(encoder, images, representation="both"), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_encoder_in_half_precision_has_nearly_the_same_features(finished_run, dtype):
+    encoder = mpp.load_encoder(finished_run)
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    expected = mpp.extract_features(encoder, images)
+    found = mpp.extract_features(encoder.to(dtype), images)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("images", "said"),
     [

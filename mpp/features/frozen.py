@@ -67,7 +67,7 @@ def extract_features(
     """Features of images in memory, as the evaluation sees them: resized, cropped at the centre, normalised.
 
     Args:
-        encoder: of `mpp.load_encoder`, or timm's. Computes on its device.
+        encoder: of `mpp.load_encoder`, or timm's. Computes on its device and in its type.
         images: PIL images of any sizes and modes, or one; or a tensor (B, C, H, W), uint8 or floats from 0 to 255.
     Returns:
         (B, D) float32 on the CPU, or (B, 2 D) for `both`.
@@ -83,15 +83,16 @@ def extract_features(
     size = tuple(built_for or data_config["input_size"])[-2:]
     crops = [centre_crop(to_pixels(image, config), size, data_config["crop_pct"]) for image in images]
 
-    device = next(encoder.parameters()).device
-    normalize = Normalize(data_config["mean"], data_config["std"]).to(device)
+    weight = next(encoder.parameters())
+    normalize = Normalize(data_config["mean"], data_config["std"]).to(weight.device)
     depth = len(stages(encoder))
     features = []
     modes = {module: module.training for module in encoder.modules()}
     encoder.eval()  # timm builds models in train mode
     try:
         for batch in torch.stack(crops).split(IMAGES_PER_FORWARD):
-            features += features_at(encoder, normalize(batch.to(device)), [depth], representation)
+            inputs = normalize(batch.to(weight.device)).to(weight.dtype)
+            features += features_at(encoder, inputs, [depth], representation)
     finally:
         for module, training in modes.items():
             module.training = training
