@@ -200,6 +200,7 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     draw_uniform = uniforms(Stream.CORRUPTION, seed, epoch, index)
     patches = math.prod(grid)
     positions = np.sort(PATTERNS[config.pattern](config, grid, draw_uniform))
+    require_some_patches(positions, patches, config.pattern)
     count = len(positions)
     # The order in which the numbers are drawn is part of the result: a pattern's hidden patches are drawn last.
     kind_numbers = draw_uniform(count)
@@ -224,8 +225,24 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     return Corruption(*map(torch.from_numpy, parts))
 
 
+def require_some_patches(positions: Positions, patches: int, pattern: str) -> None:
+    """Raise UserError where a pattern's positions, sorted, are not some of the N patches, each once.
+
+    A mask of all patches is none, and a patch that is drawn twice would count twice.
+    """
+    whole_numbers = positions.ndim == 1 and positions.dtype == np.int64
+    fits = whole_numbers and 0 < len(positions) < patches and positions[0] >= 0 and positions[-1] < patches
+    allowed = f"different whole numbers (int64) from 0 to {patches - 1}, not all of them"
+    fits = fits and bool((positions[1:] > positions[:-1]).all())
+    shown = np.array2string(positions, threshold=8)  # of many the first and last ones
+    require(fits, f"the positions that corruption.pattern {pattern} chose", shown, allowed)
+
+
 def stack(drawn: Sequence[Corruption]) -> Corruption:
-    """The corruptions of images (K,) as that of a batch (B, K)."""
+    """The corruptions of images (K,) as that of a batch (B, K). Raises UserError where K differs."""
+    counts = sorted({len(each.positions) for each in drawn})
+    allowed = "the same number of each: corruption.pattern chooses them"
+    require(len(counts) == 1, "the number of corrupted patches of these images", counts, allowed)
     return Corruption(*map(torch.stack, zip(*drawn, strict=True)))
 
 

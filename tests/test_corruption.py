@@ -11,7 +11,8 @@ from conftest import ROOT
 from model_inputs import draw_batch
 
 from mpp.config import CorruptionConfig, Grid
-from mpp.corruption import PATTERNS, Corruption, Kind, corrupt, corrupted_count, draw
+from mpp.corruption import PATTERNS, Corruption, Kind, corrupt, corrupted_count, draw, stack
+from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, uniform
 
 
@@ -141,6 +142,32 @@ def test_rectangles_keep_together():
 def test_a_pattern_that_cannot_be_is_named(settings, words):
     with pytest.raises(ValueError, match=words):
         draw(CorruptionConfig(**settings), (8, 8), 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [1, 5, 5],
+        [-1, 3],
+        [3, 64],
+        [],
+        np.arange(64),
+        np.arange(64) < 32,  # a mask
+        np.array([1.0, 5.0]),
+        np.array([[1, 5]]),
+    ],
+)
+def test_positions_that_are_not_some_of_the_patches_are_refused(positions, monkeypatch):
+    """Drawn with replacement, for example, patches would count twice."""
+    monkeypatch.setitem(PATTERNS, "mine", lambda *_: np.array(positions))
+    with pytest.raises(UserError, match=r"^the positions that corruption\.pattern mine chose is \[.*from 0 to 63"):
+        draw(CorruptionConfig(pattern="mine"), (8, 8), 0, 0, 0)
+
+
+def test_a_pattern_that_corrupts_other_numbers_of_patches_is_refused(monkeypatch):
+    monkeypatch.setitem(PATTERNS, "mine", lambda _, grid, uniform: np.arange(2 + int(60 * uniform(1)[0])))
+    with pytest.raises(UserError, match=r"^the number of corrupted patches of these images is \[.*\]; it must be "):
+        stack(draws(CorruptionConfig(pattern="mine"), images=4))
 
 
 def test_the_readmes_example_of_another_pattern_works(monkeypatch):
