@@ -119,6 +119,21 @@ def test_a_line_of_as_many_patches_as_a_square_is_no_square(tmp_path, name):
         torch.testing.assert_close(mpp.load_encoder(tmp_path, img_size=other).pos_embed, continued.pos_embed)
 
 
+@pytest.mark.parametrize("size", [(96, 32), (64, 64), (48, 96), (32, 96)])
+def test_the_biases_of_a_beit_are_resampled_from_its_own_grid(tmp_path, size):
+    """Those of [96, 32] are as many as those of [32, 96], and timm would take them as they are."""
+    settings = dict(name="beit_base_patch16_224", width=16, depth=1, heads=2)
+    source = build_encoder(ModelConfig(img_size=(32, 96), **settings))
+    for parameter in source.parameters():
+        nn.init.normal_(parameter)
+    export_plain(source, tmp_path / "encoder", (32, 96))
+    continued = build_encoder(ModelConfig(img_size=size, init_from=str(tmp_path), **settings)).state_dict()
+    loaded = mpp.load_encoder(tmp_path, img_size=size).state_dict()
+    assert loaded.keys() == continued.keys()
+    assert all(torch.equal(loaded[name], continued[name]) for name in loaded)
+    assert mpp.load_encoder(tmp_path, img_size=size, num_classes=3).head.out_features == 3
+
+
 def test_patches_that_overlap_begin_from_plain_ones(tmp_path):
     settings = dict(width=16, depth=1, heads=2, patch_size=8, img_size=32, position="relative")
     plain = build_encoder(ModelConfig(**settings))

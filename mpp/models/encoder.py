@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpp.config import ModelConfig, require
 from mpp.errors import UserError, one_line
 from mpp.models.descriptions import describe_changes, is_named, saved_config, trained_on
-from mpp.models.loading import WeightsFile, load_hybrid, load_timm_model, load_weights, note_other_moments
+from mpp.models.loading import WeightsFile, load_resampled, load_timm_model, load_weights, note_other_moments
 from mpp.models.plain import constructor_arguments, is_plain
 from mpp.models.residual import use_bf16_residual
 from mpp.models.timm_models import (
@@ -37,7 +37,7 @@ from mpp.runtime.weights import encoder_folder, refuse_pickle
 PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
 PLAIN_TRANSFORMERS = "a plain timm transformer (VisionTransformer, Eva, Beit)"
 NAMES_OF_TRANSFORMERS = ["*vit*", "eva*", "beit*", "deit*"]
-HYBRIDS = ("vision_transformer_hybrid",)  # timm's module of ViTs on convolutions
+SQUARES_ONLY = ("vision_transformer_hybrid", "beit")  # timm's modules that take weights for those of square images
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
 SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
 SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
@@ -283,12 +283,12 @@ def load_folder(folder: Path, pretrained: bool, setting: str, changes: dict[str,
     weights = WeightsFile(folder / "model.safetensors", setting, model="that its config.json is about")
     description = saved_config(folder)
     create = partial(timm.create_model, f"local-dir:{folder}", **changes)
-    hybrid = is_model_in_modules(description.get("architecture", ""), HYBRIDS)
+    squares_only = is_model_in_modules(description.get("architecture", ""), SQUARES_ONLY)
     if not pretrained:
         encoder = create(pretrained=False)
-    elif hybrid and "img_size" in changes:
+    elif squares_only and "img_size" in changes:
         encoder = create(pretrained=False)
-        load_hybrid(encoder, weights, trained_on(folder, "input_size"))
+        load_resampled(encoder, weights, trained_on(folder, "input_size"))
     else:
         encoder = load_timm_model(create, weights, changes.get("pretrained_cfg_overlay") or {})
 

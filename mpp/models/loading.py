@@ -212,8 +212,8 @@ def adapt_channels(state: dict[str, Tensor], encoder: nn.Module) -> dict[str, Te
     return state | {f"{name}.weight": adapt_input_conv(first.in_channels, filters)}
 
 
-def load_hybrid(encoder: nn.Module, file: WeightsFile, size: ImageSize | None) -> None:
-    """Load the weights of a hybrid, whose grid of positions timm does not know.
+def load_resampled(encoder: nn.Module, file: WeightsFile, size: ImageSize | None) -> None:
+    """Load the weights of a hybrid or a Beit, whose grid of positions timm does not know.
 
     Args:
         size: height and width of the images that the weights were trained on.

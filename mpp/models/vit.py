@@ -212,7 +212,7 @@ def resample(
             table = resample_abs_pos_embed(table, list(grid), list(old_grid), num_prefix_tokens=prefix)
         state = state | {"pos_embed": table}
     bias_tables = resample_bias_tables(state, model, old_grid) if old_grid else {}
-    state = timm_filter(model)(state, model) | bias_tables
+    state = timm_filter(model)(state | bias_tables, model) | bias_tables  # timm refuses some tables of oblong images
     if old_grid and "pos_embed" in state:
         state["pos_embed"] = table  # timm's may be of the square with as many patches
 
