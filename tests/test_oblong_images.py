@@ -14,6 +14,7 @@ from evaluation import fewshot, finetune, visualize
 from evaluation.config import EVERY
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import draw
+from mpp.errors import UserError
 from mpp.features.metrics import nearest_visible
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
@@ -132,6 +133,11 @@ def test_the_biases_of_a_beit_are_resampled_from_its_own_grid(tmp_path, size):
     assert loaded.keys() == continued.keys()
     assert all(torch.equal(loaded[name], continued[name]) for name in loaded)
     assert mpp.load_encoder(tmp_path, img_size=size, num_classes=3).head.out_features == 3
+    (tmp_path / "encoder" / "config.json").unlink()  # which has the size
+    weights = str(tmp_path / "encoder" / "model.safetensors")
+    if size in ((64, 64), (48, 96)):
+        with pytest.raises(UserError, match=r"^model\.init_from is .*; Cannot infer non-square source window"):
+            build_encoder(ModelConfig(img_size=size, init_from=weights, **settings))
 
 
 def test_patches_that_overlap_begin_from_plain_ones(tmp_path):

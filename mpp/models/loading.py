@@ -116,10 +116,12 @@ def load_weights(encoder: nn.Module, source: str) -> None:
         state = {name: tensor for name, tensor in state.items() if not name.startswith(NOT_OF_ENCODERS)}
         file.require_names(model_names, state)
         encoder.load_state_dict(state)
+    except UserError:
+        raise
     except (AttributeError, KeyError):  # a file without the patch filters, or with tables that the encoder lacks
         file.require_names(model_names, state)
         raise
-    except RuntimeError as error:
+    except (AssertionError, RuntimeError, ValueError) as error:  # timm cannot resample them
         raise file.refusal(first_lines(error)) from error
     require_same_computation(encoder, source, folder)
 
