@@ -1,5 +1,6 @@
 """Files of weights, wherever one is given: what cannot be read is named with its reason, and nothing is left random."""
 
+import logging
 import shutil
 from functools import partial
 from pathlib import Path
@@ -174,6 +175,22 @@ def test_one_beginning_of_all_names_is_left_out_and_said(folder, way, wrapper, c
     assert "state_dict" not in model.pretrained_cfg
     said = capsys.readouterr().out
     assert said.count(f"note: the names of all weights in {file} begin with `{wrapper}`, which is left out") == 1
+
+
+@pytest.mark.parametrize("quiet", ["level", "all"])
+def test_weights_left_over_are_refused_by_a_program_without_warnings(folder, quiet, monkeypatch):
+    """timm only logs them."""
+    logger = logging.getLogger("timm")
+    monkeypatch.setattr(logging.root.manager, "disable", logging.WARNING if quiet == "all" else logging.NOTSET)
+    monkeypatch.setattr(logger, "level", logging.ERROR if quiet == "level" else logging.NOTSET)
+    logging.root.manager._clear_cache()
+    file = folder / "model.safetensors"
+    save_file(weights_in(file) | {"blocks.2.norm1.bias": torch.zeros(16)}, file)
+    with pytest.raises(UserError, match=r"it has 1 weight \(blocks\.2\.norm1\.bias\) that the model does not have$"):
+        mpp.load_encoder(folder)
+    assert not logging.getLogger("timm.models._builder").isEnabledFor(logging.WARNING)
+    monkeypatch.undo()
+    logging.root.manager._clear_cache()
 
 
 @every_way

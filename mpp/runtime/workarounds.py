@@ -53,18 +53,28 @@ def compile_blocks_apart(count: int) -> None:
 
 @contextmanager
 def collect_unexpected_weights() -> Iterator[list[str]]:
-    """Collect the names of weights that a file has and the model does not: timm only logs them."""
+    """Collect the names of weights that a file has and the model does not: timm only logs them.
+
+    A program may have turned warnings off, of which timm then makes none.
+    """
     unexpected: list[str] = []
+    logger = logging.getLogger("timm.models._builder")
+    level, disabled = logger.level, logging.root.manager.disable
+    shows_warnings = logger.isEnabledFor(logging.WARNING)
 
     def collect(record: logging.LogRecord) -> bool:
         match = re.match(r"Unexpected keys \((.*)\) found while loading", record.getMessage())
         if match:
             unexpected.extend(match[1].split(", "))
-        return match is None
+        return match is None and shows_warnings
 
-    logger = logging.getLogger("timm.models._builder")
     logger.addFilter(collect)
+    if not shows_warnings:
+        logger.setLevel(logging.WARNING)
+        logging.disable(logging.NOTSET)
     try:
         yield unexpected
     finally:
         logger.removeFilter(collect)
+        logger.setLevel(level)
+        logging.disable(disabled)
