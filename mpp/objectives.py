@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpp.config import ObjectiveConfig, require
 from mpp.cross_entropy import cross_entropy
@@ -370,4 +370,16 @@ def build_objective(
     if config.name not in OBJECTIVES:
         known = ", ".join([*OBJECTIVES, "features"])
         raise UserError(f"objective.name is {config.name}; it must be one of {known}, or registered by --import FILE")
-    return OBJECTIVES[config.name](config, patch_size, channels)
+    objective = OBJECTIVES[config.name](config, patch_size, channels)
+    refuse_own_weights(objective, config.name)
+    return objective
+
+
+def refuse_own_weights(objective: Objective, name: str) -> None:
+    """Raise UserError where an objective has weights to be trained: only those of the network are."""
+    parts = [("it", objective), *vars(objective).items()]
+    for part, value in parts:
+        own = value.parameters() if isinstance(value, nn.Module) else [value]
+        trained = any(isinstance(each, nn.Parameter) and each.requires_grad for each in own)
+        allowed = "without: only a network's weights are trained; frozen ones (requires_grad_(False)) may stay"
+        require(not trained, "objective.name", f"{name}, of which {part} has weights to be trained", allowed)

@@ -11,14 +11,16 @@ import torch.nn.functional as F
 from conftest import ROOT
 from einops import rearrange
 from skimage.feature import hog
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mpp
 from mpp import cross_entropy
 from mpp.config import Config, ModelConfig, ObjectiveConfig
+from mpp.errors import UserError
 from mpp.features.metrics import measure
-from mpp.objectives import OBJECTIVES, build_objective, patches_at, patchify
+from mpp.objectives import OBJECTIVES, Objective, build_objective, patches_at, patchify
 from mpp.palette import Palette
 
 SETTINGS = {
@@ -295,3 +297,23 @@ def test_no_copy_of_logits_is_made_but_log_probabilities_and_the_gradient(monkey
         loss = objective.loss(logits, targets)
         loss.backward()
     assert sizes.count(logits.numel()) == 2
+
+
+@pytest.mark.parametrize("kind", ["module", "parameter", "itself"])
+def test_an_objective_with_weights_that_nothing_trains_is_refused(kind, monkeypatch):
+    class Mine(Objective, *([nn.Module] if kind == "itself" else [])):
+        outputs = 4
+
+        def __init__(self, config, patch_size, channels):
+            if kind == "itself":
+                nn.Module.__init__(self)
+            super().__init__(config, patch_size, channels)
+            self.codes = nn.Parameter(torch.zeros(4)) if kind == "parameter" else nn.Linear(4, 4)
+            self.codes.requires_grad_(not frozen)
+
+    frozen = False
+    monkeypatch.setitem(OBJECTIVES, "mine", Mine)
+    with pytest.raises(UserError, match=r"^objective\.name is mine, of which \w+ has weights to be trained; "):
+        build_objective(ObjectiveConfig(name="mine"), 8)
+    frozen = True
+    assert isinstance(build_objective(ObjectiveConfig(name="mine"), 8), Mine)
