@@ -183,7 +183,13 @@ def test_transformers_knows_the_names_of_classes(tmp_path):
         ("vit_base_patch16_224.augreg_in21k", True),
         ("vit_base_patch16_224.mae", False),
         ("vit_small_patch16_224.dino", False),
+        ("vit_small_patch16_dinov3.lvd1689m", False),
+        ("hf-hub:timm/vit_small_patch14_dinov2.lvd142m", False),
         ("vit_base_patch16_clip_224.openai", True),  # texts
+        ("vit_base_patch16_siglip_224.webli", True),  # texts, and no head
+        ("vit_base_patch16_224.orig_in21k", True),  # labels, and no head
+        ("hf-hub:timm/vit_base_patch16_224.orig_in21k", True),
+        ("eva02_tiny_patch14_224.mim_in22k", True),  # features of CLIP
         ("nothing_of_timms", False),
     ],
 )

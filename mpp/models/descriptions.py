@@ -15,6 +15,10 @@ from mpp.config import HOW_READ, ImageSize, require, resized_side, sides
 from mpp.errors import UserError
 from mpp.runtime.weights import HUB, PICKLES, SAFETENSORS_SUFFIX, ZOO, encoder_folder, weights_file
 
+TAGS_WITHOUT_LABELS = {"dino", "lvd142m", "lvd1689m", "dinov3_lvd1689m", "sat493m", "mae", "fcmae", "seer"}
+TAGS_WITHOUT_LABELS |= {"in1k_ijepa", "in22k_ijepa"}
+"""Tags of published weights that learned from images alone."""
+
 
 def saved_config(folder: Path) -> dict[str, Any]:
     """The config.json of an encoder folder; empty where it is missing or cannot be read."""
@@ -109,17 +113,20 @@ def how_read(encoder: str) -> dict[str, Any]:
 def learned_labels(encoder: str) -> bool:
     """Whether an encoder is known to have learned from labels or texts, or from an encoder that did.
 
-    Published weights of a timm model that learned labels have classes. An encoder folder's config.json has classes or
-    an entry `learned_labels`; it also counts for a weights file next to it.
+    Published weights of timm count as such unless they are known to have learned without: those of SigLIP, or of
+    ImageNet-21k, may come without a head. An encoder folder's config.json has classes or an entry `learned_labels`; it
+    also counts for a weights file next to it.
 
     Args:
         encoder: a run folder, an encoder folder, zoo:NAME, hf-hub:NAME, a weights file, or the name of a timm model.
     """
-    if is_named(encoder):
-        if not timm.is_model(encoder):
+    name = encoder.removeprefix(f"{HUB}timm/")
+    if is_named(name):
+        if not timm.is_model(name):
             return False
-        published = timm.get_pretrained_cfg(encoder)
-        return published is not None and published.num_classes > 0
+        published = timm.get_pretrained_cfg(name)
+        without_labels = published is None or (published.num_classes == 0 and published.tag in TAGS_WITHOUT_LABELS)
+        return not without_labels
     folder = weights_file(Path(encoder), "encoder").parent
     config = saved_config(folder)
     if config.get("learned_labels") is True:
