@@ -19,7 +19,7 @@ from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
 from mpp.corruption import Corruption, draw
 from mpp.errors import UserError
-from mpp.models.adaptation import LowRankChange, count_parameters, merge
+from mpp.models.adaptation import LowRankChange, count_parameters, matching_names, merge
 from mpp.models.networks import build_model
 from mpp.models.teachers import update_moving_average
 from mpp.models.timm_models import cell_grid
@@ -77,6 +77,24 @@ def images_of(size: int = 32):
 
 def plain_names():
     return set(built()[0].encoder.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "others"),
+    [
+        ("blocks.1.", "blocks.10.a, blocks.11.b"),
+        ("^blocks.1.|norm", "blocks.10.a, blocks.11.b"),
+        ("blocks.11.", None),
+        (r"blocks\.1\.", None),
+        ("blocks.*b", None),  # a dot that is meant
+        ("attn.proj", None),
+    ],
+)
+def test_a_dot_that_matches_more_than_a_dot_is_noted(pattern, others, capsys):
+    names = ["blocks.1.a", "blocks.1.attn.proj", "blocks.10.a", "blocks.11.b", "norm", "cls_token"]
+    matching_names(names, pattern)
+    noted = f"note: model.train is {pattern}, which also matches {others}: a dot is any character, and \\. a dot\n"
+    assert capsys.readouterr().out == (noted if others else "")
 
 
 @pytest.mark.parametrize("options", [LORA, EXPLORA, (*LORA, "--config=rivals/mae"), (*LORA, *FEATURES)], ids=str)

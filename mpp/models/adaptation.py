@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from mpp.config import ModelConfig, require
 from mpp.errors import UserError
+from mpp.runtime.messages import note, shortened
 
 SIMILAR_NAMES = 4
 """Names in the message of a pattern that matches none."""
@@ -81,7 +82,16 @@ def matching_names(names: Sequence[str], pattern: str) -> set[str]:
         similar = ", ".join(similar_names(names, pattern))
         raise UserError(f"model.train is {pattern}, which matches no parameter of the encoder; it has {similar}")
     require(len(matching) < len(names), "model.train", pattern, "null: it matches all parameters of the encoder")
+    note_other_matches(names, pattern)
     return matching
+
+
+def note_other_matches(names: Sequence[str], pattern: str) -> None:
+    """Note names that a pattern matches only because its dots stand for any character: blocks.1. and blocks.10."""
+    with_dots = re.compile(re.sub(r"(?<!\\)\.(?![*+?{])", r"\.", pattern))
+    others = [name for name in names if re.search(pattern, name) and not with_dots.search(name)]
+    if others and any(map(with_dots.search, names)):
+        note(rf"model.train is {pattern}, which also matches {shortened(others)}: a dot is any character, and \. a dot")
 
 
 def similar_names(names: Iterable[str], pattern: str) -> list[str]:
