@@ -50,6 +50,7 @@ from mpp.runtime.weights import fingerprint
 from mpp.training.card import HEAD_LEFT_OUT
 from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.log import Tracker, last_evaluation, last_scalars
+from mpp.training.phases import note_growth
 from mpp.training.report_process import write_run_page
 from mpp.training.run import train
 from mpp.training.run_folder import saved_settings
@@ -102,6 +103,8 @@ class Finetuning(Classification):
         """The encoder that training begins from, and its input."""
         allowed = "a model: a colour baseline has no weights"
         require(not is_colour_baseline(config.encoder), "encoder", config.encoder, allowed)
+        if config.weights == config.encoder:
+            note_growth(config.encoder)
         frozen = load_frozen_encoder(
             config.encoder,
             config.checkpoint,

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import TINY
 from test_growth import WSD, encoder_of
 from test_verdict import FACTS, evaluation
 
-from evaluation import check
+from evaluation import check, finetune
 from evaluation.config import EncoderConfig
 from evaluation.frozen.encoder import open_frozen_encoder
 from evaluation.pages.curves import curves_of_run
@@ -150,6 +151,21 @@ def test_an_evaluation_notes_an_encoder_that_is_older_than_its_run_or_not_cooled
     )
     open_frozen_encoder(EncoderConfig(encoder=str(run)))
     assert f"note: {run}/encoder is of step 4, and its run has continued to step 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("begins", ["model.init_from", "objective.teacher", "fine-tuning"])
+def test_a_run_that_begins_from_an_encoder_older_than_its_run_notes_it(pretrain, tmp_path, begins, capsys):
+    run = pretrain(*CONSTANT)
+    file = run / "encoder" / "config.json"
+    file.write_text(file.read_text().replace('"step": 4', '"step": 2'))
+    if begins == "fine-tuning":
+        tiny = [word for word in TINY if not word.startswith(("--model", "--probe", "--data.eval_images"))]
+        finetune.main([*tiny, f"--encoder={run}", "--lrs=0.01", f"--run.dir={tmp_path / 'tuned'}"])
+    else:
+        more = ["--objective.name=features"] if begins == "objective.teacher" else []
+        weights = file.parent / "model.safetensors" if begins == "model.init_from" else run
+        pretrain(f"--{begins}={weights}", *more, dir=tmp_path / "begun")
+    assert f"note: {run}/encoder is of step 2, and its run has continued to step 4" in capsys.readouterr().out
 
 
 def test_an_evaluation_of_a_cosine_run_notes_nothing(trained, capsys):

@@ -4,7 +4,6 @@ Vision Transformers, ResNets and hybrids from timm satisfy this contract; nothin
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +13,15 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from evaluation.config import COLOUR_BASELINE, EncoderConfig, ProbeDataConfig, is_colour_baseline
-from evaluation.frozen.run_images import find_run
 from mpp.config import HOW_READ, ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at, stages
-from mpp.models.descriptions import exported_step, is_named
+from mpp.models.descriptions import is_named
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.timm_models import set_attention
 from mpp.palette import palette_for, sum_pixels
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.messages import note
-from mpp.runtime.weights import BEST, ENCODER
-from mpp.training.checkpoint import newest_step
-from mpp.training.phases import saved_phases
+from mpp.training.phases import note_growth
 
 CELLS_PER_SIDE = 8  # of the colour baselines
 BASELINE_SIZE = 64  # of the images that a colour baseline is shown, where nothing else is asked for
@@ -159,21 +154,6 @@ def open_frozen_encoder(settings: EncoderConfig) -> FrozenEncoder | ColorBaselin
         settings.seed,
         settings.data.channels,
     )
-
-
-def note_growth(encoder: str) -> None:
-    """Note that the run of an encoder has continued since it was written, or that it is not cooled down."""
-    run = find_run(encoder)
-    folder = None if run is None else run / (BEST if Path(encoder).name == BEST else ENCODER)
-    if folder is None or not folder.is_dir():
-        return
-    phases = saved_phases(run)
-    newest = newest_step(run)
-    step = exported_step(folder) or newest
-    if folder.name == ENCODER and step < newest:
-        note(f"{folder} is of step {step}, and its run has continued to step {newest}")
-    if phases.lacks_cooldown(step):
-        note(f"{folder} is {phases.describe_cooldown(step)}: a branch of its run cools it down (run.branch_from)")
 
 
 def check_channels(encoder: FrozenEncoder, channels: int, setting: str = "encoder") -> None:

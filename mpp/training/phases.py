@@ -7,6 +7,10 @@ from typing import Any
 
 from mpp.config import OptimConfig
 from mpp.errors import UserError
+from mpp.models.descriptions import exported_step
+from mpp.runtime.messages import note
+from mpp.runtime.weights import BEST, ENCODER, SAFETENSORS_SUFFIX, run_of
+from mpp.training.checkpoint import newest_step
 from mpp.training.growth import branch_point
 from mpp.training.run_folder import saved_settings
 
@@ -75,3 +79,24 @@ def phases_of(run: dict[str, Any], optim: dict[str, Any]) -> Phases:
     if branch_from is not None:
         branch_point(branch_from)  # raises where it is none
     return Phases(steps, schedule.stable_steps(steps), branch_from)
+
+
+def note_growth(encoder: str) -> None:
+    """Note that the run of an encoder has continued since it was written, or that it is not cooled down.
+
+    Args:
+        encoder: any that a setting may name; of a run, its folder, an encoder in it, or the weights of one.
+    """
+    path = Path(encoder)
+    path = path.parent if path.suffix == SAFETENSORS_SUFFIX else path
+    run = run_of(path)
+    folder = run / (BEST if path.name == BEST else ENCODER)
+    if not saved_settings(run) or not folder.is_dir():
+        return
+    newest = newest_step(run)
+    step = exported_step(folder) or newest
+    if folder.name == ENCODER and step < newest:
+        note(f"{folder} is of step {step}, and its run has continued to step {newest}")
+    phases = saved_phases(run)
+    if phases.lacks_cooldown(step):
+        note(f"{folder} is {phases.describe_cooldown(step)}: a branch of its run cools it down (run.branch_from)")

@@ -42,6 +42,7 @@ from mpp.training.flops import flops_of_step
 from mpp.training.growth import SAME_HALF_LIFE, describe_growth, follows_length
 from mpp.training.log import METRICS_FILE, read_history
 from mpp.training.loop import Loop
+from mpp.training.phases import note_growth
 from mpp.training.record import RECORD_FILE, recorded_commit, write_record
 from mpp.training.report_process import write_run_page
 from mpp.training.run_folder import CONFIG_FILE, group_of, is_finished, open_run, saved_settings, write_config
@@ -150,6 +151,8 @@ def build_and_train(
     data = pin_commit(config.data, folder, accelerator)
     config = with_moments_of_images(config, data, accelerator)
     # config.yaml keeps data.revision as it was given, so that the same command resumes; data.json has the commit.
+    for encoder in first_encoders(config).values():
+        note_growth(encoder)
     task = build(replace(config, data=data), accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     if accelerator.device.type == "cuda":
@@ -262,17 +265,22 @@ def pin_commit(data: DataConfig, folder: Path, accelerator: Accelerator) -> Data
 
 def fingerprint_first_weights(config: TrainingConfig) -> dict[str, Any]:
     """Fingerprints of the weights that a run begins from and is taught by; none of random or missing ones."""
-    paths = {}
-    if config.model is not None:
-        paths["model.init_from"] = config.model.init_from
-    if config.objective is not None:
-        paths["objective.teacher"] = config.objective.teacher_checkpoint or config.objective.frozen_teacher
     record = {}
-    for key, path in paths.items():
-        weights = fingerprint(Path(path)) if path else None
+    for key, path in first_encoders(config).items():
+        weights = fingerprint(Path(path))
         if weights:
             record[key] = {"weights": weights}
     return record
+
+
+def first_encoders(config: TrainingConfig) -> dict[str, str]:
+    """The encoders, or their weights, that a run begins from and is taught by: setting -> its value."""
+    given = {}
+    if config.model is not None:
+        given["model.init_from"] = config.model.init_from
+    if config.objective is not None:
+        given["objective.teacher"] = config.objective.teacher_checkpoint or config.objective.frozen_teacher
+    return {key: value for key, value in given.items() if value}
 
 
 @contextmanager
