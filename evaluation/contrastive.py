@@ -102,10 +102,12 @@ class Contrastive(ImageTask):
     @property
     def method(self) -> str:
         """Its training in a sentence, for the model card."""
+        begins_from = self.config.model.init_from
+        start = f", from {begins_from}," if begins_from else ""
         feature = "[class] token" if self.model.pooling == "class" else "mean of the patch tokens"
         method = (
-            "Pre-trained without labels by contrastive learning (SimCLR: Chen et al., ICML 2020). Its feature is the "
-            f"{feature}; the projection head is left out"
+            f"Pre-trained without labels{start} by contrastive learning (SimCLR: Chen et al., ICML 2020). Its feature "
+            f"is the {feature}; the projection head is left out"
         )
         adaptation = describe_adaptation(self.config.model)
         return f"{method}. {adaptation}" if adaptation else method

@@ -194,6 +194,13 @@ def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
     assert per_image == expected_flops_per_image()
 
 
+def test_the_card_names_the_weights_that_a_run_began_from(tmp_path):
+    first = run(tmp_path / "first")
+    folder = run(tmp_path / "run", f"--model.init_from={first}")
+    assert f"without labels, from {first}, by contrastive" in (folder / "encoder" / "README.md").read_text()
+    assert "Pre-trained without labels by contrastive" in (first / "encoder" / "README.md").read_text()
+
+
 def test_a_stopped_run_resumes_with_the_same_bits(tmp_path, monkeypatch):
     arguments = ("--optim.name=muon", "--head.pooling=class", "--data.batch_size=4", "--model.dropout=0.1")
     whole = run(tmp_path / "whole", *arguments)
