@@ -83,9 +83,10 @@ class Finetuning(Classification):
             self.method = f"Trained with labels, from random weights; {HEAD_LEFT_OUT}"
         else:
             self.kind = "encoder fine-tuned with labels"
-            self.method = f"Fine-tuned with labels, from {config.encoder}; {HEAD_LEFT_OUT}"
+            weights = f" with the weights {config.checkpoint}" if config.checkpoint else ""
+            self.method = f"Fine-tuned with labels, from {config.encoder}{weights}; {HEAD_LEFT_OUT}"
         frozen = self.load(config)
-        if config.init != "random":
+        if config.weights == config.encoder:  # of other weights it is unknown
             self.licence = frozen.model.pretrained_cfg.get("license")
         self.img_size = frozen.img_size
         encoder = frozen.model.requires_grad_(True)

@@ -48,7 +48,7 @@ from mpp.training.flops import executed_flops
 from mpp.training.learning_warnings import describe_collapse
 from mpp.training.log import Tracker
 from mpp.training.loop import due
-from mpp.training.run import train
+from mpp.training.run import first_encoders, train
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, saved_settings
 from mpp.training.task import ImageTask
 from mpp.training.user_code import refuse_idle_arguments
@@ -79,8 +79,8 @@ class Pretraining(ImageTask):
         self.moves_teacher = config.objective.moves_teacher
         if config.objective.frozen_teacher:
             note_other_reading(config)
-        for encoder_name in (config.model.init_from, config.objective.frozen_teacher):
-            if encoder_name and learned_labels(encoder_name):
+        for encoder_name in first_encoders(config).values():
+            if learned_labels(encoder_name):
                 self.builds_on_labels = True
         train_images = self.load_images(config)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
 from conftest import TINY, encoded, kill_at, picture, read_metrics, title_and_tags
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import mpp
 from evaluation import finetune, supervised
@@ -354,6 +354,15 @@ def test_finetuning_leaves_fixed_positions_as_they_are(tmp_path, init, training)
     title, tags = title_and_tags(run / "encoder")
     assert title == f"lr_0.1: encoder {training} with labels"
     assert "self-supervised" not in tags
+
+
+def test_the_card_names_a_file_of_weights_and_has_no_licence_of_timms_own(tmp_path):
+    file = tmp_path / "weights.safetensors"
+    save_file(timm.create_model("test_vit", num_classes=0, img_size=32).state_dict(), file)
+    fine_tune(tmp_path / "run", "test_vit", f"--checkpoint={file}", "--img_size=32", "--lrs=0.1", "--run.steps=1")
+    card = (tmp_path / "run" / "lr_0.1" / "encoder" / "README.md").read_text()
+    assert f"Fine-tuned with labels, from test_vit with the weights {file};" in card
+    assert timm.get_pretrained_cfg("test_vit").license and "license:" not in card
 
 
 def loss_and_kept_bytes(model):

@@ -21,6 +21,7 @@ from mpp.config.saved import to_yaml
 from mpp.corruption import draw
 from mpp.errors import UserError
 from mpp.features.metrics import add_sums, feature_spread, measure_features, summarize
+from mpp.models.descriptions import learned_labels
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.networks import build_model
 from mpp.models.teachers import FeatureTeacher, as_targets, moving_average_decay, update_moving_average
@@ -560,6 +561,17 @@ def test_weights_that_are_not_a_teachers_are_refused(tmp_path, pretrain):
     objective = features(teacher="resnet18", teacher_checkpoint="x")
     saved.write_text(to_yaml(Config(objective=objective)))
     assert list(lineage(str(saved.parent))) == [str(saved.parent), "x"]
+
+
+def test_the_card_names_the_weights_of_a_teacher_and_takes_no_labels_from_its_name(tmp_path, pretrain):
+    """timm's own weights of that name learned labels."""
+    file = tmp_path / "weights.safetensors"
+    save_file(timm.create_model("test_vit", num_classes=0, img_size=32).state_dict(), file)
+    words = (*FEATURES, "--objective.teacher=test_vit", "--objective.teacher_img_size=32")
+    folder = pretrain(*words, f"--objective.teacher_checkpoint={file}", "--run.steps=1")
+    card = (folder / "encoder" / "README.md").read_text()
+    assert f"the features of test_vit, a frozen encoder with the weights {file}." in card
+    assert learned_labels("test_vit") and not learned_labels(str(folder))
 
 
 def test_the_last_norm_of_encoders_that_pool_first():

@@ -176,7 +176,8 @@ class StudentWithTeacher(nn.Module):
         self.teacher = teacher
         frozen = config.frozen_teacher
         if frozen:
-            predicted = f"{frozen}, a frozen encoder"
+            weights = f" with the weights {config.teacher_checkpoint}" if config.teacher_checkpoint else ""
+            predicted = f"{frozen}, a frozen encoder{weights}"
         else:
             predicted = f"its own moving average. This encoder is the {EXPORTED[config.export]}"
         self.method = f"{student.method}. It predicted the features of {predicted}"
