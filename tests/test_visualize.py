@@ -264,6 +264,18 @@ def test_neighbours_are_those_of_a_loop_over_images_and_patches():
         assert nearest.patch_similarity[number].tolist() == pytest.approx(expected, abs=1e-6)
 
 
+def test_patch_features_have_the_last_norm_of_encoders_that_pool_first():
+    """timm has it in fc_norm there."""
+    model = timm.create_model("test_vit", img_size=32, num_classes=0, global_pool="avg", class_token=False)
+    torch.nn.init.normal_(model.fc_norm.weight)
+    encoder = FrozenEncoder(model)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    (last,) = patch_features(encoder, images, [len(model.blocks)])
+    with torch.no_grad():
+        expected = model.fc_norm(model.forward_features(encoder.normalize(images)))
+    torch.testing.assert_close(last.flatten(1, 2), expected)
+
+
 def test_patch_features_are_the_models_own_in_their_places():
     encoder = vit()
     images = noise(2)

@@ -57,10 +57,15 @@ def patch_features(encoder: PatchEncoder, images: Tensor, depths: Sequence[int])
     """Features of each patch of images (B, C, H, W) after each depth, (B, h, w, D) float32."""
     if isinstance(encoder, PatchBaseline):
         return [color_and_position(images, encoder.grid)]
-    grid = patch_grid(encoder.model)
-    prefix = encoder.model.num_prefix_tokens
-    tokens_by_depth = tokens_at(encoder.model, encoder.normalize(images), depths)
-    return [tokens[:, prefix:].unflatten(1, grid).float().cpu() for tokens in tokens_by_depth]
+    model = encoder.model
+    grid = patch_grid(model)
+    features = []
+    for depth, tokens in zip(depths, tokens_at(model, encoder.normalize(images), depths), strict=True):
+        patches = tokens[:, model.num_prefix_tokens :]
+        if depth == len(encoder.stages) and hasattr(model, "fc_norm"):  # some encoders have their last norm there
+            patches = model.fc_norm(patches)
+        features.append(patches.unflatten(1, grid).float().cpu())
+    return features
 
 
 def color_and_position(images: Tensor, grid: tuple[int, int]) -> Tensor:
