@@ -278,10 +278,15 @@ def encoder_of(config: PredictConfig) -> str:
     return find_source(config).encoder
 
 
+def reading_of(config: PredictConfig) -> dict[str, Any]:
+    """The settings by which a kept head's training images were read, which may not be those of its encoder's run."""
+    return find_source(config).how_read
+
+
 def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, LoadedSplits | None]:
     """The settings of the command line, and the images of the classifier's run if these are loaded already."""
     prog = "python evaluation/predict.py"
-    config, loaded = parse_and_load(PredictConfig, arguments, prog, encoder_of)
+    config, loaded = parse_and_load(PredictConfig, arguments, prog, encoder_of, reading_of)
     named = read(PredictConfig, files_first(sys.argv[1:] if arguments is None else arguments), prog)
     is_inherited = named.data.label_column is None and config.data.label_column is not None
     if is_inherited and learned_label_column(find_source(config)) is not None:  # which stands before the run's column

@@ -22,7 +22,7 @@ from server import Command
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 from torchvision.transforms import v2
 
-from evaluation import supervised
+from evaluation import linear, predict, supervised
 from evaluation.config import ProbeDataConfig
 from evaluation.metrics.intervals import wilson
 from evaluation.predictions.classes import ClassRows, number_labels
@@ -250,6 +250,20 @@ def test_an_encoder_may_move_with_its_head_or_without(run_with_head, class_image
         assert out.read_bytes() == expected
     finally:
         away.rename(run_with_head)
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_images_are_read_as_those_that_a_kept_head_learned(has_run, finished_run, class_images, tmp_path):
+    """Whatever the range and nodata of its encoder, with its run or without; a setting that is named wins."""
+    encoder = Path(shutil.copytree(finished_run if has_run else finished_run / "encoder", tmp_path / "one"))
+    words = (f"--encoder={encoder}", "--data.eval_fraction=0.3", "--data.range=[0, 51]", "--data.nodata=7")
+    linear.main([*FAST, f"--data.path={class_images}", *words, "--l2=0.01", "--save=true", f"--out={tmp_path}/l.json"])
+    named = (f"--classifier={tmp_path / 'l_head'}", f"--data.path={class_images}", *FAST)
+    data = predict.read_settings(named)[0].data
+    assert (data.range, data.nodata) == ((0, 51), 7)
+    data = predict.read_settings([*named, "--data.nodata=null"])[0].data
+    assert (data.range, data.nodata) == ((0, 51), None)
+    assert predict_to(tmp_path / "p.csv", tmp_path / "l_head", class_images).is_file()
 
 
 def test_a_head_of_another_encoder_is_refused_by_name(run_with_head, tuned_run, class_images, tmp_path):

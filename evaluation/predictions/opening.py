@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,11 @@ class Source:
     """None: the classifier has its head by training."""
     checkpoint: str | None = None
     """File of weights of a kept head's timm model."""
+
+    @property
+    def how_read(self) -> dict[str, Any]:
+        """The settings by which a kept head's training images were read; empty: its head is none, or does not say."""
+        return {} if self.head is None else self.head.description.input.get("data", {})
 
 
 def find_source(config: PredictConfig) -> Source:
