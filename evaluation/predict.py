@@ -127,6 +127,8 @@ def predict_classes(
     about |= described_note(note_of_images)
     if isinstance(rows, OutputRows):
         outputs = read_outputs(out, rows.output_columns())
+        if labelled and not rows.output_columns():
+            note("no figures: they need the probability of each class (--probabilities true)")
         report(config, about, outputs, outcomes_of_splits(outputs, images, rows) if labelled else {})
         return out
     predictions = read_predictions(out, classifier.class_names, labelled)

@@ -107,6 +107,9 @@ def test_a_kept_head_predicts_as_plain_timm_with_its_weights(kind, finished_run,
             )
         features = (tokens.mean(1) - weights["mean"]) / weights["std"]
         assert_predicted(kind, row, features @ weights["classify.weight"].T + weights["classify.bias"])
+    predict_to(tmp_path / "few.csv", run / "l_head", images, "--probabilities=false")
+    figures = json.loads((tmp_path / "few.csv.json").read_text()).get("figures")
+    assert ("note: no figures: they need the probability" in capsys.readouterr().out) == (figures is None)
 
 
 def test_a_file_of_onnx_has_kind_names_and_outputs_in_their_unit(kind, tuned, images, tmp_path):
