@@ -167,7 +167,8 @@ def predict_pixels(
     out = Path(config.out)
     masks = out.with_name(f"{out.stem}_masks")
     overlays = out.with_name(f"{out.stem}_overlays") if config.overlays else None
-    is_new = not (out.exists() or parts_folder(out).exists())
+    was_complete = out.exists()
+    is_new = not (was_complete or parts_folder(out).exists())
     allowed = f"another: {masks} exists, and may hold the masks of other images"
     require(not (is_new and masks.exists()), "out", out, allowed)
     rows = PixelRows(classifier, data, masks, overlays, folder_of(data), accelerator)
@@ -175,6 +176,8 @@ def predict_pixels(
     given = given_columns(splits, out, {each.image_column for each in images} | {data.mask_column})
     identity = about | given.identity() | identify_splits(data, images)
     write_table(out, identity, images, given.beside(rows.rows), "masks", MASKS_PER_PART)
+    allowed = f"deleted, to predict again: its masks in {masks} are gone"
+    require(masks.exists() or not was_complete, "out", out, allowed)
     write_classes(masks, classifier.class_numbers, classifier.class_names)
     outcomes = outcomes_of_masks(images, splits, rows, data)
     about |= described_note(note_run_images(source, data))

@@ -236,6 +236,14 @@ def test_masks_of_other_images_are_not_mixed_in(head, images, tmp_path):
         predict_to(tmp_path / "p.csv", head, images)
 
 
+def test_masks_that_are_gone_are_not_taken_for_done(head, images, tmp_path):
+    predict_to(tmp_path / "p.csv", head, images)
+    shutil.rmtree(tmp_path / "p_masks")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"out is .*p\.csv; it must be deleted, to predict again: its masks in .*"):
+            predict_to(tmp_path / "p.csv", head, images)
+
+
 def test_settings_of_other_classifiers_are_refused(head, images, tmp_path, finished_run):
     with pytest.raises(UserError, match=r"top is 2; it must be left out: .* predicts the class of each pixel"):
         predict_to(tmp_path / "p.csv", head, images, "--top=2")
