@@ -56,7 +56,7 @@ def test_classes_that_are_all_missing_are_a_column_of_text():
     assert convert(pa.array([1, -1]), names, pa.string()).to_pylist() == ["dog", None]
 
 
-def test_what_is_there_is_not_done_again(images, finished_run, tmp_path, monkeypatch):
+def test_what_is_there_is_not_done_again(images, finished_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(parts, "ROWS_PER_PART", 5)
     words = [f"--encoder={finished_run}", f"--data.path={images}", *FAST]
     embed.main([*words, f"--out={tmp_path / 'whole.parquet'}"])
@@ -74,8 +74,10 @@ def test_what_is_there_is_not_done_again(images, finished_run, tmp_path, monkeyp
     monkeypatch.setattr(embed.Embedder, "rows", recorded)
     embed.main([*words, f"--out={file}"])
     assert done[2:] == [range(10, 13)] and rows_of(file) == rows_of(tmp_path / "whole.parquet")
+    said = "was complete already, so nothing is computed again"
+    assert said not in capsys.readouterr().out
     embed.main([*words, f"--out={file}"])
-    assert len(done) == 3
+    assert len(done) == 3 and f"note: {file} {said}" in capsys.readouterr().out
 
 
 def test_a_table_of_something_else_is_not_written_over(images, finished_run, tmp_path):

@@ -16,10 +16,11 @@ import pyarrow.parquet as pq
 
 from mpp.config import require
 from mpp.data.dataset import ImageDataset
-from mpp.data.identity import short_digest
+from mpp.data.identity import SAMPLED_FILES, short_digest
 from mpp.data.workers import deaths_explained
 from mpp.runtime.files import complete, write_complete
 from mpp.runtime.lock import hold
+from mpp.runtime.messages import note
 from mpp.runtime.progress import progress_bar
 
 IDENTITY_KEY = b"mpp"  # of the metadata of parquet
@@ -46,7 +47,9 @@ def write_table(
     """
     text = json.dumps(identity, sort_keys=True)
     parts = parts_folder(out)
-    is_table_complete(out, text)  # a refused table leaves no folder
+    if is_table_complete(out, text):  # a refused table leaves no folder
+        way = f"delete it where images have changed (all names are compared, and {SAMPLED_FILES} files of a split)"
+        note(f"{out} was complete already, so nothing is computed again; {way}")
     with hold(parts, "out"), deaths_explained():
         if not is_table_complete(out, text):
             files = write_parts(parts, splits, text, rows_of, progress, rows_per_part or ROWS_PER_PART)
