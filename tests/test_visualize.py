@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import TINY, encoded, picture
+from conftest import TINY, dataset_of, encoded, picture
 from einops import rearrange
 from matplotlib.figure import Figure
 from PIL import Image
@@ -406,6 +406,16 @@ def test_images_without_labels_give_all_but_accuracy(finished_run, tmp_path, cap
     assert "no accuracy_by_depth: the images have no labels" in printed
     assert "no neighbours: there is one held-out image" in printed
     assert drawn_in(out) == ALL - {"accuracy_by_depth", "neighbours"}
+
+
+def test_images_of_several_labels_give_all_but_accuracy(finished_run, tmp_path, capsys):
+    labels = [["a", "b"], ["b"], ["a"]] * 4
+    rows = dataset_of([encoded(picture(number)) for number in range(12)], label=labels)
+    rows.to_parquet(tmp_path / "images.parquet")
+    pictures = ("--pictures=[accuracy_by_depth, filters]", "--data.eval_fraction=0.5")
+    out = draw(finished_run, tmp_path / "pictures", f"--data.path={tmp_path / 'images.parquet'}", *pictures)
+    assert "no accuracy_by_depth: training images have several labels each" in capsys.readouterr().out
+    assert drawn_in(out) == {"filters"}
 
 
 @pytest.mark.faults

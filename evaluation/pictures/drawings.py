@@ -295,7 +295,10 @@ def draw_accuracy_by_depth(subject: Subject) -> Drawing:
     """Few-shot accuracy by depth."""
     require_classes(subject)
     config = fewshot_config(subject)
-    by_depth = extract_labelled_features(config, subject.accelerator).by_depth
+    try:
+        by_depth = extract_labelled_features(config, subject.accelerator).by_depth
+    except UserError as error:  # such as several labels an image
+        raise Unavailable(str(error)) from error
     if len(by_depth) == 1:
         raise Unavailable("this encoder has one depth")
     report = evaluate_by_depth(config, by_depth, lambda features: fewshot.evaluate(features, config), "shots")
