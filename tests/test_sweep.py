@@ -353,6 +353,24 @@ def test_a_score_has_its_name_and_a_trial_without_one_is_last(small):
     assert advice(small.parse(), plan, nothing) == ["No trial has a score: these images have none."]
 
 
+def test_a_trial_without_the_evaluation_that_chooses_is_never_the_best(small):
+    """As where it failed for that trial, or another process is still at it."""
+    small.config["evaluate"] = [KNN, {"command": "linear", "options": FAST}]
+    plan = small.plan()
+    rows = []
+    for trial, evaluation, value in ((0, "knn", 0.5), (0, "linear", 0.6), (1, "linear", 0.7)):
+        about = {"encoder": plan.trials[trial].entry.name, "encoder_seed": 0, "dataset": "dev", "case": "", "seed": 0}
+        rows.append(about | {"evaluation": evaluation, "kind": "validation", "accuracy": value})
+    ranked = ranking(plan, rows)
+    assert [result.trial.values[LR] for result in ranked] == [0.01, 0.02]
+    first, second = ([cell.strip() for cell in line.split("|")[3:5]] for line in table_of(ranked).splitlines()[2:])
+    assert (first, second) == (["50.0", "60.0"], ["-", "70.0"])
+    text = " ".join(advice(small.parse(), plan, ranked))
+    assert text.startswith("1 of 2 trials have no result yet.") and "--optim.lr=0.01" in text
+    assert advice(small.parse(), plan, ranking(plan, rows[2:])) == ["2 of 2 trials have no result yet."]
+    assert len(plot_sweep(ranked).axes) == 2
+
+
 @pytest.mark.parametrize(
     ("accuracies", "said", "unsaid"),
     [

@@ -54,11 +54,13 @@ class Result(NamedTuple):
     """Hours times devices of its training; None: unknown."""
     steps: int | None
     """Steps of its training; None: its run is not here."""
+    chosen_by: str
+    """The evaluation whose accuracy chooses."""
 
     @property
     def cell(self) -> Cell:
-        """The accuracy that chooses: of the first evaluation."""
-        return next(iter(self.cells.values()), {})
+        """The accuracy that chooses; empty: there is none yet, perhaps of other evaluations."""
+        return self.cells.get(self.chosen_by, {})
 
 
 def write_sweep(config: SweepConfig, plan: SweepPlan, rows: list[ResultRow]) -> str:
@@ -85,13 +87,17 @@ def write_sweep(config: SweepConfig, plan: SweepPlan, rows: list[ResultRow]) -> 
 
 def ranking(plan: SweepPlan, rows: list[ResultRow]) -> list[Result]:
     """The trials that have results, the best first; those of which a seed diverged are last."""
-    results = [result_of(trial, of_encoder(rows, trial.entry.name)) for trial in plan.trials]
-    present = [result for result in results if result.cell]
+    results = [result_of(trial, of_encoder(rows, trial.entry.name), plan.chosen_by) for trial in plan.trials]
+    present = [result for result in results if result.cells]
     return sorted(present, key=lambda result: ("diverged" in result.cell, -rank_of(result.cell.get("mean"))))
 
 
-def result_of(trial: Trial, rows: list[ResultRow]) -> Result:
-    """A trial with the accuracies that its rows have."""
+def result_of(trial: Trial, rows: list[ResultRow], chosen_by: str) -> Result:
+    """A trial with the accuracies that its rows have.
+
+    Args:
+        chosen_by: see `Result`.
+    """
     cells = {}
     for (evaluation,), of_evaluation in grouped(rows, "evaluation").items():
         scored = [row for row in of_evaluation if row["kind"] in ("validation", "test")]
@@ -105,7 +111,8 @@ def result_of(trial: Trial, rows: list[ResultRow]) -> Result:
             cells[evaluation] = cell
     run = Path(with_seed(trial.entry.encoder, trial.entry.seeds[0]))
     steps = group_of(saved_settings(run), "run").get("steps")
-    return Result(trial, cells, mean_of(rows, "training_pflop"), mean_of(rows, "training_device_hours"), steps)
+    costs = mean_of(rows, "training_pflop"), mean_of(rows, "training_device_hours")
+    return Result(trial, cells, *costs, steps, chosen_by)
 
 
 def mean_of(rows: list[ResultRow], key: str) -> float | None:
@@ -169,10 +176,11 @@ def run_name(trial: Trial) -> str:
 
 def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[Result]) -> list[str]:
     """Sentences below the table: limits of the choice, trials to add, and the next command."""
-    missing = len(plan.trials) - len(ranked)
+    evaluated = [result for result in ranked if result.cell]
+    missing = len(plan.trials) - len(evaluated)
     lines = [f"{missing} of {len(plan.trials)} trials have no result yet."] if missing else []
-    complete = [result for result in ranked if "diverged" not in result.cell]
-    if ranked and not complete:
+    complete = [result for result in evaluated if "diverged" not in result.cell]
+    if evaluated and not complete:
         lines.append("Every trial diverged: lower optim.lr.")
     known = [result for result in complete if not math.isnan(result.cell["mean"])]
     if not known:
@@ -182,7 +190,7 @@ def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[Result]) -> li
     best = known[0]
     lines += edges(config, plan, best)
     if len(known) > 1:
-        score = kind_of_trials(known, next(iter(best.cells))).score_heading
+        score = kind_of_trials(known, plan.chosen_by).score_heading
         lines.append(describe_lead(best, known[1]))
         lines.append(
             f"The best of {len(known)} trials was chosen by this {score}, which is therefore too high "
@@ -272,7 +280,7 @@ def plot_sweep(ranked: Sequence[Result]) -> Figure | None:
 
     Bars, where no setting has several positive numbers.
     """
-    scored = [result for result in ranked if "mean" in result.cell]
+    scored = [result for result in ranked if any("mean" in cell for cell in result.cells.values())]
     if not scored:
         return None
     x_of_lines = axis_of(scored)

@@ -59,6 +59,8 @@ class SweepPlan:
     cases: list[Case]
     is_cut: bool
     """Whether the held-out images are a part of the training images."""
+    chosen_by: str
+    """Name of the first evaluation, whose score chooses."""
 
     def describe(self) -> str:
         """The plan in a line."""
@@ -95,7 +97,7 @@ def plan_sweep(config: SweepConfig) -> SweepPlan:
     cases = cases_of(entries)
     for case in cases:
         refuse_test_images(case)
-    return SweepPlan(trials, cases, is_cut)
+    return SweepPlan(trials, cases, is_cut, evaluations[0].name)
 
 
 def parsed_options(train: str, options: Options) -> Any:
