@@ -12,7 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
-from evaluation.figures.style import VALUE_COLORS, WIDTH, color_of_line, drawable, marker_of_line
+from evaluation.figures.style import (
+    VALUE_COLORS,
+    WIDTH,
+    color_of_line,
+    drawable,
+    legend_name,
+    marker_of_line,
+)
 
 SERIES_COLORS = ["#1b7fd6", "#e07b00", "#8c96a0", "#c2569c", "#2aa198", "#b58900", "#6c5fc7"]
 MARK_COLOR = "#5b6570"
@@ -105,7 +112,7 @@ def plot_map(places: NDArray, labels: NDArray[np.int64], names: Sequence[str] = 
         style = dict(s=16, color=[color], marker=marker_of_line(number), linewidths=0)
         number_name = f"class {label}"
         name = drawable(names[label], number_name) if label < len(names) else number_name
-        axes.scatter(*of_class.T, label=name, **style)
+        axes.scatter(*of_class.T, label=legend_name(name), **style)
     axes.set(xticks=[], yticks=[], xlabel="first principal component", ylabel="second")
     axes.spines[["top", "right"]].set_visible(False)
     if 0 < len(classes) <= MAX_CLASSES_NAMED:
@@ -199,7 +206,7 @@ def legend_of(panel: Axes, names: Iterable[str]) -> dict[str, list[Any]]:
     """The legend's arguments with the lines in the order of `names`: of itself it has horizontal lines first."""
     handles, labels = panel.get_legend_handles_labels()
     by_name = dict(zip(labels, handles, strict=True))
-    ordered = [name for name in names if name in by_name]
+    ordered = [name for name in map(legend_name, names) if name in by_name]
     return {"handles": [by_name[name] for name in ordered], "labels": ordered}
 
 
@@ -282,13 +289,13 @@ def draw_line(panel: Axes, accuracies: dict[float, Statistics], name: str, numbe
     means = [factor * each["mean"] for each in accuracies.values()]
     deviations = [factor * each["std"] for each in accuracies.values()]
     style = dict(marker=marker_of_line(number), ms=5, color=color_of_line(number))
-    panel.errorbar(list(accuracies), means, deviations, label=name, **style)
+    panel.errorbar(list(accuracies), means, deviations, label=legend_name(name), **style)
 
 
 def draw_level(panel: Axes, accuracies: dict[float, Statistics], name: str, number: int, factor: int) -> None:
     """Draw the mean of the only entry across the panel."""
     (accuracy,) = accuracies.values()
-    panel.axhline(factor * accuracy["mean"], linestyle="--", color=color_of_line(number), label=name)
+    panel.axhline(factor * accuracy["mean"], linestyle="--", color=color_of_line(number), label=legend_name(name))
 
 
 def plot_bars(accuracies: dict[str, dict[str, Statistics]], scales: Scales | None = None) -> Figure:

@@ -50,6 +50,11 @@ def drawable(text: str, substitute: str) -> str:
     return text if set(map(ord, text)) <= drawable_letters() else substitute
 
 
+def legend_name(text: str) -> str:
+    """The text as a legend has it: matplotlib leaves out those that begin with an underscore."""
+    return f" {text}" if text.startswith("_") else text
+
+
 def color_of_line(number: int) -> str:
     """Colour of the line of this number, from 0."""
     return LINE_COLORS[number % len(LINE_COLORS)]
