@@ -423,6 +423,13 @@ def test_a_report_of_random_weights_belongs_to_that_of_the_best_encoder(tmp_path
     assert of_random != report and of_learned_weights(of_random) == report
 
 
+def test_weights_of_the_same_file_name_have_reports_of_their_own():
+    files = ("dino/model.safetensors", "mae/model.safetensors", "mae/../mae/model.safetensors")
+    configs = [FewshotConfig(encoder="vit_tiny_patch16_224", checkpoint=file) for file in files]
+    one, other, same = (report_of(config, "fewshot").name for config in configs)
+    assert one.startswith("fewshot_model_") and one != other == same
+
+
 def test_a_score_that_is_not_defined_has_a_table_all_the_same(tmp_path, capsys):
     cloud = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
     save_features(tmp_path / "f.npz", LabelledFeatures(cloud, np.arange(12.0), cloud, np.ones(12), kind="number"))

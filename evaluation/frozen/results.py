@@ -87,7 +87,8 @@ def report_suffix(config: EncoderConfig) -> str:
     if Path(config.encoder).name == BEST:
         parts.append("best")
     if config.checkpoint:
-        parts.append(Path(config.checkpoint).stem)
+        place = str(Path(config.checkpoint).resolve())
+        parts += [Path(config.checkpoint).stem, short_digest([place.encode()])[:6]]  # many are called model
     if config.img_size:
         different_sides = dict.fromkeys(sides(config.img_size))
         parts.append(f"{'x'.join(map(str, different_sides))}px")
