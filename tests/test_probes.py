@@ -31,7 +31,7 @@ from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.random_weights import of_learned_weights
-from evaluation.frozen.results import report_of
+from evaluation.frozen.results import report_of, write_probe_report
 from evaluation.linear import fit_lbfgs
 from evaluation.metrics.scoring import add_scores
 from evaluation.supervision.learners import ClassLearner
@@ -437,6 +437,18 @@ def test_a_score_that_is_not_defined_has_a_table_all_the_same(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "R2 is not defined" in printed and "| depth | neighbours 1 | neighbours 5 |" in printed
     assert "mean absolute error" in printed
+
+
+def test_tensorboard_shows_the_latest_report(tmp_path):
+    """As after the encoder was trained longer: a curve by depth does not double back."""
+    path = tmp_path / "fewshot.json"
+    for accuracy in (0.25, 0.5):
+        case = {"5": {"mean": accuracy, "std": 0.0, "count": 1}}
+        write_probe_report(
+            path, {"results": [], "summary": case, "summary_by_depth": {1: case, 2: case}, "protocol": {}}, "shots"
+        )
+    events = EventAccumulator(str(tmp_path / "fewshot")).Reload()
+    assert [each.value for each in events.Scalars("accuracy_by_depth/shots_5")] == [50, 50]
 
 
 def test_more_neighbours_than_training_images_are_noted(tmp_path, capsys):

@@ -219,7 +219,7 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     if on_dev:
         print("on a tenth of the training images; the held-out images were not used")
     prefix = "dev_" if on_dev else ""
-    with event_writer(events_folder(path)) as writer:
+    with event_writer(events_folder(path), purge_step=0) as writer:
         for depth, summaries in by_depth.items():
             for name, summary in summaries.items():
                 writer.add_scalar(

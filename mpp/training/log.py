@@ -147,10 +147,14 @@ def later_event_file(folder: Path) -> Iterator[None]:
         yield
 
 
-def event_writer(folder: Path) -> SummaryWriter:
-    """TensorBoard's writer, whose file is read after those in the folder."""
+def event_writer(folder: Path, purge_step: int | None = None) -> SummaryWriter:
+    """TensorBoard's writer, whose file is read after those in the folder.
+
+    Args:
+        purge_step: TensorBoard drops what those have from this step on; None: nothing.
+    """
     with later_event_file(folder):
-        return SummaryWriter(str(folder))
+        return SummaryWriter(str(folder), purge_step=purge_step)
 
 
 def wandb_id(folder: Path) -> str:
