@@ -129,6 +129,18 @@ def test_columns_without_intervals_are_named(tmp_path):
     assert described([*rows, unknown[0]]) == []
 
 
+@pytest.mark.parametrize(("older", "told"), [("A", []), ("B", [("A", "C")])])
+def test_an_encoder_without_an_interval_is_no_lesser_one(older, told, tmp_path):
+    """A, which is the best, has no difference from the others without its interval; one of these is left out, named."""
+    shares = {"A": 0.9, "B": 0.7, "C": 0.5}
+    rows = [row_of(tmp_path, name, right(share), kept=False) for name, share in shares.items()]
+    rows = [{key: row[key] for key in row if (row["encoder"], key) != (older, "interval")} for row in rows]
+    differences = differences_from_best(rows, tmp_path)
+    assert [(each.one, each.other) for each in differences] == told
+    (sentence,) = describe_not_compared(rows, differences)
+    assert sentence.endswith(": kNN 20." if older == "A" else "so not compared: B.")
+
+
 def test_each_column_has_its_best_and_the_others_by_what_tells_them_apart(tmp_path):
     shares = {"A": 0.5, "B": 0.9, "C": 0.89, "D": 0.3}
     rows = []

@@ -16,7 +16,7 @@ from evaluation.comparison.tables import columns_of, count_seeds, diverged_with,
 from evaluation.metrics.intervals import Difference, Interval
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
-from evaluation.metrics.scoring import kind_of, labelled_outcomes, mean_interval
+from evaluation.metrics.scoring import best_choice, kind_of, labelled_outcomes, mean_interval
 
 
 class EncoderDifference(NamedTuple):
@@ -48,34 +48,45 @@ class EncoderDifference(NamedTuple):
 def differences_from_best(rows: list[ResultRow], folder: Path) -> list[EncoderDifference]:
     """The difference of the best encoder of each column from every other one, in the order of the rows.
 
+    Encoders without intervals, such as older ones, have none; nor has a column whose best encoder is without.
+
     Args:
         rows: results of a question.
         folder: of the comparison, whose reports have the outcomes.
     """
     found = []
     for column in columns_of(of_kind(rows, "test")):
-        known = [row for row in column.rows if "interval" in row]
-        if column.group is not None or not known:
+        if column.group is not None:
             continue
-        encoders = unique(known, "encoder")
-        means = {name: np.mean([row["accuracy"] for row in of_encoder(known, name)]) for name in encoders}
-        best = max(means, key=means.get)
-        of_best = of_encoder(known, best)
-        diverged = diverged_with(rows, known[0])
+        encoders = {name: of_encoder(column.rows, name) for name in unique(column.rows, "encoder")}
+        means = {name: float(np.mean([row["accuracy"] for row in of_one])) for name, of_one in encoders.items()}
+        best = best_choice(means)
+        diverged = diverged_with(rows, column.rows[0])
         failed_seeds = {name: count_seeds(of_encoder(diverged, name)) for name in encoders}
-        for name in encoders:
-            if name != best:
-                difference = compare_rows(column.heading, of_best, of_encoder(known, name), folder)
+        for name, of_other in encoders.items():
+            if name != best and all("interval" in row for row in (*encoders[best], *of_other)):
+                difference = compare_rows(column.heading, encoders[best], of_other, folder)
                 found.append(difference._replace(diverged=(failed_seeds[best], failed_seeds[name])))
     return found
 
 
 def describe_not_compared(rows: list[ResultRow], differences: Sequence[EncoderDifference]) -> list[str]:
-    """A sentence on the columns of several encoders that have no difference: at most one of these has an interval."""
-    compared = {each.column for each in differences}
+    """Sentences on the columns of several encoders without a difference, and on the encoders without one elsewhere.
+
+    The best encoder of such a column has no interval, or all others have none.
+    """
+    compared: dict[str, set[str]] = {}
+    for each in differences:
+        compared.setdefault(each.column, set()).update((each.one, each.other))
     columns = [column for column in columns_of(of_kind(rows, "test")) if len(unique(column.rows, "encoder")) > 1]
     others = [column.heading for column in columns if column.heading not in compared]
-    return [f"Without intervals, so no difference is told apart: {', '.join(others)}."] if others else []
+    sentences = [f"Without intervals, so no difference is told apart: {', '.join(others)}."] if others else []
+    for column in columns:
+        known = compared.get(column.heading, set())
+        left_out = [name for name in unique(column.rows, "encoder") if name not in known]
+        if known and left_out:
+            sentences.append(f"{column.heading}: without an interval, so not compared: {', '.join(left_out)}.")
+    return sentences
 
 
 def compare_rows(column: str, one: list[ResultRow], other: list[ResultRow], folder: Path) -> EncoderDifference:
