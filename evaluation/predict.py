@@ -40,6 +40,7 @@ from evaluation.predictions.masks import write_classes
 from evaluation.predictions.opening import (
     Source,
     digest_network,
+    find_named,
     find_source,
     open_classifier,
     open_pixel_classifier,
@@ -83,6 +84,7 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
         UserError: no such classifier or images, or the file is another table.
     """
     accelerator = start_alone(config.run_settings(), "a table is written")
+    find_named.cache_clear()  # the classifier may be another one than at the last call of this process
     source = find_source(config)
     note_precision(source, accelerator)
     is_of_pixels = source.head is not None and source.head.description.task == "pixels"
@@ -291,6 +293,7 @@ def reading_of(config: PredictConfig) -> dict[str, Any]:
 def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, LoadedSplits | None]:
     """The settings of the command line, and the images of the classifier's run if these are loaded already."""
     prog = "python evaluation/predict.py"
+    find_named.cache_clear()
     config, loaded = parse_and_load(PredictConfig, arguments, prog, encoder_of, reading_of)
     named = read(PredictConfig, files_first(sys.argv[1:] if arguments is None else arguments), prog)
     is_inherited = named.data.label_column is None and config.data.label_column is not None

@@ -17,7 +17,7 @@ import torch
 from classified_images import FAST, NAMES, OF_TRAINING, predict_to, read_csv, write_images
 from conftest import TINY, dataset_of, encoded, interrupt_after, picture
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from server import Command
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 from torchvision.transforms import v2
@@ -250,6 +250,18 @@ def test_an_encoder_may_move_with_its_head_or_without(run_with_head, class_image
         assert out.read_bytes() == expected
     finally:
         away.rename(run_with_head)
+
+
+def test_a_head_that_was_trained_again_is_read_again(run_with_head, class_images, tmp_path):
+    """As in a notebook, where one process predicts before and after."""
+    head = Path(shutil.copytree(run_with_head / "evaluation" / "birds_head", tmp_path / "head"))
+    encoder = f"--encoder={run_with_head}"
+    predict_to(tmp_path / "before.csv", head, class_images, encoder)
+    weights = load_file(head / "head.safetensors")
+    weights |= {"classify.weight": 0 * weights["classify.weight"], "classify.bias": torch.tensor([0.0, 9.0, 0.0])}
+    save_file(weights, head / "head.safetensors")
+    rows = read_csv(predict_to(tmp_path / "after.csv", head, class_images, encoder))
+    assert {row["class"] for row in rows} == {sorted(NAMES)[1]}
 
 
 @pytest.mark.parametrize("has_run", [True, False])
