@@ -255,7 +255,6 @@ def test_published_results_of_other_images_at_the_same_path_are_not_taken(
         image.write_bytes(encoded(picture(1000)))
     if change == "gone":
         shutil.rmtree(tmp_path / "one")
-    record_source.cache_clear()
     settings_of_fewshot.clear()
     capsys.readouterr()
     floor.config |= {"dir": str(tmp_path / "other"), "extends": str(tmp_path / "out" / "results.json")}
@@ -454,18 +453,12 @@ def test_questions_choose_rows_and_columns_and_draw_them(small, tmp_path, capsys
 def test_other_images_are_evaluated_anew(small, tmp_path, settings_of_fewshot):
     small.config["encoders"] = small.config["encoders"][-1:]
     small.config["evaluations"] = small.config["evaluations"][:1]
-    compare_in_a_new_process(small)
-    compare_in_a_new_process(small)
+    small.compare()
+    small.compare()
     assert len(settings_of_fewshot) == 2
     (tmp_path / "one" / "cat" / "01.png").write_bytes(encoded(picture(99)))
-    compare_in_a_new_process(small)
-    assert [settings.data.path for settings in settings_of_fewshot[2:]] == [str(tmp_path / "one")]
-
-
-def compare_in_a_new_process(small):
-    """Compare as a new process would: nothing is known of the images."""
-    record_source.cache_clear()
     small.compare()
+    assert [settings.data.path for settings in settings_of_fewshot[2:]] == [str(tmp_path / "one")]
 
 
 def test_an_encoder_of_other_images_or_weights_is_refused(small, tmp_path):
@@ -479,12 +472,12 @@ def test_an_encoder_of_other_images_or_weights_is_refused(small, tmp_path):
     folder.mkdir()
     (folder / "data.json").write_text('{"train": {"files": "others"}}')
     with pytest.raises(UserError, match=r"encoder was started with other images or weights \(train: the files .*\)"):
-        compare_in_a_new_process(small)
+        small.compare()
     record = {split: dict(of_split) for split, of_split in record_source(images, "class").items()}
     record["train"]["labels"] = "others"
     (folder / "data.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"images or weights \(train: labels changed\)"):
-        compare_in_a_new_process(small)
+        small.compare()
 
     (tmp_path / "start").mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -492,4 +485,4 @@ def test_an_encoder_of_other_images_or_weights_is_refused(small, tmp_path):
     options["model.init_from"] = str(tmp_path / "start")
     (folder / "data.json").write_text('{"model.init_from": {"weights": "others"}}')
     with pytest.raises(UserError, match=r"images or weights \(model\.init_from: weights changed\)"):
-        compare_in_a_new_process(small)
+        small.compare()

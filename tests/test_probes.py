@@ -430,6 +430,18 @@ def test_weights_of_the_same_file_name_have_reports_of_their_own():
     assert one.startswith("fewshot_model_") and one != other == same
 
 
+def test_images_that_changed_since_the_last_call_are_read_again(vit, tmp_path):
+    """As in a notebook, where one process calls a probe again."""
+    tested = []
+    for classes in ("ab", "cd"):
+        for name in classes:
+            write_pictures(tmp_path / "set" / name, 4)
+        words = (f"--encoder={vit[1]}", f"--data.path={tmp_path / 'set'}", "--data.eval_fraction=0.5")
+        knn.main([*words, *FAST, "--neighbours=3", f"--out={tmp_path / 'knn.json'}"])
+        tested.append(read_json(tmp_path / "knn.json")["labels"]["images"])
+    assert tested == [4, 8]
+
+
 def test_a_score_that_is_not_defined_has_a_table_all_the_same(tmp_path, capsys):
     cloud = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
     save_features(tmp_path / "f.npz", LabelledFeatures(cloud, np.arange(12.0), cloud, np.ones(12), kind="number"))

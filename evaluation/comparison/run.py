@@ -28,9 +28,9 @@ from evaluation.comparison.reports import (
     with_interval,
 )
 from evaluation.comparison.trainings import TRAININGS, with_compute
-from evaluation.frozen.probing import forget_features
+from evaluation.frozen.probing import features_shared, forget_features
 from evaluation.frozen.results import write_json
-from evaluation.frozen.run_images import record_images
+from evaluation.frozen.run_images import record_images, record_source
 from mpp.config import TrainingConfig
 from mpp.data.identity import differences
 from mpp.errors import Diverged, Unavailable, UserError
@@ -73,9 +73,11 @@ def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate
     """
     if PartialState(cpu=not uses_gpu()).num_processes > 1:
         raise UserError("this command is one process; start it several times to share the work")
+    record_source.cache_clear()  # images may have changed since this process compared others
     published = of_same_images(read_published(extends), cases, extends)
     missing = [case for case in cases if identity(case) not in published]  # this parses the settings of each
-    failures = [] if tabulate else evaluate_cases(missing, folder)
+    with features_shared():
+        failures = [] if tabulate else evaluate_cases(missing, folder)
     rows: list[ResultRow] = []
     for case in cases:
         known = published.get(identity(case))

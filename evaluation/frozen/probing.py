@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,8 @@ from mpp.runtime.hardware import device
 from mpp.runtime.start import start
 from mpp.runtime.weights import fingerprint
 
-LATEST_FEATURES: dict[str, ExtractedFeatures] = {}
-"""The features that were extracted last, for the other probes of a comparison: at most one entry."""
+LATEST_FEATURES: ContextVar[dict[str, ExtractedFeatures] | None] = ContextVar("LATEST_FEATURES", default=None)
+"""The features that were extracted last, for the other probes of a comparison: at most one entry; None: of none."""
 
 
 def run_probe(
@@ -86,26 +88,45 @@ def extract_once(
     loaded: LoadedSplits | None,
     check_kind: Callable[[str], object],
 ) -> ExtractedFeatures:
-    """Extract features, or take the latest: the probes of a comparison use the same ones in turn.
+    """Extract features, or take the latest while they are shared: see `features_shared`.
 
     Args:
         check_kind: see `extract_labelled_features`.
     """
+    latest = LATEST_FEATURES.get()
+    extract = partial(
+        extract_labelled_features, config, accelerator, loaded, on_dev=not config.test, check_kind=check_kind
+    )
+    if latest is None:
+        return extract()
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
     settings["out"] = None
     weights = fingerprint(Path(config.checkpoint or config.encoder))
     key = repr((settings, config.test, weights))
-    if key not in LATEST_FEATURES:
-        LATEST_FEATURES.clear()
-        LATEST_FEATURES[key] = extract_labelled_features(
-            config, accelerator, loaded, on_dev=not config.test, check_kind=check_kind
-        )
-    return LATEST_FEATURES[key]
+    if key not in latest:
+        latest.clear()
+        latest[key] = extract()
+    return latest[key]
+
+
+@contextmanager
+def features_shared() -> Iterator[None]:
+    """While open, probes of the same encoder and images use the same features in turn, as those of a comparison.
+
+    At any other time each extracts its own: in a notebook, images and labels may be others than at its last call.
+    """
+    token = LATEST_FEATURES.set({})
+    try:
+        yield
+    finally:
+        LATEST_FEATURES.reset(token)
 
 
 def forget_features() -> None:
-    """Free the features that `extract_once` keeps."""
-    LATEST_FEATURES.clear()
+    """Free the features that are shared."""
+    latest = LATEST_FEATURES.get()
+    if latest is not None:
+        latest.clear()
 
 
 def evaluate_by_depth(
