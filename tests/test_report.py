@@ -20,7 +20,7 @@ from PIL import Image
 from evaluation import check, contrastive
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import write_comparison
-from evaluation.config import ReportConfig
+from evaluation.config import ProbeDataConfig, ReportConfig, VisualizeConfig
 from evaluation.figures import style
 from evaluation.figures.charts import plot_confusion, plot_map
 from evaluation.frozen.by_class import describe_shown
@@ -30,16 +30,20 @@ from evaluation.metrics.scoring import add_figures
 from evaluation.pages import run_words
 from evaluation.pages.page import Link, Page, Section, Table, Text, render
 from evaluation.pages.page import picture as as_picture
+from evaluation.pages.picture_sections import best_and_worst
 from evaluation.pages.run_sections import (
     details_of_evaluation,
     features_blocks,
     rows_of_evaluation,
     unreadable_blocks,
 )
+from evaluation.pictures.gallery import extract_gallery, held_out_losses
+from evaluation.pictures.subject import load_subject
 from evaluation.report import main as report
 from mpp import pretrain as command
 from mpp.config import Config
 from mpp.errors import UserError
+from mpp.pretrain import reopen
 from mpp.training.task import ImageTask
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0", "--images=2", "--compared=12")
@@ -558,6 +562,25 @@ def test_a_map_and_a_confusion_matrix_name_the_classes():
     assert [text.get_text() for text in axes.texts] == ["3", "1"]
     (image,) = axes.images
     assert image.get_array()[0].tolist() == [75, 25] and np.isnan(image.get_array()[1].filled(np.nan)).all()
+
+
+def test_images_that_cannot_be_decoded_have_no_neighbours_and_no_loss(finished_run, tmp_path):
+    """Others take their place in batches, and would be shown twice, and by their names."""
+    write_images(tmp_path / "images", 12)
+    for number in (3, 7):
+        (tmp_path / "images" / f"{number}.png").write_bytes(b"broken")
+    data = ProbeDataConfig(path=str(tmp_path / "images"), eval_split=None, eval_fraction=0.9, workers=0)
+    subject = load_subject(VisualizeConfig(encoder=str(finished_run), data=data, precision="fp32"))
+    names = extract_gallery(subject, subject.held_out, 2, "mean").names
+    broken = {str(tmp_path / "images" / f"{number}.png") for number in (3, 7)}
+    held_out = {subject.held_out.image_name(index) for index in range(len(subject.held_out))}
+    assert sorted(names) == sorted(held_out - broken) and held_out & broken
+    task = reopen(finished_run, data, None, 12, subject.accelerator)
+    losses = held_out_losses(task, 12)
+    assert {task.held_out.image_name(index) for index in np.flatnonzero(np.isnan(losses))} == held_out & broken
+    chosen = best_and_worst(losses)
+    assert np.isfinite(losses[[*chosen["best"], *chosen["worst"]]]).all()
+    assert losses[chosen["best"][0]] == np.nanmin(losses) and losses[chosen["worst"][0]] == np.nanmax(losses)
 
 
 @pytest.mark.parametrize("count", [1, 2])

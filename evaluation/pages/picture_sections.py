@@ -101,20 +101,20 @@ def draw_picture(subject: Subject, name: str, alt: str, pictures_folder: Path) -
 
 def neighbour_blocks(subject: Subject, max_images: int, history: History) -> list[Block]:
     """Held-out images with their nearest neighbours among at most `max_images`, and all of these on a map."""
-    dataset = subject.choose(max_images)
-    if len(dataset) < MIN_IMAGES_COMPARED:
-        raise Unavailable(f"{len(dataset)} held-out images are too few for neighbours")
     depth = best_probed_depth(subject, history)
     representation = "class" if subject.has_trained_class_token else "mean"
-    gallery = extract_gallery(subject, dataset, depth, representation)
-    queries = evenly_spaced(len(dataset), MAX_QUERIES).tolist()
+    gallery = extract_gallery(subject, subject.choose(max_images), depth, representation)
+    count = len(gallery.names)
+    if count < MIN_IMAGES_COMPARED:
+        raise Unavailable(f"{count} held-out images are too few for neighbours")
+    queries = evenly_spaced(count, MAX_QUERIES).tolist()
     neighbours = find_other_neighbours(gallery.features, queries, NEIGHBOURS_OF_A_QUERY)
     rows = []
     for query, nearest in zip(queries, neighbours.index.tolist(), strict=True):
         rows.append([gallery.pixels[query], *gallery.pixels[nearest]])
     token = "[class] token" if representation == "class" else "mean of the patches"
     caption = (
-        f"Left, a held-out image; then the {neighbours.index.shape[1]} most like it of {len(dataset)}, by cosine at "
+        f"Left, a held-out image; then the {neighbours.index.shape[1]} most like it of {count}, by cosine at "
         f"depth {depth} ({token}).{describe_label_agreement(gallery, queries, neighbours)}"
     )
     alt = "Held-out images, each next to its nearest neighbours"
@@ -122,7 +122,7 @@ def neighbour_blocks(subject: Subject, max_images: int, history: History) -> lis
         picture(arrange_in_rows(rows, extra_gap=QUERY_GAP_PX), alt, caption),
         table_of_neighbours(gallery, queries, neighbours),
         chart(
-            f"Map of {len(dataset)} held-out images: principal components of their features",
+            f"Map of {count} held-out images: principal components of their features",
             plot_map(project_to_plane(gallery.features), gallery.labels, gallery.class_names),
         ),
     ]
@@ -171,15 +171,16 @@ def extreme_blocks(subject: Subject, folder: Path) -> list[Block]:
     rows = []
     with subject.accelerator.autocast():
         losses = held_out_losses(task, MAX_IMAGES_PREDICTED)
+        count = int(np.isfinite(losses).sum())
         for name, indices in best_and_worst(losses).items():
-            blocks.append(picture_of_predictions(task, name, indices, len(losses)))
+            blocks.append(picture_of_predictions(task, name, indices, count))
             rows += [[name, task.held_out.image_name(index), f"{losses[index]:.3f}"] for index in indices]
     return [*blocks, Table(["", "image", "loss"], rows, "file names and losses", folded=True)]
 
 
 def best_and_worst(losses: NDArray[np.float64]) -> dict[str, list[int]]:
-    """Indices of the lowest losses, ascending, and of the highest ones, descending."""
-    order = np.argsort(losses, kind="stable").tolist()
+    """Indices of the lowest losses, ascending, and of the highest ones, descending; without those that are NaN."""
+    order = np.argsort(losses, kind="stable")[: np.isfinite(losses).sum()].tolist()  # NaN is last
     count = min(MAX_EXTREMES, max(1, len(order) // 2))
     return {"best": order[:count], "worst": order[-count:][::-1]}
 

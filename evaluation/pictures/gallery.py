@@ -17,8 +17,10 @@ from torch import Tensor
 from evaluation.pictures.pca import principal_components
 from evaluation.pictures.subject import Subject, concatenate
 from mpp.data.dataset import ImageDataset
+from mpp.data.views import collate
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining
+from mpp.runtime.randomness import FIXED_VIEW
 
 GALLERY_IMAGES_PER_BATCH = 64
 SHEET_GAP_PX = 4  # between two images of a sheet
@@ -39,16 +41,17 @@ class Gallery(NamedTuple):
 def extract_gallery(
     subject: Subject, dataset: ImageDataset, depth: int, representation: Literal["mean", "class"]
 ) -> Gallery:
-    """All images of a dataset as the encoder takes them, with their features after `depth` blocks."""
+    """The images of a dataset that can be decoded, as the encoder takes them, with features after `depth` blocks."""
     batches = []
-    names = []
     for batch in subject.batches(dataset, GALLERY_IMAGES_PER_BATCH):
         images = batch.images.to(subject.accelerator.device)
         with subject.accelerator.autocast():
             (features,) = subject.encoder(images, representation, [depth])
-        batches.append((features.cpu(), subject.to_pixels(images), batch.labels))
-        names += [dataset.image_name(index) for index in batch.indices.tolist()]
-    features, pixels, labels = concatenate(batches)
+        batches.append((features.cpu(), subject.to_pixels(images), batch.labels, batch.indices))
+    *columns, shown = concatenate(batches)
+    is_own = shown == torch.arange(len(dataset))  # others are shown a second time, where images cannot be decoded
+    features, pixels, labels = (column[is_own] for column in columns)
+    names = [dataset.image_name(index) for index in shown[is_own].tolist()]
     if labels.ndim > 1 or labels.is_floating_point():
         labels = torch.full((len(labels),), -1)
     return Gallery(features, pixels.numpy(), labels.numpy(), names, dataset.class_names)
@@ -62,14 +65,20 @@ def project_to_plane(features: Tensor) -> NDArray[np.float64]:
 
 @torch.no_grad()
 def held_out_losses(task: Pretraining, count: int) -> NDArray[np.float64]:
-    """The loss of each of the first `count` held-out images, (count,), under its fixed corruption."""
+    """The loss of each of the first `count` held-out images, (count,), under its fixed corruption.
+
+    NaN: it cannot be decoded.
+    """
     count = min(count, len(task.held_out))
+    views = task.views(task.held_out)
     losses = []
     for first in range(0, count, GALLERY_IMAGES_PER_BATCH):
         indices = range(first, min(first + GALLERY_IMAGES_PER_BATCH, count))
-        predictions, targets, *_ = task.predict(task.model, indices)
-        for prediction, target in zip(predictions.split(1), targets.split(1), strict=True):
-            losses.append(float(task.objective.loss(prediction, target)))
+        batch = collate([views[FIXED_VIEW, index] for index in indices])
+        predicted, *_ = task.predict_batch(task.model, batch)
+        pairs = zip(predicted.predictions.float().split(1), predicted.targets.split(1), strict=True)
+        for index, shown, pair in zip(indices, batch.indices.tolist(), pairs, strict=True):
+            losses.append(float(task.objective.loss(*pair)) if shown == index else math.nan)
     return np.array(losses)
 
 
