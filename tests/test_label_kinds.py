@@ -20,7 +20,7 @@ from evaluation.config import LinearConfig
 from evaluation.frozen import extraction
 from evaluation.frozen.by_class import figure_rows, shown_outcomes
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
-from evaluation.frozen.results import describe_baselines, print_details, summarize_accuracies, write_report
+from evaluation.frozen.results import describe_baselines, print_details, summarize_accuracies, table, write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, add_figures, best_choice, measured
 from evaluation.metrics.several import figures_of
@@ -513,6 +513,12 @@ def test_each_command_hints_at_several_classes_in_one_text(tmp_path, capsys):
 
 def test_names_with_a_comma_are_quoted_where_names_are_listed():
     assert shortened(["auk, puffin", "duck", "a  b", ""]) == '"auk, puffin", duck, a b and 1 more'
+
+
+def test_a_name_does_not_break_a_table():
+    """Neither a bar nor a new line ends a cell of Markdown: of classes, encoders, files."""
+    lines = table(["class", "images"], [["a|b", "1"], ["c\nd", "2"]]).splitlines()
+    assert [line.split() for line in lines[2:]] == [["|", r"a\|b", "|", "1", "|"], ["|", "c", "d", "|", "2", "|"]]
 
 
 def test_the_class_path_says_what_several_labels_need(tmp_path, capsys):

@@ -180,6 +180,7 @@ def summarize_values(values: Sequence[float]) -> dict[str, float]:
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
     """A Markdown table, the first column aligned to the left and the others to the right."""
+    headings, *rows = [[" ".join(cell.splitlines()).replace("|", r"\|") for cell in row] for row in (headings, *rows)]
     widths = [max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True)]
     rule = ["-" * widths[0]]
     rule += ["-" * (width - 1) + ":" for width in widths[1:]]

@@ -223,7 +223,7 @@ def print_predicted(summary: Mapping[str, Any]) -> None:
         headings = ["class", "images", "mean probability"]
         rows = []
         for name, of_class in summary["predicted"].items():
-            rows.append([" ".join(name.split()), str(of_class["images"]), f"{of_class['probability']:.2f}"])
+            rows.append([name, str(of_class["images"]), f"{of_class['probability']:.2f}"])
     print(table(headings, rows[:MAX_CLASSES_PRINTED]))
     if len(rows) > MAX_CLASSES_PRINTED:
         print(f"and {len(rows) - MAX_CLASSES_PRINTED} more classes")
