@@ -31,7 +31,6 @@ from evaluation.patches.masks import with_image_column
 from evaluation.predictions.classes import has_known_labels, label_columns, number_labels
 from evaluation.predictions.learned import (
     learned_label_column,
-    note_run_images,
     tell_apart,
     with_learned_label,
 )
@@ -163,9 +162,9 @@ def predict_pixels(
     classifier.encoder.to(accelerator.device)
     classifier.reading.to(accelerator.device)
     data = image_settings(config, classifier.crop_pct, MaskedDataConfig)
-    splits = load_all_splits(data, loaded)
-    data = with_image_column(data, next(iter(splits.values())).features)
-    images = images_of_splits(data, splits)
+    whole_splits = load_all_splits(data, loaded)
+    data = with_image_column(data, next(iter(whole_splits.values())).features)
+    images, splits, note_of_images = tell_apart(images_of_splits(data, whole_splits), whole_splits, source, data)
     out = Path(config.out)
     masks = out.with_name(f"{out.stem}_masks")
     overlays = out.with_name(f"{out.stem}_overlays") if config.overlays else None
@@ -181,8 +180,8 @@ def predict_pixels(
     allowed = f"deleted, to predict again: its masks in {masks} are gone"
     require(masks.exists() or not was_complete, "out", out, allowed)
     write_classes(masks, classifier.class_numbers, classifier.class_names)
-    outcomes = outcomes_of_masks(images, splits, rows, data)
-    about |= described_note(note_run_images(source, data))
+    outcomes = outcomes_of_masks(images, whole_splits, rows, data)
+    about |= described_note(note_of_images)
     row_images = RowImages(images, data)
 
     def overlay(row: int) -> Image.Image:

@@ -30,6 +30,7 @@ from evaluation.frozen.encoder import (
 )
 from evaluation.frozen.extraction import describe_input
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
+from evaluation.frozen.labelled import describe_images
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.provenance import check_labels_unseen
@@ -103,6 +104,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     if config.save:
         allowed = "left out: a colour baseline has no weights, so its head is not kept"
         require(isinstance(encoder, FrozenEncoder), "save", True, allowed)
+    learned = describe_images(config.data, splits.train.images) if config.save else None
     kept = Kept()
     with deaths_explained():
         report, splits = evaluate_encoder(config, encoder, splits, accelerator, kept)
@@ -110,7 +112,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     report = write_probe_report(path, report, "reading")
     print_tables(report, config)
     if config.save:
-        keep_reading(path, config, encoder, kept.fitted[0], report, accelerator)
+        keep_reading(path, config, encoder, kept.fitted[0], report, accelerator, learned)
     if config.images:
         write_picture(path, encoder, splits.test, kept.predictions, config)
     return report
@@ -221,8 +223,13 @@ def keep_reading(
     fitted: FittedReading,
     report: dict[str, Any],
     accelerator: Accelerator,
+    learned: dict[str, Any],
 ) -> None:
-    """Write a linear reading to its folder next to the report at `path`."""
+    """Write a linear reading to its folder next to the report at `path`.
+
+    Args:
+        learned: the training images: see `HeadDescription`.
+    """
     numbers = fitted.class_numbers[: fitted.reading.classify.out_features]
     description = HeadDescription(
         task="pixels",
@@ -232,6 +239,7 @@ def keep_reading(
         depth=report["protocol"]["chosen_depth"],
         input=describe_input(encoder, config.data, accelerator),
         **describe_encoder(config),
+        learned=learned,
     )
     save_head(path.with_name(f"{path.stem}_head"), fitted.reading, description, config.seeds)
 

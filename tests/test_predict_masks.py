@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import timm
@@ -186,6 +187,35 @@ def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, cap
     assert "mask" in rows["tall.png"] and "given_mask" not in rows["tall.png"]
     page = (tmp_path / "p.html").read_text()
     assert "mean IoU" in page and "Compared with the labels of all" in page and 'alt="Confusion matrix of all"' in page
+
+
+@pytest.mark.parametrize("in_container", [False, True])
+def test_images_that_a_head_learned_have_scores_of_their_own(in_container, finished_run, tmp_path):
+    """They are no part of those that speak of new images."""
+    folder = tmp_path / "set"
+    masks = [encoded(np.repeat(np.arange(2, dtype=np.uint8), 20 + number)[None].repeat(30, 0)) for number in range(8)]
+    pictures = [encoded(picture(number, (30, 40 + 2 * number))) for number in range(8)]
+    if in_container:
+        rows = dataset_of(pictures, mask=[{"bytes": mask, "path": None} for mask in masks])
+        rows.cast_column("mask", datasets.Image()).to_parquet(folder / "train-00000-of-00001.parquet")
+    else:
+        (folder / "masks").mkdir(parents=True)
+        for number, (image, mask) in enumerate(zip(pictures, masks, strict=True)):
+            (folder / f"{number}.png").write_bytes(image)
+            (folder / "masks" / f"{number}.png").write_bytes(mask)
+        lines = [f'{{"file_name": "{n}.png", "mask_file_name": "masks/{n}.png"}}\n' for n in range(8)]
+        (folder / "metadata.jsonl").write_text("".join(lines))
+    words = [f"--encoder={finished_run}", f"--data.path={folder}", "--data.eval_fraction=0.25", "--save=true"]
+    segmentation.main([*words, *FAST, *PROBE, f"--out={tmp_path / 's.json'}"])
+    named = [f"--classifier={tmp_path / 's_head'}", f"--encoder={finished_run}", f"--data.path={folder}"]
+    predict.main([*named, f"--out={tmp_path / 'p.csv'}", *FAST])
+    about = json.loads((tmp_path / "p.csv.json").read_text())
+    assert {split: of["images"] for split, of in about["figures"].items()} == {"held out": 2, "learned": 6}
+    assert "learned 6 of these 8 images" in about["note"]
+    with (tmp_path / "p.csv").open(newline="") as opened:
+        by_mask = {row["mask"]: row["split"] for row in csv.DictReader(opened)}
+    places = [f"all/{n:09d}.png" if in_container else f"{n}.png.png" for n in range(8)]
+    assert sorted(by_mask) == [f"p_masks/{place}" for place in places]
 
 
 def test_scores_need_no_prediction_of_their_own(head, images, tmp_path, monkeypatch, capsys):

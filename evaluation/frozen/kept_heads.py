@@ -75,8 +75,7 @@ class HeadDescription:
     """Input of the encoder: img_size (height and width), crop_pct, channels, mean, std, and how files are read; and
     its precision."""
     learned: dict[str, Any] | None = None
-    """The training images: `source`, their settings, and `train`, their record. None: unknown, as of earlier heads and
-    of pixels."""
+    """The training images: `source`, their settings, and `train`, their record. None: unknown, as of earlier heads."""
 
 
 @dataclass(frozen=True)

@@ -133,14 +133,6 @@ def is_of_run(source: Source, data: ProbeDataConfig) -> bool:
     return holds_run_images(data.path, find_run(source.encoder))
 
 
-def note_run_images(source: Source, data: ProbeDataConfig) -> str:
-    """The note on images of an encoder's run, where none is told apart; empty: these are others."""
-    if not is_of_run(source, data):
-        return ""
-    note(UNKNOWN_NOTE)
-    return UNKNOWN_NOTE
-
-
 def divide(
     images: Sequence[ImageDataset], splits: LoadedSplits, marks: dict[str, NDArray[np.bool_]]
 ) -> tuple[list[ImageDataset], LoadedSplits]:

@@ -34,11 +34,12 @@ def outcomes_of_masks(
     """The outcomes of the images of each split that have a mask, and are predicted; where there are some.
 
     Args:
-        splits: name -> rows, with the masks.
+        splits: name -> rows of whole splits, with the masks.
         rows: say where the predicted masks are.
     """
     outcomes = {}
-    masked = [attach_masks(each, splits, data) for each in images if data.mask_column in splits[each.split].features]
+    have_masks = [each for each in images if data.mask_column in splits[each.origin.split].features]
+    masked = [attach_masks(each, splits, data) for each in have_masks]
     total = sum(len(each.masks) for each in masked)
     with progress_bar(desc="scores", unit="image", total=total) as bar:
         for of_split in masked:

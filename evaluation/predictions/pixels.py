@@ -25,6 +25,7 @@ from torchvision.transforms.v2 import functional
 
 from evaluation.config import ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder
+from evaluation.frozen.run_images import indices_in_split
 from evaluation.patches.features import patch_features
 from evaluation.patches.readings import PIXEL_LOGITS_PER_BLOCK, LinearReading, upsample
 from evaluation.predictions.masks import place_of_image, write_mask, write_overlay
@@ -206,7 +207,8 @@ class PixelRows:
 
     def place(self, images: ImageDataset, index: int) -> Path:
         """Path of an image's files within their folders."""
-        return place_of_image(images.rows[index][images.image_column], images.split, index, self.folder)
+        in_split = int(indices_in_split(images)[index])
+        return place_of_image(images.rows[index][images.image_column], images.origin.split, in_split, self.folder)
 
     def schema(self) -> pa.Schema:
         """Names and types of the columns."""
