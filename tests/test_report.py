@@ -27,10 +27,9 @@ from evaluation.frozen.by_class import describe_shown
 from evaluation.frozen.results import summarize_accuracies, write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import add_figures
-from evaluation.pages import run_words
+from evaluation.pages import picture_sections, run_words
 from evaluation.pages.page import Link, Page, Section, Table, Text, render
 from evaluation.pages.page import picture as as_picture
-from evaluation.pages.picture_sections import best_and_worst
 from evaluation.pages.run_sections import (
     details_of_evaluation,
     features_blocks,
@@ -564,6 +563,25 @@ def test_a_map_and_a_confusion_matrix_name_the_classes():
     assert image.get_array()[0].tolist() == [75, 25] and np.isnan(image.get_array()[1].filled(np.nan)).all()
 
 
+@pytest.mark.parametrize(("asked", "drawn"), [(4, []), (2, []), (9, []), (3, ["predictions"])])
+def test_a_picture_of_other_than_the_asked_number_of_images_is_drawn(asked, drawn, tmp_path, monkeypatch):
+    """There is one of 2; the default, 4, takes any."""
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "config.json").write_text("{}")
+    for name in ("predictions", "positions"):
+        Image.new("RGB", (2, 2)).save(tmp_path / f"{name}.png")
+    np.savez(tmp_path / "predictions.npz", original=np.zeros((2, 2, 2, 3)))
+    monkeypatch.setattr(picture_sections, "PICTURES_ON_PAGE", {"predictions": "a", "positions": "b"})
+    begun = []
+    monkeypatch.setattr(picture_sections, "draw_picture", lambda subject, name, *rest: begun.append(name))
+    subject = SimpleNamespace(config=SimpleNamespace(images=asked), held_out=range(2 if asked == 9 else 8))
+    picture_sections.picture_blocks(subject, tmp_path, tmp_path, {})
+    assert begun == drawn
+    (tmp_path / "predictions.npz").write_bytes(b"")
+    picture_sections.picture_blocks(subject, tmp_path, tmp_path, {})
+    assert begun[len(drawn) :] == ([] if asked == 4 else ["predictions"])
+
+
 def test_images_that_cannot_be_decoded_have_no_neighbours_and_no_loss(finished_run, tmp_path):
     """Others take their place in batches, and would be shown twice, and by their names."""
     write_images(tmp_path / "images", 12)
@@ -578,7 +596,7 @@ def test_images_that_cannot_be_decoded_have_no_neighbours_and_no_loss(finished_r
     task = reopen(finished_run, data, None, 12, subject.accelerator)
     losses = held_out_losses(task, 12)
     assert {task.held_out.image_name(index) for index in np.flatnonzero(np.isnan(losses))} == held_out & broken
-    chosen = best_and_worst(losses)
+    chosen = picture_sections.best_and_worst(losses)
     assert np.isfinite(losses[[*chosen["best"], *chosen["worst"]]]).all()
     assert losses[chosen["best"][0]] == np.nanmin(losses) and losses[chosen["worst"][0]] == np.nanmax(losses)
 

@@ -1,7 +1,9 @@
 """Sections of a page on a run that need its encoder and images: pictures, neighbours, best and worst predictions."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +46,8 @@ PICTURES_ON_PAGE = {
     "attention_distance": "Mean attention distance of each head, by depth",
 }
 """Name of a picture of `mpp visualize` -> its caption."""
+IMAGES_IN = {"predictions": "original", "pca": "images"}
+"""Name of a picture that shows examples -> the array of these in its .npz."""
 
 
 def picture_sections(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list[Section]:
@@ -76,18 +80,29 @@ def picture_sections(config: ReportConfig, folder: Path, history: History, missi
 def picture_blocks(subject: Subject | None, folder: Path, pictures_folder: Path, missing: Missing) -> list[Block]:
     """Pictures of `mpp visualize`: read where they are newer than the encoder, otherwise drawn.
 
-    Without a subject, none is drawn.
+    Those of another number of images than `images` asks for are drawn, too. Without a subject, none is drawn.
     """
     encoder_written = (folder / "encoder" / "config.json").stat().st_mtime
     blocks: list[Block] = []
     for name, alt in PICTURES_ON_PAGE.items():
         file = pictures_folder / f"{name}.png"
         with noted(missing, name):
-            if file.is_file() and file.stat().st_mtime >= encoder_written:
+            is_current = file.is_file() and file.stat().st_mtime >= encoder_written
+            if is_current and (subject is None or shows_as_asked(file, subject)):
                 blocks.append(picture(Image.open(file), alt, f"{alt}."))
             elif subject is not None:
                 blocks.append(draw_picture(subject, name, alt, pictures_folder))
     return blocks
+
+
+def shows_as_asked(file: Path, subject: Subject) -> bool:
+    """Whether a picture shows as many images as the setting `images` asks for, where that is not the default."""
+    asked = subject.config.images
+    if asked == ReportConfig.images or file.stem not in IMAGES_IN:
+        return True
+    with suppress(OSError, EOFError, ValueError, KeyError, BadZipFile), np.load(file.with_suffix(".npz")) as numbers:
+        return len(numbers[IMAGES_IN[file.stem]]) == min(asked, len(subject.held_out))
+    return False
 
 
 def draw_picture(subject: Subject, name: str, alt: str, pictures_folder: Path) -> Picture:
