@@ -155,6 +155,13 @@ def test_average_precision_is_scikit_learns_with_ties_and_without_empty_classes(
     assert by_class.shares["average precision"][0] == pytest.approx(expected, abs=1e-12)
 
 
+def test_images_that_a_head_is_sure_of_are_ranked():
+    marks = np.array([[0], [1], [1]], np.int8)
+    predicted = SeveralLearner(marks).predict(torch.tensor([[18.0], [19.0], [25.0]]))
+    outcomes = Outcomes("several", marks, predicted.numpy())
+    assert KINDS["several"].measure(outcomes)["macro_map"] == 1
+
+
 def test_a_resample_is_measured_as_if_its_images_were_there_several_times():
     outcomes = several_outcomes()
     count = len(outcomes)

@@ -143,7 +143,7 @@ class SeveralLearner(Learner):
         return summed / len(targets)
 
     def predict(self, outputs: Tensor) -> Tensor:
-        return outputs.float().sigmoid()
+        return outputs.double().sigmoid()  # in 32 bits all logits above 17 would be 1, and rank alike
 
     def sums(self, predicted: Tensor, labels: Tensor) -> Sums:
         return {"right_pairs": ((predicted > 0.5) == (labels == 1)).double().mean(1).sum()}
