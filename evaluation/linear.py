@@ -71,7 +71,7 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
 
     def evaluate_and_keep_heads(features: LabelledFeatures) -> list[dict]:
         nonlocal heads
-        results, heads = evaluate(features, config)
+        results, heads = evaluate_heads(features, config)
         return results
 
     report = run_probe(config, "linear", evaluate_and_keep_heads, "solver", loaded, tuple(LABEL_READERS))
@@ -108,8 +108,14 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, 
     save_head(path.with_name(f"{path.stem}_head"), fitted.head, description, seeds)
 
 
-def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dict], list[FittedHead]]:
-    """Test outcomes with the penalty or rate that is best on the dev split, and the tested head of each seed."""
+def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict]:
+    """Test outcomes with the penalty or learning rate that is best on the dev split."""
+    results, _ = evaluate_heads(features, config)
+    return results
+
+
+def evaluate_heads(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dict], list[FittedHead]]:
+    """The results of `evaluate`, and the tested head of each."""
     features, numbers = with_numbered_outputs(features)
     classes = len(numbers)
     if config.solver == "lbfgs":

@@ -282,7 +282,7 @@ def test_where_r2_of_the_dev_images_is_not_defined_the_error_chooses_and_this_is
     on_dev, _ = linear.fit_and_test(dev, LinearConfig(l2=penalties), 0, [(each, 0) for each in penalties])
     errors = [float(abs(each.predictions - each.targets).mean()) for each in on_dev]
     assert np.argmin(errors) > 0  # not the first
-    (result,), _ = linear.evaluate(data, LinearConfig(l2=penalties))
+    (result,) = linear.evaluate(data, LinearConfig(l2=penalties))
     assert result["l2"] == penalties[int(np.argmin(errors))]
     printed = capsys.readouterr().out
     assert f"note: {result['l2']} is chosen (by the mean absolute error): the score on the dev" in printed
@@ -357,7 +357,7 @@ def test_absolute_errors_do_not_follow_outliers():
     data = LabelledFeatures(cloud, targets, cloud[40:], targets[40:], kind="number")
     by_loss = {}
     for loss in ("l1", "l2"):
-        (result,), _ = linear.evaluate(data, LinearConfig(**vars(config) | {"loss": loss}))
+        (result,) = linear.evaluate(data, LinearConfig(**vars(config) | {"loss": loss}))
         by_loss[loss] = KINDS["number"].measure(result["outcomes"])["mae"]
     assert by_loss["l1"] < 3 < 30 < by_loss["l2"]
     with pytest.raises(UserError, match="loss is l1; it must be l2 with solver lbfgs"):

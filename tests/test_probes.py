@@ -577,11 +577,11 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
     clouds = (rng.normal(size=(600, 8)) + 4 * np.eye(3, 8)[labels]).astype(np.float32)
     data = LabelledFeatures(clouds[:400], labels[:400], clouds[400:], labels[400:])
     config = LinearConfig(solver=solver, epochs=20, seeds=(0, 1))
-    results = add_scores(linear.evaluate(data, config)[0])
+    results = add_scores(linear.evaluate(data, config))
     assert len(results) == (1 if solver == "lbfgs" else 2)
     assert all(result.pop("accuracy") > 0.95 for result in results)
     wrong = data._replace(test_labels=(data.test_labels + 1) % 3)
-    results_of_wrong = add_scores(linear.evaluate(wrong, config)[0])
+    results_of_wrong = add_scores(linear.evaluate(wrong, config))
     assert all(result.pop("accuracy") < 0.05 for result in results_of_wrong)
     for one, other in zip(results, results_of_wrong, strict=True):
         assert (one.pop("outcomes").predictions == other.pop("outcomes").predictions).all()

@@ -93,6 +93,8 @@ def test_test_images_whose_labels_were_learned_are_refused(supervised_run, image
     continued = [*ONE_STEP, *other_cut, f"--run.dir={tmp_path / 'second'}", f"--model.init_from={supervised_run}"]
     with pytest.raises(UserError, match=rf"encoder is {supervised_run}.*was {refused}"):
         supervised.main(continued)
-    built_on = pretrain(*ONE_STEP, *other_cut, f"--model.init_from={weights}", dir=tmp_path / "began")
+    built_on = pretrain(
+        *ONE_STEP, *other_cut, f"--model.init_from={weights}", "--model.heads=4", dir=tmp_path / "began"
+    )
     with pytest.raises(UserError, match=rf"encoder is {built_on}, which builds on {weights}, which was {refused}"):
         fewshot.main([f"--encoder={built_on}", *FAST])
