@@ -84,7 +84,7 @@ class LinearConfig(FrozenProbeConfig):
     seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True, needs=OF_SGD)
     """Seeds of the order of images in SGD; L-BFGS has no randomness."""
     iterations: int = setting(500, at_least=1, needs=OF_LBFGS)
-    """Largest number of iterations of L-BFGS."""
+    """Largest number of iterations of L-BFGS; a note says where it has not converged by then."""
     loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
     """Loss of numbers. l2: squared error; l1: absolute error (by SGD: it has kinks)."""
     save: bool = setting(False, operational=True, needs={"features": False})
