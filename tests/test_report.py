@@ -595,7 +595,7 @@ def test_images_that_cannot_be_decoded_have_no_neighbours_and_no_loss(finished_r
     assert sorted(names) == sorted(held_out - broken) and held_out & broken
     task = reopen(finished_run, data, None, 12, subject.accelerator)
     losses = held_out_losses(task, 12)
-    assert {task.held_out.image_name(index) for index in np.flatnonzero(np.isnan(losses))} == held_out & broken
+    assert {task.held_out.image_name(index) for index in np.flatnonzero(np.isnan(losses)).tolist()} == held_out & broken
     chosen = picture_sections.best_and_worst(losses)
     assert np.isfinite(losses[[*chosen["best"], *chosen["worst"]]]).all()
     assert losses[chosen["best"][0]] == np.nanmin(losses) and losses[chosen["worst"][0]] == np.nanmax(losses)
