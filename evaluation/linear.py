@@ -43,7 +43,6 @@ from mpp.data.label_kinds import LABEL_READERS
 from mpp.runtime.arrays import in_blocks
 from mpp.runtime.command import command
 from mpp.runtime.hardware import device
-from mpp.runtime.messages import note
 from mpp.runtime.progress import progress_bar
 
 LOGITS_PER_BLOCK = 2**24  # computed at a time, which bounds the memory
@@ -246,10 +245,6 @@ def fit_lbfgs(
         return total
 
     optimizer.step(closure)
-    state = optimizer.state[layer.weight]
-    limits = optimizer.defaults
-    if state["n_iter"] >= limits["max_iter"] or state["func_evals"] >= limits["max_eval"]:
-        note(f"the classifier with --l2 {l2:g} has not converged: --iterations is {iterations}")
     return layer
 
 

@@ -72,7 +72,7 @@ class LinearConfig(FrozenProbeConfig):
     the linear probes of these papers, trained on random crops; these fix the solver, rates, batch and length. `--seed`
     is also the seed of their crops and first weights."""
     solver: Literal["lbfgs", "sgd"] = setting("lbfgs", needs={"protocol": "logistic"})
-    """lbfgs: to convergence, with an l2 penalty; sgd: momentum 0.9, cosine decay, no penalty."""
+    """lbfgs: to convergence, or for `iterations`, with an l2 penalty; sgd: momentum 0.9, cosine decay, no penalty."""
     l2: float | tuple[float, ...] = setting((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), at_least=0, listed=True, needs=OF_LBFGS)
     """Penalties of the mean loss for L-BFGS to choose from."""
     lr: float | tuple[float, ...] = setting((0.01, 0.03, 0.1, 0.3), above=0, listed=True, needs=OF_SGD)
@@ -84,7 +84,7 @@ class LinearConfig(FrozenProbeConfig):
     seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True, needs=OF_SGD)
     """Seeds of the order of images in SGD; L-BFGS has no randomness."""
     iterations: int = setting(500, at_least=1, needs=OF_LBFGS)
-    """Largest number of iterations of L-BFGS; a note says where it has not converged by then."""
+    """Largest number of iterations of L-BFGS."""
     loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
     """Loss of numbers. l2: squared error; l1: absolute error (by SGD: it has kinks)."""
     save: bool = setting(False, operational=True, needs={"features": False})

@@ -39,6 +39,7 @@ from mpp.training.log import event_writer
 NAMED_SETTINGS = ("encoder", "checkpoint", "random", "img_size", "representation", "depth", "features")
 """Settings that `report_suffix` names, or the place of a report."""
 MAX_CLASSES_PRINTED = 30
+"""Lines of a printed table by class."""
 MAX_SETTINGS_LENGTH = 80
 """Characters of settings in a report's name; more are a digest."""
 
