@@ -16,9 +16,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+from random import SystemRandom
 
 from conftest import HANGS, heed_interrupts, wait_until
 
@@ -128,18 +130,26 @@ class Command:
         for process in self.processes:
             process.join(HANGS)
             if process.exitcode is None:
-                self.signal(signal.SIGKILL)  # else it would hold on to pytest's pipes
+                for running in self.processes:  # else they would hold on to pytest's pipes
+                    running.kill()
             assert process.exitcode is not None, f"still running after {HANGS} s: {self.said[-2000:]}"
         return [process.exitcode for process in self.processes]
+
+
+def free_port() -> int:
+    """A port below those that a system gives to whoever asks for any: before ours listens, it could give one again."""
+    while True:
+        port = SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
 
 
 def environments_of(processes: int, sharded: bool) -> list[dict[str, str]]:
     """As a launcher has them."""
     if processes == 1:
         return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": port} | ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {})
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]

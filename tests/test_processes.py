@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 import torch
 from conftest import HANGS, TINY, encoded, launched, picture, read_metrics
 from safetensors.torch import load_file, save_file
-from server import Command, context, die_at, environments_of
+from server import Command, context, die_at, environments_of, free_port
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -190,7 +189,7 @@ def test_the_config_of_one_gpu_is_one_process(pretrain, tmp_path, monkeypatch, c
 def test_the_config_of_two_machines_on_one_host(pretrain, tmp_path):
     """As on two nodes, with a process each in place of eight."""
     config = ("--config_file", "configs/accelerate/gpu_2x8.yaml", "--num_processes", "2")
-    config += ("--main_process_ip", "127.0.0.1", "--main_process_port", "29627")
+    config += ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
     environments = launched(tmp_path / "launched", *((*config, "--machine_rank", str(rank)) for rank in range(2)))
     assert [each["LOCAL_RANK"] for each in environments] == ["0", "0"]
     options = ("--run.steps=3",)
@@ -290,10 +289,7 @@ def join_alone(port: int, said: Path) -> None:
 
 @pytest.mark.faults
 def test_a_process_whose_peers_do_not_join_gives_up(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = context.Process(target=join_alone, args=(port, tmp_path / "said"))
+    process = context.Process(target=join_alone, args=(free_port(), tmp_path / "said"))
     process.start()
     process.join(HANGS)
     process.kill()
