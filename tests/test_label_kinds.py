@@ -261,6 +261,24 @@ def test_a_number_has_the_error_of_its_baseline_beside_it(tmp_path):
     assert rows[-1] == ["mean absolute error of always predicting their mean", "30.0"]
 
 
+def test_equal_numbers_have_no_r2_however_they_are_rounded():
+    """Their mean is another number by 1e-17. Resamples of few different numbers are often equal, too."""
+    equal = np.full(3, 0.7)
+    assert equal.mean() != 0.7 and np.isnan(measured(Outcomes("number", equal, equal + 0.1))["accuracy"])
+    nearly = np.array([0.1] * 19 + [0.9])
+    low, high = measured(Outcomes("number", nearly, nearly + 0.01 * np.arange(20)))["interval"]
+    assert -100 < low < high <= 1
+
+
+@pytest.mark.parametrize("images", [3, 4, 8])
+def test_intervals_of_numbers_stay_within_the_bounds_of_their_figures(images):
+    """R2 is 1 at most, and an error 0 at least; few images widen intervals beyond the resamples."""
+    targets = np.arange(images) * 3.0
+    errors = np.array([0.1, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])[:images]
+    result = measured(Outcomes("number", targets, targets + errors))
+    assert result["interval"][1] <= 1 and result["figures"]["mae"][1] >= 0
+
+
 def test_figures_that_images_do_not_have_are_unknown():
     constant = measured(Outcomes("number", np.full(5, 3.0), np.arange(5.0)))
     assert np.isnan(constant["accuracy"]) and constant["figures"]["mae"][0] == pytest.approx(1.4)

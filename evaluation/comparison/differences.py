@@ -148,13 +148,12 @@ def difference_over_seeds(one: list[ResultRow], other: list[ResultRow]) -> Diffe
     for rows in (one, other):
         seeds = unique(rows, "encoder_seed")
         by_seed.append([np.mean([row["accuracy"] for row in rows if row["encoder_seed"] == seed]) for seed in seeds])
-    if min(map(len, by_seed)) < 2:
+    are_alike = all(len(set(values)) == 1 for values in by_seed)  # whose variance may be 1e-33, by rounding
+    if min(map(len, by_seed)) < 2 or are_alike:
         return None
     variances = [np.var(values, ddof=1) / len(values) for values in by_seed]
     value = float(np.mean(by_seed[0]) - np.mean(by_seed[1]))
     variance = sum(variances)
-    if variance == 0:
-        return None
     terms = [each**2 / (len(values) - 1) for each, values in zip(variances, by_seed, strict=True)]
     half = float(stdtrit(variance**2 / sum(terms), 0.975)) * math.sqrt(variance)
     return Difference(value, (value - half, value + half), 0)

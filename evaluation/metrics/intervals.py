@@ -62,10 +62,10 @@ def containing(value: float, interval: Interval) -> Interval:
     return min(low, value), max(high, value)
 
 
-def clipped(interval: Interval, least: float = 0.0) -> Interval:
-    """An interval within the bounds of its figure, a share from `least` to 1: few images widen it beyond."""
+def clipped(interval: Interval, least: float = 0.0, most: float = 1.0) -> Interval:
+    """An interval within the bounds of its figure: few images widen it beyond."""
     low, high = interval
-    return (low if math.isnan(low) else max(least, low)), (high if math.isnan(high) else min(1.0, high))
+    return (low if math.isnan(low) else max(least, low)), (high if math.isnan(high) else min(most, high))
 
 
 def bootstrap_of_share(value: float, resampled: NDArray[np.float64], count: float, most: float) -> Interval:

@@ -1,11 +1,13 @@
 """Figures of labels that are numbers: explained variance (R2) and mean absolute error. M test images."""
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evaluation.metrics.intervals import Interval, clipped
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
 from mpp.runtime.messages import note
@@ -28,9 +30,14 @@ class Number(LabelKind):
     def measure(self, outcomes: Outcomes) -> dict[str, float]:
         targets = outcomes.targets
         errors = outcomes.predictions.astype(np.float64) - targets
-        squares = float(np.square(targets - targets.mean()).sum())
-        r2 = 1 - float(np.square(errors).sum()) / squares if squares > 0 else float("nan")
+        r2 = math.nan
+        if targets.min() < targets.max():  # the squares of equal numbers may be 1e-33, by rounding
+            r2 = 1 - float(np.square(errors).sum()) / float(np.square(targets - targets.mean()).sum())
         return {"r2": r2, "mae": float(np.abs(errors).mean())}
+
+    def intervals(self, outcomes: Outcomes) -> dict[str, Interval]:
+        found = super().intervals(outcomes)
+        return {"r2": clipped(found["r2"], -math.inf), "mae": clipped(found["mae"], 0.0, math.inf)}
 
     def error(self, outcomes: Outcomes) -> float:
         return self.measure(outcomes)["mae"]
