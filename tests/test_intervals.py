@@ -13,6 +13,7 @@ from evaluation.metrics.pixels import Pixels
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, keep_outcomes, labelled_outcomes, score
 from evaluation.patches.scores import count_confusion
 from mpp.errors import UserError
+from mpp.features.masked_counts import COUNTS_FILE, MaskedCounts, load_masked_counts
 
 KIND = OneClass()
 SIMULATIONS = 400
@@ -225,6 +226,21 @@ def test_outcomes_are_kept_beside_a_report(tmp_path):
     save_outcomes(tmp_path / "knn.json", of_seeds[:1])
     with pytest.raises(UserError, match=r"knn.outcomes.npz cannot be read: .*; evaluate again"):
         load_outcomes(tmp_path / "knn.json", 1)
+
+
+@pytest.mark.parametrize("damage", [slice(0), slice(300), None], ids=["empty", "cut off", "other bytes"])
+def test_damaged_files_of_outcomes_and_counts_are_named(damage, tmp_path):
+    zeros = np.zeros(1000)
+    file = save_outcomes(tmp_path / "knn.json", [Outcomes("patches", zeros, zeros)])
+    MaskedCounts(7, np.zeros((1000, 4)), []).save(tmp_path)
+    for each in (file, tmp_path / COUNTS_FILE):
+        content = each.read_bytes()
+        start = content.index(b".npy") + 30  # of compressed numbers
+        each.write_bytes(content[:start] + bytes(20) + content[start + 20 :] if damage is None else content[damage])
+    with pytest.raises(UserError, match=r"knn.outcomes.npz cannot be read: .*; evaluate again"):
+        load_outcomes(tmp_path / "knn.json")
+    with pytest.raises(UserError, match=f"{COUNTS_FILE} cannot be read: .*; delete it to evaluate without intervals"):
+        load_masked_counts(tmp_path, 7)
 
 
 def draw_masks(rng, images):

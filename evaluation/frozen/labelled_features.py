@@ -6,7 +6,6 @@ N training images, M test images, D width.
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from evaluation.metrics.scoring import KINDS
 from mpp.config import require
 from mpp.data.dataset import has_label, names_by_number
 from mpp.errors import UserError
-from mpp.runtime.arrays import in_blocks, let_go, load_member, select
+from mpp.runtime.arrays import NPZ_ERRORS, in_blocks, let_go, load_member, select
 from mpp.runtime.files import complete
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import Stream, permutation
@@ -194,7 +193,7 @@ def load_features(path: Path) -> LabelledFeatures:
             features = LabelledFeatures(*(load_member(arrays, name) for name in ARRAY_NAMES), **texts, kind=kind)
     except UserError:
         raise  # of temporary files
-    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+    except NPZ_ERRORS as error:
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.checked(str(path))
 

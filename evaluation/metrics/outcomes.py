@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpp.errors import UserError
+from mpp.runtime.arrays import NPZ_ERRORS
 from mpp.runtime.files import complete
 from mpp.runtime.output import printable
 
@@ -88,5 +89,5 @@ def load_outcomes(report: Path, number: int = 0) -> Outcomes | None:
                 arrays["class_names"].tolist(),
                 arrays["images"].tolist(),
             )
-    except (OSError, ValueError, KeyError) as error:
+    except NPZ_ERRORS as error:
         raise UserError(f"{path} cannot be read: {error}; evaluate again") from error

@@ -3,7 +3,6 @@
 import os
 from contextlib import suppress
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
 from mpp.features.neighbours import Neighbours, find_other_neighbours
 from mpp.pretrain import Pretraining, is_pretraining, reopen
-from mpp.runtime.arrays import evenly_spaced
+from mpp.runtime.arrays import NPZ_ERRORS, evenly_spaced
 from mpp.training.history import History, after_training_began, best_depth, probe_lines
 
 NEIGHBOURS_OF_A_QUERY = 5
@@ -100,7 +99,7 @@ def shows_as_asked(file: Path, subject: Subject) -> bool:
     asked = subject.config.images
     if asked == ReportConfig.images or file.stem not in IMAGES_IN:
         return True
-    with suppress(OSError, EOFError, ValueError, KeyError, BadZipFile), np.load(file.with_suffix(".npz")) as numbers:
+    with suppress(*NPZ_ERRORS), np.load(file.with_suffix(".npz")) as numbers:
         return len(numbers[IMAGES_IN[file.stem]]) == min(asked, len(subject.held_out))
     return False
 

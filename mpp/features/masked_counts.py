@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mpp.errors import UserError
+from mpp.runtime.arrays import NPZ_ERRORS
 from mpp.runtime.files import complete
 
 COUNTS_FILE = "heldout_patches.npz"
@@ -33,10 +35,17 @@ class MaskedCounts:
 
 
 def load_masked_counts(folder: Path, step: int) -> MaskedCounts | None:
-    """The counts of the evaluation after `step`; None: they were not kept, as by earlier versions."""
+    """The counts of the evaluation after `step`; None: they were not kept, as by earlier versions.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     path = folder / COUNTS_FILE
     if not path.is_file():
         return None
-    with np.load(path, allow_pickle=False) as arrays:
-        kept = MaskedCounts(int(arrays["step"]), arrays["counts"], arrays["images"].tolist())
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            kept = MaskedCounts(int(arrays["step"]), arrays["counts"], arrays["images"].tolist())
+    except NPZ_ERRORS as error:
+        raise UserError(f"{path} cannot be read: {error}; delete it to evaluate without intervals") from error
     return kept if kept.step == step else None

@@ -2,9 +2,11 @@
 
 import mmap
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
@@ -18,6 +20,8 @@ ROWS_PER_BLOCK = 2**14
 """Consecutive rows that are handled at a time."""
 CHOSEN_ROWS_PER_BLOCK = 2**10
 """Scattered rows that are handled at a time: the kernel maps the pages around each, too."""
+NPZ_ERRORS = (OSError, EOFError, ValueError, KeyError, BadZipFile, zlib.error)
+"""Errors of numpy for an .npz file that was cut off, is damaged, or is another kind of file."""
 
 
 @contextmanager
