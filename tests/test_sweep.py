@@ -115,6 +115,15 @@ def test_the_grid_and_the_points_are_trials_each_once(small):
     assert plan.trials[0].entry.name == f"{LR}=0.01 {BATCH}=8"
 
 
+def test_settings_that_change_no_result_are_no_further_trial_and_this_is_said(small, capsys):
+    """data.batch_size is the number of images of a forward pass."""
+    small.config["vary"] = {"data.batch_size": [4, 8]}
+    (trial,) = small.plan().trials
+    assert trial.values == {"data.batch_size": 4}
+    alike = "note: data.batch_size=8 and data.batch_size=4 are one trial: the settings by which they differ change no"
+    assert alike in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -32,6 +32,7 @@ from evaluation.registry import EVALUATIONS
 from mpp.config import require
 from mpp.config.command_line import as_words
 from mpp.config.keys import flatten, plain
+from mpp.runtime.messages import note
 
 NOT_LOOKING: Options = {"run.eval_every": 0, "run.report": False}
 """Settings by which a trial does not use the held-out images."""
@@ -172,6 +173,9 @@ def merged(trials: Iterable[Trial]) -> list[Trial]:
     by_folder: dict[str, Trial] = {}
     for trial in trials:
         known = by_folder.setdefault(trial.entry.encoder, trial)
+        if known.values != trial.values:
+            alike = f"{trial.entry.name} and {known.entry.name} are one trial"
+            note(f"{alike}: the settings by which they differ change no result")
         seeds = tuple(dict.fromkeys((*known.entry.seeds, *trial.entry.seeds)))
         by_folder[trial.entry.encoder] = known._replace(entry=replace(known.entry, seeds=seeds))
     return list(by_folder.values())
