@@ -25,6 +25,7 @@ from mpp.training.cost import DEVICE_HOURS, PFLOP
 KNN = {"name": "kNN", "command": "knn"}
 TRAINED = {"name": "a", "encoder": "b", "train": "pretrain", "seeds": [0, 1]}
 SAME_SEED = TRAINED | {"encoder": "b_{seed}", "train_options": {"run.seed": 5}}
+FLOOR = {"name": "floor", "encoder": "floor:pixels"}
 OTHER = {"name": "c", "encoder": "b", "train": "pretrain", "train_options": {"run.steps": 1}}
 
 
@@ -60,6 +61,43 @@ def test_bad_comparisons_are_named(small, change, message):
     with pytest.raises(ValueError, match=message) as error:
         compare.main(["--config", str(small.write())])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "message"),
+    [
+        ("evaluations", {"random": True}, "random is true; it must be left out: encoder, random and seeds of an"),
+        ("evaluations", {"seed": 3}, "seed is 3; it must be left out: encoder, random and seeds of an encoder's entry"),
+        ("evaluations", {"run.seed": 3}, "run.seed is 3; it must be left out: encoder, random and seeds"),
+        ("evaluations", {"checkpoint": "c"}, "checkpoint is c; it must be left out: an encoder's options have it"),
+        ("evaluations", {"out": "a.json"}, "out is a.json; it must be left out: dir decides it"),
+        ("datasets", {"random": True}, "random is true; it must be left out"),
+        ("encoders", {"random": True}, "random is true; it must be left out: encoder, random and seeds of an encoder"),
+    ],
+)
+def test_options_that_a_comparison_decides_are_refused(key, options, message):
+    """Among the options `random` had no effect: learned weights stood in the table as random ones."""
+    entries = {"encoders": [FLOOR], "evaluations": [KNN], "datasets": [{"name": "mine"}]}
+    (entry,) = entries[key]
+    entries[key] = [entry | {"options": options}]
+    with pytest.raises(UserError, match=f"^{key}: {entry['name']}: options: {message}"):
+        read_entries(CompareConfig(**entries))
+
+
+def test_the_folder_of_a_training_is_its_encoders():
+    entry = TRAINED | {"seeds": [0], "train_options": {"run.dir": "elsewhere"}}
+    message = "encoders: a: train_options: run.dir is elsewhere; it must be left out: encoder decides it"
+    with pytest.raises(UserError, match=message):
+        read_entries(CompareConfig(encoders=[entry], evaluations=[KNN]))
+
+
+def test_an_evaluation_on_images_of_its_own_is_one_of_these_and_of_no_other_dataset():
+    masks = {"name": "masks", "command": "segmentation", "options": {"data.path": "sets/streets"}}
+    datasets = [{"name": name, "group": "both", "options": {"data.path": name}} for name in ("one", "two")]
+    cases = cases_of(read_entries(CompareConfig(encoders=[FLOOR], evaluations=[KNN, masks], datasets=datasets)))
+    named = [(case.entry.name, case.dataset.name, case.labels["group"]) for case in cases]
+    assert named == [("kNN", "one", "both"), ("masks", "streets", None), ("kNN", "two", "both")]
+    assert [evaluation_settings(case).data.path for case in cases] == ["one", "sets/streets", "two"]
 
 
 def only_case(encoder, evaluations=(KNN,), **entries):
@@ -190,9 +228,6 @@ def images_of(encoders, evaluations=(KNN,), **entries):
     """The name of each case's dataset and the path of its images."""
     cases = cases_of(read_entries(CompareConfig(encoders=encoders, evaluations=evaluations, **entries)))
     return [(case.dataset.name, evaluation_settings(case).data.path) for case in cases]
-
-
-FLOOR = {"name": "floor", "encoder": "floor:pixels"}
 
 
 def test_without_datasets_the_images_are_those_that_the_encoders_learned_from(tmp_path, monkeypatch, capsys):

@@ -139,6 +139,10 @@ def test_settings_that_change_no_result_are_no_further_trial_and_this_is_said(sm
         ({"evaluate": {"command": "magic"}}, "evaluate: command is magic; it must be fewshot or knn"),
         ({"evaluate": {"command": "knn", "option": {}}}, "evaluate: .* is not {name, command, options}"),
         ({"evaluate": {"command": "knn", "options": {"neighbour": 3}}}, "unknown setting neighbour: did you mean"),
+        (
+            {"evaluate": KNN | {"options": {"random": True}}},
+            "evaluate: knn: options: random is true; it must be left out",
+        ),
         ({"evaluate": {"command": "masked"}}, "evaluate: command is masked; it must be fewshot or knn or linear"),
         ({"settings": {"run.keep_best": True}}, "run.keep_best is true; it must be false or left out"),
         ({"train": "supervised"}, "settings: data.eval_split is auto; it must be null with train supervised"),

@@ -32,6 +32,8 @@ from mpp.runtime.messages import note, tell
 
 SettingsT = TypeVar("SettingsT")
 
+IMAGES = "data.path"
+"""The option of an evaluation that names images of its own."""
 OF_THE_ENCODER = (*HOW_READ, "train_images")
 """Settings of the images that an encoder learned from which are none of a dataset: each encoder reads in its own way,
 and its share of the images to pre-train on is none of the labels."""
@@ -130,9 +132,10 @@ def cases_of_question(
         encoder = encoders[entry.name, entry.seeds[position]]
         for dataset in entries.datasets:
             for evaluation in evaluations:
-                if has_own_images(evaluation) and dataset is not entries.datasets[0]:
+                is_once = has_own_images(evaluation) or IMAGES in evaluation.options
+                if is_once and dataset is not entries.datasets[0]:
                     continue
-                case = Case(encoder, evaluation, dataset)
+                case = Case(encoder, evaluation, with_name_of_images(dataset, evaluation))
                 reason = why_left_out(entry, evaluation)
                 if reason:
                     note(f"{entry.name} is left out of {evaluation.name}, which does not apply: {reason}")
@@ -177,6 +180,15 @@ def differs_by_seed(case: Case) -> bool:
 def has_own_images(evaluation: EvaluationEntry) -> bool:
     """Whether an evaluation is on the images of the run, whatever the dataset: it is a case of the first one only."""
     return EVALUATIONS[evaluation.command].kind == "masked patches"
+
+
+def with_name_of_images(dataset: DatasetEntry, evaluation: EvaluationEntry) -> DatasetEntry:
+    """The dataset, with the name of the images that an evaluation's options name: its results are on those."""
+    if IMAGES not in evaluation.options:
+        return dataset
+    path = evaluation.options[IMAGES]
+    name = "birds" if path is None else Path(path).name
+    return replace(dataset, name=name or dataset.name, group=None, images=None)
 
 
 def on_images_of_encoders(cases: list[Case]) -> list[Case]:

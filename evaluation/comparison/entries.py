@@ -17,6 +17,14 @@ MEASURED_AXES = {"compute": "training compute (PFLOP)", "total compute": "comput
 """Values of a question's `x` that are measured, and the labels of their axes."""
 OF_TRUNK = {"run.steps", "run.keep_at", "run.branch_from"}
 """Settings of a trunk that its branches do not take over."""
+OF_THE_ENTRY = "encoder, random and seeds of an encoder's entry decide it"
+DECIDED = {
+    **dict.fromkeys(("encoder", "random", "seed", "run.seed"), OF_THE_ENTRY),
+    **dict.fromkeys(("out", "run.dir"), "dir decides it"),
+}
+"""Settings of evaluations that no options can have, and the reason."""
+OF_ENCODERS = {"checkpoint": "an encoder's options have it"}
+"""Settings that only the options of an encoder can have."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class EvaluationEntry:
     command: str
     """Name of a registered evaluation."""
     options: Options = field(default_factory=dict)
-    """Its settings."""
+    """Its settings. With data.path it is on these images, once, whatever the datasets."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +134,27 @@ def read_entries(config: CompareConfig) -> Entries:
     datasets = typed_entries(DatasetEntry, config.datasets, "datasets")
     questions = typed_entries(Question, config.questions, "questions")
     check_commands(evaluations, "evaluations")
+    for entry in encoders:
+        refuse_options(entry.options, f"encoders: {entry.name}: options", DECIDED)
+        refuse_options(entry.train_options, f"encoders: {entry.name}: train_options", {"run.dir": "encoder decides it"})
+    for key, entries in (("evaluations", evaluations), ("datasets", datasets)):
+        for entry in entries:
+            refuse_options(entry.options, f"{key}: {entry.name}: options", DECIDED | OF_ENCODERS)
     encoders = [with_trunk(encoder, encoders) for encoder in encoders]
     for encoder in encoders:
         check_encoder(encoder, encoders)
     return Entries([with_training(encoder, encoders) for encoder in encoders], evaluations, datasets, questions)
+
+
+def refuse_options(options: Options, key: str, refused: Mapping[str, str]) -> None:
+    """Raise UserError at an option that would have no effect, or another one.
+
+    Args:
+        key: of the options, for messages.
+        refused: setting -> the reason.
+    """
+    for name, reason in refused.items():
+        require(name not in options, f"{key}: {name}", options.get(name), f"left out: {reason}")
 
 
 def check_commands(evaluations: Sequence[EvaluationEntry], key: str) -> None:

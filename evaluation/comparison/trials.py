@@ -17,6 +17,8 @@ from evaluation.comparison.cases import (
 )
 from evaluation.comparison.digests import training_digest
 from evaluation.comparison.entries import (
+    DECIDED,
+    OF_ENCODERS,
     DatasetEntry,
     EncoderEntry,
     Entries,
@@ -24,6 +26,7 @@ from evaluation.comparison.entries import (
     Options,
     Question,
     check_commands,
+    refuse_options,
     typed_entry,
 )
 from evaluation.comparison.trainings import TRAININGS
@@ -38,8 +41,10 @@ NOT_LOOKING: Options = {"run.eval_every": 0, "run.report": False}
 """Settings by which a trial does not use the held-out images."""
 BATCH = "optim.global_batch_size"
 SEED = "run.seed"
-OF_THE_SWEEP = {"run.dir": "dir", SEED: "seeds"}
-"""Settings of trainings -> the settings of a sweep that decide them."""
+OF_THE_SWEEP = {"run.dir": "the sweep's `dir` sets it", SEED: "the sweep's `seeds` sets it"}
+"""Settings of trainings that a sweep decides, and the reason."""
+DECIDED_IN_SWEEPS = dict.fromkeys((*DECIDED, *OF_ENCODERS), "the sweep's trials decide it")
+"""Settings of the evaluation that it cannot have, and the reason."""
 CUT = ("data.eval_split", "data.eval_fraction")
 """Settings that cut a dev split off."""
 
@@ -80,7 +85,7 @@ def plan_sweep(config: SweepConfig) -> SweepPlan:
         UserError: a setting that does not exist or is out of bounds, or an evaluation that would look at test images.
     """
     settings = dotted(config.settings)
-    refuse_settings(settings, "settings", OF_THE_SWEEP)
+    refuse_options(settings, "settings", OF_THE_SWEEP)
     base = parsed_options(config.train, settings)
     is_cut = base.data.eval_split is None
     learns_labels = config.train == "supervised"
@@ -122,24 +127,16 @@ def dotted(settings: Mapping[str, Any], prefix: str = "") -> Options:
     return flat
 
 
-def refuse_settings(settings: Options, place: str, refused: Mapping[str, str]) -> None:
-    """Raise UserError at a setting that the sweep decides."""
-    for key, decided_by in refused.items():
-        require(
-            key not in settings, f"{place}: {key}", settings.get(key), f"left out: the sweep's `{decided_by}` sets it"
-        )
-
-
 def points_of(config: SweepConfig) -> Iterator[tuple[Options, tuple[int, ...]]]:
     """The settings of each trial that differ from those of all, and its seeds: the grid, then the points."""
     grid = dotted(config.vary)
-    refuse_settings(grid, "vary", OF_THE_SWEEP)
+    refuse_options(grid, "vary", OF_THE_SWEEP)
     if grid:
         for values in product(*grid.values()):
             yield dict(zip(grid, values, strict=True)), config.seeds
     for each in config.points:
         point = dotted(each)
-        refuse_settings(point, "points", {"run.dir": "dir"})
+        refuse_options(point, "points", {"run.dir": OF_THE_SWEEP["run.dir"]})
         seeds = (point.pop(SEED),) if SEED in point else config.seeds
         yield point, seeds
 
@@ -189,6 +186,7 @@ def evaluation_entries(config: SweepConfig, is_cut: bool) -> list[EvaluationEntr
         entry = typed_entry(EvaluationEntry, {"name": str(value.get("command")), **value}, "evaluate")
         check_commands([entry], "evaluate")
         options = dotted(entry.options)
+        refuse_options(options, f"evaluate: {entry.name}: options", DECIDED_IN_SWEEPS)
         if not is_cut:
             able = [name for name, each in EVALUATIONS.items() if has_test(each.config_class())]
             allowed = f"{' or '.join(able)}; with data.eval_split null in settings, which cuts a dev split, any"
