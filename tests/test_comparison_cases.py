@@ -53,6 +53,20 @@ def small(tmp_path):
         ({"questions": [{"name": "a", "evaluations": []}]}, r"questions: evaluations is \[\]; it must be null"),
         ({"questions": [{"name": "a", "plot": "pie"}]}, "questions: plot is pie; it must be bars, lines or depth"),
         ({"evaluations": [{"name": "a", "command": "fewshot", "options": {"shotz": 1}}]}, "unknown setting shotz"),
+        (
+            {"questions": [{"name": "a", "encoders": "floor"}]},
+            r"questions: encoders is floor; it must be a list .*\[floor",
+        ),
+        ({"questions": [{"name": "a", "lines": ["floor"]}]}, r"questions: lines is .* it must be {name: \[encoders\]}"),
+        ({"questions": [{"name": "a", "lines": {"l": "floor"}}]}, "lines: l is floor; it must be a list of encoders"),
+        (
+            {"questions": [{"name": "a", "lines": {"l": ["flor"]}}]},
+            "a: lines: l is flor; it must be one of random, floor",
+        ),
+        (
+            {"questions": [{"name": "a", "encoders": ["floor"], "lines": {"l": ["random"]}}]},
+            "a: lines: l is random; it must be one of floor",
+        ),
     ],
 )
 def test_bad_comparisons_are_named(small, change, message):

@@ -126,7 +126,10 @@ def cases_of_question(
     """
     key = f"questions: {question.name}"
     evaluations = entries_named(entries.evaluations, question.evaluations, key)
-    for entry in entries_named(entries.encoders, question.encoders, key):
+    asked = entries_named(entries.encoders, question.encoders, key)
+    for line, names in (question.lines or {}).items():
+        entries_named(asked, names, f"{key}: lines: {line}")
+    for entry in asked:
         if position >= len(entry.seeds):
             continue
         encoder = encoders[entry.name, entry.seeds[position]]

@@ -104,7 +104,12 @@ class Question:
         require(isinstance(self.title, str), "questions: title", self.title, "text (without a colon and a blank)")
         for name in ("encoders", "evaluations"):
             names = getattr(self, name)
+            require(not isinstance(names, str), f"questions: {name}", names, f"a list of names: [{names}]")
             require(names is None or len(names) > 0, f"questions: {name}", names, "null (all), or not empty")
+        allowed = "{name: [encoders]}"
+        require(self.lines is None or isinstance(self.lines, Mapping), "questions: lines", self.lines, allowed)
+        for line, names in (self.lines or {}).items():
+            require(isinstance(names, list | tuple), f"questions: lines: {line}", names, "a list of encoders")
         if self.plot == "lines":
             has_numbers = isinstance(self.encoders, Mapping) or self.x in MEASURED_AXES
             require(has_numbers, "questions: encoders", self.encoders, "{name: number} to plot lines")
