@@ -15,6 +15,7 @@ from typing import Any
 from evaluation.comparison.cases import cases_of, with_seed
 from evaluation.comparison.entries import EncoderEntry, read_entries
 from evaluation.comparison.files import write_comparison
+from evaluation.comparison.reports import describe_missing_seeds
 from evaluation.comparison.run import carry_out
 from evaluation.comparison.trunks import compute_of_trunks
 from evaluation.config import CompareConfig
@@ -41,7 +42,9 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     settings["datasets"] = settings["datasets"] or [asdict(case.dataset) for case in cases[:1]]
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
         runs = run_folders(entries.encoders)
-        results = write_comparison(folder, entries.questions, outcome.rows, settings, runs, compute_of_trunks(cases))
+        missing = describe_missing_seeds(cases, outcome.rows)
+        trunks = compute_of_trunks(cases)
+        results = write_comparison(folder, entries.questions, outcome.rows, settings, runs, trunks, missing)
     outcome.raise_failures()
     return results
 

@@ -12,7 +12,7 @@ from evaluation.comparison import run
 from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.digests import identity, relevant_settings
 from evaluation.comparison.entries import Question, read_entries
-from evaluation.comparison.reports import training_cost
+from evaluation.comparison.reports import describe_missing_seeds, training_cost
 from evaluation.comparison.tables import describe_uncounted
 from evaluation.comparison.trainings import cost_with_ancestors, local_encoder, step_flops
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
@@ -128,6 +128,21 @@ def test_masked_patches_are_evaluated_once_for_all_datasets():
     cases = cases_of(read_entries(CompareConfig(encoders=[pretrained], evaluations=[KNN, masked], datasets=datasets)))
     named = [(case.entry.name, case.dataset.name, case.labels["group"]) for case in cases]
     assert named == [("kNN", "one", "both"), ("masked patches", "one", None), ("kNN", "two", "both")]
+
+
+def test_seeds_without_a_result_next_to_others_are_named():
+    """A mean over one seed of three would pass for one over all. A seed that diverged has a result."""
+    encoder = {"name": "ours", "encoder": "b_{seed}", "seeds": [0, 1, 2]}
+    evaluations = [KNN, {"name": "few-shot", "command": "fewshot"}]
+    cases = cases_of(read_entries(CompareConfig(encoders=[encoder], evaluations=evaluations, datasets=[{"name": "d"}])))
+    rows = [case.labels | {"kind": "test"} for case in cases]
+    assert describe_missing_seeds(cases, rows) == describe_missing_seeds(cases, []) == []
+    some = [row for row in rows if row["encoder_seed"] == 0 or row["evaluation"] == "few-shot"]
+    (sentence,) = describe_missing_seeds(cases, some)
+    assert sentence == "Means are without the seeds that have no result yet: ours in kNN on d (seed 1 and 2)."
+    of_one = [row | {"kind": "diverged"} for row in rows if row["encoder_seed"] != 2]
+    (sentence,) = describe_missing_seeds(cases, of_one)
+    assert sentence.endswith(": ours in kNN on d (seed 2); ours in few-shot on d (seed 2).")
 
 
 @pytest.mark.parametrize(

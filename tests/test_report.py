@@ -470,8 +470,14 @@ def test_a_comparison_has_a_page_that_leads_to_the_reports(tmp_path):
     run.mkdir()
     (run / "report.html").touch()
     questions = [Question("first", title=f"Which? {SCRIPT}"), Question("empty", encoders=["nobody"])]
-    write_comparison(tmp_path / "out", questions, rows, {}, {SCRIPT: [run], "floor": [Path("floor:x")]})
+    questions.append(Question("by depth", plot="depth"))
+    runs = {SCRIPT: [run], "floor": [Path("floor:x")]}
+    write_comparison(tmp_path / "out", questions, rows, {}, runs, missing=["Without seed 2."])
     page = read(tmp_path / "out" / "report.html")
+    no_depths = "there are no accuracies by depth, which evaluations with depth: dev have"
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "Without seed 2." in text and f"by depth: {no_depths}." in text
+    assert_has(page, "Without seed 2.", no_depths)
     assert_has(page, f"few-shot 5 on birds: best is {SCRIPT} with 60.0% (next to floor 40.0%)")
     assert_has(page, "Process that wrote this page; results that were there already may be of other versions", "mpp")
     assert_has(page, "1 training diverged", "there are no results yet")

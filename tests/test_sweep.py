@@ -17,11 +17,13 @@ from conftest import encoded, picture, read_metrics, wait_until
 from server import Command
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_compare import hurry
+from test_comparison_tables import ROW
 
 from evaluation import compare, sweep
 from evaluation.comparison import run
 from evaluation.comparison.digests import identity
-from evaluation.comparison.sweep_results import advice, next_value, plot_sweep, ranking, table_of
+from evaluation.comparison.reports import describe_missing_seeds
+from evaluation.comparison.sweep_results import advice, next_value, plot_sweep, ranking, table_of, write_sweep
 from evaluation.comparison.trainings import step_flops
 from evaluation.comparison.trials import plan_sweep
 from evaluation.config import KnnConfig, ProbeDataConfig, SweepConfig
@@ -402,6 +404,21 @@ def test_a_trial_without_the_evaluation_that_chooses_is_never_the_best(small):
 def test_the_advice_says_what_the_numbers_say(small, accuracies, said, unsaid):
     text = advice_of(small, accuracies)
     assert said in text and unsaid not in text
+
+
+def test_trials_with_results_of_some_seeds_only_are_named_and_no_seed_is_added(small):
+    """As where another process is still at the second seed, or it failed."""
+    small.config["seeds"] = [0, 1]
+    plan, ranked = results_of(small, {0.01: [0.5], 0.02: [0.6]})
+    text = " ".join(advice(small.parse(), plan, ranked))
+    assert "One seed gives no spread over seeds. The best of 2" in text and "points: [" not in text
+    rows = [{"encoder": trial.entry.name, "evaluation": "knn", "dataset": "dev"} for trial in plan.trials]
+    sentences = describe_missing_seeds(plan.cases, [row | {"encoder_seed": 0} for row in rows])
+    lacking = "optim.lr=0.01 in knn on dev (seed 1); optim.lr=0.02 in knn on dev (seed 1)"
+    assert sentences == [f"Means are without the seeds that have no result yet: {lacking}."]
+    assert (
+        write_sweep(small.parse(), plan, [ROW | rows[0] | {"kind": "validation"}]).count("in knn on dev (seed 1)") == 1
+    )
 
 
 def test_the_next_command_parses_and_trains_longer_on_all_training_images(small):

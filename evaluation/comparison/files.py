@@ -59,6 +59,7 @@ NUMBERS_FILE = "table.csv"
 DIFFERENCES = "Differences from the best, with 95% intervals over test images"
 TOLD_APART = "Encoders told apart from the best, by column"
 WROTE_PAGE = "Process that wrote this page; results that were there already may be of other versions"
+NO_DEPTHS = "there are no accuracies by depth, which evaluations with depth: dev have"
 NAMED_BESIDE_BEST = 6
 """Encoders that the page's verdict names besides the best one, at most."""
 
@@ -82,6 +83,11 @@ class Answer(NamedTuple):
         """Whether there are numbers to show; those of curves by depth are no test accuracies."""
         return bool(self.numbers) and self.question.plot != "depth"
 
+    @property
+    def lacks_depths(self) -> bool:
+        """Whether it is about curves by depth, and has other results only."""
+        return bool(self.numbers) and self.question.plot == "depth" and self.plot is None
+
 
 def write_comparison(
     folder: Path,
@@ -90,6 +96,7 @@ def write_comparison(
     settings: dict[str, Any],
     runs: Runs | None = None,
     trunks: dict[str, Compute] | None = None,
+    missing: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Write results.json, table.md, table.csv, the plots and a page, and print the tables.
 
@@ -98,6 +105,7 @@ def write_comparison(
         settings: the config's entries.
         runs: run folders whose reports the page leads to.
         trunks: the compute that each trunk and its branches took.
+        missing: sentences on results that the means are without.
     Returns:
         `results`, the rows, and `summary`: question -> numbers.
     """
@@ -109,14 +117,14 @@ def write_comparison(
     if trunks:
         results["trunks"] = trunks
     write_json(folder / "results.json", results)
-    text = "\n\n".join([text_of(answers), *describe_trunks(trunks or {})])
+    text = "\n\n".join([text_of(answers), *missing, *describe_trunks(trunks or {})])
     write_complete(folder / "table.md", f"{text}\n")
     write_numbers(folder / NUMBERS_FILE, answers)
     plots = []
     for answer in answers:
         if answer.plot is not None:
             plots += write_plot(answer.plot, folder, answer.question.name)
-    write_page(folder / REPORT_PAGE, page_of(folder, rows, answers, runs or {}, trunks or {}))
+    write_page(folder / REPORT_PAGE, page_of(folder, rows, answers, runs or {}, trunks or {}, missing))
     files = ["results.json", "table.md", NUMBERS_FILE, REPORT_PAGE, *plots]
     print(f"\n{text}\nwrote {folder}: {', '.join(files)}; see reports/")
     return {"results": rows, "summary": summary}
@@ -155,6 +163,8 @@ def text_of(answers: Sequence[Answer]) -> str:
             texts += answer.remarks
             if answer.differences:
                 texts.append(text_of_differences(answer.differences))
+        elif answer.lacks_depths:
+            texts.append(f"{answer.question.title or answer.question.name}: {NO_DEPTHS}.")
     return "\n\n".join(texts) or "no results yet"
 
 
@@ -182,16 +192,25 @@ def write_numbers(file: Path, answers: Sequence[Answer]) -> None:
 
 
 def page_of(
-    folder: Path, rows: list[ResultRow], answers: Sequence[Answer], runs: Runs, trunks: dict[str, Compute]
+    folder: Path,
+    rows: list[ResultRow],
+    answers: Sequence[Answer],
+    runs: Runs,
+    trunks: dict[str, Compute],
+    missing_results: Sequence[str],
 ) -> Page:
     """The comparison as a page: the best encoders, then a section for each question."""
     sections = [section_of(answer, f"question_{number}", folder, runs) for number, answer in enumerate(answers)]
     filled = [section for section in sections if section.blocks]
-    missing = {section.title: "there are no results yet" for section in sections if not section.blocks}
+    missing = {}
+    for section, answer in zip(sections, answers, strict=True):
+        if not section.blocks:
+            missing[section.title] = NO_DEPTHS if answer.lacks_depths else "there are no results yet"
     link = Link("why", "#question_0") if sections else None
     verdict = [(sentence, link) for sentence in best_encoders(rows)] or [("No results yet", None)]
     diverged = {(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")}
     warnings = [f"{counted(len(diverged), 'training')} diverged: see the tables"] if diverged else []
+    warnings += missing_results
     versions = [[library, version] for library, version in recorded_versions().items()]
     filled.append(Section("versions", "Versions", [Table(["", ""], versions, WROTE_PAGE)]))
     if trunks:

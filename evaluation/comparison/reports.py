@@ -82,6 +82,26 @@ def rows_of(case: Case, folder: Path) -> list[ResultRow]:
     return [about | with_known_numbers(row) for row in rows]
 
 
+def describe_missing_seeds(cases: Iterable[Case], rows: Iterable[ResultRow]) -> list[str]:
+    """A sentence on the encoders that have results at some of their seeds only: the others are running, or failed.
+
+    Args:
+        cases: all that are asked for.
+    """
+    found: dict[tuple, set[int]] = {}
+    for row in rows:
+        found.setdefault((row["encoder"], row["evaluation"], row["dataset"]), set()).add(row["encoder_seed"])
+    missing: dict[tuple, list[int]] = {}
+    for case in cases:
+        place = (case.encoder.entry.name, case.entry.name, case.dataset.name)
+        if place in found and case.encoder.seed not in found[place]:
+            missing.setdefault(place, []).append(case.encoder.seed)
+    lacking = []
+    for (encoder, evaluation, dataset), seeds in missing.items():
+        lacking.append(f"{encoder} in {evaluation} on {dataset} (seed {' and '.join(map(str, seeds))})")
+    return [f"Means are without the seeds that have no result yet: {'; '.join(lacking)}."] if lacking else []
+
+
 def with_known_numbers(row: ResultRow) -> ResultRow:
     """A row of a file with NaN instead of null, an accuracy that the images do not have; it has no interval."""
     if "accuracy" not in row or row["accuracy"] is not None:

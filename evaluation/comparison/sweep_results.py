@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from evaluation.comparison.cases import with_seed
-from evaluation.comparison.reports import ResultRow, kind_of_scores, name_of_score
+from evaluation.comparison.reports import ResultRow, describe_missing_seeds, kind_of_scores, name_of_score
 from evaluation.comparison.tables import (
     MASKED_BASELINES,
     Cell,
@@ -67,7 +67,7 @@ def write_sweep(config: SweepConfig, plan: SweepPlan, rows: list[ResultRow]) -> 
     """Write results.json, table.md and the plot, print the table and the next steps, and return that text."""
     folder = Path(config.dir)
     ranked = ranking(plan, rows)
-    lines = [table_of(ranked), *advice(config, plan, ranked)]
+    lines = [table_of(ranked), *describe_missing_seeds(plan.cases, rows), *advice(config, plan, ranked)]
     text = "\n\n".join(lines)
     trials = []
     for result in ranked:
@@ -247,11 +247,9 @@ def describe_lead(best: Result, second: Result) -> str:
     both += score_in_words(second.cell)
     of_one_seed = [result.trial for result in (best, second) if result.cell["count"] < 2]
     if of_one_seed:
-        points = ", ".join(map(point_with_new_seed, of_one_seed))
-        return (
-            f"The best is {lead_in_words} ahead of the second ({both}). One seed gives no "
-            f"spread over seeds: add `points: [{points}]`."
-        )
+        points = ", ".join(point_with_new_seed(trial) for trial in of_one_seed if len(trial.entry.seeds) == 1)
+        way = f": add `points: [{points}]`" if points else ""  # otherwise further seeds have no result yet
+        return f"The best is {lead_in_words} ahead of the second ({both}). One seed gives no spread over seeds{way}."
     spread = max(best.cell["std"], second.cell["std"])
     if lead <= spread:
         return f"The best is within the spread of the second ({both}): these seeds do not tell them apart."
