@@ -1,6 +1,7 @@
 """Labels that an encoder has learned: test images with such labels are refused, wherever they are."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,39 @@ def test_labels_of_the_same_images_in_another_container_are_known(supervised_run
         check_labels_unseen(*evaluated_on(supervised_run, learned))
     held_out = pack([file for file in files if file.name not in learned_names], tmp_path / "held_out.parquet")
     check_labels_unseen(*evaluated_on(supervised_run, held_out))
+
+
+@pytest.mark.parametrize("cut_seed", [0, 1, 2])
+def test_images_of_another_list_are_known_by_their_bytes(image_folder, tmp_path, cut_seed):
+    """The same index is another image there."""
+    files = sorted(str(file.relative_to(image_folder)) for file in image_folder.rglob("*.png"))
+    lists = {"late": files[6:], "all": files}
+    for name, listed in lists.items():
+        rows = [f"{file},{number % 2}" for number, file in enumerate(listed)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["file,label", *rows]))
+    run = tmp_path / "labelled"
+    labels = str(tmp_path / "late.csv")
+    supervised.main([*ONE_STEP, f"--data.path={image_folder}", f"--data.labels={labels}", *CUT, f"--run.dir={run}"])
+    _, _, train, _ = evaluated_on(run, image_folder, labels=labels)
+    learned = {train.image_name(index) for index in range(len(train))}
+    arguments = evaluated_on(run, image_folder, labels=str(tmp_path / "all.csv"), cut_seed=cut_seed)
+    test = arguments[-1]
+    known = sum(test.image_name(index) in learned for index in range(len(test)))
+    with nullcontext() if known == 0 else pytest.raises(UserError, match=f"labels of {known} of these 3 test images"):
+        check_labels_unseen(*arguments)
+
+
+def test_where_images_have_changed_since_what_was_learned_is_unknown(supervised_run, image_folder, capsys):
+    """The cut of more images is another one: it says nothing of those that were learned."""
+    check_labels_unseen(*evaluated_on(supervised_run, image_folder))
+    assert "is unknown" not in capsys.readouterr().err
+    for number in range(12, 24):
+        (image_folder / "cat" / f"{number:02d}.png").write_bytes(encoded(picture(number)))
+    check_labels_unseen(*evaluated_on(supervised_run, image_folder))
+    said = (
+        f"warning: {supervised_run} was trained with labels of images at data.path {image_folder}, which have changed"
+    )
+    assert f"{said} since: whether these 6 test images are among them is unknown" in capsys.readouterr().err
 
 
 def test_a_few_duplicates_are_no_reason_to_refuse(supervised_run, image_folder, tmp_path, capsys):

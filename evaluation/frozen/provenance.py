@@ -18,13 +18,13 @@ from evaluation.frozen.labelled_features import DEV
 from evaluation.frozen.run_images import absolute_path, find_run, indices_in_split, run_source
 from mpp.config import SourceConfig
 from mpp.data.columns import is_encoded, read_encoded
-from mpp.data.data_path import is_local
+from mpp.data.data_path import describe_source, is_local
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
 from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import is_named
-from mpp.runtime.messages import note
+from mpp.runtime.messages import note, warn
 from mpp.training.record import read_record
 from mpp.training.run_folder import group_of, saved_settings
 
@@ -32,6 +32,8 @@ MAX_TEST_IMAGES_SEARCHED = 1000  # test images that are searched for among the t
 MAX_TRAINING_IMAGES_SEARCHED = 200_000  # reading the sizes of so many files takes some seconds
 IMAGES_PER_READ = 256  # images whose bytes are held in memory
 ALLOWED_DUPLICATES = 0.01  # share of the test images that may also be in another location, as duplicates
+LOCATION = ("path", "name", "revision")
+LISTING = ("labels", "labels_encoding", "file_column", "missing")  # by which the same folder has other rows
 
 
 @dataclass
@@ -66,6 +68,8 @@ class Overlap(NamedTuple):
     """The settings by which the encoder's images are found now."""
     by_index: bool
     """Whether images are known by their index in a split; otherwise by their bytes, so they may be duplicates."""
+    is_unknown: bool = False
+    """Whether there may be more: the encoder's images have changed since."""
 
 
 def find_labelled_images(encoder: str) -> LabelledImages | None:
@@ -115,17 +119,17 @@ def parent_encoders(run: Path) -> dict[str, str]:
 def find_overlap(dataset: ImageDataset, source: SourceConfig, labelled: LabelledImages) -> Overlap:
     """Count the images of a dataset that an encoder was trained on with their labels.
 
-    In the same location, and in a copy that has the same record (names, and the bytes of some files), an image is known
-    by its index in its split. Elsewhere it is known by its bytes: up to `MAX_TEST_IMAGES_SEARCHED` images of `dataset`
-    are searched for among the training images, of which only files of the same sizes are read. Not found there: images
-    that were encoded again, arrays, and those of a training split of more than `MAX_TRAINING_IMAGES_SEARCHED` images,
-    or of one that is not on this machine.
+    In the same location, by the same list, and in a copy that has the same record (names, and the bytes of some files),
+    an image is known by its index in its split. Elsewhere it is known by its bytes: up to `MAX_TEST_IMAGES_SEARCHED`
+    images of `dataset` are searched for among the training images, of which only files of the same sizes are read. Not
+    found there: images that were encoded again, arrays, and those of a training split of more than
+    `MAX_TRAINING_IMAGES_SEARCHED` images, or of one that is not on this machine.
     """
     nothing = Overlap(0, len(dataset), labelled.source, by_index=True)
-    is_elsewhere = not is_same_location(source, labelled.source)
+    is_elsewhere = not (is_same_location(source, labelled.source) and is_same_list(source, labelled.source))
     if is_elsewhere and is_copy(dataset, labelled.record):
-        moved = replace(labelled.source, path=source.path, name=source.name, revision=source.revision)
-        labelled = replace(labelled, source=moved)
+        place = {name: getattr(source, name) for name in (*LOCATION, *LISTING)}
+        labelled = replace(labelled, source=replace(labelled.source, **place))
         is_elsewhere = False
     if is_elsewhere and not is_searchable(labelled.source.path, labelled.record):
         return nothing
@@ -133,9 +137,12 @@ def find_overlap(dataset: ImageDataset, source: SourceConfig, labelled: Labelled
     train = labelled.train
     if train is None:
         return nothing
+    is_changed = "files" in labelled.record and "shards" not in labelled.record and not is_copy(train, labelled.record)
     if is_elsewhere:
         known, searched = count_equal_bytes(dataset, train)
-        return Overlap(known, searched, labelled.source, by_index=False)
+        return Overlap(known, searched, labelled.source, by_index=False, is_unknown=is_changed)
+    if is_changed:  # the indices and the cut are others by now
+        return nothing._replace(is_unknown=True)
     if train.origin.split != dataset.origin.split:
         return nothing
     known = np.intersect1d(indices_in_split(train), indices_in_split(dataset))
@@ -147,6 +154,12 @@ def is_same_location(one: SourceConfig, other: SourceConfig) -> bool:
     if one.name != other.name or absolute_path(one.path) != absolute_path(other.path):
         return False
     return None in (one.revision, other.revision) or one.revision == other.revision
+
+
+def is_same_list(one: SourceConfig, other: SourceConfig) -> bool:
+    """Whether two sources of the same location have the same rows: they name the same list of images, or none."""
+    same_file = absolute_path(one.labels) == absolute_path(other.labels)
+    return same_file and all(getattr(one, name) == getattr(other, name) for name in LISTING if name != "labels")
 
 
 def is_copy(dataset: ImageDataset, recorded: dict[str, Any]) -> bool:
@@ -235,11 +248,15 @@ def refuse_overlap(overlap: Overlap, setting: str, encoder: str, ancestor: str, 
         ancestor: the encoder, or one that it builds on.
         test: the test images, or the dev split of the training images.
     """
+    builds_on = "" if ancestor == encoder else f"builds on {ancestor}, which "
     if overlap.known == 0:
+        if overlap.is_unknown:
+            place = describe_source(overlap.source)
+            learned = f"{encoder} {builds_on}was trained with labels of images at {place}, which have changed since"
+            warn(f"{learned}: whether these {len(test)} test images are among them is unknown")
         return
     searched = "" if overlap.searched == len(test) else f"{overlap.searched} of "
     count = f"{overlap.known} of {searched}these {len(test)}"
-    builds_on = "" if ancestor == encoder else f"builds on {ancestor}, which "
     if not overlap.by_index and overlap.known <= ALLOWED_DUPLICATES * overlap.searched:
         note(f"{encoder} {builds_on}was trained with the labels of {count} test images: duplicates")
         return
