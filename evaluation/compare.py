@@ -41,10 +41,11 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     settings = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     settings["datasets"] = settings["datasets"] or [asdict(case.dataset) for case in cases[:1]]
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
+        rows = outcome.collect()
         runs = run_folders(entries.encoders)
-        missing = describe_missing_seeds(cases, outcome.rows)
+        missing = describe_missing_seeds(cases, rows)
         trunks = compute_of_trunks(cases)
-        results = write_comparison(folder, entries.questions, outcome.rows, settings, runs, trunks, missing)
+        results = write_comparison(folder, entries.questions, rows, settings, runs, trunks, missing)
     outcome.raise_failures()
     return results
 

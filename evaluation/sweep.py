@@ -29,7 +29,7 @@ def sweep(config: SweepConfig) -> str:
     print(plan.describe(), flush=True)
     outcome = carry_out(plan.cases, folder, config.extends, config.tabulate)
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        text = write_sweep(config, plan, outcome.rows)
+        text = write_sweep(config, plan, outcome.collect())
     outcome.raise_failures()
     return text
 

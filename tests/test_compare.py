@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from comparisons import FAST, TINY_TRAINING, SmallComparison, write_cats_and_dog
 from conftest import encoded, picture, read_metrics
 from server import Command
 
-from evaluation import fewshot, finetune, knn
+from evaluation import compare, fewshot, finetune, knn
 from evaluation.comparison import run
 from evaluation.comparison.digests import identity
 from evaluation.comparison.reports import divergence_of
@@ -115,6 +116,21 @@ def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, mon
     small.config["encoders"][0]["train_options"]["model.stride"] = None  # the default
     small.config["evaluations"][0]["options"]["data.cut_seed"] = 0
     assert small.compare()["results"] == rows
+
+
+def test_results_that_others_write_meanwhile_are_not_overwritten_by_earlier_ones(floor, monkeypatch):
+    """Another process finishes while `--tabulate true` waits to write its tables."""
+    rows = []
+
+    @contextmanager
+    def hold_later(*arguments, **settings):
+        monkeypatch.setattr(compare, "hold", hold)
+        rows.extend(floor.compare()["results"])
+        with hold(*arguments, **settings):
+            yield
+
+    monkeypatch.setattr(compare, "hold", hold_later)
+    assert floor.compare("--tabulate", "true")["results"] == rows != []
 
 
 def is_test(row, encoder):

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -52,7 +52,8 @@ RETRY_S = 10
 class Outcome(NamedTuple):
     """The results of cases, and the failures, a line each with its reason."""
 
-    rows: list[ResultRow]
+    collect: Callable[[], list[ResultRow]]
+    """All results that there are when it is called, those of other processes among them."""
     failures: list[str]
     asked: int
     """Number of cases."""
@@ -64,7 +65,7 @@ class Outcome(NamedTuple):
 
 
 def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate: bool) -> Outcome:
-    """Train and evaluate everything that is not done yet, here or in the results.json `extends`; all results.
+    """Train and evaluate everything that is not done yet, here or in the results.json `extends`.
 
     Args:
         tabulate: take only finished results.
@@ -78,12 +79,16 @@ def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate
     missing = [case for case in cases if identity(case) not in published]  # this parses the settings of each
     with features_shared():
         failures = [] if tabulate else evaluate_cases(missing, folder)
-    rows: list[ResultRow] = []
-    for case in cases:
-        known = published.get(identity(case))
-        of_case = [row | case.labels for row in known] if known else rows_of(case, folder)
-        rows += [with_interval(row, case) for row in of_case]
-    return Outcome(rows, failures, len(cases))
+
+    def collect() -> list[ResultRow]:
+        rows: list[ResultRow] = []
+        for case in cases:
+            known = published.get(identity(case))
+            of_case = [row | case.labels for row in known] if known else rows_of(case, folder)
+            rows += [with_interval(row, case) for row in of_case]
+        return rows
+
+    return Outcome(collect, failures, len(cases))
 
 
 def of_same_images(
