@@ -24,6 +24,7 @@ from evaluation.config import ProbeDataConfig, ReportConfig, VisualizeConfig
 from evaluation.figures import style
 from evaluation.figures.charts import plot_confusion, plot_map
 from evaluation.frozen.by_class import describe_shown
+from evaluation.frozen.random_weights import describe_random_weights
 from evaluation.frozen.results import summarize_accuracies, write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import add_figures
@@ -457,6 +458,15 @@ def test_a_check_warns_of_loading_that_is_slow():
 def test_a_check_with_images_that_are_not_there_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"data\.path is .*nowhere"):
         check.main([f"--data.path={tmp_path / 'nowhere'}", f"--run.dir={tmp_path / 'run'}", "--run.threads=1"])
+
+
+def test_random_weights_are_named_case_by_case():
+    """The best of 1 and 25 shots is no baseline of 1 shot."""
+    of_cases = {shots: {"mean": share, "std": 0.01, "count": 3} for shots, share in (("1", 0.1), ("25", 0.2))}
+    report = {"protocol": {"random": False, "encoder": "run"}, "baselines": {"random weights": {"summary": of_cases}}}
+    assert describe_random_weights(Path("fewshot.json"), report) == "random weights 10.0% (1), 20.0% (25)"
+    del of_cases["25"]
+    assert describe_random_weights(Path("fewshot.json"), report) == "random weights 10.0 ± 1.0%"
 
 
 def test_a_comparison_has_a_page_that_leads_to_the_reports(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 from evaluation.config import is_colour_baseline
 from evaluation.frozen.training_reports import FINETUNING_REPORT
-from evaluation.metrics.scoring import kind_of_report, rank_of
+from evaluation.metrics.scoring import kind_of_report
 
 RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
 """Beginning of the name of a report of random weights: the command, and their seed."""
@@ -53,11 +53,13 @@ def way_to_random_weights(path: Path, report: dict[str, Any]) -> str:
 
 
 def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
-    """The best score of random weights in words, or how to get it; "": they have no part in this evaluation."""
+    """The score of random weights in words, or how to get it; "": they have no part in this evaluation."""
     scores = scores_of_random_weights(path, report)
-    if scores:
-        kind = kind_of_report(report)
-        best = max(scores.values(), key=lambda case: rank_of(case["mean"]))
-        return f"random weights {kind.text_of_scores(best)}{kind.sign}"
+    kind = kind_of_report(report)
+    if len(scores) > 1:
+        of_cases = [f"{kind.text(kind.score, of_case['mean'])}{kind.sign} ({case})" for case, of_case in scores.items()]
+        return f"random weights {', '.join(of_cases)}"
+    for of_case in scores.values():
+        return f"random weights {kind.text_of_scores(of_case)}{kind.sign}"
     way = way_to_random_weights(path, report)
     return f"random weights: not evaluated ({way})" if way else ""
