@@ -12,7 +12,7 @@ from evaluation.comparison import run
 from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.digests import identity, relevant_settings
 from evaluation.comparison.entries import Question, read_entries
-from evaluation.comparison.reports import describe_missing_seeds, training_cost
+from evaluation.comparison.reports import describe_missing_seeds, report_of, training_cost
 from evaluation.comparison.tables import describe_uncounted
 from evaluation.comparison.trainings import cost_with_ancestors, local_encoder, step_flops
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
@@ -57,6 +57,7 @@ def small(tmp_path):
             {"questions": [{"name": "a", "encoders": "floor"}]},
             r"questions: encoders is floor; it must be a list .*\[floor",
         ),
+        ({"questions": [{"name": "by/depth"}]}, "questions: name is by/depth; it must be a name of a file, without /"),
         ({"questions": [{"name": "a", "lines": ["floor"]}]}, r"questions: lines is .* it must be {name: \[encoders\]}"),
         ({"questions": [{"name": "a", "lines": {"l": "floor"}}]}, "lines: l is floor; it must be a list of encoders"),
         (
@@ -128,6 +129,16 @@ def test_masked_patches_are_evaluated_once_for_all_datasets():
     cases = cases_of(read_entries(CompareConfig(encoders=[pretrained], evaluations=[KNN, masked], datasets=datasets)))
     named = [(case.entry.name, case.dataset.name, case.labels["group"]) for case in cases]
     assert named == [("kNN", "one", "both"), ("masked patches", "one", None), ("kNN", "two", "both")]
+
+
+@pytest.mark.parametrize("name", ["é" * 200, " ".join(f"optim.setting_{number}=0.01" for number in range(12))])
+def test_long_names_are_cut_in_names_of_files(name, tmp_path):
+    """As those of trials with many settings: a file's name has 255 bytes at most."""
+    case = only_case({"name": name, "encoder": "floor:pixels"}, datasets=[{"name": "d"}])
+    report = report_of(case, tmp_path)
+    assert report.stem.endswith(identity(case)) and len(f"{report.stem}.outcomes.npz.12345.partial".encode()) < 255
+    short = only_case(FLOOR, datasets=[{"name": "d"}])
+    assert report_of(short, tmp_path).name == f"floor-0-kNN-d-{identity(short)}.json"
 
 
 def test_seeds_without_a_result_next_to_others_are_named():

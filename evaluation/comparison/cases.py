@@ -32,6 +32,7 @@ from mpp.runtime.messages import note, tell
 
 SettingsT = TypeVar("SettingsT")
 
+MAX_NAME_BYTES = 180
 IMAGES = "data.path"
 """The option of an evaluation that names images of its own."""
 OF_THE_ENCODER = (*HOW_READ, "train_images")
@@ -77,9 +78,14 @@ class Case:
 
     @property
     def slug(self) -> str:
-        """Its name in file names."""
+        """Its name in messages."""
         names = (self.encoder.entry.name, str(self.encoder.seed), self.entry.name, self.dataset.name)
         return re.sub("[ /:]", "_", "-".join(names))
+
+    @property
+    def file_name(self) -> str:
+        """The beginning of its names of files: digests follow. File systems allow 255 bytes."""
+        return self.slug.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
 
     @property
     def labels(self) -> dict[str, Any]:

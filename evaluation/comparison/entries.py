@@ -100,6 +100,7 @@ class Question:
     line for each case of an evaluation (5 shots, 25 shots)."""
 
     def __post_init__(self):
+        require("/" not in str(self.name), "questions: name", self.name, "a name of a file, without /")
         require(self.plot in ("bars", "lines", "depth"), "questions: plot", self.plot, "bars, lines or depth")
         require(isinstance(self.title, str), "questions: title", self.title, "text (without a colon and a blank)")
         for name in ("encoders", "evaluations"):

@@ -39,7 +39,7 @@ def report_of(case: Case, folder: Path) -> Path:
     """
     reports = folder / "reports"
     by_digest = sorted(reports.glob(f"*-{identity(case)}.json"))
-    return by_digest[0] if by_digest else reports / f"{case.slug}-{identity(case)}.json"
+    return by_digest[0] if by_digest else reports / f"{case.file_name}-{identity(case)}.json"
 
 
 def divergence_of(encoder: Encoder, folder: Path) -> Path:

@@ -183,7 +183,7 @@ def settings_to_evaluate(case: Case, folder: Path) -> Any:
     config = replace(evaluation_settings(case), out=str(report_of(case, folder)))
     if case.evaluation.kind != "fine-tuning":
         return config
-    run_folder = folder / "finetuned" / f"{case.slug}-{identity(case)}-{digest_of(provenance(case))}"
+    run_folder = folder / "finetuned" / f"{case.file_name}-{identity(case)}-{digest_of(provenance(case))}"
     return replace(config, run=replace(config.run, dir=str(run_folder)))
 
 
