@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,6 +117,27 @@ def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, mon
     small.config["encoders"][0]["train_options"]["model.stride"] = None  # the default
     small.config["evaluations"][0]["options"]["data.cut_seed"] = 0
     assert small.compare()["results"] == rows
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ("", "fewshot has not written {results: .*FileNotFoundError"),
+        ("{", "fewshot has not written {results: .*JSONDecodeError"),
+        ('{"results": []}', "fewshot has not written {results: .*KeyError.'protocol'"),
+        ('{"results": [{"shots": 5}], "protocol": {}}', "fewshot has not written {results: .*KeyError.'accuracy'"),
+        (
+            '{"results": [{"k": 1, "accuracy": 0.5}, {"k": 5, "accuracy": 0.6}], "protocol": {}}',
+            "fewshot has several results of the same case and seed: give each a `case` of its own",
+        ),
+    ],
+)
+def test_a_report_that_a_table_cannot_show_is_named(floor, monkeypatch, report, message):
+    """Of an evaluation of a user's. Results that are not told apart would be one mean."""
+    monkeypatch.setattr(fewshot, "run", lambda config: report and Path(config.out).write_text(report))
+    with pytest.raises(UserError, match=rf"1 of 1 evaluations failed, such as floor-0-few-shot-one: {message}"):
+        floor.compare()
+    assert floor.results()["results"] == []
 
 
 def test_results_that_others_write_meanwhile_are_not_overwritten_by_earlier_ones(floor, monkeypatch):

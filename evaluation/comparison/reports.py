@@ -56,6 +56,30 @@ def read_report(case: Case, folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def read_new_report(case: Case, file: Path) -> dict[str, Any]:
+    """The report that an evaluation, perhaps a user's, has just written.
+
+    Raises:
+        UserError: it is none, or has results that a table cannot tell apart: it would show their mean.
+    """
+    shown = []
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        chosen = report["protocol"].get("chosen_depth")
+        for result in report["results"]:
+            if "accuracy" not in result:
+                raise KeyError("accuracy")
+            if result.get("depth", chosen) == chosen:
+                shown.append((case_of(case, result), result.get("seed", 0)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        form = "{results: [{accuracy, ...}], protocol: {...}}"
+        raise UserError(f"{case.entry.command} has not written {form} to {file}: {error!r}") from error
+    if len(set(shown)) < len(shown):
+        way = "give each a `case` of its own, or register it with case_key"
+        raise UserError(f"{case.entry.command} has several results of the same case and seed: {way}")
+    return report
+
+
 def was_never_trained(encoder: Encoder, folder: Path) -> bool:
     """Whether the training of the encoder diverged, or that of a parent."""
     if any(was_never_trained(parent, folder) for parent in encoder.parents.values()):
@@ -126,8 +150,7 @@ def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRo
     for result in report["results"]:
         if result.get("depth", chosen_depth) != chosen_depth:
             continue
-        name = str(result.get("case", result.get(case.evaluation.case_key, "")))
-        name = " ".join(filter(None, [name, figure]))
+        name = " ".join(filter(None, [case_of(case, result), figure]))
         row = {"kind": "test", "case": name, "seed": result.get("seed", 0), "accuracy": result["accuracy"]}
         row |= name_of_score(kind_of_report(report))
         row |= {key: result[key] for key in ("interval", "figures", "depth", "lr", *COSTS) if key in result}
@@ -139,6 +162,11 @@ def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRo
             row["outcomes"] = {"report": f"reports/{report_of(case, folder).name}", "number": result["outcomes"]}
         rows.append(row)
     return rows
+
+
+def case_of(case: Case, result: dict[str, Any]) -> str:
+    """The case of an evaluation that a result is of: `5` shots, say; empty: there is one."""
+    return str(result.get("case", result.get(case.evaluation.case_key, "")))
 
 
 def name_of_figure(report: dict[str, Any]) -> str:

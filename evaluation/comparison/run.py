@@ -21,6 +21,7 @@ from evaluation.comparison.digests import changed_images, digest_of, identity, l
 from evaluation.comparison.reports import (
     ResultRow,
     divergence_of,
+    read_new_report,
     read_published,
     read_report,
     report_of,
@@ -165,7 +166,7 @@ def evaluate_case(case: Case, folder: Path) -> None:
         train_encoder(case.encoder, folder)
         try:
             case.evaluation.run(settings_to_evaluate(case, folder))
-            report = json.loads(file.read_text(encoding="utf-8"))
+            report = read_new_report(case, file)
         except Unavailable as error:
             note(f"{case.slug} is left out, it does not apply: {error}")
             return
