@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from comparisons import SmallComparison
+from comparisons import TINY_TRAINING, SmallComparison
 from safetensors.torch import save_file
 
 from evaluation import compare
@@ -14,10 +14,11 @@ from evaluation.comparison.digests import identity, relevant_settings
 from evaluation.comparison.entries import Question, read_entries
 from evaluation.comparison.reports import describe_missing_seeds, report_of, training_cost
 from evaluation.comparison.tables import describe_uncounted
-from evaluation.comparison.trainings import cost_with_ancestors, local_encoder, step_flops
+from evaluation.comparison.trainings import cost_with_ancestors, local_encoder, step_flops, with_compute
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.config import Config
+from mpp.config.command_line import as_command_line
 from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.training.cost import DEVICE_HOURS, PFLOP
@@ -119,6 +120,12 @@ def only_case(encoder, evaluations=(KNN,), **entries):
     """The case of a comparison that has one."""
     (case,) = cases_of(read_entries(CompareConfig(encoders=[encoder], evaluations=evaluations, **entries)))
     return case
+
+
+def test_compute_that_is_less_than_a_step_is_named():
+    config = parse(Config, as_command_line(TINY_TRAINING))
+    with pytest.raises(UserError, match=r"^compute is 1e-12; it must be at least [0-9.e-]+, the PFLOP of a step$"):
+        with_compute("pretrain", config, 1e-12)
 
 
 def test_masked_patches_are_evaluated_once_for_all_datasets():

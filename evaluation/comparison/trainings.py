@@ -14,7 +14,7 @@ from evaluation.config import ContrastiveConfig, SupervisedConfig
 from evaluation.frozen.provenance import parent_encoders
 from evaluation.frozen.run_images import find_run
 from evaluation.supervision.classifiers import TEACHER_SETTING, with_teacher_digest
-from mpp.config import Config, TrainingConfig
+from mpp.config import Config, TrainingConfig, require
 from mpp.config.saved import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
@@ -61,9 +61,15 @@ def step_flops(command: str, config: TrainingConfig) -> int:
 
 
 def with_compute(command: str, config: TrainingConfig, pflop: float) -> TrainingConfig:
-    """The training with as many steps as execute this compute."""
+    """The training with as many steps as execute this compute.
+
+    Raises:
+        UserError: it is not enough for a step.
+    """
     of_any_run = replace(config, run=replace(config.run, dir="", seed=0))
-    steps = round(PETA * pflop / step_flops(command, of_any_run))
+    flops = step_flops(command, of_any_run)
+    steps = round(PETA * pflop / flops)
+    require(steps > 0, "compute", pflop, f"at least {flops / PETA:.2g}, the PFLOP of a step")
     return replace(config, run=replace(config.run, steps=steps))
 
 
