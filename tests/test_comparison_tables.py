@@ -6,7 +6,13 @@ import pytest
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import write_comparison
 from evaluation.comparison.plots import plot_question
-from evaluation.comparison.tables import cells_of, describe_masked_baselines, describe_spread, numbers_of
+from evaluation.comparison.tables import (
+    cells_of,
+    describe_masked_baselines,
+    describe_not_plotted,
+    describe_spread,
+    numbers_of,
+)
 from evaluation.figures.charts import plot_depths, plot_lines
 from evaluation.frozen import probing
 from evaluation.frozen.labelled_features import LabelledFeatures
@@ -228,6 +234,17 @@ def test_the_table_of_a_plot_against_compute_has_a_column_of_compute(fine_tuned,
     assert "Without intervals, so no difference is told apart: tuned." in text
     assert headings == ["accuracy (%)", "tuned", "tuned, PFLOP"]
     assert cells == [["long", "30.0", "6"], ["scratch", "20.0", "2"]]
+
+
+def test_encoders_that_a_plot_leaves_out_are_named(fine_tuned):
+    """They are in the table: without compute, or on no line."""
+    unknown = {key: value for key, value in fine_tuned[0].items() if key != "training_pflop"} | {"encoder": "floor"}
+    rows = [*fine_tuned, unknown]
+    against_compute = Question("q", plot="lines", x="compute")
+    assert describe_not_plotted(rows, against_compute) == ["Not in the plot, since their compute is unknown: floor."]
+    on_lines = Question("q", plot="lines", x="compute", lines={"a": ["long"], "b": ["scratch", "floor"]})
+    assert describe_not_plotted(rows, on_lines) == ["Not in the plot, since they are on none of its lines: short."]
+    assert describe_not_plotted(rows, Question("q")) == describe_not_plotted(fine_tuned, against_compute) == []
 
 
 def test_device_hours_stand_beside_the_compute_where_they_are_known(fine_tuned):

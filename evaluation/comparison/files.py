@@ -31,6 +31,7 @@ from evaluation.comparison.tables import (
     cells_of,
     describe_label_baselines,
     describe_masked_baselines,
+    describe_not_plotted,
     describe_spread,
     describe_uncounted,
     diverged_with,
@@ -148,6 +149,7 @@ def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder:
         *describe_label_baselines(asked),
         *describe_masked_baselines(asked),
         *describe_uncounted(asked, question),
+        *describe_not_plotted(asked, question),
         *describe_not_compared(asked, differences),
     ]
     return Answer(question, numbers, plot_question(question, asked, numbers), differences, remarks)

@@ -328,6 +328,21 @@ def share_range(rows: list[ResultRow]) -> str:
     return f"{low}%" if low == high else f"{low} to {high}%"
 
 
+def describe_not_plotted(rows: list[ResultRow], question: Question) -> list[str]:
+    """A sentence on the encoders of the table that a plot of lines leaves out: without compute, or on none of them."""
+    if question.plot != "lines":
+        return []
+    tested = of_kind(rows, "test")
+    if question.lines is None:
+        drawn = {row["encoder"] for row in tested if x_of(row, question) is not None}
+        reason = "their compute is unknown"
+    else:
+        drawn = {encoder for encoders in question.lines.values() for encoder in encoders}
+        reason = "they are on none of its lines"
+    left_out = [encoder for encoder in unique(tested, "encoder") if encoder not in drawn]
+    return [f"Not in the plot, since {reason}: {', '.join(left_out)}."] if left_out else []
+
+
 def describe_uncounted(rows: list[ResultRow], question: Question) -> list[str]:
     """A sentence on the published models whose training no compute has, where the question plots against compute."""
     began = {row["encoder"]: row["training_without"] for row in rows if row.get("training_without")}
