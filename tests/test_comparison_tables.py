@@ -10,6 +10,7 @@ from evaluation.comparison.tables import (
     cells_of,
     describe_masked_baselines,
     describe_not_plotted,
+    describe_other_tasks,
     describe_spread,
     numbers_of,
 )
@@ -90,6 +91,18 @@ def test_baselines_of_masked_patches_are_a_sentence_and_no_columns():
     assert describe_masked_baselines(rows) == ["Baselines of masked, which need no encoder: nearest 25.0 to 30.0%."]
     assert describe_masked_baselines(rows[:2]) == ["Baselines of masked, which need no encoder: nearest 25.0%."]
     assert describe_masked_baselines([ROW]) == []
+
+
+def test_masked_patches_that_differ_between_encoders_are_not_comparable():
+    """Of more visible neighbours, or of fewer colours, any prediction is right more often."""
+    rows = []
+    for encoder, nearest in (("a", 0.25), ("b", 0.3)):
+        masked = ROW | {"evaluation": "masked", "encoder": encoder}
+        rows += [masked | {"case": "model"}, masked | {"case": "nearest", "accuracy": nearest}, ROW]
+    (sentence,) = describe_other_tasks(rows)
+    assert sentence.startswith("Accuracies of masked are not comparable: masks, images or colours differ")
+    assert sentence.endswith("(nearest 25.0 to 30.0%).")
+    assert describe_other_tasks(rows[:3]) == describe_other_tasks([*rows[:3], rows[1] | {"encoder": "b"}]) == []
 
 
 def test_a_column_names_its_dataset_where_the_evaluation_has_several():

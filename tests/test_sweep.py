@@ -416,9 +416,20 @@ def test_trials_with_results_of_some_seeds_only_are_named_and_no_seed_is_added(s
     sentences = describe_missing_seeds(plan.cases, [row | {"encoder_seed": 0} for row in rows])
     lacking = "optim.lr=0.01 in knn on dev (seed 1); optim.lr=0.02 in knn on dev (seed 1)"
     assert sentences == [f"Means are without the seeds that have no result yet: {lacking}."]
-    assert (
-        write_sweep(small.parse(), plan, [ROW | rows[0] | {"kind": "validation"}]).count("in knn on dev (seed 1)") == 1
-    )
+    text = write_sweep(small.parse(), plan, [ROW | rows[0] | {"kind": "validation"}])
+    assert text.count("in knn on dev (seed 1)") == 1
+
+
+def test_trials_of_other_masks_are_not_compared_by_masked_accuracy_without_a_word(small):
+    """The mask ratio that hides least would be the best."""
+    small.config |= {"vary": {"corruption.rate": [0.25, 0.75]}, "evaluate": {"command": "masked"}}
+    small.config["settings"]["data.eval_split"] = None
+    plan = small.plan()
+    rows = []
+    for trial, nearest in zip(plan.trials, (0.4, 0.2), strict=True):
+        masked = ROW | {"evaluation": "masked", "encoder": trial.entry.name, "dataset": "dev"}
+        rows += [masked | {"case": "model"}, masked | {"case": "nearest", "accuracy": nearest}]
+    assert "Accuracies of masked are not comparable: masks, " in write_sweep(small.parse(), plan, rows)
 
 
 def test_the_next_command_parses_and_trains_longer_on_all_training_images(small):

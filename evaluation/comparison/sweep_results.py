@@ -16,6 +16,7 @@ from evaluation.comparison.tables import (
     MASKED_BASELINES,
     Cell,
     count_seeds,
+    describe_other_tasks,
     grouped,
     of_encoder,
     of_kind,
@@ -67,7 +68,8 @@ def write_sweep(config: SweepConfig, plan: SweepPlan, rows: list[ResultRow]) -> 
     """Write results.json, table.md and the plot, print the table and the next steps, and return that text."""
     folder = Path(config.dir)
     ranked = ranking(plan, rows)
-    lines = [table_of(ranked), *describe_missing_seeds(plan.cases, rows), *advice(config, plan, ranked)]
+    remarks = [*describe_missing_seeds(plan.cases, rows), *describe_other_tasks(rows)]
+    lines = [table_of(ranked), *remarks, *advice(config, plan, ranked)]
     text = "\n\n".join(lines)
     trials = []
     for result in ranked:

@@ -29,6 +29,8 @@ COST_UNITS = {"pflop": "PFLOP", "device_hours": "device-hours"}
 """Entry of a cell -> its unit, for headings."""
 MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
 """Cases of masked patches that no encoder made."""
+SAME_TASK = 1e-6
+"""Largest difference of a baseline's accuracies on the same masked patches."""
 
 
 class TableColumn(NamedTuple):
@@ -311,6 +313,21 @@ def describe_masked_baselines(rows: list[ResultRow]) -> list[str]:
     for (evaluation,), of_evaluation in grouped(baselines, "evaluation").items():
         reached = ", ".join(masked_baselines(of_evaluation))
         sentences.append(f"Baselines of {evaluation}, which need no encoder: {reached}.")
+    return sentences
+
+
+def describe_other_tasks(rows: list[ResultRow]) -> list[str]:
+    """A sentence for each evaluation of masked patches whose encoders have different ones: its baselines differ."""
+    sentences = []
+    for (evaluation,), of_evaluation in grouped(of_kind(rows, "test"), "evaluation").items():
+        by_case = grouped([row for row in of_evaluation if row["case"] in MASKED_BASELINES], "case")
+        accuracies = [[row["accuracy"] for row in of_case] for of_case in by_case.values()]
+        if any(max(of_case) - min(of_case) > SAME_TASK for of_case in accuracies):
+            reached = ", ".join(masked_baselines(of_evaluation))
+            sentences.append(
+                f"Accuracies of {evaluation} are not comparable: masks, images or colours differ between these "
+                f"encoders, so the same prediction scores differently ({reached})."
+            )
     return sentences
 
 
