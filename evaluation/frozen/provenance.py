@@ -137,7 +137,7 @@ def find_overlap(dataset: ImageDataset, source: SourceConfig, labelled: Labelled
     train = labelled.train
     if train is None:
         return nothing
-    is_changed = "files" in labelled.record and "shards" not in labelled.record and not is_copy(train, labelled.record)
+    is_changed = has_changed(train, labelled.record)
     if is_elsewhere:
         known, searched = count_equal_bytes(dataset, train)
         return Overlap(known, searched, labelled.source, by_index=False, is_unknown=is_changed)
@@ -166,6 +166,16 @@ def is_copy(dataset: ImageDataset, recorded: dict[str, Any]) -> bool:
     """Whether the split of a dataset has the recorded files."""
     files = recorded.get("files")
     return files is not None and files == identify_images(dataset, labels=False)["files"]
+
+
+def has_changed(train: ImageDataset, recorded: dict[str, Any]) -> bool:
+    """Whether training images are others than the recorded ones; False where these are not known by their files."""
+    if recorded.get("files") is None or "shards" in recorded:
+        return False
+    try:
+        return not is_copy(train, recorded)
+    except ReadFailed:  # one that was sampled
+        return True
 
 
 def is_searchable(path: str | None, recorded: dict[str, Any]) -> bool:
