@@ -15,6 +15,16 @@ Options = dict[str, Any]
 
 MEASURED_AXES = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
 """Values of a question's `x` that are measured, and the labels of their axes."""
+NUMBER = (int, float)
+TYPES = {
+    "encoder": (str, "text, in quotes"),
+    "random": (bool, "true or false"),
+    "compute": (NUMBER, "a number above 0, or null"),
+    "branch_of": (str, "the name of another entry, or null"),
+    "group": (str, "text, in quotes, or null"),
+    "images": (int, "a whole number, or null"),
+}
+"""Keys of entries whose values have one type, and what is allowed in words. null: where it is the default."""
 OF_TRUNK = {"run.steps", "run.keep_at", "run.branch_from"}
 """Settings of a trunk that its branches do not take over."""
 OF_THE_ENTRY = "encoder, random and seeds of an encoder's entry decide it"
@@ -107,6 +117,9 @@ class Question:
             names = getattr(self, name)
             require(not isinstance(names, str), f"questions: {name}", names, f"a list of names: [{names}]")
             require(names is None or len(names) > 0, f"questions: {name}", names, "null (all), or not empty")
+        for encoder, x in self.encoders.items() if isinstance(self.encoders, Mapping) else ():
+            is_number = isinstance(x, NUMBER) and not isinstance(x, bool)
+            require(is_number, f"questions: encoders: {encoder}", x, "a number, its place on the x-axis")
         allowed = "{name: [encoders]}"
         require(self.lines is None or isinstance(self.lines, Mapping), "questions: lines", self.lines, allowed)
         for line, names in (self.lines or {}).items():
@@ -185,6 +198,11 @@ def typed_entry(kind: type[EntryT], value: dict[str, Any], key: str) -> EntryT:
         allowed = ", ".join(each.name for each in fields(kind))
         raise UserError(f"{key}: {value} is not {{{allowed}}}: {error}") from None
     require(isinstance(entry.name, str), f"{key}: name", entry.name, "text, in quotes")
+    for each in fields(kind):
+        type_of_values, allowed = TYPES.get(each.name, (object, ""))
+        given = getattr(entry, each.name)
+        fits = isinstance(given, type_of_values) and (type_of_values in (object, bool) or not isinstance(given, bool))
+        require(fits or (given is None and each.default is None), f"{key}: {entry.name}: {each.name}", given, allowed)
     for name in ("options", "train_options"):
         options = getattr(entry, name, {})
         require(isinstance(options, dict), f"{key}: {entry.name}: {name}", options, "settings, or left out")
