@@ -16,7 +16,7 @@ import psutil
 import torch
 from PIL import Image
 
-from evaluation.frozen.results import table
+from evaluation.figures.markdown import table
 from evaluation.memory import peak_memory
 from evaluation.pages.about import changed
 from evaluation.pictures.gallery import arrange_in_rows

@@ -28,9 +28,10 @@ from evaluation.exports.formats import (
     without_exporter_messages,
 )
 from evaluation.exports.verification import MAX_ROUNDING_DIFFERENCE, SHOTS, Verification
+from evaluation.figures.markdown import table
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.results import table, write_json
+from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
 from evaluation.frozen.training_reports import tested_encoder
 from evaluation.supervision.classifiers import Classifier, load_classifier

@@ -12,7 +12,7 @@ from evaluation.config import FeaturesConfig
 from evaluation.frozen.extraction import extract_labelled_features
 from evaluation.frozen.labelled_features import save_features
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.results import report_of
+from evaluation.frozen.report_names import report_of
 from mpp.config import require
 from mpp.runtime.command import command
 from mpp.runtime.messages import counted

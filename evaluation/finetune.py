@@ -22,10 +22,11 @@ from accelerate import Accelerator, PartialState
 from torch import nn
 
 from evaluation.config import FinetuneConfig, OneRunConfig, is_colour_baseline
+from evaluation.figures.markdown import table, without_empty_columns
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.results import print_details, table, without_empty_columns, write_report
+from evaluation.frozen.results import print_details, write_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.frozen.training_reports import FINETUNING_REPORT
 from evaluation.metrics.scoring import (

@@ -30,7 +30,7 @@ from evaluation.frozen.labelled import describe_learned
 from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
-from evaluation.frozen.results import report_of
+from evaluation.frozen.report_names import report_of
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import best_choice, error, score

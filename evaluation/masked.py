@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.config import MaskedConfig, is_colour_baseline
-from evaluation.frozen.results import report_path, table, write_report
+from evaluation.figures.markdown import table
+from evaluation.frozen.report_names import report_path
+from evaluation.frozen.results import write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, add_figures
 from mpp.config.checks import require

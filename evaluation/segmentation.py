@@ -34,7 +34,8 @@ from evaluation.frozen.labelled import describe_images
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.provenance import check_labels_unseen
-from evaluation.frozen.results import events_folder, report_of, write_probe_report
+from evaluation.frozen.report_names import events_folder, report_of
+from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import without_outcomes

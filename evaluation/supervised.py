@@ -16,9 +16,10 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from evaluation.config import SupervisedConfig
+from evaluation.figures.markdown import table
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.provenance import refuse_learned_images
-from evaluation.frozen.results import print_details, table, write_report
+from evaluation.frozen.results import print_details, write_report
 from evaluation.frozen.training_reports import SUPERVISED_REPORT
 from evaluation.metrics.scoring import add_figures, kind_of_results
 from evaluation.supervision.classification import Classification, score_of_run

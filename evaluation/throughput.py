@@ -32,7 +32,8 @@ from evaluation.benchmark.steps import (
     sizes_of_model,
 )
 from evaluation.config import ThroughputConfig
-from evaluation.frozen.results import table, write_json
+from evaluation.figures.markdown import table
+from evaluation.frozen.results import write_json
 from mpp.config import ModelConfig, require
 from mpp.config.parsing import parse
 from mpp.runtime.command import command

@@ -17,13 +17,15 @@ from sklearn.neighbors import KNeighborsRegressor
 from evaluation import features, fewshot, knn, linear
 from evaluation.comparison.reports import with_known_numbers
 from evaluation.config import LinearConfig
+from evaluation.figures.markdown import table
 from evaluation.frozen import extraction
 from evaluation.frozen.by_class import figure_rows, shown_outcomes
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
-from evaluation.frozen.results import describe_baselines, print_details, summarize_accuracies, table, write_report
+from evaluation.frozen.results import describe_baselines, print_details, write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, add_figures, best_choice, measured
 from evaluation.metrics.several import figures_of
+from evaluation.metrics.summaries import summarize_accuracies
 from evaluation.supervision.learners import NumberLearner, SeveralLearner
 from mpp.config import DataConfig
 from mpp.data.label_kinds import AUTO, LABEL_READERS, find_label_kind

@@ -48,8 +48,9 @@ from evaluation.comparison.tables import (
     unique,
 )
 from evaluation.comparison.trunks import Compute, describe_trunks
+from evaluation.figures.markdown import table
 from evaluation.figures.style import write_plot
-from evaluation.frozen.results import table, write_json
+from evaluation.frozen.results import write_json
 from evaluation.metrics.scoring import ONE_CLASS, best_choice
 from evaluation.pages.about import recorded_versions
 from evaluation.pages.page import Link, Page, Section, Table, Text, picture_of, write_page

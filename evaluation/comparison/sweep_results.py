@@ -26,10 +26,12 @@ from evaluation.comparison.tables import (
 from evaluation.comparison.trials import SweepPlan, Trial, command_options, parsed_options
 from evaluation.config import SweepConfig
 from evaluation.figures.charts import Curves, Scale, plot_bars, plot_lines
+from evaluation.figures.markdown import table
 from evaluation.figures.style import write_plot
-from evaluation.frozen.results import summarize_values, table, write_json
+from evaluation.frozen.results import write_json
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.scoring import rank_of
+from evaluation.metrics.summaries import summarize_values
 from evaluation.pages.about import recorded_versions
 from mpp.config.command_line import as_command_line, as_words
 from mpp.errors import UserError

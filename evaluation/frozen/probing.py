@@ -16,9 +16,11 @@ from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, 
 from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_features
 from evaluation.frozen.labelled import refuse_other_kinds
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features
-from evaluation.frozen.results import report_of, summarize_accuracies, write_probe_report
+from evaluation.frozen.report_names import report_of
+from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error
+from evaluation.metrics.summaries import summarize_accuracies
 from mpp.data.label_kinds import AUTO
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks

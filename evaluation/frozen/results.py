@@ -1,196 +1,27 @@
 """Writing of results: JSON, a Markdown table, TensorBoard."""
 
 import json
-import re
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
-import numpy as np
-
-from evaluation.config import EncoderConfig
 from evaluation.figures.charts import Scale, plot_by_depth
+from evaluation.figures.markdown import table, without_empty_columns
 from evaluation.figures.style import DPI
 from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
 from evaluation.frozen.random_weights import describe_random_weights
-from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
+from evaluation.frozen.report_names import events_folder
 from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.kinds import LabelKind
-from evaluation.metrics.scoring import (
-    describe_labels,
-    keep_outcomes,
-    kind_of,
-    kind_of_report,
-    mean_interval,
-    without_nan,
-)
-from mpp.config import SourceConfig, sides
-from mpp.config.fields import default_of
-from mpp.config.keys import iterate_settings, plain
-from mpp.data.identity import short_digest
+from evaluation.metrics.scoring import describe_labels, keep_outcomes, kind_of, kind_of_report, without_nan
 from mpp.errors import UserError
 from mpp.runtime.files import complete
 from mpp.runtime.messages import counted
-from mpp.runtime.weights import BEST, encoder_folder, fingerprint, run_of
+from mpp.runtime.weights import fingerprint
 from mpp.training.log import event_writer
 
-NAMED_SETTINGS = ("encoder", "checkpoint", "random", "img_size", "representation", "depth", "features")
-"""Settings that `report_suffix` names, or the place of a report."""
 MAX_CLASSES_PRINTED = 30
 """Lines of a printed table by class."""
-MAX_SETTINGS_LENGTH = 80
-"""Characters of settings in a report's name; more are a digest."""
-
-
-def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
-    """The file of a report: `out`, or next to what was evaluated: the features, the run folder, or runs/ENCODER.
-
-    Raises:
-        UserError: it cannot be written there, or the encoder is a file.
-    """
-    if not features and Path(encoder).is_file():
-        encoder_folder(Path(encoder))  # says why a file is no encoder
-    if out and Path(out).is_dir():
-        raise UserError(f"out is {out}, a folder; it must be a file")
-    if out:
-        path = Path(out)
-    elif features:
-        path = Path(features).with_name(f"{Path(features).stem}_{name}")
-    else:
-        folder = Path(encoder)
-        if not folder.exists():
-            folder = Path("runs") / re.sub("[/:]", "_", encoder)
-        path = run_of(folder) / "evaluation" / name
-    try:
-        with TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
-            return path
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); choose another place with --out") from error
-
-
-def report_of(config: EncoderConfig, command: str, ending: str = ".json") -> Path:
-    """The file of a command's report, whose name says which settings are unusual: see `report_path`."""
-    of_encoder = "" if config.features else report_suffix(config)
-    name = f"{command}{of_encoder}{settings_suffix(config)}{ending}"
-    return report_path(config.out, config.encoder, name, config.features)
-
-
-def report_suffix(config: EncoderConfig) -> str:
-    """The end of a name: encoder, images and features where they are not the usual ones.
-
-    Other encoders, images and features have files of their own. For a report, see `settings_suffix` too.
-    """
-    parts = []
-    if config.random:
-        parts.append(f"random_{config.seed}")
-    if Path(config.encoder).name == BEST:
-        parts.append("best")
-    if config.checkpoint:
-        place = str(Path(config.checkpoint).resolve())
-        parts += [Path(config.checkpoint).stem, short_digest([place.encode()])[:6]]  # many are called model
-    if config.img_size:
-        different_sides = dict.fromkeys(sides(config.img_size))
-        parts.append(f"{'x'.join(map(str, different_sides))}px")
-
-    path = config.data.path
-    run = find_run(config.encoder)
-    has_usual_images = holds_run_images(path, run) if run else path is None
-    if not has_usual_images:
-        name = re.sub(r"[^\w.-]+", "_", Path(path).name) if path else "birds"
-        settings = [str(getattr(config.data, key)) for key in IMAGE_SETTINGS]
-        digest = short_digest(["\n".join(settings).encode()])[:6]  # names recur
-        parts += [name, digest]
-    else:
-        parts += parts_of_name(unusual_choices(config.data, run))
-
-    if config.representation != "mean":
-        parts.append(config.representation)
-    if config.depth != "last":
-        parts.append(f"depth_{config.depth}")
-    return "".join(f"_{part}" for part in parts)
-
-
-def unusual_choices(data: SourceConfig, run: Path | None) -> dict[str, Any]:
-    """Settings that choose among the usual images, or read them, otherwise than usual: those of the run, or defaults.
-
-    Args:
-        run: the encoder's run; None: it has none.
-    """
-    usual = evaluated_image_settings(run) if run else {}
-    unusual = {}
-    for key in IMAGE_SETTINGS:
-        value = getattr(data, key)
-        moves_along = key == "path" or (key == "labels" and data.path != usual.get("path"))
-        if not moves_along and plain(value) != plain(usual.get(key, getattr(type(data), key))):
-            unusual[key] = value
-    return unusual
-
-
-def settings_suffix(config: Any) -> str:
-    """The end of a report's name that names all other settings that are not the defaults, such as shots.
-
-    The file of saved features begins the name.
-    """
-    named = {*NAMED_SETTINGS, *(f"data.{name}" for name in IMAGE_SETTINGS)}
-    if config.random:
-        named.add("seed")
-    others = {}
-    for key, field, value in iterate_settings(config):
-        is_default = value == default_of(field)
-        if not (is_default or field.metadata.get("operational") or key in named):
-            others[key.rpartition(".")[2]] = value
-    return "".join(f"_{part}" for part in parts_of_name(others))
-
-
-def parts_of_name(settings: dict[str, Any]) -> list[str]:
-    """Settings as parts of a file's name, `shots_1-5`; a digest where they are many."""
-    parts = []
-    for key, value in settings.items():
-        text = re.sub(r"[^\w.]+", "-", str(plain(value))).strip("-")
-        parts.append(f"{key}_{text}")
-    if sum(map(len, parts)) > MAX_SETTINGS_LENGTH:
-        return [short_digest([repr(settings).encode()])[:6]]
-    return parts
-
-
-def summarize_accuracies(results: list[dict], group_by: str) -> dict[str, dict[str, float]]:
-    """Summaries of the accuracies that share a value of `group_by`, or of `case`: see `summarize_values`.
-
-    With `interval`, over test images, where the results have one.
-    """
-    groups: dict[str, list[dict]] = {}
-    for result in results:
-        name = str(result.get("case", result[group_by]))
-        groups.setdefault(name, []).append(result)
-    summaries: dict[str, dict[str, Any]] = {}
-    for name, of_case in groups.items():
-        summaries[name] = summarize_values([result["accuracy"] for result in of_case])
-        interval = mean_interval(of_case)
-        if interval is not None:
-            summaries[name]["interval"] = interval
-    return summaries
-
-
-def summarize_values(values: Sequence[float]) -> dict[str, float]:
-    """Mean, (population) standard deviation and number of some values; null of a file is NaN."""
-    numbers = np.array(values, float)
-    return {"mean": float(numbers.mean()), "std": float(numbers.std()), "count": len(values)}
-
-
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, the first column aligned to the left and the others to the right."""
-    headings, *rows = [[" ".join(cell.splitlines()).replace("|", r"\|") for cell in row] for row in (headings, *rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True)]
-    rule = ["-" * widths[0]]
-    rule += ["-" * (width - 1) + ":" for width in widths[1:]]
-    lines = []
-    for line in (headings, rule, *rows):
-        cells = [line[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -198,11 +29,6 @@ def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with complete(path, shared=True) as partial:
         partial.write_text(json.dumps(without_nan(value), indent=1), encoding="utf-8")
-
-
-def events_folder(path: Path) -> Path:
-    """The folder of a report's TensorBoard events."""
-    return path.with_suffix("") if path.suffix else path.with_name(f"{path.name}_events")
 
 
 def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dict[str, Any]:
@@ -304,13 +130,6 @@ def describe_baselines(report: dict[str, Any]) -> str:
     kind = kind_of_report(report)
     baselines = report.get("labels", {}).get("baselines", {})
     return ", ".join(kind.describe_baseline(name, value) for name, value in baselines.items())
-
-
-def without_empty_columns(headings: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """A table without the columns that have no value ("-" in all rows); with all columns where none has one."""
-    places = range(len(headings))
-    kept = [place for place in places if any(row[place] != "-" for row in rows)] or places
-    return [headings[place] for place in kept], [[row[place] for place in kept] for row in rows]
 
 
 def scale_of(kind: LabelKind, split: str) -> Scale:

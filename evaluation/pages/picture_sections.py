@@ -10,7 +10,7 @@ from PIL import Image
 
 from evaluation.config import ReportConfig, VisualizeConfig
 from evaluation.figures.charts import plot_map
-from evaluation.frozen.results import report_suffix
+from evaluation.frozen.report_names import report_suffix
 from evaluation.frozen.run_images import load_unchanged_splits_of
 from evaluation.pages.about import Missing, noted
 from evaluation.pages.page import Block, Picture, Section, Table, chart, picture, picture_of

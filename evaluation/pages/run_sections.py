@@ -10,9 +10,10 @@ from urllib.parse import quote
 from evaluation.config import ContrastiveConfig, ReportConfig, SupervisedConfig, config_class_of
 from evaluation.frozen.by_class import describe_shown, draw_confusion, figure_rows, shown_outcomes
 from evaluation.frozen.random_weights import of_learned_weights, scores_of_random_weights, way_to_random_weights
-from evaluation.frozen.results import describe_baselines, summarize_accuracies
+from evaluation.frozen.results import describe_baselines
 from evaluation.frozen.training_reports import REPORTS_OF_TRAINING, reports_of_training
 from evaluation.metrics.scoring import kind_of, kind_of_report
+from evaluation.metrics.summaries import summarize_accuracies
 from evaluation.pages.about import Missing, changed, settings_rows
 from evaluation.pages.curves import features_of_run
 from evaluation.pages.page import Block, Link, Table, Text, picture_of

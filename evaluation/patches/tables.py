@@ -9,8 +9,9 @@ from torch import Tensor
 
 from evaluation.config import SegmentationConfig
 from evaluation.figures.images import plot_segmentation
-from evaluation.frozen.results import summarize_values, table
+from evaluation.figures.markdown import table
 from evaluation.metrics.pixels import Pixels
+from evaluation.metrics.summaries import summarize_values
 from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchEncoder
 from evaluation.patches.masks import MaskedImages

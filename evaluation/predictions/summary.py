@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from evaluation.frozen.results import MAX_CLASSES_PRINTED, print_by_class, table
+from evaluation.figures.markdown import table
+from evaluation.frozen.results import MAX_CLASSES_PRINTED, print_by_class
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import kind_of, measured
 from evaluation.tables.images import MAX_BROKEN_NAMED

@@ -14,7 +14,8 @@ from evaluation.frozen.extraction import describe_input, warn_left_out
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.labelled_features import cut_dev_split
 from evaluation.frozen.probing import assemble_report
-from evaluation.frozen.results import report_of, write_probe_report
+from evaluation.frozen.report_names import report_of
+from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import add_figures, score
