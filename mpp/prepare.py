@@ -193,7 +193,8 @@ def write_shard(shard: Shard) -> None:
     features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
     shard.file.parent.mkdir(exist_ok=True)
     with complete(shard.file) as partial:
-        rows_in_memory(kept, features).to_parquet(partial)  # without compression of images
+        with partial.open("wb") as file:  # of a name, the library expands ~, and takes `a::b` for a URL
+            rows_in_memory(kept, features).to_parquet(file)  # without compression of images
         write_complete(shard.notes, json.dumps(notes))
 
 

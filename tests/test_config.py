@@ -82,6 +82,7 @@ def test_only_plumbing_may_change(tmp_path):
         (["--run.steps=many"], ["run.steps is many; it must be a whole number of at least 1"]),
         (["--run.steps=0"], ["run.steps", "at least 1"]),
         (["--run.dir=~/here"], ["run.dir is ~/here", "without ~"]),
+        (["--run.dir=s3://bucket/run"], ["run.dir is s3://bucket/run", "a path on this machine, not a URL"]),
         (["--run.precision=fp17"], ["run.precision", "bf16", "fp32"]),
         (["--corruption.rate=1.5"], ["corruption.rate", "1.5", "below 1"]),
         (["--corruption.mask=0.5"], ["corruption.mask + random + keep", "must be 1"]),
@@ -119,6 +120,14 @@ def test_errors_are_one_line_that_names_the_culprit(arguments, words):
         ("run: 3", "run is 3"),
         ("optim: {lr: 1}\nrun: {steps: 3}\noptim: {lr: 2}", "optim occurs twice"),
         ("run: {steps: 3, steps: 4}", "steps occurs twice"),
+        ("optim.lr: 1\noptim: {weight_decay: 0}", r"bad\.yaml: optim\.lr occurs next to optim; write it below optim"),
+        ("run: {steps: 3}\nrun.seed: 2", r"run\.seed occurs next to run"),
+        ("run:\n  steps: 010", r"bad\.yaml, line 2: 010 is 8 in YAML; write 8, or text in quotes"),
+        ("run: {keep_at: [1, 1:30]}", r"1:30 is 90 in YAML; write 90"),
+        ("data: {revision: 01234567}", r"01234567 is 342391 in YAML; write 342391, or text in quotes"),
+        ("data: {revision: 1e5}", r"data\.revision is 1e5; it must be text or null \(in quotes, any word is text\) \("),
+        ("data: {label_column: no}", r"data\.label_column is false; .* \(in quotes, any word is text\) \(in .*bad"),
+        ("data: {path: [a, b]}", r"data\.path is \[\"a\", \"b\"\]; it must be text or null \(in .*bad"),
     ],
 )
 def test_errors_in_files_are_one_line(tmp_path, text, words):

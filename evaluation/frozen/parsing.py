@@ -13,7 +13,7 @@ from evaluation.frozen.run_images import (
     is_moved_copy,
     load_unchanged_splits,
 )
-from mpp.config import HOW_READ, DataConfig, refuse_idle
+from mpp.config import HOW_READ, DataConfig, check_places, refuse_idle
 from mpp.config.command_line import as_words, files_first
 from mpp.config.parsing import ConfigT, read
 from mpp.data.sources import image_arguments
@@ -82,6 +82,7 @@ def read_with_images(
     """
     words = files_first(sys.argv[1:] if arguments is None else arguments)
     config: Any = read(config_class, words, prog)
+    check_places(config)
     path_is_named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
     inherited = {}
     if not getattr(config, "features", None):

@@ -7,7 +7,7 @@ is resumed. Fields with `needs` have an effect only together with certain others
 
 from dataclasses import dataclass, field
 
-from mpp.config.checks import check_bounds, describe_value, refuse_idle, require
+from mpp.config.checks import check_bounds, check_places, describe_value, refuse_idle, require
 from mpp.config.data import (
     HOW_READ,
     WINDOW,

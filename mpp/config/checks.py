@@ -8,7 +8,11 @@ from typing import Any
 
 from mpp.config.allowed import describe_allowed
 from mpp.config.fields import default_of
+from mpp.config.keys import iterate_settings
 from mpp.errors import UserError
+
+PLACES_WRITTEN_TO = ("dir", "out")
+"""Last parts of the names of settings that are files or folders which a command writes."""
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -41,6 +45,17 @@ def check_bounds(config: Any, prefix: str = "") -> None:
         require(fits, f"{prefix}{each.name}", value, allowed)
         if bounds.listed and not bounds.repeats:
             require(len(set(values)) == len(values), f"{prefix}{each.name}", value, f"{allowed}, each once")
+
+
+def check_places(config: Any) -> None:
+    """Raise UserError where a place to write to begins with ~, or is a URL.
+
+    Python makes a folder of the name `~` or `s3:` of them, in the folder where the command is run.
+    """
+    for key, _, value in iterate_settings(config):
+        if key.rpartition(".")[2] in PLACES_WRITTEN_TO and isinstance(value, str):
+            require(not value.startswith("~"), key, value, "a path without ~ (only a shell expands it)")
+            require("://" not in value, key, value, "a path on this machine, not a URL")
 
 
 def refuse_idle(config: Any, usual: Any = None, prefix: str = "", whole: Any = None) -> None:

@@ -5,6 +5,7 @@
 """
 
 import difflib
+import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from mpp.config.allowed import describe_allowed
-from mpp.config.checks import refuse_idle
+from mpp.config.checks import check_places, refuse_idle
 from mpp.config.command_line import FILE_OPTION, as_words, files_first, join_files, join_numbers
 from mpp.config.help import CONFIG_HELP, help_of, show_help
 from mpp.config.imports import take_imports
@@ -28,6 +29,8 @@ from mpp.errors import UserError
 
 SPELLED_ALIKE = 0.85
 """Likeness of two names of which one is the other, misspelled."""
+OTHER_NUMBER = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
+"""Octal, or with a base of 60."""
 
 ConfigT = TypeVar("ConfigT")
 
@@ -44,6 +47,7 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, p
     """
     words = sys.argv[1:] if arguments is None else arguments
     config = read(config_class, files_first(words), prog)
+    check_places(config)
     refuse_idle(config)
     return config
 
@@ -105,8 +109,17 @@ def check_file(config_class: type, file: Path) -> None:
     if not isinstance(content, dict):
         raise UserError(f"--config is {file}, without settings; it must have lines such as `optim: {{lr: 1e-3}}`")
     check_keys(config_class, file, content)
-    for key in repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader)):
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key in repeated_keys(node):
         raise UserError(f"{file}: {key} occurs twice")
+    for key in content:
+        group = str(key).partition(".")[0]
+        if group != key and group in content:  # the parser would drop one that stands before its group
+            raise UserError(f"{file}: {key} occurs next to {group}; write it below {group}")
+    for number in other_numbers(node):
+        meant = yaml.safe_load(number.value)
+        problem = f"{number.value} is {meant} in YAML"
+        raise UserError(f"{file}, line {number.start_mark.line + 1}: {problem}; write {meant}, or text in quotes")
 
 
 def check_keys(config_class: type, file: Path, content: dict[Any, Any]) -> None:
@@ -136,6 +149,18 @@ def repeated_keys(node: yaml.Node | None) -> Iterator[str]:
             yield str(name)
     for _, value in node.value:
         yield from repeated_keys(value)
+
+
+def other_numbers(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
+    """Numbers that YAML 1.1 does not read as they look: 010 is 8, and 1:30 is 90."""
+    if isinstance(node, yaml.ScalarNode):
+        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        if is_number and OTHER_NUMBER.fullmatch(node.value):
+            yield node
+        return
+    for part in node.value:
+        for each in part if isinstance(node, yaml.MappingNode) else (part,):
+            yield from other_numbers(each)
 
 
 # --- errors ---

@@ -62,7 +62,6 @@ class RunConfig:
 
     def __post_init__(self):
         check_bounds(self, "run.")
-        require(not self.dir.startswith("~"), "run.dir", self.dir, "a path without ~ (only a shell expands it)")
         for step in self.keep_at or ():
             require(step <= self.steps, "run.keep_at", step, f"at most run.steps ({self.steps})")
         if self.branch_from is not None:

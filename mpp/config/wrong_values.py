@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from mpp.config.allowed import describe_allowed, suggest, takes_lists
+from mpp.config.allowed import describe_allowed, members, suggest, takes_lists
 from mpp.config.command_line import FILE_OPTION, as_words
 from mpp.config.keys import iterate_settings
 
@@ -87,6 +87,8 @@ def value_in(content: Any, key: str) -> Any:
 
 def hint(field: Field, value: Any) -> str:
     """A hint in parentheses: the value probably meant, or how to write a list; empty where neither helps."""
+    if str in members(field.type) and not isinstance(value, list | dict):  # YAML took it for something else
+        return " (in quotes, any word is text)"
     if not isinstance(value, str):
         return ""
     meant = suggest(field, value)
