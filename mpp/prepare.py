@@ -52,7 +52,7 @@ from mpp.runtime.command import command
 from mpp.runtime.files import complete, write_complete
 from mpp.runtime.hardware import cores
 from mpp.runtime.lock import hold
-from mpp.runtime.messages import counted
+from mpp.runtime.messages import counted, note
 from mpp.runtime.output import printable
 from mpp.runtime.progress import progress_bar
 from mpp.runtime.randomness import Stream, permutation
@@ -236,6 +236,9 @@ def select_columns(config: PrepareConfig, rows: datasets.Dataset) -> datasets.Da
     columns = [image_column]
     if label_column and label_column != image_column:
         columns.append(label_column)
+    others = [name for name in rows.column_names if name not in columns]
+    if others:
+        note(f"the shards have images and labels only, without {', '.join(others)}; data.label_column names the labels")
     rows = rows.select_columns(columns)
     if image_column != "image":
         rows = rows.rename_column(image_column, "image")

@@ -248,6 +248,8 @@ def test_names_that_lead_out_write_nothing_there(tmp_path):
         (["--short_side=0"], "short_side is 0; it must be a whole number of at least 1"),
         (["--quality=101"], "quality is 101; it must be a whole number from 1 to 100"),
         (["--data.path=null"], "data.path is null; it must be a dataset"),
+        (["--out=~/shards"], "out is ~/shards; it must be a path without ~"),
+        (["--out=gs://bucket/shards"], "out is gs://bucket/shards; it must be a path on this machine, not a URL"),
         (["--data.path=./nowhere"], "data.path is ./nowhere, which does not exist"),
         (["--data.label_column=kind"], "data.label_column is kind; data.path .* has image, label"),
     ],
@@ -351,6 +353,25 @@ def test_shards_are_not_written_among_the_images_or_other_files(folder, tmp_path
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match="which holds something else"):
         main(options(folder, tmp_path / "other"))
+
+
+def test_shards_are_written_to_a_folder_of_any_name(tmp_path):
+    file = tmp_path / "data.parquet"
+    write_labelled(file, [0, 1])
+    out = tmp_path / "2026::~ [a]*"
+    main([f"--data.path={file}", f"--out={out}", "--workers=1"])
+    assert names_in(out / "data") == ["train-00000-of-00001.parquet"]
+    train, test = load_image_datasets(SourceConfig(path=str(out)))
+    assert (len(train), len(test)) == (1, 1)
+
+
+def test_columns_that_shards_leave_out_are_named(folder, tmp_path, capsys):
+    rows = [f"cat/{number:02d}.png,Felis,Rome" for number in (1, 2, 4)]
+    (folder / "train" / "labels.csv").write_text("\n".join(["file,species,city", *rows]))
+    main(options(folder, tmp_path / "out"))
+    assert "without species, city; data.label_column names the labels\n" in capsys.readouterr().out
+    main(options(folder, tmp_path / "species", "--data.label_column=species"))
+    assert "without city; data.label_column names" in capsys.readouterr().out
 
 
 def test_other_labels_are_not_mixed(tmp_path):

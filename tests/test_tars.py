@@ -243,6 +243,25 @@ def test_a_key_of_json_may_hold_several_labels(tmp_path):
     assert {*train.class_names} == {"0", "1", "2"}
 
 
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        ({"json": b'{"species": "cat", "width": 9}', "txt": b"a cat"}, "txt, species (in json), width (in json)"),
+        ({"class.txt": b"3"}, "class.txt"),
+        ({"json": b"["}, None),
+        ({"cls": b" ", "txt": b"a cat"}, None),
+        ({}, None),
+    ],
+)
+def test_members_that_may_be_labels_are_named(tmp_path, capsys, others, named):
+    members = [("0.png", colour(0)), *((f"0.{end}", content) for end, content in others.items())]
+    write_tar(tmp_path / "train.tar", members)
+    load_splits(ImagesConfig(path=str(tmp_path)))
+    hint = "no sample has a member `cls` or `label`; data.label_column may name one of "
+    output = capsys.readouterr().out
+    assert (f"{hint}{named}\n" in output) if named else (hint not in output)
+
+
 def write_with_json(file: Path, values: list) -> None:
     """Images of several colours with JSON in which the key `kind` has these values."""
     members = []

@@ -104,7 +104,7 @@ def label_setting(config: ImagesConfig, held_out: bool) -> tuple[str | None, str
     return config.label_column, f"{config.group_name}.label_column"
 
 
-def hint_at_labels(config: SourceConfig, rows: datasets.Dataset, image_column: str) -> None:
+def hint_at_labels(config: SourceConfig, rows: datasets.Dataset | datasets.IterableDataset, image_column: str) -> None:
     """Note the columns that may hold labels, if none is called `label` and no setting names one."""
     if config.label_column is not None or "label" in rows.column_names:
         return

@@ -14,7 +14,7 @@ from mpp.data.kept_samples import FileStamps, keep_rows, list_stream_files
 from mpp.data.labels import find_label_column
 from mpp.data.overview import announce_stream
 from mpp.data.shards import SHARDS_PER_TURN, Shards
-from mpp.data.sources import find_held_out_split, label_images, label_setting, load_splits
+from mpp.data.sources import find_held_out_split, hint_at_labels, label_images, label_setting, load_splits
 from mpp.errors import UserError
 from mpp.runtime.messages import warn
 from mpp.runtime.randomness import Stream, permutation
@@ -47,6 +47,7 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     if config.train_images is not None:
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
     shards, held_out = split_shards(config, open_streams(config))
+    hint_at_labels(config, shards.stream, shards.image_column)
     train_label = find_label(config, shards, held_out=False)
     held_out_label = find_label(config, held_out, held_out=True)
     if train_label is None:

@@ -1,8 +1,10 @@
 """Images of tar shards: indexed by the headers of their members on this machine, or streamed from far away."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from mpp.data.listing.left_out import LeftOutFiles, without_decoder
 from mpp.data.listing.lists import named_label_columns
 from mpp.data.listing.split_names import split_of_shard
 from mpp.data.listing.tar_members import Member, is_local_shard, member_path, naming_damaged, read_member
-from mpp.data.listing.tar_samples import cuts_at_last_dot, read_samples
+from mpp.data.listing.tar_samples import LABEL_ENDINGS, cuts_at_last_dot, read_samples
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
 from mpp.runtime.output import printable
@@ -42,6 +44,7 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
         columns[name] = []
     folders: list[str] = []  # of the images, inside their shards
     other_endings: set[str] = set()  # of pictures that are not the images
+    other_members: dict[str, bytes] = {}  # ending -> the first one that is no picture
     left_out = LeftOutFiles()
     files = [(split, shard) for split, of_split in shards.items() for shard in of_split]
     at_last_dot = cuts_at_last_dot(files[0][1], config)
@@ -59,6 +62,7 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
                 columns[image_column].append(member_path(shard, picture))
                 columns[SPLIT].append(split)
                 folders.append(picture.name.rpartition("/")[0])
+                other_members = sample.others | other_members
                 for name, ending in endings.items():
                     columns[name].append(sample.label(ending))
 
@@ -76,6 +80,8 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
         if all(label is None for label in columns[name]):
             del columns[name]
     listing = Listing(columns, label_columns=endings.keys() & columns.keys(), path_columns={image_column})
+    if config.label_column is None and LABEL not in columns and other_members.keys().isdisjoint(LABEL_ENDINGS):
+        listing.notes += hint_at_members(other_members)
     listing.add_left_out(left_out)
     return listing
 
@@ -95,6 +101,20 @@ def refuse_without_images(config: ImagesConfig, endings: set[str], left_out: Lef
         )
     reasons = map(printable, left_out.lines(images=True))
     raise UserError("; ".join([f"{config.group_name}.path is {config.path}, whose shards hold no images", *reasons]))
+
+
+def hint_at_members(members: dict[str, bytes]) -> list[str]:
+    """A line about the members that may be labels, or have labels as keys of JSON, where none is called as labels are.
+
+    Args:
+        members: ending -> the first member that has it, and is no picture.
+    """
+    names = sorted(members.keys() - {"json"})
+    with suppress(ValueError):
+        found = json.loads(members.get("json", b"null"))
+        names += [f"{key} (in json)" for key in (found if isinstance(found, dict) else ())]
+    usual = " or ".join(f"`{ending}`" for ending in LABEL_ENDINGS)
+    return [f"no sample has a member {usual}; data.label_column may name one of {shortened(names)}"] if names else []
 
 
 def label_endings(config: ImagesConfig) -> dict[str, str | None]:
