@@ -160,8 +160,17 @@ def read_labels(column: FoundColumn) -> LabelColumn | None:
 
 
 def column_of(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
-    """A column of a dataset as arrow has it."""
-    return rows.select_columns([name]).with_format("arrow")[:].column(0)
+    """A column of a dataset as arrow has it, but for views of texts, of which arrow computes little."""
+    values = rows.select_columns([name]).with_format("arrow")[:].column(0)
+    kind = without_views(values.type)
+    return values if kind == values.type else values.cast(kind)
+
+
+def without_views(kind: pa.DataType) -> pa.DataType:
+    """The type of texts, or of lists of texts, that polars writes as views."""
+    if pa.types.is_list(kind):
+        return pa.list_(without_views(kind.value_type))
+    return pa.string() if str(kind) == "string_view" else kind
 
 
 def without_fractions(labels: pa.ChunkedArray) -> pa.ChunkedArray:

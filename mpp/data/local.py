@@ -24,7 +24,7 @@ from mpp.data.labels import column_of
 from mpp.data.listing.archives import ARCHIVE_EXTENSIONS, is_archive, unpack_archive
 from mpp.data.listing.formats import LIST_EXTENSIONS, SHARD_BUILDERS, TABLE_EXTENSIONS, extension_of
 from mpp.data.listing.image_table import Listing, SharedListing, path_column, share_listing
-from mpp.data.listing.images import list_images
+from mpp.data.listing.images import is_named_list, list_images
 from mpp.data.listing.links import plain_path
 from mpp.data.listing.split_names import split_of_shard, split_order
 from mpp.data.listing.tars import list_shards, stream_shards
@@ -154,6 +154,7 @@ def list_folder(path: Path, config: ImagesConfig, streaming: bool) -> Listing:
     """
     tree = walk_folder(os.path.abspath(path))
     leave_out_cached_tables(tree)
+    tree.shards = [(parts, path) for parts, path in tree.shards if not is_named_list(path, config)]
     if tree.shards and tree.folders:
         choose_images_or_shards(tree)
     if tree.shards:

@@ -54,6 +54,11 @@ class FileIndex:
             return None
         return self.by_bare_name.get((folder, compose(name)))
 
+    def is_of_several(self, name: str, folder: str) -> bool:
+        """Whether a name is not found because several files have it, in other folders or with other endings."""
+        name = compose(name)
+        return self.place(name, folder) in self.without_extensions or (folder, name) in self.by_bare_name
+
     def find_spelling(self, name: str, folder: str) -> int | None:
         """The index of a file by a name with `/` between folders; None: there is no such file."""
         place = self.place(name, folder)
@@ -62,7 +67,7 @@ class FileIndex:
         composed = compose(place)
         if composed in self.composed:
             return self.composed[composed]
-        if composed in self.without_extensions:  # made only for lists that need it: it is large
+        if self.without_extensions.get(composed) is not None:  # made only for lists that need it: it is large
             return self.without_extensions[composed]
         path = os.path.normpath(os.path.join(self.root, place))
         if not os.path.isfile(path):
@@ -86,13 +91,13 @@ class FileIndex:
         return {compose(place): file_index for place, file_index in self.index_by_name.items()}
 
     @cached_property
-    def without_extensions(self) -> dict[str, int]:
-        """Indices by names without their extension, where only one file has that name."""
-        return only_unique((without_extension(place), file_index) for place, file_index in self.composed.items())
+    def without_extensions(self) -> dict[str, int | None]:
+        """Indices by names without their extension; None: several files have that name."""
+        return unique_or_none((without_extension(place), file_index) for place, file_index in self.composed.items())
 
     @cached_property
-    def by_bare_name(self) -> dict[tuple[str, str], int]:
-        """Indices by a folder and a file's name below it, with its extension or without, where only one file has it."""
+    def by_bare_name(self) -> dict[tuple[str, str], int | None]:
+        """Indices by a folder and a name below it, with its extension or without; None: several files have the name."""
         pairs = []
         for place, file_index in self.composed.items():
             folder, _, file = place.rpartition("/")
@@ -100,7 +105,7 @@ class FileIndex:
             while folder:
                 folder = folder.rpartition("/")[0]
                 pairs += [((folder, spelling), file_index) for spelling in spellings]
-        return only_unique(pairs)
+        return unique_or_none(pairs)
 
 
 def compose(text: str) -> str:
@@ -108,11 +113,10 @@ def compose(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def only_unique(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
-    """Keys -> indices, without the keys that stand for several indices."""
-    index_by_key: dict[Any, int] = {}
-    ambiguous = set()
+def unique_or_none(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int | None]:
+    """Keys -> indices; None for the keys that stand for several indices."""
+    index_by_key: dict[Any, int | None] = {}
     for key, file_index in pairs:
         if index_by_key.setdefault(key, file_index) != file_index:
-            ambiguous.add(key)
-    return {key: file_index for key, file_index in index_by_key.items() if key not in ambiguous}
+            index_by_key[key] = None
+    return index_by_key

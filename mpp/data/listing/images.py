@@ -47,9 +47,8 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
 def read_lists(tree: Tree, config: ImagesConfig) -> list[ImageList]:
     """The lists of a tree, or that of `data.labels`, whose names start at the top."""
     if config.labels is not None:
-        path = os.path.expanduser(config.labels)
-        leave_out_other_lists(tree, os.path.abspath(path))
-        return [read_list(path, "", config)]
+        leave_out_other_lists(tree, config)
+        return [read_list(os.path.expanduser(config.labels), "", config)]
     lists = []
     for parts, path in tree.lists:
         image_list = read_list(path, "/".join(parts), config)
@@ -61,13 +60,23 @@ def read_lists(tree: Tree, config: ImagesConfig) -> list[ImageList]:
     return lists
 
 
-def leave_out_other_lists(tree: Tree, path: str) -> None:
-    """Leave out the lists in the tree but that of `data.labels`, whose absolute path is `path`."""
+def leave_out_other_lists(tree: Tree, config: ImagesConfig) -> None:
+    """Leave out the lists in the tree but that of `data.labels`."""
     for _, other in tree.lists:
-        if not (os.path.exists(path) and os.path.samefile(other, path)):
+        if not is_named_list(other, config):
             tree.left_out.add("lists other than data.labels", os.path.basename(other))
-    if is_below(path, tree.root):
-        tree.left_out.forget(other_files(path), os.path.relpath(path, tree.root))
+    path = os.path.realpath(os.path.expanduser(config.labels))
+    root = os.path.realpath(tree.root)
+    if is_below(path, root):
+        tree.left_out.forget(other_files(path), os.path.relpath(path, root))
+
+
+def is_named_list(path: str, config: ImagesConfig) -> bool:
+    """Whether a file in the tree is the list that `data.labels` names."""
+    if config.labels is None:
+        return False
+    named = os.path.expanduser(config.labels)
+    return os.path.exists(named) and os.path.samefile(path, named)
 
 
 def list_by_folders(tree: Tree, config: ImagesConfig) -> Listing:

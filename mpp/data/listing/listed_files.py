@@ -120,7 +120,8 @@ class ListedFiles:
             own_folder = os.path.dirname(os.path.abspath(image_list.path))
             file_index = self.files.find(os.path.join(own_folder, name), "")
         if file_index is None:
-            self.missing[image_list.path].append(name)
+            of_several = self.files.is_of_several(name, image_list.folder)
+            self.missing[image_list.path].append(f"{name} (several have this name)" if of_several else name)
         return file_index
 
     def find_image(self, name: Any, row: int, image_list: ImageList) -> int | None:

@@ -9,7 +9,7 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -166,12 +166,13 @@ def read_csv(path: str, encoding: str, file_column: str | None) -> dict[str, Col
     """The columns of a CSV file, all of text; a blank cell is None."""
     with open(path, encoding=skipping_mark(encoding), newline="") as file:
         rows = csv.reader(file, delimiter=find_delimiter(file, file_column), strict=True)
-        names = [name.strip() for name in next(rows, [])]
+        numbered_rows = read_rows(rows)
+        names = [name.strip() for name in next(numbered_rows, [])]
         repeated = sorted(name for name in {*names} if name and names.count(name) > 1)
         if repeated:
             raise ValueError(f"it has the column {repeated[0]} twice")
         columns: list[Column] = [[] for _ in names]
-        for row in rows:
+        for row in numbered_rows:
             if all_blank(row):
                 continue
             if not all_blank(row[len(names) :]):
@@ -180,6 +181,23 @@ def read_csv(path: str, encoding: str, file_column: str | None) -> dict[str, Col
             for column, cell in zip(columns, row, strict=False):
                 column.append(cell if cell.strip() else None)
     return {name: column for name, column in zip(names, columns, strict=True) if name}
+
+
+def read_rows(rows: Any) -> Iterator[list[str]]:
+    """The rows of a reader of csv, whose errors name the line at which the row begins.
+
+    Raises:
+        ValueError: a row cannot be read, such as one with a quote that nothing closes.
+    """
+    while True:
+        first_line = rows.line_num + 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ValueError(f"the row of line {first_line}: {error}") from error
+        yield row
 
 
 def all_blank(cells: list[str]) -> bool:
@@ -216,7 +234,7 @@ def to_label(value: Any) -> Any:
     Whole numbers are written as integers: tables with blanks turn them to floating point.
     """
     if isinstance(value, list | tuple):
-        texts = [to_label(each) for each in value]
+        texts = [to_label(str(each) if isinstance(each, list) else each) for each in value]
         return [text for text in texts if text is not None]
     if value is None:
         return None
