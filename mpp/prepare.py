@@ -388,6 +388,10 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
         print(f"dropped {len(dropped)} that cannot be decoded, all named in {listing}:")
         for line in dropped[:DROPPED_SHOWN]:
             print(f"  {line}")
+    if not kept:
+        raise UserError(
+            f"out is {config.out}, which has no images: none of {describe_source(config.data)} can be decoded"
+        )
     if config.format == "npy":
         print(
             "note: arrays have the numbers of the files; unless these use all of their type, name data.range in the run"

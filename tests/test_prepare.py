@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from colours import save
 from conftest import encoded, picture
 from PIL import Image
 from torchvision.transforms.v2 import functional
@@ -363,6 +364,16 @@ def test_shards_are_written_to_a_folder_of_any_name(tmp_path):
     assert names_in(out / "data") == ["train-00000-of-00001.parquet"]
     train, test = load_image_datasets(SourceConfig(path=str(out)))
     assert (len(train), len(test)) == (1, 1)
+
+
+def test_images_that_are_all_broken_are_no_dataset(tmp_path, capsys):
+    for number in range(3):
+        save(tmp_path / "images" / f"{number}.png", number)
+    with pytest.raises(UserError, match=r"which has no images: none of data\.path .* can be decoded"):
+        main([f"--data.path={tmp_path / 'images'}", f"--out={tmp_path / 'out'}", "--workers=1", "--data.bands=[7,8,9]"])
+    output = capsys.readouterr().out
+    assert "0.png: 3 bands; data.bands asks for 9" in output
+    assert "next:" not in output
 
 
 def test_columns_that_shards_leave_out_are_named(folder, tmp_path, capsys):

@@ -327,6 +327,24 @@ def test_a_shard_that_ends_too_early_is_named(tmp_path, look, left):
         look(tmp_path)
 
 
+@BOTH
+@pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
+def test_a_shard_that_is_compressed_is_named(tmp_path, look, mode):
+    with tarfile.open(tmp_path / "train-0.tar", mode) as shard:
+        shard.addfile(tarfile.TarInfo("0.png"))
+    with pytest.raises(UserError, match=r"train-0\.tar is a compressed tar, .*; decompress it"):
+        look(tmp_path)
+
+
+def test_a_url_without_shards_is_named(tmp_path):
+    with pytest.raises(
+        UserError, match=r"^data\.path is memory://.*; it must hold shards of one format of .*: it has none"
+    ):
+        load(put_at_url(tmp_path, "notes.txt"))
+    with pytest.raises(UserError, match=r"it has \.parquet and \.tar"):
+        load(put_at_url(tmp_path, "a.tar", "b.parquet"))
+
+
 def test_any_damaged_shard_is_named(tmp_path):
     for shard in range(3):
         write_tar(tmp_path / f"train-{shard}.tar", samples(range(3 * shard, 3 * shard + 3)))

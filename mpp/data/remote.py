@@ -108,7 +108,7 @@ def finds_host(url: str) -> bool:
 def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of the shards at a URL."""
     refuse_list(config)
-    name, patterns_by_split = find_shards(config.path)
+    name, patterns_by_split = find_shards(config.path, config.group_name)
     if name == SHARD_BUILDERS[".tar"]:
         shards = {split: files_matching(patterns) for split, patterns in patterns_by_split.items()}
         return load_remote_tars(shards, config, streaming)
@@ -135,7 +135,7 @@ def files_matching(patterns: list[str]) -> list[str]:
     return list(files)
 
 
-def find_shards(url: str) -> tuple[str, dict[str, list[str]]]:
+def find_shards(url: str, group: str = "data") -> tuple[str, dict[str, list[str]]]:
     """The builder of `datasets` for the shards at a URL that fsspec knows, and the files of each split, or patterns.
 
     Args:
@@ -149,7 +149,8 @@ def find_shards(url: str) -> tuple[str, dict[str, list[str]]]:
     extensions = {Path(file).suffix for file in system.find(root)} & SHARD_BUILDERS.keys()
     if len(extensions) != 1:
         raise UserError(
-            f"it must hold files of one format of {', '.join(SHARD_BUILDERS)}; it has {sorted(extensions) or 'none'}"
+            f"{group}.path is {url}; it must hold shards of one format of {', '.join(SHARD_BUILDERS)}: it has "
+            f"{' and '.join(sorted(extensions)) or 'none'}"
         )
     (extension,) = extensions
     folder = without_sets(url.rstrip("/"))

@@ -11,11 +11,12 @@ from typing import BinaryIO, NamedTuple
 import fsspec
 
 from mpp.data.listing.formats import IMAGE_EXTENSIONS, extension_of
-from mpp.data.listing.tree import PICTURE_HEAD_BYTES
+from mpp.data.listing.tree import PICTURE_HEAD_BYTES, first_bytes
 from mpp.errors import UserError, one_line
 
 MEMBER_PATH = re.compile(r"tar://(?P<shard>.+?)::(?P<start>\d+)\+(?P<size>\d+)::(?P<name>.*)", re.DOTALL)
 """Path of an image in a shard on this machine: where it begins, its size, its name."""
+COMPRESSED_STARTS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")  # of gzip, bzip2, xz, zstd
 MAX_LABEL_BYTES = 1 << 16  # a member that is no image and longer is no label
 
 
@@ -99,6 +100,8 @@ def naming_damaged(shard: str) -> Iterator[None]:
     try:
         yield
     except errors as error:
+        if is_local_shard(shard) and first_bytes(shard).startswith(COMPRESSED_STARTS):
+            raise UserError(f"{shard} is a compressed tar, whose images cannot be read alone; decompress it") from error
         raise UserError(f"{shard} is damaged: {one_line(error)}; replace it") from error
 
 
