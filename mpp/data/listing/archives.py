@@ -1,15 +1,18 @@
 """Archives of image files: unpacked once, into the cache of `datasets`."""
 
 import hashlib
+import os
 import shutil
 import zipfile
 from pathlib import Path
 
 import datasets
 
+from mpp.runtime.files import write_complete
 from mpp.runtime.lock import hold
 
 ARCHIVE_EXTENSIONS = (".zip", ".tar.gz", ".tgz")
+COUNT_FILE = "count"  # next to the files: how many there are
 
 
 def is_archive(name: str) -> bool:
@@ -47,10 +50,26 @@ def untar(archive: Path, cache: Path) -> Path | None:
     return unpacked if unpacked.is_relative_to(cache) else None  # else it is the file itself
 
 
+def count_files(folder: Path) -> int:
+    """Number of files in a folder and all below it."""
+    return sum(len(files) for _, _, files in os.walk(folder))
+
+
+def is_whole(place: Path) -> bool:
+    """Whether the files of an archive are all there."""
+    try:
+        count = int((place / COUNT_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    files = place / "files"
+    return files.is_dir() and count_files(files) == count
+
+
 def unpack_archive(archive: Path) -> Path | None:
     """The folder of an archive's files in the cache, complete: known by the archive's path, size and time.
 
-    `datasets` itself would take the files that a full disk left, or those of an earlier archive at the same path.
+    `datasets` itself would take the files that a full disk left, or those of an earlier archive at the same path. Where
+    some are gone, since clusters delete old files, all are unpacked again.
 
     Returns:
         None: the file is no archive.
@@ -62,11 +81,13 @@ def unpack_archive(archive: Path) -> Path | None:
     complete = place / "files"
     partial = place / "partial"
     with hold(place, "HF_DATASETS_CACHE", wait=True):
-        if not complete.exists():
-            shutil.rmtree(partial, ignore_errors=True)
+        if not is_whole(place):
+            for folder in (partial, complete):
+                shutil.rmtree(folder, ignore_errors=True)
             unpacked = unzip(archive, partial / "files") if is_zip(archive) else untar(archive, partial)
             if unpacked is None:
                 return None
+            write_complete(place / COUNT_FILE, str(count_files(unpacked)))
             unpacked.replace(complete)
             shutil.rmtree(partial, ignore_errors=True)
     return complete
