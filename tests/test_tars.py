@@ -143,10 +143,12 @@ def test_several_pictures_are_chosen_among_by_a_setting_or_refused(tmp_path, loo
     assert is_right(in_train(tmp_path, image_column="jpg"), 6)
 
 
-def test_of_two_members_of_one_name_the_last_one_counts(tmp_path):
+def test_of_two_members_of_one_name_the_last_one_counts(tmp_path, capsys):
     """As tar has it: `tar -r` writes a file that has changed once more."""
     write_tar(tmp_path / "train.tar", [("a.png", colour(1)), *samples([2]), ("a.png", colour(0)), ("a.cls", b"0")])
     assert is_right(in_train(tmp_path), 2)
+    said = "left out: pictures with the name of a later one (1: train.tar: a.png)\n"
+    assert said in capsys.readouterr().err
 
 
 def test_links_in_a_shard_are_the_files_that_they_lead_to(tmp_path):
@@ -334,6 +336,33 @@ def test_a_shard_that_is_compressed_is_named(tmp_path, look, mode):
         shard.addfile(tarfile.TarInfo("0.png"))
     with pytest.raises(UserError, match=r"train-0\.tar is a compressed tar, .*; decompress it"):
         look(tmp_path)
+
+
+@BOTH
+def test_a_broken_header_is_not_the_end(tmp_path, look):
+    """tarfile takes it for that."""
+    write_tar(tmp_path / "train-0.tar", samples(range(6)))
+    content = bytearray((tmp_path / "train-0.tar").read_bytes())
+    header = content.index(b"000003.png")
+    content[header + 150 : header + 154] = b"zzzz"
+    (tmp_path / "train-0.tar").write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"train-0\.tar is damaged: (bad checksum|invalid header) of a member; replace it"
+    ):
+        look(tmp_path)
+
+
+@BOTH
+def test_tars_that_cat_has_joined_are_refused(tmp_path, look):
+    for number in range(2):
+        write_tar(tmp_path / "parts" / f"{number}.tar", samples(range(3 * number, 3 * number + 3)))
+    (tmp_path / "all").mkdir()
+    parts = [(tmp_path / "parts" / f"{number}.tar").read_bytes() for number in range(2)]
+    (tmp_path / "all" / "train.tar").write_bytes(b"".join(parts))
+    with pytest.raises(
+        UserError, match=r"train\.tar is damaged: another tar begins behind its end \(byte \d+; `tar -A`"
+    ):
+        look(tmp_path / "all")
 
 
 def test_a_url_without_shards_is_named(tmp_path):

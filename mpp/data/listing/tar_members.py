@@ -6,7 +6,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 
@@ -17,6 +17,7 @@ from mpp.errors import UserError, one_line
 MEMBER_PATH = re.compile(r"tar://(?P<shard>.+?)::(?P<start>\d+)\+(?P<size>\d+)::(?P<name>.*)", re.DOTALL)
 """Path of an image in a shard on this machine: where it begins, its size, its name."""
 COMPRESSED_STARTS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")  # of gzip, bzip2, xz, zstd
+MAGIC, MAGIC_OFFSET = b"ustar", 257  # in the header of a member
 MAX_LABEL_BYTES = 1 << 16  # a member that is no image and longer is no label
 
 
@@ -29,6 +30,17 @@ class Member(NamedTuple):
     size: int
     content: bytes | None
     """Its bytes, or the first of them; None: not read."""
+
+
+class MemberHeader(tarfile.TarInfo):
+    """A header of a member, which is an error where it is broken: tarfile takes it for the end of the shard."""
+
+    @classmethod
+    def frombuf(cls, *arguments: Any) -> tarfile.TarInfo:
+        try:
+            return super().frombuf(*arguments)
+        except tarfile.InvalidHeaderError as error:
+            raise tarfile.ReadError(f"{error} of a member") from error
 
 
 def is_local_shard(shard: str) -> bool:
@@ -52,7 +64,7 @@ def read_members(file: BinaryIO, seeks: bool, heads_only: bool = False) -> Itera
         heads_only: whether the first bytes are enough.
     """
     places: dict[str, tuple[int, int]] = {}  # of the files that links may lead to
-    with tarfile.open(None, "r:" if seeks else "r|", file) as shard:
+    with tarfile.open(None, "r:" if seeks else "r|", file, tarinfo=MemberHeader) as shard:
         for info in shard:
             name = info.name.removeprefix("./")
             if os.path.basename(name).startswith("."):
@@ -68,6 +80,21 @@ def read_members(file: BinaryIO, seeks: bool, heads_only: bool = False) -> Itera
                 shard.members.clear()  # it would keep all of them
         if 0 < shard.fileobj.tell() - shard.offset < tarfile.BLOCKSIZE:  # which tarfile takes for the end
             raise tarfile.ReadError("unexpected end of data in the header of a member")
+        if seeks:
+            refuse_more(file, shard.offset)
+
+
+def refuse_more(file: BinaryIO, end: int) -> None:
+    """Raise ReadError where another tar follows the end of a shard, as `cat` joins two: tarfile reads only the first.
+
+    Args:
+        end: offset at which no more members follow.
+    """
+    file.seek(end)
+    behind = file.read(2 * tarfile.RECORDSIZE)  # the end fills one record
+    for block in range(0, len(behind), tarfile.BLOCKSIZE):
+        if behind[block + MAGIC_OFFSET :].startswith(MAGIC):
+            raise tarfile.ReadError(f"another tar begins behind its end (byte {end + block}; `tar -A` joins tars)")
 
 
 def link_target(info: tarfile.TarInfo, name: str) -> str:

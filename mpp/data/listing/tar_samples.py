@@ -49,6 +49,8 @@ class Sample:
     """By their endings."""
     others: dict[str, bytes] = field(default_factory=dict)
     """Contents by endings, such as labels."""
+    replaced: list[str] = field(default_factory=list)
+    """Names of pictures that later ones of the same name have replaced, as they do where a tar is unpacked."""
 
     def picture(self, config: ImagesConfig) -> Member | None:
         """The image: the only picture, that of the ending `data.image_column`, or the one without a dot in its ending.
@@ -112,7 +114,9 @@ def group_members(members: Iterable[Member], at_last_dot: bool, neighbours: bool
             samples = {}
         sample = samples.setdefault(name, Sample(name))
         if is_image(member, end):
-            sample.pictures[end] = member  # of two members of one name the last one counts, as in tar
+            if end in sample.pictures:
+                sample.replaced.append(member.name)
+            sample.pictures[end] = member
         elif member.content is not None:
             sample.others[end] = member.content
     yield from samples.values()

@@ -51,6 +51,8 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     for split, shard in progress_bar(files, desc="indexing shards", unit=" shards", delay=1, leave=False):
         with naming_damaged(shard):
             for sample, picture in read_samples(shard, config, at_last_dot):
+                for name in sample.replaced:
+                    left_out.add("pictures with the name of a later one", f"{os.path.basename(shard)}: {name}")
                 if picture is None:
                     name = f"{os.path.basename(shard)}: {sample.name}"
                     left_out.add("samples without a picture", name)
