@@ -404,6 +404,29 @@ def test_numbered_shards_have_the_split_of_their_folder(tmp_path):
     assert sizes_of_splits(tmp_path) == {"train": 5, "validation": 4, "photos": 3}
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["train-00000-of-00003", "train-00002-of-00003", "test-00000-of-00001"], "2 of 3 shards are there of train:"),
+        (["train/x-1-of-2", "train/x-2-of-2", "test/x-1-of-2"], "1 of 2 shards are there of x:"),
+        (
+            ["train-0-of-1", "train-00000-of-00002", "train-00001-of-00002"],
+            "there are sets of 1 and 2 shards of train:",
+        ),
+        (["a-train-0-of-1", "b-train-0-of-1", "train-7", "test-1-of-1"], None),
+    ],
+)
+def test_sets_of_shards_that_are_not_whole_are_named(tmp_path, capsys, names, said, streaming):
+    """As where a download, or mpp prepare, was broken off."""
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        rows(4).to_parquet(tmp_path / f"{name}.parquet")
+    load_splits(DataConfig(path=str(tmp_path)), streaming)
+    errors = capsys.readouterr().err
+    assert (f"warning: data.path {tmp_path}: {said}" in errors) if said else ("shards" not in errors)
+
+
 def test_a_card_says_what_the_splits_are(tmp_path):
     for name in ("alpha", "beta"):
         rows(4).to_parquet(tmp_path / f"{name}.parquet")

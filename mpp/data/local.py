@@ -26,12 +26,13 @@ from mpp.data.listing.formats import LIST_EXTENSIONS, SHARD_BUILDERS, TABLE_EXTE
 from mpp.data.listing.image_table import Listing, SharedListing, path_column, share_listing
 from mpp.data.listing.images import is_named_list, list_images
 from mpp.data.listing.links import plain_path
-from mpp.data.listing.split_names import split_of_shard, split_order
+from mpp.data.listing.split_names import incomplete_sets, split_of_shard, split_order
 from mpp.data.listing.tars import list_shards, stream_shards
 from mpp.data.listing.tree import Tree, first_bytes, walk_folder
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, one_line
-from mpp.runtime.messages import counted, shortened
+from mpp.runtime.messages import counted, shortened, warn
+from mpp.runtime.output import printable
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
 MAX_STAND_IN_BYTES = 1 << 12
@@ -100,7 +101,10 @@ def load_by_card(path: Path, config: ImagesConfig, streaming: bool) -> dict[str,
     """The splits of a folder whose README.md declares their files: by `datasets`, but for tar shards."""
     builder = datasets.load_dataset_builder(plain_path(path), config.name, download_config=QUIET)
     files = declared_files(builder)
-    refuse_stand_ins([file for of_split in files.values() for file in of_split])
+    all_files = [file for of_split in files.values() for file in of_split]
+    refuse_stand_ins(all_files)
+    for line in incomplete_sets(all_files):
+        warn(f"{describe_source(config)}: {line}")
     if isinstance(builder, WebDataset):
         return load_shards(files, config, streaming)
     refuse_streamed_files(builder, streaming)
@@ -275,6 +279,7 @@ def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> 
         raise UserError(f"{config.group_name}.path is {config.path}, which holds shards of several kinds: {kinds}")
     refuse_list(config)
     refuse_stand_ins([path for _, path in tree.shards])
+    incomplete = incomplete_sets(printable(path) for _, path in tree.shards)
     leave_out_empty_tables(tree, config)
     for parts, path in tree.lists:
         tree.leave_out("lists of images next to shards", parts, path)
@@ -285,6 +290,7 @@ def list_folder_of_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> 
         listing = Listing(shards={split: shards[split] for split in sorted(shards, key=split_order)})
     else:
         listing = list_shards(shards, config)
+    listing.warnings += incomplete
     listing.add_left_out(tree.left_out)
     return listing
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 SPLIT_WORDS = {
@@ -16,6 +16,8 @@ ANY_SPLIT_WORD = "|".join(SPLIT_WORDS)
 SPLIT_WORD_INSIDE = re.compile(rf"(?:^|[^a-z])({ANY_SPLIT_WORD})(?:[^a-z]|$)")
 SPLIT_WORD_AT_END = re.compile(rf"(?:^|[^a-z])({ANY_SPLIT_WORD})$")
 NUMBERED_SHARD = re.compile(r"(\w+)-\d+-of-\d+\.")
+SHARD_OF_SET = re.compile(r"(.*?([^/]+))-(\d+)-of-(\d+)\.\w+")
+"""Path of a shard that says how many there are: its beginning, the set's name, the shard's number, the set's size."""
 
 
 def split_order(name: str) -> tuple[int, str]:
@@ -48,3 +50,21 @@ def split_of_shard(path: str, folders: Sequence[str]) -> str:
         if word:
             return SPLIT_WORDS[word[1]]
     return numbered[1] if numbered else "train"
+
+
+def incomplete_sets(paths: Iterable[str]) -> list[str]:
+    """Lines about sets of shards of which some are not there, or that are there in several sizes, by their names."""
+    numbers_by_size: dict[tuple[str, str], dict[int, set[str]]] = {}
+    for path in paths:
+        if shard := SHARD_OF_SET.fullmatch(path):
+            sizes = numbers_by_size.setdefault((shard[1], shard[2]), {})
+            sizes.setdefault(int(shard[4]), set()).add(shard[3])
+    lines = []
+    for (_, name), sizes in numbers_by_size.items():
+        for size, numbers in sizes.items():
+            if len(numbers) < size:
+                lines.append(f"{len(numbers)} of {size} shards are there of {name}: the others' images are missing")
+        if len(sizes) > 1:
+            counts = " and ".join(map(str, sorted(sizes)))
+            lines.append(f"there are sets of {counts} shards of {name}: their images may count twice")
+    return lines
