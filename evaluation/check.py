@@ -182,20 +182,8 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing:
     waiting = timing.waiting / timing.step
     history = [{"step": step, "speed/data_wait": waiting} for step in range(RECENT_LINES)]
     messages = [f"{name}: {message}" for name, message in find_warnings(history, facts)]
-    if surveyed and len(surveyed.broken) > MAX_UNREADABLE_SHARE * surveyed.sample_size:
-        count = len(surveyed.broken)
-        messages.append(
-            f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.broken[0]}"
-        )
-    if surveyed and surveyed.other_nodata:
-        value, _ = surveyed.other_nodata.most_common(1)[0]
-        messages.append(
-            f"data.nodata is {config.data.nodata}: {surveyed.other_nodata.total()} of {surveyed.sample_size} images "
-            f"in the sample have another value in their own tag (GDAL_NODATA), such as {value:g}; null takes the tags'"
-        )
     if surveyed:
-        for reason, count in surveyed.without_decoder.items():
-            messages.append(f"decoders: {count} of {surveyed.sample_size} images in the sample: {reason}")
+        messages += survey_warnings(surveyed, config)
     messages += disk_warnings(config, timing)
     for name, value in searched_settings(config).items():
         low, high = SEARCHED.get(name, (-math.inf, math.inf))
@@ -204,6 +192,32 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing:
                 f"{name} is {value:g}, outside the range that was searched ({low:g} to {high:g}{searched_by(config)}); "
                 "try half and double of optim.lr for a tenth of the steps first"
             )
+    return messages
+
+
+def survey_warnings(surveyed: Survey, config: Config) -> list[str]:
+    """Warnings of images that are read otherwise than they are meant, or not at all."""
+    messages = []
+    if len(surveyed.broken) > MAX_UNREADABLE_SHARE * surveyed.sample_size:
+        count = len(surveyed.broken)
+        messages.append(
+            f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.broken[0]}"
+        )
+    if surveyed.other_nodata:
+        value, _ = surveyed.other_nodata.most_common(1)[0]
+        messages.append(
+            f"data.nodata is {config.data.nodata}: {surveyed.other_nodata.total()} of {surveyed.sample_size} images "
+            f"in the sample have another value in their own tag (GDAL_NODATA), such as {value:g}; null takes the tags'"
+        )
+    if surveyed.frames:
+        frames, _ = surveyed.frames.most_common(1)[0]
+        messages.append(
+            f"frames: {surveyed.frames.total()} of {surveyed.sample_size} images in the sample have several frames or "
+            f"pages, such as {frames}, of which only the first counts; write the others to files of their own, or name "
+            "pages of TIFF that are channels in data.bands"
+        )
+    for reason, count in surveyed.without_decoder.items():
+        messages.append(f"decoders: {count} of {surveyed.sample_size} images in the sample: {reason}")
     return messages
 
 

@@ -1,5 +1,6 @@
 """What `mpp check` prints of the images. Whole checks are in test_report.py."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -23,3 +24,9 @@ def test_classes_are_shown_by_name_largest_first(names, shown, capsys):
     rows = [line for line in capsys.readouterr().out.splitlines() if "class" in line]
     assert [row.split("|")[1].strip() for row in rows] == list(shown)
     assert "75.0% of the labelled images" in rows[0]
+
+
+def test_images_of_several_frames_are_warned_of():
+    (warning,) = check.survey_warnings(Survey(training=9, held_out=1, frames=Counter({50: 3, 2: 1})), Config())
+    assert warning.startswith("frames: 4 of 10 images in the sample have several frames or pages, such as 50, of which")
+    assert check.survey_warnings(Survey(training=9), Config()) == []

@@ -19,7 +19,7 @@ from PIL import Image
 
 from mpp.config import DataConfig, ImagesConfig, SourceConfig
 from mpp.data.decoded_cache import cache_decoded
-from mpp.data.decoding.decode import read_mask, read_values
+from mpp.data.decoding.decode import count_frames, read_mask, read_values
 from mpp.data.decoding.kinds import is_picture, kind_of
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
@@ -774,3 +774,33 @@ def test_every_format_is_read_where_warnings_are_errors(action, category):
         warnings.simplefilter(action, category)
         decoded = [decode_with(image) for image in (*files, frozen)]
     assert all(map(torch.equal, decoded, expected))
+
+
+def animation(form: str) -> bytes:
+    """Three frames."""
+    first, *others = (Image.fromarray(picture(number)) for number in range(3))
+    file = io.BytesIO()
+    first.save(file, form, save_all=True, append_images=others)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("image", "settings", "frames"),
+    [
+        pytest.param(animation("GIF"), {}, 3, id="gif"),
+        pytest.param(animation("PNG"), {}, 3, id="png"),
+        pytest.param(animation("WEBP"), {}, 3, id="webp"),
+        pytest.param(tiff(DEEP.transpose(2, 0, 1), **GREY), {}, 5, id="slices"),
+        pytest.param(tiff(DEEP.transpose(2, 0, 1), **GREY), {"channels": 5}, 1, id="slices as channels"),
+        pytest.param(tiff(np.stack([RGB, RGB]), photometric="rgb"), {}, 2, id="pages of colours"),
+        pytest.param(tiff(DEEP, planarconfig="contig", **GREY), {"bands": (3, 2, 1)}, 1, id="bands"),
+        pytest.param(tiff(RGB, photometric="rgb"), {}, 1, id="one page"),
+        pytest.param(
+            tiff(DEEP[..., :3].transpose(2, 0, 1), imagej=True, metadata={"axes": "CYX"}), {}, 1, id="channels"
+        ),
+        pytest.param(encoded(RGB, "JPEG"), {}, 1, id="jpeg"),
+        pytest.param(RGB, {}, 1, id="array"),
+    ],
+)
+def test_frames_that_do_not_count_are_counted(image, settings, frames):
+    assert count_frames(image, ImagesConfig(**settings)) == frames

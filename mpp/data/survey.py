@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mpp.config import DataConfig
 from mpp.data.dataset import ImageDataset
+from mpp.data.decoding.decode import count_frames
 from mpp.data.decoding.tiff import nodata_tag
 from mpp.errors import MissingDecoder, UnreadableImage
 
@@ -64,6 +65,8 @@ class Survey:
     """Images that cannot be decoded, and why."""
     other_nodata: Counter[float] = field(default_factory=Counter)
     """Value of nodata by a TIFF's own tag that is not `data.nodata` -> images."""
+    frames: Counter[int] = field(default_factory=Counter)
+    """Number of frames, of which the first counts -> images that have more than one."""
     without_decoder: Counter[str] = field(default_factory=Counter)
     """The package that some of these need, and how to install it -> images."""
     sizes: Counter = field(default_factory=Counter)
@@ -137,7 +140,11 @@ def thumbnails(dataset: ImageDataset, data: DataConfig, seconds: float, result: 
             if isinstance(error, MissingDecoder):
                 result.without_decoder[str(error)] += 1
             continue
-        result.other_nodata.update(other_nodata(dataset, index, data))
+        encoded = dataset.encoded(index, data)
+        result.other_nodata.update(other_nodata(encoded, data))
+        frames = count_frames(encoded, data)
+        if frames > 1:
+            result.frames[frames] += 1
         height, width = image.shape[-2:]
         result.sizes[height, width] += 1
         grey = image.float().mean(0, keepdim=True)
@@ -147,11 +154,10 @@ def thumbnails(dataset: ImageDataset, data: DataConfig, seconds: float, result: 
     return Thumbnails(stacked, np.array(indices, np.int64))
 
 
-def other_nodata(dataset: ImageDataset, index: int, data: DataConfig) -> list[float]:
+def other_nodata(image: bytes | NDArray, data: DataConfig) -> list[float]:
     """The value of nodata by an image's own tag, if `data.nodata` is another one."""
     if data.nodata is None:
         return []
-    image = dataset.encoded(index, data)
     value = nodata_tag(image) if isinstance(image, bytes) else None
     agrees = value is None or value == data.nodata or (data.nodata == "nan" and math.isnan(value))
     return [] if agrees else [value]

@@ -28,7 +28,7 @@ from mpp.data.decoding.opening import ignoring_warnings_as_errors, open_with_pil
 from mpp.data.decoding.optional import AVIF, DICOM, HEIC, JPEG_2000, JPEG_XL, require_package
 from mpp.data.decoding.orientation import UPRIGHT, pil_orientation, png_orientation
 from mpp.data.decoding.pictures import DEEP_PNG_HEADER, PPM_HEADER, read_deep_png, read_ppm, read_with_pil
-from mpp.data.decoding.tiff import read_tiff, tiff_orientation
+from mpp.data.decoding.tiff import count_pages, read_tiff, tiff_orientation
 from mpp.data.decoding.wanted import Limits, StoredPixels, Wanted, wanted_by
 from mpp.errors import UnreadableImage
 
@@ -152,6 +152,22 @@ def stored_orientation(image: bytes | NDArray) -> int:
             return pil_orientation(opened)
     except Exception:  # decoding the image gives the reason
         return UPRIGHT
+
+
+@ignoring_warnings_as_errors()
+def count_frames(image: bytes | NDArray, config: ImagesConfig) -> int:
+    """The frames of a picture, of which only the first counts: pages of a TIFF, or those of an animation; 1: no others.
+
+    The second one of a JPEG is a preview or for a second eye, and is not counted.
+    """
+    if wanted_by(config) is not Wanted.PICTURE or isinstance(image, np.ndarray):
+        return 1
+    if is_tiff(image):
+        return count_pages(image)
+    if not image.startswith((PNG_START, b"GIF8", b"RIFF")):
+        return 1
+    with open_with_pil(image) as opened:
+        return getattr(opened, "n_frames", 1)
 
 
 def array_bands(array: NDArray, wanted: Wanted, config: ImagesConfig) -> NDArray:

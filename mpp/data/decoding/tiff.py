@@ -131,6 +131,13 @@ def tiff_orientation(image: bytes) -> int:
         return file.pages[0].tags.valueof(ORIENTATION_TAG, UPRIGHT)
 
 
+def count_pages(image: bytes) -> int:
+    """The pages of a TIFF that are of one size; 1 where they are channels of one image."""
+    with open_with_tifffile(image) as file:
+        series = file.series[0]
+        return 1 if "C" in series.axes else len(series.pages)
+
+
 def white_is_zero(image: bytes) -> bool:
     """Whether an image file is a TIFF whose values run from white to black."""
     if not is_tiff(image):
