@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
@@ -13,6 +14,7 @@ from mpp.errors import UserError
 
 PLACES_WRITTEN_TO = ("dir", "out")
 """Last parts of the names of settings that are files or folders which a command writes."""
+SHELL_VARIABLE = re.compile(r"\$\{?[a-z_]", re.IGNORECASE)
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -48,13 +50,15 @@ def check_bounds(config: Any, prefix: str = "") -> None:
 
 
 def check_places(config: Any) -> None:
-    """Raise UserError where a place to write to begins with ~, or is a URL.
+    """Raise UserError where a place to write to begins with ~, has a variable of the shell, or is a URL.
 
-    Python makes a folder of the name `~` or `s3:` of them, in the folder where the command is run.
+    Python makes a folder of the name `~`, `$SCRATCH` or `s3:` of them, in the folder where the command is run.
     """
     for key, _, value in iterate_settings(config):
         if key.rpartition(".")[2] in PLACES_WRITTEN_TO and isinstance(value, str):
             require(not value.startswith("~"), key, value, "a path without ~ (only a shell expands it)")
+            has_variable = SHELL_VARIABLE.search(value) is not None
+            require(not has_variable, key, value, "a path without variables (only a shell fills them in)")
             require("://" not in value, key, value, "a path on this machine, not a URL")
 
 

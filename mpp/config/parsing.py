@@ -29,6 +29,8 @@ from mpp.errors import UserError
 
 SPELLED_ALIKE = 0.85
 """Likeness of two names of which one is the other, misspelled."""
+WORDS_FOR_OTHER_FILES = ("base", "config", "defaults", "extends", "include", "inherit", "parent")
+"""Keys by which files of other tools name files that they build on."""
 OTHER_NUMBER = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
 """Octal, or with a base of 60."""
 
@@ -132,8 +134,12 @@ def check_keys(config_class: type, file: Path, content: dict[Any, Any]) -> None:
         if isinstance(values, dict) and group in groups:
             keys += [f"{group}.{name}" for name in values]
         for key in keys:
-            if key not in allowed:
-                raise UserError(f"{describe_unknown(config_class, key)} (in {file})")
+            if key in allowed:
+                continue
+            if key.strip("_") in WORDS_FOR_OTHER_FILES:
+                advice = f"files compose on the command line: --config OTHER --config {file}"
+                raise UserError(f"unknown setting {key} (in {file}): {advice}")
+            raise UserError(f"{describe_unknown(config_class, key)} (in {file})")
         if group in groups and not isinstance(values, dict):
             problem = f"{group} is {as_words(values)}; it must have settings below it, or be left out"
             raise UserError(f"{file}: {problem}")
