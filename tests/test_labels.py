@@ -233,6 +233,22 @@ def test_numbers_that_are_texts_are_sorted_as_numbers():
     assert numbered.parts[0].tolist() == [2, 1, 0, 3]
 
 
+@pytest.mark.parametrize(
+    ("train", "test", "names"),
+    [
+        (["3.0", "", "10.0"], ["10", "3"], ["3", "10"]),
+        (["3", "10"], [None, "3.0", "-1.0"], ["3", "10", "-1"]),
+        (["1.0", "2.0"], ["2.0"], ["1.0", "2.0"]),
+        (["1.0", "2.0"], ["2", "b"], ["1.0", "2.0", "2", "b"]),
+        (["1.0", "1.1a"], ["1"], ["1.0", "1.1a", "1"]),
+    ],
+)
+def test_whole_numbers_are_one_class_with_and_without_zeros(train, test, names):
+    """As pandas writes them to two lists, of which one has a blank."""
+    numbered = number_labels([read(Value("string"), train), read(Value("string"), test)])
+    assert numbered.class_names == names
+
+
 @pytest.mark.parametrize("values", [["0.5", "1"], ["1e-3", " 2 "], [".5", "", None]])
 def test_texts_that_are_numbers_with_fractions_are_no_classes(values, capsys):
     column = rows(Value("string"), values)

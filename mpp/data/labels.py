@@ -269,7 +269,7 @@ def number_labels(columns: Sequence[LabelColumn | None]) -> NumberedLabels:
     known = share_declared_names(known)
     class_of_label = [column.classes() for column in known]
     if any(is_text(classes.type) for classes in class_of_label):
-        class_of_label = [classes.cast(pa.string()) for classes in class_of_label]
+        class_of_label = share_whole_numbers([classes.cast(pa.string()) for classes in class_of_label])
 
     values: list[str] | list[int] = list(known[0].class_names or [])
     class_count = 0
@@ -305,6 +305,21 @@ def share_declared_names(columns: list[LabelColumn]) -> list[LabelColumn]:
         return columns
     names = [*declared.pop()]
     return [column if column.is_text else replace(column, class_names=names) for column in columns]
+
+
+def share_whole_numbers(columns: list[pa.ChunkedArray]) -> list[pa.ChunkedArray]:
+    """Texts, without the zeros of 1.0 where all of a split end so and another split has whole numbers without.
+
+    pandas writes integers so where a cell of their column is blank.
+    """
+    values = [pc.unique(texts).drop_null() for texts in columns]
+    if not any(all_match(texts, r"^[+-]?\d+$") for texts in values):
+        return columns
+    with_zeros = [all_match(texts, r"^[+-]?\d+\.0+$") for texts in values]
+    return [
+        pc.replace_substring_regex(texts, r"\.0+$", "") if has_zeros else texts
+        for texts, has_zeros in zip(columns, with_zeros, strict=True)
+    ]
 
 
 def to_names(numbers: pa.ChunkedArray, names: Sequence[str]) -> pa.ChunkedArray:

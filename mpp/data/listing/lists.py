@@ -82,7 +82,9 @@ def refuse_without_files(path: str, columns: dict[str, Column], config: ImagesCo
         return
     setting = f"data.file_column is {config.file_column}; " if config.file_column else ""
     available = ", ".join(columns) or "nothing"
-    raise UserError(f"{setting}{path} has the columns {available}; data.file_column must name the column of file names")
+    rename = ", or the table another name, if it lists no images" if is_metadata and config.labels is None else ""
+    advice = f"data.file_column must name the column of file names{rename}"
+    raise UserError(f"{setting}{path} has the columns {available}; {advice}")
 
 
 def lowered(name: str, columns: dict[str, Column]) -> str:
