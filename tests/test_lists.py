@@ -545,6 +545,26 @@ def test_paths_in_parquet_are_from_the_file_on(tmp_path):
     assert colours_by_label(known) == {code: kind for kind, code in enumerate(CODES)}
 
 
+@pytest.mark.parametrize("end", ["parquet", "arrow", "file of arrow"])
+@pytest.mark.parametrize("places", [("train", "test"), ("train/b", "train/a")])
+def test_paths_of_the_same_name_are_from_the_folder_of_their_own_table(tmp_path, places, end):
+    """Not from that of another split, whose images would be trained on."""
+    for number, place in enumerate(places):
+        images = []
+        for kind in range(2 + number):
+            save(tmp_path / place / "images" / f"{kind}.png", 3 * number + kind)
+            images.append({"bytes": None, "path": f"images/{kind}.png"})
+        table = pa.table({"image": images, "label": [str(3 * number + kind) for kind in range(2 + number)]})
+        if end == "parquet":
+            pq.write_table(table, tmp_path / place / "table.parquet")
+            continue
+        write = pa.ipc.new_stream if end == "arrow" else pa.ipc.new_file
+        with write(tmp_path / place / "table.arrow", table.schema) as file:
+            file.write(table)
+    known = [image for images in seen(tmp_path).values() for image in images.values()]
+    assert sorted(known) == [(kind, str(kind)) for kind in (0, 1, 3, 4, 5)]
+
+
 def test_images_without_a_split_in_a_list_train_and_are_said(tmp_path, capsys):
     listed(tmp_path, list("abab"), split=["train", "test", "", " "])
     assert counts(seen(tmp_path)) == {"train": 3, "test": 1}

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def choose_images_or_shards(tree: Tree) -> None:
     tree.shards = kept
     if kept:
         for folder in tree.folders:
-            tree.left_out.add("images next to shards", folder.first, len(folder.files))
+            tree.left_out.add("images next to shards, unless these name them", folder.first, len(folder.files))
         tree.folders = []
 
 
@@ -230,11 +231,20 @@ def has_rows(table: str) -> bool:
     with suppress(*LOADING_ERRORS):
         if os.path.getsize(table) > MAX_EMPTY_TABLE_BYTES:
             return True
-        if extension_of(table) == ".parquet":
-            return pq.read_metadata(table).num_rows > 0
-        with pa.memory_map(table) as file:
-            return any(batch.num_rows for batch in pa.ipc.open_stream(file))
+        return count_rows(table) > 0
     return True
+
+
+def count_rows(table: str) -> int:
+    """Number of rows of a parquet or arrow file."""
+    if extension_of(table) == ".parquet":
+        return pq.read_metadata(table).num_rows
+    with pa.memory_map(table) as file:
+        try:
+            return sum(batch.num_rows for batch in pa.ipc.open_stream(file))
+        except pa.ArrowInvalid:  # arrow has a second format: see `read_features`
+            reader = pa.ipc.open_file(file)
+            return sum(reader.get_batch(number).num_rows for number in range(reader.num_record_batches))
 
 
 def leave_out_cached_tables(tree: Tree) -> None:
@@ -308,7 +318,6 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
         if streaming:
             return {split: stream_shards(files, config) for split, files in shards.items()}
         return share_tar_listing(shards, config)
-    folders = sorted({os.path.dirname(file) for file in all_files})
     splits = {}
     for split, files in shards.items():  # each by itself: they may have other columns, and other orders of classes
         refuse_other_classes(files, streaming)
@@ -317,7 +326,7 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
         loaded = datasets.load_dataset(builder, data_files=data_files, streaming=streaming, download_config=QUIET)
         splits[split] = loaded[split]
         if not streaming:
-            splits[split] = resolve_relative_paths(loaded[split], folders, config.image_column)
+            splits[split] = resolve_relative_paths(loaded[split], files, config.image_column)
     return splits
 
 
@@ -343,11 +352,11 @@ def refuse_other_classes(files: list[str], streaming: bool) -> None:
                 raise UserError(f"{file} declares other classes in {column} than {files[0]}, or another order of these")
 
 
-def resolve_relative_paths(rows: datasets.Dataset, folders: list[str], text_column: str | None) -> datasets.Dataset:
+def resolve_relative_paths(rows: datasets.Dataset, tables: list[str], text_column: str | None) -> datasets.Dataset:
     """Rows whose paths of image files are absolute.
 
     Args:
-        folders: the tables' own folders, where relative paths start.
+        tables: that the rows are of, one after the other; relative paths start from the folder of their table.
         text_column: has paths also where its type is text.
     """
     columns = rows.column_names
@@ -355,7 +364,8 @@ def resolve_relative_paths(rows: datasets.Dataset, folders: list[str], text_colu
         paths = relative_paths(rows, column, column == text_column)
         if paths is None:
             continue
-        cells = path_column([path and find_file(path, folders) for path in paths])
+        folders = folders_of_rows(tables, len(rows))
+        cells = path_column([path and from_folder(path, folder) for path, folder in zip(paths, folders, strict=True)])
         found = f"{column} found"  # added first: a table without columns has no rows
         rows = rows.add_column(found, cells, feature=datasets.Image(decode=False))
         rows = rows.remove_columns([column]).rename_column(found, column)
@@ -380,12 +390,20 @@ def is_relative(path: str) -> bool:
     return not is_url(path) and not os.path.isabs(path)
 
 
-def find_file(path: str, folders: list[str]) -> str:
-    """A file by its path, which may start from one of some folders; from the first where it is in none."""
-    if not is_relative(path):
-        return path
-    places = [os.path.join(folder, path) for folder in folders]
-    for place in places:
-        if os.path.exists(place):
-            return place
-    return places[0]
+def folders_of_rows(tables: list[str], count: int) -> list[str]:
+    """The folder of each row's table.
+
+    Args:
+        count: number of rows of all tables.
+    """
+    folders = [os.path.dirname(table) for table in tables]
+    if len({*folders}) == 1:
+        return folders[:1] * count
+    return list(
+        chain.from_iterable(repeat(folder, count_rows(table)) for folder, table in zip(folders, tables, strict=True))
+    )
+
+
+def from_folder(path: str, folder: str) -> str:
+    """A path of a file that starts from a folder, unless it is absolute or a URL."""
+    return os.path.join(folder, path) if is_relative(path) else path
