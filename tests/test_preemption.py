@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 from accelerate import Accelerator
 from conftest import HANGS, wait_until
+from filelock import FileLock
 
 from mpp.errors import ReadFailed, UserError
 from mpp.runtime import signals
@@ -131,6 +132,19 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
     with pytest.raises(UserError, match=rf"which cannot be locked \(.*{os.strerror(number)}") as refused:
         exclusive(tmp_path, Accelerator(cpu=True)).__enter__()
     assert not isinstance(refused.value, Held)  # nobody is to be waited for
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_must_not_be_written_is_not_called_one_without_locks(tmp_path, monkeypatch, number):
+    """As a run of somebody else, or a cache that others share."""
+
+    def forbidden(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(FileLock, "acquire", forbidden)
+    words = rf"cannot be locked \(.*{os.strerror(number)}.*\); choose a run\.dir that you may write to$"
+    with pytest.raises(UserError, match=words):
+        exclusive(tmp_path, Accelerator(cpu=True)).__enter__()
 
 
 def test_a_forked_process_does_not_hold_the_folder(tmp_path):

@@ -5,6 +5,7 @@ on a file system without such locks is refused: filelock's substitute, a file th
 killed process.
 """
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ LOCK = ".lock"
 HOLDER = ".lock.holder"
 LOCK_FILES = {LOCK, HOLDER}
 """Files of the lock in a folder that is or was held."""
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Held(UserError):
@@ -45,9 +47,9 @@ def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
     except Timeout:
         message = f"{key} is {folder}, which {holder_of(folder)} is writing; wait for it, or choose another {key}"
         raise Held(message) from None
-    except OSError as error:  # Lustre mounted without flock, say
-        message = f"{key} is {folder}, which cannot be locked ({error}); choose a {key} on a file system that has locks"
-        raise UserError(message) from error
+    except OSError as error:  # Lustre mounted without flock, say, or a folder of another user
+        allowed = "that you may write to" if error.errno in FORBIDDEN else "on a file system that has locks"
+        raise UserError(f"{key} is {folder}, which cannot be locked ({error}); choose a {key} {allowed}") from error
     try:
         with suppress(OSError):  # only for messages
             (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
