@@ -220,6 +220,9 @@ def test_an_archive_is_unpacked_whole_and_again_where_it_changed(tmp_path, monke
     assert len(train) + len(held_out) == 6
     Path(train.image_name(0)).unlink()  # as clusters delete old files
     assert sum(map(len, load_image_datasets(config))) == 6
+    with monkeypatch.context() as read_only:
+        read_only.setattr("mpp.data.listing.archives.hold", breaks)  # a cache that others have filled
+        assert sum(map(len, load_image_datasets(config))) == 6
     monkeypatch.chdir(tmp_path)
     for content in (b"no archive", b""):
         file.write_bytes(content)

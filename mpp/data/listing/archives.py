@@ -80,6 +80,8 @@ def unpack_archive(archive: Path) -> Path | None:
     place = cache / hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     complete = place / "files"
     partial = place / "partial"
+    if is_whole(place):  # perhaps in a cache of others, where nothing can be locked
+        return complete
     with hold(place, "HF_DATASETS_CACHE", wait=True):
         if not is_whole(place):
             for folder in (partial, complete):
