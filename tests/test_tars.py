@@ -176,6 +176,23 @@ def test_folders_in_a_shard_are_splits_and_classes(tmp_path):
         assert train.labels.tolist() == held_out.labels.tolist() == [0] * 3 + [1] * 3
 
 
+def test_folders_in_a_shard_that_are_no_splits_are_left_out_and_named(tmp_path, capsys):
+    """As those on a disk are."""
+    members = []
+    for place in ("train/a", "train/b", "test/a", "extra/a"):
+        members += [(f"{place}/{number}.png", colour(number)) for number in range(3)]
+    write_tar(tmp_path / "x.tar", members)
+    assert {split: len(images) for split, images in seen(tmp_path).items()} == {"train": 6, "test": 3}
+    named = f"left out: images in no split's folder (3: {tmp_path}/x.tar: extra/a/0.png, "
+    assert named in capsys.readouterr().err
+
+
+def test_folders_in_a_shard_that_look_like_masks_are_named(tmp_path, capsys):
+    write_tar(tmp_path / "x.tar", [(f"{place}/{n}.png", colour(n)) for place in ("images", "masks") for n in range(3)])
+    in_train(tmp_path)
+    assert "folders look like masks and count as images: masks" in capsys.readouterr().err
+
+
 def test_samples_without_a_picture_are_counted_and_named(tmp_path, capsys):
     write_tar(tmp_path / "train.tar", [*samples(range(4)), ("a.txt", b"text"), ("b.cls", b"1"), ("c.dng", b"x")])
     assert is_right(in_train(tmp_path), 4)

@@ -14,15 +14,13 @@ import pyarrow as pa
 from mpp.config import ImagesConfig
 from mpp.data.listing.image_table import IMAGE, LABEL, SPLIT, Listing, text_column
 from mpp.data.listing.layout import find_layout, masks_beside_images
-from mpp.data.listing.left_out import other_files
+from mpp.data.listing.left_out import IN_NO_SPLIT, other_files
 from mpp.data.listing.listed_files import ListedFiles
 from mpp.data.listing.lists import ImageList, read_list, to_label_column
 from mpp.data.listing.split_names import split_order
 from mpp.data.listing.tree import Folder, Parts, Tree, is_below
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
-
-IN_NO_SPLIT = "images in no split's folder"
 
 
 def list_images(tree: Tree, config: ImagesConfig) -> Listing:

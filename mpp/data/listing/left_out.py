@@ -9,6 +9,7 @@ from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS, advice, missing_pack
 from mpp.data.listing.formats import LIST_EXTENSIONS, extension_of
 
 NAMES_PER_REASON = 3
+IN_NO_SPLIT = "images in no split's folder"
 
 
 @dataclass

@@ -12,11 +12,18 @@ import datasets
 
 from mpp.config import ImagesConfig
 from mpp.data.listing.image_table import IMAGE, LABEL, SPLIT, Listing
-from mpp.data.listing.layout import find_layout
-from mpp.data.listing.left_out import LeftOutFiles, without_decoder
+from mpp.data.listing.layout import Layout, find_layout
+from mpp.data.listing.left_out import IN_NO_SPLIT, LeftOutFiles, without_decoder
 from mpp.data.listing.lists import named_label_columns
 from mpp.data.listing.split_names import split_of_shard
-from mpp.data.listing.tar_members import Member, is_local_shard, member_path, naming_damaged, read_member
+from mpp.data.listing.tar_members import (
+    Member,
+    is_local_shard,
+    member_name,
+    member_path,
+    naming_damaged,
+    read_member,
+)
 from mpp.data.listing.tar_samples import LABEL_ENDINGS, cuts_at_last_dot, read_samples
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
@@ -71,21 +78,38 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     if not folders:
         refuse_without_images(config, other_endings, left_out)
     names_have_splits = len(shards) > 1 or any(split_of_shard(shard, ()) != "train" for _, shard in files)
-    if names_have_splits:
-        layout = layout_inside(columns[SPLIT], folders, config)
-    else:
-        layout = layout_inside([""] * len(folders), folders, config)
-        columns[SPLIT] = [split or "train" for split, _ in layout]
+    inside = layout_inside(columns[SPLIT] if names_have_splits else [""] * len(folders), folders, config)
+    warnings: list[str] = []
     if config.label_column is None and not any(columns[LABEL]):
-        columns[LABEL] = [name for _, name in layout]
+        columns[LABEL] = inside.classes
+        warnings = inside.warnings
+    if not names_have_splits:
+        columns[SPLIT] = inside.splits
+        columns = leave_out_without_split(columns, image_column, left_out)
     for name in endings:
         if all(label is None for label in columns[name]):
             del columns[name]
-    listing = Listing(columns, label_columns=endings.keys() & columns.keys(), path_columns={image_column})
+    label_columns = endings.keys() & columns.keys()
+    listing = Listing(columns, label_columns=label_columns, path_columns={image_column}, warnings=warnings)
     if config.label_column is None and LABEL not in columns and other_members.keys().isdisjoint(LABEL_ENDINGS):
         listing.notes += hint_at_members(other_members)
     listing.add_left_out(left_out)
     return listing
+
+
+def leave_out_without_split(
+    columns: dict[str, list[Any]], image_column: str, left_out: LeftOutFiles
+) -> dict[str, list[Any]]:
+    """The columns without images that are in the folder of no split, where some folders are splits."""
+    kept = []
+    for row, (split, path) in enumerate(zip(columns[SPLIT], columns[image_column], strict=True)):
+        if split is None:
+            left_out.add(IN_NO_SPLIT, member_name(path))
+        else:
+            kept.append(row)
+    if len(kept) == len(columns[SPLIT]):
+        return columns
+    return {name: [values[row] for row in kept] for name, values in columns.items()}
 
 
 def refuse_without_images(config: ImagesConfig, endings: set[str], left_out: LeftOutFiles) -> None:
@@ -125,9 +149,7 @@ def label_endings(config: ImagesConfig) -> dict[str, str | None]:
     return usual | {name: name for name in sorted(named_label_columns(config))}
 
 
-def layout_inside(
-    outer_folders: list[str], folders: list[str], config: ImagesConfig
-) -> list[tuple[str | None, str | None]]:
+def layout_inside(outer_folders: list[str], folders: list[str], config: ImagesConfig) -> Layout:
     """The split and the class of each image by the folder that it has in its shard, as if shards were folders.
 
     Args:
@@ -143,7 +165,8 @@ def layout_inside(
     layout = find_layout(folder_parts, [*image_counts.values()], config.label_folder)
     split_and_class = zip(layout.splits, layout.classes, strict=True)
     by_place = dict(zip(image_counts, split_and_class, strict=True))
-    return [by_place[place] for place in places]
+    splits, classes = zip(*(by_place[place] for place in places), strict=True)
+    return Layout([*splits], [*classes], layout.warnings)
 
 
 def stream_shards(shards: list[str], config: ImagesConfig) -> datasets.IterableDataset:
