@@ -1,6 +1,7 @@
 """Allowed values of a setting in words, from its type and bounds, such as "a whole number of at least 1"."""
 
 import difflib
+import math
 from dataclasses import Field
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -10,6 +11,8 @@ MOST_CHOICES_OF_A_SENTENCE = 2
 """Of a setting with more choices, and nothing else, the list begins with "one of"."""
 SPELLINGS = {"none": "null", "yes": "true", "on": "true", "no": "false", "off": "false"}
 """Choices in other languages -> their names in YAML."""
+NOT_FINITE = {math.inf: ".inf", -math.inf: "-.inf"}
+"""Numbers as YAML has them."""
 
 
 def describe_allowed(each: Field) -> str:
@@ -103,7 +106,7 @@ def suggest(each: Field, word: str) -> str | None:
     if int in kinds and as_whole_number(word) is not None:
         return str(as_whole_number(word))
     if float in kinds and is_number(word.replace(",", ".")):
-        return word.replace(",", ".")
+        return NOT_FINITE.get(float(word.replace(",", ".")), word.replace(",", "."))
     return None
 
 

@@ -23,7 +23,7 @@ from mpp.config.help import CONFIG_HELP, help_of, show_help
 from mpp.config.imports import take_imports
 from mpp.config.keys import iterate_settings, known_keys
 from mpp.config.terms import NAMES_ELSEWHERE, REMARKS
-from mpp.config.wrong_values import explain_value
+from mpp.config.wrong_values import explain_null, explain_value
 from mpp.config.yaml_files import read_yaml
 from mpp.errors import UserError
 
@@ -73,6 +73,9 @@ def read(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None
         message = explain_value(config_class, parser, words) or explain(config_class, str(error))
         raise UserError(message) from None
     values.pop("config")
+    problem = explain_null(config_class, vars(values.as_flat()), words)
+    if problem is not None:
+        raise UserError(problem)
     config = config_class(**vars(parser.instantiate(values)))
     for key, field, value in iterate_settings(config):
         if value == "" and field.default != "":  # as of a shell's variable that is not set

@@ -3,9 +3,11 @@
 import argparse
 import re
 from argparse import ArgumentError
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -36,6 +38,30 @@ def explain_value(config_class: type, parser: ArgumentParser, words: Sequence[st
             value, _ = given_value(key, option)
             return f"{key} is {value}; it is a group of settings: give --{key}.NAME VALUE"
     return None
+
+
+def explain_null(config_class: type, values: Mapping[str, Any], words: Sequence[str]) -> str | None:
+    """The error of the first setting that is null and must not be; None: there is none. The parser checks no null.
+
+    Args:
+        values: of all settings, by their keys.
+        words: of a command line, with files as `--config=FILE`.
+    """
+    for key, field, _ in iterate_settings(config_class):
+        if values.get(key, "") is None and NoneType not in members(field.type):
+            return f"{key} is null; it must be {describe_allowed(field)}{place_of_null(key, words)}"
+    return None
+
+
+def place_of_null(key: str, words: Sequence[str]) -> str:
+    """The file in which a setting is null, for the end of a message; empty where it is in none."""
+    for word in words:
+        if word.startswith(FILE_OPTION):
+            file = Path(word.removeprefix(FILE_OPTION))
+            with suppress(KeyError, TypeError):
+                if value_in(yaml.safe_load(file.read_text(encoding="utf-8")), key) is None:
+                    return f" (in {file})"
+    return ""
 
 
 def describe_wrong(key: str, field: Field, value: Any, file: Path | None) -> str:
