@@ -473,6 +473,20 @@ def write_owls_and_cats(file: Path, names: list[str]) -> None:
     write_table(file, rows(4, label=labels).cast_column("label", datasets.ClassLabel(names=names)))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_table_with_more_columns_than_the_first_is_named(tmp_path, streaming):
+    """Of one with fewer, the values are missing."""
+    rows(4, label=[0, 1, 0, 1]).to_parquet(tmp_path / "train-0.parquet")
+    rows(4).to_parquet(tmp_path / "train-1.parquet")
+    load_splits(DataConfig(path=str(tmp_path)), streaming)
+    rows(4, label=[0, 1, 0, 1], site=[1, 2, 1, 2]).to_parquet(tmp_path / "train-2.parquet")
+    problem = (
+        rf"^{tmp_path}/train-2\.parquet has columns that {tmp_path}/train-0\.parquet lacks \(site\): tables of a split"
+    )
+    with pytest.raises(UserError, match=problem):
+        load_splits(DataConfig(path=str(tmp_path)), streaming)
+
+
 def test_arrow_in_its_format_of_files_is_read(tmp_path):
     table = rows(4)
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.features.arrow_schema) as file:

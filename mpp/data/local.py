@@ -320,7 +320,7 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
         return share_tar_listing(shards, config)
     splits = {}
     for split, files in shards.items():  # each by itself: they may have other columns, and other orders of classes
-        refuse_other_classes(files, streaming)
+        refuse_other_columns(files, streaming)
         data_files = {split: [plain_path(Path(file)) for file in files]}
         builder = SHARD_BUILDERS[extension]
         loaded = datasets.load_dataset(builder, data_files=data_files, streaming=streaming, download_config=QUIET)
@@ -330,15 +330,18 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
     return splits
 
 
-def refuse_other_classes(files: list[str], streaming: bool) -> None:
+def refuse_other_columns(files: list[str], streaming: bool) -> None:
     """Refuse tables of one split that declare different classes: `datasets` would use the first file's for all.
+
+    Also those with columns that the first lacks, which it cannot load.
 
     Of a stream some are compared, and damaged ones are left for its reader to name.
 
     Raises:
-        UserError: a file declares other classes than the first, or another order of these.
+        UserError: a file declares other classes than the first, or another order of these; or has more columns.
     """
     first_names: dict[str, list[str]] = {}
+    first_columns: set[str] | None = None
     for file in files[:: max(1, len(files) // STREAMED_FILES_COMPARED)] if streaming else files:
         try:
             features = read_features(file)
@@ -346,6 +349,11 @@ def refuse_other_classes(files: list[str], streaming: bool) -> None:
             if streaming:
                 continue
             raise ValueError(f"{file}: {one_line(error)}") from error
+        first_columns = first_columns or {*features}
+        more = sorted(features.keys() - first_columns)
+        if more:
+            rule = "tables of a split must have the same columns"
+            raise UserError(f"{file} has columns that {files[0]} lacks ({shortened(more)}): {rule}")
         for column, feature in features.items():
             names = getattr(feature, "names", None)
             if names is not None and first_names.setdefault(column, names) != names:
