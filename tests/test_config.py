@@ -218,6 +218,8 @@ def test_a_config_that_is_no_text_is_named(tmp_path):
         ("--optim.name=adamw", r"optim\.name is adamw; it must be one of muon, adam, sgd \(did you mean adam\?\)$"),
         ("--run.compile=maybe", r"run\.compile is maybe; it must be auto, true or false$"),
         ("--run.compile=True,", r"did you mean true\?"),
+        ("--data.flip=n", r"data\.flip is n; it must be true or false \(did you mean false\?\)$"),
+        ("--data.flip=1", r"did you mean true\?"),
         ("--optim.clip=None", r"optim\.clip is None; it must be a number above 0, or null \(did you mean null\?\)$"),
         ("--optim.lr=0,01", r"optim\.lr is 0,01; it must be a number above 0 \(did you mean 0\.01\?\)$"),
         ("--run.steps=1e3", r"run\.steps is 1e3; .* \(did you mean 1000\?\)$"),

@@ -9,7 +9,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 COUNTS = {2: "two", 3: "three", 4: "four"}
 MOST_CHOICES_OF_A_SENTENCE = 2
 """Of a setting with more choices, and nothing else, the list begins with "one of"."""
-SPELLINGS = {"none": "null", "yes": "true", "on": "true", "no": "false", "off": "false"}
+SPELLINGS = {
+    "none": "null",
+    **dict.fromkeys(("yes", "on", "y", "t", "1"), "true"),
+    **dict.fromkeys(("no", "off", "n", "f", "0"), "false"),
+}
 """Choices in other languages -> their names in YAML."""
 NOT_FINITE = {math.inf: ".inf", -math.inf: "-.inf"}
 """Numbers as YAML has them."""
