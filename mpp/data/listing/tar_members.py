@@ -17,6 +17,7 @@ from mpp.errors import UserError, one_line
 MEMBER_PATH = re.compile(r"tar://(?P<shard>.+?)::(?P<start>\d+)\+(?P<size>\d+)::(?P<name>.*)", re.DOTALL)
 """Path of an image in a shard on this machine: where it begins, its size, its name."""
 COMPRESSED_STARTS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")  # of gzip, bzip2, xz, zstd
+MOST_END_BYTES = 1 << 20  # zeros at the end of a tar, which fill its last record: mostly 10 kB
 MAGIC, MAGIC_OFFSET = b"ustar", 257  # in the header of a member
 MAX_LABEL_BYTES = 1 << 16  # a member that is no image and longer is no label
 
@@ -91,9 +92,9 @@ def refuse_more(file: BinaryIO, end: int) -> None:
         end: offset at which no more members follow.
     """
     file.seek(end)
-    behind = file.read(2 * tarfile.RECORDSIZE)  # the end fills one record
+    behind = file.read(MOST_END_BYTES)
     for block in range(0, len(behind), tarfile.BLOCKSIZE):
-        if behind[block + MAGIC_OFFSET :].startswith(MAGIC):
+        if behind.startswith(MAGIC, block + MAGIC_OFFSET):
             raise tarfile.ReadError(f"another tar begins behind its end (byte {end + block}; `tar -A` joins tars)")
 
 
