@@ -25,6 +25,7 @@ from mpp.config import ImagesConfig
 from mpp.data.listing.file_index import FileIndex
 from mpp.data.listing.lists import read_list, to_label_column
 from mpp.data.listing.tree import walk_folder
+from mpp.data.sources import load_splits
 from mpp.errors import UserError
 
 QUICK = settings(max_examples=30, deadline=None, derandomize=True)
@@ -536,13 +537,21 @@ def test_labels_may_be_views_of_texts(tmp_path, write, several):
     assert colours_by_label(in_train(tmp_path)) == {code: kind for kind, code in enumerate(CODES)}
 
 
-def test_paths_in_parquet_are_from_the_file_on(tmp_path):
+@pytest.mark.parametrize("place", [".", "data"])
+def test_paths_in_parquet_are_from_the_file_on(tmp_path, place):
+    """Also where a card declares the file."""
     for kind in range(4):
-        save(tmp_path / "data" / "images" / f"{kind}.png", kind)
+        save(tmp_path / place / "images" / f"{kind}.png", kind)
     images = [{"bytes": None, "path": f"images/{kind}.png"} for kind in range(4)]
-    write_image_table(tmp_path / "data" / "train.parquet", images, pa.binary())
-    known = in_train(tmp_path / "data", image_column="image")
+    write_image_table(tmp_path / place / "train.parquet", images, pa.binary())
+    if place == "data":
+        files = "data_files: data/train.parquet"
+        (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  {files}\n---\n")
+    known = in_train(tmp_path, image_column="image")
     assert colours_by_label(known) == {code: kind for kind, code in enumerate(CODES)}
+    refused = r"train\.parquet has relative paths of images \(image: images/0\.png\): leave out data\.streaming"
+    with pytest.raises(UserError, match=refused):
+        load_splits(ImagesConfig(path=str(tmp_path), image_column="image"), streaming=True)
 
 
 @pytest.mark.parametrize("end", ["parquet", "arrow", "file of arrow"])

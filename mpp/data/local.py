@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain, repeat
@@ -14,7 +14,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
@@ -109,7 +111,13 @@ def load_by_card(path: Path, config: ImagesConfig, streaming: bool) -> dict[str,
     if isinstance(builder, WebDataset):
         return load_shards(files, config, streaming)
     refuse_streamed_files(builder, streaming)
-    return datasets.load_dataset(plain_path(path), config.name, streaming=streaming, download_config=QUIET)
+    splits = datasets.load_dataset(plain_path(path), config.name, streaming=streaming, download_config=QUIET)
+    if not isinstance(builder, Parquet | Arrow):
+        return splits
+    if streaming:
+        refuse_relative_paths(all_files)
+        return splits
+    return {name: resolve_relative_paths(rows, files[name], config.image_column) for name, rows in splits.items()}
 
 
 def refuse_stand_ins(files: Iterable[str]) -> None:
@@ -240,11 +248,16 @@ def count_rows(table: str) -> int:
     if extension_of(table) == ".parquet":
         return pq.read_metadata(table).num_rows
     with pa.memory_map(table) as file:
-        try:
-            return sum(batch.num_rows for batch in pa.ipc.open_stream(file))
-        except pa.ArrowInvalid:  # arrow has a second format: see `read_features`
-            reader = pa.ipc.open_file(file)
-            return sum(reader.get_batch(number).num_rows for number in range(reader.num_record_batches))
+        return sum(batch.num_rows for batch in read_batches(file))
+
+
+def read_batches(file: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
+    """The rows of an arrow file in batches, in either of its formats."""
+    try:
+        yield from pa.ipc.open_stream(file)
+    except pa.ArrowInvalid:
+        reader = pa.ipc.open_file(file)
+        yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
 def leave_out_cached_tables(tree: Tree) -> None:
@@ -323,6 +336,8 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
         refuse_other_columns(files, streaming)
         data_files = {split: [plain_path(Path(file)) for file in files]}
         builder = SHARD_BUILDERS[extension]
+        if streaming:
+            refuse_relative_paths(files)
         loaded = datasets.load_dataset(builder, data_files=data_files, streaming=streaming, download_config=QUIET)
         splits[split] = loaded[split]
         if not streaming:
@@ -378,6 +393,32 @@ def resolve_relative_paths(rows: datasets.Dataset, tables: list[str], text_colum
         rows = rows.add_column(found, cells, feature=datasets.Image(decode=False))
         rows = rows.remove_columns([column]).rename_column(found, column)
     return rows.select_columns(columns)
+
+
+def refuse_relative_paths(tables: list[str]) -> None:
+    """Refuse to stream tables whose images are relative paths: a row of a stream does not say its table's folder.
+
+    The first row of the first one tells, if it can be read.
+    """
+    row: dict[str, Any] = {}
+    with suppress(*LOADING_ERRORS):
+        row = first_row(tables[0])
+    for column, cell in row.items():
+        is_path = isinstance(cell, dict) and {*cell} == {"bytes", "path"} and cell["bytes"] is None
+        if is_path and cell["path"] and is_relative(cell["path"]):
+            advice = "leave out data.streaming, or make shards by mpp prepare"
+            raise UserError(f"{tables[0]} has relative paths of images ({column}: {cell['path']}): {advice}")
+
+
+def first_row(table: str) -> dict[str, Any]:
+    """The first row of a parquet or arrow file; {}: it has none."""
+    if extension_of(table) == ".parquet":
+        with pq.ParquetFile(table) as file:
+            batch = next(file.iter_batches(batch_size=1), None)
+            return batch.to_pylist()[0] if batch else {}
+    with pa.memory_map(table) as file:
+        batch = next(iter(read_batches(file)), None)
+        return batch.slice(0, 1).to_pylist()[0] if batch else {}
 
 
 def relative_paths(rows: datasets.Dataset, column: str, may_be_text: bool) -> list[str | None] | None:
