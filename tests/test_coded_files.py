@@ -23,10 +23,10 @@ from mpp.data.decoding import optional
 from mpp.data.decoding.decode import decode, read_mask, read_values, stored_orientation
 from mpp.data.decoding.jpegxl import read_header
 from mpp.data.decoding.kinds import is_picture
+from mpp.data.prepared_image import prepare_image
 from mpp.data.sources import load_image_datasets
 from mpp.data.survey import survey
 from mpp.errors import MissingDecoder, UnreadableImage, UserError
-from mpp.prepare import prepare_image
 
 CODED = Path(__file__).parent / "coded"
 RGB = picture(0)  # 40 x 48

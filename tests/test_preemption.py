@@ -136,7 +136,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_folder_that_must_not_be_written_is_not_called_one_without_locks(tmp_path, monkeypatch, number):
-    """As a run of somebody else, or a cache that others share."""
+    """As another user's run, or a cache that is shared."""
 
     def forbidden(*_, **__):
         raise OSError(number, os.strerror(number))

@@ -118,8 +118,7 @@ class Question:
             require(not isinstance(names, str), f"questions: {name}", names, f"a list of names: [{names}]")
             require(names is None or len(names) > 0, f"questions: {name}", names, "null (all), or not empty")
         for encoder, x in self.encoders.items() if isinstance(self.encoders, Mapping) else ():
-            is_number = isinstance(x, NUMBER) and not isinstance(x, bool)
-            require(is_number, f"questions: encoders: {encoder}", x, "a number, its place on the x-axis")
+            require(has_type(x, NUMBER), f"questions: encoders: {encoder}", x, "a number, its place on the x-axis")
         allowed = "{name: [encoders]}"
         require(self.lines is None or isinstance(self.lines, Mapping), "questions: lines", self.lines, allowed)
         for line, names in (self.lines or {}).items():
@@ -199,14 +198,23 @@ def typed_entry(kind: type[EntryT], value: dict[str, Any], key: str) -> EntryT:
         raise UserError(f"{key}: {value} is not {{{allowed}}}: {error}") from None
     require(isinstance(entry.name, str), f"{key}: name", entry.name, "text, in quotes")
     for each in fields(kind):
-        type_of_values, allowed = TYPES.get(each.name, (object, ""))
+        if each.name not in TYPES:
+            continue
+        allowed_type, allowed = TYPES[each.name]
         given = getattr(entry, each.name)
-        fits = isinstance(given, type_of_values) and (type_of_values in (object, bool) or not isinstance(given, bool))
-        require(fits or (given is None and each.default is None), f"{key}: {entry.name}: {each.name}", given, allowed)
+        is_left_out = given is None and each.default is None
+        require(is_left_out or has_type(given, allowed_type), f"{key}: {entry.name}: {each.name}", given, allowed)
     for name in ("options", "train_options"):
         options = getattr(entry, name, {})
         require(isinstance(options, dict), f"{key}: {entry.name}: {name}", options, "settings, or left out")
     return entry
+
+
+def has_type(value: Any, allowed: type | tuple[type, ...]) -> bool:
+    """Whether a value is of a type, or of one of several; true and false are no numbers."""
+    if isinstance(value, bool):
+        return allowed is bool
+    return isinstance(value, allowed)
 
 
 def with_trunk(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> EncoderEntry:

@@ -13,7 +13,7 @@ from evaluation.tables.parts import RowsOf
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import short_digest
 from mpp.data.label_kinds import SEPARATOR
-from mpp.data.local import can_hold_images
+from mpp.data.tables import can_hold_images
 from mpp.runtime.messages import note, shortened
 
 PREFIX = "given_"
