@@ -1,4 +1,4 @@
-"""Pages of the documentation: links lead somewhere."""
+"""Pages of the documentation: links lead somewhere, and tables are whole."""
 
 import re
 from functools import lru_cache
@@ -9,6 +9,8 @@ from conftest import ROOT
 LINK = re.compile(r"\]\(\s*([^)\s]+)\s*\)")
 CODE = re.compile(r"^ *`{3}.*?^ *`{3}$|(?:(?<=\n\n)|\A)(?: {4,}[^\n]*(?:\n|\Z))+|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+END_OF_CELL = re.compile(r"(?<!\\)\|")
 NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 MOST_LINES = 200
 MOST_LINES_OF_THE_FRONT_PAGE = 120
@@ -46,6 +48,15 @@ def test_links_of_a_page_lead_to_files_and_headings(page):
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_of_a_table_have_as_many_cells_as_its_header(page):
+    """GitHub cuts off further cells and leaves missing ones empty, without a word."""
+    for table in TABLE.findall(page.read_text()):
+        header, *rows = table.splitlines()
+        cells = len(END_OF_CELL.findall(header))
+        assert [row for row in rows if len(END_OF_CELL.findall(row)) != cells] == []
 
 
 def test_pages_are_short_enough_to_be_read():
