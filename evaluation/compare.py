@@ -37,16 +37,16 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         tests = evaluation.options.get("test", True)
         require(tests, f"evaluations: {evaluation.name}: test", tests, "true: `mpp sweep` compares on a dev split")
     cases = cases_of(entries)
-    outcome = carry_out(cases, folder, config.extends, config.tabulate)
+    carried_out = carry_out(cases, folder, config.extends, config.tabulate)
     settings = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
     settings["datasets"] = settings["datasets"] or [asdict(case.dataset) for case in cases[:1]]
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        rows = outcome.collect()
+        rows = carried_out.collect()
         runs = run_folders(entries.encoders)
         missing = describe_missing_seeds(cases, rows)
         trunks = compute_of_trunks(cases)
         results = write_comparison(folder, entries.questions, rows, settings, runs, trunks, missing)
-    outcome.raise_failures()
+    carried_out.raise_failures()
     return results
 
 

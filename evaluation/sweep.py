@@ -27,10 +27,10 @@ def sweep(config: SweepConfig) -> str:
     folder = Path(config.dir)
     plan = plan_sweep(config)
     print(plan.describe(), flush=True)
-    outcome = carry_out(plan.cases, folder, config.extends, config.tabulate)
+    carried_out = carry_out(plan.cases, folder, config.extends, config.tabulate)
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        text = write_sweep(config, plan, outcome.collect())
-    outcome.raise_failures()
+        text = write_sweep(config, plan, carried_out.collect())
+    carried_out.raise_failures()
     return text
 
 

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -50,22 +50,34 @@ RETRY_S = 10
 """Seconds until cases that other processes work at are tried again."""
 
 
-class Outcome(NamedTuple):
-    """The results of cases, and the failures, a line each with its reason."""
+class CarriedOut(NamedTuple):
+    """Cases that were carried out as far as possible."""
 
-    collect: Callable[[], list[ResultRow]]
-    """All results that there are when it is called, those of other processes among them."""
+    cases: Sequence[Case]
+    folder: Path
+    """Of the comparison."""
+    published: dict[str, list[ResultRow]]
+    """Results that are taken from another comparison, by the identity of their case."""
     failures: list[str]
-    asked: int
-    """Number of cases."""
+    """A line each with its reason."""
+
+    def collect(self) -> list[ResultRow]:
+        """All results that there are by now, those of other processes among them."""
+        rows: list[ResultRow] = []
+        for case in self.cases:
+            known = self.published.get(identity(case))
+            of_case = [row | case.labels for row in known] if known else rows_of(case, self.folder)
+            rows += [with_interval(row, case) for row in of_case]
+        return rows
 
     def raise_failures(self) -> None:
         """Raise UserError if an evaluation failed."""
         if self.failures:
-            raise UserError(f"{len(self.failures)} of {self.asked} evaluations failed, such as {self.failures[0]}")
+            count = f"{len(self.failures)} of {len(self.cases)}"
+            raise UserError(f"{count} evaluations failed, such as {self.failures[0]}")
 
 
-def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate: bool) -> Outcome:
+def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate: bool) -> CarriedOut:
     """Train and evaluate everything that is not done yet, here or in the results.json `extends`.
 
     Args:
@@ -80,16 +92,7 @@ def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate
     missing = [case for case in cases if identity(case) not in published]  # this parses the settings of each
     with features_shared():
         failures = [] if tabulate else evaluate_cases(missing, folder)
-
-    def collect() -> list[ResultRow]:
-        rows: list[ResultRow] = []
-        for case in cases:
-            known = published.get(identity(case))
-            of_case = [row | case.labels for row in known] if known else rows_of(case, folder)
-            rows += [with_interval(row, case) for row in of_case]
-        return rows
-
-    return Outcome(collect, failures, len(cases))
+    return CarriedOut(cases, folder, published, failures)
 
 
 def of_same_images(
