@@ -53,24 +53,36 @@ class Thumbnails(NamedTuple):
         return F.normalize(centred, dim=1)
 
 
-@dataclass
+class Sample(NamedTuple):
+    """A sample of a split: the images that can be decoded, and the peculiarities of their files."""
+
+    thumbnails: Thumbnails
+    broken: list[str]
+    """Images that cannot be decoded, and why."""
+    without_decoder: Counter[str]
+    """The package that some of these need, and how to install it -> images."""
+    sizes: Counter[tuple[int, int]]
+    """(height, width) -> images."""
+    frames: Counter[int]
+    """Number of frames, of which the first counts -> images that have more than one."""
+    other_nodata: Counter[float]
+    """Value of nodata by a TIFF's own tag that is not `data.nodata` -> images."""
+
+
+@dataclass(frozen=True)
 class Survey:
-    """Properties of the images of a sample."""
+    """Properties of the images of both samples together."""
 
     training: int = 0
     """Training images that can be decoded."""
     held_out: int = 0
     """Held-out images that can be decoded."""
     broken: list[str] = field(default_factory=list)
-    """Images that cannot be decoded, and why."""
-    other_nodata: Counter[float] = field(default_factory=Counter)
-    """Value of nodata by a TIFF's own tag that is not `data.nodata` -> images."""
-    frames: Counter[int] = field(default_factory=Counter)
-    """Number of frames, of which the first counts -> images that have more than one."""
+    """As in `Sample`, like the next four."""
     without_decoder: Counter[str] = field(default_factory=Counter)
-    """The package that some of these need, and how to install it -> images."""
-    sizes: Counter = field(default_factory=Counter)
-    """(height, width) -> images."""
+    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    frames: Counter[int] = field(default_factory=Counter)
+    other_nodata: Counter[float] = field(default_factory=Counter)
     constant: float = 0.0
     """Share of images of one colour."""
     duplicates: float = 0.0
@@ -97,61 +109,79 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     Args:
         seconds: limit for the training images; a quarter of it for the held-out images.
     """
-    result = Survey(classes=train.class_shares())
-    held_out_sample = held_out.choose(MAX_HELD_OUT, data.cut_seed)
-    train_sample = train.choose(MAX_TRAINING, data.cut_seed)
-    tested = thumbnails(held_out_sample, data, seconds / 4, result)
-    broken_held_out = len(result.broken)
-    learned = thumbnails(train_sample, data, seconds, result)
-    result.held_out = len(tested.indices)
-    result.training = len(learned.indices)
+    held_out_images = held_out.choose(MAX_HELD_OUT, data.cut_seed)
+    train_images = train.choose(MAX_TRAINING, data.cut_seed)
+    tested = take_sample(held_out_images, data, seconds / 4)
+    learned = take_sample(train_images, data, seconds)
+    of_one_colour = torch.cat([tested.thumbnails.of_one_colour, learned.thumbnails.of_one_colour])
+    copies = find_copies(tested.thumbnails, learned.thumbnails)
+    shown = copies[:PAIRS_SHOWN]
+    pairs = [(held_out_images.image_name(copy), train_images.image_name(original)) for copy, original in shown]
+    duplicates, visible = share_of_duplicates(len(copies), tested, learned, len(train))
+    return Survey(
+        training=len(learned.thumbnails.indices),
+        held_out=len(tested.thumbnails.indices),
+        broken=tested.broken + learned.broken,
+        without_decoder=tested.without_decoder + learned.without_decoder,
+        sizes=tested.sizes + learned.sizes,
+        frames=tested.frames + learned.frames,
+        other_nodata=tested.other_nodata + learned.other_nodata,
+        constant=float(of_one_colour.float().mean()) if len(of_one_colour) else 0.0,
+        duplicates=duplicates,
+        visible=visible,
+        pairs=pairs,
+        doubles=share_of_doubles(learned.thumbnails),
+        classes=train.class_shares(),
+    )
 
-    of_one_colour = torch.cat([tested.of_one_colour, learned.of_one_colour])
-    if len(of_one_colour):
-        result.constant = float(of_one_colour.float().mean())
-    result.doubles = share_of_doubles(learned)
 
-    pairs = find_copies(tested, learned)
-    for held_out_index, train_index in pairs[:PAIRS_SHOWN]:
-        result.pairs.append((held_out_sample.image_name(held_out_index), train_sample.image_name(train_index)))
-    readable = len(train) - (len(result.broken) - broken_held_out)
-    sampled_share = result.training / max(readable, 1)  # also the chance that a copy's original is in the sample
-    if sampled_share < 1:
-        result.visible = min(1.0, 3 / max(result.held_out * sampled_share, 1e-9))
-    if len(pairs) > 2 or sampled_share == 1:
-        result.duplicates = min(1.0, len(pairs) / max(result.held_out, 1) / max(sampled_share, 1e-9))
-    return result
-
-
-def thumbnails(dataset: ImageDataset, data: DataConfig, seconds: float, result: Survey) -> Thumbnails:
-    """Thumbnails of the images in random order, as many as the time allows; notes sizes and broken images in `result`.
-
-    Files come sorted by class, and the time may end before all are read.
-    """
+def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float) -> Sample:
+    """Decode images in random order, as many as the time allows: files come sorted by class."""
     begin = time.monotonic()
-    pixels, indices = [], []
+    pixels: list[Tensor] = []
+    indices: list[int] = []
+    broken: list[str] = []
+    without_decoder, sizes, frames, nodata = Counter(), Counter(), Counter(), Counter()
     for index in np.random.default_rng(0).permutation(len(dataset)).tolist():
         if time.monotonic() - begin > seconds:
             break
         try:
             image = dataset.decode(index, data)  # (C, H, W)
         except UnreadableImage as error:
-            result.broken.append(f"{dataset.image_name(index)}: {error}")
+            broken.append(f"{dataset.image_name(index)}: {error}")
             if isinstance(error, MissingDecoder):
-                result.without_decoder[str(error)] += 1
+                without_decoder[str(error)] += 1
             continue
         encoded = dataset.encoded(index, data)
-        result.other_nodata.update(other_nodata(encoded, data))
-        frames = count_frames(encoded, data)
-        if frames > 1:
-            result.frames[frames] += 1
+        nodata.update(other_nodata(encoded, data))
+        count = count_frames(encoded, data)
+        if count > 1:
+            frames[count] += 1
         height, width = image.shape[-2:]
-        result.sizes[height, width] += 1
+        sizes[height, width] += 1
         grey = image.float().mean(0, keepdim=True)
         pixels.append(F.adaptive_avg_pool2d(grey, THUMBNAIL_SIDE).flatten())
         indices.append(index)
     stacked = torch.stack(pixels) if pixels else torch.empty(0, THUMBNAIL_SIDE**2)
-    return Thumbnails(stacked, np.array(indices, np.int64))
+    thumbnails = Thumbnails(stacked, np.array(indices, np.int64))
+    return Sample(thumbnails, broken, without_decoder, sizes, frames, nodata)
+
+
+def share_of_duplicates(copies: int, tested: Sample, learned: Sample, train_images: int) -> tuple[float, float]:
+    """`duplicates` and `visible` of a `Survey`, by the number of copies in the held-out sample.
+
+    Args:
+        train_images: all training images, also those that are not in the sample.
+    """
+    held_out = len(tested.thumbnails.indices)
+    readable = train_images - len(learned.broken)
+    sampled_share = len(learned.thumbnails.indices) / max(readable, 1)  # also the chance that an original is in it
+    duplicates, visible = 0.0, 0.0
+    if sampled_share < 1:
+        visible = min(1.0, 3 / max(held_out * sampled_share, 1e-9))
+    if copies > 2 or sampled_share == 1:
+        duplicates = min(1.0, copies / max(held_out, 1) / max(sampled_share, 1e-9))
+    return duplicates, visible
 
 
 def other_nodata(image: bytes | NDArray, data: DataConfig) -> list[float]:
