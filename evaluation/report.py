@@ -14,9 +14,9 @@ from evaluation.config import ReportConfig
 from evaluation.frozen.parsing import read_with_images
 from evaluation.frozen.run_images import find_run
 from evaluation.frozen.training_reports import tested_encoder
-from evaluation.pages.about import Missing, machine_blocks
+from evaluation.pages.about import machine_blocks
 from evaluation.pages.curves import curves_of_run
-from evaluation.pages.page import Page, Section, write_page
+from evaluation.pages.page import Page, Section, without_missing, write_page
 from evaluation.pages.picture_sections import picture_sections
 from evaluation.pages.run_sections import features_blocks, settings_blocks, unreadable_blocks
 from evaluation.pages.run_words import subtitle, verdict_points
@@ -40,18 +40,17 @@ def report(config: ReportConfig) -> Path:
     require_imports(folder)
     history = read_history(folder)
     require(len(history) > 0, "encoder", folder, "a run with logged metrics: its metrics.jsonl is empty or missing")
-    missing: Missing = {}
     sections = [
-        Section("curves", "Curves", curves_of_run(history, missing, saved_phases(folder).marks())),
-        Section("features", "Evaluation of the features", features_blocks(config, folder, history, missing)),
-        *picture_sections(config, folder, history, missing),
+        Section("curves", "Curves", curves_of_run(history, saved_phases(folder).marks())),
+        Section("features", "Evaluation of the features", features_blocks(config, folder, history)),
+        *picture_sections(config, folder, history),
         Section("images", "Unreadable images", unreadable_blocks(folder)),
         Section("settings", "Settings, and the command to repeat the run", settings_blocks(folder)),
         Section("machine", "Versions and machine", machine_blocks()),
     ]
+    shown, missing = without_missing(sections)
     if not read_verdict(folder):
         missing["Verdict"] = "verdict.json is missing: the verdict above is computed from the metrics"
-    shown = [section for section in sections if section.blocks]
     page = Page(
         title=str(folder),
         subtitle=subtitle(folder, history),

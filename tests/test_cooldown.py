@@ -92,11 +92,11 @@ def test_the_card_says_how_the_run_ended(trunk_and_branch, trained):
 
 def test_curves_mark_the_cooldown_and_the_trunk(trunk_and_branch):
     _, branch = trunk_and_branch
-    charts = curves_of_run(read_history(branch), {}, saved_phases(branch).marks())
+    charts = curves_of_run(read_history(branch), saved_phases(branch).marks())
     for chart in charts:
         drawing = base64.b64decode(chart.source.partition(",")[2]).decode()
         assert "branch of trunk" in drawing and "cooldown" in drawing, chart.title
-    plain = curves_of_run(read_history(branch), {}, {})
+    plain = curves_of_run(read_history(branch), {})
     assert b"cooldown" not in base64.b64decode(plain[0].source.partition(",")[2])
 
 

@@ -18,6 +18,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from evaluation import check, contrastive
 from evaluation.pages.curves import features_of_run
+from evaluation.pages.page import Chart
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse
 from mpp.config.saved import parse_saved
@@ -242,8 +243,8 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
     shutil.rmtree(general)
     config = parse_saved(Config, whole / "config.yaml")
     assert reopen(whole, config.data, None, 4, Accelerator(cpu=True)).probe.general_count == 0  # pictures need none
-    missing: dict[str, str] = {}
-    charts = {each.title: each for each in features_of_run(read_history(whole), missing, {}, "the start")}
+    blocks = features_of_run(read_history(whole), {}, "the start")
+    charts = {each.title: each for each in blocks if isinstance(each, Chart)}
     by_depth = charts["kNN accuracy on general images by depth"].table
     assert list(by_depth.headings) == ["depth", "after 4 steps", "the start", "pixel colours"]
     assert {"kNN accuracy on general images", "Neighbours kept since the start, by depth"} <= set(charts)

@@ -30,7 +30,7 @@ from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import add_figures
 from evaluation.metrics.summaries import summarize_accuracies
 from evaluation.pages import picture_sections, run_words
-from evaluation.pages.page import Link, Page, Section, Table, Text, render
+from evaluation.pages.page import Link, Missing, Page, Section, Table, Text, render
 from evaluation.pages.page import picture as as_picture
 from evaluation.pages.run_sections import (
     details_of_evaluation,
@@ -354,7 +354,7 @@ def test_random_weights_stand_beside_an_evaluation_and_are_none_of_their_own(tmp
     of_masks = rows_of_evaluation(tmp_path / "segmentation.json", report_of_masks, tmp_path)
     assert [row[-1] for row in of_masks] == ["30.0", "not evaluated (--random true)"]  # case by case
     rows = {}
-    for block in features_blocks(ReportConfig(encoder=str(run)), run, [], {}):
+    for block in features_blocks(ReportConfig(encoder=str(run)), run, []):
         if isinstance(block, Table) and block.headings[-1] == "random weights":
             rows = {row[0].text: row[-1] for row in block.rows}
         else:
@@ -387,10 +387,10 @@ def test_results_of_weights_that_the_run_has_no_more_are_not_shown_as_its_own(tm
         write_report(run / "evaluation" / f"{name}.json", content)
 
     def shown_and_missing():
-        missing = {}
         history = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        blocks = features_blocks(ReportConfig(encoder=str(run)), run, history, missing)
+        blocks = features_blocks(ReportConfig(encoder=str(run)), run, history)
         (table,) = (block for block in blocks if isinstance(block, Table) and block.headings[-1] == "random weights")
+        missing = {block.content for block in blocks if isinstance(block, Missing)}
         return {row[0].text for row in table.rows} - {"finetune"}, {name for name in missing if name.endswith("json")}
 
     assert shown_and_missing() == (set(protocols), set())
@@ -592,10 +592,10 @@ def test_a_picture_of_other_than_the_asked_number_of_images_is_drawn(asked, draw
     begun = []
     monkeypatch.setattr(picture_sections, "draw_picture", lambda subject, name, *rest: begun.append(name))
     subject = SimpleNamespace(config=SimpleNamespace(images=asked), held_out=range(2 if asked == 9 else 8))
-    picture_sections.picture_blocks(subject, tmp_path, tmp_path, {})
+    picture_sections.picture_blocks(subject, tmp_path, tmp_path)
     assert begun == drawn
     (tmp_path / "predictions.npz").write_bytes(b"")
-    picture_sections.picture_blocks(subject, tmp_path, tmp_path, {})
+    picture_sections.picture_blocks(subject, tmp_path, tmp_path)
     assert begun[len(drawn) :] == ([] if asked == 4 else ["predictions"])
 
 

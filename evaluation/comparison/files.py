@@ -53,7 +53,7 @@ from evaluation.figures.style import write_plot
 from evaluation.frozen.results import write_json
 from evaluation.metrics.scoring import ONE_CLASS, best_choice
 from evaluation.pages.about import recorded_versions
-from evaluation.pages.page import Link, Page, Section, Table, Text, picture_of, write_page
+from evaluation.pages.page import Link, Missing, Page, Section, Table, Text, picture_of, without_missing, write_page
 from mpp.runtime.files import complete, write_complete
 from mpp.runtime.messages import counted
 from mpp.training.run_folder import REPORT_PAGE
@@ -206,11 +206,7 @@ def page_of(
 ) -> Page:
     """The comparison as a page: the best encoders, then a section for each question."""
     sections = [section_of(answer, f"question_{number}", folder, runs) for number, answer in enumerate(answers)]
-    filled = [section for section in sections if section.blocks]
-    missing = {}
-    for section, answer in zip(sections, answers, strict=True):
-        if not section.blocks:
-            missing[section.title] = NO_DEPTHS if answer.lacks_depths else "there are no results yet"
+    filled, missing = without_missing(sections)
     link = Link("why", "#question_0") if sections else None
     verdict = [(sentence, link) for sentence in best_encoders(rows)] or [("No results yet", None)]
     diverged = {(row["encoder"], row["encoder_seed"]) for row in of_kind(rows, "diverged")}
@@ -263,6 +259,9 @@ def section_of(answer: Answer, name: str, folder: Path, runs: Runs) -> Section:
             section.blocks.append(Table(*difference_table(answer.differences), DIFFERENCES, folded=True))
     if answer.plot is not None:
         section.blocks.append(picture_of(answer.plot, f"Plot: {section.title}"))
+    if not section.blocks:
+        reason = NO_DEPTHS if answer.lacks_depths else "there are no results yet"
+        section.blocks.append(Missing(section.title, reason))
     return section
 
 

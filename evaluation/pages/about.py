@@ -1,8 +1,6 @@
-"""Blocks that several pages share: settings and the machine, and the list of content that a page lacks."""
+"""Blocks that several pages share: settings and the machine."""
 
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -13,22 +11,10 @@ import mpp
 from evaluation.pages.page import Block, Table, Text
 from mpp.config.command_line import as_words
 from mpp.config.keys import flatten
-from mpp.errors import UserError
 from mpp.runtime.hardware import cores, uses_gpu
 
 LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
 SETTINGS_NOT_SHOWN = ("run.dir", "run.precision")  # where precision is not set, it depends on the machine
-Missing = dict[str, str]
-"""Content that a page lacks -> the reason."""
-
-
-@contextmanager
-def noted(missing: Missing, title: str) -> Iterator[None]:
-    """While open, an error that content is not available ends the block, and its reason goes to `missing`."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        missing[title] = str(error)
 
 
 def settings_rows(config: Any) -> list[Block]:

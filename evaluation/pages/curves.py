@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from evaluation.figures.charts import plot_series
-from evaluation.pages.page import Chart, Table, chart
+from evaluation.pages.page import Chart, Missing, Table, chart
 from mpp.features.drift import ALL, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS, STEM
 from mpp.runtime.messages import counted
 from mpp.training.history import (
@@ -37,7 +37,7 @@ Marks = dict[str, int]
 """Name of the phase or branch that begins at a step of a run -> that step."""
 
 
-def curves_of_run(history: History, missing: dict[str, str], marks: Marks) -> list[Chart]:
+def curves_of_run(history: History, marks: Marks) -> list[Chart | Missing]:
     """Loss, accuracy with its baselines, a teacher's targets, learning rate, gradient norm, speed, waiting.
 
     Args:
@@ -73,14 +73,16 @@ def curves_of_run(history: History, missing: dict[str, str], marks: Marks) -> li
         chart_of("Speed", trained, {"images/s": "speed/images_per_second"}, "images/s"),
         chart_of("Waiting for data", trained, {"waiting": "speed/data_wait"}, "share of the time", percent=True),
     ]
+    blocks: list[Chart | Missing] = [each for each in charts if each]
     if accuracy_chart is None and not any(of_other_labels):
-        missing["Accuracy on masked patches"] = "this run predicts no colours: see the loss and the features"
+        reason = "this run predicts no colours: see the loss and the features"
+        blocks.append(Missing("Accuracy on masked patches", reason))
     if not series(trained, EVALUATED):
-        missing["Held-out figures"] = "the run has not been evaluated yet"
-    return [each for each in charts if each]
+        blocks.append(Missing("Held-out figures", "the run has not been evaluated yet"))
+    return blocks
 
 
-def features_of_run(history: History, missing: dict[str, str], marks: Marks, start: str) -> list[Chart]:
+def features_of_run(history: History, marks: Marks, start: str) -> list[Chart | Missing]:
     """kNN accuracy (without labels: the neighbours' agreement) and effective rank, over steps and by depth.
 
     Besides, kNN accuracy on general images and the drift since the start, where they were measured.
@@ -91,10 +93,7 @@ def features_of_run(history: History, missing: dict[str, str], marks: Marks, sta
     chart_of = partial(chart_of_scalars, marks=marks)
     group, lines = probe_lines(history)
     if not lines:
-        missing["kNN, agreement, rank"] = "not probed (probe.every)"
-        return []
-    if group == "agreement":
-        missing["kNN accuracy"] = "the images have no labels"
+        return [Missing("kNN, agreement, rank", "not probed (probe.every)")]
     depths = some_depths(lines[-1], group)
     ranks = {f"depth {depth}": f"features/rank/depth_{depth:02d}" for depth in depths}
     charts = [
@@ -103,7 +102,10 @@ def features_of_run(history: History, missing: dict[str, str], marks: Marks, sta
         chart_of("Effective rank", history, ranks, "effective rank"),
         *charts_of_drift(history, marks),
     ]
-    return [each for each in charts if each]
+    blocks: list[Chart | Missing] = [each for each in charts if each]
+    if group == "agreement":
+        blocks.append(Missing("kNN accuracy", "the images have no labels"))
+    return blocks
 
 
 def charts_of_probe(history: History, group: str, marks: Marks, start: str) -> list[Chart | None]:

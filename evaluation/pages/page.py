@@ -86,6 +86,14 @@ class Text:
 Block = Table | Chart | Picture | PictureGrid | Text
 
 
+@dataclass(frozen=True)
+class Missing:
+    """Content that a section lacks: the page lists it at its end."""
+
+    content: str
+    reason: str
+
+
 @dataclass
 class Section:
     """A titled section of a page."""
@@ -93,7 +101,7 @@ class Section:
     name: str
     """The anchor of links to it."""
     title: str
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[Block | Missing] = field(default_factory=list)
 
 
 @dataclass
@@ -108,6 +116,18 @@ class Page:
     sections: Sequence[Section]
     missing: dict[str, str]
     """Missing content, and the reasons."""
+
+
+def without_missing(sections: Sequence[Section]) -> tuple[list[Section], dict[str, str]]:
+    """The sections that have content, and the missing content of all sections with the reasons."""
+    shown = []
+    missing = {}
+    for section in sections:
+        missing |= {block.content: block.reason for block in section.blocks if isinstance(block, Missing)}
+        blocks = [block for block in section.blocks if not isinstance(block, Missing)]
+        if blocks:
+            shown.append(Section(section.name, section.title, blocks))
+    return shown, missing
 
 
 def render(page: Page) -> str:

@@ -1,7 +1,9 @@
 """Sections of a page on a run that need its encoder and images: pictures, neighbours, best and worst predictions."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,7 @@ from evaluation.config import ReportConfig, VisualizeConfig
 from evaluation.figures.charts import plot_map
 from evaluation.frozen.report_names import report_suffix
 from evaluation.frozen.run_images import load_unchanged_splits_of
-from evaluation.pages.about import Missing, noted
-from evaluation.pages.page import Block, Picture, Section, Table, chart, picture, picture_of
+from evaluation.pages.page import Block, Missing, Picture, Section, Table, chart, picture, picture_of
 from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.gallery import (
     Gallery,
@@ -25,7 +26,7 @@ from evaluation.pictures.gallery import (
 )
 from evaluation.pictures.subject import Subject, load_subject
 from mpp.data.workers import deaths_explained
-from mpp.errors import Unavailable
+from mpp.errors import Unavailable, UserError
 from mpp.features.neighbours import Neighbours, find_other_neighbours
 from mpp.pretrain import Pretraining, is_pretraining, reopen
 from mpp.runtime.arrays import NPZ_ERRORS, evenly_spaced
@@ -49,49 +50,59 @@ IMAGES_IN = {"predictions": "original", "pca": "images"}
 """Name of a picture that shows examples -> the array of these in its .npz."""
 
 
-def picture_sections(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list[Section]:
+def picture_sections(config: ReportConfig, folder: Path, history: History) -> list[Section]:
     """All sections that need the encoder and the images; without the images, the pictures that exist already."""
+    pictures = Section("pictures", PICTURES_TITLE)
+    neighbours = Section("neighbours", "Nearest neighbours")
+    extremes = Section("extremes", "Predicted best and worst")
     if not (folder / "encoder").is_dir():
-        missing["Pictures"] = "there is no encoder yet: it is written when the run ends"
-        return []
+        pictures.blocks = [Missing("Pictures", "there is no encoder yet: it is written when the run ends")]
+        return [pictures]
     visualize_config = VisualizeConfig(
         encoder=str(folder), data=config.data, images=config.images, precision=config.precision, threads=config.threads
     )
     pictures_folder = folder / "evaluation" / f"pictures{report_suffix(visualize_config)}"
     subject = None
-    with noted(missing, "Pictures"):
+    try:
         subject = load_subject(visualize_config, load_unchanged_splits_of(config))
-    pictures = Section("pictures", PICTURES_TITLE)
-    neighbours = Section("neighbours", "Nearest neighbours")
-    extremes = Section("extremes", "Predicted best and worst")
+    except (UserError, OSError) as error:
+        pictures.blocks = [Missing("Pictures", str(error))]
     with deaths_explained():
-        with noted(missing, pictures.title):
-            pictures.blocks = picture_blocks(subject, folder, pictures_folder, missing)
+        pictures.blocks += or_missing(pictures.title, partial(picture_blocks, subject, folder, pictures_folder))
         if subject is None:
             return [pictures]
-        with noted(missing, neighbours.title):
-            neighbours.blocks = neighbour_blocks(subject, config.compared, history)
-        with noted(missing, extremes.title):
-            extremes.blocks = extreme_blocks(subject, folder)
+        neighbours.blocks = or_missing(neighbours.title, partial(neighbour_blocks, subject, config.compared, history))
+        extremes.blocks = or_missing(extremes.title, partial(extreme_blocks, subject, folder))
     return [pictures, neighbours, extremes]
 
 
-def picture_blocks(subject: Subject | None, folder: Path, pictures_folder: Path, missing: Missing) -> list[Block]:
+def or_missing(content: str, make_blocks: Callable[[], list[Block | Missing]]) -> list[Block | Missing]:
+    """The blocks of some content, or the reason why it is not available."""
+    try:
+        return make_blocks()
+    except (UserError, OSError) as error:
+        return [Missing(content, str(error))]
+
+
+def picture_blocks(subject: Subject | None, folder: Path, pictures_folder: Path) -> list[Block | Missing]:
     """Pictures of `mpp visualize`: read where they are newer than the encoder, otherwise drawn.
 
     Those of another number of images than `images` asks for are drawn, too. Without a subject, none is drawn.
     """
     encoder_written = (folder / "encoder" / "config.json").stat().st_mtime
-    blocks: list[Block] = []
+    blocks: list[Block | Missing] = []
     for name, alt in PICTURES_ON_PAGE.items():
         file = pictures_folder / f"{name}.png"
-        with noted(missing, name):
-            is_current = file.is_file() and file.stat().st_mtime >= encoder_written
-            if is_current and (subject is None or shows_as_asked(file, subject)):
-                blocks.append(picture(Image.open(file), alt, f"{alt}."))
-            elif subject is not None:
-                blocks.append(draw_picture(subject, name, alt, pictures_folder))
+        blocks += or_missing(name, partial(picture_block, subject, file, alt, encoder_written))
     return blocks
+
+
+def picture_block(subject: Subject | None, file: Path, alt: str, encoder_written: float) -> list[Block | Missing]:
+    """The picture in a file, or drawn where it is older than the encoder: see `picture_blocks`."""
+    is_current = file.is_file() and file.stat().st_mtime >= encoder_written
+    if is_current and (subject is None or shows_as_asked(file, subject)):
+        return [picture(Image.open(file), alt, f"{alt}.")]
+    return [] if subject is None else [draw_picture(subject, file.stem, alt, file.parent)]
 
 
 def shows_as_asked(file: Path, subject: Subject) -> bool:

@@ -14,9 +14,9 @@ from evaluation.frozen.results import describe_baselines
 from evaluation.frozen.training_reports import REPORTS_OF_TRAINING, reports_of_training
 from evaluation.metrics.scoring import kind_of, kind_of_report
 from evaluation.metrics.summaries import summarize_accuracies
-from evaluation.pages.about import Missing, changed, settings_rows
+from evaluation.pages.about import changed, settings_rows
 from evaluation.pages.curves import features_of_run
-from evaluation.pages.page import Block, Link, Table, Text, picture_of
+from evaluation.pages.page import Block, Link, Missing, Table, Text, picture_of
 from mpp.config import Config, TrainingConfig
 from mpp.config.command_line import as_command_line
 from mpp.config.imports import OPTION, saved_imports
@@ -34,11 +34,11 @@ COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConf
 MAX_UNREADABLE_LISTED = 20
 
 
-def features_blocks(config: ReportConfig, folder: Path, history: History, missing: Missing) -> list[Block]:
+def features_blocks(config: ReportConfig, folder: Path, history: History) -> list[Block | Missing]:
     """kNN and rank by depth, and the results of the evaluation commands."""
     page_folder = Path(config.out).parent if config.out else folder
     start = name_of_start(begins_from_weights(folder))
-    blocks: list[Block] = [*features_of_run(history, missing, saved_phases(folder).marks(), start)]
+    blocks: list[Block | Missing] = [*features_of_run(history, saved_phases(folder).marks(), start)]
     rows = []
     details: list[Block] = []
     weights = fingerprints_of_run(folder)
@@ -48,12 +48,13 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
         try:
             report = json.loads(file.read_text(encoding="utf-8"))
             if is_of_other_weights(report, weights, history):
-                missing[file.name] = "it is of other weights than those of the run now: evaluate again"
+                reason = "it is of other weights than those of the run now: evaluate again"
+                blocks.append(Missing(file.name, reason))
                 continue
             rows += rows_of_evaluation(file, report, page_folder)
             details += details_of_evaluation(file, report)
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
-            missing[file.name] = "it is not a report of an evaluation"
+            blocks.append(Missing(file.name, "it is not a report of an evaluation"))
     if rows:
         headings = [
             "evaluation",
@@ -66,7 +67,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History, missin
         blocks.append(Table(headings, rows, "Results of the evaluation commands"))
         blocks += details
     else:
-        missing["Few-shot, linear probe"] = f"not run yet: mpp fewshot --encoder {folder}"
+        blocks.append(Missing("Few-shot, linear probe", f"not run yet: mpp fewshot --encoder {folder}"))
     return blocks
 
 
