@@ -37,6 +37,7 @@ from mpp.runtime.command import command
 from mpp.runtime.messages import counted
 from mpp.runtime.resources import disk_shortage, free_disk
 from mpp.runtime.start import start_alone
+from mpp.training.batches import training_batches
 from mpp.training.branch import refuse_other_trunk
 from mpp.training.checkpoint import newest_step
 from mpp.training.data_warnings import MAX_UNREADABLE_SHARE
@@ -102,7 +103,7 @@ def check(config: Config) -> Path:
         surveyed = None
         if not isinstance(task.train, Shards):
             surveyed = survey(task.train, task.held_out, config.data, SURVEY_SECONDS)
-        feed = Feed(task.batches(0, {}))
+        feed = Feed(training_batches(task, 0, {}))
         timing, batches = time_steps(task, config, feed)
     print(f"model: {task.describe_model()}")
     print(f"images: {describe_source(config.data)}: {task.describe_images()}")

@@ -25,9 +25,10 @@ from mpp.corruption import Corruption, draw
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import short_digest
 from mpp.data.loader import BatchLayout
+from mpp.data.shards import Shards
 from mpp.data.sources import load_image_datasets
 from mpp.data.stream_sources import load_streamed
-from mpp.data.views import Batch, collate
+from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.masked_counts import MaskedCounts
 from mpp.features.metrics import Sums, measure_features, summarize
@@ -64,8 +65,6 @@ class Pretraining(ImageTask):
         super().__init__(accelerator, layout, config.run, config.data)
         refuse_idle_arguments(config)
         self.config = config
-        self.corruption = config.corruption
-        self.marks_nodata = not config.objective.predict_nodata
         if config.corruption.source == "batch":
             layout.require_several(config.data.batch_size, " with corruption.source=batch")
         self.model, self.objective = build_model(config)
@@ -103,6 +102,15 @@ class Pretraining(ImageTask):
             train, self.held_out = load_image_datasets(data)
         self.train = train.choose(data.train_images, data.eval_seed)
         return self.train
+
+    def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
+        """Crops of these images and their corruptions."""
+        return dataclasses.replace(
+            super().views(dataset),
+            corruption=self.config.corruption,
+            grid=self.grid,
+            marks_nodata=not self.config.objective.predict_nodata,
+        )
 
     @property
     def method(self) -> str:

@@ -31,6 +31,7 @@ from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.models.timm_models import set_attention
 from mpp.runtime.hashing import sha256_of
+from mpp.training.batches import training_batches
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.flops import executed_flops
 
@@ -227,7 +228,7 @@ def test_the_teacher_sees_the_students_crop_and_does_not_learn(teacher):
     for module in (task.model, task.teacher):
         module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     task.model.train()
-    batch = next(iter(task.batches(0, {})))
+    batch = next(iter(training_batches(task, 0, {})))
     loss, _ = task.loss(task.model, batch, False)
     loss.backward()
     of_student, of_teacher = inputs

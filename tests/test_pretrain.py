@@ -23,8 +23,8 @@ from mpp.data.dataset import ImageDataset
 from mpp.errors import UserError
 from mpp.models.exporting import EncoderFacts, export_encoder
 from mpp.models.predictor import MaskedPatchPredictor
+from mpp.training import batches
 from mpp.training import step as training_step
-from mpp.training import task
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.step import FiniteCheck, TrainingStep
 
@@ -270,8 +270,8 @@ def test_accumulation_equals_the_big_batch(pretrain, finished_run, tmp_path, siz
 @pytest.mark.faults
 def test_images_decoded_once_train_to_the_same_bits(pretrain, tmp_path, image_folder, monkeypatch):
     built = []
-    build = task.training_loader
-    monkeypatch.setattr(task, "training_loader", lambda views, *rest: (built.append(views), build(views, *rest))[1])
+    build = batches.training_loader
+    monkeypatch.setattr(batches, "training_loader", lambda views, *rest: (built.append(views), build(views, *rest))[1])
     arguments = (f"--data.path={image_folder}", "--data.eval_split=null", "--data.workers=1")
     kept, read = (pretrain(*arguments, f"--data.cache_gb={gb}", dir=tmp_path / str(gb)) for gb in (0.5, 0))
     assert weights(kept) == weights(read)

@@ -20,6 +20,7 @@ from evaluation.supervision.learners import Learner, learner_of
 from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
+from mpp.data.shards import Shards
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums
@@ -57,7 +58,6 @@ class Classification(ImageTask):
     ):
         super().__init__(accelerator, layout, run, data)
         self.augment = augment
-        self.randaugment = augment.randaugment
         check_colour_changes(data.channels, {"augment.randaugment": augment.randaugment}, "crops and flips")
         train, held_out = splits
         self.train = train
@@ -71,6 +71,10 @@ class Classification(ImageTask):
         self.predicted: list[tuple[Tensor, Tensor]] | None = None  # indices and classes of held-out images, while asked
         if self.mix is not None:
             layout.require_several(data.batch_size, " with augment.mixup or augment.cutmix")
+
+    def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
+        """Crops of these images, perhaps augmented."""
+        return replace(super().views(dataset), randaugment=self.augment.randaugment)
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         device = self.accelerator.device

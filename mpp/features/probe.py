@@ -85,6 +85,7 @@ class Probe:
         self.loader = loader
         self.k = config.neighbours
         self.representation = representation
+        self.general = general
         self.drift = drift
 
         def add(dataset: ImageDataset, data: DataConfig = data) -> ViewDataset:

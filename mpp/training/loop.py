@@ -23,6 +23,7 @@ from mpp.runtime.resources import disk_shortage
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.averaging import averaged_weights
+from mpp.training.batches import training_batches
 from mpp.training.checkpoint import Cursors, kept_steps, resume, save
 from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.feed import Feed
@@ -58,8 +59,7 @@ class Loop:
         self.look_at_checkpoints()
         self.saved_step = self.start  # of the newest checkpoint
         self.steps_to_keep = self.optim_config.steps_to_keep(self.run_config)
-        batches = task.batches(self.start, self.cursors)  # forks: before any threads
-        self.feed = Feed(batches)
+        self.feed = Feed(training_batches(task, self.start, self.cursors))  # forks: before any threads
         self.cursors_of_step: Cursors = {}
         """Position of each worker of a stream when the step is done."""
         if self.run_config.compile is True:

@@ -1,38 +1,29 @@
 """`ImageTask`: images, batches, evaluation and export, which all training tasks have in common."""
 
-import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from mpp.config import CorruptionConfig, DataConfig, Grid, ProbeConfig, Representation, RunConfig
+from mpp.config import DataConfig, ProbeConfig, Representation, RunConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoded_cache import in_memory
 from mpp.data.general_images import REFERENCE, GeneralImages, general_source, load_general_images
 from mpp.data.hub import cached_commit, resolve_commit
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD, identify_images
-from mpp.data.loader import BatchLayout, FixedViewLoader, training_loader
+from mpp.data.loader import BatchLayout, FixedViewLoader
 from mpp.data.shards import Shards
-from mpp.data.stream import stream_workers, streaming_loader
-from mpp.data.views import Batch, ViewDataset, batch_bytes
+from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import loader_processes
-from mpp.errors import UserError
 from mpp.features.drift import START_FILE, Drift
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.features.probe import Probe
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.exporting import EncoderFacts, export_encoder
-from mpp.runtime.messages import note
 from mpp.runtime.processes import broadcast_from_main
-from mpp.runtime.resources import LoaderRoom, loader_room
 from mpp.training.card import model_card
-from mpp.training.checkpoint import Cursors
 from mpp.training.history import last_logged_step
 from mpp.training.log import Tracker, read_history
 from mpp.training.record import recorded_commit
@@ -51,15 +42,8 @@ class ImageTask:
     model: nn.Module
     method: str
     """The encoder's training in a sentence, for the model card."""
-    corruption: CorruptionConfig | None = None
-    grid: Grid = (0, 0)
-    randaugment = 0
-    marks_nodata = False
-    """Whether patches without any value have no weight in the loss: batches say which these are."""
     probe: Probe | None = None
     """Probe of the frozen features; None: `probe.every` is 0."""
-    general: GeneralImages | None = None
-    """The general images that are probed, too; None: `probe.path` names none."""
     communicates_each_pass = False
     """Whether the loss of a forward pass needs the images of all processes."""
     learns_labels = False
@@ -119,8 +103,7 @@ class ImageTask:
         """
         if not config.every:
             return None
-        if config.path is not None:
-            self.general = self.load_general_images(config)
+        general = None if config.path is None else self.load_general_images(config)
         drift = None
         if init_from is not None:
             drift = Drift(Path(self.run.dir) / START_FILE, self.accelerator.device)
@@ -133,7 +116,7 @@ class ImageTask:
             img_size=self.img_size,
             config=config,
             representation=representation,
-            general=self.general,
+            general=general,
             drift=drift,
         )
 
@@ -148,64 +131,8 @@ class ImageTask:
             return load_general_images(general_source(config, self.data, commit))
 
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
-        """Crops (and corruptions) of these images."""
-        return ViewDataset(
-            dataset,
-            self.data,
-            self.img_size,
-            seed=self.run.seed,
-            corruption=self.corruption,
-            grid=self.grid,
-            randaugment=self.randaugment,
-            marks_nodata=self.marks_nodata,
-        )
-
-    def batches(self, start: int, cursors: Cursors) -> Iterable[Batch]:
-        """This process's batches from step `start` on; a stream continues from its cursors."""
-        if self.data.streaming:
-            views = self.views(self.train)
-            views = self.with_fitting_workers(views, stream_workers(views, self.layout, cursors), bool(cursors))
-            self.fixed_view_loader.start()
-            return streaming_loader(views, self.layout, start, self.run.steps, cursors)
-        images_left = (self.run.steps - start) * self.layout.images // self.layout.world_size  # of this process
-        views = in_memory(self.views(self.train), images_left, self.accelerator.device)
-        views = self.with_fitting_workers(views, loader_processes(views.data))
-        self.fixed_view_loader.start()
-        return training_loader(views, self.layout, start, self.run.steps)
-
-    def with_fitting_workers(self, views: ViewDataset, workers: int, as_before: bool = False) -> ViewDataset:
-        """The views with as many of these loader processes as shared memory has room for; likewise the evaluations'.
-
-        Args:
-            as_before: whether there must be so many as when the run began.
-        Raises:
-            UserError: not all of them fit, and their number was given.
-        """
-        evaluation_workers = self.fixed_view_loader.workers
-        fitting, self.fixed_view_loader.workers, shortage = self.room_of_all(workers, evaluation_workers)
-        if fitting < workers and as_before:
-            raise UserError(f"a stream is resumed with {workers} loader processes, as before; {shortage}")
-        if fitting < workers and self.data.workers is not None:
-            allowed = f"at most {fitting} (0: the training process loads)"
-            raise UserError(f"data.workers is {workers}; it must be {allowed}: {shortage}")
-        if shortage:
-            for_evaluations = f"{self.fixed_view_loader.workers} of {evaluation_workers} for evaluations"
-            note(f"{fitting} of {workers} loader processes (data.workers), and {for_evaluations}: {shortage}")
-        return dataclasses.replace(views, data=dataclasses.replace(views.data, workers=fitting))
-
-    def room_of_all(self, workers: int, evaluation_workers: int) -> LoaderRoom:
-        """As many of these loader processes as shared memory has room for, on all machines."""
-        room = LoaderRoom(workers, evaluation_workers)
-        self.accelerator.wait_for_everyone()  # those that decode images for their cache take shared memory meanwhile
-        if workers or evaluation_workers:
-            size = batch_bytes(self.held_out_views, self.layout.largest)
-            room = loader_room(workers, evaluation_workers, size)
-        rooms = gather_object([room])  # no process has loader processes before all have looked; all have as many
-        return LoaderRoom(
-            min(each.workers for each in rooms),
-            min(each.evaluation_workers for each in rooms),
-            max(each.shortage for each in rooms),
-        )
+        """Crops of these images."""
+        return ViewDataset(dataset, self.data, self.img_size, seed=self.run.seed)
 
     @torch.no_grad()
     def sum_views(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> Sums:
@@ -281,8 +208,8 @@ class ImageTask:
         if self.learns_labels and self.held_out.label_kind != "class":
             train[LABEL_KIND_FIELD] = self.held_out.label_kind
         record = {"train": train, "held_out": self.identify_split(self.held_out, commit)}
-        if self.general is not None:
-            record |= self.general.identify(self.data.read_retries)
+        if self.probe and self.probe.general:
+            record |= self.probe.general.identify(self.data.read_retries)
         return record
 
     def identify_split(self, dataset: ImageDataset, commit: str | None) -> dict[str, Any]:
