@@ -8,7 +8,7 @@ view of its image than like any view of another image. The run folder and its en
 every probe takes it; the projection head is left out.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from shlex import quote
 from typing import Any
 
@@ -142,7 +142,7 @@ class Contrastive(ImageTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        batches = warn_of_unreadable(self.fixed_view_loader.batches(self.held_out_views), tracker)
+        batches = self.fixed_views(self.held_out_views, tracker)
         count = len(self.held_out_views.dataset)
         projected, _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
         scalars = {}
@@ -191,13 +191,6 @@ class Contrastive(ImageTask):
     def describe_model(self) -> str:
         others = 2 * self.images_of_a_pass - 2
         return f"{super().describe_model()}, each view compared with {others} of other images"
-
-
-def warn_of_unreadable(batches: Iterable[Batch], tracker: Tracker) -> Iterator[Batch]:
-    """The batches, with warnings of images that cannot be decoded."""
-    for batch in batches:
-        tracker.warn_unreadable(batch.unreadable)
-        yield batch
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

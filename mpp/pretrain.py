@@ -31,7 +31,7 @@ from mpp.data.stream_sources import load_streamed
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.masked_counts import MaskedCounts
-from mpp.features.metrics import Sums, measure_features, summarize
+from mpp.features.metrics import Sums, add_sums, measure_features, sum_over_processes, summarize
 from mpp.features.metrics import measure as measure_predictions
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.adaptation import describe_adaptation
@@ -203,7 +203,11 @@ class Pretraining(ImageTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        sums = self.sum_views(model, self.held_out_views, tracker)
+        sums: Sums = {}
+        for batch in self.fixed_views(self.held_out_views, tracker):
+            loss, measured = self.loss(model, batch, True)
+            sums = add_sums(sums, measured | self.loss_sums(loss, batch))
+        sums = sum_over_processes(sums)
         scalars = {f"heldout/{name}": value for name, value in self.describe_views(sums).items()}
         if self.accelerator.is_main_process:
             self.log_panel(model, step, tracker)

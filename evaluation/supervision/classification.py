@@ -23,7 +23,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.shards import Shards
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
-from mpp.features.metrics import Sums
+from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.transfer import to_device
@@ -68,7 +68,6 @@ class Classification(ImageTask):
         self.learner = learner_of(self.label_kind, train.labels, self.classes, number_loss)
         refuse_mixing(augment, self.learner)
         self.mix = build_mix(augment, self.classes)
-        self.predicted: list[tuple[Tensor, Tensor]] | None = None  # indices and classes of held-out images, while asked
         if self.mix is not None:
             layout.require_several(data.batch_size, " with augment.mixup or augment.cutmix")
 
@@ -77,21 +76,22 @@ class Classification(ImageTask):
         return replace(super().views(dataset), randaugment=self.augment.randaugment)
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
-        device = self.accelerator.device
-        images, labels = to_device([batch.images, batch.labels], device)
+        loss, logits, labels = self.predict_batch(model, batch)
+        if not measure:
+            return loss, {}
+        count = torch.tensor(len(labels), dtype=torch.double, device=labels.device)
+        return loss, self.learner.sums(self.learner.predict(logits.detach()), labels) | {"images": count}
+
+    def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean loss of a batch, its logits (B, C) and its labels, on the device."""
+        images, labels = to_device([batch.images, batch.labels], self.accelerator.device)
         target = self.learner.to_learn(labels)
         if model.training and self.mix is not None:
             images, target = self.mix(images.float(), target)  # (B, C) now
         outputs = model(images)
         logits = self.logits(outputs)
         loss = self.criterion(outputs, images, target) if model.training else self.learner.loss(logits, target)
-        if not measure:
-            return loss, {}
-        predicted = self.learner.predict(logits.detach())
-        if self.predicted is not None:
-            self.predicted.append((batch.indices, predicted.cpu()))
-        count = torch.tensor(len(labels), dtype=torch.double, device=device)
-        return loss, self.learner.sums(predicted, labels) | {"images": count}
+        return loss, logits, labels
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Outputs of the model to the logits (B, C) whose largest one is the prediction."""
@@ -122,6 +122,7 @@ class Classification(ImageTask):
         scalars |= {name.replace(" ", "_"): value for name, value in baselines.items()}
         return {f"heldout/{name}": value for name, value in scalars.items()}
 
+    @torch.no_grad()
     def measure_outcomes(
         self, model: nn.Module, views: ViewDataset, tracker: Tracker
     ) -> tuple[dict[str, float], Outcomes]:
@@ -129,10 +130,15 @@ class Classification(ImageTask):
 
         In the loss, others replace images that cannot be decoded; figures and outcomes leave these out.
         """
-        self.predicted = []
-        scalars = self.measure_views(model, views, tracker)
-        outcomes = self.gather_outcomes(views.dataset, self.predicted)
-        self.predicted = None
+        sums: Sums = {}
+        predicted = []
+        for batch in self.fixed_views(views, tracker):
+            loss, logits, labels = self.predict_batch(model, batch)
+            predictions = self.learner.predict(logits)
+            sums = add_sums(sums, self.learner.sums(predictions, labels) | self.loss_sums(loss, batch))
+            predicted.append((batch.indices, predictions.cpu()))
+        scalars = self.describe_views(sum_over_processes(sums))
+        outcomes = self.gather_outcomes(views.dataset, predicted)
         figures = {name: value for name, value in self.learner.figures(outcomes).items() if math.isfinite(value)}
         return scalars | figures, outcomes
 

@@ -1,5 +1,6 @@
 """`ImageTask`: images, batches, evaluation and export, which all training tasks have in common."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mpp.data.shards import Shards
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import loader_processes
 from mpp.features.drift import START_FILE, Drift
-from mpp.features.metrics import Sums, add_sums, sum_over_processes
+from mpp.features.metrics import Sums
 from mpp.features.probe import Probe
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.exporting import EncoderFacts, export_encoder
@@ -134,26 +135,21 @@ class ImageTask:
         """Crops of these images."""
         return ViewDataset(dataset, self.data, self.img_size, seed=self.run.seed)
 
-    @torch.no_grad()
-    def sum_views(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> Sums:
-        """Sums over views of `fixed_view_loader`, of all processes; `model` is in eval mode."""
-        sums: Sums = {}
+    def fixed_views(self, views: ViewDataset, tracker: Tracker) -> Iterator[Batch]:
+        """This process's batches of a set of `fixed_view_loader`; undecodable images are named."""
         for batch in self.fixed_view_loader.batches(views):
             tracker.warn_unreadable(batch.unreadable)
-            loss, measured = self.loss(model, batch, True)
-            count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
-            weight = torch.tensor(self.loss_weight(batch), dtype=torch.double, device=loss.device)
-            weighted = {"loss": loss.double() * weight, "loss_weight": weight}
-            sums = add_sums(sums, measured | weighted | {"images": count})
-        return sum_over_processes(sums)
+            yield batch
+
+    def loss_sums(self, loss: Tensor, batch: Batch) -> Sums:
+        """The part of the sums over views that `describe_views` makes the mean loss of."""
+        count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
+        weight = torch.tensor(self.loss_weight(batch), dtype=torch.double, device=loss.device)
+        return {"loss": loss.double() * weight, "loss_weight": weight, "images": count}
 
     def loss_weight(self, batch: Batch) -> int:
         """The weight of a batch's loss in the mean over held-out images."""
         return len(batch.images)
-
-    def measure_views(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> dict[str, float]:
-        """Mean loss and the scalars of `describe`: see `sum_views`."""
-        return self.describe_views(self.sum_views(model, views, tracker))
 
     def describe_views(self, sums: Sums) -> dict[str, float]:
         """Mean loss and the scalars of `describe`."""
