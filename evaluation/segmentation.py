@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.config import SegmentationConfig
@@ -32,13 +34,13 @@ from evaluation.frozen.extraction import describe_input
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
 from evaluation.frozen.labelled import describe_images
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.probing import evaluate_by_depth
+from evaluation.frozen.probing import assemble_report, choose_depths
 from evaluation.frozen.provenance import check_labels_unseen
 from evaluation.frozen.report_names import events_folder, report_of
 from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import without_outcomes
+from evaluation.metrics.scoring import add_figures, without_outcomes
 from evaluation.patches.extraction import ExtractedPatches, extract_patches, load_masked_images
 from evaluation.patches.features import PatchBaseline, PatchEncoder, PatchFeatures
 from evaluation.patches.masks import MaskedImages, MaskedSplits
@@ -71,22 +73,16 @@ MOST_FREQUENT = "the most frequent class"
 """Name of a baseline in reports and tables."""
 
 
-class FittedReading(NamedTuple):
-    """A linear reading that was tested."""
+class EvaluatedReadings(NamedTuple):
+    """The readings of features of one depth, tested on held-out images."""
 
-    reading: LinearReading
-    class_numbers: list[int]
-    """Numbers in the masks of its classes, and of those that only test masks have."""
-
-
-@dataclasses.dataclass
-class Kept:
-    """The parts of an evaluation that are kept besides its report."""
-
-    predictions: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """The predicted masks of all held-out images, by reading."""
-    fitted: list[FittedReading] = dataclasses.field(default_factory=list)
-    """The tested linear reading of each seed, at the depth that was evaluated last."""
+    results: list[dict[str, Any]]
+    fitted: list[LinearReading]
+    """The linear reading of each seed."""
+    predictions: dict[str, Tensor]
+    """The predicted class of each pixel (M, H, W), by reading; of several seeds the last one's."""
+    class_numbers: NDArray[np.int16]
+    """Numbers in the masks of all classes, (C,)."""
 
 
 def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
@@ -106,39 +102,35 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         allowed = "left out: a colour baseline has no weights, so its head is not kept"
         require(isinstance(encoder, FrozenEncoder), "save", True, allowed)
     learned = describe_images(config.data, splits.train.images) if config.save else None
-    kept = Kept()
     with deaths_explained():
-        report, splits = evaluate_encoder(config, encoder, splits, accelerator, kept)
+        report, readings, splits = evaluate_encoder(config, encoder, splits, accelerator)
         report["baselines"] = evaluate_baselines(config, encoder, splits, accelerator) | report["baselines"]
     report = write_probe_report(path, report, "reading")
     print_tables(report, config)
     if config.save:
-        keep_reading(path, config, encoder, kept.fitted[0], report, accelerator, learned)
+        keep_reading(path, config, encoder, readings, report, accelerator, learned)
     if config.images:
-        write_picture(path, encoder, splits.test, kept.predictions, config)
+        write_picture(path, encoder, splits.test, readings, config)
     return report
 
 
 def evaluate_encoder(
-    config: SegmentationConfig,
-    encoder: PatchEncoder,
-    splits: MaskedSplits,
-    accelerator: Accelerator,
-    kept: Kept,
-) -> tuple[dict[str, Any], MaskedSplits]:
-    """The report of an encoder with the baseline of the most frequent class, and the images that can be decoded.
+    config: SegmentationConfig, encoder: PatchEncoder, splits: MaskedSplits, accelerator: Accelerator
+) -> tuple[dict[str, Any], EvaluatedReadings, MaskedSplits]:
+    """Evaluate an encoder.
 
-    Args:
-        kept: is filled in.
+    Returns:
+        Its report with the baseline of the most frequent class, its readings at the chosen depth, and the images that
+        can be decoded.
     """
     extracted = extract_asked_depths(config, encoder, splits, accelerator)
     features = next(iter(extracted.by_depth.values()))
     report_pixels(features, config.data)
-    report = evaluate_depths(config, extracted, kept)
+    report, readings = evaluate_depths(config, extracted)
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
     report["baselines"] = {MOST_FREQUENT: [score_most_frequent(features) | {"case": "all"}]}
-    return report, extracted.splits
+    return report, readings, extracted.splits
 
 
 def evaluate_baselines(
@@ -148,17 +140,23 @@ def evaluate_baselines(
     baselines = {}
     for name, baseline in open_baselines(config, encoder).items():
         extracted = extract_asked_depths(config, baseline, splits, accelerator)
-        report = evaluate_depths(config, extracted)
+        report, _ = evaluate_depths(config, extracted)
         baselines[name] = report | {"results": without_outcomes(report["results"])}
     return baselines
 
 
 def evaluate_depths(
-    config: SegmentationConfig, extracted: ExtractedPatches, kept: Kept | None = None
-) -> dict[str, Any]:
-    """The report of features at each depth; see `evaluate` for `kept`."""
-    evaluate_features = partial(evaluate, config=config, kept=kept)
-    return evaluate_by_depth(config, extracted.by_depth, evaluate_features, group_by="case")
+    config: SegmentationConfig, extracted: ExtractedPatches
+) -> tuple[dict[str, Any], EvaluatedReadings]:
+    """The report of features at each depth, and the readings at the chosen one."""
+    depths = choose_depths(config, extracted.by_depth, partial(evaluate, config=config), group_by="case")
+    results_by_depth = {}
+    for depth, features in depths.by_depth.items():
+        readings = evaluate_readings(features, config)
+        results_by_depth[depth] = add_figures(readings.results)
+        if depth == depths.chosen:
+            of_chosen = readings
+    return assemble_report(results_by_depth, depths.chosen, depths.protocol, group_by="case"), of_chosen
 
 
 def extract_asked_depths(
@@ -173,65 +171,70 @@ def extract_asked_depths(
     return extract_patches(encoder, splits, depths, config.data, accelerator, config.strict)
 
 
-def evaluate(features: PatchFeatures, config: SegmentationConfig, kept: Kept | None = None) -> list[dict]:
-    """Scores of each reading; the learning rate is chosen on the dev split.
+def evaluate(features: PatchFeatures, config: SegmentationConfig) -> list[dict]:
+    """Scores of each reading; the learning rate is chosen on the dev split."""
+    return evaluate_readings(features, config).results
 
-    Args:
-        kept: is filled in, instead of what it has.
-    """
+
+def evaluate_readings(features: PatchFeatures, config: SegmentationConfig) -> EvaluatedReadings:
+    """See `evaluate`."""
     features, numbers = with_numbered_classes(features)
-    names = name_classes(config, numbers.tolist())
-    size = features.test_masks.shape[1:]
-
-    def test(predict: Predict, features: PatchFeatures, reading: str | None = None) -> dict[str, Any]:
-        predicted = predict_pixels(predict, features.test, size, len(numbers))
-        if kept is not None and reading:
-            kept.predictions[reading] = torch.from_numpy(numbers)[predicted.long()]
-        masks = torch.from_numpy(features.test_masks)
-        counts = count_confusion(masks, predicted, len(numbers))
-        outcomes = Outcomes("pixels", counts.sum(2), counts, names, features.test_images)
-        return score_confusion(counts.sum(0), numbers) | {"outcomes": outcomes}
-
-    results = []
+    score = partial(score_reading, numbers=numbers, names=name_classes(config, numbers.tolist()))
+    results: list[dict[str, Any]] = []
+    fitted: list[LinearReading] = []
+    predictions: dict[str, Tensor] = {}
     if "linear" in config.readings:
         best_lr = config.lr[0]
         dev_accuracies = {}
         if len(config.lr) > 1:
             dev = features.dev_split()
             for lr in config.lr:
-                reading = fit_linear_reading(dev, config, lr, config.seeds[0])
-                dev_accuracies[lr] = test(reading, dev)["accuracy"]
+                scores, _ = score(fit_linear_reading(dev, config, lr, config.seeds[0]), dev)
+                dev_accuracies[lr] = scores["accuracy"]
             best_lr = max(dev_accuracies, key=dev_accuracies.get)
         dev_accuracy = dev_accuracies.get(best_lr)
-        readings = [fit_linear_reading(features, config, best_lr, seed) for seed in config.seeds]
-        if kept is not None:
-            kept.fitted = [FittedReading(reading, numbers.tolist()) for reading in readings]
-        for seed, reading in zip(config.seeds, readings, strict=True):
-            scores = test(reading, features, "linear")
-            chosen = {"case": "linear", "seed": seed, "lr": best_lr, "dev_accuracy": dev_accuracy}
-            results.append(chosen | scores)
+        fitted = [fit_linear_reading(features, config, best_lr, seed) for seed in config.seeds]
+        for seed, reading in zip(config.seeds, fitted, strict=True):
+            scores, predictions["linear"] = score(reading, features)
+            results.append({"case": "linear", "seed": seed, "lr": best_lr, "dev_accuracy": dev_accuracy} | scores)
     if "knn" in config.readings:
         bank, labels = choose_labelled_patches(features, config, len(numbers))
         votes = partial(neighbour_votes, bank=bank, labels=labels, classes=len(numbers), config=config)
-        results.append({"case": "knn", "seed": 0} | test(votes, features, "knn"))
-    return results
+        scores, predictions["knn"] = score(votes, features)
+        results.append({"case": "knn", "seed": 0} | scores)
+    return EvaluatedReadings(results, fitted, predictions, numbers)
+
+
+def score_reading(
+    predict: Predict, features: PatchFeatures, numbers: NDArray[np.int16], names: Sequence[str]
+) -> tuple[dict[str, Any], Tensor]:
+    """The scores and outcomes of a reading, and its predicted classes (M, H, W).
+
+    Args:
+        numbers, names: of the classes, (C,).
+    """
+    predicted = predict_pixels(predict, features.test, features.test_masks.shape[1:], len(numbers))
+    counts = count_confusion(torch.from_numpy(features.test_masks), predicted, len(numbers))
+    outcomes = Outcomes("pixels", counts.sum(2), counts, names, features.test_images)
+    return score_confusion(counts.sum(0), numbers) | {"outcomes": outcomes}, predicted
 
 
 def keep_reading(
     path: Path,
     config: SegmentationConfig,
     encoder: FrozenEncoder,
-    fitted: FittedReading,
+    readings: EvaluatedReadings,
     report: dict[str, Any],
     accelerator: Accelerator,
     learned: dict[str, Any],
 ) -> None:
-    """Write a linear reading to its folder next to the report at `path`.
+    """Write the linear reading of the first seed to its folder next to the report at `path`.
 
     Args:
         learned: the training images: see `HeadDescription`.
     """
-    numbers = fitted.class_numbers[: fitted.reading.classify.out_features]
+    reading = readings.fitted[0]
+    numbers = readings.class_numbers[: reading.classify.out_features].tolist()
     description = HeadDescription(
         task="pixels",
         class_names=name_classes(config, numbers),
@@ -242,7 +245,7 @@ def keep_reading(
         **describe_encoder(config),
         learned=learned,
     )
-    save_head(path.with_name(f"{path.stem}_head"), fitted.reading, description, config.seeds)
+    save_head(path.with_name(f"{path.stem}_head"), reading, description, config.seeds)
 
 
 def known_names(config: SegmentationConfig) -> Sequence[str]:
@@ -317,12 +320,14 @@ def write_picture(
     report: Path,
     encoder: PatchEncoder,
     test: MaskedImages,
-    predictions: dict[str, Tensor],
+    readings: EvaluatedReadings,
     config: SegmentationConfig,
 ) -> None:
     """Write the picture of some predictions next to the report, and to its TensorBoard events."""
     path = report.with_suffix(".pictures.png")
-    figure = draw_predictions(encoder, test, predictions, config)
+    numbers = torch.from_numpy(readings.class_numbers)
+    masks = {reading: numbers[predicted.long()] for reading, predicted in readings.predictions.items()}
+    figure = draw_predictions(encoder, test, masks, config)
     figure.savefig(path, dpi=DPI)
     with event_writer(events_folder(report)) as writer:
         writer.add_figure("segmentation", figure)

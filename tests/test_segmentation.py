@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -15,7 +16,6 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from evaluation import compare, segmentation
 from evaluation.config import MaskedDataConfig, SegmentationConfig
-from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.metrics.scoring import without_outcomes
 from evaluation.patches.extraction import MaskedViews, load_masked_images
 from evaluation.patches.features import PatchFeatures, color_and_position
@@ -232,9 +232,9 @@ def test_a_class_without_a_training_pixel_is_never_predicted(reading):
     for masks in (features.train_masks, features.test_masks):
         masks[masks == 0] = IGNORED_CLASS
     config = SegmentationConfig(readings=reading, steps=1, lr=1e-5, seeds=0)
-    kept = segmentation.Kept()
-    (result,) = segmentation.evaluate(features, config, kept)
-    assert set(kept.predictions[reading].unique().tolist()) == {2, 3}
+    evaluated = segmentation.evaluate_readings(features, config)
+    (result,) = evaluated.results
+    assert set(evaluated.class_numbers[evaluated.predictions[reading].unique()].tolist()) == {2, 3}
     assert result["iou"][0] is None
     assert result["iou"][4] is None
     assert result["iou"][5] == 0
@@ -246,9 +246,7 @@ def test_depth_is_chosen_on_a_part_of_train():
     random_features = np.random.default_rng(2).normal(size=labels.train.shape)
     bad = labels._replace(train=random_features.astype(np.float32))
     config = SegmentationConfig(readings="knn", depth="dev")
-    report = evaluate_by_depth(
-        config, {1: bad, 2: good}, lambda of_depth: segmentation.evaluate(of_depth, config), "case"
-    )
+    report, _ = segmentation.evaluate_depths(config, SimpleNamespace(by_depth={1: bad, 2: good}))
     assert report["protocol"]["chosen_depth"] == 2
     assert list(report["summary"]) == ["knn"]
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate import Accelerator
@@ -132,7 +132,7 @@ def forget_features() -> None:
 
 
 def evaluate_by_depth(
-    config: FrozenProbeConfig | SegmentationConfig,
+    config: FrozenProbeConfig,
     by_depth: dict[int, Any],
     evaluate: Callable[[Any], list[dict]],
     group_by: str,
@@ -145,6 +145,29 @@ def evaluate_by_depth(
     Returns:
         The results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol.
     """
+    evaluated = choose_depths(config, by_depth, evaluate, group_by)
+    results_by_depth = {depth: add_figures(evaluate(features)) for depth, features in evaluated.by_depth.items()}
+    return assemble_report(results_by_depth, evaluated.chosen, evaluated.protocol, group_by)
+
+
+class EvaluatedDepths(NamedTuple):
+    """The depths that are evaluated on test images."""
+
+    by_depth: dict[int, Any]
+    """Their features."""
+    chosen: int
+    """The depth that a summary is of."""
+    protocol: dict[str, Any]
+    """The entry `protocol` of the report: the settings and the choice."""
+
+
+def choose_depths(
+    config: FrozenProbeConfig | SegmentationConfig,
+    by_depth: dict[int, Any],
+    evaluate: Callable[[Any], list[dict]],
+    group_by: str,
+) -> EvaluatedDepths:
+    """All depths or, with `depth` dev, the best one on the dev split; for arguments see `evaluate_by_depth`."""
     protocol: dict[str, Any] = dataclasses.asdict(config)
     if config.features:
         protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
@@ -163,8 +186,7 @@ def evaluate_by_depth(
         by_depth = {chosen: by_depth[chosen]}
     if chosen:
         protocol["chosen_depth"] = chosen
-    results_by_depth = {depth: add_figures(evaluate(features)) for depth, features in by_depth.items()}
-    return assemble_report(results_by_depth, chosen, protocol, group_by)
+    return EvaluatedDepths(by_depth, chosen, protocol)
 
 
 def assemble_report(
