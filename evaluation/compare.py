@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evaluation.comparison.cases import cases_of, with_seed
+from evaluation.comparison.cases import cases_of
+from evaluation.comparison.encoders import with_seed
 from evaluation.comparison.entries import EncoderEntry, read_entries
 from evaluation.comparison.files import write_comparison
 from evaluation.comparison.reports import describe_missing_seeds

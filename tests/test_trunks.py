@@ -13,8 +13,8 @@ from conftest import ROOT, Killed, kill_at
 from server import Command
 
 from evaluation.comparison import run
-from evaluation.comparison.cases import encoders_of
 from evaluation.comparison.digests import training_digest
+from evaluation.comparison.encoders import encoders_of
 from evaluation.comparison.entries import read_entries
 from evaluation.comparison.reports import was_never_trained
 from evaluation.comparison.trainings import cost_with_ancestors

@@ -8,7 +8,8 @@ from typing import Any
 
 from timm import is_model
 
-from evaluation.comparison.cases import Case, Encoder, evaluation_settings
+from evaluation.comparison.cases import Case, evaluation_settings
+from evaluation.comparison.encoders import Encoder
 from evaluation.config import ContrastiveConfig, FinetuneConfig, MaskedDataConfig, SupervisedConfig
 from evaluation.frozen.run_images import record_images
 from mpp.config import Config, SourceConfig

@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evaluation.comparison.cases import Case, Encoder
+from evaluation.comparison.cases import Case
 from evaluation.comparison.digests import digests_of_images, identity, provenance, training_digest
+from evaluation.comparison.encoders import Encoder
 from evaluation.comparison.trainings import cost_with_ancestors, published_ancestors
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.kinds import LabelKind

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from accelerate import PartialState
 
 from evaluation.comparison.branches import parting_step
-from evaluation.comparison.cases import Case, Encoder, evaluation_settings
+from evaluation.comparison.cases import Case, evaluation_settings
 from evaluation.comparison.digests import changed_images, digest_of, identity, label_task, provenance
+from evaluation.comparison.encoders import Encoder
 from evaluation.comparison.reports import (
     ResultRow,
     divergence_of,

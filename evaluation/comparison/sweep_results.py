@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from evaluation.comparison.cases import with_seed
+from evaluation.comparison.encoders import with_seed
 from evaluation.comparison.reports import ResultRow, describe_missing_seeds, kind_of_scores, name_of_score
 from evaluation.comparison.tables import (
     MASKED_BASELINES,

@@ -5,17 +5,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from evaluation.comparison.cases import (
-    Case,
-    Encoder,
-    cases_of,
-    command_line,
-    evaluation_settings,
-    image_options,
-    parsed,
-    training_settings,
-)
+from evaluation.comparison.cases import Case, cases_of, evaluation_settings, image_options
 from evaluation.comparison.digests import training_digest
+from evaluation.comparison.encoders import Encoder, command_line, parsed, training_settings
 from evaluation.comparison.entries import (
     DECIDED,
     OF_ENCODERS,
