@@ -15,7 +15,8 @@ from evaluation.comparison.differences import compare_rows, describe_difference
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import best_encoders
 from evaluation.comparison.plots import plot_question
-from evaluation.comparison.tables import cells_of, describe_label_baselines, numbers_of
+from evaluation.comparison.remarks import describe_label_baselines
+from evaluation.comparison.tables import cells_of, numbers_of
 from evaluation.metrics.scoring import KINDS, kind_of_score
 
 SCORES = {name: kind.score_heading for name, kind in KINDS.items()}

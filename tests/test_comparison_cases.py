@@ -12,8 +12,8 @@ from evaluation.comparison import run
 from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.digests import identity, relevant_settings
 from evaluation.comparison.entries import Question, read_entries
+from evaluation.comparison.remarks import describe_uncounted
 from evaluation.comparison.reports import describe_missing_seeds, report_of, training_cost
-from evaluation.comparison.tables import describe_uncounted
 from evaluation.comparison.trainings import cost_with_ancestors, local_encoder, step_flops, with_compute
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
 from evaluation.frozen.encoder import load_frozen_encoder

@@ -6,14 +6,13 @@ import pytest
 from evaluation.comparison.entries import Question
 from evaluation.comparison.files import write_comparison
 from evaluation.comparison.plots import plot_question
-from evaluation.comparison.tables import (
-    cells_of,
+from evaluation.comparison.remarks import (
     describe_masked_baselines,
     describe_not_plotted,
     describe_other_tasks,
     describe_spread,
-    numbers_of,
 )
+from evaluation.comparison.tables import cells_of, numbers_of
 from evaluation.figures.charts import plot_depths, plot_lines
 from evaluation.frozen import probing
 from evaluation.frozen.labelled_features import LabelledFeatures

@@ -14,7 +14,7 @@ from evaluation.comparison.differences import differences_from_best, told_apart_
 from evaluation.comparison.digests import identity
 from evaluation.comparison.entries import read_entries
 from evaluation.comparison.reports import read_published
-from evaluation.comparison.tables import rows_asked
+from evaluation.comparison.rows import rows_asked
 from evaluation.comparison.trials import plan_sweep
 from evaluation.config import (
     CompareConfig,

@@ -12,7 +12,8 @@ import numpy as np
 from scipy.special import stdtrit
 
 from evaluation.comparison.reports import ResultRow, kind_of_scores
-from evaluation.comparison.tables import columns_of, count_seeds, diverged_with, of_encoder, of_kind, unique
+from evaluation.comparison.rows import count_seeds, diverged_with, of_encoder, of_kind, unique
+from evaluation.comparison.tables import columns_of
 from evaluation.metrics.intervals import Difference, Interval
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes, load_outcomes

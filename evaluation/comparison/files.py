@@ -20,32 +20,19 @@ from evaluation.comparison.differences import (
 )
 from evaluation.comparison.entries import Question
 from evaluation.comparison.plots import plot_question
+from evaluation.comparison.remarks import label_baselines, masked_baselines, remarks_on
 from evaluation.comparison.reports import ResultRow
+from evaluation.comparison.rows import MASKED_BASELINES, diverged_with, grouped, of_encoder, of_kind, rows_asked, unique
 from evaluation.comparison.tables import (
     COST_UNITS,
-    MASKED_BASELINES,
     RANK_COLUMN,
     CellsByEncoder,
     Groups,
     cell_of,
     cells_of,
-    describe_label_baselines,
-    describe_masked_baselines,
-    describe_not_plotted,
-    describe_other_tasks,
-    describe_spread,
-    describe_uncounted,
-    diverged_with,
-    grouped,
-    label_baselines,
-    masked_baselines,
     mean_in_words,
     numbers_of,
-    of_encoder,
-    of_kind,
-    rows_asked,
     score_in_words,
-    unique,
 )
 from evaluation.comparison.trunks import Compute, describe_trunks
 from evaluation.figures.markdown import table
@@ -146,15 +133,7 @@ def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder:
     asked = rows_asked(rows, question)
     numbers = numbers_of(asked, question, groups)
     differences = differences_from_best(asked, folder)
-    remarks = [
-        *describe_spread(asked),
-        *describe_label_baselines(asked),
-        *describe_masked_baselines(asked),
-        *describe_other_tasks(asked),
-        *describe_uncounted(asked, question),
-        *describe_not_plotted(asked, question),
-        *describe_not_compared(asked, differences),
-    ]
+    remarks = [*remarks_on(asked, question), *describe_not_compared(asked, differences)]
     return Answer(question, numbers, plot_question(question, asked, numbers), differences, remarks)
 
 

@@ -6,16 +6,8 @@ from matplotlib.figure import Figure
 
 from evaluation.comparison.entries import MEASURED_AXES, Question
 from evaluation.comparison.reports import ResultRow, kind_of_scores
-from evaluation.comparison.tables import (
-    CellsByEncoder,
-    columns_of,
-    diverged_cases,
-    grouped,
-    of_kind,
-    spread,
-    unique,
-    x_of,
-)
+from evaluation.comparison.rows import grouped, of_kind, unique
+from evaluation.comparison.tables import CellsByEncoder, columns_of, diverged_cases, spread, x_of
 from evaluation.figures.charts import Curves, Scale, plot_bars, plot_depths, plot_lines
 from evaluation.metrics.kinds import LabelKind
 

@@ -11,18 +11,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from evaluation.comparison.encoders import with_seed
+from evaluation.comparison.remarks import describe_other_tasks
 from evaluation.comparison.reports import ResultRow, describe_missing_seeds, kind_of_scores, name_of_score
-from evaluation.comparison.tables import (
-    MASKED_BASELINES,
-    Cell,
-    count_seeds,
-    describe_other_tasks,
-    grouped,
-    of_encoder,
-    of_kind,
-    score_in_words,
-    score_text,
-)
+from evaluation.comparison.rows import MASKED_BASELINES, count_seeds, grouped, of_encoder, of_kind
+from evaluation.comparison.tables import Cell, score_in_words, score_text
 from evaluation.comparison.trials import SweepPlan, Trial, command_options, parsed_options
 from evaluation.config import SweepConfig
 from evaluation.figures.charts import Curves, Scale, plot_bars, plot_lines

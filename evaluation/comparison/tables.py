@@ -1,6 +1,5 @@
-"""Tables of a comparison's results: means and spreads by encoder and column, as Markdown, and sentences on them."""
+"""Tables of a comparison's results: means and spreads by encoder and column, as Markdown."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from evaluation.comparison.entries import MEASURED_AXES, Question
 from evaluation.comparison.reports import ResultRow, kind_of_scores, name_of_score
+from evaluation.comparison.rows import MASKED_BASELINES, count_seeds, grouped, of_encoder, of_kind, unique
 from evaluation.metrics.scoring import ONE_CLASS, mean_interval
 from evaluation.metrics.summaries import summarize_values
 
@@ -27,10 +27,6 @@ Groups = Mapping[str | None, set[str]]
 RANK_COLUMN = "rank"
 COST_UNITS = {"pflop": "PFLOP", "device_hours": "device-hours"}
 """Entry of a cell -> its unit, for headings."""
-MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
-"""Cases of masked patches that no encoder made."""
-SAME_TASK = 1e-6
-"""Largest difference of a baseline's accuracies on the same masked patches."""
 
 
 class TableColumn(NamedTuple):
@@ -40,49 +36,6 @@ class TableColumn(NamedTuple):
     group: str | None
     """The group; None: the column is about one dataset."""
     rows: list[ResultRow]
-
-
-def rows_asked(rows: list[ResultRow], question: Question) -> list[ResultRow]:
-    """The rows that a question is about, encoders in its order."""
-    encoders = unique(rows, "encoder") if question.encoders is None else list(question.encoders)
-    evaluations = question.evaluations or unique(rows, "evaluation")
-    asked = [row for row in rows if row["encoder"] in encoders and row["evaluation"] in evaluations]
-    return sorted(asked, key=lambda row: (encoders.index(row["encoder"]), evaluations.index(row["evaluation"])))
-
-
-def of_kind(rows: Iterable[ResultRow], kind: str) -> list[ResultRow]:
-    """The accuracies on `test` images, those on the `dev` split, the `rank` by depth, or rows that `diverged`."""
-    return [row for row in rows if row["kind"] == kind]
-
-
-def of_encoder(rows: Iterable[ResultRow], encoder: str) -> list[ResultRow]:
-    """The results of an encoder."""
-    return [row for row in rows if row["encoder"] == encoder]
-
-
-def diverged_with(rows: Iterable[ResultRow], row: ResultRow) -> list[ResultRow]:
-    """The rows that diverged in the evaluation and on the dataset of this row."""
-    diverged = of_kind(rows, "diverged")
-    return [each for each in diverged if all(each[key] == row[key] for key in ("evaluation", "dataset"))]
-
-
-def unique(rows: Iterable[ResultRow], key: str) -> list[Any]:
-    """The different values of a key, in order."""
-    return list(dict.fromkeys(row[key] for row in rows))
-
-
-def count_seeds(rows: Iterable[ResultRow]) -> int:
-    """The number of seeds that the rows of an encoder are of."""
-    return len(unique(rows, "encoder_seed"))
-
-
-def grouped(rows: Iterable[ResultRow], *keys: str) -> dict[tuple, list[ResultRow]]:
-    """The rows by their values of these keys, in order."""
-    groups = defaultdict(list)
-    for row in rows:
-        values = tuple(row[key] for key in keys)
-        groups[values].append(row)
-    return dict(groups)
 
 
 def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: Groups | None = None) -> CellsByEncoder:
@@ -270,100 +223,3 @@ def rank_text(cell: Cell) -> str:
     """An effective rank as the table has it."""
     mean = f"{cell['mean']:.0f}"
     return f"{mean} ± {cell['std']:.0f}" if cell["count"] > 1 else mean
-
-
-def describe_spread(rows: list[ResultRow]) -> list[str]:
-    """A sentence on what ± is over, where an encoder has several results: seeds, draws, or both together."""
-    tested = of_kind(rows, "test")
-    has_seeds = any(count_seeds(same) > 1 for same in grouped(tested, "encoder").values())
-    drawn = []
-    for (evaluation, *_), same in grouped(tested, "evaluation", "encoder", "encoder_seed").items():
-        if len(unique(same, "seed")) > 1:
-            drawn.append(evaluation)
-    names = ", ".join(dict.fromkeys(drawn))
-    over = ["over seeds"] if has_seeds else []
-    if drawn:
-        over.append(f"over {'seeds and draws' if has_seeds else 'draws'} in {names}")
-    return [f"± is the standard deviation {', '.join(over)}."] if over else []
-
-
-def describe_label_baselines(rows: list[ResultRow]) -> list[str]:
-    """A sentence for each dataset whose rows have baselines: published rows of earlier versions have none."""
-    sentences = []
-    for (dataset,), of_dataset in grouped(of_kind(rows, "test"), "dataset").items():
-        reached = ", ".join(label_baselines(of_dataset))
-        if reached:
-            sentences.append(f"Baselines on {dataset}, which use no image: {reached}.")
-    return sentences
-
-
-def label_baselines(rows: list[ResultRow]) -> list[str]:
-    """The score of each baseline of the rows, in words: `largest class 25.3%`."""
-    described = []
-    for row in rows:
-        kind = kind_of_scores([row])
-        described += [kind.describe_baseline(name, value) for name, value in row.get("baselines", {}).items()]
-    return list(dict.fromkeys(described))
-
-
-def describe_masked_baselines(rows: list[ResultRow]) -> list[str]:
-    """A sentence for each evaluation of masked patches: the accuracies of its baselines, over all encoders' masks."""
-    baselines = [row for row in of_kind(rows, "test") if row["case"] in MASKED_BASELINES]
-    sentences = []
-    for (evaluation,), of_evaluation in grouped(baselines, "evaluation").items():
-        reached = ", ".join(masked_baselines(of_evaluation))
-        sentences.append(f"Baselines of {evaluation}, which need no encoder: {reached}.")
-    return sentences
-
-
-def describe_other_tasks(rows: list[ResultRow]) -> list[str]:
-    """A sentence for each evaluation of masked patches whose encoders have different ones: its baselines differ."""
-    sentences = []
-    for (evaluation,), of_evaluation in grouped(of_kind(rows, "test"), "evaluation").items():
-        by_case = grouped([row for row in of_evaluation if row["case"] in MASKED_BASELINES], "case")
-        accuracies = [[row["accuracy"] for row in of_case] for of_case in by_case.values()]
-        if any(max(of_case) - min(of_case) > SAME_TASK for of_case in accuracies):
-            reached = ", ".join(masked_baselines(of_evaluation))
-            sentences.append(
-                f"Accuracies of {evaluation} are not comparable: masks, images or colours differ between these "
-                f"encoders, so the same prediction scores differently ({reached})."
-            )
-    return sentences
-
-
-def masked_baselines(rows: list[ResultRow]) -> list[str]:
-    """The accuracy of each baseline of masked patches among the rows, in words."""
-    baselines = [row for row in rows if row["case"] in MASKED_BASELINES]
-    return [f"{case} {share_range(of_case)}" for (case,), of_case in grouped(baselines, "case").items()]
-
-
-def share_range(rows: list[ResultRow]) -> str:
-    """The accuracies in percent, from the lowest to the highest."""
-    accuracies = [row["accuracy"] for row in rows]
-    low = f"{100 * min(accuracies):.1f}"
-    high = f"{100 * max(accuracies):.1f}"
-    return f"{low}%" if low == high else f"{low} to {high}%"
-
-
-def describe_not_plotted(rows: list[ResultRow], question: Question) -> list[str]:
-    """A sentence on the encoders of the table that a plot of lines leaves out: without compute, or on none of them."""
-    if question.plot != "lines":
-        return []
-    tested = of_kind(rows, "test")
-    if question.lines is None:
-        drawn = {row["encoder"] for row in tested if x_of(row, question) is not None}
-        reason = "their compute is unknown"
-    else:
-        drawn = {encoder for encoders in question.lines.values() for encoder in encoders}
-        reason = "they are on none of its lines"
-    left_out = [encoder for encoder in unique(tested, "encoder") if encoder not in drawn]
-    return [f"Not in the plot, since {reason}: {', '.join(left_out)}."] if left_out else []
-
-
-def describe_uncounted(rows: list[ResultRow], question: Question) -> list[str]:
-    """A sentence on the published models whose training no compute has, where the question plots against compute."""
-    began = {row["encoder"]: row["training_without"] for row in rows if row.get("training_without")}
-    if question.x not in MEASURED_AXES or not began:
-        return []
-    named = "; ".join(f"{encoder} ({', '.join(models)})" for encoder, models in began.items())
-    return [f"Compute is without that of the published models that an encoder builds on: {named}."]
