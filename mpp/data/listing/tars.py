@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,57 @@ def content_of(shard: str, member: Member) -> bytes:
     return member.content or read_member(member_path(shard, member))
 
 
+@dataclass
+class IndexedShards:
+    """The images of shards, in their order, and members that are no images."""
+
+    labels: dict[str, list[Any]]
+    """Column -> label of each image."""
+    paths: list[str] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
+    """Of the images, by the names of their shards."""
+    folders: list[str] = field(default_factory=list)
+    """Of the images, inside their shards."""
+    other_endings: set[str] = field(default_factory=set)
+    """Of pictures that are not the images."""
+    other_members: dict[str, bytes] = field(default_factory=dict)
+    """Ending -> the first member that has it, and is no picture."""
+    left_out: LeftOutFiles = field(default_factory=LeftOutFiles)
+
+
+def index_shards(shards: list[tuple[str, str]], endings: dict[str, str | None], config: ImagesConfig) -> IndexedShards:
+    """Read the headers of shards on this machine, and the labels.
+
+    Args:
+        shards: the split and the file of each.
+        endings: see `label_endings`.
+    Raises:
+        UserError: a shard is damaged, or its samples follow no rule.
+    """
+    index = IndexedShards({name: [] for name in endings})
+    at_last_dot = cuts_at_last_dot(shards[0][1], config)
+    for split, shard in progress_bar(shards, desc="indexing shards", unit=" shards", delay=1, leave=False):
+        shard_name = os.path.basename(shard)
+        with naming_damaged(shard):
+            for sample, picture in read_samples(shard, config, at_last_dot):
+                for name in sample.replaced:
+                    index.left_out.add("pictures with the name of a later one", f"{shard_name}: {name}")
+                if picture is None:
+                    index.left_out.add("samples without a picture", f"{shard_name}: {sample.name}")
+                    index.other_endings |= sample.pictures.keys()
+                    continue
+                if reason := without_decoder(picture.name, partial(content_of, shard, picture)):
+                    index.left_out.add(reason, f"{shard_name}: {picture.name}")
+                    continue
+                index.paths.append(member_path(shard, picture))
+                index.splits.append(split)
+                index.folders.append(picture.name.rpartition("/")[0])
+                index.other_members = sample.others | index.other_members
+                for name, ending in endings.items():
+                    index.labels[name].append(sample.label(ending))
+    return index
+
+
 def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     """The images of shards on this machine, by the headers of their members; labels are read.
 
@@ -45,55 +97,29 @@ def list_shards(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
         UserError: a shard is damaged, or its samples follow no rule.
     """
     image_column = config.image_column or IMAGE
-    endings = label_endings(config)
-    columns: dict[str, list[Any]] = {image_column: [], SPLIT: []}
-    for name in endings:
-        columns[name] = []
-    folders: list[str] = []  # of the images, inside their shards
-    other_endings: set[str] = set()  # of pictures that are not the images
-    other_members: dict[str, bytes] = {}  # ending -> the first one that is no picture
-    left_out = LeftOutFiles()
     files = [(split, shard) for split, of_split in shards.items() for shard in of_split]
-    at_last_dot = cuts_at_last_dot(files[0][1], config)
-    for split, shard in progress_bar(files, desc="indexing shards", unit=" shards", delay=1, leave=False):
-        with naming_damaged(shard):
-            for sample, picture in read_samples(shard, config, at_last_dot):
-                for name in sample.replaced:
-                    left_out.add("pictures with the name of a later one", f"{os.path.basename(shard)}: {name}")
-                if picture is None:
-                    name = f"{os.path.basename(shard)}: {sample.name}"
-                    left_out.add("samples without a picture", name)
-                    other_endings |= sample.pictures.keys()
-                    continue
-                if reason := without_decoder(picture.name, partial(content_of, shard, picture)):
-                    left_out.add(reason, f"{os.path.basename(shard)}: {picture.name}")
-                    continue
-                columns[image_column].append(member_path(shard, picture))
-                columns[SPLIT].append(split)
-                folders.append(picture.name.rpartition("/")[0])
-                other_members = sample.others | other_members
-                for name, ending in endings.items():
-                    columns[name].append(sample.label(ending))
-
-    if not folders:
-        refuse_without_images(config, other_endings, left_out)
+    index = index_shards(files, label_endings(config), config)
+    if not index.paths:
+        refuse_without_images(config, index.other_endings, index.left_out)
     names_have_splits = len(shards) > 1 or any(split_of_shard(shard, ()) != "train" for _, shard in files)
-    inside = layout_inside(columns[SPLIT] if names_have_splits else [""] * len(folders), folders, config)
+    inside = layout_inside(index.splits if names_have_splits else [""] * len(index.paths), index.folders, config)
+    labels = index.labels
     warnings: list[str] = []
-    if config.label_column is None and not any(columns[LABEL]):
-        columns[LABEL] = inside.classes
+    if config.label_column is None and not any(labels[LABEL]):
+        labels[LABEL] = inside.classes
         warnings = inside.warnings
+    columns: dict[str, list[Any]] = {image_column: index.paths, SPLIT: index.splits, **labels}
     if not names_have_splits:
         columns[SPLIT] = inside.splits
-        columns = leave_out_without_split(columns, image_column, left_out)
-    for name in endings:
+        columns = leave_out_without_split(columns, image_column, index.left_out)
+    for name in labels:
         if all(label is None for label in columns[name]):
             del columns[name]
-    label_columns = endings.keys() & columns.keys()
+    label_columns = labels.keys() & columns.keys()
     listing = Listing(columns, label_columns=label_columns, path_columns={image_column}, warnings=warnings)
-    if config.label_column is None and LABEL not in columns and other_members.keys().isdisjoint(LABEL_ENDINGS):
-        listing.notes += hint_at_members(other_members)
-    listing.add_left_out(left_out)
+    if config.label_column is None and LABEL not in columns and index.other_members.keys().isdisjoint(LABEL_ENDINGS):
+        listing.notes += hint_at_members(index.other_members)
+    listing.add_left_out(index.left_out)
     return listing
 
 
