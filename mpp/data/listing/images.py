@@ -117,8 +117,7 @@ def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) 
 
     outside = sorted(listed.images - splits.keys(), key=listed.files.paths.__getitem__)
     splits |= dict.fromkeys(outside, "train")
-    named_splits = listed.values.get(SPLIT, {})
-    splits |= named_splits
+    splits |= listed.values.get(SPLIT, {})
     listed_labels = listed.values.get(listed.label, {})
     labels |= {file_index: listed_labels.get(file_index) for file_index in listed.with_label_cell}
 
@@ -138,24 +137,40 @@ def list_by_lists(tree: Tree, lists: Sequence[ImageList], config: ImagesConfig) 
     if not any(columns[listed.label]):
         del columns[listed.label]
 
-    notes = list(listed.notes)
-    unnamed = [file_index for file_index in kept if splits[file_index] == "train" and file_index not in named_splits]
-    if named_splits and unnamed:
-        notes.append(f"images without a split in a list are used for training ({listed.describe_files(unnamed)})")
-    unused = sorted(columns.keys() - {IMAGE, SPLIT, listed.label, config.mask_column})
-    if listed.label in columns and unused and not listed.with_label_cell:
-        reason = f"no list has a column `{listed.label}`"
-        notes.append(f"classes are folders: {reason}; data.label_column may name one of {shortened(unused)}")
-    if outside:
-        what = f"listed files outside of {tree.root}, used for training unless a list gives their split"
-        notes.append(f"{what} ({listed.describe_files(outside)})")
     return Listing(
         columns,
         label_columns=listed.label_columns & columns.keys(),
         path_columns={IMAGE, config.mask_column} & columns.keys(),
-        notes=notes,
+        notes=[*listed.notes, *notes_on_columns(listed, kept, columns), *note_outside(listed, outside)],
         warnings=[*layout.warnings, *listed.warnings],
     )
+
+
+def notes_on_columns(listed: ListedFiles, kept: Sequence[int], columns: dict[str, Any]) -> list[str]:
+    """Lines on splits and classes that no list gives.
+
+    Args:
+        kept: indices of the images, in the order of the columns.
+    """
+    notes = []
+    named_splits = listed.values.get(SPLIT, {})
+    training = [file_index for file_index, split in zip(kept, columns[SPLIT], strict=True) if split == "train"]
+    unnamed = [file_index for file_index in training if file_index not in named_splits]
+    if named_splits and unnamed:
+        notes.append(f"images without a split in a list are used for training ({listed.describe_files(unnamed)})")
+    unused = sorted(columns.keys() - {IMAGE, SPLIT, listed.label, listed.config.mask_column})
+    if listed.label in columns and unused and not listed.with_label_cell:
+        reason = f"no list has a column `{listed.label}`"
+        notes.append(f"classes are folders: {reason}; data.label_column may name one of {shortened(unused)}")
+    return notes
+
+
+def note_outside(listed: ListedFiles, outside: Sequence[int]) -> list[str]:
+    """A line on listed files outside of the folder, if there are any."""
+    if not outside:
+        return []
+    what = f"listed files outside of {listed.tree.root}, used for training unless a list gives their split"
+    return [f"{what} ({listed.describe_files(outside)})"]
 
 
 def keep_listed(tree: Tree, listed: ListedFiles) -> tuple[list[Parts], list[list[int]]]:
