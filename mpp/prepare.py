@@ -31,7 +31,7 @@ from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences, short_digest, split_fingerprint
-from mpp.data.labels import column_of, find_label_column
+from mpp.data.label_columns import column_of, find_label_column
 from mpp.data.listing.split_names import split_of_cell, split_of_shard
 from mpp.data.overview import announce_splits
 from mpp.data.prepared_image import prepare_image

@@ -28,8 +28,8 @@ from evaluation.metrics.several import figures_of
 from evaluation.metrics.summaries import summarize_accuracies
 from evaluation.supervision.learners import NumberLearner, SeveralLearner
 from mpp.config import DataConfig
+from mpp.data.label_columns import find_labels
 from mpp.data.label_kinds import AUTO, LABEL_READERS, find_label_kind
-from mpp.data.labels import find_labels
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened

@@ -13,12 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from mpp.data.labels import (
+from mpp.data.label_columns import (
     MARKS,
-    NO_LABEL,
     FoundColumn,
     LabelColumn,
-    NumberedLabels,
     flatten_lists,
     holds_classes,
     holds_fractions,
@@ -26,11 +24,11 @@ from mpp.data.labels import (
     holds_marks,
     is_blank,
     is_text,
-    number_labels,
     read_labels,
     without,
     without_fractions,
 )
+from mpp.data.labels import NO_LABEL, NumberedLabels, number_labels
 from mpp.errors import UserError
 from mpp.runtime.messages import note, shortened
 

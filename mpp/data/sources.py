@@ -15,8 +15,8 @@ from mpp.data.columns import find_image_column
 from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is_url
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.hub import announce_hub_lookup
+from mpp.data.label_columns import find_labels
 from mpp.data.label_kinds import LABEL_READERS, find_label_kind
-from mpp.data.labels import find_labels
 from mpp.data.listing.split_names import split_of_cell
 from mpp.data.local import QUIET, load_local
 from mpp.data.overview import announce_splits, warn_of_labels

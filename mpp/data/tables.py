@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from mpp.data.columns import BINARY_TYPES, TEXT_TYPES, find_array_dtype, is_cell
 from mpp.data.data_path import is_url
-from mpp.data.labels import column_of
+from mpp.data.label_columns import column_of
 from mpp.data.listing.formats import extension_of
 from mpp.data.listing.image_table import path_column
 from mpp.data.retry import LOADING_ERRORS
