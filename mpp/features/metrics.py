@@ -85,14 +85,9 @@ def measure(
     if objective.palette is None:
         return {}
     truth = objective.colour_classes(objective.targets(images, corruption.positions))  # (B, K, cells * S)
-
-    def share_right(classes: Tensor) -> Tensor:
-        """Share of each patch's cells that are right, (B, K)."""
-        return (classes == truth).double().mean(-1)
-
     kinds = corruption.kinds if counted is None else torch.where(counted, corruption.kinds, NOT_COUNTED)
     sums = {}
-    right = share_right(objective.colour_classes(objective.decide(predictions)))
+    right = share_right(objective.colour_classes(objective.decide(predictions)), truth)
     for kind in Kind:
         of_kind = kinds == kind
         name = kind.name.lower()
@@ -100,25 +95,38 @@ def measure(
         sums[f"right_{name}"] = (right * of_kind).sum()
 
     masked = kinds == Kind.MASK
-    height, width = images.shape[-2:]
-    grid = (height // objective.patch_size, width // objective.patch_size)
-    first, second = nearest_visible(corruption.positions, grid, corruption.hidden).unbind(-1)
-    copied = objective.colour_classes(objective.targets(images, first))
-    right_nearest = share_right(copied) * masked
+    nearest, two_nearest = copies_of_visible(objective, images, corruption)
+    right_nearest = share_right(nearest, truth) * masked
+    right_two_nearest = share_right(two_nearest, truth) * masked
     sums["right_nearest"] = right_nearest.sum()
-
-    first_patches = patches_at(images, first, objective.patch_size)
-    second_patches = patches_at(images, second, objective.patch_size)
-    row = mean_in_a_row(first_patches, second_patches)
-    all_of_row = torch.arange(truth.shape[1], device=images.device).expand(truth.shape[:2])
-    mixed = objective.colour_classes(objective.targets(row, all_of_row))
-    right_two_nearest = share_right(mixed) * masked
     sums["right_two_nearest"] = right_two_nearest.sum()
     sums["colors"] = objective.palette.count(truth[masked])
     if places is not None:
         counts = torch.stack([masked.double(), right * masked, right_nearest, right_two_nearest]).sum(-1).T  # (B, 4)
         sums["by_image"] = counts.new_zeros(image_count, 4).index_add_(0, places.to(counts.device), counts)
     return sums
+
+
+def share_right(classes: Tensor, truth: Tensor) -> Tensor:
+    """The share of each patch's cells that are right: (B, K, cells * S) to (B, K)."""
+    return (classes == truth).double().mean(-1)
+
+
+def copies_of_visible(objective: Objective, images: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor]:
+    """Colour classes (B, K, cells * S) of the visible patches next to each corrupted one, the baselines of accuracy.
+
+    Returns:
+        Those of the nearest patch, and of the mean of the two nearest.
+    """
+    height, width = images.shape[-2:]
+    grid = (height // objective.patch_size, width // objective.patch_size)
+    first, second = nearest_visible(corruption.positions, grid, corruption.hidden).unbind(-1)  # (B, K)
+    first_patches = patches_at(images, first, objective.patch_size)
+    second_patches = patches_at(images, second, objective.patch_size)
+    row = mean_in_a_row(first_patches, second_patches)
+    all_of_row = torch.arange(first.shape[1], device=images.device).expand_as(first)
+    nearest = objective.colour_classes(objective.targets(images, first))
+    return nearest, objective.colour_classes(objective.targets(row, all_of_row))
 
 
 @torch.no_grad()
