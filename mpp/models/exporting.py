@@ -76,6 +76,20 @@ def export_encoder(
         input_size=(len(mean), *sides(img_size)),
         crop_pct=timm_crop_pct(img_size, crop_pct),
     )
+    ours = model_config(encoder, crop_pct, facts)
+    with complete(folder) as partial:
+        save_for_hf(encoder, str(partial), model_config=ours, safe_serialization=True, data_config=data_config)
+        saved = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+        saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
+        if facts.label_names or not encoder.num_classes:
+            saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
+        (partial / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
+        if card:
+            (partial / "README.md").write_text(card, encoding="utf-8")
+
+
+def model_config(encoder: nn.Module, crop_pct: float, facts: EncoderFacts) -> dict[str, Any]:
+    """The entries of config.json that timm does not write itself; for arguments and errors see `export_encoder`."""
     ours: dict[str, Any] = {
         "pretrained_cfg": {"tag": "mpp", "license": facts.licence},  # not those of published weights
         "eval_crop": crop_pct,  # `load_encoder` needs it for other sizes
@@ -95,12 +109,4 @@ def export_encoder(
         allowed = f"{encoder.num_classes}, the outputs of the model's head"
         require(encoder.num_classes in (0, count), "the number of label_names", count, allowed)
         ours["label_names"] = list(facts.label_names)  # which timm moves into pretrained_cfg
-    with complete(folder) as partial:
-        save_for_hf(encoder, str(partial), model_config=ours, safe_serialization=True, data_config=data_config)
-        saved = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-        saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
-        if facts.label_names or not encoder.num_classes:
-            saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
-        (partial / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
-        if card:
-            (partial / "README.md").write_text(card, encoding="utf-8")
+    return ours
