@@ -119,7 +119,7 @@ def predict_classes(
     network = FrozenClassifier(classifier).to(accelerator.device)
     top = min(config.top, classifier.classes)
     rows = ROWS[kind](classifier, network, data, top, config.probabilities, labelled, folder_of(data), accelerator)
-    about = describe_classifier(config, source, classifier, accelerator)
+    about = describe_classifier(config, classifier, accelerator)
     out = Path(config.out)
     shown_as_label = {"label"} if labelled and data.label_column in (None, "label") else set()
     given = given_columns(splits, out, {each.image_column for each in images} | shown_as_label)
@@ -208,9 +208,7 @@ def describe_pixel_classifier(
     }
 
 
-def describe_classifier(
-    config: PredictConfig, source: Source, classifier: Classifier, accelerator: Accelerator
-) -> dict[str, Any]:
+def describe_classifier(config: PredictConfig, classifier: Classifier, accelerator: Accelerator) -> dict[str, Any]:
     """The values that the numbers of a table depend on, besides the images."""
     kind = {} if classifier.label_kind == "class" else {"label_kind": classifier.label_kind}
     return kind | {

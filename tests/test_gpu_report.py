@@ -19,10 +19,9 @@ from mpp.errors import UserError
 SMALL = ModelConfig(width=16, depth=1, heads=2, img_size=16, patch_size=8)
 
 
-def speed_of(images_per_second: float, compiled: bool) -> ModelSpeed:
+def speed_of(images_per_second: float) -> ModelSpeed:
     """Speed of a fake model."""
     return ModelSpeed(
-        compiled=compiled,
         batch_size=512,
         too_large=(1024,),
         images_per_second=images_per_second,
@@ -49,9 +48,9 @@ def pasted(text: str) -> Config:
 @pytest.mark.parametrize(("compiled_speed", "compile"), [(2900, True), (2420, False), (1500, False)])
 def test_the_last_lines_set_what_was_fastest(report, monkeypatch, compiled_speed, compile):
     monkeypatch.setattr(gpu_report, "cores", lambda: 16)
-    report.speeds["ViT-B/16", False] = speed_of(2400, compiled=False)
-    report.speeds["ViT-B/16", True] = speed_of(compiled_speed, compiled=True)
-    report.loading = LoadingSpeed({256: 1400.0, 375: 650.0}, 15, 20000.0)
+    report.speeds["ViT-B/16", False] = speed_of(2400)
+    report.speeds["ViT-B/16", True] = speed_of(compiled_speed)
+    report.loading = LoadingSpeed({256: 1400.0, 375: 650.0}, 20000.0)
     config = pasted(report.advice())
     assert config.data.batch_size == 512
     assert config.run.compile is compile
@@ -61,8 +60,8 @@ def test_the_last_lines_set_what_was_fastest(report, monkeypatch, compiled_speed
 
 def test_too_few_cores_for_a_gpu_are_said(report, monkeypatch):
     monkeypatch.setattr(gpu_report, "cores", lambda: 3)
-    report.speeds["ViT-B/16", False] = speed_of(2400, compiled=False)
-    report.loading = LoadingSpeed({256: 1400.0, 375: 650.0}, 2, 2800.0)
+    report.speeds["ViT-B/16", False] = speed_of(2400)
+    report.loading = LoadingSpeed({256: 1400.0, 375: 650.0}, 2800.0)
     assert pasted(report.advice()).data.workers == 2
     assert "make them smaller with `mpp prepare`" in report.advice()
 
@@ -74,14 +73,14 @@ def test_the_last_lines_are_there_when_nothing_was_measured(report):
 
 def test_speed_and_memory_stand_beside_what_limits_and_counts_them(report, monkeypatch):
     report.limits = CardLimits("H100", "bf16", 4e14, 80 * 10**9, "flash")
-    report.speeds["ViT-B/16", False] = speed_of(2000, compiled=False)
+    report.speeds["ViT-B/16", False] = speed_of(2000)
     monkeypatch.setattr(report, "batch_sizes", lambda model: [1024, 512, 256])
     monkeypatch.setattr(gpu_report, "peak_memory", lambda config, images: {"total": images * 7 * 10**7})
     asked = []
 
     def fake_measure(function, model, batch_sizes, *others):
         asked.extend(batch_sizes)
-        return speed_of(2500, compiled=True)
+        return speed_of(2500)
 
     monkeypatch.setattr(report, "measure", fake_measure)
     text = report.describe_speed("ViT-B/16", True)

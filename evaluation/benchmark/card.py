@@ -47,7 +47,6 @@ class CardLimits(NamedTuple):
 class ModelSpeed(NamedTuple):
     """Speed of training a model."""
 
-    compiled: bool
     batch_size: int
     too_large: tuple[int, ...]
     """Batch sizes before this one that ran out of memory."""
@@ -64,9 +63,8 @@ class LoadingSpeed(NamedTuple):
 
     by_side: dict[int, float]
     """Shorter side of the JPEG files -> images a second of one loader process."""
-    workers: int
     by_all: float
-    """Images a second of so many loader processes together, from the smallest files."""
+    """Images a second of all loader processes together, from the smallest files."""
 
 
 def measure_limits(model: ModelConfig, device: Device) -> CardLimits:
@@ -135,7 +133,6 @@ def time_bench(bench: Bench, too_large: tuple[int, ...]) -> ModelSpeed:
         torch.cuda.reset_peak_memory_stats(device)
     seconds = seconds_per_step(timed.step)
     return ModelSpeed(
-        compiled=bench.compile,
         batch_size=bench.batch_size,
         too_large=too_large,
         images_per_second=bench.batch_size / seconds,
@@ -184,4 +181,4 @@ def time_loader(sides: Sequence[int], size: int, workers: int, seconds: float) -
             by_side[side] = loading_rate(folder, size, 1, seconds)
     with image_files(min(sides)) as folder:
         by_all = loading_rate(folder, size, workers, seconds)
-    return LoadingSpeed(by_side, workers, by_all)
+    return LoadingSpeed(by_side, by_all)
