@@ -43,15 +43,16 @@ class Supervised(Classification):
     """The task: classify, from random weights or those that the model begins from."""
 
     def __init__(self, config: SupervisedConfig, accelerator: Accelerator, layout: BatchLayout):
-        splits = load_labelled(config.data, accelerator, config.model.init_from or "", task=config.task)
+        first_weights = config.model.init_from or ""
+        train, held_out, _ = load_labelled(config.data, accelerator, first_weights, task=config.task)
+        splits = (train, held_out)
         super().__init__(accelerator, layout, config.run, config.data, config.augment, splits, config.loss)
         self.config = config
         teacher = config.distill.teacher
         allowed = f"null with task {self.label_kind}: a teacher needs one class per image"
         require(teacher is None or self.learner.mixes, "distill.teacher", teacher, allowed)
         if teacher is not None:
-            _, held_out = splits  # all, of which `eval_images` are chosen
-            refuse_learned_images("distill.teacher", teacher, config.data, held_out)
+            refuse_learned_images("distill.teacher", teacher, config.data, held_out)  # all, not only `eval_images`
         self.start = config.model.init_from or "random weights"
         self.licence = licence_of(config.model.init_from)
         self.model, self.img_size = self.build_model()

@@ -272,7 +272,7 @@ def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypat
     assert len(train) == 40
     assert train.isdisjoint(left_out)
     assert test.isdisjoint(train | left_out)
-    assert len(train | left_out) == len(load_labelled(DataConfig(), task.accelerator)[0])
+    assert len(train | left_out) == len(load_labelled(DataConfig(), task.accelerator).train)
     (result,) = read_report(tmp_path)["results"]
     assert result["dev_accuracy"] == read_metrics(tmp_path / "lr_0.1", "dev/accuracy")[4]
 
@@ -285,7 +285,7 @@ def seed_whose_left_out_images_have_a_class_alone(settings):
     """The first seed by which the other splits have no image of a class."""
     for seed in range(20):
         data = DataConfig(**settings, cut_seed=seed, eval_seed=seed)
-        train, test, left_out = load_labelled(data, Accelerator(), spare=9)
+        train, test, left_out = load_labelled(data, Accelerator(), left_out_images=9)
         if left_out.labels.max() > max(train.labels.max(), test.labels.max()):
             return seed
     raise AssertionError("no such seed")
@@ -478,7 +478,7 @@ def classification(augment, batch=4):
     data = DataConfig()
     accelerator = Accelerator(cpu=True)
     layout = BatchLayout(batch, 1, 1, 0)
-    splits = load_labelled(data, accelerator)
+    splits = load_labelled(data, accelerator)[:2]
     task = Classification(accelerator, layout, RunConfig(), data, augment, splits)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, task.classes))
     generator = torch.Generator().manual_seed(0)

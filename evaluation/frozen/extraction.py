@@ -152,7 +152,7 @@ def extract_labelled_features(
     """
     encoder = open_frozen_encoder(config)
     depths = resolve_depths(config.depth, len(encoder.stages))
-    splits = load_labelled(
+    learned, tested, _ = load_labelled(
         config.data, accelerator, config.weights, loaded=loaded, on_dev=on_dev, task=config.task, check_kind=check_kind
     )
     encoder.to(accelerator.device)
@@ -160,19 +160,18 @@ def extract_labelled_features(
     with deaths_explained():
         train, test = (
             extract_split(views_for(encoder, split, config.data), encode, accelerator, config.strict, "features")
-            for split in splits
+            for split in (learned, tested)
         )
     left_out = {"train": len(train.unreadable), DEV if on_dev else "test": len(test.unreadable)}
     if not accelerator.is_main_process:
         return ExtractedFeatures({}, left_out)
     warn_left_out((*train.unreadable, *test.unreadable))
-    of_training, tested = splits
     all_images = tested.image_names()
     test_images = [all_images[index] for index in test.kept]
     by_depth = {}
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
         features = LabelledFeatures(
-            of_train, train.labels, of_test, test.labels, of_training.class_names, test_images, of_training.label_kind
+            of_train, train.labels, of_test, test.labels, learned.class_names, test_images, learned.label_kind
         )
         by_depth[depth] = features.checked(config.encoder)
     return ExtractedFeatures(by_depth, left_out, describe_input(encoder, config.data, accelerator))

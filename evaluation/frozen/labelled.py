@@ -1,7 +1,7 @@
 """The labelled images that evaluation learns from and tests on."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
@@ -24,21 +24,30 @@ from mpp.errors import UserError
 from mpp.runtime.messages import note
 
 
+class LabelledSplits(NamedTuple):
+    """Labelled images to learn from and to evaluate on."""
+
+    train: ImageDataset
+    held_out: ImageDataset
+    left_out: ImageDataset | None = None
+    """Some of the training images that `data.train_images` leaves out; None: they were not asked for."""
+
+
 def load_labelled(
     data: SourceConfig,
     accelerator: Accelerator,
     encoder: str = "",
-    spare: int = 0,
+    left_out_images: int = 0,
     loaded: LoadedSplits | None = None,
     on_dev: bool = False,
     task: str = "class",
     check_kind: Callable[[str], object] = lambda kind: None,
-) -> list[ImageDataset]:
+) -> LabelledSplits:
     """Load the labelled images of the training and the held-out split, and print which these are.
 
     Args:
         encoder: the encoder that is evaluated on them; empty: one that has learned nothing.
-        spare: maximum number of the training images that `data.train_images` leaves out, as a third split.
+        left_out_images: maximum number of training images in `left_out`.
         on_dev: take a tenth of the training images, the dev split, instead of the held-out ones.
         task: kind of label, or auto.
         check_kind: called with the kind that was found; see `refuse_other_kinds`.
@@ -68,9 +77,10 @@ def load_labelled(
     KINDS[kind].note_tested(train.labels, held_out.labels, train.class_names)
     if task == "auto" and kind == "number":
         note("the labels have fractions: task is number")
-    if spare == 0:
-        return [train, held_out]
-    return [train, held_out, all_train.choose(spare, data.eval_seed, after=len(train))]
+    if left_out_images == 0:
+        return LabelledSplits(train, held_out)
+    left_out = all_train.choose(left_out_images, data.eval_seed, after=len(train))
+    return LabelledSplits(train, held_out, left_out)
 
 
 def describe_learned(data: SourceConfig, loaded: LoadedSplits | None, task: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
     path = report_of(config, "linear")
     encoder = open_frozen_encoder(config)
     protocol = open_protocol(config, encoder)
-    train, test = load_labelled(config.data, accelerator, config.weights, loaded=loaded, on_dev=not config.test)
+    train, test, _ = load_labelled(config.data, accelerator, config.weights, loaded=loaded, on_dev=not config.test)
     trainer = HeadTrainer(protocol, encoder, config, accelerator, classes_of(train, test))
     plan = protocol.plan(len(train))
     print(describe_plan(protocol, plan))
