@@ -130,9 +130,11 @@ def test_supervised_training_is_one_run_on_two_processes(tmp_path):
 
 
 @pytest.mark.faults
-def test_a_process_without_a_held_out_image_is_fine(tmp_path):
-    arguments = [*TINY, "--run.steps=1", "--data.eval_images=1", "--probe.every=1", f"--run.dir={tmp_path / 'run'}"]
-    run = Command("pretrain", *arguments, processes=2)
+@pytest.mark.parametrize(("name", "options"), [("pretrain", ["--probe.every=1"]), ("supervised", [])])
+def test_a_process_without_a_held_out_image_is_fine(tmp_path, name, options):
+    tiny = [argument for argument in TINY if not argument.startswith("--probe")]
+    arguments = [*tiny, *options, "--run.steps=1", "--data.eval_images=1", f"--run.dir={tmp_path / 'run'}"]
+    run = Command(name, *arguments, processes=2)
     assert run.wait() == [0, 0], run.said
     assert read_metrics(tmp_path / "run", "heldout/loss")[1] > 0
 

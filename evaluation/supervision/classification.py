@@ -146,14 +146,16 @@ class Classification(ImageTask):
         """The outcomes of images, of all processes.
 
         Args:
-            predicted: indices of this process's images, and their predictions, batch by batch.
+            predicted: indices of this process's images, and their predictions, batch by batch; empty where there are
+                fewer images than processes.
         """
-        indices, predictions = (torch.cat(parts).tolist() for parts in zip(*predicted, strict=True))
-        requested = range(self.accelerator.process_index, len(dataset), self.accelerator.num_processes)
+        requested = iter(range(self.accelerator.process_index, len(dataset), self.accelerator.num_processes))
         own_pairs = []
-        for index, shown_index, prediction in zip(requested, indices, predictions, strict=True):
-            if shown_index == index:
-                own_pairs.append((index, prediction))
+        for indices, predictions in predicted:
+            for shown_index, prediction in zip(indices.tolist(), predictions.tolist(), strict=True):
+                index = next(requested)
+                if shown_index == index:
+                    own_pairs.append((index, prediction))
         pairs = sorted(gather_object(own_pairs))
         numbers = np.array([index for index, _ in pairs])
         predictions = np.array([each for _, each in pairs])
