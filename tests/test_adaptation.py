@@ -1,5 +1,7 @@
 """Runs that train a part of the encoder: a frozen start, parameters by name, low-rank changes (LoRA)."""
 
+import json
+import shutil
 import signal
 from functools import partial
 from itertools import pairwise
@@ -24,7 +26,8 @@ from mpp.models.networks import build_model
 from mpp.models.teachers import update_moving_average
 from mpp.models.timm_models import cell_grid
 from mpp.training.averaging import averaged_weights
-from mpp.training.checkpoint import newest_step
+from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, newest_step
+from mpp.training.facts import OF_MPP, OF_OTHERS, optimizer_of_weights
 from mpp.training.flops import executed_flops, flops_of_step, low_rank_flops
 from mpp.training.optim import build_optimizer, parameter_groups
 from mpp.training.parallel import Sharded
@@ -427,12 +430,27 @@ def test_the_recipe_goes_on_from_a_run(pretrain, tmp_path, capfd):
     assert "no warm-up on trained weights" in capfd.readouterr().err  # without an evaluation, too
 
 
+def copied_encoder(run, folder, tag):
+    """A copy of a run's encoder, with another tag."""
+    shutil.copytree(run / "encoder", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["pretrained_cfg"]["tag"] = tag
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_optimiser_of_weights_is_known_by_their_run_wherever_they_are_in_it(finished_run, tmp_path):
+    (checkpoint, *_) = complete_checkpoints(finished_run)
+    of_run = (finished_run, finished_run / "encoder", finished_run / "encoder" / MODEL_FILE, checkpoint / MODEL_FILE)
+    assert {optimizer_of_weights(str(path)) for path in of_run} == {"muon"}
+    ours, theirs = (copied_encoder(finished_run, tmp_path / tag, tag) for tag in ("mpp", "lvd142m"))
+    assert optimizer_of_weights(str(ours)) == optimizer_of_weights("zoo:simclr_cifar10") == OF_MPP
+    assert optimizer_of_weights(str(theirs / MODEL_FILE)) == OF_OTHERS
+
+
 def test_settings_that_harm_are_named_before_the_first_step(pretrain, tmp_path, capfd, finished_run):
     """Published weights are such as no run of mpp left."""
-    published = tmp_path / "published"
-    published.mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (published / file).write_bytes((finished_run / "encoder" / file).read_bytes())
+    published = copied_encoder(finished_run, tmp_path / "published", tag="lvd142m")
     pretrain(f"--model.init_from={published}", "--run.steps=1", "--run.eval_every=1", dir=tmp_path / "second")
     said = capfd.readouterr().err
     names = ("Muon after Adam", "high learning rate on trained weights", "no warm-up on trained weights")

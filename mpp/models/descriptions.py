@@ -15,6 +15,8 @@ from mpp.config import HOW_READ, ImageSize, require, resized_side, sides
 from mpp.errors import UserError
 from mpp.runtime.weights import HUB, PICKLES, SAFETENSORS_SUFFIX, ZOO, encoder_folder, weights_file
 
+MPP_TAG = "mpp"
+"""Tag of encoders that mpp has written."""
 TAGS_WITHOUT_LABELS = {"dino", "lvd142m", "lvd1689m", "dinov3_lvd1689m", "sat493m", "mae", "fcmae", "seer"}
 TAGS_WITHOUT_LABELS |= {"in1k_ijepa", "in22k_ijepa"}
 """Tags of published weights that learned from images alone."""

@@ -14,7 +14,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from mpp.config import ImageSize, require, sides
-from mpp.models.descriptions import timm_crop_pct
+from mpp.models.descriptions import MPP_TAG, timm_crop_pct
 from mpp.models.timm_models import FIXED_POSITIONS
 from mpp.runtime.files import complete
 
@@ -91,7 +91,7 @@ def export_encoder(
 def model_config(encoder: nn.Module, crop_pct: float, facts: EncoderFacts) -> dict[str, Any]:
     """The entries of config.json that timm does not write itself; for arguments and errors see `export_encoder`."""
     ours: dict[str, Any] = {
-        "pretrained_cfg": {"tag": "mpp", "license": facts.licence},  # not those of published weights
+        "pretrained_cfg": {"tag": MPP_TAG, "license": facts.licence},  # not those of published weights
         "eval_crop": crop_pct,  # `load_encoder` needs it for other sizes
     }
     if any(name == "pos_embed" for name, _ in encoder.named_buffers()):

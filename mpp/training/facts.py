@@ -5,8 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from mpp.config import ModelConfig, OptimConfig, RunConfig
-from mpp.runtime.weights import run_of
+from mpp.models.descriptions import MPP_TAG, folder_of_weights, saved_section
+from mpp.runtime.weights import SAFETENSORS_SUFFIX, run_of
+from mpp.training.checkpoint import COMPLETE_NAME
 from mpp.training.run_folder import group_of, saved_settings
+
+OF_MPP = "mpp"
+OF_OTHERS = "unknown"
+"""Optimisers of weights whose run is not there: of mpp's, and of published ones, which are Adam's as a rule."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class Facts:
     objective: str = ""
     """Name of the objective of masked patch prediction; empty: another task."""
     weights_of: str = ""
-    """Optimiser that trained the weights that the run begins from; "unknown": of no run; empty: they are random."""
+    """Optimiser that trained the weights that the run begins from. OF_MPP: that of a run of mpp which is not there;
+    OF_OTHERS: no run of mpp trained them; empty: they are random."""
     adapters: bool = False
     """Whether matrices of the encoder have low-rank changes, which are trained in their place."""
     freezes: str = ""
@@ -83,8 +90,7 @@ def facts_of_weights(model: ModelConfig, optim: OptimConfig) -> dict[str, Any]:
     """Fields of `Facts` about the weights that a run begins from, and the part of them that it trains."""
     facts: dict[str, Any] = {"adapters": model.lora_rank is not None}
     if model.init_from is not None:
-        saved = saved_settings(run_of(Path(model.init_from)))
-        facts["weights_of"] = group_of(saved, "optim").get("name", "unknown")
+        facts["weights_of"] = optimizer_of_weights(model.init_from)
     freezing = {
         "model.train": model.train is not None,
         "model.lora_rank": model.lora_rank is not None,
@@ -92,3 +98,18 @@ def facts_of_weights(model: ModelConfig, optim: OptimConfig) -> dict[str, Any]:
     }
     facts["freezes"] = next((name for name, is_set in freezing.items() if is_set), "")
     return facts
+
+
+def optimizer_of_weights(init_from: str) -> str:
+    """The optimiser that trained the weights which `model.init_from` names: see `Facts.weights_of`.
+
+    They may be a run's, its encoder's or one of its checkpoints', or an encoder that mpp has exported to elsewhere.
+    """
+    path = Path(init_from).absolute()
+    folder = path.parent if path.suffix == SAFETENSORS_SUFFIX else path
+    run = folder.parents[1] if COMPLETE_NAME.fullmatch(folder.name) else run_of(folder)
+    settings = group_of(saved_settings(run), "optim")
+    if "name" in settings:
+        return settings["name"]
+    exported = saved_section(folder_of_weights(init_from), "pretrained_cfg").get("tag") == MPP_TAG
+    return OF_MPP if exported else OF_OTHERS

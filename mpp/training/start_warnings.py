@@ -4,7 +4,7 @@ The harm to such weights is known from others' work. evaluation/results/continui
 rate, and by Muon. The bound of the rate was not measured.
 """
 
-from mpp.training.facts import Facts
+from mpp.training.facts import OF_MPP, OF_OTHERS, Facts
 from mpp.training.history import History
 
 USUAL_RATE = 5e-5  # for USUAL_BATCH images a step: DINOv3's own continuation ends at 1.25e-5
@@ -12,8 +12,6 @@ USUAL_BATCH = 256
 FAR_ABOVE_RATE = 5
 COLOURS = ("mean_color", "grid_color", "pixels")
 """Objectives that predict colours."""
-OF_OTHERS = "unknown"
-"""Optimiser of weights that no run of mpp trained; published ones are Adam's as a rule."""
 
 
 def muon_after_adam(history: History, facts: Facts) -> str | None:
@@ -21,7 +19,7 @@ def muon_after_adam(history: History, facts: Facts) -> str | None:
 
     Low-rank changes are new matrices, which Muon does not orthogonalise.
     """
-    if facts.optimizer != "muon" or facts.weights_of in ("", "muon") or facts.adapters:
+    if facts.optimizer != "muon" or facts.weights_of in ("", "muon", OF_MPP) or facts.adapters:
         return None
     known = "weights that Adam trained, as published ones are"
     if facts.weights_of != OF_OTHERS:
