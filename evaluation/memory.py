@@ -39,8 +39,9 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
     with torch.device("meta"):
         model, objective = build_model(config)
     of_optimizer = optimizer_bytes(model, config.optim)
+    frozen = freeze_as_buffers(model)
     of_passes = peak_of_passes(config, model, objective, images, passes)
-    weights = of_passes["PARAM"]
+    weights = of_passes["PARAM"] + frozen
     gradients = of_passes["GRAD"]
     total = of_passes["Total"]
     return {
@@ -53,8 +54,11 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
 
 
 def peak_of_passes(config: Config, model: nn.Module, objective: Objective, images: int, passes: int) -> dict[str, int]:
-    """Bytes at the peak of forward and backward passes by torch's kind of memory, such as PARAM, GRAD and Total."""
-    model.requires_grad_(True)  # the tracker needs it; a teacher computes without a graph and gets no gradients
+    """Bytes at the peak of forward and backward passes by torch's kind of memory, such as PARAM, GRAD and Total.
+
+    Args:
+        model: all of its parameters are trained.
+    """
     tracker = MemTracker()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
         model.to_empty(device="cpu")
@@ -66,6 +70,18 @@ def peak_of_passes(config: Config, model: nn.Module, objective: Objective, image
                 tracker.reset_mod_stats()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     return {str(kind).rpartition(".")[2]: taken for kind, taken in peak.items()}
+
+
+def freeze_as_buffers(model: nn.Module) -> int:
+    """Make buffers of the parameters that are not trained, for torch's tracker takes only trained ones: their bytes."""
+    frozen = 0
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
+                frozen += parameter.nbytes
+    return frozen
 
 
 def fake_batch(config: Config, model: nn.Module, images: int, fake_mode: FakeTensorMode) -> tuple[Tensor, Corruption]:
