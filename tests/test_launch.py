@@ -303,8 +303,9 @@ def test_accelerates_accumulation_does_not_divide_the_loss_again(monkeypatch):
     assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
 
 
-def test_an_empty_number_of_threads_is_none(monkeypatch):
-    """Several processes would end in Accelerate's traceback."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "")
-    start.start(RunConfig(trackers=(), threads=1))
-    assert "OMP_NUM_THREADS" not in os.environ
+@pytest.mark.parametrize(("threads", "taken"), [("", None), ("3,2", "3"), ("all", None)])
+def test_what_is_no_number_of_threads_is_a_lists_first_or_none(monkeypatch, threads, taken):
+    """Otherwise it would end in a traceback, ours or Accelerate's."""
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    start.start(RunConfig(trackers=()))
+    assert os.environ.get("OMP_NUM_THREADS") == taken

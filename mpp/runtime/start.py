@@ -30,7 +30,7 @@ from mpp.runtime.launcher import (
 )
 from mpp.runtime.messages import counted
 from mpp.runtime.processes import BUILDING_TIMEOUT, TRAINING_TIMEOUT, set_timeout
-from mpp.runtime.workarounds import stop_progress_thread, unset_empty_thread_count, without_variables
+from mpp.runtime.workarounds import correct_thread_count, stop_progress_thread, without_variables
 
 
 def start(run: RunConfig) -> Accelerator:
@@ -41,7 +41,7 @@ def start(run: RunConfig) -> Accelerator:
             that mpp does not have; a tracker is not installed.
     """
     require(sys.platform != "win32", "the system", "Windows", "Linux or macOS; WSL (wsl --install) is a Linux")
-    unset_empty_thread_count()
+    correct_thread_count()
     stop_progress_thread()
     check_launcher()
     check_sharding_settings(run)

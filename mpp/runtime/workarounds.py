@@ -12,10 +12,13 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from tqdm.std import tqdm
 
 
-def unset_empty_thread_count() -> None:
-    """Remove an empty OMP_NUM_THREADS: Accelerate would read it as a number, and fail."""
-    if os.environ.get("OMP_NUM_THREADS") == "":
-        del os.environ["OMP_NUM_THREADS"]
+def correct_thread_count() -> None:
+    """Make a number of OMP_NUM_THREADS, which Accelerate and we read as one: it may be empty, or a list (4,2)."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if first.isdecimal():
+        os.environ["OMP_NUM_THREADS"] = first
+    else:
+        os.environ.pop("OMP_NUM_THREADS", None)
 
 
 def stop_progress_thread() -> None:
