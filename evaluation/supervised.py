@@ -11,6 +11,7 @@ and its encoder/ are as pre-training's, so that every probe takes it.
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from mpp.models.descriptions import licence_of
 from mpp.runtime.command import command
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.card import BOTH_HEADS_LEFT_OUT, HEAD_LEFT_OUT
+from mpp.training.facts import facts_of_weights
 from mpp.training.flops import executed_flops
 from mpp.training.report_process import write_run_page
 from mpp.training.run import train
@@ -62,6 +64,13 @@ class Supervised(Classification):
     def method(self) -> str:
         """Its training in a sentence, for the model card."""
         return f"Trained with labels, from {self.start}; {HEAD_LEFT_OUT}"
+
+    def facts(self) -> dict[str, Any]:
+        """Those of random weights, too: weights to begin from are fine-tuned, at other rates than pre-training's."""
+        of_weights = {}
+        if self.config.model.init_from is None:
+            of_weights = facts_of_weights(self.config.model, self.config.optim)
+        return super().facts() | of_weights
 
     def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder with its head; height and width of its images."""
