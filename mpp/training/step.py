@@ -199,5 +199,5 @@ class FiniteCheck:
         raise Diverged(
             f"loss or gradient of step {first.step} is not finite (it changed no weight; images "
             f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is intact: "
-            "resume with a lower optim.lr in a new run.dir, or check these images"
+            "check these images, or begin again with a lower optim.lr in a new run.dir"
         )
