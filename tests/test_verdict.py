@@ -530,6 +530,25 @@ def test_the_best_encoder_is_kept_beside_the_last(pretrain, monkeypatch):
 
 
 @pytest.mark.faults
+def test_a_best_encoder_that_was_not_kept_is_noted(pretrain, monkeypatch, capsys):
+    values = iter((0.2, 0.9, 0.3, 0.4, 0.5, 0.6))
+    monkeypatch.setattr(Probe, "__call__", lambda *_, **__: {"knn/depth_01": next(values)})
+    options = (*EVALUATED, "--probe.every=1", "--optim.schedule=constant")
+    pretrain(*options, "--run.steps=2")
+    said = "note: run.keep_best: features were best after step 1, whose encoder was not kept; encoder_best is written"
+    assert said not in capsys.readouterr().out
+    folder = pretrain(*options, "--run.steps=3", "--run.keep_best=true")
+    assert said in capsys.readouterr().out and not (folder / "encoder_best").exists()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("evaluated", "probed", "noted"), [(2, 3, ["6"]), (2, 4, []), (4, 2, []), (0, 3, [])])
+def test_probes_between_two_evaluations_are_noted(pretrain, capsys, evaluated, probed, noted):
+    pretrain(f"--run.eval_every={evaluated}", f"--probe.every={probed}", "--run.steps=1")
+    assert re.findall(r"note: features are probed every (\d+) steps, where both", capsys.readouterr().out) == noted
+
+
+@pytest.mark.faults
 def test_a_slow_loader_is_seen(pretrain, monkeypatch):
     decode = ImageDataset.decode
     monkeypatch.setattr(ImageDataset, "decode", lambda *args: time.sleep(0.02) or decode(*args))

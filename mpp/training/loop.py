@@ -66,6 +66,7 @@ class Loop:
             start_compilers(self.accelerator.device)
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
         self.watch = Watch(task, self.tracker, self.run_config, self.optim_config)
+        self.watch.note_lost_best()
         history = read_history(folder)  # up to this checkpoint
         self.speed = Speed(
             flops,

@@ -1,5 +1,6 @@
 """`ImageTask`: images, batches, evaluation and export, which all training tasks have in common."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mpp.features.metrics import Sums
 from mpp.features.probe import Probe
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.exporting import EncoderFacts, export_encoder
+from mpp.runtime.messages import note
 from mpp.runtime.processes import broadcast_from_main
 from mpp.training.card import model_card
 from mpp.training.history import last_logged_step
@@ -104,6 +106,10 @@ class ImageTask:
         """
         if not config.every:
             return None
+        together = math.lcm(config.every, self.run.eval_every)  # 0 where nothing is evaluated
+        if together > max(config.every, self.run.eval_every):
+            both = f"probe.every ({config.every}) and run.eval_every ({self.run.eval_every})"
+            note(f"features are probed every {together} steps, where both {both} are due, and at the end")
         general = None if config.path is None else self.load_general_images(config)
         drift = None
         if init_from is not None:

@@ -45,17 +45,21 @@ def has_best_features(history: History) -> bool:
 
     Without a probe: by the held-out accuracy, or the loss where there is none.
     """
+    scores = scores_of_features(history)
+    lines = evaluations(history)
+    if not scores or scores[-1][0] != lines[-1]["step"]:
+        return False
+    *before, (_, last) = scores
+    return all(last > score for _, score in before)
+
+
+def scores_of_features(history: History) -> list[tuple[int, float]]:
+    """(step, score) of the evaluations that are compared to find the best features: see `has_best_features`."""
     lines = evaluations(history)
     group, probed = probe_lines(lines)
     if group:
-        if probed[-1] is not lines[-1]:
-            return False
-        values = [best_depth(line, group)[1] for line in probed]
-    else:
-        values = [line.get("heldout/accuracy", -line[EVALUATED]) for line in lines]
-    if not values:
-        return False
-    return values[-1] > max(values[:-1], default=float("-inf"))
+        return [(int(line["step"]), best_depth(line, group)[1]) for line in probed]
+    return [(int(line["step"]), line.get("heldout/accuracy", -line[EVALUATED])) for line in lines]
 
 
 def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str:

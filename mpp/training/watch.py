@@ -13,12 +13,15 @@ from tqdm import tqdm
 
 from mpp.config import OptimConfig, RunConfig
 from mpp.runtime.files import write_complete
+from mpp.runtime.messages import note
+from mpp.runtime.weights import BEST
 from mpp.training.facts import Facts, facts_of
 from mpp.training.growth import branch_point
 from mpp.training.health import RunWarning, find_warnings
+from mpp.training.history import History
 from mpp.training.log import Tracker, read_history
 from mpp.training.task import ImageTask
-from mpp.training.verdict import has_best_features, verdict
+from mpp.training.verdict import has_best_features, scores_of_features, verdict
 
 VERDICT = "verdict.json"
 MATRIX_SIDE = 4096  # of the matrix products that measure the speed a GPU reaches
@@ -106,11 +109,27 @@ class Watch:
 
         The trunk's best encoder is in the trunk's folder, and may be of a later step.
         """
+        return has_best_features(self.own_history())
+
+    def own_history(self) -> History:
+        """The lines of the run; of a branch, since it began."""
         history = read_history(self.folder)
-        if self.run.branch_from is not None:
-            _, first = branch_point(self.run.branch_from)
-            history = [line for line in history if line["step"] > first]
-        return has_best_features(history)
+        if self.run.branch_from is None:
+            return history
+        _, first = branch_point(self.run.branch_from)
+        return [line for line in history if line["step"] > first]
+
+    def note_lost_best(self) -> None:
+        """Note that `run.keep_best` is asked for only now: the best encoder so far was not kept."""
+        if not self.run.keep_best or not self.tracker.accelerator.is_main_process or (self.folder / BEST).is_dir():
+            return
+        scores = scores_of_features(self.own_history())
+        if scores:
+            best_step, _ = max(scores, key=lambda pair: pair[1])
+            note(
+                f"run.keep_best: features were best after step {best_step}, whose encoder was not kept; {BEST} is "
+                "written when they are better than then"
+            )
 
     @cached_property
     def facts(self) -> Facts:
