@@ -41,7 +41,7 @@ from mpp.config.parsing import parse
 from mpp.data.crops import centre_crop
 from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
-from mpp.errors import UserError
+from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at
 from mpp.features.neighbours import find_neighbours, knn_means, knn_predict
 from mpp.features.ranks import effective_ranks
@@ -270,6 +270,38 @@ def test_patches_are_pooled_where_the_class_token_comes_late(kind):
         hook.remove()
         torch.testing.assert_close(early, outputs[0].mean(1))
         torch.testing.assert_close(late, encoder.forward_features(images)[:, 1:].mean(1))
+
+
+class Pair(torch.nn.Module):
+    """A block that passes on a second thing besides its tokens, as MViT's and TNT's do."""
+
+    def forward(self, tokens):
+        return tokens, tokens
+
+
+class OfPairs(torch.nn.Module):
+    """An encoder of such blocks, or of one that is a list (Twins); two of its outputs may be a list, too (CrossViT)."""
+
+    def __init__(self, is_called: bool):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Pair(), Pair()])
+        self.is_called = is_called
+
+    def forward_features(self, images):
+        return self.blocks[0](images) if self.is_called else [images, images]
+
+    def forward_head(self, tokens, pre_logits):
+        return torch.cat([each.mean((2, 3)) for each in tokens], 1)
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_an_encoder_whose_blocks_have_no_features_has_its_output_alone(is_called):
+    encoder = OfPairs(is_called)
+    images = torch.randn(2, 3, 8, 8)
+    (pooled,) = features_at(encoder, images, [2], "mean")
+    assert pooled.shape == (2, 6)
+    with pytest.raises(Unavailable, match=r"depth is 1; it must be last with this OfPairs"):
+        features_at(encoder, images, [1, 2], "mean")
 
 
 @pytest.mark.faults

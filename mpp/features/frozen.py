@@ -134,7 +134,9 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
         depths: from 1; the last one is the encoder's output, after its final norm.
     Returns:
         (B, prefix + N, D) for each depth, or a feature map (B, D, H, W). Where [class] comes in after the blocks (CaiT,
-        XCiT), there are zeros in its place at earlier depths.
+        XCiT), there are zeros in its place at earlier depths. CrossViT's output is a list, which its own head pools.
+    Raises:
+        Unavailable: a block passes on more than features, or is not called as one (MViT, Twins, TNT).
     """
     blocks = stages(encoder)
     last = len(blocks)
@@ -153,9 +155,12 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
     prefix = getattr(encoder, "num_prefix_tokens", 0)
     tokens = []
     for depth in depths:
-        output = outputs[depth]
-        without_prefix = output.ndim == 3 and output.shape[1] + prefix == outputs[last].shape[1]
-        if without_prefix and prefix > 0:
+        output = outputs.get(depth)
+        if depth != last and not isinstance(output, Tensor):
+            refused = f"depth is {depth}; it must be last with this {type(encoder).__name__}"
+            raise Unavailable(f"{refused}, whose parts have no features of their own")
+        without_prefix = prefix > 0 and output.ndim == 3 and output.shape[1] + prefix == outputs[last].shape[1]
+        if without_prefix:
             output = pad(output, (0, 0, prefix, 0))
         tokens.append(output)
     return tokens
