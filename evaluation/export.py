@@ -100,6 +100,7 @@ def write_verified(
     """
     out = Path(config.out)
     images = verification.example(TRACED_IMAGES if config.batch == "dynamic" else config.batch)
+    verification = verification._replace(dtype=images.dtype)
     metadata = describe_file(config, verification.encoder, images)
     if classifier is not None:
         metadata["output"] += f": {classifier.meaning}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import picture
 from model_inputs import randomize
+from PIL import Image
 from test_variants import HYBRID, KINDS, PARTS, build
 
 import mpp
@@ -178,6 +179,37 @@ def test_an_image_that_cannot_be_decoded_does_not_matter_to_a_file(finished_run,
         file.write_bytes(b"nothing")
     words = f"--data.path={image_folder}", "--data.eval_split=null", "--data.eval_fraction=0.5"
     assert exported(finished_run, tmp_path, "torch_export", *words)[1]["difference"] < 1e-5
+
+
+@pytest.mark.parametrize("bits_of_first", [8, 16])
+def test_images_of_8_bits_and_of_more_verify_one_file(bits_of_first, finished_run, tmp_path, monkeypatch, capsys):
+    """Each a batch of its own; onnxruntime takes one type, and has no error of a line for another."""
+    for number in range(8):
+        grey = picture(number)[..., 0]
+        deep = 257 * grey.astype(np.uint16) + number
+        Image.fromarray(grey if number < 4 else deep).save(tmp_path / f"{number}.png")
+    chosen = range(4) if bits_of_first == 8 else range(4, 8)
+    monkeypatch.setattr(export.Verification, "example", lambda self, count: example_of(self, chosen))
+    read = formats.FORMATS["torch_export"].read
+    taken = set()
+
+    def recorded(file):
+        compute = read(file)
+        return lambda images: taken.add(images.dtype) or compute(images)
+
+    monkeypatch.setitem(formats.FORMATS, "torch_export", formats.FORMATS["torch_export"]._replace(read=recorded))
+    words = f"--data.path={tmp_path}", "--data.eval_split=null", "--data.eval_fraction=0.8", "--data.batch_size=1"
+    report = exported(finished_run, tmp_path, "torch_export", *words)[1]
+    assert taken == {torch.uint8 if bits_of_first == 8 else torch.float32} and report["difference"] < 1e-5
+    assert ("others have more than 8 bits, and are rounded" in capsys.readouterr().out) == (bits_of_first == 8)
+
+
+def example_of(verification, chosen):
+    """Images of a folder as a file takes them, by the numbers in their names."""
+    held_out = verification.held_out
+    names = [int(name[:-4]) for name in held_out.image_names()]
+    some = held_out.select(np.array([index for index, name in enumerate(names) if name in chosen][:3]))
+    return torch.cat([verification.file_input(batch.images) for batch in verification.batches(some)])
 
 
 def test_packages_that_are_missing_are_named(finished_run, tmp_path, monkeypatch):

@@ -15,9 +15,11 @@ from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE, extract_split, views_for, warn_left_out
 from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.metrics.scoring import add_scores
+from mpp.data.crops import to_8_bits
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch
+from mpp.runtime.messages import note
 
 MAX_ROUNDING_DIFFERENCE = 1e-4
 SHOTS = 5
@@ -31,6 +33,8 @@ class Verification(NamedTuple):
     accelerator: Accelerator
     train: ImageDataset
     held_out: ImageDataset
+    dtype: torch.dtype | None = None
+    """Type of the pixels that the file takes; None: that of the images, which may be of both types."""
 
     def batches(self, dataset: ImageDataset) -> Iterable[Batch]:
         """Images as an encoder takes them, before its normalisation."""
@@ -38,8 +42,13 @@ class Verification(NamedTuple):
         return fixed_view_batches(views, self.config.data.batch_size or DEFAULT_BATCH_SIZE)
 
     def file_input(self, images: Tensor) -> Tensor:
-        """Images as the file takes them."""
-        return images if self.config.normalize else self.encoder.normalize(images)
+        """Images as the file takes them. If these are bytes, images of more bits are rounded, and a note says so."""
+        if not self.config.normalize:
+            return self.encoder.normalize(images)
+        if self.dtype == torch.uint8 and images.dtype != self.dtype:
+            note("the file takes uint8, by its first images; others have more than 8 bits, and are rounded")
+            return to_8_bits(images)
+        return images.to(self.dtype or images.dtype)
 
     def example(self, count: int) -> Tensor:
         """`count` held-out images (count, C, H, W) as the file takes them, repeated where there are fewer."""
