@@ -9,6 +9,7 @@ trained classifier are in the table of `mpp predict`.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,12 @@ class Embedder:
             parts.append(features.float().cpu().numpy())
             errors += batch.errors
             on_images(len(batch.indices))
-        return build_table(np.concatenate(parts), errors, images, indices, folder_of(self.config.data))
+        return build_table(np.concatenate(parts), errors, images, indices, self.folder)
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """Folder of the images: see `folder_of`."""
+        return folder_of(self.config.data)
 
 
 def identify_table(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:

@@ -26,11 +26,13 @@ from evaluation import linear, predict, supervised
 from evaluation.config import ProbeDataConfig
 from evaluation.metrics.intervals import wilson
 from evaluation.predictions.classes import ClassRows, number_labels
+from evaluation.predictions.masks import place_of_image
 from evaluation.predictions.opening import find_named
 from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
 from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split
 from evaluation.supervision.classifiers import name_classes, timm_names
 from evaluation.tables import parts
+from evaluation.tables.images import folder_of
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.errors import UserError
 
@@ -218,6 +220,37 @@ def test_a_list_of_images_is_predicted_without_labels(run_with_head, class_image
     rows = read_csv(predict_to(tmp_path / "p.csv", head, flat, f"--data.labels={tmp_path / 'sites.csv'}"))
     assert [row["file"] for row in rows] == sorted(file.name for file in files[:7])
     assert all(row["class"] in NAMES for row in rows) and "label" not in rows[0]
+
+
+@pytest.mark.parametrize("way", ["..", "zip"])
+def test_files_are_named_from_the_folder_on(way, run_with_head, class_images, tmp_path, monkeypatch):
+    """Also where `data.path` has `..`, and in an archive, whose files are unpacked elsewhere."""
+    monkeypatch.chdir(class_images)
+    path = f"../{class_images.name}" if way == ".." else shutil.make_archive(tmp_path / "images", "zip", class_images)
+    rows = read_csv(predict_to(tmp_path / "p.csv", run_with_head / "evaluation" / "birds_head", path))
+    names = {str(file.relative_to(class_images)) for file in class_images.rglob("*.png")}
+    assert {row["file"] for row in rows} == names
+    folder = folder_of(ProbeDataConfig(path=str(path)))
+    file = next(folder.rglob("*.png"))
+    place = place_of_image({"bytes": None, "path": str(file)}, "all", 0, folder)
+    assert str(place) in names  # of its mask
+
+
+def test_a_table_with_other_names_of_labels_is_another(run_with_head, class_images, tmp_path):
+    """A misspelt class has the number of the right one."""
+    head = run_with_head / "evaluation" / "birds_head"
+    files = sorted(class_images.rglob("*.png"))
+
+    def predicted(misspelt: str) -> list[dict[str, str]]:
+        lines = [f"{file.relative_to(class_images)}\t{file.parent.name.replace('owl', misspelt)}" for file in files]
+        (tmp_path / "labels.tsv").write_text("file_name\tlabel\n" + "".join(f"{line}\n" for line in lines))
+        return read_csv(predict_to(tmp_path / "p.csv", head, class_images, f"--data.labels={tmp_path / 'labels.tsv'}"))
+
+    assert {row["label"] for row in predicted("owll")} == {*NAMES[:2], "owll"}
+    with pytest.raises(UserError, match="the existing one is from other images, weights, labels or settings"):
+        predicted("owl")
+    (tmp_path / "p.csv").unlink()
+    assert {row["label"] for row in predicted("owl")} == set(NAMES)
 
 
 def test_another_table_is_not_written_over(run_with_head, class_images, tmp_path):

@@ -1,5 +1,6 @@
 """All images of a dataset, batch by batch, with the reason where one cannot be decoded."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from mpp.data.crops import centre_crop
 from mpp.data.data_path import describe_source, is_local
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.identity import identify_images
+from mpp.data.listing.archives import is_archive, unpack_archive
 from mpp.data.sources import label_images, load_splits
 from mpp.data.workers import WatchedLoader, loader_processes, note_reading
 from mpp.errors import UnreadableImage, UserError
@@ -144,16 +146,28 @@ def stack_crops(samples: list[tuple[Tensor, str | None]]) -> tuple[Tensor, list[
 
 
 def folder_of(data: ProbeDataConfig) -> Path | None:
-    """The folder, or file, of the images on this machine; None: they are elsewhere, or the package's birds."""
-    return Path(data.path).expanduser().absolute() if is_local(data.path) else None
+    """The folder, or file, of the images on this machine; None: they are elsewhere, or the package's birds.
+
+    Of an archive, the folder into which it is unpacked.
+    """
+    if not is_local(data.path):
+        return None
+    path = Path(data.path).expanduser()
+    if path.is_file() and is_archive(path.name):
+        path = unpack_archive(path) or path
+    return Path(os.path.abspath(path))
+
+
+def path_in_folder(path: str, folder: Path | None) -> Path | None:
+    """The path of a file from a folder on (see `folder_of`), whatever `..` is in it; None: it is elsewhere."""
+    file = Path(os.path.abspath(path))
+    return file.relative_to(folder) if folder is not None and file.is_relative_to(folder) else None
 
 
 def name_in_folder(images: ImageDataset, index: int, folder: Path | None) -> str:
     """The image's file from its folder on, as a list of images names it; of other images the name in messages."""
     name = images.image_name(index)
-    if folder is not None and Path(name).absolute().is_relative_to(folder):
-        name = str(Path(name).absolute().relative_to(folder))
-    return printable(name)
+    return printable(str(path_in_folder(name, folder) or name))
 
 
 def first_columns(images: ImageDataset, indices: range, folder: Path | None) -> dict[str, pa.Array]:
@@ -176,4 +190,6 @@ def identify_splits(data: ProbeDataConfig, splits: Sequence[ImageDataset], label
     """
     identity = {name: getattr(data, name) for name in (*HOW_READ, "max_pixels", "eval_crop")}
     identity["images"] = [identify_images(images, labels=labels, retries=data.read_retries) for images in splits]
+    if labels and splits[0].class_names:  # whose numbers stay where a name is corrected
+        identity["label_names"] = splits[0].class_names
     return identity

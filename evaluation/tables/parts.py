@@ -65,7 +65,7 @@ def parts_folder(out: Path) -> Path:
 def is_table_complete(out: Path, identity: str) -> bool:
     """Whether the whole table is there. Raises UserError if another file is."""
     complete_table = has_identity(out, identity)
-    allowed = "a new file: the existing one is from other images, weights or settings"
+    allowed = "a new file: the existing one is from other images, weights, labels or settings"
     require(complete_table or not out.exists(), "out", out, allowed)
     return complete_table
 
