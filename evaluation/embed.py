@@ -102,7 +102,7 @@ class Embedder:
 def identify_table(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
     """The settings, the weights and the images that the numbers of a table depend on."""
     names = ["random", "img_size", "representation", "depth"]
-    weights = fingerprint(Path(config.checkpoint or config.encoder))
+    weights = fingerprint(Path(config.checkpoint or config.encoder), on_hub=True)
     if config.random or not weights:
         names += ["encoder", "seed"]
     elif config.checkpoint:

@@ -22,7 +22,7 @@ from server import Command
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 from torchvision.transforms import v2
 
-from evaluation import linear, predict, supervised
+from evaluation import embed, linear, predict, supervised
 from evaluation.config import ProbeDataConfig
 from evaluation.metrics.intervals import wilson
 from evaluation.predictions.classes import ClassRows, number_labels
@@ -319,6 +319,27 @@ def test_a_head_of_another_encoder_is_refused_by_name(run_with_head, tuned_run, 
     with pytest.raises(UserError, match=r"it must be null with .*, which has its own encoder"):
         predict_to(tmp_path / "p.csv", other, class_images, f"--encoder={run_with_head}")
     assert not list(tmp_path.glob("*"))
+
+
+def test_an_encoder_of_the_hub_that_has_changed_is_another(run_with_head, class_images, tmp_path, monkeypatch):
+    """Neither does an earlier head read its features, nor does a table of them continue."""
+    published = Path(shutil.copytree(run_with_head / "encoder", tmp_path / "published"))
+    monkeypatch.setattr("mpp.runtime.weights.snapshot_download", lambda name, allow_patterns: str(published))
+    common = ["--encoder=hf-hub:me/mine", f"--data.path={class_images}", *FAST]
+    linear.main([*common, "--l2=0.01", "--data.eval_fraction=0.3", "--save=true", f"--out={tmp_path / 'l.json'}"])
+    of_features = [*common, f"--out={tmp_path / 'f.parquet'}"]
+    embed.main(of_features)
+    embed.main(of_features)
+    predict_to(tmp_path / "p.csv", tmp_path / "l_head", class_images)
+    weights = load_file(published / "model.safetensors")
+    save_file({name: tensor + 0.1 for name, tensor in weights.items()}, published / "model.safetensors")
+    with pytest.raises(UserError, match=r"encoder is hf-hub:me/mine, whose weights are not those that .*l_head was"):
+        predict_to(tmp_path / "q.csv", tmp_path / "l_head", class_images)
+    with pytest.raises(UserError, match=r"out is .*f\.parquet; it must be a new file"):
+        embed.main(of_features)
+    (published / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no encoder at hf-hub:me/mine: .*l_head is only a head"):
+        predict_to(tmp_path / "q.csv", tmp_path / "l_head", class_images)
 
 
 def test_what_is_no_classifier_is_refused(finished_run, class_images, tmp_path):

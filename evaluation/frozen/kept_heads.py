@@ -97,7 +97,7 @@ def describe_encoder(config: EncoderConfig) -> dict[str, Any]:
     """The entries of a description that name the encoder of a command's settings."""
     return {
         "encoder": config.encoder,
-        "weights": fingerprint(Path(config.weights)) if config.weights else "",
+        "weights": fingerprint(Path(config.weights), on_hub=True) if config.weights else "",
         "checkpoint": config.checkpoint,
         "random": config.random,
         "seed": config.seed,

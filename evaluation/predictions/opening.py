@@ -104,16 +104,17 @@ def find_encoder_of_head(head: KeptHead, named: str | None) -> Source:
     if about.weights == "":  # random, or published: known by its name
         return Source(folder, named or about.encoder, head)
     places = [named] if named else list(usual_places(head))
-    there = [place for place in places if not is_named(place)]
-    for place in there:
-        if weights_at(place) == about.weights:
+    found = {place: weights_at(place) for place in places if not is_named(place)}
+    for place, weights in found.items():
+        if weights == about.weights:
             if about.checkpoint:
                 return Source(folder, about.encoder, head, checkpoint=place)
             return Source(folder, place, head)
     was = about.checkpoint or about.encoder
-    if there:
+    others = [place for place, weights in found.items() if weights]
+    if others:
         raise UserError(
-            f"encoder is {there[0]}, whose weights are not those that {folder} was trained on ({was}); "
+            f"encoder is {others[0]}, whose weights are not those that {folder} was trained on ({was}); "
             "choose that encoder with --encoder, or train a head on this one"
         )
     raise UserError(f"no encoder at {' or '.join(places)}: {folder} is only a head; choose its encoder with --encoder")
@@ -132,7 +133,7 @@ def usual_places(head: KeptHead) -> Iterator[str]:
 def weights_at(place: str) -> str:
     """Fingerprint of the weights at a place; empty where there is no encoder."""
     try:
-        return fingerprint(Path(place))
+        return fingerprint(Path(place), on_hub=True)
     except UserError:
         return ""
 

@@ -42,10 +42,15 @@ def run_of(path: Path) -> Path:
     return path.parent if path.name in (ENCODER, BEST) else path
 
 
-def fingerprint(path: Path) -> str:
-    """SHA-256 of the weights in an encoder's folder or a weights file; empty where there is no such path."""
+def fingerprint(path: Path, on_hub: bool = False) -> str:
+    """SHA-256 of the weights in an encoder's folder or a weights file; empty where there is no such path.
+
+    Args:
+        on_hub: whether hf-hub:NAME is one, too: it is downloaded.
+    """
     path = zoo_folder(path)
-    if not path.exists():
+    is_on_hub = on_hub and str(path).startswith(HUB)
+    if not (is_on_hub or path.exists()):
         return ""
     file = path if path.is_file() else encoder_folder(path) / "model.safetensors"
     return sha256_of(file)
