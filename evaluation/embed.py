@@ -130,9 +130,9 @@ def build_table(
     return pa.table(first_columns(images, indices, folder) | columns)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> Path:
     """Embed with the settings of the command line, or of `arguments`."""
-    embed(*parse_and_load(EmbedConfig, arguments, prog="python evaluation/embed.py"))
+    return embed(*parse_and_load(EmbedConfig, arguments, prog="python evaluation/embed.py"))
 
 
 if __name__ == "__main__":

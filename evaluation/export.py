@@ -266,11 +266,11 @@ def weights_and_card(config: ExportConfig) -> tuple[str, str]:
     return fingerprint(path), card_of_file(card, has_head=config.representation == "logits")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Export as the command line, or `arguments`, say."""
     prog = "python evaluation/export.py"
     config, loaded = parse_and_load(ExportConfig, arguments, prog, encoder_of=tested_encoder)
-    export(replace(config, encoder=tested_encoder(config)), loaded)
+    return export(replace(config, encoder=tested_encoder(config)), loaded)
 
 
 if __name__ == "__main__":

@@ -123,9 +123,9 @@ def least_squares(
     return weights
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Probe with the settings of the command line, or of `arguments`."""
-    run(*parse_and_load(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
+    return run(*parse_and_load(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import LoadedSplits
+from evaluation.frozen.run_images import LoadedSplits, note_other_images
 from evaluation.frozen.training_reports import FINETUNING_REPORT
 from evaluation.metrics.scoring import (
     KINDS,
@@ -118,6 +118,7 @@ class Finetuning(Classification):
         )
         if getattr(frozen.model, "attn_pool", None) is not None:
             raise Unavailable(f"encoder is {config.encoder}, which pools by attention and cannot be fine-tuned here")
+        note_other_images(config.encoder, config.data)
         return frozen
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
@@ -261,9 +262,9 @@ def table_of_rates(report: dict[str, Any]) -> str:
     return table(*without_empty_columns(headings, rows))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Fine-tune as the command line, or `arguments`, say."""
-    run(*parse_and_load(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py"))
+    return run(*parse_and_load(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py"))
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ def note_missing_neighbours(neighbours: Sequence[int], images: int) -> None:
         note(f"neighbours {' and '.join(more)}: all vote, since there are {counted(images, 'training image')}")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Probe with the settings of the command line, or of `arguments`."""
-    run(*parse_and_load(KnnConfig, arguments, prog="python evaluation/knn.py"))
+    return run(*parse_and_load(KnnConfig, arguments, prog="python evaluation/knn.py"))
 
 
 if __name__ == "__main__":

@@ -283,9 +283,9 @@ def fit_sgd(
     return layer
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Probe with the settings of the command line, or of `arguments`."""
-    run(*parse_and_load(LinearConfig, arguments, prog="python evaluation/linear.py"))
+    return run(*parse_and_load(LinearConfig, arguments, prog="python evaluation/linear.py"))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import mpp
 from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
 from evaluation.frozen.extraction import describe_precision
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.run_images import LoadedSplits
+from evaluation.frozen.run_images import LoadedSplits, note_other_images
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import without_nan
 from evaluation.patches.masks import with_image_column
@@ -86,6 +86,7 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     find_named.cache_clear()  # the classifier may be another one than at the last call of this process
     source = find_source(config)
     note_precision(source, accelerator)
+    note_other_images(source.encoder, config.data, source.how_read)
     is_of_pixels = source.head is not None and source.head.description.task == "pixels"
     refuse_settings_of_others(config, is_of_pixels)
     predict_all = predict_pixels if is_of_pixels else predict_classes
@@ -299,9 +300,9 @@ def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, Loade
     return config, loaded
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> Path:
     """Predict with the settings of the command line, or of `arguments`."""
-    predict(*read_settings(arguments))
+    return predict(*read_settings(arguments))
 
 
 if __name__ == "__main__":

@@ -334,9 +334,9 @@ def write_picture(
     print(f"wrote {path}")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Evaluate with the settings of the command line, or of `arguments`."""
-    run(*parse_and_load(SegmentationConfig, arguments, prog="python evaluation/segmentation.py"))
+    return run(*parse_and_load(SegmentationConfig, arguments, prog="python evaluation/segmentation.py"))
 
 
 if __name__ == "__main__":

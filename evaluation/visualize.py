@@ -59,9 +59,9 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> li
     return drawn
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> list[str]:
     """Draw with the settings of the command line, or of `arguments`."""
-    visualize(*parse_and_load(VisualizeConfig, arguments, prog="python evaluation/visualize.py"))
+    return visualize(*parse_and_load(VisualizeConfig, arguments, prog="python evaluation/visualize.py"))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from conftest import CUT, dataset_of, encoded, picture
 from test_label_kinds import write_images
 
 from evaluation import embed, fewshot, finetune, knn, segmentation, visualize
-from evaluation.config import FewshotConfig, FinetuneConfig, KnnConfig, LinearConfig
+from evaluation.config import FewshotConfig, FinetuneConfig, KnnConfig, LinearConfig, ProbeDataConfig
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.report_names import report_path, report_suffix, settings_suffix
-from evaluation.frozen.run_images import load_images_of
+from evaluation.frozen.run_images import load_images_of, note_other_images
 from mpp.config import SourceConfig
 from mpp.data import sources
 from mpp.errors import UserError
@@ -104,6 +104,26 @@ def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, 
         assert others.path == path
         assert others.cut_seed == 0
     assert own_images("floor:pixels") == fewshot.FewshotConfig().data
+
+
+def test_settings_from_python_take_over_nothing_and_a_note_says_so(pretrain, image_folder, tmp_path, capsys):
+    """The command line, also as `main` of a module, takes the run's images, and reads others as these were read."""
+    folder = pretrain(f"--data.path={image_folder}", *CUT, "--data.range=[0, 51]", "--data.nodata=7")
+    few = dict(shots=1, seeds=0, precision="fp32", threads=1, out=str(tmp_path / "f.json"))
+    report = fewshot.main([f"--encoder={folder}", *FAST])
+    assert report["protocol"]["data"]["path"] == str(image_folder)
+    assert "note: data.path" not in capsys.readouterr().out
+    others = ProbeDataConfig(path=str(image_folder), workers=0)
+    birds = "note: data.path is null: these are the package's birds, and not the images of"
+    read = f"{folder} learned from images that were read with data.range [0.0, 51.0] (here null), data.nodata 7"
+    fewshot.run(FewshotConfig(encoder=str(folder), data=others, **few))
+    said = capsys.readouterr().out
+    assert read in said and birds not in said
+    note_other_images(str(folder), replace(others, path=None))
+    assert f"{birds} {folder}" in capsys.readouterr().out
+    note_other_images(str(folder), others, {"range": None, "nodata": None, "channels": 3, "bands": None})  # of a head
+    note_other_images("floor:pixels", SourceConfig())
+    assert capsys.readouterr().out == ""
 
 
 def test_images_with_other_labels_are_described_once_by_the_labels_that_are_taken(pretrain, tmp_path, capsys):

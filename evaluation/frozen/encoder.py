@@ -13,6 +13,7 @@ from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
 from evaluation.config import COLOUR_BASELINE, EncoderConfig, ProbeDataConfig, is_colour_baseline
+from evaluation.frozen.run_images import note_other_images
 from mpp.config import HOW_READ, ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at, stages
@@ -146,7 +147,7 @@ def open_frozen_encoder(settings: EncoderConfig) -> FrozenEncoder | ColorBaselin
     """Load the encoder that a command's settings name, for the channels of its images."""
     if not settings.random and settings.checkpoint is None:
         note_growth(settings.encoder)
-    return load_frozen_encoder(
+    encoder = load_frozen_encoder(
         settings.encoder,
         settings.checkpoint,
         settings.random,
@@ -154,6 +155,8 @@ def open_frozen_encoder(settings: EncoderConfig) -> FrozenEncoder | ColorBaselin
         settings.seed,
         settings.data.channels,
     )
+    note_other_images(settings.encoder, settings.data)
+    return encoder
 
 
 def check_channels(encoder: FrozenEncoder, channels: int, setting: str = "encoder") -> None:

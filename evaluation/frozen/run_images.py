@@ -4,6 +4,7 @@ An encoder is evaluated on the images that its run held out; this prevents resul
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,9 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from evaluation.config import EncoderConfig
-from mpp.config import SourceConfig
+from mpp.config import HOW_READ, SourceConfig
+from mpp.config.command_line import as_words
+from mpp.config.keys import plain
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
@@ -22,6 +25,7 @@ from mpp.data.label_kinds import AUTO
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
+from mpp.models.descriptions import how_read
 from mpp.runtime.messages import is_first_process, note
 from mpp.runtime.weights import run_of
 from mpp.training.record import (
@@ -137,6 +141,26 @@ def load_unchanged_splits_of(config: EncoderConfig) -> LoadedSplits | None:
     if run and absolute_path(config.data.path) == absolute_path(run_image_settings(run).get("path")):
         return load_unchanged_splits(run, config.data)
     return None
+
+
+def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, Any] | None = None) -> None:
+    """Note images that are read in another way than an encoder's, or that are the package's birds in their place.
+
+    Command lines take both over from the encoder (see `parsing.py`); settings that are made in Python do not.
+
+    Args:
+        learned: how the images of a kept head were read; empty or None: as those of its encoder.
+    """
+    learned = learned or how_read(encoder)
+    ways = {name: getattr(SourceConfig, name) for name in HOW_READ} | dict(learned)
+    ours = {name: plain(getattr(data, name)) for name in HOW_READ}
+    others = [name for name in HOW_READ if ours[name] != plain(ways[name])]
+    if learned and others:
+        described = ", ".join(f"data.{name} {as_words(ways[name])} (here {as_words(ours[name])})" for name in others)
+        note(f"{encoder} learned from images that were read with {described}")
+    run = find_run(encoder)
+    if run is not None and data.path is None and run_image_settings(run).get("path") is not None:
+        note(f"data.path is null: these are the package's birds, and not the images of {run}")
 
 
 @lru_cache
