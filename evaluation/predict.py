@@ -34,7 +34,7 @@ from evaluation.predictions.learned import (
     tell_apart,
     with_learned_label,
 )
-from evaluation.predictions.mask_scores import outcomes_of_masks
+from evaluation.predictions.mask_scores import images_with_masks, outcomes_of_masks
 from evaluation.predictions.masks import write_classes
 from evaluation.predictions.opening import (
     Source,
@@ -166,6 +166,7 @@ def predict_pixels(
     whole_splits = load_all_splits(data, loaded)
     data = with_image_column(data, next(iter(whole_splits.values())).features)
     images, splits, note_of_images = tell_apart(images_of_splits(data, whole_splits), whole_splits, source, data)
+    masked = images_with_masks(images, whole_splits, data)  # which may be refused, before hours of predictions
     out = Path(config.out)
     masks = out.with_name(f"{out.stem}_masks")
     overlays = out.with_name(f"{out.stem}_overlays") if config.overlays else None
@@ -181,7 +182,7 @@ def predict_pixels(
     allowed = f"deleted, to predict again: its masks in {masks} are gone"
     require(masks.exists() or not was_complete, "out", out, allowed)
     write_classes(masks, classifier.class_numbers, classifier.class_names)
-    outcomes = outcomes_of_masks(images, whole_splits, rows, data)
+    outcomes = outcomes_of_masks(masked, rows, data)
     about |= described_note(note_of_images)
     row_images = RowImages(images, data)
 

@@ -231,6 +231,23 @@ def test_scores_need_no_prediction_of_their_own(head, images, tmp_path, monkeypa
     assert "| all: class" in capsys.readouterr().out
 
 
+def test_masks_that_are_wrong_beside_their_images_are_named(head, images, tmp_path, capsys):
+    """Half a turn keeps the size, so nothing else shows; masks of JPEG are refused before anything is predicted."""
+    names = {name: (f"{number}.png", np.zeros(size)) for number, (name, size) in enumerate(SIZES.items())}
+    write_masked(images, names)
+    upside_down = Image.Exif()
+    upside_down[274] = 3
+    Image.open(images / "tall.png").save(images / "tall.png", exif=upside_down)
+    predict_to(tmp_path / "p.csv", head, images)
+    said = capsys.readouterr().err
+    assert "1 image turned by an orientation tag in the file, with a mask without such a tag, such as" in said
+    for file in (images / "masks").iterdir():
+        Image.open(file).save(file, "JPEG")
+    with pytest.raises(UserError, match=r"data\.mask_column is mask, of JPEG files"):
+        predict_to(tmp_path / "q.csv", head, images)
+    assert not list(tmp_path.glob("*q*"))
+
+
 def files_in(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.*g") if file.is_file()}
 

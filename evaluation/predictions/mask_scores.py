@@ -15,6 +15,7 @@ from PIL import Image
 from evaluation.config import MaskedDataConfig
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.patches.masks import IGNORED_CLASS, MaskedImages, attach_masks, decode_mask
+from evaluation.patches.statistics import warn_of_turned_images
 from evaluation.predictions.pixels import PixelRows
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
@@ -25,21 +26,28 @@ PixelCounts = dict[tuple[int, int], int]
 """Numbers of a true class and of the predicted one, as in the files of masks -> pixels of an image."""
 
 
-def outcomes_of_masks(
-    images: Sequence[ImageDataset],
-    splits: Mapping[str, datasets.Dataset],
-    rows: PixelRows,
-    data: MaskedDataConfig,
-) -> dict[str, Outcomes]:
-    """The outcomes of the images of each split that have a mask, and are predicted; where there are some.
+def images_with_masks(
+    images: Sequence[ImageDataset], splits: Mapping[str, datasets.Dataset], data: MaskedDataConfig
+) -> list[MaskedImages]:
+    """The images of the splits that have a column of masks, undecoded.
 
     Args:
         splits: name -> rows of whole splits, with the masks.
+    Raises:
+        UserError: masks that cannot be right.
+    """
+    have_masks = [each for each in images if data.mask_column in splits[each.origin.split].features]
+    return [attach_masks(each, splits, data) for each in have_masks]
+
+
+def outcomes_of_masks(masked: Sequence[MaskedImages], rows: PixelRows, data: MaskedDataConfig) -> dict[str, Outcomes]:
+    """The outcomes of the images of each split that have a mask, and are predicted; where there are some.
+
+    Args:
         rows: say where the predicted masks are.
     """
     outcomes = {}
-    have_masks = [each for each in images if data.mask_column in splits[each.origin.split].features]
-    masked = [attach_masks(each, splits, data) for each in have_masks]
+    warn_of_turned_images(masked, data)
     total = sum(len(each.masks) for each in masked)
     with progress_bar(desc="scores", unit="image", total=total) as bar:
         for of_split in masked:
