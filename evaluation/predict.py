@@ -72,6 +72,7 @@ from mpp.runtime.command import command
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
 from mpp.runtime.start import start_alone
+from mpp.training.run_folder import refuse_among_images
 
 MASKS_PER_PART = 256  # images, which take longer than those of a class each
 
@@ -157,8 +158,9 @@ def predict_pixels(
     """Write the masks and the table of a classifier of pixels: see `predict`.
 
     Raises:
-        UserError: the folder of masks holds others.
+        UserError: the folder of masks holds others, or would be among the images.
     """
+    refuse_among_images("out", Path(config.out), "data", config.data.path)
     classifier = open_pixel_classifier(source, config.data.channels)
     classifier.encoder.to(accelerator.device)
     classifier.reading.to(accelerator.device)

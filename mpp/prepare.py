@@ -11,6 +11,7 @@ would write every image twice, and begin again.
 import contextlib
 import ctypes
 import json
+import os
 import shlex
 import signal
 from collections.abc import Iterable, Sequence
@@ -102,7 +103,7 @@ def write_shard(shard: Shard) -> None:
 def relative_name(cell: Any, root: str) -> str | None:
     """A file's path in the dataset's folder, or else its name: nothing that the machine is known by. None: an array."""
     path = Path(printable(cell_file_name(cell) or ""))
-    folder = Path(root).expanduser().absolute()
+    folder = Path(os.path.abspath(os.path.expanduser(root)))  # as the files are listed
     if path.is_relative_to(folder):
         return str(path.relative_to(folder))
     return path.name or None

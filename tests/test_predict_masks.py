@@ -276,6 +276,15 @@ def test_a_broken_and_a_long_image_have_no_mask(head, images, tmp_path, capsys):
     assert "overlay" not in rows["tall.png"]
 
 
+def test_masks_are_not_written_among_the_images(head, images, monkeypatch):
+    """After an interruption they would be predicted, too."""
+    monkeypatch.chdir(images)
+    for path in (".", str(images)):
+        with pytest.raises(UserError, match=r"out is p\.csv, inside data\.path .*: its pictures would join the images"):
+            predict_to(Path("p.csv"), head, path)
+    assert {file.name for file in images.iterdir()} == {"wide, ü.png", "tall.png", "sub"}
+
+
 def test_masks_of_other_images_are_not_mixed_in(head, images, tmp_path):
     predict_to(tmp_path / "p.csv", head, images)
     (tmp_path / "p.csv").unlink()

@@ -384,6 +384,13 @@ def test_images_that_are_all_broken_are_no_dataset(tmp_path, capsys):
     assert "next:" not in output
 
 
+def test_names_are_from_the_folder_on_whatever_way_leads_there(tmp_path):
+    cell = {"bytes": None, "path": str(tmp_path / "images" / "cat" / "1.png")}
+    for way in (tmp_path / "images", f"{tmp_path}/shards/../images"):
+        assert prepare.relative_name(cell, str(way)) == "cat/1.png"
+    assert prepare.relative_name(cell, str(tmp_path / "elsewhere")) == "1.png"
+
+
 def test_columns_that_shards_leave_out_are_named(folder, tmp_path, capsys):
     rows = [f"cat/{number:02d}.png,Felis,Rome" for number in (1, 2, 4)]
     (folder / "train" / "labels.csv").write_text("\n".join(["file,species,city", *rows]))

@@ -73,8 +73,8 @@ def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
     require(shown == str(folder), "run.dir", shown, "a name in UTF-8, which TensorBoard's files need")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run.dir is {folder}, which is not a folder")
-    refuse_run_among_images(folder, "data", config.data.path)
-    refuse_run_among_images(folder, "probe", config.probe and config.probe.path)
+    refuse_among_images("run.dir", folder, "data", config.data.path)
+    refuse_among_images("run.dir", folder, "probe", config.probe and config.probe.path)
     if not is_run_folder(folder):
         raise UserError(f"run.dir is {folder}, which holds other files but no run; choose another run.dir")
     imports = imports_used(config)
@@ -92,11 +92,15 @@ def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
         )
 
 
-def refuse_run_among_images(folder: Path, group: str, path: str | None) -> None:
-    """Raise UserError if the run folder is inside a folder of images, the `path` of this group of settings."""
+def refuse_among_images(key: str, place: Path, group: str, path: str | None) -> None:
+    """Raise UserError if a place to write to is inside a folder of images, the `path` of this group of settings.
+
+    Args:
+        key: the setting that names the place.
+    """
     images = Path(path or "").expanduser()
-    if path and images.is_dir() and folder.resolve().is_relative_to(images.resolve()):
-        raise UserError(f"run.dir is {folder}, inside {group}.path {images}: its pictures would join the images")
+    if path and images.is_dir() and place.resolve().is_relative_to(images.resolve()):
+        raise UserError(f"{key} is {place}, inside {group}.path {images}: its pictures would join the images")
 
 
 def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
