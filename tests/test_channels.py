@@ -395,6 +395,8 @@ def test_features_of_images_in_memory(pretrain, four, bands):
         mpp.extract_features(encoder, images[:, :3])
     with pytest.raises(UserError, match="up to"):
         mpp.extract_features(encoder, images / 255)
+    with pytest.raises(UserError, match="representation is tokens; it must be class or mean or both"):
+        mpp.extract_features(encoder, images, representation="tokens")
     grey = mpp.load_encoder(pretrain("--data.channels=1", dir=folder.parent / "grey"))
     assert mpp.extract_features(grey, Image.new("RGB", (40, 40), "red")).shape == (1, 16)
     with pytest.raises(UserError, match=r"images is a PIL image of mode I;16; it must be of 8 bits, or a tensor"):

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -24,10 +25,11 @@ from torchvision.transforms import v2
 
 from evaluation import embed, linear, predict, supervised
 from evaluation.config import ProbeDataConfig
+from evaluation.frozen.kept_heads import load_head
 from evaluation.metrics.intervals import wilson
 from evaluation.predictions.classes import ClassRows, number_labels
 from evaluation.predictions.masks import place_of_image
-from evaluation.predictions.opening import find_named
+from evaluation.predictions.opening import find_encoder_of_head, find_named
 from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
 from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split
 from evaluation.supervision.classifiers import name_classes, timm_names
@@ -222,18 +224,31 @@ def test_a_list_of_images_is_predicted_without_labels(run_with_head, class_image
     assert all(row["class"] in NAMES for row in rows) and "label" not in rows[0]
 
 
-@pytest.mark.parametrize("way", ["..", "zip"])
+@pytest.mark.parametrize("way", ["..", "zip", "tar"])
 def test_files_are_named_from_the_folder_on(way, run_with_head, class_images, tmp_path, monkeypatch):
-    """Also where `data.path` has `..`, and in an archive, whose files are unpacked elsewhere."""
+    """Also where `data.path` has `..`, in an archive, whose files are unpacked elsewhere, and in a shard."""
     monkeypatch.chdir(class_images)
-    path = f"../{class_images.name}" if way == ".." else shutil.make_archive(tmp_path / "images", "zip", class_images)
+    path = f"../{class_images.name}" if way == ".." else shutil.make_archive(tmp_path / "images", way, class_images)
     rows = read_csv(predict_to(tmp_path / "p.csv", run_with_head / "evaluation" / "birds_head", path))
     names = {str(file.relative_to(class_images)) for file in class_images.rglob("*.png")}
-    assert {row["file"] for row in rows} == names
-    folder = folder_of(ProbeDataConfig(path=str(path)))
-    file = next(folder.rglob("*.png"))
-    place = place_of_image({"bytes": None, "path": str(file)}, "all", 0, folder)
-    assert str(place) in names  # of its mask
+    shard = "images.tar: " if way == "tar" else ""
+    assert {row["file"].replace("./", "") for row in rows} == {f"{shard}{name}" for name in names}
+    if way != "tar":
+        folder = folder_of(ProbeDataConfig(path=str(path)))
+        place = place_of_image({"bytes": None, "path": str(next(folder.rglob("*.png")))}, "all", 0, folder)
+        assert str(place) in names  # of its mask
+
+
+def test_the_encoder_of_a_head_on_published_weights_is_no_other(run_with_head):
+    """They have a name, and no digest here by which another encoder would be known."""
+    head = load_head(run_with_head / "evaluation" / "birds_head")
+    published = replace(head.description, encoder="vit_tiny_patch16_224", weights="")
+    head = replace(head, description=published)
+    assert find_encoder_of_head(head, None).encoder == "vit_tiny_patch16_224"
+    with pytest.raises(UserError, match=r"encoder is .*run; it must be null or vit_tiny_patch16_224, which .*birds_he"):
+        find_encoder_of_head(head, str(run_with_head))
+    random = replace(head, description=replace(published, encoder="gone/run", random=True))
+    assert find_encoder_of_head(random, str(run_with_head)).encoder == str(run_with_head)  # its architecture
 
 
 def test_a_table_with_other_names_of_labels_is_another(run_with_head, class_images, tmp_path):

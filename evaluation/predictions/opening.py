@@ -102,6 +102,9 @@ def find_encoder_of_head(head: KeptHead, named: str | None) -> Source:
     about = head.description
     folder = str(head.folder)
     if about.weights == "":  # random, or published: known by its name
+        is_published = is_named(about.encoder) and not about.random
+        allowed = f"null or {about.encoder}, which {folder} was trained on"
+        require(not is_published or named in (None, about.encoder), "encoder", named, allowed)
         return Source(folder, named or about.encoder, head)
     places = [named] if named else list(usual_places(head))
     found = {place: weights_at(place) for place in places if not is_named(place)}

@@ -146,15 +146,15 @@ def stack_crops(samples: list[tuple[Tensor, str | None]]) -> tuple[Tensor, list[
 
 
 def folder_of(data: ProbeDataConfig) -> Path | None:
-    """The folder, or file, of the images on this machine; None: they are elsewhere, or the package's birds.
+    """The folder of the images on this machine; None: they are elsewhere, or the package's birds.
 
-    Of an archive, the folder into which it is unpacked.
+    Of an archive, the one into which it is unpacked; of another file, the one that it is in.
     """
     if not is_local(data.path):
         return None
     path = Path(data.path).expanduser()
-    if path.is_file() and is_archive(path.name):
-        path = unpack_archive(path) or path
+    if path.is_file():
+        path = (unpack_archive(path) if is_archive(path.name) else None) or path.parent
     return Path(os.path.abspath(path))
 
 

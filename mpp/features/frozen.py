@@ -6,7 +6,7 @@ B images, D width.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -72,8 +72,10 @@ def extract_features(
     Returns:
         (B, D) float32 on the CPU, or (B, 2 D) for `both`.
     Raises:
-        UserError: no images, or other numbers than bytes.
+        UserError: no images, other numbers than bytes, or no such representation.
     """
+    representations = get_args(Representation)
+    require(representation in representations, "representation", representation, " or ".join(representations))
     if isinstance(images, Image.Image):
         images = [images]
     data_config = resolve_model_data_config(encoder)
