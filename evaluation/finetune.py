@@ -215,9 +215,11 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
             note(f"the test accuracy is not above {largest:.1%}, that of always predicting the largest class")
         print(f"wrote {path}")
         if config.test:
+            tested = Path(config.run.dir) / f"lr_{best:g}"
             if config.run.report:  # with the figures
-                write_run_page(Path(config.run.dir) / f"lr_{best:g}")
-            print(f"next: mpp predict --classifier {config.run.dir} --data.path NEW_IMAGES")
+                write_run_page(tested)
+            classifier = tested if config.out else config.run.dir  # which has its report, by which the run is found
+            print(f"next: mpp predict --classifier {classifier} --data.path NEW_IMAGES")
     return report
 
 

@@ -249,7 +249,10 @@ def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, caps
     before = (tmp_path / "finetune.json").read_bytes()
     finetune.main(arguments)  # finished: nothing is trained again
     assert (tmp_path / "finetune.json").read_bytes() == before
-    assert "is finished" in capsys.readouterr().out
+    again = capsys.readouterr().out
+    assert "is finished" in again and f"next: mpp predict --classifier {tmp_path} --data.path" in again
+    finetune.main([*arguments, f"--out={tmp_path / 'elsewhere.json'}"])  # the folder has no report, or another's
+    assert f"next: mpp predict --classifier {tmp_path / runs[-1]} --data.path" in capsys.readouterr().out
 
 
 def test_finetuning_does_not_write_into_the_folder_of_a_run(tmp_path, encoder):

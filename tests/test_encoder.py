@@ -406,9 +406,11 @@ def test_an_encoder_that_comes_with_mpp_is_known_by_its_name(exported, tmp_path,
 
 
 def test_an_encoder_one_folder_below_is_named(tmp_path, exported):
-    shutil.copytree(exported[1], tmp_path / "lr_0.1" / "encoder")
+    """Of a fine-tuning the tested run comes first."""
+    for name in ("lr_0.1", "dev_lr_0.1", "dev_lr_0.3"):
+        shutil.copytree(exported[1], tmp_path / name / "encoder")
     shutil.copytree(exported[1], tmp_path / "encoder_best")
     (tmp_path / "lr_0.2" / "encoder").mkdir(parents=True)
-    below = f"{tmp_path / 'encoder_best'} or {tmp_path / 'lr_0.1'}"
+    below = f"{tmp_path / 'encoder_best'} or {tmp_path / 'lr_0.1'} or {tmp_path / 'dev_lr_0.1'}"
     with pytest.raises(ValueError, match=f"no encoder at {tmp_path}, but below it: give encoder as {below}$"):
         mpp.load_encoder(tmp_path)

@@ -111,9 +111,12 @@ def has_encoder(folder: Path) -> bool:
 
 
 def folders_with_encoder(path: Path) -> list[Path]:
-    """The run folders and encoder folders right below a folder, such as those of fine-tuning: the first few."""
-    below = [folder for folder in sorted(path.glob("*")) if has_encoder(folder) or has_encoder(folder / ENCODER)]
-    return below[:NAMED_FOLDERS]
+    """The run folders and encoder folders right below a folder, such as those of fine-tuning: the first few.
+
+    Runs that only compared rates (dev_lr_RATE) come last.
+    """
+    below = [folder for folder in path.glob("*") if has_encoder(folder) or has_encoder(folder / ENCODER)]
+    return sorted(below, key=lambda folder: (folder.name.startswith("dev_"), folder))[:NAMED_FOLDERS]
 
 
 def weights_file(path: Path, setting: str) -> Path:
