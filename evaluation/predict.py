@@ -87,7 +87,6 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     find_named.cache_clear()  # the classifier may be another one than at the last call of this process
     source = find_source(config)
     note_precision(source, accelerator)
-    note_other_images(source.encoder, config.data, source.how_read)
     is_of_pixels = source.head is not None and source.head.description.task == "pixels"
     refuse_settings_of_others(config, is_of_pixels)
     predict_all = predict_pixels if is_of_pixels else predict_classes
@@ -109,6 +108,7 @@ def predict_classes(
 ) -> Path:
     """Write the table of a classifier of images: see `predict`."""
     classifier = open_classifier(source, config.data.channels)
+    note_other_images(source.encoder, config.data, source.how_read)
     data = image_settings(config, classifier.crop_pct, ProbeDataConfig)
     kind = classifier.label_kind
     splits = load_all_splits(data, loaded)
@@ -158,10 +158,11 @@ def predict_pixels(
     """Write the masks and the table of a classifier of pixels: see `predict`.
 
     Raises:
-        UserError: the folder of masks holds others, or would be among the images.
+        UserError: the folder of masks or overlays may hold others, or would be among the images.
     """
     refuse_among_images("out", Path(config.out), "data", config.data.path)
     classifier = open_pixel_classifier(source, config.data.channels)
+    note_other_images(source.encoder, config.data, source.how_read)
     classifier.encoder.to(accelerator.device)
     classifier.reading.to(accelerator.device)
     data = image_settings(config, classifier.crop_pct, MaskedDataConfig)
@@ -174,8 +175,9 @@ def predict_pixels(
     overlays = out.with_name(f"{out.stem}_overlays") if config.overlays else None
     was_complete = out.exists()
     is_new = not (was_complete or parts_folder(out).exists())
-    allowed = f"another: {masks} exists, and may hold the masks of other images"
-    require(not (is_new and masks.exists()), "out", out, allowed)
+    for folder in filter(None, (masks, overlays)):
+        allowed = f"another: {folder} exists, and may be of other images"
+        require(not (is_new and folder.exists()), "out", out, allowed)
     rows = PixelRows(classifier, data, masks, overlays, folder_of(data), accelerator)
     about = describe_pixel_classifier(config, classifier, accelerator)
     given = given_columns(splits, out, {each.image_column for each in images} | {data.mask_column})

@@ -288,8 +288,11 @@ def test_masks_are_not_written_among_the_images(head, images, monkeypatch):
 def test_masks_of_other_images_are_not_mixed_in(head, images, tmp_path):
     predict_to(tmp_path / "p.csv", head, images)
     (tmp_path / "p.csv").unlink()
-    with pytest.raises(UserError, match=r"out is .*p\.csv; it must be another: .*p_masks exists"):
-        predict_to(tmp_path / "p.csv", head, images)
+    for kind in ("masks", "overlays"):
+        with pytest.raises(UserError, match=rf"out is .*p\.csv; it must be another: .*p_{kind} exists"):
+            predict_to(tmp_path / "p.csv", head, images)
+        shutil.rmtree(tmp_path / f"p_{kind}")
+    assert predict_to(tmp_path / "p.csv", head, images).keys() == SIZES.keys()
 
 
 def test_masks_that_are_gone_are_not_taken_for_done(head, images, tmp_path):
