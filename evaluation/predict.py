@@ -117,6 +117,9 @@ def predict_classes(
     labelled = has_known_labels(images, classifier.class_names, label_columns(data, images, splits))
     if kind != "class":
         require(config.top == PredictConfig.top, "top", config.top, f"left out: {config.classifier} predicts {kind}")
+    if kind == "number":
+        allowed = f"left out: {config.classifier} predicts a number, which has none"
+        require(config.probabilities, "probabilities", config.probabilities, allowed)
     images, splits, note_of_images = tell_apart(images, splits, source, data)
     network = FrozenClassifier(classifier).to(accelerator.device)
     top = min(config.top, classifier.classes)
@@ -169,7 +172,7 @@ def predict_pixels(
     whole_splits = load_all_splits(data, loaded)
     data = with_image_column(data, next(iter(whole_splits.values())).features)
     images, splits, note_of_images = tell_apart(images_of_splits(data, whole_splits), whole_splits, source, data)
-    masked = images_with_masks(images, whole_splits, data)  # which may be refused, before hours of predictions
+    masked = images_with_masks(images, whole_splits, data)  # before hours of predictions
     out = Path(config.out)
     masks = out.with_name(f"{out.stem}_masks")
     overlays = out.with_name(f"{out.stem}_overlays") if config.overlays else None

@@ -17,6 +17,7 @@ from test_predict import plain_view
 
 from evaluation import export, finetune, linear, supervised
 from evaluation.supervision.classifiers import load_classifier
+from mpp.errors import UserError
 
 NAMES = ["bright", "red"]
 
@@ -107,9 +108,14 @@ def test_a_kept_head_predicts_as_plain_timm_with_its_weights(kind, finished_run,
             )
         features = (tokens.mean(1) - weights["mean"]) / weights["std"]
         assert_predicted(kind, row, features @ weights["classify.weight"].T + weights["classify.bias"])
-    predict_to(tmp_path / "few.csv", run / "l_head", images, "--probabilities=false")
-    figures = json.loads((tmp_path / "few.csv.json").read_text()).get("figures")
-    assert ("note: no figures: they need the probability" in capsys.readouterr().out) == (figures is None)
+    without = (tmp_path / "few.csv", run / "l_head", images, "--probabilities=false")
+    if kind == "number":
+        with pytest.raises(UserError, match=r"probabilities is false; it must be left out: .* predicts a number"):
+            predict_to(*without)
+        return
+    predict_to(*without)
+    assert "figures" not in json.loads((tmp_path / "few.csv.json").read_text())
+    assert "note: no figures: they need the probability" in capsys.readouterr().out
 
 
 def test_a_file_of_onnx_has_kind_names_and_outputs_in_their_unit(kind, tuned, images, tmp_path):

@@ -232,7 +232,7 @@ def test_scores_need_no_prediction_of_their_own(head, images, tmp_path, monkeypa
 
 
 def test_masks_that_are_wrong_beside_their_images_are_named(head, images, tmp_path, capsys):
-    """Half a turn keeps the size, so nothing else shows; masks of JPEG are refused before anything is predicted."""
+    """Half a turn keeps the size, so nothing else shows; masks of JPEG have no part in predictions."""
     names = {name: (f"{number}.png", np.zeros(size)) for number, (name, size) in enumerate(SIZES.items())}
     write_masked(images, names)
     upside_down = Image.Exif()
@@ -243,9 +243,11 @@ def test_masks_that_are_wrong_beside_their_images_are_named(head, images, tmp_pa
     assert "1 image turned by an orientation tag in the file, with a mask without such a tag, such as" in said
     for file in (images / "masks").iterdir():
         Image.open(file).save(file, "JPEG")
-    with pytest.raises(UserError, match=r"data\.mask_column is mask, of JPEG files"):
-        predict_to(tmp_path / "q.csv", head, images)
-    assert not list(tmp_path.glob("*q*"))
+    predict_to(tmp_path / "q.csv", head, images)
+    assert "no scores are computed: data.mask_column is mask, of JPEG files" in capsys.readouterr().err
+    assert "figures" not in json.loads((tmp_path / "q.csv.json").read_text())
+    with pytest.raises(UserError, match=r"has no column masc \(data\.mask_column\), but image, site"):
+        predict_to(tmp_path / "r.csv", head, images, "--data.mask_column=masc", "--data.image_column=image")
 
 
 def files_in(folder: Path) -> dict[str, bytes]:

@@ -14,11 +14,11 @@ from PIL import Image
 
 from evaluation.config import MaskedDataConfig
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.patches.masks import IGNORED_CLASS, MaskedImages, attach_masks, decode_mask
+from evaluation.patches.masks import IGNORED_CLASS, MaskedImages, attach_masks, decode_mask, describe_no_masks
 from evaluation.patches.statistics import warn_of_turned_images
 from evaluation.predictions.pixels import PixelRows
 from mpp.data.dataset import ImageDataset
-from mpp.errors import UnreadableImage
+from mpp.errors import UnreadableImage, UserError
 from mpp.runtime.messages import counted, warn
 from mpp.runtime.progress import progress_bar
 
@@ -29,15 +29,21 @@ PixelCounts = dict[tuple[int, int], int]
 def images_with_masks(
     images: Sequence[ImageDataset], splits: Mapping[str, datasets.Dataset], data: MaskedDataConfig
 ) -> list[MaskedImages]:
-    """The images of the splits that have a column of masks, undecoded.
+    """The images of the splits that have a column of masks, undecoded. A warning says why masks cannot be compared.
 
     Args:
         splits: name -> rows of whole splits, with the masks.
     Raises:
-        UserError: masks that cannot be right.
+        UserError: a column is named that no split has.
     """
     have_masks = [each for each in images if data.mask_column in splits[each.origin.split].features]
-    return [attach_masks(each, splits, data) for each in have_masks]
+    if not have_masks and data.mask_column != MaskedDataConfig.mask_column:
+        raise UserError(describe_no_masks(data, [*next(iter(splits.values())).features]))
+    try:
+        return [attach_masks(each, splits, data) for each in have_masks]
+    except UserError as error:
+        warn(f"no scores are computed: {error}")
+        return []
 
 
 def outcomes_of_masks(masked: Sequence[MaskedImages], rows: PixelRows, data: MaskedDataConfig) -> dict[str, Outcomes]:
