@@ -27,6 +27,7 @@ import mpp
 from evaluation import fewshot, knn, linear
 from evaluation.config import FewshotConfig, KnnConfig, LinearConfig
 from evaluation.features import main as extract
+from evaluation.frozen import probing
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.probing import evaluate_by_depth
@@ -589,6 +590,14 @@ def test_a_linear_probe_that_takes_long_says_how_far_it_is(solver, monkeypatch, 
     bars = re.findall(rf"{solver} (\S+): (\d+)pass", capsys.readouterr().err)
     assert {rate for rate, _ in bars} == {"0.01" if solver == "lbfgs" else "0.1"}
     assert max(int(passes) for _, passes in bars) >= 3
+
+
+def test_a_probe_of_depths_that_takes_long_says_how_many_are_done(monkeypatch, capsys):
+    monkeypatch.setattr(probing, "SHOW_BAR_AFTER", 0)
+    config = LinearConfig(depth="dev", l2=(1e-2,), iterations=3)
+    by_depth = {1: features(seed=1), 2: features(seed=2)}
+    evaluate_by_depth(config, by_depth, lambda data: linear.evaluate(data, config), "solver")
+    assert re.findall(r"depths:.* (\d)/(\d) ", capsys.readouterr().err)[-1] == ("2", "2")
 
 
 def test_lbfgs_equals_scikit_learns_logistic_regression():

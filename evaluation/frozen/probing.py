@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -26,8 +26,11 @@ from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
 from mpp.runtime.arrays import evenly_spaced
 from mpp.runtime.hardware import device
+from mpp.runtime.progress import progress_bar
 from mpp.runtime.start import start
 from mpp.runtime.weights import fingerprint
+
+SHOW_BAR_AFTER = 5  # seconds; most probes have evaluated all depths by then
 
 LATEST_FEATURES: ContextVar[dict[str, ExtractedFeatures] | None] = ContextVar("LATEST_FEATURES", default=None)
 """The features that were extracted last, for the other probes of a comparison: at most one entry; None: of none."""
@@ -146,8 +149,14 @@ def evaluate_by_depth(
         The results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol.
     """
     evaluated = choose_depths(config, by_depth, evaluate, group_by)
-    results_by_depth = {depth: add_figures(evaluate(features)) for depth, features in evaluated.by_depth.items()}
+    results_by_depth = {depth: add_figures(evaluate(features)) for depth, features in each_depth(evaluated.by_depth)}
     return assemble_report(results_by_depth, evaluated.chosen, evaluated.protocol, group_by)
+
+
+def each_depth(by_depth: dict[int, Any]) -> Iterable[tuple[int, Any]]:
+    """The depths with their features; a bar shows how many are done if they take long, such as the fits of linear."""
+    depths = by_depth.items()
+    return progress_bar(depths, desc="depths", unit="depth", delay=SHOW_BAR_AFTER, disable=len(depths) == 1)
 
 
 class EvaluatedDepths(NamedTuple):
@@ -175,7 +184,7 @@ def choose_depths(
     if config.depth == "dev" and not config.features:
         dev_accuracies = {}
         errors = {}
-        for depth, features in by_depth.items():
+        for depth, features in each_depth(by_depth):
             of_depth = evaluate(features.dev_split())
             summary = summarize_accuracies(add_scores(of_depth), group_by)
             errors_of_depth = [error(result["outcomes"]) if "outcomes" in result else math.nan for result in of_depth]
