@@ -63,7 +63,7 @@ from evaluation.predictions.summary import (
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables.given import given_columns
 from evaluation.tables.images import folder_of, identify_splits, images_of_splits, load_all_splits
-from evaluation.tables.parts import about_file, parts_folder, read_about, write_table
+from evaluation.tables.parts import about_file, is_begun, read_about, write_table
 from mpp.config import require
 from mpp.config.command_line import files_first
 from mpp.config.parsing import read
@@ -177,14 +177,14 @@ def predict_pixels(
     masks = out.with_name(f"{out.stem}_masks")
     overlays = out.with_name(f"{out.stem}_overlays") if config.overlays else None
     was_complete = out.exists()
-    is_new = not (was_complete or parts_folder(out).exists())
-    for folder in filter(None, (masks, overlays)):
-        allowed = f"another: {folder} exists, and may be of other images"
-        require(not (is_new and folder.exists()), "out", out, allowed)
     rows = PixelRows(classifier, data, masks, overlays, folder_of(data), accelerator)
     about = describe_pixel_classifier(config, classifier, accelerator)
     given = given_columns(splits, out, {each.image_column for each in images} | {data.mask_column})
     identity = about | given.identity() | identify_splits(data, images)
+    is_new = not (was_complete or is_begun(out, identity))
+    for folder in filter(None, (masks, overlays)):
+        allowed = f"another: {folder} exists, and may be of other images"
+        require(not (is_new and folder.exists()), "out", out, allowed)
     write_table(out, identity, images, given.beside(rows.rows), "masks", MASKS_PER_PART)
     allowed = f"deleted, to predict again: its masks in {masks} are gone"
     require(masks.exists() or not was_complete, "out", out, allowed)

@@ -297,6 +297,19 @@ def test_masks_of_other_images_are_not_mixed_in(head, images, tmp_path):
     assert predict_to(tmp_path / "p.csv", head, images).keys() == SIZES.keys()
 
 
+def test_masks_of_an_interrupted_command_are_continued_with_its_images_alone(head, images, tmp_path, monkeypatch):
+    """Also before its first part is complete: a folder may be mistaken, and another one predicted to the same table."""
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        interrupt_after(context, pixels.PixelRows, "write", 2)
+        predict_to(tmp_path / "p.csv", head, images)
+    others = shutil.copytree(images, tmp_path / "others")
+    (others / "tall.png").rename(others / "other.png")
+    with pytest.raises(UserError, match=r"out is .*p\.csv; it must be another: .*p_masks exists, and may be of other"):
+        predict_to(tmp_path / "p.csv", head, others)
+    assert predict_to(tmp_path / "p.csv", head, images).keys() == SIZES.keys()
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_masks_that_are_gone_are_not_taken_for_done(head, images, tmp_path):
     predict_to(tmp_path / "p.csv", head, images)
     shutil.rmtree(tmp_path / "p_masks")

@@ -37,7 +37,7 @@ def images_with_masks(
         UserError: a column is named that no split has.
     """
     have_masks = [each for each in images if data.mask_column in splits[each.origin.split].features]
-    if not have_masks and data.mask_column != MaskedDataConfig.mask_column:
+    if not have_masks and data.mask_column not in (None, MaskedDataConfig.mask_column):
         raise UserError(describe_no_masks(data, [*next(iter(splits.values())).features]))
     try:
         return [attach_masks(each, splits, data) for each in have_masks]

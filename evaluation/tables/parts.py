@@ -24,6 +24,7 @@ from mpp.runtime.messages import note
 from mpp.runtime.progress import progress_bar
 
 IDENTITY_KEY = b"mpp"  # of the metadata of parquet
+BEGUN_FILE = "identity"  # in the folder of the parts: whose they are, also before the first one is complete
 ROWS_PER_PART = 4096  # bounds the memory, and the rows lost by an interruption
 RowsOf = Callable[[ImageDataset, range, Callable[[int], Any]], pa.Table]
 """The rows of some images of a split, by their indices; the last argument is told how many more are done."""
@@ -52,6 +53,7 @@ def write_table(
         note(f"{out} was complete already, so nothing is computed again; {way}")
     with hold(parts, "out"), deaths_explained():
         if not is_table_complete(out, text):
+            write_complete(parts / BEGUN_FILE, digest(text))
             files = write_parts(parts, splits, text, rows_of, progress, rows_per_part or ROWS_PER_PART)
             join_parts(files, out, text)
     shutil.rmtree(parts, ignore_errors=True)
@@ -60,6 +62,12 @@ def write_table(
 def parts_folder(out: Path) -> Path:
     """The folder of the parts of a table that is not complete."""
     return out.parent / f".{out.name}.parts"
+
+
+def is_begun(out: Path, identity: dict[str, Any]) -> bool:
+    """Whether this very table was begun, and is not complete."""
+    file = parts_folder(out) / BEGUN_FILE
+    return file.is_file() and file.read_text(encoding="utf-8") == digest(json.dumps(identity, sort_keys=True))
 
 
 def is_table_complete(out: Path, identity: str) -> bool:
