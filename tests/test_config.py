@@ -3,13 +3,28 @@
 import dataclasses
 import re
 import runpy
+from pathlib import Path
 
 import pytest
 import settings_page
 from conftest import ROOT
 
-from evaluation.config import EmbedConfig, ExportConfig, FewshotConfig, KnnConfig, PredictConfig, SegmentationConfig
-from mpp.config import Config
+from evaluation.config import (
+    EmbedConfig,
+    ExportConfig,
+    FeaturesConfig,
+    FewshotConfig,
+    FinetuneConfig,
+    KnnConfig,
+    LinearConfig,
+    MaskedConfig,
+    PredictConfig,
+    ProbeDataConfig,
+    ReportConfig,
+    SegmentationConfig,
+    VisualizeConfig,
+)
+from mpp.config import Config, ModelConfig, RunConfig
 from mpp.config.command_line import as_words
 from mpp.config.keys import flatten, known_keys
 from mpp.config.parsing import parse
@@ -242,6 +257,27 @@ def test_a_mistake_ends_the_command_with_one_line_and_no_traceback(monkeypatch, 
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1
     assert said.startswith("error: unknown setting run.stepz: did you mean run.steps?")
+
+
+@pytest.mark.parametrize(
+    ("config_class", "setting"),
+    [
+        *((each, "encoder") for each in (EmbedConfig, ExportConfig, FeaturesConfig, FewshotConfig, FinetuneConfig)),
+        *(
+            (each, "encoder")
+            for each in (LinearConfig, MaskedConfig, ReportConfig, SegmentationConfig, VisualizeConfig)
+        ),
+        (PredictConfig, "classifier"),
+        (EmbedConfig, "out"),
+        (ProbeDataConfig, "path"),
+        (RunConfig, "dir"),
+        (ModelConfig, "init_from"),
+    ],
+)
+def test_a_path_of_python_is_text(config_class, setting):
+    """As `pretrain` returns one; reports hold settings as JSON."""
+    value = Path("runs") / "mine.parquet"
+    assert getattr(config_class(**{setting: value}), setting) == "runs/mine.parquet"
 
 
 @pytest.mark.parametrize(

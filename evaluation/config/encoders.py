@@ -81,6 +81,9 @@ class EncoderConfig:
     """CPU threads. 0: all cores."""
     data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
 
+    def __post_init__(self):
+        check_bounds(self)
+
     @property
     def weights(self) -> str:
         """Place or name of the encoder's weights; empty: they are random."""
@@ -138,6 +141,7 @@ class EmbedConfig(PrecisionConfig, EncoderConfig):
     )
 
     def __post_init__(self):
+        super().__post_init__()
         require(self.out.endswith(".parquet"), "out", self.out, "a file whose name ends in .parquet")
 
 

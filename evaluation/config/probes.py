@@ -165,3 +165,6 @@ class MaskedConfig:
     """Folder of a pre-training run."""
     out: str | None = setting(None, operational=True)
     """File to write. null: in evaluation/ of the run folder."""
+
+    def __post_init__(self):
+        check_bounds(self)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
@@ -27,12 +28,16 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
 def check_bounds(config: Any, prefix: str = "") -> None:
     """Raise UserError at a value that is out of its field's bounds. A list that was given as one value becomes a tuple.
 
+    A path from Python becomes text, as on the command line.
+
     Args:
         prefix: of the settings' names, such as "optim.".
     """
     for each in fields(config):
         bounds = each.metadata.get("bounds")
         value = getattr(config, each.name)
+        if isinstance(value, os.PathLike):
+            object.__setattr__(config, each.name, os.fspath(value))
         if bounds is None or value is None:
             continue
         values = tuple(value) if isinstance(value, tuple | list) else (value,)
