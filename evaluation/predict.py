@@ -63,7 +63,7 @@ from evaluation.predictions.summary import (
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables.given import given_columns
 from evaluation.tables.images import folder_of, identify_splits, images_of_splits, load_all_splits
-from evaluation.tables.parts import about_file, is_begun, read_about, write_table
+from evaluation.tables.parts import IDENTITY_ENTRIES, about_file, is_begun, read_about, write_table
 from mpp.config import require
 from mpp.config.command_line import files_first
 from mpp.config.parsing import read
@@ -265,10 +265,11 @@ def report(
 
 
 def write_about(config: PredictConfig, described: dict[str, Any]) -> None:
-    """Add the description of a table to the JSON next to it."""
+    """Add the description of a table to the JSON next to it, instead of an earlier one, whose figures may be gone."""
     out = Path(config.out)
+    identity = {name: value for name, value in read_about(out).items() if name in IDENTITY_ENTRIES}
     made_by = {"mpp": mpp.__version__, "classifier": config.classifier}
-    about = without_nan(read_about(out) | made_by | described)
+    about = without_nan(identity | made_by | described)
     write_complete(about_file(out), json.dumps(about, indent=1, ensure_ascii=False))
 
 

@@ -268,6 +268,18 @@ def test_a_table_with_other_names_of_labels_is_another(run_with_head, class_imag
     assert {row["label"] for row in predicted("owl")} == set(NAMES)
 
 
+@pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
+def test_figures_of_an_earlier_table_of_this_name_are_gone(name, run_with_head, class_images, image_folder, tmp_path):
+    head = run_with_head / "evaluation" / "birds_head"
+    about = tmp_path / f"{name}.json"
+    out = predict_to(tmp_path / name, head, class_images)
+    assert {"figures", "note"} <= json.loads(about.read_text(encoding="utf-8")).keys()
+    out.unlink()
+    for _ in range(2):  # the second finds a complete table
+        predict_to(out, head, image_folder)
+        assert not {"figures", "note"} & json.loads(about.read_text(encoding="utf-8")).keys()
+
+
 def test_another_table_is_not_written_over(run_with_head, class_images, tmp_path):
     head = run_with_head / "evaluation" / "birds_head"
     out = predict_to(tmp_path / "p.csv", head, class_images)

@@ -24,6 +24,7 @@ from mpp.runtime.messages import note
 from mpp.runtime.progress import progress_bar
 
 IDENTITY_KEY = b"mpp"  # of the metadata of parquet
+IDENTITY_ENTRIES = ("identity", "bytes")  # by which the file next to a CSV knows it
 BEGUN_FILE = "identity"  # in the folder of the parts: whose they are, also before the first one is complete
 ROWS_PER_PART = 4096  # bounds the memory, and the rows lost by an interruption
 RowsOf = Callable[[ImageDataset, range, Callable[[int], Any]], pa.Table]
