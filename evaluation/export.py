@@ -36,8 +36,10 @@ from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
 from evaluation.frozen.training_reports import tested_encoder
 from evaluation.supervision.classifiers import Classifier, load_classifier
 from mpp.config import RunConfig, require
+from mpp.config.keys import plain
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError, one_line
+from mpp.models.descriptions import how_read
 from mpp.models.timm_models import set_attention
 from mpp.runtime.command import command
 from mpp.runtime.files import complete, partial_path
@@ -100,6 +102,8 @@ def write_verified(
     """
     out = Path(config.out)
     images = verification.example(TRACED_IMAGES if config.batch == "dynamic" else config.batch)
+    if reading_of_file(config)["range"] != plain(config.data.range):  # by which values become float32
+        images = images.float()
     verification = verification._replace(dtype=images.dtype)
     metadata = describe_file(config, verification.encoder, images)
     if classifier is not None:
@@ -236,9 +240,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
         "interpolation": "bilinear, antialiased",
         "mean": list(encoder.normalize.mean),
         "std": list(encoder.normalize.std),
-        "range": config.data.range,
-        "bands": config.data.bands,
-        "nodata": config.data.nodata,
+        **reading_of_file(config),
         "normalize": config.normalize,
         "representation": config.representation,
         "quantize": config.quantize,
@@ -250,6 +252,15 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
         metadata["grid"] = list(patch_grid(encoder.model))
     metadata["card"] = card
     return metadata
+
+
+def reading_of_file(config: ExportConfig) -> dict[str, Any]:
+    """The settings by which images are read for a file, which users follow.
+
+    They are the encoder's own where it is verified on the package's birds, for want of its images.
+    """
+    own = how_read(config.encoder) if config.data.path is None else {}
+    return {name: plain(own.get(name, getattr(config.data, name))) for name in ("range", "bands", "nodata")}
 
 
 def weights_and_card(config: ExportConfig) -> tuple[str, str]:

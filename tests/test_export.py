@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from conftest import picture
+from conftest import encoded, picture
 from model_inputs import randomize
 from PIL import Image
 from test_variants import HYBRID, KINDS, PARTS, build
@@ -22,7 +22,7 @@ from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.config import ModelConfig
 from mpp.features.frozen import features_at
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import export_encoder
+from mpp.models.exporting import EncoderFacts, export_encoder
 from mpp.models.timm_models import set_attention
 from mpp.runtime.weights import fingerprint
 
@@ -210,6 +210,23 @@ def example_of(verification, chosen):
     names = [int(name[:-4]) for name in held_out.image_names()]
     some = held_out.select(np.array([index for index, name in enumerate(names) if name in chosen][:3]))
     return torch.cat([verification.file_input(batch.images) for batch in verification.batches(some)])
+
+
+def test_a_file_says_how_images_are_read_also_without_those_of_its_encoder(tmp_path):
+    """It is verified on the package's birds then, which have 8 bits and another range."""
+    encoder = build_encoder(ModelConfig(width=16, depth=1, heads=2, img_size=32, patch_size=8)).eval()
+    facts = EncoderFacts(how_read={"range": [0.0, 4095.0], "nodata": 7.0})
+    export_encoder(encoder, tmp_path / "encoder", 32, (0.5,) * 3, (0.5,) * 3, crop_pct=0.875, facts=facts)
+    run, report = exported(tmp_path / "encoder", tmp_path, "torch_export")
+    about = report["about"]
+    assert (about["range"], about["bands"], about["nodata"]) == ([0.0, 4095.0], None, 7.0)
+    assert about["input"] == "images (batch, 3, 32, 32) float32, from 0 to 255" and report["difference"] < 1e-5
+    assert run(torch.rand(2, 3, 32, 32)).shape == (2, 16)
+    words = f"--data.path={tmp_path}", "--data.range=null"
+    (tmp_path / "one.png").write_bytes(encoded(picture(1)))
+    (tmp_path / "two.png").write_bytes(encoded(picture(2)))
+    about = exported(tmp_path / "encoder", tmp_path, "torch_export", *words, "--data.eval_split=null")[1]["about"]
+    assert (about["range"], about["nodata"]) == (None, 7.0)  # as it is told
 
 
 def test_packages_that_are_missing_are_named(finished_run, tmp_path, monkeypatch):
