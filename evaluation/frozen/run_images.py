@@ -5,6 +5,7 @@ An encoder is evaluated on the images that its run held out; this prevents resul
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -151,7 +152,10 @@ def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, An
     Args:
         learned: how the images of a kept head were read; empty or None: as those of its encoder.
     """
-    learned = learned or how_read(encoder)
+    if not learned:
+        learned = {}
+        with suppress(UserError):  # a hub that does not answer now: the encoder is loaded already
+            learned = how_read(encoder)
     ways = {name: getattr(SourceConfig, name) for name in HOW_READ} | dict(learned)
     ours = {name: plain(getattr(data, name)) for name in HOW_READ}
     others = [name for name in HOW_READ if ours[name] != plain(ways[name])]
