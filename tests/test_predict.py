@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,7 +35,7 @@ from evaluation.predictions.page import RowImages, least_sure, surest, surest_wr
 from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split
 from evaluation.supervision.classifiers import name_classes, timm_names
 from evaluation.tables import parts
-from evaluation.tables.images import folder_of
+from evaluation.tables.images import folder_of, name_in_folder, path_in_folder
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.errors import UserError
 
@@ -237,6 +238,16 @@ def test_files_are_named_from_the_folder_on(way, run_with_head, class_images, tm
         folder = folder_of(ProbeDataConfig(path=str(path)))
         place = place_of_image({"bytes": None, "path": str(next(folder.rglob("*.png")))}, "all", 0, folder)
         assert str(place) in names  # of its mask
+
+
+def test_names_in_a_shard_are_those_of_the_shard_wherever_the_command_is_run(tmp_path, monkeypatch):
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert path_in_folder("cat/1.png", tmp_path) is None
+    assert path_in_folder(f"{tmp_path}/below/../cat/1.png", tmp_path) == Path("cat/1.png")
+    names = {"bytes": encoded(picture(1)), "path": "cat/1.png"}
+    rows = datasets.Dataset.from_dict({"image": [names]}, datasets.Features({"image": datasets.Image(decode=False)}))
+    assert name_in_folder(ImageDataset(rows, "image", None, "all"), 0, tmp_path) == "cat/1.png"
 
 
 def test_the_encoder_of_a_head_on_published_weights_is_no_other(run_with_head):

@@ -159,7 +159,12 @@ def folder_of(data: ProbeDataConfig) -> Path | None:
 
 
 def path_in_folder(path: str, folder: Path | None) -> Path | None:
-    """The path of a file from a folder on (see `folder_of`), whatever `..` is in it; None: it is elsewhere."""
+    """The path of a file from a folder on (see `folder_of`), whatever `..` is in it; None: it is elsewhere.
+
+    A relative path is a name in a shard, wherever the command is run.
+    """
+    if not os.path.isabs(path):
+        return None
     file = Path(os.path.abspath(path))
     return file.relative_to(folder) if folder is not None and file.is_relative_to(folder) else None
 
