@@ -95,6 +95,7 @@ class Finetuning(Classification):
             checkpoint_activations(encoder, "activation_checkpointing")
         head = self.learner.complete(zero_head(encoder.head_hidden_size, self.learner.outputs))
         self.model = HeadedEncoder(encoder, head, config.pooling, frozen.normalize.mean, frozen.normalize.std)
+        self.refuse_single_images()
         self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
         self.left_out_views = None
         left_out = left_out.select(np.flatnonzero(self.learner.knows(left_out.labels)))

@@ -58,6 +58,7 @@ class Supervised(Classification):
         self.start = config.model.init_from or "random weights"
         self.licence = licence_of(config.model.init_from)
         self.model, self.img_size = self.build_model()
+        self.refuse_single_images()
         self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
 
     @property

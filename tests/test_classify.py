@@ -177,6 +177,27 @@ def test_other_models_than_vits_are_pooled_as_timm_does(name):
     assert unused == []
 
 
+@pytest.mark.parametrize("name", ["xcit_nano_12_p16_224", "pvt_v2_b0", "mvitv2_tiny"])
+def test_models_whose_patches_are_not_timms_take_other_sizes(name):
+    assert load_frozen_encoder(name, random=True, img_size=64).img_size == (64, 64)
+
+
+def test_a_model_of_several_widths_trains(tmp_path):
+    """Its warnings ask for the width."""
+    small = '--model.arguments={"embed_dim": [16, 32, 64], "key_dim": 8, "num_heads": [1, 2, 4], "depth": [1, 1, 1]}'
+    arguments = ["--model.name=levit_128s", small, "--run.steps=1", "--data.eval_images=2"]
+    assert read_metrics(train_supervised(tmp_path / "run", *arguments))[1] > 0
+
+
+def test_single_images_have_no_statistics_for_batch_norms(tmp_path):
+    message = "data.batch_size is 1; it must be at least 2 for a model with batch norms"
+    resnet = ["--model.name=resnet10t", "--model.img_size=32", "--data.batch_size=1"]
+    with pytest.raises(UserError, match=message):
+        train_supervised(tmp_path / "supervised", *resnet)
+    with pytest.raises(UserError, match=message):
+        fine_tune(tmp_path / "tuned", "resnet10t", "--init=random", "--lrs=0.1", "--data.batch_size=1")
+
+
 def test_a_batch_norm_over_one_place_trains_and_is_not_averaged(tmp_path):
     """At 32 pixels a ResNet's last map is 1 x 1: of one image, as FLOPs may be counted of, it has no deviation."""
     arguments = ["--model.name=resnet10t", "--model.img_size=32", "--run.steps=1", "--data.eval_images=2"]
@@ -313,11 +334,13 @@ def test_left_out_images_of_a_class_of_no_other_split_are_not_evaluated(tmp_path
     assert result["dev_accuracy"] <= 1
 
 
-def test_finetunings_rates_are_lrs(tmp_path, encoder):
-    with pytest.raises(
-        ValueError, match=r"optim\.lr is 0\.5; .* left out: set the learning rates of fine-tuning with lrs"
-    ):
-        fine_tune(tmp_path, encoder, "--optim.lr=0.5")
+def test_settings_without_a_use_in_finetuning_are_refused(tmp_path, encoder):
+    for option, reason in {
+        "--optim.lr=0.5": r"optim\.lr is 0\.5; .* left out: set the learning rates of fine-tuning with lrs",
+        "--run.keep_at=[3]": r"run\.keep_at is \[3\]; .* left out: no run branches from fine-tuning",
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            fine_tune(tmp_path, encoder, option)
 
 
 def test_rates_are_compared_over_dev_steps(tmp_path, encoder):

@@ -123,6 +123,7 @@ class FinetuneConfig(TrainingConfig):
         lambda: RunConfig(dir="runs/birds_finetuned", steps=500, report=False),
         eval_every="each run of fine-tuning is evaluated once, at its end",
         keep_best="each run of fine-tuning is evaluated once, at its end",
+        keep_at="no run branches from fine-tuning",
         branch_from="fine-tuning is several runs",
     )
     data: DataConfig = group(lambda: DataConfig(eval_images=1_000_000), **OF_STREAMS)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from timm.data import resolve_model_data_config
+from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from evaluation.config import COLOUR_BASELINE, EncoderConfig, ProbeDataConfig, is_colour_baseline
@@ -136,7 +137,7 @@ def load_frozen_encoder(
     model = load_encoder(encoder, not random, checkpoint, img_size=img_size, num_classes=0, **changes)
     if not uses_gpu():
         set_attention(model, fused=False)
-    if img_size is not None and hasattr(model, "patch_embed"):
+    if img_size is not None and isinstance(getattr(model, "patch_embed", None), PatchEmbed):  # others pad, or overlap
         check_grid(img_size, model.patch_embed.patch_size[0], "img_size")
     frozen = FrozenEncoder(model, img_size)
     check_channels(frozen, channels or frozen.channels)

@@ -24,6 +24,7 @@ from mpp.data.shards import Shards
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
+from mpp.models.adaptation import has_running_statistics
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.transfer import to_device
@@ -74,6 +75,11 @@ class Classification(ImageTask):
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
         """Crops of these images, perhaps augmented."""
         return replace(super().views(dataset), randaugment=self.augment.randaugment)
+
+    def refuse_single_images(self) -> None:
+        """Raise UserError where a forward pass may be of a single image, which has no statistics for batch norms."""
+        if has_running_statistics(self.model):
+            self.layout.require_several(self.data.batch_size, " for a model with batch norms")
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         loss, logits, labels = self.predict_batch(model, batch)

@@ -39,6 +39,12 @@ def has_class(encoder: nn.Module) -> bool:
     return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
 
 
+def width_of(encoder: nn.Module) -> int:
+    """Width of a timm model's tokens, of several stages the largest; 0: it has none."""
+    width = getattr(encoder, "embed_dim", 0)
+    return width if isinstance(width, int) else max(width)
+
+
 def fix_positions(encoder: nn.Module) -> None:
     """Replace learned positions by sines and cosines; [class] and registers have none.
 

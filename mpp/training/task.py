@@ -24,6 +24,7 @@ from mpp.features.metrics import Sums
 from mpp.features.probe import Probe
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.exporting import EncoderFacts, export_encoder
+from mpp.models.timm_models import width_of
 from mpp.runtime.messages import note
 from mpp.runtime.processes import broadcast_from_main
 from mpp.training.card import model_card
@@ -170,7 +171,7 @@ class ImageTask:
         """Fields of `mpp.training.facts.Facts` that are of the images."""
         facts: dict[str, Any] = {
             "known": self.training_image_count,
-            "width": getattr(self.model.encoder, "embed_dim", 0),
+            "width": width_of(self.model.encoder),
             "held_out": min(len(self.held_out), self.data.eval_images),
             "evaluated": self.probe.image_count if self.probe else len(self.held_out),
             "general": self.probe.general_count if self.probe else 0,
