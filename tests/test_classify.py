@@ -177,6 +177,23 @@ def test_other_models_than_vits_are_pooled_as_timm_does(name):
     assert unused == []
 
 
+@pytest.mark.parametrize(
+    ("name", "depths"), [("mvitv2_tiny", 4), ("twins_svt_small", 1), ("tnt_s_legacy_patch16_224", 12)]
+)
+def test_stages_that_give_more_than_tokens_have_features_or_say_why_not(name, depths):
+    with torch.device("meta"):
+        encoder = timm.create_model(name, num_classes=0)
+        images = torch.empty(2, 3, 224, 224)
+        assert len(stages(encoder)) == depths and features_at(encoder, images, [depths], "mean")[0].ndim == 2
+        if "tnt" in name:
+            with pytest.raises(
+                UserError, match="depth is 1; it must be last with this TNT"
+            ):
+                features_at(encoder, images, range(1, depths + 1), "mean")
+        else:
+            assert len(features_at(encoder, images, range(1, depths + 1), "mean")) == depths
+
+
 @pytest.mark.parametrize("name", ["xcit_nano_12_p16_224", "pvt_v2_b0", "mvitv2_tiny"])
 def test_models_whose_patches_are_not_timms_take_other_sizes(name):
     assert load_frozen_encoder(name, random=True, img_size=64).img_size == (64, 64)

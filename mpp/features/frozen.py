@@ -16,6 +16,7 @@ from PIL import Image
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves
 
 from mpp.config import ImagesConfig, Representation, require
 from mpp.data.crops import centre_crop
@@ -37,7 +38,9 @@ def stages(encoder: nn.Module) -> Sequence[nn.Module]:
     """The units of depth: blocks of a ViT, stages of a BiT ResNet; other models count as one."""
     for name in ("blocks", "stages"):
         parts = getattr(encoder, name, None)
-        if isinstance(parts, nn.Sequential | nn.ModuleList):
+        if not isinstance(parts, nn.Sequential | nn.ModuleList):
+            continue
+        if not any(isinstance(part, nn.ModuleList) for part in parts):  # those of Twins are lists, which nothing calls
             return parts
     return (encoder,)
 
@@ -138,14 +141,16 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
         (B, prefix + N, D) for each depth, or a feature map (B, D, H, W). Where [class] comes in after the blocks (CaiT,
         XCiT), there are zeros in its place at earlier depths. CrossViT's output is a list, which its own head pools.
     Raises:
-        Unavailable: a block passes on more than features, or is not called as one (MViT, Twins, TNT).
+        Unavailable: an earlier depth has several features, or none of its own (TNT, CrossViT).
     """
     blocks = stages(encoder)
     last = len(blocks)
     outputs: dict[int, Tensor] = {}  # depth -> tokens
 
-    def keep(depth: int, _: nn.Module, inputs: Any, output: Tensor) -> None:
-        outputs[depth] = output
+    def keep(depth: int, _: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [part for part in tree_leaves(output) if isinstance(part, Tensor)]  # MViT's also have their grid
+        if len(tensors) == 1:
+            (outputs[depth],) = tensors
 
     hooks = [blocks[depth - 1].register_forward_hook(partial(keep, depth)) for depth in depths if depth != last]
     try:
@@ -157,12 +162,11 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
     prefix = getattr(encoder, "num_prefix_tokens", 0)
     tokens = []
     for depth in depths:
-        output = outputs.get(depth)
-        if depth != last and not isinstance(output, Tensor):
+        if depth not in outputs:
             refused = f"depth is {depth}; it must be last with this {type(encoder).__name__}"
-            raise Unavailable(f"{refused}, whose parts have no features of their own")
-        without_prefix = prefix > 0 and output.ndim == 3 and output.shape[1] + prefix == outputs[last].shape[1]
-        if without_prefix:
+            raise Unavailable(f"{refused}, whose parts have several features, or none of their own")
+        output = outputs[depth]
+        if prefix > 0 and output.ndim == 3 and output.shape[1] + prefix == outputs[last].shape[1]:
             output = pad(output, (0, 0, prefix, 0))
         tokens.append(output)
     return tokens
