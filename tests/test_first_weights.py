@@ -1,6 +1,7 @@
 """`model.init_from`: which weights it names, how much of a file has to fit, their moments and their licence."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,17 @@ def test_heads_and_decoders_may_be_left_over_and_a_wrapper_is_said(name, wrapper
     assert holds(begun(name, file), weights)
     if wrapper:
         assert f"begin with `{wrapper}`, which is left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [(), ("--config=rivals/mae",), ("--config=rivals/data2vec",)], ids=str)
+def test_a_runs_checkpoint_has_the_encoder_that_it_trained(pretrain, options):
+    """Of a moving average's run, too, the trained one. A run that diverged has nothing else."""
+    folder = pretrain(*options, "--run.steps=2", "--optim.name=adam")
+    sizes = ModelConfig(width=16, depth=2, heads=2, img_size=32)
+    checkpoint = folder / "checkpoints" / "step_00000002" / "model.safetensors"
+    position = read_saved(folder / "config.yaml")["model"]["position"]
+    encoder = build_encoder(replace(sizes, position=position, init_from=str(checkpoint)))
+    assert holds(encoder, load_file(folder / "encoder" / "model.safetensors"))
 
 
 @every_name

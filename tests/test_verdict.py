@@ -176,6 +176,7 @@ WELL = {
     "one class dominates": (healthy(), replace(FACTS, largest_class=0.7, classes=2)),
     "constant images dominate": (healthy(), replace(FACTS, constant=0.25)),
     "Muon after Adam": (healthy(), replace(FACTS, weights_of="muon", optimizer="muon")),
+    "Muon after a run that is elsewhere": (healthy(), replace(FACTS, weights_of="mpp", optimizer="muon")),
     "Muon with low-rank changes": (healthy(), replace(FACTS, weights_of="adam", optimizer="muon", adapters=True)),
     "high learning rate on trained weights": (healthy(), replace(BEGUN, lr=6e-5)),  # 5 x 5e-5 x 64 / 256 is 6.25e-5
     "a high rate on weights of a run": (healthy(), replace(BEGUN, weights_of="adam", lr=1e-2)),

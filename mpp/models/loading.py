@@ -31,6 +31,8 @@ from mpp.runtime.workarounds import collect_unexpected_weights
 
 NOT_OF_ENCODERS = ("head.", "head_dist.", "attn_pool.", "decoder_", "mask_token")
 """Beginnings of the names of weights that an encoder may lack: heads, MAE's decoder, and [mask]."""
+IN_CHECKPOINTS = ("encoder.", "student.encoder.")
+"""Beginnings of the names of the weights that a run trains, in its checkpoints."""
 COMPUTED_POSITIONS = ("rope", "sincos_2d")
 """Positions of `VariantViT` that are no weights."""
 
@@ -62,7 +64,7 @@ class WeightsFile(NamedTuple):
         """
         names = self.names()
         of_encoder = [name for name in names if not name.startswith(NOT_OF_ENCODERS)]
-        wrapper = wrapper_of(of_encoder, model_names)
+        wrapper = checkpoint_wrapper(names, model_names) or wrapper_of(of_encoder, model_names)
         if not wrapper or all(name.startswith(wrapper) for name in names):
             return self.tensors(self.wrapper(model_names))
         others = describe_weights([name for name in names if not name.startswith(wrapper)])
@@ -92,6 +94,14 @@ class WeightsFile(NamedTuple):
     def refusal(self, problem: str) -> UserError:
         """The error of weights that do not fit."""
         return UserError(f"{self.setting} is {self.path}; it must be the weights {self.model}; {problem}")
+
+
+def checkpoint_wrapper(names: Collection[str], model_names: Collection[str]) -> str:
+    """The prefix of an encoder's weights in a checkpoint of a run; empty: these are other names."""
+    for prefix in IN_CHECKPOINTS:
+        if {f"{prefix}{name}" for name in model_names} <= set(names):
+            return prefix
+    return ""
 
 
 def load_weights(encoder: nn.Module, source: str) -> None:
