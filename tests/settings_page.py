@@ -21,8 +21,8 @@ For readers who know which setting they are looking for: all of them, with defau
 to have an effect. Generated from the code by `python tests/settings_page.py`; do not edit it. `mpp COMMAND --help`
 prints the same: the settings that people change first, `--help optim` a group, `--help all` all of them.
 
-The first part has those of `mpp pretrain`, `mpp check` and `mpp memory`; [the second](#other-commands) what the other
-commands have beside them or have otherwise.
+The first part has those of `mpp pretrain`, `mpp check` and `mpp memory`; [the second](#other-commands) those of other
+commands that are new or differ.
 """
 
 
@@ -63,9 +63,9 @@ def page() -> str:
         if config_class is Config or not others:
             continue
         groups = [name for name in by_group(settings) if name in vars(Config())]
-        beside = f" Beside these: {', '.join(f'[{name}](#{name})' for name in groups)}." if groups else ""
+        shared = f" Also settings of {', '.join(f'[{name}](#{name})' for name in groups)}." if groups else ""
         about = " ".join((config_class.__doc__ or "").split())
-        lines += [f"### mpp {command}", "", f"{about}{beside}", "", *table(others), ""]
+        lines += [f"### mpp {command}", "", f"{about}{shared}", "", *table(others), ""]
     return "\n".join(lines)
 
 

@@ -173,8 +173,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Probes of frozen features during training: effective rank and, with labels, kNN accuracy. The loss shows
-    neither."""
+    """Probes of frozen features during training: effective rank and, with labels, kNN accuracy."""
 
     every: int = setting(400, at_least=0, operational=True)
     """Steps between two probes; a probe needs a step where run.eval_every is due too. 0: never."""
