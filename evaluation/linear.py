@@ -1,4 +1,4 @@
-"""Full-data linear probe of frozen features: multinomial logistic regression, or a published protocol.
+"""Linear probe of frozen features, with all labels: multinomial logistic regression, or a published protocol.
 
     python evaluation/linear.py --encoder runs/birds
     python evaluation/linear.py --encoder runs/birds --solver sgd

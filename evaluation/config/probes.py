@@ -65,7 +65,7 @@ class KnnConfig(FrozenProbeConfig):
 
 @dataclass(frozen=True)
 class LinearConfig(FrozenProbeConfig):
-    """Full-data linear probe of frozen features."""
+    """Linear probe of frozen features, with all labels."""
 
     protocol: ProtocolName = "logistic"
     """logistic: logistic regression, by `solver`, on standardised features of one centre crop per image. mae, dinov2:
