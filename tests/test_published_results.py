@@ -152,6 +152,16 @@ def test_a_page_says_what_was_measured(page, comparisons):
             assert of_an_encoder or are_of_a_method(cells, headings.split("|")[1:], published, methods), row
 
 
+def test_the_first_table_of_growing_runs_says_what_was_measured():
+    """The page's other tables are of the birds and of a sweep."""
+    published = published_accuracies("growth_cifar10")
+    _, rows = TABLE.findall((RESULTS / "growing.md").read_text())[0]
+    for row in rows.splitlines():
+        first, *cells = (cell.strip() for cell in re.sub(r"\(.*?\)", "", row).strip("|").split("|"))
+        measured = published[first.replace("trivial baseline", "floor")]
+        assert cells == [accuracy.removesuffix(" ± 0.0") for accuracy in measured.values()]
+
+
 def test_the_leaderboard_says_which_differences_are_told_apart():
     config = parse(CompareConfig, ["--config", str(ROOT / "configs/compare/leaderboard_cifar10.yaml")])
     (question,) = (each for each in read_entries(config).questions if each.name == "methods")
