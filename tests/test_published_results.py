@@ -2,9 +2,11 @@
 
 import json
 import re
+from functools import lru_cache
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from comparisons import cases_in
 from conftest import ROOT
@@ -28,6 +30,10 @@ from evaluation.metrics.intervals import wilson
 from evaluation.registry import EVALUATIONS
 from mpp.config import Config
 from mpp.config.parsing import parse
+from mpp.corruption import draw, stack
+from mpp.models.networks import build_model
+from mpp.models.timm_models import cell_grid
+from mpp.training.flops import executed_flops
 
 CONFIGS = sorted(file for file in (ROOT / "configs").rglob("*.yaml") if file.parent.name != "accelerate")
 CONFIG_CLASSES = {
@@ -49,6 +55,7 @@ PAGES = {
     "race": ["race_cifar10"],
     "other_images": ["race_solar", "race_birds", "race_speech"],
 }
+METHODS = ("simmim", "mae", "maskfeat", "data2vec", "ijepa")
 SYNONYMS = {"trivial": "floor", "masked": "pre", "the": "supervised"}
 ACCURACY = re.compile(r"(?<![\d.,])\d\d\.\d(?!\d)(?: ± \d+\.\d)?")
 TABLE = re.compile(r"^\|(.*)\|\n\|-.*\n((?:\|.*\n)+)", re.MULTILINE)
@@ -264,6 +271,25 @@ def test_the_catalogue_of_methods_has_the_leaderboards_scores():
         if ACCURACY.findall(row):
             shown[method_of(named)] = ACCURACY.findall(row)
     assert len(shown) == 10 and all(expected[name] == scores for name, scores in shown.items())
+
+
+@pytest.mark.parametrize("overlay", ["grid_color", "pixels", *map("rivals/{}".format, METHODS)])
+def test_the_catalogue_of_methods_has_the_costs_of_the_leaderboards_encoder(overlay):
+    page = (ROOT / "mpp/methods.md").read_text()
+    (row,) = (line for line in page.splitlines() if f"| `{overlay}` |" in line)
+    cost = float(row.split("|")[4])
+    assert cost == round(operations_of_an_image(overlay) / operations_of_an_image(), 2)
+
+
+@lru_cache
+def operations_of_an_image(*overlays):
+    """Operations of a forward and backward pass over one image of CIFAR-10."""
+    names = [word for name in ("cifar10", *overlays) for word in ("--config", name)]
+    config = parse(Config, [*names, "--model.width=128", "--model.depth=6", "--model.heads=2"])
+    network, _ = build_model(config)
+    grid, _ = cell_grid(network.encoder)
+    corruption = stack([draw(config.corruption, grid, seed=0, epoch=0, index=0)])
+    return executed_flops(network, torch.zeros(1, 3, 32, 32, dtype=torch.uint8), corruption)
 
 
 def method_of(cell):
