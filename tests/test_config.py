@@ -26,6 +26,7 @@ from evaluation.config import (
 )
 from mpp.config import Config, ModelConfig, RunConfig
 from mpp.config.command_line import as_words
+from mpp.config.help import about_group
 from mpp.config.keys import flatten, known_keys
 from mpp.config.parsing import parse
 from mpp.config.saved import changes_since, describe_changes, to_yaml
@@ -394,6 +395,11 @@ def test_help_fits_a_screen_and_counts_the_rest(words, capsys):
 def test_names_elsewhere_are_of_settings_that_exist():
     known = {*known_keys(Config), *known_keys(FewshotConfig)}
     assert set(NAMES_ELSEWHERE.values()) <= known and set(REMARKS) <= set(NAMES_ELSEWHERE)
+
+
+def test_the_subject_of_a_group_is_a_whole_sentence():
+    groups = {key.split(".")[0] for key in known_keys(Config)}
+    assert all(about_group(name, Config).endswith(".") for name in groups)
 
 
 def test_the_page_of_settings_is_up_to_date():
