@@ -93,7 +93,7 @@ class ObjectiveConfig:
     """Difference at which smooth L1 turns from a parabola into a line (data2vec: 2, I-JEPA: 1)."""
     teacher: str = setting("ema", needs={"name": "features"})
     """Encoder whose features are predicted. ema: moving average of the trained encoder; otherwise a frozen one: a run
-    folder, an encoder folder, or the name of a timm model with its published weights."""
+    folder, an encoder folder, zoo:NAME, hf-hub:NAME, or the name of a timm model with its published weights."""
     teacher_checkpoint: str | None = setting(None, needs={"name": "features"})
     """A .safetensors file with the weights of a teacher given as the name of a timm model, for machines without a
     network."""
