@@ -186,9 +186,7 @@ def test_stages_that_give_more_than_tokens_have_features_or_say_why_not(name, de
         images = torch.empty(2, 3, 224, 224)
         assert len(stages(encoder)) == depths and features_at(encoder, images, [depths], "mean")[0].ndim == 2
         if "tnt" in name:
-            with pytest.raises(
-                UserError, match="depth is 1; it must be last with this TNT"
-            ):
+            with pytest.raises(UserError, match="depth is 1; it must be last with this TNT"):
                 features_at(encoder, images, range(1, depths + 1), "mean")
         else:
             assert len(features_at(encoder, images, range(1, depths + 1), "mean")) == depths
