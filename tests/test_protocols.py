@@ -204,8 +204,8 @@ def test_the_choice_is_by_dev_images_alone(short, report_of, words, monkeypatch)
     load = probe.load_labelled
 
     def wrong(*args, **options):
-        train, test = load(*args, **options)
-        return train, replace(test, labels=1 - test.labels)
+        splits = load(*args, **options)
+        return splits._replace(held_out=replace(splits.held_out, labels=1 - splits.held_out.labels))
 
     monkeypatch.setattr(probe, "load_labelled", wrong)
     of_wrong = report_of(*words)
