@@ -34,7 +34,7 @@ from evaluation.frozen.extraction import describe_input
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
 from evaluation.frozen.labelled import describe_images
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.probing import assemble_report, choose_depths
+from evaluation.frozen.probing import assemble_report, choose_depths, each_depth
 from evaluation.frozen.provenance import check_labels_unseen
 from evaluation.frozen.report_names import events_folder, report_of
 from evaluation.frozen.results import write_probe_report
@@ -151,7 +151,7 @@ def evaluate_depths(
     """The report of features at each depth, and the readings at the chosen one."""
     depths = choose_depths(config, extracted.by_depth, partial(evaluate, config=config), group_by="case")
     results_by_depth = {}
-    for depth, features in depths.by_depth.items():
+    for depth, features in each_depth(depths.by_depth):
         readings = evaluate_readings(features, config)
         results_by_depth[depth] = add_figures(readings.results)
         if depth == depths.chosen:
