@@ -102,7 +102,7 @@ def write_verified(
     """
     out = Path(config.out)
     images = verification.example(TRACED_IMAGES if config.batch == "dynamic" else config.batch)
-    if reading_of_file(config)["range"] != plain(config.data.range):  # by which values become float32
+    if how_read_for_file(config)["range"] != plain(config.data.range):  # by which values become float32
         images = images.float()
     verification = verification._replace(dtype=images.dtype)
     metadata = describe_file(config, verification.encoder, images)
@@ -240,7 +240,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
         "interpolation": "bilinear, antialiased",
         "mean": list(encoder.normalize.mean),
         "std": list(encoder.normalize.std),
-        **reading_of_file(config),
+        **how_read_for_file(config),
         "normalize": config.normalize,
         "representation": config.representation,
         "quantize": config.quantize,
@@ -254,7 +254,7 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
     return metadata
 
 
-def reading_of_file(config: ExportConfig) -> dict[str, Any]:
+def how_read_for_file(config: ExportConfig) -> dict[str, Any]:
     """The settings by which images are read for a file, which users follow.
 
     They are the encoder's own where it is verified on the package's birds, for want of its images.

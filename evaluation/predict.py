@@ -28,7 +28,7 @@ from evaluation.frozen.run_images import LoadedSplits, note_other_images
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import without_nan
 from evaluation.patches.masks import with_image_column
-from evaluation.predictions.classes import has_known_labels, label_columns, number_labels
+from evaluation.predictions.classes import has_known_labels, label_columns, match_labels
 from evaluation.predictions.learned import (
     learned_label_column,
     tell_apart,
@@ -89,7 +89,7 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     note_precision(source, accelerator)
     is_of_pixels = source.head is not None and source.head.description.task == "pixels"
     refuse_settings_of_others(config, is_of_pixels)
-    predict_all = predict_pixels if is_of_pixels else predict_classes
+    predict_all = write_predicted_masks if is_of_pixels else write_predicted_classes
     return predict_all(config, source, accelerator, loaded)
 
 
@@ -103,7 +103,7 @@ def refuse_settings_of_others(config: PredictConfig, is_of_pixels: bool) -> None
         require(value == usual, name, value, f"left out: {config.classifier} predicts {kind}")
 
 
-def predict_classes(
+def write_predicted_classes(
     config: PredictConfig, source: Source, accelerator: Accelerator, loaded: LoadedSplits | None
 ) -> Path:
     """Write the table of a classifier of images: see `predict`."""
@@ -135,13 +135,13 @@ def predict_classes(
         outputs = read_outputs(out, rows.output_columns())
         if labelled and not rows.output_columns():
             note("no figures: they need the probability of each class (--probabilities true)")
-        report(config, about, outputs, outcomes_of_splits(outputs, images, rows) if labelled else {})
+        write_summary_and_page(config, about, outputs, outcomes_of_splits(outputs, images, rows) if labelled else {})
         return out
     predictions = read_predictions(out, classifier.class_names, labelled)
     outcomes = {}
     if labelled:
-        outcomes = outcomes_by_split(predictions, *number_labels(images, classifier.class_names))
-    report(config, about, predictions, outcomes, RowImages(images, data))
+        outcomes = outcomes_by_split(predictions, *match_labels(images, classifier.class_names))
+    write_summary_and_page(config, about, predictions, outcomes, RowImages(images, data))
     return out
 
 
@@ -155,7 +155,7 @@ def image_settings(config: PredictConfig, crop_pct: float, settings: type[ProbeD
     return settings(**values | {"eval_crop": config.data.eval_crop or crop_pct})
 
 
-def predict_pixels(
+def write_predicted_masks(
     config: PredictConfig, source: Source, accelerator: Accelerator, loaded: LoadedSplits | None
 ) -> Path:
     """Write the masks and the table of a classifier of pixels: see `predict`.
@@ -197,7 +197,7 @@ def predict_pixels(
         return Image.open(rows.overlay_file(*row_images.place(row)))
 
     predictions = read_predictions(out, classifier.class_names, class_numbers=classifier.class_numbers)
-    report(config, about, predictions, outcomes, row_images, overlay if config.overlays else None)
+    write_summary_and_page(config, about, predictions, outcomes, row_images, overlay if config.overlays else None)
     print_classes(outcomes)
     return out
 
@@ -230,7 +230,7 @@ def describe_classifier(config: PredictConfig, classifier: Classifier, accelerat
     }
 
 
-def report(
+def write_summary_and_page(
     config: PredictConfig,
     about: dict[str, Any],
     predictions: Predictions | OtherPredictions,
@@ -292,7 +292,7 @@ def encoder_of(config: PredictConfig) -> str:
     return find_source(config).encoder
 
 
-def reading_of(config: PredictConfig) -> dict[str, Any]:
+def how_read_of(config: PredictConfig) -> dict[str, Any]:
     """The settings by which a kept head's training images were read, which may not be those of its encoder's run."""
     return find_source(config).how_read
 
@@ -301,7 +301,7 @@ def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, Loade
     """The settings of the command line, and the images of the classifier's run if these are loaded already."""
     prog = "python evaluation/predict.py"
     find_named.cache_clear()
-    config, loaded = parse_and_load(PredictConfig, arguments, prog, encoder_of, reading_of)
+    config, loaded = parse_and_load(PredictConfig, arguments, prog, encoder_of, how_read_of)
     named = read(PredictConfig, files_first(sys.argv[1:] if arguments is None else arguments), prog)
     is_inherited = named.data.label_column is None and config.data.label_column is not None
     if is_inherited and learned_label_column(find_source(config)) is not None:  # which stands before the run's column

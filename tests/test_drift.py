@@ -22,7 +22,7 @@ from evaluation.pages.page import Chart
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse
 from mpp.config.saved import parse_saved
-from mpp.data.general_images import general_source, load_general_images, reading_of_general_images
+from mpp.data.general_images import general_source, load_general_images, settings_of_general_images
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE, Drift, movement
 from mpp.features.neighbours import nearest_others, share_by_chance, share_kept
@@ -184,9 +184,9 @@ def test_settings_of_general_images_are_refused_where_they_have_no_effect(words)
 
 def test_photographs_are_read_as_such_whatever_the_runs_files_hold():
     scans = DataConfig(channels=1, range=(0.0, 4095.0), nodata=0.0)
-    assert reading_of_general_images(scans) == replace(scans, range=None, nodata=None)
+    assert settings_of_general_images(scans) == replace(scans, range=None, nodata=None)
     tiles = DataConfig(channels=4, bands=(4, 3, 2, 8), range=(0.0, 1e4))
-    assert reading_of_general_images(tiles) == tiles
+    assert settings_of_general_images(tiles) == tiles
 
 
 # --- runs ---

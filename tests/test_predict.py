@@ -28,7 +28,7 @@ from evaluation import embed, linear, predict, supervised
 from evaluation.config import ProbeDataConfig
 from evaluation.frozen.kept_heads import load_head
 from evaluation.metrics.intervals import wilson
-from evaluation.predictions.classes import ClassRows, number_labels
+from evaluation.predictions.classes import ClassRows, match_labels
 from evaluation.predictions.masks import place_of_image
 from evaluation.predictions.opening import find_encoder_of_head, find_named
 from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
@@ -403,7 +403,7 @@ def test_labels_are_numbered_as_the_classifiers_classes():
     one = ImageDataset(rows, "image", np.array([1, -1]), "a", ["owl", "duck"])
     several = ImageDataset(rows, "image", np.array([[0, 2], [1, -1]]), "b", ["zebra", "duck", "owl"])
     none = ImageDataset(rows, "image", None, "c")
-    targets, names = number_labels([one, several, none], ["duck", "owl"])
+    targets, names = match_labels([one, several, none], ["duck", "owl"])
     assert names == ["duck", "owl", "zebra"]
     assert targets.tolist() == [[0, -1], [-1, -1], [2, 1], [0, -1], [-1, -1], [-1, -1]]
 

@@ -24,7 +24,7 @@ from evaluation.pages.page import ColorKey
 from evaluation.patches.masks import decode_mask
 from evaluation.predictions import pixels
 from evaluation.predictions.masks import color_of, voc_palette, write_mask, write_overlay
-from evaluation.predictions.page import mask_sections, share_table
+from evaluation.predictions.page import mask_sections, pixel_share_table
 from evaluation.predictions.pixels import predict_mask, resize_to_cover, starts, upsample_rows
 from evaluation.predictions.summary import Predictions
 from mpp.errors import UnreadableImage, UserError
@@ -136,8 +136,8 @@ def test_a_page_on_many_masks_shows_some_of_all_and_the_extremes():
     assert some[0] == 0 and some[-1] == 58 and len(some) == 12
     assert most == [row for row in range(12) if row not in some]
     assert least == [row for row in range(58, 46, -1) if row not in some]
-    (row,) = share_table(predictions).rows
-    assert row == [ColorKey("soil", "#808000"), "100.0"] and "class 0" not in share_table(predictions).caption
+    (row,) = pixel_share_table(predictions).rows
+    assert row == [ColorKey("soil", "#808000"), "100.0"] and "class 0" not in pixel_share_table(predictions).caption
 
 
 def write_masked(folder: Path, names: dict[str, tuple[str, np.ndarray]]) -> None:

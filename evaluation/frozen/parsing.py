@@ -24,7 +24,7 @@ from mpp.training.run_folder import saved_settings
 
 EncoderOf = Callable[[Any], str]
 """The encoder that a command's settings name."""
-ReadingOf = Callable[[Any], dict[str, Any]]
+HowReadOf = Callable[[Any], dict[str, Any]]
 """The settings by which the images of a command's settings are read, whatever the encoder's were; empty: as those."""
 VIEW_SETTINGS = ("flip", "eval_crop")  # which fine-tuning inherits
 
@@ -39,20 +39,20 @@ def parse_and_load(
     arguments: Sequence[str] | None,
     prog: str,
     encoder_of: EncoderOf = attrgetter("encoder"),
-    reading_of: ReadingOf = lambda config: {},
+    how_read_of: HowReadOf = lambda config: {},
 ) -> tuple[ConfigT, LoadedSplits | None]:
     """Read the config of a command, and compare the images of its encoder's run with those that the run began with.
 
     Images that the command line names are not compared.
 
     Args:
-        config_class, arguments, prog, encoder_of, reading_of: see `read_with_images`.
+        config_class, arguments, prog, encoder_of, how_read_of: see `read_with_images`.
     Returns:
         The config, and the splits of its images if comparing has loaded them.
     Raises:
         UserError: the run's images are gone, or have changed.
     """
-    config, takes_run_images = read_with_images(config_class, arguments, prog, encoder_of, reading_of)
+    config, takes_run_images = read_with_images(config_class, arguments, prog, encoder_of, how_read_of)
     if not takes_run_images:
         return config, None
     return config, load_unchanged_splits(find_run(encoder_of(config)), config.data)
@@ -63,7 +63,7 @@ def read_with_images(
     arguments: Sequence[str] | None,
     prog: str,
     encoder_of: EncoderOf = attrgetter("encoder"),
-    reading_of: ReadingOf = lambda config: {},
+    how_read_of: HowReadOf = lambda config: {},
 ) -> tuple[ConfigT, bool]:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
 
@@ -76,7 +76,7 @@ def read_with_images(
         config_class: has `data`, and an encoder.
         arguments: words of the command line; None: `sys.argv[1:]`.
         encoder_of: the encoder of the settings.
-        reading_of: of the settings, see `ReadingOf`.
+        how_read_of: of the settings, see `HowReadOf`.
     Returns:
         The config, and whether its images are the run's because no others are named.
     """
@@ -86,7 +86,7 @@ def read_with_images(
     path_is_named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
     inherited = {}
     if not getattr(config, "features", None):
-        inherited = inherited_settings(config, encoder_of(config), path_is_named) | reading_of(config)
+        inherited = inherited_settings(config, encoder_of(config), path_is_named) | how_read_of(config)
     if not inherited:
         refuse_idle(config)
         return config, False

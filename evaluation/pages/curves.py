@@ -8,7 +8,7 @@ import numpy as np
 
 from evaluation.figures.charts import plot_series
 from evaluation.pages.page import Chart, Missing, Table, chart
-from mpp.features.drift import ALL, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS, STEM
+from mpp.features.drift import ALL_WEIGHTS, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS, STEM
 from mpp.runtime.messages import counted
 from mpp.training.history import (
     EVALUATED,
@@ -146,7 +146,7 @@ def charts_of_drift(history: History, marks: Marks) -> list[Chart | None]:
     last = lines_with(history, MOVEMENT)[-1]
     of_stem = {0: last[f"{MOVEMENT}/{STEM}"]} if f"{MOVEMENT}/{STEM}" in last else {}
     moved_by_depth: Lines = {"relative movement": of_stem | values_by_depth(last, MOVEMENT)}
-    parts = {"all weights": f"{MOVEMENT}/{ALL}", "before the blocks": f"{MOVEMENT}/{STEM}"}
+    parts = {"all weights": f"{MOVEMENT}/{ALL_WEIGHTS}", "before the blocks": f"{MOVEMENT}/{STEM}"}
     return [
         chart_of_scalars(kept, history, kept_over_steps, "share, by the output", percent=True, marks=marks),
         chart_of_lines(f"{kept}, by depth", kept_by_depth, "share", "depth (blocks)"),

@@ -91,7 +91,7 @@ def label_names(images: ImageDataset, indices: range) -> list[list[str]]:
     return [[images.class_names[number] for number in row if number >= 0] for row in labels.tolist()]
 
 
-def number_labels(splits: Sequence[ImageDataset], class_names: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
+def match_labels(splits: Sequence[ImageDataset], class_names: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
     """The labels of all images as numbers of a classifier's classes, and of others after them.
 
     Returns:

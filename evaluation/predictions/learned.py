@@ -11,7 +11,7 @@ from evaluation.config import ProbeDataConfig
 from evaluation.frozen.provenance import LabelledImages, find_labelled_images, is_same_location, lineage
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images, indices_in_split
 from evaluation.predictions.opening import Source
-from evaluation.tables.images import ALL
+from evaluation.tables.images import ONLY_SPLIT
 from mpp.data.dataset import ImageDataset, has_label
 from mpp.data.identity import digest_indices, identify_images
 from mpp.runtime.messages import note, tell
@@ -125,7 +125,7 @@ def tell_apart(
     total = sum(map(len, images))
     text = f"the classifier learned {count} of these {total} images: their figures do not apply to new images"
     note(text)
-    return ToldApart(*divide(images, splits, marks), text)
+    return ToldApart(*separate_learned(images, splits, marks), text)
 
 
 def is_of_run(source: Source, data: ProbeDataConfig) -> bool:
@@ -133,7 +133,7 @@ def is_of_run(source: Source, data: ProbeDataConfig) -> bool:
     return holds_run_images(data.path, find_run(source.encoder))
 
 
-def divide(
+def separate_learned(
     images: Sequence[ImageDataset], splits: LoadedSplits, marks: dict[str, NDArray[np.bool_]]
 ) -> tuple[list[ImageDataset], LoadedSplits]:
     """Images and rows by split, held-out ones first.
@@ -146,14 +146,14 @@ def divide(
         is_learned = marks[each.split]
         is_labelled = np.ones(len(each), bool) if each.labels is None else has_label(each.labels)
         is_whole = is_learned[is_labelled].all() or not is_learned.any()
-        if is_whole and not (each.split == ALL and is_learned.any()):
+        if is_whole and not (each.split == ONLY_SPLIT and is_learned.any()):
             divided_images.append(each)
             divided_rows[each.split] = splits[each.split]
             continue
         for kind, indices in ((HELD_OUT, np.flatnonzero(~is_learned)), (LEARNED, np.flatnonzero(is_learned))):
             if len(indices) == 0:
                 continue
-            name = kind if each.split == ALL else f"{each.split} ({kind})"
+            name = kind if each.split == ONLY_SPLIT else f"{each.split} ({kind})"
             divided_images.append(replace(each.select(indices), split=name))
             divided_rows[name] = splits[each.split].select(indices)
     return divided_images, divided_rows

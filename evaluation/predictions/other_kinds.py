@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.predictions.classes import PROBABILITY_PREFIX, ClassRows
-from evaluation.predictions.summary import COLUMNS_OF_ALL, TableImages, figures_of
+from evaluation.predictions.summary import COLUMNS_OF_ALL, TableImages, figures_entry
 from evaluation.tables.images import first_columns
 from evaluation.tables.parts import read_columns
 from mpp.data.dataset import ImageDataset, has_label
@@ -142,7 +142,7 @@ class OtherPredictions:
 
     def summarize(self, outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
         """Images, broken ones, and figures of each split's outcomes."""
-        return {"images": len(self.outputs), "unreadable": self.unreadable} | figures_of(outcomes)
+        return {"images": len(self.outputs), "unreadable": self.unreadable} | figures_entry(outcomes)
 
 
 def read_outputs(out: Path, names: Sequence[str]) -> OtherPredictions:

@@ -32,7 +32,7 @@ from evaluation.predictions.masks import color_of
 from evaluation.predictions.summary import (
     NO_CLASS,
     Predictions,
-    count_classes,
+    count_predicted,
     describe_figures,
     describe_unreadable,
     largest_shares,
@@ -100,10 +100,10 @@ def write_predictions_page(
     """
     sheets = Sheets(predictions, images, thumbnail)
     if predictions.shares:
-        by_class = Section("classes", "Pixels by predicted class", [share_table(predictions)])
+        by_class = Section("classes", "Pixels by predicted class", [pixel_share_table(predictions)])
         pictures = mask_sections(predictions, sheets)
     else:
-        by_class = Section("classes", "Predicted classes", [class_table(predictions)])
+        by_class = Section("classes", "Predicted classes", [predicted_class_table(predictions)])
         pictures = image_sections(predictions, sheets)
     sections = [
         by_class,
@@ -114,7 +114,7 @@ def write_predictions_page(
     shown = [section for section in sections if section.blocks]
     unreadable = int((predictions.classes == NO_CLASS).sum())
     warnings = [*notes, describe_unreadable(unreadable)] if unreadable else [*notes]
-    lines = [(line, None) for line in verdict(predictions.summarize(outcomes), outcomes)]
+    lines = [(line, None) for line in describe_predictions(predictions.summarize(outcomes), outcomes)]
     write_page(path, Page(title, subtitle, lines, warnings, shown, {}))
 
 
@@ -132,8 +132,8 @@ def mask_sections(predictions: Predictions, sheets: "Sheets") -> list[Section]:
     """Images with their masks: some of all, and those at the extremes of probability that are not among the former."""
     decoded = np.flatnonzero(predictions.classes != NO_CLASS)
     some = decoded[evenly_spaced(len(decoded), SPACED)]
-    most = without(surest(predictions), some)
-    least = without(least_sure(predictions), [*some, *most])
+    most = rows_without(surest(predictions), some)
+    least = rows_without(least_sure(predictions), [*some, *most])
     return [
         Section("images", "Images, evenly spaced among all", sheets.blocks(some)),
         Section("surest", "Most certain of the others", sheets.blocks(most)),
@@ -195,7 +195,7 @@ def surest_wrong(predictions: Predictions) -> NDArray[np.int64]:
     return rows[predictions.right[rows] == 0][:EXTREMES]
 
 
-def without(rows: NDArray[np.int64], others: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+def rows_without(rows: NDArray[np.int64], others: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """The rows that are not among the others, in their order."""
     return rows[~np.isin(rows, others)]
 
@@ -216,15 +216,15 @@ def class_sections(predictions: Predictions, sheets: Sheets) -> list[Section]:
     return sections
 
 
-def class_table(predictions: Predictions) -> Table:
+def predicted_class_table(predictions: Predictions) -> Table:
     """Images and mean probability of each predicted class."""
     rows = []
-    for name, of_class in count_classes(predictions).items():
+    for name, of_class in count_predicted(predictions).items():
         rows.append([name, str(of_class["images"]), f"{of_class['probability']:.2f}"])
     return Table(["class", "images", "mean probability"], rows, folded=len(rows) > MAX_CLASSES, caption="all classes")
 
 
-def share_table(predictions: Predictions) -> Table:
+def pixel_share_table(predictions: Predictions) -> Table:
     """The mean share of the pixels of each class, the largest first; each class has its colour in masks."""
     colors = {}
     for name, number in zip(predictions.class_names, predictions.class_numbers, strict=True):
@@ -259,7 +259,7 @@ def label_sections(outcomes: Mapping[str, Outcomes]) -> list[Section]:
     return sections
 
 
-def verdict(summary: Mapping[str, Any], outcomes: Mapping[str, Outcomes]) -> list[str]:
+def describe_predictions(summary: Mapping[str, Any], outcomes: Mapping[str, Outcomes]) -> list[str]:
     """Number of images, of masks the largest shares of their pixels, and figures by split where there are labels."""
     images = counted(summary["images"], "image")
     if "shares" in summary:

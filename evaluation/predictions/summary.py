@@ -81,11 +81,11 @@ class Predictions:
         summary: dict[str, Any] = {
             "images": len(self.classes),
             "unreadable": int((self.classes == NO_CLASS).sum()),
-            "predicted": count_classes(self),
+            "predicted": count_predicted(self),
         }
         if self.shares:
             summary["shares"] = self.shares
-        return summary | figures_of(outcomes)
+        return summary | figures_entry(outcomes)
 
 
 def read_predictions(
@@ -141,7 +141,7 @@ def outcomes_by_split(
     """The outcomes of the images of each split that have a label and can be decoded, where there are some.
 
     Args:
-        targets, names: see `number_labels`.
+        targets, names: see `match_labels`.
     """
     outcomes = {}
     for split, rows in predictions.splits.items():
@@ -153,7 +153,7 @@ def outcomes_by_split(
     return outcomes
 
 
-def figures_of(outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
+def figures_entry(outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
     """The entry `figures` of a summary, by split; empty where there are no outcomes."""
     figures = {split: measured(of_split) | {"images": len(of_split)} for split, of_split in outcomes.items()}
     return {"figures": figures} if figures else {}
@@ -163,7 +163,7 @@ def describe_figures(outcomes: Mapping[str, Outcomes], summary: Mapping[str, Any
     """The figures of each split with labels, with their 95 % intervals, in a line.
 
     Args:
-        summary: has them: see `figures_of`.
+        summary: has them: see `figures_entry`.
     """
     for split, of_split in outcomes.items():
         kind = kind_of(of_split)
@@ -174,7 +174,7 @@ def describe_figures(outcomes: Mapping[str, Outcomes], summary: Mapping[str, Any
         yield f"{split}, {counted(len(of_split), 'labelled image')}{unit}: {', '.join(parts)}"
 
 
-def count_classes(predictions: Predictions) -> dict[str, dict[str, float]]:
+def count_predicted(predictions: Predictions) -> dict[str, dict[str, float]]:
     """Images and mean probability of each predicted class, the most frequent first."""
     known = predictions.classes != NO_CLASS
     classes = predictions.classes[known]

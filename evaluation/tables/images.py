@@ -41,7 +41,7 @@ class ImageBatch(NamedTuple):
     """Why an image cannot be decoded; None: it can."""
 
 
-ALL = "all"
+ONLY_SPLIT = "all"
 """Name of the only split of a dataset that has none of its own: no image is trained on here."""
 
 
@@ -49,8 +49,10 @@ def load_all_splits(data: ProbeDataConfig, loaded: LoadedSplits | None) -> Loade
     """Load the rows of every split that has any, and print their numbers. The only split, `train`, is `all` here."""
     splits = {name: rows for name, rows in (loaded or load_splits(data)).items() if len(rows)}
     if [*splits] == [SourceConfig.split]:
-        splits = {ALL: splits[SourceConfig.split]}
-    counts = [counted(len(rows), "image") if name == ALL else f"{len(rows)} {name}" for name, rows in splits.items()]
+        splits = {ONLY_SPLIT: splits[SourceConfig.split]}
+    counts = [
+        counted(len(rows), "image") if name == ONLY_SPLIT else f"{len(rows)} {name}" for name, rows in splits.items()
+    ]
     tell(f"{describe_source(data)}: {', '.join(counts)}")
     return splits
 

@@ -75,7 +75,7 @@ def load_general_images(source: GeneralImagesConfig) -> GeneralImages:
     return GeneralImages(reference, test, commit)
 
 
-def reading_of_general_images(data: DataConfig) -> DataConfig:
+def settings_of_general_images(data: DataConfig) -> DataConfig:
     """The settings by which general images become pixels.
 
     With 1 or 3 channels they are photographs: bands, range and nodata, which are of the run's files, do not count. With

@@ -29,7 +29,7 @@ NEIGHBOURS = 5
 OWN_NEIGHBOURS = "drift/neighbours"
 GENERAL_NEIGHBOURS = "drift/general_neighbours"
 MOVEMENT = "drift/weights"
-STEM, NORM, ALL = "stem", "norm", "all"
+STEM, NORM, ALL_WEIGHTS = "stem", "norm", "all"
 """Parts of an encoder besides its depths: everything before the blocks, the norms after them, the whole encoder."""
 FeaturesByDepth = Sequence[NDArray]
 """(N, D) after each block."""
@@ -119,7 +119,7 @@ def movement(encoder: nn.Module, start: Callable[[str], Tensor]) -> dict[str, fl
         before = start(name).to(now)
         moved[part_of[name]] += float((now - before).square().sum())
         length[part_of[name]] += float(before.square().sum())
-    moved[ALL], length[ALL] = sum(moved.values()), sum(length.values())
+    moved[ALL_WEIGHTS], length[ALL_WEIGHTS] = sum(moved.values()), sum(length.values())
     return {part: math.sqrt(moved[part] / length[part]) for part in length if length[part] > 0}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mpp.config import DataConfig, ImageSize, ProbeConfig, Representation
 from mpp.data.dataset import ImageDataset
-from mpp.data.general_images import GeneralImages, reading_of_general_images
+from mpp.data.general_images import GeneralImages, settings_of_general_images
 from mpp.data.loader import FixedViewLoader
 from mpp.data.overview import note_tested
 from mpp.data.views import ViewDataset
@@ -95,10 +95,10 @@ class Probe:
         self.rank_views = add(held_out.choose(few, data.cut_seed))
         self.general_views: LabelledViews | None = None
         if general is not None:
-            reading = reading_of_general_images(data)
+            general_data = settings_of_general_images(data)
             self.general_views = LabelledViews(
-                add(general.reference.labelled().choose(config.images, data.eval_seed), reading),
-                add(general.test.labelled().choose(few, data.cut_seed), reading),
+                add(general.reference.labelled().choose(config.images, data.eval_seed), general_data),
+                add(general.test.labelled().choose(few, data.cut_seed), general_data),
             )
         self.own_views: LabelledViews | None = None  # None: there are no labels
         train, test = train_images.labelled(), held_out.labelled()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpp.data.overview import FEW_TEST_IMAGES, half_width
-from mpp.features.drift import ALL, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS
+from mpp.features.drift import ALL_WEIGHTS, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS
 from mpp.runtime.messages import counted
 from mpp.training.facts import Facts
 from mpp.training.history import (
@@ -230,7 +230,7 @@ def describe_drift(history: History) -> str:
 
     The neighbours are by the encoder's output, among general images where there are some.
     """
-    moved = series(history, f"{MOVEMENT}/{ALL}")
+    moved = series(history, f"{MOVEMENT}/{ALL_WEIGHTS}")
     if not moved:
         return ""
     text = f"the weights moved by {percent(moved[-1][1])}"
