@@ -12,7 +12,7 @@ from evaluation.config import FeaturesConfig
 from evaluation.frozen.extraction import extract_labelled_features
 from evaluation.frozen.labelled_features import save_features
 from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.report_names import report_of
+from evaluation.frozen.report_names import report_path_of_command
 from mpp.config import require
 from mpp.runtime.command import command
 from mpp.runtime.messages import counted
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, loaded = parse_and_load(FeaturesConfig, arguments, prog="python evaluation/features.py")
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: `mpp features` cannot choose a depth")
     accelerator = start(config.run_settings())
-    path = report_of(config, "features", ".npz")
+    path = report_path_of_command(config, "features", ".npz")
     by_depth = extract_labelled_features(config, accelerator, loaded).by_depth  # empty except on the main process
     for depth, features in by_depth.items():
         file = path.with_stem(f"{path.stem}_depth_{depth:02d}") if len(by_depth) > 1 else path

@@ -30,7 +30,7 @@ from evaluation.frozen.labelled import describe_learned
 from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
-from evaluation.frozen.report_names import report_of
+from evaluation.frozen.report_names import report_path_of_command
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import best_choice, error, score
@@ -92,7 +92,7 @@ def run_published(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str
 
 def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, loaded: LoadedSplits | None) -> None:
     """Write a head to its folder next to the report."""
-    path = report_of(config, "linear")
+    path = report_path_of_command(config, "linear")
     protocol = report["protocol"]
     description = HeadDescription(
         task=fitted.task,

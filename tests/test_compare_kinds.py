@@ -16,7 +16,7 @@ from evaluation.comparison.entries import Question
 from evaluation.comparison.files import best_encoders
 from evaluation.comparison.plots import plot_question
 from evaluation.comparison.remarks import describe_label_baselines
-from evaluation.comparison.tables import cells_of, numbers_of
+from evaluation.comparison.tables import cells_by_encoder, cells_of
 from evaluation.metrics.scoring import KINDS, kind_of_score
 
 SCORES = {name: kind.score_heading for name, kind in KINDS.items()}
@@ -48,18 +48,18 @@ def rows_of(*kinds: str) -> list[dict]:
     ],
 )
 def test_a_table_has_the_name_and_the_unit_of_each_score(kinds, headings, cells):
-    named, body = cells_of(numbers_of(rows_of(*kinds)))
+    named, body = cells_of(cells_by_encoder(rows_of(*kinds)))
     assert named == headings and body[0] == ["a", *cells]
 
 
 def test_a_case_that_ends_in_its_score_has_it_once():
     rows = [row | {"case": f"5 {row['score']}"} if "score" in row else row for row in rows_of("class", "several")]
-    assert cells_of(numbers_of(rows))[0] == ["encoder", "class: accuracy (%)", "several 5: mAP, macro (%)"]
+    assert cells_of(cells_by_encoder(rows))[0] == ["encoder", "class: accuracy (%)", "several 5: mAP, macro (%)"]
 
 
 def test_bars_lines_and_curves_have_the_unit_of_their_score():
     rows = rows_of("several", "number")
-    several, number = plot_question(Question("bars"), rows, numbers_of(rows)).axes
+    several, number = plot_question(Question("bars"), rows, cells_by_encoder(rows)).axes
     assert several.get_xlabel() == "mAP, macro (%)" and number.get_xlabel() == "explained variance (R2)"
     assert [bar.get_width() for bar in several.patches] == [50, -25]
     assert [bar.get_width() for bar in number.patches] == [0.5, -0.25]

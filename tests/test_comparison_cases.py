@@ -13,7 +13,7 @@ from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.digests import identity, relevant_settings
 from evaluation.comparison.entries import Question, read_entries
 from evaluation.comparison.remarks import describe_uncounted
-from evaluation.comparison.reports import describe_missing_seeds, report_of, training_cost
+from evaluation.comparison.reports import describe_missing_seeds, report_path_of_case, training_cost
 from evaluation.comparison.trainings import cost_with_ancestors, local_encoder, step_flops, with_compute
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
 from evaluation.frozen.encoder import load_frozen_encoder
@@ -151,10 +151,10 @@ def test_masked_patches_are_evaluated_once_for_all_datasets():
 def test_long_names_are_cut_in_names_of_files(name, tmp_path):
     """As those of trials with many settings: a file's name has 255 bytes at most."""
     case = only_case({"name": name, "encoder": "floor:pixels"}, datasets=[{"name": "d"}])
-    report = report_of(case, tmp_path)
+    report = report_path_of_case(case, tmp_path)
     assert report.stem.endswith(identity(case)) and len(f"{report.stem}.outcomes.npz.12345.partial".encode()) < 255
     short = only_case(FLOOR, datasets=[{"name": "d"}])
-    assert report_of(short, tmp_path).name == f"floor-0-kNN-d-{identity(short)}.json"
+    assert report_path_of_case(short, tmp_path).name == f"floor-0-kNN-d-{identity(short)}.json"
 
 
 def test_seeds_without_a_result_next_to_others_are_named():

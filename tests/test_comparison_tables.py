@@ -12,7 +12,7 @@ from evaluation.comparison.remarks import (
     describe_other_tasks,
     describe_spread,
 )
-from evaluation.comparison.tables import cells_of, numbers_of
+from evaluation.comparison.tables import cells_by_encoder, cells_of
 from evaluation.figures.charts import plot_depths, plot_lines
 from evaluation.frozen import probing
 from evaluation.frozen.labelled_features import LabelledFeatures
@@ -43,7 +43,7 @@ def visible_panels(figure):
 
 def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
     rows = [ROW, ROW | {"encoder_seed": 1}, ROW | {"encoder_seed": 2, "kind": "diverged"}]
-    numbers = numbers_of(rows)
+    numbers = cells_by_encoder(rows)
     assert numbers["a"]["kNN 20"] == {"mean": 0.5, "std": 0, "count": 2, "diverged": 1}
     _, cells = cells_of(numbers)
     assert cells == [["a", "50.0 ± 0.0 (1 diverged)"]]
@@ -73,7 +73,7 @@ def test_rank_and_dev_accuracy_are_columns_but_no_bars():
     rows = [ROW | {"kind": "rank", "depth": depth, "rank": rank} for depth, rank in ranks.items()]
     rows.append(ROW | {"kind": "dev", "accuracy": 0.25})
     rows.append(ROW)
-    numbers = numbers_of(rows)
+    numbers = cells_by_encoder(rows)
     assert numbers["a"]["rank"] == {"mean": pytest.approx(4), "std": 0, "count": 1}
     headings, cells = cells_of(numbers)
     assert headings[-2:] == ["kNN, dev", "rank"]
@@ -86,7 +86,7 @@ def test_baselines_of_masked_patches_are_a_sentence_and_no_columns():
     masked = ROW | {"evaluation": "masked", "case": "model"}
     rows = [masked, masked | {"case": "nearest", "accuracy": 0.25}]
     rows += [row | {"encoder": "b"} for row in (masked, rows[1] | {"accuracy": 0.3})]
-    assert cells_of(numbers_of(rows)) == (["accuracy (%)", "masked model"], [["a", "50.0"], ["b", "50.0"]])
+    assert cells_of(cells_by_encoder(rows)) == (["accuracy (%)", "masked model"], [["a", "50.0"], ["b", "50.0"]])
     assert describe_masked_baselines(rows) == ["Baselines of masked, which need no encoder: nearest 25.0 to 30.0%."]
     assert describe_masked_baselines(rows[:2]) == ["Baselines of masked, which need no encoder: nearest 25.0%."]
     assert describe_masked_baselines([ROW]) == []
@@ -106,7 +106,7 @@ def test_masked_patches_that_differ_between_encoders_are_not_comparable():
 
 def test_a_column_names_its_dataset_where_the_evaluation_has_several():
     rows = [ROW, ROW | {"dataset": "other"}, ROW | {"evaluation": "masked", "case": "model"}]
-    headings, _ = cells_of(numbers_of(rows))
+    headings, _ = cells_of(cells_by_encoder(rows))
     assert headings[1:] == [f"{ROW['dataset']} kNN 20", "other kNN 20", "masked model"]
 
 
@@ -124,13 +124,13 @@ def test_a_mean_over_data_sets_is_over_all_of_them_or_is_not():
     hard = row | {"dataset": "hard", "accuracy": 0.3}
     of_seed_1 = row | {"dataset": "easy", "accuracy": 0.5, "encoder_seed": 1}
     other = row | {"dataset": "easy", "accuracy": 0.85, "encoder": "b"}
-    numbers = numbers_of([easy, hard, of_seed_1, other])
+    numbers = cells_by_encoder([easy, hard, of_seed_1, other])
     assert numbers["a"]["mean natural kNN"] == {"mean": pytest.approx(0.6), "std": 0, "count": 1}
     assert numbers["a"]["easy kNN"]["count"] == 2
     assert "mean natural kNN" not in numbers["b"]
     assert numbers["b"]["easy kNN"]["mean"] == 0.85
     groups = {"natural": {"easy", "hard", "gone"}}
-    unmeasured = numbers_of([easy, hard, of_seed_1], groups=groups)
+    unmeasured = cells_by_encoder([easy, hard, of_seed_1], groups=groups)
     assert "mean natural kNN" not in unmeasured["a"]
     assert unmeasured["a"]["hard kNN"]["mean"] == 0.3
 
@@ -269,9 +269,9 @@ def test_device_hours_stand_beside_the_compute_where_they_are_known(fine_tuned):
     ]
     for x, expected in (("total compute", ["10.5", "-", "-"]), ("compute", ["10", "40", "-"])):
         question = Question("q", encoders=["short", "long", "scratch"], plot="lines", x=x)
-        headings, body = cells_of(numbers_of(rows, question))
+        headings, body = cells_of(cells_by_encoder(rows, question))
         assert headings == ["accuracy (%)", "tuned", "tuned, PFLOP", "tuned, device-hours"]
         assert [line[-1] for line in body] == expected
     probed = {key: value for key, value in rows[0].items() if key not in ("pflop", "device_hours")}
-    _, body = cells_of(numbers_of([probed], Question("q", plot="lines", x="total compute")))
+    _, body = cells_of(cells_by_encoder([probed], Question("q", plot="lines", x="total compute")))
     assert body == [["short", "10.0", "1", "10"]]  # a probe trains nothing

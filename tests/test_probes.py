@@ -32,7 +32,7 @@ from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.random_weights import of_learned_weights
-from evaluation.frozen.report_names import report_of
+from evaluation.frozen.report_names import report_path_of_command
 from evaluation.frozen.results import write_probe_report
 from evaluation.linear import fit_lbfgs
 from evaluation.metrics.scoring import add_scores
@@ -452,15 +452,15 @@ def test_choosing_a_depth_takes_results_without_outcomes(vit):
 
 def test_a_report_of_random_weights_belongs_to_that_of_the_best_encoder(tmp_path):
     best = str(tmp_path / "run" / "encoder_best")
-    report = report_of(FewshotConfig(encoder=best), "fewshot")
-    of_random = report_of(FewshotConfig(encoder=best, random=True), "fewshot")
+    report = report_path_of_command(FewshotConfig(encoder=best), "fewshot")
+    of_random = report_path_of_command(FewshotConfig(encoder=best, random=True), "fewshot")
     assert of_random != report and of_learned_weights(of_random) == report
 
 
 def test_weights_of_the_same_file_name_have_reports_of_their_own():
     files = ("dino/model.safetensors", "mae/model.safetensors", "mae/../mae/model.safetensors")
     configs = [FewshotConfig(encoder="vit_tiny_patch16_224", checkpoint=file) for file in files]
-    one, other, same = (report_of(config, "fewshot").name for config in configs)
+    one, other, same = (report_path_of_command(config, "fewshot").name for config in configs)
     assert one.startswith("fewshot_model_") and one != other == same
 
 

@@ -23,7 +23,7 @@ from evaluation import compare, sweep
 from evaluation.comparison import run
 from evaluation.comparison.digests import identity
 from evaluation.comparison.reports import describe_missing_seeds
-from evaluation.comparison.sweep_results import advice, next_value, plot_sweep, ranking, table_of, write_sweep
+from evaluation.comparison.sweep_results import advice, next_value, plot_sweep, ranking, trials_table, write_sweep
 from evaluation.comparison.trainings import step_flops
 from evaluation.comparison.trials import plan_sweep
 from evaluation.config import KnnConfig, ProbeDataConfig, SweepConfig
@@ -360,8 +360,8 @@ def test_a_score_has_its_name_and_a_trial_without_one_is_last(small):
             about | {"kind": "validation", "accuracy": value, "seed": 0, "score": KINDS["number"].score_heading}
         )
     ranked = ranking(plan, rows)
-    first, second = table_of(ranked).splitlines()[2:]
-    assert "| knn, dev explained variance (R2) |" in table_of(ranked)
+    first, second = trials_table(ranked).splitlines()[2:]
+    assert "| knn, dev explained variance (R2) |" in trials_table(ranked)
     assert [line.split("|")[3].strip() for line in (first, second)] == ["-0.200", "-"]
     assert "trials was chosen" not in " ".join(advice(small.parse(), plan, ranked))
     nothing = ranking(plan, [row | {"accuracy": float("nan")} for row in rows])
@@ -378,7 +378,7 @@ def test_a_trial_without_the_evaluation_that_chooses_is_never_the_best(small):
         rows.append(about | {"evaluation": evaluation, "kind": "validation", "accuracy": value})
     ranked = ranking(plan, rows)
     assert [result.trial.values[LR] for result in ranked] == [0.01, 0.02]
-    first, second = ([cell.strip() for cell in line.split("|")[3:5]] for line in table_of(ranked).splitlines()[2:])
+    first, second = ([cell.strip() for cell in line.split("|")[3:5]] for line in trials_table(ranked).splitlines()[2:])
     assert (first, second) == (["50.0", "60.0"], ["-", "70.0"])
     text = " ".join(advice(small.parse(), plan, ranked))
     assert text.startswith("1 of 2 trials have no result yet.") and "--optim.lr=0.01" in text
@@ -443,9 +443,9 @@ def test_the_next_command_parses_and_trains_longer_on_all_training_images(small)
 def test_the_table_is_sorted_and_the_plot_has_a_line_for_each_other_setting(small):
     small.config |= {"vary": {LR: [0.01, 0.02, 0.04], BATCH: [8, 16]}, "seeds": [0, 1]}
     _, ranked = results_of(small, {0.01: [0.5, 0.5], 0.02: [0.7, 0.7], 0.04: [None, 0.9]})
-    values = [line.split("|")[2].strip() for line in table_of(ranked).splitlines()[2:]]
+    values = [line.split("|")[2].strip() for line in trials_table(ranked).splitlines()[2:]]
     assert values == ["0.02", "0.02", "0.01", "0.01", "0.04", "0.04"]
-    assert "90.0 (1 diverged)" in table_of(ranked)
+    assert "90.0 (1 diverged)" in trials_table(ranked)
     (axes,) = plot_sweep(ranked).axes
     assert axes.get_xlabel() == LR and axes.get_ylabel() == "dev accuracy (%)"
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"{BATCH}=16", f"{BATCH}=8"][::-1]

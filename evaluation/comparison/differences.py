@@ -164,12 +164,12 @@ def describe_difference(each: EncoderDifference) -> str:
     """In words: `A - B: +2.1 (+0.9 to +3.3), same 10,000 images; one seed each: methods not told apart`."""
     methods = "told apart" if each.are_methods_told_apart else "not told apart"
     return (
-        f"{each.one} - {each.other}: {describe_value(each)}, {describe_images(each)}; {describe_seeds(each)}: "
+        f"{each.one} - {each.other}: {describe_amount(each)}, {describe_test_images(each)}; {describe_seeds(each)}: "
         f"methods {methods}"
     )
 
 
-def describe_images(each: EncoderDifference) -> str:
+def describe_test_images(each: EncoderDifference) -> str:
     """The images, and whether they are compared one by one."""
     images = f"{each.over_images.images:,} images" if each.over_images.images else "images"
     return f"same {images}" if each.is_paired else f"{images}, not paired"
@@ -193,7 +193,9 @@ def difference_table(differences: Sequence[EncoderDifference]) -> tuple[list[str
         encoders = "told apart" if each.over_images.is_told_apart else "not told apart"
         methods = "told apart" if each.are_methods_told_apart else "not told apart"
         names = [f"{each.one}, {each.column}", each.other]
-        rows.append([*names, describe_value(each), describe_images(each), encoders, describe_seeds(each), methods])
+        rows.append(
+            [*names, describe_amount(each), describe_test_images(each), encoders, describe_seeds(each), methods]
+        )
     return headings, rows
 
 
@@ -222,7 +224,7 @@ def runners_up(differences: Sequence[EncoderDifference]) -> list[EncoderDifferen
     return list(by_column.values())
 
 
-def describe_value(each: EncoderDifference) -> str:
+def describe_amount(each: EncoderDifference) -> str:
     """A difference over images with its interval, in the unit of the score."""
     difference = each.over_images
     return f"{signed(each.kind, difference.value)} ({signed_interval(each.kind, difference.interval)})"

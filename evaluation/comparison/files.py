@@ -29,9 +29,9 @@ from evaluation.comparison.tables import (
     CellsByEncoder,
     Groups,
     cell_of,
+    cells_by_encoder,
     cells_of,
     mean_in_words,
-    numbers_of,
     score_in_words,
 )
 from evaluation.comparison.trunks import Compute, describe_trunks
@@ -107,7 +107,7 @@ def write_comparison(
     if trunks:
         results["trunks"] = trunks
     write_json(folder / "results.json", results)
-    text = "\n\n".join([text_of(answers), *missing, *describe_trunks(trunks or {})])
+    text = "\n\n".join([answers_as_text(answers), *missing, *describe_trunks(trunks or {})])
     write_complete(folder / "table.md", f"{text}\n")
     write_numbers(folder / NUMBERS_FILE, answers)
     plots = []
@@ -131,13 +131,13 @@ def dataset_groups(datasets: Sequence[dict[str, Any]]) -> Groups:
 def answer_of(question: Question, rows: list[ResultRow], groups: Groups, folder: Path) -> Answer:
     """The numbers and the plot of a question, and the differences from its best encoders."""
     asked = rows_asked(rows, question)
-    numbers = numbers_of(asked, question, groups)
+    numbers = cells_by_encoder(asked, question, groups)
     differences = differences_from_best(asked, folder)
     remarks = [*remarks_on(asked, question), *describe_not_compared(asked, differences)]
     return Answer(question, numbers, plot_question(question, asked, numbers), differences, remarks)
 
 
-def text_of(answers: Sequence[Answer]) -> str:
+def answers_as_text(answers: Sequence[Answer]) -> str:
     """The tables of all questions as Markdown."""
     texts = []
     for answer in answers:

@@ -32,7 +32,7 @@ rank: the effective rank of test features at a depth; diverged: no more.
 """
 
 
-def report_of(case: Case, folder: Path) -> Path:
+def report_path_of_case(case: Case, folder: Path) -> Path:
     """The file of a case's report: its name has the digest of the settings, so that a renamed entry is found.
 
     Args:
@@ -51,7 +51,7 @@ def divergence_of(encoder: Encoder, folder: Path) -> Path:
 def read_report(case: Case, folder: Path) -> dict[str, Any] | None:
     """The report of a case, if there is one of these settings, images and weights."""
     with suppress(UserError, FileNotFoundError, json.JSONDecodeError):  # no encoder, no report, or one that was cut off
-        report = json.loads(report_of(case, folder).read_text(encoding="utf-8"))
+        report = json.loads(report_path_of_case(case, folder).read_text(encoding="utf-8"))
         if report.get("comparison") == provenance(case):
             return report
     return None
@@ -160,7 +160,10 @@ def test_rows(case: Case, report: dict[str, Any], folder: Path) -> list[ResultRo
             if report["labels"]["baselines"]:
                 row["baselines"] = report["labels"]["baselines"]
         if "outcomes" in result:
-            row["outcomes"] = {"report": f"reports/{report_of(case, folder).name}", "number": result["outcomes"]}
+            row["outcomes"] = {
+                "report": f"reports/{report_path_of_case(case, folder).name}",
+                "number": result["outcomes"],
+            }
         rows.append(row)
     return rows
 

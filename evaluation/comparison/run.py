@@ -25,7 +25,7 @@ from evaluation.comparison.reports import (
     read_new_report,
     read_published,
     read_report,
-    report_of,
+    report_path_of_case,
     rows_of,
     with_interval,
 )
@@ -163,7 +163,7 @@ def evaluate_case(case: Case, folder: Path) -> None:
         Held: another process works at it.
         Diverged: a training did.
     """
-    file = report_of(case, folder)
+    file = report_path_of_case(case, folder)
     with hold(file.with_suffix(""), "dir"):  # a folder next to the report: its lock marks this case as taken
         if read_report(case, folder) is not None:
             return
@@ -185,7 +185,7 @@ def settings_to_evaluate(case: Case, folder: Path) -> Any:
 
     Fine-tuning has a run folder for only these images and weights: a finished run with others is not taken for it.
     """
-    config = replace(evaluation_settings(case), out=str(report_of(case, folder)))
+    config = replace(evaluation_settings(case), out=str(report_path_of_case(case, folder)))
     if case.evaluation.kind != "fine-tuning":
         return config
     run_folder = folder / "finetuned" / f"{case.file_name}-{identity(case)}-{digest_of(provenance(case))}"

@@ -34,7 +34,7 @@ LONGER = 4
 """Length of the run that the last line proposes, in lengths of a trial."""
 
 
-class Result(NamedTuple):
+class TrialResult(NamedTuple):
     """A trial with its accuracies."""
 
     trial: Trial
@@ -63,7 +63,7 @@ def write_sweep(config: SweepConfig, plan: SweepPlan, rows: list[ResultRow]) -> 
     folder = Path(config.dir)
     ranked = ranking(plan, rows)
     remarks = [*describe_missing_seeds(plan.cases, rows), *describe_other_tasks(rows)]
-    lines = [table_of(ranked), *remarks, *advice(config, plan, ranked)]
+    lines = [trials_table(ranked), *remarks, *advice(config, plan, ranked)]
     text = "\n\n".join(lines)
     trials = []
     for result in ranked:
@@ -81,18 +81,18 @@ def write_sweep(config: SweepConfig, plan: SweepPlan, rows: list[ResultRow]) -> 
     return text
 
 
-def ranking(plan: SweepPlan, rows: list[ResultRow]) -> list[Result]:
+def ranking(plan: SweepPlan, rows: list[ResultRow]) -> list[TrialResult]:
     """The trials that have results, the best first; those of which a seed diverged are last."""
     results = [result_of(trial, of_encoder(rows, trial.entry.name), plan.chosen_by) for trial in plan.trials]
     present = [result for result in results if result.cells]
     return sorted(present, key=lambda result: ("diverged" in result.cell, -rank_of(result.cell.get("mean"))))
 
 
-def result_of(trial: Trial, rows: list[ResultRow], chosen_by: str) -> Result:
+def result_of(trial: Trial, rows: list[ResultRow], chosen_by: str) -> TrialResult:
     """A trial with the accuracies that its rows have.
 
     Args:
-        chosen_by: see `Result`.
+        chosen_by: see `TrialResult`.
     """
     cells = {}
     for (evaluation,), of_evaluation in grouped(rows, "evaluation").items():
@@ -108,7 +108,7 @@ def result_of(trial: Trial, rows: list[ResultRow], chosen_by: str) -> Result:
     run = Path(with_seed(trial.entry.encoder, trial.entry.seeds[0]))
     steps = group_of(saved_settings(run), "run").get("steps")
     costs = mean_of(rows, "training_pflop"), mean_of(rows, "training_device_hours")
-    return Result(trial, cells, *costs, steps, chosen_by)
+    return TrialResult(trial, cells, *costs, steps, chosen_by)
 
 
 def mean_of(rows: list[ResultRow], key: str) -> float | None:
@@ -126,7 +126,7 @@ def accuracies_by_seed(rows: list[ResultRow]) -> dict[int, float]:
     return by_seed
 
 
-def table_of(ranked: Sequence[Result]) -> str:
+def trials_table(ranked: Sequence[TrialResult]) -> str:
     """The trials as a Markdown table."""
     if not ranked:
         return "no results yet"
@@ -155,7 +155,7 @@ def cost_text(cost: float | None) -> str:
     return "-" if cost is None else f"{cost:.3g}"
 
 
-def kind_of_trials(results: Sequence[Result], evaluation: str) -> LabelKind:
+def kind_of_trials(results: Sequence[TrialResult], evaluation: str) -> LabelKind:
     """The kind of label whose score an evaluation has."""
     return kind_of_scores(result.cells.get(evaluation, {}) for result in results)
 
@@ -170,7 +170,7 @@ def run_name(trial: Trial) -> str:
 # --- advice ---
 
 
-def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[Result]) -> list[str]:
+def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[TrialResult]) -> list[str]:
     """Sentences below the table: limits of the choice, trials to add, and the next command."""
     evaluated = [result for result in ranked if result.cell]
     missing = len(plan.trials) - len(evaluated)
@@ -196,10 +196,10 @@ def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[Result]) -> li
     return lines
 
 
-def edges(config: SweepConfig, plan: SweepPlan, best: Result) -> Iterator[str]:
+def edges(config: SweepConfig, plan: SweepPlan, best: TrialResult) -> Iterator[str]:
     """A sentence for each setting whose best value is the smallest or the largest that was tried."""
     for key, value in best.trial.values.items():
-        tried = numbers_of(trial.values[key] for trial in plan.trials)
+        tried = sorted_numbers(trial.values[key] for trial in plan.trials)
         if len(tried) < 2 or value not in (tried[0], tried[-1]):
             continue
         further = next_value(tried if value == tried[-1] else tried[::-1])
@@ -207,7 +207,7 @@ def edges(config: SweepConfig, plan: SweepPlan, best: Result) -> Iterator[str]:
             yield f"The best is at the edge of {key} ({as_words(value)}): add {as_words(further)}."
 
 
-def numbers_of(values: Iterator[Any]) -> list[float]:
+def sorted_numbers(values: Iterator[Any]) -> list[float]:
     """The different values in ascending order; none where they are no numbers."""
     different = list(values)
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in different):
@@ -225,7 +225,7 @@ def next_value(values: Sequence[float]) -> float | None:
     return float(f"{further:.3g}")
 
 
-def is_allowed(config: SweepConfig, best: Result, key: str, value: float) -> bool:
+def is_allowed(config: SweepConfig, best: TrialResult, key: str, value: float) -> bool:
     """Whether a training takes this value instead of the best one."""
     try:
         parsed_options(config.train, best.trial.entry.train_options | {key: value})
@@ -234,7 +234,7 @@ def is_allowed(config: SweepConfig, best: Result, key: str, value: float) -> boo
     return True
 
 
-def describe_lead(best: Result, second: Result) -> str:
+def describe_lead(best: TrialResult, second: TrialResult) -> str:
     """Lead of the best trial over the second, compared with the spread over seeds."""
     kind = kind_of_scores([best.cell])
     lead = best.cell["mean"] - second.cell["mean"]
@@ -258,7 +258,7 @@ def point_with_new_seed(trial: Trial) -> str:
     return "{" + ", ".join(f"{key}: {as_words(value)}" for key, value in point.items()) + "}"
 
 
-def next_command(config: SweepConfig, best: Result) -> str:
+def next_command(config: SweepConfig, best: TrialResult) -> str:
     """The command that trains longer with the best settings, on all training images."""
     options = command_options(config, best.trial)
     length = best.steps or parsed_options(config.train, options).run.steps
@@ -269,7 +269,7 @@ def next_command(config: SweepConfig, best: Result) -> str:
 # --- plot ---
 
 
-def plot_sweep(ranked: Sequence[Result]) -> Figure | None:
+def plot_sweep(ranked: Sequence[TrialResult]) -> Figure | None:
     """Accuracy against the setting with the most values, a line for each choice of the others; None: no results.
 
     Bars, where no setting has several positive numbers.
@@ -292,17 +292,17 @@ def plot_sweep(ranked: Sequence[Result]) -> Figure | None:
     return plot_lines(curves, x_of_lines, {name: dev_scale(scored, name) for name in curves})
 
 
-def dev_scale(results: Sequence[Result], evaluation: str) -> Scale:
+def dev_scale(results: Sequence[TrialResult], evaluation: str) -> Scale:
     """The axis of an evaluation's score on the dev split."""
     kind = kind_of_trials(results, evaluation)
     return Scale(f"dev {kind.score_title}", kind.factor)
 
 
-def axis_of(results: Sequence[Result]) -> str | None:
+def axis_of(results: Sequence[TrialResult]) -> str | None:
     """The setting with the most values, all of them positive numbers; None: none has two."""
     counts = {}
     for key in results[0].trial.values:
-        numbers = numbers_of(result.trial.values[key] for result in results)
+        numbers = sorted_numbers(result.trial.values[key] for result in results)
         if len(numbers) > 1 and numbers[0] > 0:
             counts[key] = len(numbers)
     return max(counts, key=counts.get) if counts else None

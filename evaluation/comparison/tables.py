@@ -38,8 +38,10 @@ class TableColumn(NamedTuple):
     rows: list[ResultRow]
 
 
-def numbers_of(rows: list[ResultRow], question: Question | None = None, groups: Groups | None = None) -> CellsByEncoder:
-    """The numbers of a table.
+def cells_by_encoder(
+    rows: list[ResultRow], question: Question | None = None, groups: Groups | None = None
+) -> CellsByEncoder:
+    """The cells of a table.
 
     Args:
         question: where it plots against compute, each cell has the mean PFLOP and device-hours of its accuracies.

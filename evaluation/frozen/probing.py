@@ -16,7 +16,7 @@ from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, 
 from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_features
 from evaluation.frozen.labelled import refuse_other_kinds
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features
-from evaluation.frozen.report_names import report_of
+from evaluation.frozen.report_names import report_path_of_command
 from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error
@@ -59,7 +59,7 @@ def run_probe(
     if config.task != AUTO:
         check_kind(config.task)
     accelerator = start(config.run_settings())
-    path = report_of(config, command)
+    path = report_path_of_command(config, command)
     if config.features:
         saved = load_features(Path(config.features))
         saved = saved if config.test else saved.dev_split()

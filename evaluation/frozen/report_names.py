@@ -46,7 +46,7 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
         raise UserError(f"{path} cannot be written ({error.strerror}); choose another place with --out") from error
 
 
-def report_of(config: EncoderConfig, command: str, ending: str = ".json") -> Path:
+def report_path_of_command(config: EncoderConfig, command: str, ending: str = ".json") -> Path:
     """The file of a command's report, whose name says which settings are unusual: see `report_path`."""
     of_encoder = "" if config.features else report_suffix(config)
     name = f"{command}{of_encoder}{settings_suffix(config)}{ending}"

@@ -158,7 +158,7 @@ def charts_of_drift(history: History, marks: Marks) -> list[Chart | None]:
 def chart_of_lines(title: str, lines: Lines, label: str, x_label: str) -> Chart:
     """A chart of shares by depth, with its numbers."""
     figure = plot_series(lines, label, percent=True, x_label=x_label)
-    return chart(title, figure, table_of(lines, "depth", percent=True))
+    return chart(title, figure, chart_table(lines, "depth", percent=True))
 
 
 def chart_of_scalars(
@@ -179,7 +179,7 @@ def chart_of_scalars(
     if not lines:
         return None
     figure = plot_series(lines, label, scale, percent, marks=marks)
-    return chart(title, figure, table_of(lines, "steps", percent))
+    return chart(title, figure, chart_table(lines, "steps", percent))
 
 
 def chart_by_depth(title: str, lines: History, group: str, start: str) -> Chart:
@@ -195,7 +195,7 @@ def chart_by_depth(title: str, lines: History, group: str, start: str) -> Chart:
     return chart_of_lines(title, curves, "share", "depth (blocks)")
 
 
-def table_of(lines: Lines, x_label: str, percent: bool) -> Table:
+def chart_table(lines: Lines, x_label: str, percent: bool) -> Table:
     """The numbers of a chart at some x values, the last among them: the latest value of each line."""
     x_values = sorted(set().union(*lines.values()))
     rows = []

@@ -14,7 +14,7 @@ from evaluation.frozen.extraction import describe_input, warn_left_out
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.labelled_features import cut_dev_split
 from evaluation.frozen.probing import assemble_report
-from evaluation.frozen.report_names import report_of
+from evaluation.frozen.report_names import report_path_of_command
 from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
@@ -48,7 +48,7 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
         Unavailable: the encoder lacks the features that the protocol reads.
     """
     accelerator = start_alone(config.run_settings(), f"protocol {config.protocol} is carried out")
-    path = report_of(config, "linear")
+    path = report_path_of_command(config, "linear")
     encoder = open_frozen_encoder(config)
     protocol = open_protocol(config, encoder)
     train, test, _ = load_labelled(config.data, accelerator, config.weights, loaded=loaded, on_dev=not config.test)

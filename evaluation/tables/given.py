@@ -127,10 +127,10 @@ def convert(values: pa.Array, feature: Any, kind: pa.DataType) -> pa.Array:
         return pa.array(found, kind)
     if values.type == kind:
         return values
-    return pa.array([text_of(value) for value in values.to_pylist()], kind)
+    return pa.array([value_as_text(value) for value in values.to_pylist()], kind)
 
 
-def text_of(value: Any) -> str | None:
+def value_as_text(value: Any) -> str | None:
     """A value as text: a list of texts with `;` between them, other lists and records as JSON."""
     if value is None or isinstance(value, str):
         return value
