@@ -32,11 +32,11 @@ from evaluation.frozen.encoder import (
 )
 from evaluation.frozen.extraction import describe_input
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
-from evaluation.frozen.labelled import describe_images
+from evaluation.frozen.labelled import describe_training_images
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import assemble_report, choose_depths, each_depth
 from evaluation.frozen.provenance import check_labels_unseen
-from evaluation.frozen.report_names import events_folder, report_of
+from evaluation.frozen.report_names import events_folder, report_path_of_command
 from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
@@ -47,7 +47,7 @@ from evaluation.patches.masks import MaskedImages, MaskedSplits
 from evaluation.patches.outlines import BIRD_CLASSES
 from evaluation.patches.readings import (
     LinearReading,
-    Predict,
+    PatchScorer,
     choose_labelled_patches,
     fit_linear_reading,
     neighbour_votes,
@@ -60,7 +60,7 @@ from evaluation.patches.statistics import (
     warn_of_turned_images,
     with_numbered_classes,
 )
-from evaluation.patches.tables import class_table, draw_predictions, reading_table
+from evaluation.patches.tables import draw_predicted_masks, iou_table, reading_table
 from mpp.config import require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
@@ -92,7 +92,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         UserError: an encoder without patches, or images without masks.
     """
     accelerator = start_alone(config.run_settings(), "patches are evaluated")
-    path = report_of(config, "segmentation")
+    path = report_path_of_command(config, "segmentation")
     splits = load_masked_images(config.data, loaded)
     check_labels_unseen(config.weights, config.data, splits.train.images, splits.test.images)
     print(describe_masked_images(splits, config.data))
@@ -101,7 +101,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     if config.save:
         allowed = "left out: a colour baseline has no weights, so its head is not kept"
         require(isinstance(encoder, FrozenEncoder), "save", True, allowed)
-    learned = describe_images(config.data, splits.train.images) if config.save else None
+    learned = describe_training_images(config.data, splits.train.images) if config.save else None
     with deaths_explained():
         report, readings, splits = evaluate_encoder(config, encoder, splits, accelerator)
         report["baselines"] = evaluate_baselines(config, encoder, splits, accelerator) | report["baselines"]
@@ -179,7 +179,7 @@ def evaluate(features: PatchFeatures, config: SegmentationConfig) -> list[dict]:
 def evaluate_readings(features: PatchFeatures, config: SegmentationConfig) -> EvaluatedReadings:
     """See `evaluate`."""
     features, numbers = with_numbered_classes(features)
-    score = partial(score_reading, numbers=numbers, names=name_classes(config, numbers.tolist()))
+    score = partial(score_reading, numbers=numbers, names=mask_class_names(config, numbers.tolist()))
     results: list[dict[str, Any]] = []
     fitted: list[LinearReading] = []
     predictions: dict[str, Tensor] = {}
@@ -206,14 +206,14 @@ def evaluate_readings(features: PatchFeatures, config: SegmentationConfig) -> Ev
 
 
 def score_reading(
-    predict: Predict, features: PatchFeatures, numbers: NDArray[np.int16], names: Sequence[str]
+    score_patches: PatchScorer, features: PatchFeatures, numbers: NDArray[np.int16], names: Sequence[str]
 ) -> tuple[dict[str, Any], Tensor]:
     """The scores and outcomes of a reading, and its predicted classes (M, H, W).
 
     Args:
         numbers, names: of the classes, (C,).
     """
-    predicted = predict_pixels(predict, features.test, features.test_masks.shape[1:], len(numbers))
+    predicted = predict_pixels(score_patches, features.test, features.test_masks.shape[1:], len(numbers))
     counts = count_confusion(torch.from_numpy(features.test_masks), predicted, len(numbers))
     outcomes = Outcomes("pixels", counts.sum(2), counts, names, features.test_images)
     return score_confusion(counts.sum(0), numbers) | {"outcomes": outcomes}, predicted
@@ -237,7 +237,7 @@ def keep_reading(
     numbers = readings.class_numbers[: reading.classify.out_features].tolist()
     description = HeadDescription(
         task="pixels",
-        class_names=name_classes(config, numbers),
+        class_names=mask_class_names(config, numbers),
         class_numbers=numbers,
         representation="patches",
         depth=report["protocol"]["chosen_depth"],
@@ -255,7 +255,7 @@ def known_names(config: SegmentationConfig) -> Sequence[str]:
     return config.class_names or ()
 
 
-def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str]:
+def mask_class_names(config: SegmentationConfig, numbers: Sequence[int]) -> list[str]:
     """The name of each class.
 
     Args:
@@ -307,7 +307,7 @@ def print_tables(report: dict[str, Any], config: SegmentationConfig) -> None:
     for name, baseline in report["baselines"].items():
         lines[name] = baseline if name == MOST_FREQUENT else results_at_chosen_depth(baseline)
     print(reading_table(lines, config.readings))
-    print(class_table(lines[config.encoder], known_names(config)))
+    print(iou_table(lines[config.encoder], known_names(config)))
 
 
 def results_at_chosen_depth(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -327,7 +327,7 @@ def write_picture(
     path = report.with_suffix(".pictures.png")
     numbers = torch.from_numpy(readings.class_numbers)
     masks = {reading: numbers[predicted.long()] for reading, predicted in readings.predictions.items()}
-    figure = draw_predictions(encoder, test, masks, config)
+    figure = draw_predicted_masks(encoder, test, masks, config)
     figure.savefig(path, dpi=DPI)
     with event_writer(events_folder(report)) as writer:
         writer.add_figure("segmentation", figure)

@@ -9,7 +9,7 @@ from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_m
 from evaluation.metrics.intervals import bootstrap, containing, paired_accuracies, wilson
 from evaluation.metrics.one_class import OneClass
 from evaluation.metrics.outcomes import Outcomes, load_outcomes, save_outcomes
-from evaluation.metrics.pixels import Pixels
+from evaluation.metrics.pixels import PixelClasses
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, keep_outcomes, labelled_outcomes, score
 from evaluation.patches.scores import count_confusion
 from mpp.errors import UserError
@@ -148,8 +148,8 @@ def test_each_class_of_pixels_has_its_iou_with_an_interval():
     predictions[0] = [[2, 2, 0], [0, 0, 0], [0, 0, 0]]
     predictions[1] = [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
     outcomes = Outcomes("pixels", targets, predictions, ["a", "b", "c"])
-    assert Pixels().confusion(outcomes).tolist() == [[3, 3, 0], [0, 2, 0], [0, 0, 0]]
-    headings, rows = Pixels().class_table(outcomes).text()
+    assert PixelClasses().confusion(outcomes).tolist() == [[3, 3, 0], [0, 2, 0], [0, 0, 0]]
+    headings, rows = PixelClasses().class_table(outcomes).text()
     assert headings == ["class", "pixels", "predicted", "IoU (%)"]
     assert [row[:3] for row in rows] == [["a", "6", "3"], ["b", "2", "5"], ["c", "0", "0"]]
     assert rows[0][3] == "50.0 (50.0 to 50.0)" and rows[1][3] == "40.0" and rows[2][3] == "-"
@@ -165,7 +165,7 @@ def test_intervals_of_a_rare_class_of_pixels_cover_the_truth():
     expected = jaccard_score(truth.ravel(), np.where(is_right, truth, 0).ravel())
     covered = []
     for _ in range(100):
-        low, high = Pixels().class_table(all_images.select(rng.integers(2000, size=50))).intervals[1]
+        low, high = PixelClasses().class_table(all_images.select(rng.integers(2000, size=50))).intervals[1]
         if np.isfinite(low):
             covered.append(low <= expected <= high)
     assert len(covered) > 80 and 0.87 <= np.mean(covered) <= 0.99
@@ -258,7 +258,7 @@ def outcomes_of_masks(truth, predicted):
 
 
 def test_iou_is_scikit_learns_and_its_bootstrap_covers_the_truth():
-    kind = Pixels()
+    kind = PixelClasses()
     rng = np.random.default_rng(0)
     truth, predicted = draw_masks(rng, 3000)
     expected = jaccard_score(truth.ravel(), predicted.ravel(), average="macro")
@@ -282,10 +282,10 @@ def test_masks_without_a_counted_pixel_are_left_out_and_encoders_are_paired():
     assert len(labelled_outcomes(outcomes)) == 37
     good = outcomes_of_masks(truth, np.where(rng.random(truth.shape) < 0.5, truth, predicted))
     plain = outcomes_of_masks(truth, predicted)
-    difference = Pixels().difference([good], [plain])
+    difference = PixelClasses().difference([good], [plain])
     low, high = difference.interval
     assert difference.value == pytest.approx(score(good) - score(plain)) and 0 < low < difference.value < high
-    assert Pixels().difference([good, plain], [plain]).value == pytest.approx(difference.value / 2)
+    assert PixelClasses().difference([good, plain], [plain]).value == pytest.approx(difference.value / 2)
 
 
 def patches_of_few_images():

@@ -33,7 +33,7 @@ from evaluation.predictions.masks import place_of_image
 from evaluation.predictions.opening import find_encoder_of_head, find_named
 from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
 from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split
-from evaluation.supervision.classifiers import name_classes, timm_names
+from evaluation.supervision.classifiers import distinct_class_names, timm_names
 from evaluation.tables import parts
 from evaluation.tables.images import folder_of, name_in_folder, path_in_folder
 from mpp.data.dataset import ImageDataset, images_only
@@ -390,11 +390,11 @@ def test_what_is_no_classifier_is_refused(finished_run, class_images, tmp_path):
 
 def test_classes_of_timm_have_names_and_each_is_unique():
     model = timm.create_model("resnet18")
-    names = name_classes(timm_names(model), 1000)
+    names = distinct_class_names(timm_names(model), 1000)
     assert names[1].startswith("goldfish") and len(set(names)) == 1000
     assert [name for name in names if name.startswith("crane")] == ["crane (134)", "crane (517)"]
-    assert name_classes(None, 3) == ["0", "1", "2"]
-    assert name_classes(["a"], 2) == ["a", "1"]
+    assert distinct_class_names(None, 3) == ["0", "1", "2"]
+    assert distinct_class_names(["a"], 2) == ["a", "1"]
 
 
 def test_labels_are_numbered_as_the_classifiers_classes():

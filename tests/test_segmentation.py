@@ -23,8 +23,8 @@ from evaluation.patches.masks import IGNORED_CLASS, MaskedImages, decode_mask
 from evaluation.patches.outlines import OUTLINES_FILE, draw_mask
 from evaluation.patches.readings import choose_labelled_patches, masked_loss, neighbour_votes
 from evaluation.patches.scores import count_confusion, score_confusion, score_most_frequent
-from evaluation.patches.statistics import class_shares, report_pixels, warn_of_turned_images
-from evaluation.patches.tables import class_table, reading_table
+from evaluation.patches.statistics import class_shares_of_patches, report_pixels, warn_of_turned_images
+from evaluation.patches.tables import iou_table, reading_table
 from mpp.data.columns import without_decoding
 from mpp.data.dataset import ImageDataset
 from mpp.data.sources import load_splits
@@ -142,10 +142,10 @@ def test_scores_are_scikit_learns(ignored):
 
 def test_shares_of_patches_are_counted():
     mask = np.array([[[0, 0, 1, -1], [0, 2, -1, -1], [1, 1, 2, 2], [1, 1, 2, 0]]], np.int16)
-    (shares,) = class_shares(mask, (2, 2), 3)
+    (shares,) = class_shares_of_patches(mask, (2, 2), 3)
     expected = [[[0.75, 0, 0.25], [0, 0.25, 0]], [[0, 1, 0], [0.25, 0, 0.75]]]
     assert shares[0].tolist() == expected
-    (shares,) = class_shares(mask.clip(0), (2, 2), 3)
+    (shares,) = class_shares_of_patches(mask.clip(0), (2, 2), 3)
     assert shares[0].tolist() == [[[0.75, 0, 0.25], [0.75, 0.25, 0]], *expected[1:]]
 
 
@@ -604,12 +604,12 @@ def test_numbers_that_no_pixel_has_are_no_rows():
     of_seeds = [
         {"case": "linear", "seed": seed, "iou": [0.5], "accuracy": 0.5, "pixel_accuracy": 0.5} for seed in range(3)
     ]
-    assert "IoU (%), means of 3 seeds" in class_table(of_seeds)
+    assert "IoU (%), means of 3 seeds" in iou_table(of_seeds)
     assert "%, means of 3 seeds" in reading_table({"vit": of_seeds}, ["linear"])
-    assert "seeds" not in class_table(of_seeds[:1])
-    named = class_table([{"case": "knn", "iou": [0.5, None, 0.25]}], ["soil", "rock"])
+    assert "seeds" not in iou_table(of_seeds[:1])
+    named = iou_table([{"case": "knn", "iou": [0.5, None, 0.25]}], ["soil", "rock"])
     assert "| soil" in named and "rock" not in named and "class 2" in named
-    printed = class_table([{"case": "knn", "iou": [0.5, None, 0.25]}])
+    printed = iou_table([{"case": "knn", "iou": [0.5, None, 0.25]}])
     assert "class 0" in printed
     assert "class 1" not in printed
     assert "class 2" in printed

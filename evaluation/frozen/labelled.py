@@ -90,10 +90,10 @@ def describe_learned(data: SourceConfig, loaded: LoadedSplits | None, task: str)
         task: kind of label, or auto.
     """
     all_train, _ = load_image_datasets(data, loaded, task, announce=False)
-    return describe_images(data, all_train.labelled().choose(data.train_images, data.eval_seed))
+    return describe_training_images(data, all_train.labelled().choose(data.train_images, data.eval_seed))
 
 
-def describe_images(data: SourceConfig, train: ImageDataset) -> dict[str, Any]:
+def describe_training_images(data: SourceConfig, train: ImageDataset) -> dict[str, Any]:
     """The settings and the record of training images, for a kept head."""
     source = {name: getattr(data, name) for name in IMAGE_SETTINGS}
     return {"source": source, "train": identify_images(train, labels=False, retries=data.read_retries)}

@@ -15,7 +15,7 @@ from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.outcomes import Outcomes
 
 
-class Pixels(LabelKind):
+class PixelClasses(LabelKind):
     """A class for each pixel.
 
     Targets (M, C): pixels of each class. Predictions (M, C, C): pixels of each class (second axis) that each class

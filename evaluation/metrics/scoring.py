@@ -16,13 +16,13 @@ from evaluation.metrics.number import Number
 from evaluation.metrics.one_class import OneClass
 from evaluation.metrics.outcomes import Outcomes, save_outcomes
 from evaluation.metrics.patches import MaskedPatches
-from evaluation.metrics.pixels import Pixels
+from evaluation.metrics.pixels import PixelClasses
 from evaluation.metrics.several import SeveralClasses
 from mpp.errors import UserError
 from mpp.runtime.messages import note
 
 Result = dict[str, Any]
-ALL_KINDS = (OneClass(), SeveralClasses(), Number(), Pixels(), MaskedPatches())
+ALL_KINDS = (OneClass(), SeveralClasses(), Number(), PixelClasses(), MaskedPatches())
 KINDS: dict[str, LabelKind] = {kind.name: kind for kind in ALL_KINDS}
 """All kinds of labels by name. One class and its place in this line add a kind."""
 ONE_CLASS = KINDS["class"]

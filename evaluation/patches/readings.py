@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evaluation.config import SegmentationConfig
 from evaluation.patches.features import PatchFeatures
 from evaluation.patches.masks import IGNORED_CLASS
-from evaluation.patches.statistics import class_shares, find_classes
+from evaluation.patches.statistics import class_shares_of_patches, find_classes
 from mpp.features.neighbours import count_votes, find_neighbours
 from mpp.runtime.hardware import device
 
@@ -23,7 +23,7 @@ WARMUP_SHARE = 0.04  # of the steps; DINOv2 has 1500 of 40,000
 IMAGES_PER_PREDICTION = 16  # that are predicted together
 UNTAUGHT_LOGIT = -1e4  # its probability is 0; infinity times a weight of 0 would be no number when upsampled
 PIXEL_LOGITS_PER_BLOCK = 2**24  # upsampled at a time, which bounds the memory
-Predict = Callable[[Tensor], Tensor]
+PatchScorer = Callable[[Tensor], Tensor]
 """Features of patches (B, h, w, D), on the device, to scores (B, C, h, w)."""
 
 
@@ -101,7 +101,7 @@ def choose_labelled_patches(
     """
     grid = features.train.shape[1:3]
     labels = []
-    for shares in class_shares(features.train_masks, grid, classes):
+    for shares in class_shares_of_patches(features.train_masks, grid, classes):
         has_class = shares.sum(-1) > 0
         labels.append(shares.argmax(-1).where(has_class, -1).flatten())
     labels = torch.cat(labels)
@@ -132,7 +132,7 @@ def neighbour_votes(
 
 
 @torch.no_grad()
-def predict_pixels(predict: Predict, features: NDArray, size: Sequence[int], classes: int) -> Tensor:
+def predict_pixels(score_patches: PatchScorer, features: NDArray, size: Sequence[int], classes: int) -> Tensor:
     """The class of each pixel, (n, H, W) int16, of images whose patches have these features (n, h, w, D).
 
     Args:
@@ -143,6 +143,6 @@ def predict_pixels(predict: Predict, features: NDArray, size: Sequence[int], cla
     predicted = []
     for first in range(0, len(features), IMAGES_PER_PREDICTION):
         block = torch.from_numpy(features[first : first + IMAGES_PER_PREDICTION]).to(device())
-        for scores in predict(block).split(images_per_upsampling):
+        for scores in score_patches(block).split(images_per_upsampling):
             predicted.append(upsample(scores, size).argmax(1).to(torch.int16).cpu())
     return torch.cat(predicted)

@@ -53,7 +53,7 @@ def with_numbered_classes(features: PatchFeatures) -> tuple[PatchFeatures, NDArr
     return numbered, numbers
 
 
-def class_shares(masks: NDArray[np.int16], grid: tuple[int, int], classes: int) -> Iterator[Tensor]:
+def class_shares_of_patches(masks: NDArray[np.int16], grid: tuple[int, int], classes: int) -> Iterator[Tensor]:
     """The share of each patch that is of each class, (b, h, w, C) by blocks of images; ignored pixels are of none."""
     images_per_block = max(1, SHARES_PER_BLOCK // (classes * masks[0].size))
     for block in torch.from_numpy(masks).split(images_per_block):

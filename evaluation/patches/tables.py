@@ -10,7 +10,7 @@ from torch import Tensor
 from evaluation.config import SegmentationConfig
 from evaluation.figures.images import plot_segmentation
 from evaluation.figures.markdown import table
-from evaluation.metrics.pixels import Pixels
+from evaluation.metrics.pixels import PixelClasses
 from evaluation.metrics.summaries import summarize_values
 from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchEncoder
@@ -19,7 +19,7 @@ from mpp.features.reconstructions import as_one_picture
 from mpp.runtime.arrays import evenly_spaced
 from mpp.runtime.randomness import FIXED_VIEW
 
-MEAN_IOU = Pixels()
+MEAN_IOU = PixelClasses()
 
 
 def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str]) -> str:
@@ -43,7 +43,7 @@ def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str
     return table(headings, rows)
 
 
-def class_table(results: list[dict[str, Any]], names: Sequence[str] = ()) -> str:
+def iou_table(results: list[dict[str, Any]], names: Sequence[str] = ()) -> str:
     """IoU of each class, of each reading; the mean over seeds; without numbers that no pixel has.
 
     Args:
@@ -70,7 +70,7 @@ def of_seeds(lines: Iterable[list[dict[str, Any]]]) -> str:
     return f", means of {len(seeds)} seeds" if len(seeds) > 1 else ""
 
 
-def draw_predictions(
+def draw_predicted_masks(
     encoder: PatchEncoder,
     test: MaskedImages,
     predictions: dict[str, Tensor],

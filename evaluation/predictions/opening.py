@@ -16,7 +16,7 @@ from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, KeptHead, 
 from evaluation.frozen.training_reports import find_tested_run
 from evaluation.patches.readings import LinearReading
 from evaluation.predictions.pixels import PixelClassifier
-from evaluation.supervision.classifiers import Classifier, load_classifier, name_classes
+from evaluation.supervision.classifiers import Classifier, distinct_class_names, load_classifier
 from mpp.config import require, sides
 from mpp.errors import UserError
 from mpp.models.descriptions import is_named
@@ -152,7 +152,7 @@ def open_classifier(source: Source, channels: int) -> Classifier:
     about = source.head.description
     encoder = open_encoder_of_head(source, channels)
     network = HeadOnFeatures(encoder, rebuild_linear(source.head), about)
-    names = name_classes(about.class_names, len(about.class_names))
+    names = distinct_class_names(about.class_names, len(about.class_names))
     kind = {task: kind for kind, task in HEAD_TASKS.items()}[about.task]
     outputs = len(source.head.weights["classify.bias"])
     return Classifier(network, encoder.img_size, outputs, about.input["crop_pct"], names, kind)
@@ -170,7 +170,7 @@ def open_pixel_classifier(source: Source, channels: int) -> PixelClassifier:
     reading = LinearReading(weights["classify.weight"].shape[1], (~untaught).nonzero().flatten().tolist())
     reading.load_state_dict(weights)
     encoder = open_encoder_of_head(source, channels)
-    names = name_classes(about.class_names, len(about.class_names))
+    names = distinct_class_names(about.class_names, len(about.class_names))
     return PixelClassifier(encoder, reading.eval(), about.depth, about.input["crop_pct"], names, about.class_numbers)
 
 

@@ -63,8 +63,8 @@ class Classification(ImageTask):
         train, held_out = splits
         self.train = train
         self.held_out = held_out.choose(data.eval_images, data.cut_seed)
-        self.classes = count_classes(splits)
-        self.label_names = class_names(train, self.classes)
+        self.classes = number_of_classes(splits)
+        self.label_names = output_names(train, self.classes)
         self.label_kind = train.label_kind
         self.learner = learner_of(self.label_kind, train.labels, self.classes, number_loss)
         refuse_mixing(augment, self.learner)
@@ -218,14 +218,14 @@ def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor]
     return transforms[0] if len(transforms) == 1 else v2.RandomChoice(transforms)
 
 
-def class_names(train: ImageDataset, classes: int) -> list[str] | None:
+def output_names(train: ImageDataset, classes: int) -> list[str] | None:
     """The name of each output of the head; None: unknown."""
     if not train.class_names or len(train.class_names) < classes:
         return None
     return train.class_names[:classes]
 
 
-def count_classes(splits: Sequence[ImageDataset]) -> int:
+def number_of_classes(splits: Sequence[ImageDataset]) -> int:
     """C: of one class an image the largest label of any split, plus one; of numbers 0."""
     train, _ = splits
     problem = KINDS[train.label_kind].problem(train.labels, "train")

@@ -135,7 +135,9 @@ def load_timm_classifier(source: str, channels: int, setting: str) -> Classifier
     frozen = FrozenEncoder(model)
     check_channels(frozen, channels, setting)
     network = nn.Sequential(frozen.normalize, model)
-    return Classifier(network, frozen.img_size, classes, frozen.crop_pct, name_classes(timm_names(model), classes))
+    return Classifier(
+        network, frozen.img_size, classes, frozen.crop_pct, distinct_class_names(timm_names(model), classes)
+    )
 
 
 def timm_names(model: nn.Module) -> list[str] | None:
@@ -147,7 +149,7 @@ def timm_names(model: nn.Module) -> list[str] | None:
     return [info.index_to_description(number) for number in range(info.num_classes())]
 
 
-def name_classes(names: Sequence[str] | None, classes: int) -> list[str]:
+def distinct_class_names(names: Sequence[str] | None, classes: int) -> list[str]:
     """A name for each class: its own, with its number where another has the same, or only its number."""
     known = list(names or [])[:classes]
     repeated = {name for name, count in Counter(known).items() if count > 1}
@@ -175,7 +177,7 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     is_same = all(torch.equal(tensor, exported[name]) for name, tensor in network.encoder.state_dict().items())
     require(is_same, setting, run, "a run whose newest checkpoint has the weights of its encoder/")
     names = frozen.model.pretrained_cfg.get("label_names") or learned.get(CLASS_NAMES_FIELD)
-    known = [] if kind == "number" else name_classes(names, classes)
+    known = [] if kind == "number" else distinct_class_names(names, classes)
     return Classifier(network, frozen.img_size, classes, frozen.crop_pct, known, kind)
 
 
