@@ -8,8 +8,8 @@ from evaluation.comparison.entries import MEASURED_AXES, Question
 from evaluation.comparison.reports import ResultRow, kind_of_scores
 from evaluation.comparison.rows import grouped, of_kind, unique
 from evaluation.comparison.tables import CellsByEncoder, columns_of, diverged_cases, spread, x_of
-from evaluation.figures.charts import Curves, Scale, plot_bars, plot_depths, plot_lines
-from evaluation.metrics.kinds import LabelKind
+from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_depths, plot_lines
+from evaluation.frozen.results import score_axis
 
 
 def plot_question(question: Question, rows: list[ResultRow], numbers: CellsByEncoder) -> Figure | None:
@@ -22,36 +22,26 @@ def plot_question(question: Question, rows: list[ResultRow], numbers: CellsByEnc
     tested = of_kind(rows, "test")
     if question.plot == "depth":
         by_depth = [row for row in of_kind(rows, "dev") if "depth" in row]
-        scales = scales_of(by_depth, "{} on the dev split")
-        return plot_depths(curves_of(by_depth, "encoder", "depth"), scales) if by_depth else None
+        score_axes = score_axes_of(by_depth, "{} on the dev split")
+        return plot_depths(curves_of(by_depth, "encoder", "depth"), score_axes) if by_depth else None
     if question.plot == "lines":
         return plot_against_x(question, tested)
     headings = [column.heading for column in columns_of([*tested, *diverged_cases(rows)])]
     bars = {}
     for encoder, cells in numbers.items():
         bars[encoder] = {heading: cells[heading] for heading in headings if heading in cells}
-    scales = {}
+    score_axes = {}
     for heading in headings:
-        scales[heading] = scale_of(kind_of_scores(cells[heading] for cells in bars.values() if heading in cells))
-    return plot_bars(bars, scales) if bars else None
+        score_axes[heading] = score_axis(kind_of_scores(cells[heading] for cells in bars.values() if heading in cells))
+    return plot_bars(bars, score_axes) if bars else None
 
 
-def scale_of(kind: LabelKind, words: str = "{}") -> Scale:
-    """The axis of the score of a kind of label.
-
-    Args:
-        words: around its heading.
-    """
-    unit = kind.score_title.removeprefix(kind.score_heading)
-    return Scale(words.format(kind.score_heading) + unit, kind.factor)
-
-
-def scales_of(rows: list[ResultRow], words: str = "{}") -> dict[str, Scale]:
+def score_axes_of(rows: list[ResultRow], words: str = "{}") -> dict[str, ScoreAxis]:
     """The axis of each panel of curves: see `curves_of`."""
-    scales = {}
+    score_axes = {}
     for (dataset, evaluation), of_panel in grouped(rows, "dataset", "evaluation").items():
-        scales[panel_name(rows, dataset, evaluation)] = scale_of(kind_of_scores(of_panel), words)
-    return scales
+        score_axes[panel_name(rows, dataset, evaluation)] = score_axis(kind_of_scores(of_panel), words)
+    return score_axes
 
 
 def plot_against_x(question: Question, tested: list[ResultRow]) -> Figure | None:
@@ -67,7 +57,7 @@ def plot_against_x(question: Question, tested: list[ResultRow]) -> Figure | None
     if not drawn:
         return None
     drawn = apart_at_one_place(drawn)
-    return plot_lines(curves_of(drawn, "case", "x"), MEASURED_AXES.get(question.x, question.x), scales_of(drawn))
+    return plot_lines(curves_of(drawn, "case", "x"), MEASURED_AXES.get(question.x, question.x), score_axes_of(drawn))
 
 
 def on_lines(rows: list[ResultRow], lines: Mapping[str, Sequence[str]]) -> list[ResultRow]:

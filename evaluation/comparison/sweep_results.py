@@ -17,10 +17,10 @@ from evaluation.comparison.rows import MASKED_BASELINES, count_seeds, grouped, o
 from evaluation.comparison.tables import Cell, score_in_words, score_text
 from evaluation.comparison.trials import SweepPlan, Trial, command_options, parsed_options
 from evaluation.config import SweepConfig
-from evaluation.figures.charts import Curves, Scale, plot_bars, plot_lines
+from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_lines
 from evaluation.figures.markdown import table
 from evaluation.figures.style import write_plot
-from evaluation.frozen.results import write_json
+from evaluation.frozen.results import score_axis, write_json
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.scoring import rank_of
 from evaluation.metrics.summaries import summarize_values
@@ -277,11 +277,11 @@ def plot_sweep(ranked: Sequence[TrialResult]) -> Figure | None:
     scored = [result for result in ranked if any("mean" in cell for cell in result.cells.values())]
     if not scored:
         return None
-    x_of_lines = axis_of(scored)
+    x_of_lines = most_varied_setting(scored)
     if x_of_lines is None:
         evaluations = dict.fromkeys(name for result in scored for name in result.cells)
-        scales = {name: dev_scale(scored, name) for name in evaluations}
-        return plot_bars({result.trial.entry.name: result.cells for result in scored}, scales)
+        score_axes = {name: dev_axis(scored, name) for name in evaluations}
+        return plot_bars({result.trial.entry.name: result.cells for result in scored}, score_axes)
     curves: Curves = {}
     for result in sorted(scored, key=lambda result: result.trial.values[x_of_lines]):
         others = [f"{key}={as_words(value)}" for key, value in result.trial.values.items() if key != x_of_lines]
@@ -289,16 +289,15 @@ def plot_sweep(ranked: Sequence[TrialResult]) -> Figure | None:
             if "mean" in cell:
                 line = curves.setdefault(evaluation, {}).setdefault(" ".join(others) or evaluation, {})
                 line[result.trial.values[x_of_lines]] = cell
-    return plot_lines(curves, x_of_lines, {name: dev_scale(scored, name) for name in curves})
+    return plot_lines(curves, x_of_lines, {name: dev_axis(scored, name) for name in curves})
 
 
-def dev_scale(results: Sequence[TrialResult], evaluation: str) -> Scale:
+def dev_axis(results: Sequence[TrialResult], evaluation: str) -> ScoreAxis:
     """The axis of an evaluation's score on the dev split."""
-    kind = kind_of_trials(results, evaluation)
-    return Scale(f"dev {kind.score_title}", kind.factor)
+    return score_axis(kind_of_trials(results, evaluation), "dev {}")
 
 
-def axis_of(results: Sequence[TrialResult]) -> str | None:
+def most_varied_setting(results: Sequence[TrialResult]) -> str | None:
     """The setting with the most values, all of them positive numbers; None: none has two."""
     counts = {}
     for key in results[0].trial.values:

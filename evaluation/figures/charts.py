@@ -37,7 +37,7 @@ Curves = dict[str, dict[str, dict[float, Statistics]]]
 """Panel -> line -> x -> statistics of a score."""
 
 
-class Scale(NamedTuple):
+class ScoreAxis(NamedTuple):
     """The axis of a score, such as accuracy."""
 
     label: str
@@ -45,9 +45,9 @@ class Scale(NamedTuple):
     """By which a score is multiplied: 100 of a share, which is in percent."""
 
 
-ACCURACY = Scale("accuracy (%)", 100)
-DEV_ACCURACY = Scale("accuracy on the dev split (%)", 100)
-Scales = Mapping[str, Scale]
+ACCURACY = ScoreAxis("accuracy (%)", 100)
+DEV_ACCURACY = ScoreAxis("accuracy on the dev split (%)", 100)
+ScoreAxes = Mapping[str, ScoreAxis]
 """Panel -> the axis of its score; of those that are not named it is accuracy."""
 
 
@@ -120,7 +120,7 @@ def plot_map(places: NDArray, labels: NDArray[np.int64], names: Sequence[str] = 
     return figure
 
 
-def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str, scale: Scale) -> Figure:
+def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str, score_axis: ScoreAxis) -> Figure:
     """Score by depth, a line for each case.
 
     Args:
@@ -131,21 +131,21 @@ def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str, scale: 
     lines = {}
     for value in values:
         lines[f"{case} {value}"] = {depth: scores[value] for depth, scores in by_depth.items()}
-    return plot_depths({"": lines}, {"": scale})
+    return plot_depths({"": lines}, {"": score_axis})
 
 
-def plot_depths(curves: Curves, scales: Scales | None = None) -> Figure:
+def plot_depths(curves: Curves, score_axes: ScoreAxes | None = None) -> Figure:
     """Evaluation -> encoder -> depth -> score; an encoder with one depth is a horizontal line.
 
     Args:
-        scales: of the score; None: accuracy on the dev split.
+        score_axes: of the score; None: accuracy on the dev split.
     """
-    scales = scales or dict.fromkeys(curves, DEV_ACCURACY)
+    score_axes = score_axes or dict.fromkeys(curves, DEV_ACCURACY)
     figure, panels = panels_side_by_side(curves, "depth (blocks)")
     numbers: dict[str, int] = {}  # of an encoder's line, the same in all panels
     legend = {}
     for panel, (column, encoders) in zip(panels, curves.items(), strict=True):
-        factor = scales.get(column, ACCURACY).factor
+        factor = score_axes.get(column, ACCURACY).factor
         for name, accuracies in encoders.items():
             number = numbers.setdefault(name, len(numbers))
             if len(accuracies) == 1:
@@ -155,18 +155,18 @@ def plot_depths(curves: Curves, scales: Scales | None = None) -> Figure:
                 panel.set_xticks(list(accuracies))
         handles, names = panel.get_legend_handles_labels()
         legend |= zip(names, handles, strict=True)
-    label_scores(panels, curves, scales)
+    label_scores(panels, curves, score_axes)
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
-def plot_lines(curves: Curves, x_label: str, scales: Scales | None = None) -> Figure:
+def plot_lines(curves: Curves, x_label: str, score_axes: ScoreAxes | None = None) -> Figure:
     """Evaluation -> case -> x -> score, with a logarithmic x-axis; scores at 0 are horizontal lines."""
-    scales = scales or {}
+    score_axes = score_axes or {}
     curves = {column: levels_apart(cases) for column, cases in curves.items()}
     figure, panels = panels_side_by_side(curves, x_label)
     for panel, (column, cases) in zip(panels, curves.items(), strict=True):
-        factor = scales.get(column, ACCURACY).factor
+        factor = score_axes.get(column, ACCURACY).factor
         for number, (name, accuracies) in enumerate(cases.items()):
             if set(accuracies) == {0}:
                 draw_level(panel, accuracies, name, number, factor)
@@ -179,7 +179,7 @@ def plot_lines(curves: Curves, x_label: str, scales: Scales | None = None) -> Fi
             names = [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks]
             panel.set_xticks(ticks, names, fontsize=7)
         panel.minorticks_off()
-    label_scores(panels, curves, scales)
+    label_scores(panels, curves, score_axes)
     lines_of_panels = {tuple(cases) for cases in curves.values()}
     if len(panels) > 1 and len(lines_of_panels) == 1 and any(cases):
         figure.legend(**legend_of(panels[0], cases), loc="outside lower center", ncols=3, fontsize=8)
@@ -210,9 +210,9 @@ def legend_of(panel: Axes, names: Iterable[str]) -> dict[str, list[Any]]:
     return {"handles": [by_name[name] for name in ordered], "labels": ordered}
 
 
-def label_scores(panels: Sequence[Axes], columns: Iterable[str], scales: Scales) -> None:
+def label_scores(panels: Sequence[Axes], columns: Iterable[str], score_axes: ScoreAxes) -> None:
     """Label the axes of scores: the first one, or each where they differ."""
-    labels = [scales.get(column, ACCURACY).label for column in columns]
+    labels = [score_axes.get(column, ACCURACY).label for column in columns]
     for number, (panel, label) in enumerate(zip(panels, labels, strict=True)):
         if number == 0 or len(set(labels)) > 1:
             panel.set_ylabel(label)
@@ -298,26 +298,26 @@ def draw_level(panel: Axes, accuracies: dict[float, Statistics], name: str, numb
     panel.axhline(factor * accuracy["mean"], linestyle="--", color=color_of_line(number), label=legend_name(name))
 
 
-def plot_bars(accuracies: dict[str, dict[str, Statistics]], scales: Scales | None = None) -> Figure:
+def plot_bars(accuracies: dict[str, dict[str, Statistics]], score_axes: ScoreAxes | None = None) -> Figure:
     """Encoder -> column -> score: a panel for each column, a bar for each encoder with its standard deviation."""
-    scales = scales or {}
+    score_axes = score_axes or {}
     columns = list(dict.fromkeys(column for cells in accuracies.values() for column in cells))
     size = (2.2 + 2.2 * len(columns), 0.8 + 0.4 * len(accuracies))
     figure = Figure(figsize=size, layout="constrained")
-    has_one_scale = len({scales.get(column, ACCURACY).factor for column in columns}) == 1
+    has_one_scale = len({score_axes.get(column, ACCURACY).factor for column in columns}) == 1
     panels = figure.subplots(1, len(columns), sharex=has_one_scale, sharey=True, squeeze=False)[0]
     colors = VALUE_COLORS(np.linspace(0, 0.9, len(accuracies)))
     for panel, column in zip(panels, columns, strict=True):
-        scale = scales.get(column, ACCURACY)
+        score_axis = score_axes.get(column, ACCURACY)
         means = []
         deviations = []
         for cells in accuracies.values():
             cell = cells.get(column, {})
-            means.append(scale.factor * cell.get("mean", np.nan))
-            deviations.append(scale.factor * cell.get("std", 0))
+            means.append(score_axis.factor * cell.get("mean", np.nan))
+            deviations.append(score_axis.factor * cell.get("std", 0))
         bars = panel.barh(list(accuracies), means, xerr=deviations, color=colors)
-        panel.bar_label(bars, fmt="%.1f" if scale.factor == 100 else "%.3f", padding=4, fontsize=8)
-        panel.set(title=textwrap.fill(column, 20), xlabel=scale.label)
+        panel.bar_label(bars, fmt="%.1f" if score_axis.factor == 100 else "%.3f", padding=4, fontsize=8)
+        panel.set(title=textwrap.fill(column, 20), xlabel=score_axis.label)
         panel.margins(x=0.28)
     panels[0].invert_yaxis()
     return figure

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evaluation.figures.charts import Scale, plot_by_depth
+from evaluation.figures.charts import ScoreAxis, plot_by_depth
 from evaluation.figures.markdown import table, without_empty_columns
 from evaluation.figures.style import DPI
 from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
@@ -55,7 +55,7 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
                 )
         if len(by_depth) > 1:
             plot_path = path.with_suffix(".png")
-            figure = plot_by_depth(by_depth, group_by, scale_of(kind, "dev" if on_dev else "test"))
+            figure = plot_by_depth(by_depth, group_by, score_axis(kind, "dev {}" if on_dev else "test {}"))
             figure.savefig(plot_path, dpi=DPI)
             writer.add_figure(f"{prefix}accuracy_by_depth", figure)
             print(f"wrote {plot_path}")
@@ -132,9 +132,14 @@ def describe_baselines(report: dict[str, Any]) -> str:
     return ", ".join(kind.describe_baseline(name, value) for name, value in baselines.items())
 
 
-def scale_of(kind: LabelKind, split: str) -> Scale:
-    """The axis of a plot for the score of a kind of label on a split."""
-    return Scale(f"{split} {kind.score_title}", kind.factor)
+def score_axis(kind: LabelKind, words: str = "{}") -> ScoreAxis:
+    """The axis of a plot for the score of a kind of label.
+
+    Args:
+        words: around its heading, such as the split.
+    """
+    unit = kind.score_title.removeprefix(kind.score_heading)
+    return ScoreAxis(words.format(kind.score_heading) + unit, kind.factor)
 
 
 def table_by_depth(

@@ -304,7 +304,7 @@ def draw_accuracy_by_depth(subject: Subject) -> Drawing:
     report = evaluate_by_depth(config, by_depth, lambda features: fewshot.evaluate(features, config), "shots")
     numbers = report | {"results": without_outcomes(report["results"])}
     return Drawing(
-        charts.plot_by_depth(report["summary_by_depth"], "shots", charts.Scale("test accuracy (%)", 100)), numbers
+        charts.plot_by_depth(report["summary_by_depth"], "shots", charts.ScoreAxis("test accuracy (%)", 100)), numbers
     )
 
 
