@@ -431,7 +431,7 @@ def test_a_table_whose_decoder_is_absent_is_surveyed(tmp_path, without_pi_heif):
 
 def test_the_line_that_installs_a_newer_pillow_is_quoted(without_module):
     without_module("PIL._avif")
-    assert optional.advice(optional.AVIF) == 'need pillow>=11.3: pip install "pillow>=11.3"'
+    assert optional.how_to_install(optional.AVIF) == 'need pillow>=11.3: pip install "pillow>=11.3"'
 
 
 ALL_KINDS = {"png": encoded, "avif": avif, "jxl": jxl, "jp2": jp2, "tif": lambda pixels: encoded(pixels, "TIFF")}

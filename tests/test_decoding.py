@@ -20,7 +20,7 @@ from PIL import Image
 from mpp.config import DataConfig, ImagesConfig, SourceConfig
 from mpp.data.decoded_cache import cache_decoded
 from mpp.data.decoding.decode import count_frames, read_mask, read_values
-from mpp.data.decoding.kinds import is_picture, kind_of
+from mpp.data.decoding.kinds import is_picture, kind_of_file
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import main as prepare
@@ -657,7 +657,7 @@ def test_pictures_are_known_by_their_first_bytes(form, mode):
     data = encoded(Image.fromarray(RGB).convert(mode), form)
     assert is_picture(data[:64])
     assert is_picture(data[:18])
-    assert kind_of(data) == KINDS_READ[form]
+    assert kind_of_file(data) == KINDS_READ[form]
     assert decode_with(data).shape == (3, 40, 48)
 
 

@@ -28,7 +28,7 @@ from pydicom.uid import (
 from mpp.config import ImagesConfig
 from mpp.data.decoding import dicom as module
 from mpp.data.decoding.decode import read_mask, read_values
-from mpp.data.decoding.kinds import is_picture, kind_of
+from mpp.data.decoding.kinds import is_picture, kind_of_file
 from mpp.data.listing.tree import walk_folder
 from mpp.errors import UnreadableImage
 
@@ -421,11 +421,11 @@ def test_only_numbers_about_pixels_are_read():
 def test_dicom_is_known_by_its_preamble():
     data = dicom(GREY_8)
     assert is_picture(data[:256])
-    assert kind_of(data) == "a DICOM file"
-    assert kind_of(pydicoms("MR_small")) == "a DICOM file"  # whose preamble is the beginning of a TIFF
+    assert kind_of_file(data) == "a DICOM file"
+    assert kind_of_file(pydicoms("MR_small")) == "a DICOM file"  # whose preamble is the beginning of a TIFF
     contents = pydicoms("dicomdirtests/DICOMDIR-empty")
     assert not is_picture(contents[:256])
-    assert kind_of(contents) == "a table of contents (DICOMDIR)"
+    assert kind_of_file(contents) == "a table of contents (DICOMDIR)"
 
 
 def test_files_without_an_ending_are_left_out_where_pydicom_is_missing(tmp_path, without_module):
@@ -438,11 +438,11 @@ def test_files_without_an_ending_are_left_out_where_pydicom_is_missing(tmp_path,
     without_module("pydicom")
     tree = walk_folder(str(tmp_path))
     assert [folder.files for folder in tree.folders] == [["photo"]]
-    assert sorted(tree.left_out.lines(images=True)) == [
+    assert sorted(tree.left_out.lines(about_images=True)) == [
         "left out: .dcm files, which need pydicom: pip install pydicom (3: 0.dcm, 1.dcm, 2.dcm)",
         "left out: DICOM files without an ending, which need pydicom: pip install pydicom (3: IM0, IM1, IM2)",
     ]
-    assert tree.left_out.lines(images=False) == ["left out: files without an ending (1: DICOMDIR)"]
+    assert tree.left_out.lines(about_images=False) == ["left out: files without an ending (1: DICOMDIR)"]
 
 
 def test_without_pydicom_the_reason_says_what_to_install(without_module):

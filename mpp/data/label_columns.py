@@ -100,14 +100,14 @@ class LabelColumn:
             return pa.chunked_array([pa.nulls(len(labels), pa.string())])
         if self.is_text:
             texts = labels.cast(pa.string())
-            return without(is_blank(texts), texts)
+            return null_where(is_blank(texts), texts)
         if pa.types.is_boolean(labels.type):
             labels = labels.cast(pa.int8())
         if not pa.types.is_unsigned_integer(labels.type):
             is_negative = pc.less(labels, 0)
             if self.class_names is None:
                 self.note_negative(pc.sum(is_negative).as_py())
-            labels = without(is_negative, labels)
+            labels = null_where(is_negative, labels)
         try:
             numbers = labels.cast(pa.int64())
         except pa.ArrowInvalid:  # above 2**63
@@ -161,11 +161,11 @@ def without_fractions(labels: pa.ChunkedArray) -> pa.ChunkedArray:
     if not pa.types.is_floating(labels.type):
         return labels
     with suppress(pa.ArrowInvalid):
-        return without(pc.is_nan(labels), labels).cast(pa.int64())
+        return null_where(pc.is_nan(labels), labels).cast(pa.int64())
     return labels
 
 
-def without(condition: pa.ChunkedArray, labels: pa.ChunkedArray) -> pa.ChunkedArray:
+def null_where(condition: pa.ChunkedArray, labels: pa.ChunkedArray) -> pa.ChunkedArray:
     """Labels with null instead of those that meet a condition."""
     return pc.if_else(condition, pa.scalar(None, labels.type), labels)
 

@@ -24,8 +24,8 @@ from mpp.data.label_columns import (
     holds_marks,
     is_blank,
     is_text,
+    null_where,
     read_labels,
-    without,
     without_fractions,
 )
 from mpp.data.labels import NO_LABEL, NumberedLabels, number_labels
@@ -95,7 +95,7 @@ def split_texts(labels: pa.ChunkedArray) -> pa.ChunkedArray:
         return labels
     texts = labels.cast(pa.string())
     lists: list[list[str] | None] = []
-    for text in without(is_blank(texts), texts).to_pylist():
+    for text in null_where(is_blank(texts), texts).to_pylist():
         if text is None:
             lists.append(None)
             continue
@@ -140,7 +140,7 @@ def read_numbers(column: FoundColumn) -> LabelColumn:
         raise UserError(f"{problem} {column.feature}; it must be {allowed}")
     if is_text(labels.type):
         texts = pc.utf8_trim_whitespace(labels.cast(pa.string()))
-        labels = without(is_blank(texts), texts)
+        labels = null_where(is_blank(texts), texts)
     try:
         return LabelColumn(column.name, labels.cast(pa.float64()), None)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):

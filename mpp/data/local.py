@@ -16,7 +16,7 @@ from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
 from mpp.data.data_path import describe_source, is_url
-from mpp.data.decoding.kinds import LFS_POINTER, STAND_IN_STARTS, kind_of
+from mpp.data.decoding.kinds import LFS_POINTER, STAND_IN_STARTS, kind_of_file
 from mpp.data.listing.archives import ARCHIVE_EXTENSIONS, is_archive, unpack_archive
 from mpp.data.listing.formats import LIST_EXTENSIONS, SHARD_BUILDERS, TABLE_EXTENSIONS, extension_of
 from mpp.data.listing.image_table import Listing, SharedListing, share_listing
@@ -122,7 +122,7 @@ def refuse_stand_ins(files: Iterable[str]) -> None:
     for file in files:
         if extension_of(file) not in SHARD_BUILDERS or is_url(file) or os.path.getsize(file) > MAX_STAND_IN_BYTES:
             continue
-        kind = kind_of(first_bytes(file))
+        kind = kind_of_file(first_bytes(file))
         if kind in STAND_IN_STARTS:
             advice = "`git lfs pull` fetches it" if kind == LFS_POINTER else "fetch it again"
             raise UserError(f"{file} is {kind} instead of a shard; {advice}")
@@ -170,7 +170,7 @@ def list_folder(path: Path, config: ImagesConfig, streaming: bool) -> Listing:
     if tree.shards:
         return list_folder_of_shards(tree, config, streaming)
     if len(tree) == 0:
-        refuse_empty(config, [*tree.left_out.lines(images=True), *tree.left_out.lines(images=False)])
+        refuse_empty(config, [*tree.left_out.lines(about_images=True), *tree.left_out.lines(about_images=False)])
     listing = list_images(tree, config)
     if len(listing) == 0:
         refuse_empty(config, listing.warnings)
@@ -209,7 +209,7 @@ def leave_out_cached_tables(tree: Tree) -> None:
     kept = []
     for parts, path in tree.shards:
         if CACHED_TABLE.fullmatch(os.path.basename(path)):
-            tree.leave_out("cached results of datasets", parts, path, images=False)
+            tree.leave_out("cached results of datasets", parts, path, about_images=False)
         else:
             kept.append((parts, path))
     tree.shards = kept
@@ -229,7 +229,7 @@ def leave_out_empty_tables(tree: Tree, config: ImagesConfig) -> None:
             kept.append((parts, path))
             filled.add(split_of_shard(path, parts))
         else:
-            tree.leave_out("shards without rows", parts, path, images=False)
+            tree.leave_out("shards without rows", parts, path, about_images=False)
             empty.setdefault(split_of_shard(path, parts), []).append("/".join((*parts, os.path.basename(path))))
     for split, names in empty.items():
         if split not in filled:

@@ -36,16 +36,17 @@ def announce_splits(source: str, splits: Sequence[ImageDataset], unused: Mapping
     tell(line)
 
 
-def announce_stream(source: str, shards: int, held_out: int, samples: Sequence[ImageDataset]) -> None:
+def announce_stream(source: str, train_shards: int, held_out_shards: int, kept: Sequence[ImageDataset]) -> None:
     """Print how many shards a stream has, and the images that are kept for evaluation.
 
     Args:
         source: the dataset's name: see `describe_source`.
-        shards, held_out: numbers of shards to train on and held out.
-        samples: kept images of the training and of the held-out shards.
+        train_shards, held_out_shards: their numbers.
+        kept: images of evaluations, of the training and of the held-out shards.
     """
-    kept = ", ".join(map(describe_split, samples))
-    tell(f"{source}: a stream of {counted(shards, 'shard')}, {held_out} held out; kept for evaluation: {kept}")
+    images = ", ".join(map(describe_split, kept))
+    shards = f"{counted(train_shards, 'shard')}, {held_out_shards} held out"
+    tell(f"{source}: a stream of {shards}; kept for evaluation: {images}")
 
 
 def describe_split(split: ImageDataset) -> str:

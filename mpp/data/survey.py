@@ -53,7 +53,7 @@ class Thumbnails(NamedTuple):
         return F.normalize(centred, dim=1)
 
 
-class Sample(NamedTuple):
+class SampledImages(NamedTuple):
     """A sample of a split: the images that can be decoded, and the peculiarities of their files."""
 
     thumbnails: Thumbnails
@@ -78,7 +78,7 @@ class Survey:
     held_out: int = 0
     """Held-out images that can be decoded."""
     broken: list[str] = field(default_factory=list)
-    """As in `Sample`, like the next four."""
+    """As in `SampledImages`, like the next four."""
     without_decoder: Counter[str] = field(default_factory=Counter)
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     frames: Counter[int] = field(default_factory=Counter)
@@ -135,7 +135,7 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     )
 
 
-def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float) -> Sample:
+def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float) -> SampledImages:
     """Decode images in random order, as many as the time allows: files come sorted by class."""
     begin = time.monotonic()
     pixels: list[Tensor] = []
@@ -164,10 +164,12 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float) -> Samp
         indices.append(index)
     stacked = torch.stack(pixels) if pixels else torch.empty(0, THUMBNAIL_SIDE**2)
     thumbnails = Thumbnails(stacked, np.array(indices, np.int64))
-    return Sample(thumbnails, broken, without_decoder, sizes, frames, nodata)
+    return SampledImages(thumbnails, broken, without_decoder, sizes, frames, nodata)
 
 
-def share_of_duplicates(copies: int, tested: Sample, learned: Sample, train_images: int) -> tuple[float, float]:
+def share_of_duplicates(
+    copies: int, tested: SampledImages, learned: SampledImages, train_images: int
+) -> tuple[float, float]:
     """`duplicates` and `visible` of a `Survey`, by the number of copies in the held-out sample.
 
     Args:

@@ -22,7 +22,15 @@ from mpp.data.decoding.dicom import read_dicom
 from mpp.data.decoding.heif import heif_orientation, read_avif, read_heic
 from mpp.data.decoding.jpeg2000 import read_jpeg2000
 from mpp.data.decoding.jpegxl import read_header, read_jpegxl
-from mpp.data.decoding.kinds import NPY_START, PNG_START, ZIP_START, is_tiff, kind_of, optional_format, unidentified
+from mpp.data.decoding.kinds import (
+    NPY_START,
+    PNG_START,
+    ZIP_START,
+    is_tiff,
+    kind_of_file,
+    optional_format,
+    unidentified,
+)
 from mpp.data.decoding.numpy_files import read_numpy_file
 from mpp.data.decoding.opening import ignoring_warnings_as_errors, open_with_pil
 from mpp.data.decoding.optional import AVIF, DICOM, HEIC, JPEG_2000, JPEG_XL, require_package
@@ -185,5 +193,5 @@ def unreadable_named(image: bytes | NDArray) -> Iterator[None]:
     except UnidentifiedImageError:
         raise UnreadableImage(unidentified(image)) from None
     except Exception as error:  # decoders raise any exception on broken files, and none may end a run
-        kind = "an array" if isinstance(image, np.ndarray) else kind_of(image) or "a file of an unknown sort"
+        kind = "an array" if isinstance(image, np.ndarray) else kind_of_file(image) or "a file of an unknown sort"
         raise UnreadableImage(f"{kind} that cannot be decoded: it may be damaged, or end early") from error

@@ -43,7 +43,7 @@ LARGEST_EXACT = 2**31  # of rescaled whole numbers, which stay whole
 GREY = ("MONOCHROME1", "MONOCHROME2")
 
 
-class Scale(NamedTuple):
+class Rescaling(NamedTuple):
     """Factors and summands that turn stored numbers into the units of the file."""
 
     slopes: NDArray[np.float64]
@@ -137,7 +137,7 @@ def check_header(dataset: "Dataset", wanted: Wanted, config: ImagesConfig) -> No
     frames, samples = frame_count(dataset), dataset.SamplesPerPixel
     check_size((frames * samples, dataset.Rows, dataset.Columns), config)
     is_grey = dataset.PhotometricInterpretation in GREY
-    if is_plain(dataset):
+    if is_uncompressed(dataset):
         values = frames * samples * dataset.Rows * dataset.Columns
         if len(dataset.PixelData) < values * dataset.BitsAllocated // 8:
             raise UnreadableImage("a DICOM file of fewer pixels than its header announces")
@@ -152,7 +152,7 @@ def check_header(dataset: "Dataset", wanted: Wanted, config: ImagesConfig) -> No
         refuse_lossy_mask("compressed with losses")
 
 
-def is_plain(dataset: "Dataset") -> bool:
+def is_uncompressed(dataset: "Dataset") -> bool:
     """Whether pixels are whole numbers one after another: neither compressed nor shortened."""
     is_shortened = dataset.PhotometricInterpretation == "YBR_FULL_422"
     return "PixelData" in dataset and not dataset.file_meta.TransferSyntaxUID.is_compressed and not is_shortened
@@ -198,7 +198,7 @@ def apply_palette(indices: NDArray, dataset: "Dataset") -> NDArray:
 def rescale(pixels: NDArray, dataset: "Dataset") -> tuple[NDArray, Limits]:
     """Stored numbers (n, H, W) in the units of the file, and the limits of all that their bits hold.
 
-    Whole numbers stay whole where the scale is whole, in the shortest type that holds the limits.
+    Whole numbers stay whole where the rescaling is whole, in the shortest type that holds the limits.
     """
     if pixels.dtype.kind == "f":
         low, high = -np.inf, np.inf
@@ -208,17 +208,17 @@ def rescale(pixels: NDArray, dataset: "Dataset") -> tuple[NDArray, Limits]:
         low, high = 0, 2**dataset.BitsStored - 1
     if dataset.get("ModalityLUTSequence"):
         return apply_table(pixels, dataset)
-    scale = read_scale(dataset, len(pixels))
-    if scale is None:
+    rescaling = read_rescaling(dataset, len(pixels))
+    if rescaling is None:
         return pixels, (low, high)
-    limits = scale.limits(low, high)
-    is_whole = not (scale.slopes % 1).any() and not (scale.intercepts % 1).any()
+    limits = rescaling.limits(low, high)
+    is_whole = not (rescaling.slopes % 1).any() and not (rescaling.intercepts % 1).any()
     if pixels.dtype.kind == "f" or not is_whole or max(map(abs, limits)) >= LARGEST_EXACT:
-        exact = pixels.astype(np.float64) * scale.slopes + scale.intercepts
+        exact = pixels.astype(np.float64) * rescaling.slopes + rescaling.intercepts
         return exact.astype(np.float32), limits
     types = pixels.dtype, np.dtype(np.int16), np.dtype(np.int32)
     shortest = next(dtype for dtype in types if np.iinfo(dtype).min <= limits[0] and limits[1] <= np.iinfo(dtype).max)
-    rescaled = pixels * scale.slopes.astype(np.int64) + scale.intercepts.astype(np.int64)
+    rescaled = pixels * rescaling.slopes.astype(np.int64) + rescaling.intercepts.astype(np.int64)
     return rescaled.astype(shortest), limits
 
 
@@ -230,17 +230,17 @@ def apply_table(pixels: NDArray, dataset: "Dataset") -> tuple[NDArray, Limits]:
     return apply_modality_lut(pixels, dataset), (0, 2**bits - 1)
 
 
-def read_scale(dataset: "Dataset", frames: int) -> Scale | None:
-    """The scale of a file, or of each of its frames; None: numbers are stored as they are."""
+def read_rescaling(dataset: "Dataset", frames: int) -> Rescaling | None:
+    """The rescaling of a file, or of each of its frames; None: numbers are stored as they are."""
     groups = describing_frames(dataset, "PixelValueTransformationSequence")
     slopes = [group.get("RescaleSlope") for group in groups]
     intercepts = [group.get("RescaleIntercept") for group in groups]
     if set(slopes) | set(intercepts) <= {None}:
         return None
-    scale = Scale(*(np.array(numbers, np.float64)[:, None, None] for numbers in (slopes, intercepts)))
-    if len(groups) not in (1, frames) or not np.isfinite(scale).all() or not scale.slopes.all():
+    rescaling = Rescaling(*(np.array(numbers, np.float64)[:, None, None] for numbers in (slopes, intercepts)))
+    if len(groups) not in (1, frames) or not np.isfinite(rescaling).all() or not rescaling.slopes.all():
         raise UnreadableImage("a DICOM file whose rescale slope or intercept is absent, no number or a slope of 0")
-    return scale
+    return rescaling
 
 
 def window(dataset: "Dataset") -> Limits:

@@ -3,7 +3,7 @@
 import codecs
 import re
 
-from mpp.data.decoding.optional import DICOMDIR_UID, OPTIONAL_FORMATS, Format
+from mpp.data.decoding.optional import DICOMDIR_UID, OPTIONAL_FORMATS, OptionalFormat
 
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # + is BigTIFF
 NPY_START = b"\x93NUMPY"
@@ -66,14 +66,14 @@ def is_picture(head: bytes) -> bool:
     return ANY_PICTURE.match(head) is not None
 
 
-def optional_format(head: bytes) -> Format | None:
+def optional_format(head: bytes) -> OptionalFormat | None:
     """The format of a picture whose decoder may be absent, by its first bytes; None: it is of another one."""
     if not ANY_OPTIONAL.match(head):
         return None
     return next(form for form in OPTIONAL_FORMATS if re.match(form.start, head, re.DOTALL))
 
 
-def kind_of(head: bytes) -> str | None:
+def kind_of_file(head: bytes) -> str | None:
     """The kind of a file, such as "a JPEG 2000 file"; None: unknown.
 
     Args:
@@ -90,7 +90,7 @@ def kind_of(head: bytes) -> str | None:
 
 def unidentified(data: bytes) -> str:
     """The reason why no decoder reads a file."""
-    kind = kind_of(data)
+    kind = kind_of_file(data)
     if kind is None:
         return "no image file of a known sort"
     if kind in STAND_IN_STARTS:

@@ -11,7 +11,7 @@ from mpp.errors import MissingDecoder
 DICOMDIR_UID = rb".{0,64}1\.2\.840\.10008\.1\.3\.10[^.\d]"  # the kind of a table of contents, among the first tags
 
 
-class Format(NamedTuple):
+class OptionalFormat(NamedTuple):
     """A format of pictures."""
 
     name: str
@@ -33,8 +33,8 @@ class Format(NamedTuple):
         return f"{'an' if self.name[0] in 'AEIOU' else 'a'} {self.name} file"
 
 
-DICOM = Format("DICOM", rb".{128}DICM(?!%s)" % DICOMDIR_UID, (".dcm", ".dicom", ".ima"), "pydicom", "pydicom")
-AVIF = Format(
+DICOM = OptionalFormat("DICOM", rb".{128}DICM(?!%s)" % DICOMDIR_UID, (".dcm", ".dicom", ".ima"), "pydicom", "pydicom")
+AVIF = OptionalFormat(
     "AVIF",
     rb"....ftyp(avi[fs]|m(if1|sf1)....(....){,8}?avi[fs])",
     (".avif", ".avifs"),
@@ -43,7 +43,7 @@ AVIF = Format(
     ">=11.3",
     is_lossy=True,
 )
-HEIC = Format(
+HEIC = OptionalFormat(
     "HEIC",
     rb"....ftyp(hei[cmsx]|hev[cmsx]|mif[12]|msf1)",
     (".heic", ".heif", ".hif"),
@@ -51,7 +51,7 @@ HEIC = Format(
     "pi_heif",
     is_lossy=True,
 )
-JPEG_XL = Format(
+JPEG_XL = OptionalFormat(
     "JPEG XL",
     rb"\0\0\0\x0cJXL \r\n\x87\n|\xff\x0a",
     (".jxl",),
@@ -59,7 +59,7 @@ JPEG_XL = Format(
     "imagecodecs._jpegxl",
     is_lossy=True,
 )
-JPEG_2000 = Format(
+JPEG_2000 = OptionalFormat(
     "JPEG 2000",
     rb"\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51",
     (".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx"),
@@ -71,7 +71,7 @@ OPTIONAL_FORMATS = (DICOM, AVIF, HEIC, JPEG_XL, JPEG_2000)
 OPTIONAL_EXTENSIONS = {extension: form for form in OPTIONAL_FORMATS for extension in form.extensions}
 
 
-def missing_package(form: Format) -> str | None:
+def missing_package(form: OptionalFormat) -> str | None:
     """The package to install before files of a format can be read; None: nothing is missing."""
     return None if has_module(form.module) else form.package + form.least
 
@@ -86,17 +86,17 @@ def has_module(name: str) -> bool:
     return PathFinder.find_spec(name, spec.submodule_search_locations) is not None
 
 
-def advice(form: Format) -> str:
+def how_to_install(form: OptionalFormat) -> str:
     """The package that is missing, and how to install it: "need pi-heif: pip install pi-heif"."""
     package = missing_package(form)
     quoted = f'"{package}"' if ">" in package else package  # a shell takes > for a file
     return f"need {package}: pip install {quoted}"
 
 
-def require_package(form: Format) -> None:
+def require_package(form: OptionalFormat) -> None:
     """Raise MissingDecoder where the package that reads files of a format is not installed."""
     if missing_package(form):
-        raise MissingDecoder(f"{form.name} files {advice(form)}")
+        raise MissingDecoder(f"{form.name} files {how_to_install(form)}")
 
 
 def describe_packages() -> dict[str, str]:
@@ -105,7 +105,7 @@ def describe_packages() -> dict[str, str]:
     for form in OPTIONAL_FORMATS:
         try:
             is_missing = missing_package(form) is not None
-            described[form.name] = advice(form) if is_missing else f"{form.package} {version(form.package)}"
+            described[form.name] = how_to_install(form) if is_missing else f"{form.package} {version(form.package)}"
         except PackageNotFoundError:  # installed without its metadata
             described[form.name] = form.package
     return described

@@ -45,8 +45,8 @@ class Listing:
 
     def add_left_out(self, left_out: LeftOutFiles) -> None:
         """Add lines about the files that were left out."""
-        self.notes += map(printable, left_out.lines(images=False))
-        self.warnings += map(printable, left_out.lines(images=True))
+        self.notes += map(printable, left_out.lines(about_images=False))
+        self.warnings += map(printable, left_out.lines(about_images=True))
 
     def to_table(self) -> pa.Table:
         """As arrow, sorted by split, with the features of `datasets` and the lines for the user as metadata."""

@@ -52,7 +52,7 @@ def read_lists(tree: Tree, config: ImagesConfig) -> list[ImageList]:
         image_list = read_list(path, "/".join(parts), config)
         if image_list is None:
             reason = "tables without a column of file names (data.file_column names one)"
-            tree.leave_out(reason, parts, path, images=False)
+            tree.leave_out(reason, parts, path, about_images=False)
         else:
             lists.append(image_list)
     return lists

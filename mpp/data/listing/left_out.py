@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mpp.data.decoding.kinds import is_picture, optional_format
-from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS, advice, missing_package
+from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS, how_to_install, missing_package
 from mpp.data.listing.formats import LIST_EXTENSIONS, extension_of
 
 NAMES_PER_REASON = 3
@@ -21,15 +21,15 @@ class LeftOutFiles:
     about_images: set[str] = field(default_factory=set)
     """Reasons of files that look like images: warnings."""
 
-    def add(self, reason: str, name: str, count: int = 1, images: bool = True) -> None:
+    def add(self, reason: str, name: str, count: int = 1, about_images: bool = True) -> None:
         """Add `count` files for a reason.
 
         Args:
             name: one of them, seen from the top of the dataset.
-            images: whether they look like images.
+            about_images: whether they look like images.
         """
         self.counts[reason] += count
-        if images:
+        if about_images:
             self.about_images.add(reason)
         names = self.names.setdefault(reason, [])
         if len(names) < NAMES_PER_REASON or name < names[-1]:
@@ -41,11 +41,11 @@ class LeftOutFiles:
             self.counts[reason] -= 1
             self.names[reason] = [other for other in self.names[reason] if other != name]
 
-    def lines(self, images: bool) -> list[str]:
+    def lines(self, about_images: bool) -> list[str]:
         """One line for each reason that is, or is not, about images: "left out: .txt files (2: a.txt, b.txt)"."""
         lines = []
         for reason, count in self.counts.items():
-            if count > 0 and (reason in self.about_images) == images:
+            if count > 0 and (reason in self.about_images) == about_images:
                 names = ", ".join(self.names[reason])
                 more = ", ..." if count > len(self.names[reason]) else ""
                 lines.append(f"left out: {reason} ({count}: {names}{more})")
@@ -68,7 +68,7 @@ def without_decoder(name: str, read_head: Callable[[], bytes]) -> str | None:
     if form is None or missing_package(form) is None:
         return None
     files = f"{extension} files" if extension else f"{form.name} files without an ending"
-    return f"{files}, which {advice(form)}"
+    return f"{files}, which {how_to_install(form)}"
 
 
 def other_files(name: str) -> str:

@@ -54,7 +54,7 @@ def share_table(make: Callable[[], pa.Table], key: str) -> tuple[datasets.Datase
         if file is None:
             table = make()
             with naming_folder(place):
-                file = write_table(table, place)
+                file = write_shared_table(table, place)
         rows = datasets.Dataset.from_file(str(file))
         with pa.memory_map(str(file)) as source:
             metadata = pa.ipc.open_stream(source).schema.metadata
@@ -109,7 +109,7 @@ def is_alive(writer: str) -> bool:
     return False
 
 
-def write_table(table: pa.Table, place: Path) -> Path:
+def write_shared_table(table: pa.Table, place: Path) -> Path:
     """Write a table, complete or not at all; it goes when this process ends."""
     file = Path(f"{place}.{writer_name(psutil.Process())}.arrow")
     partial = file.with_suffix(".partial")

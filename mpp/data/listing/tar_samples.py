@@ -92,12 +92,12 @@ class Sample:
             raise UserError(f"{self.name}.json cannot be read: {one_line(error)}") from error
 
 
-def group_members(members: Iterable[Member], at_last_dot: bool, neighbours: bool) -> Iterator[Sample]:
+def group_members(members: Iterable[Member], at_last_dot: bool, contiguous: bool) -> Iterator[Sample]:
     """Members as samples.
 
     Args:
         at_last_dot: see `split_name`.
-        neighbours: whether those of a sample have to stand next to each other, so that nothing is held in memory.
+        contiguous: whether those of a sample have to stand next to each other, so that nothing is held in memory.
     Raises:
         UserError: they have to, and do not.
     """
@@ -108,7 +108,7 @@ def group_members(members: Iterable[Member], at_last_dot: bool, neighbours: bool
         if name in passed:
             why = "members of a sample must be next to each other in a remote shard"
             raise UserError(f"{member.name} is apart from its sample: {why} (tar --sort=name)")
-        if neighbours and samples and name not in samples:
+        if contiguous and samples and name not in samples:
             yield from samples.values()
             passed |= samples.keys()
             samples = {}
@@ -162,7 +162,7 @@ def cuts_at_last_dot(shard: str, config: ImagesConfig) -> bool:
 def count_problems(members: list[Member], config: ImagesConfig, at_last_dot: bool) -> NameProblems:
     """Count the problems of one way to cut the names of some members."""
     several = dotted = without = 0
-    for sample in group_members(members, at_last_dot, neighbours=False):
+    for sample in group_members(members, at_last_dot, contiguous=False):
         try:
             picture = sample.picture(config)
         except UserError:
@@ -187,7 +187,7 @@ def read_samples(shard: str, config: ImagesConfig, at_last_dot: bool) -> Iterato
     seeks = is_local_shard(shard)
     with open_shard(shard) as file:
         shard_size = os.fstat(file.fileno()).st_size if seeks else None
-        for sample in group_members(read_members(file, seeks), at_last_dot, neighbours=not seeks):
+        for sample in group_members(read_members(file, seeks), at_last_dot, contiguous=not seeks):
             picture = sample.picture(config)
             if picture is not None and shard_size is not None and picture.start + picture.size > shard_size:
                 raise tarfile.ReadError(f"unexpected end of data in {picture.name}")

@@ -151,7 +151,7 @@ def refuse_without_images(config: ImagesConfig, endings: set[str], left_out: Lef
         raise UserError(
             f"{problem}, which no picture in the shards of {config.path} has as its ending; it must be {allowed}"
         )
-    reasons = map(printable, left_out.lines(images=True))
+    reasons = map(printable, left_out.lines(about_images=True))
     raise UserError("; ".join([f"{config.group_name}.path is {config.path}, whose shards hold no images", *reasons]))
 
 

@@ -68,15 +68,15 @@ class Tree:
         """Extensions of the shards."""
         return {extension_of(path) for _, path in self.shards}
 
-    def leave_out(self, reason: str, parts: Parts, file: str, images: bool = True) -> None:
+    def leave_out(self, reason: str, parts: Parts, file: str, about_images: bool = True) -> None:
         """Note a file that is not used.
 
         Args:
             parts: of its folder.
             file: its name or its path.
-            images: whether it looks like an image, or holds such.
+            about_images: whether it looks like an image, or holds such.
         """
-        self.left_out.add(reason, "/".join((*parts, os.path.basename(file))), images=images)
+        self.left_out.add(reason, "/".join((*parts, os.path.basename(file))), about_images=about_images)
 
     def __len__(self) -> int:
         return sum(len(folder.files) for folder in self.folders)
@@ -205,7 +205,7 @@ class Walk:
             reason = f"{extension} files, which mpp does not read; convert them to JPEG, PNG or TIFF"
             self.tree.leave_out(reason, parts, name)
         else:
-            self.tree.leave_out(other_files(name), parts, name, images=False)
+            self.tree.leave_out(other_files(name), parts, name, about_images=False)
 
     def leads_elsewhere(self, link: str, parts: Parts) -> bool:
         """Whether a link to a folder leads out of the folders that are walked: not into one, nor around one."""
