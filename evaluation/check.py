@@ -67,19 +67,16 @@ SEARCHED = {  # ranges that were searched: configs/search.md, configs/sweep/rate
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Cost of a step on this machine."""
+class StepCost:
+    """Cost of a step on this machine, and the sizes of files."""
 
-    step: float
-    """Seconds."""
-    waiting: float
-    """Seconds of these in which the step waits for its images."""
-    memory: float
-    """GB."""
-    checkpoint: int
-    """Bytes of a checkpoint."""
-    encoder: int
-    """Bytes of the exported encoder."""
+    seconds: float
+    seconds_waiting: float
+    """Part of these in which the step waits for its images."""
+    memory_gb: float
+    checkpoint_bytes: int
+    encoder_bytes: int
+    """Of the exported encoder."""
 
 
 def check(config: Config) -> Path:
@@ -104,15 +101,15 @@ def check(config: Config) -> Path:
         if not isinstance(task.train, Shards):
             surveyed = survey(task.train, task.held_out, config.data, SURVEY_SECONDS)
         feed = Feed(training_batches(task, 0, {}))
-        timing, batches = time_steps(task, config, feed)
+        step_cost, batches = time_steps(task, config, feed)
     print(f"model: {task.describe_model()}")
     print(f"images: {describe_source(config.data)}: {task.describe_images()}")
     print_images(task, surveyed)
     print_table("Decoders of some kinds of files", [[kind, package] for kind, package in describe_packages().items()])
-    print_cost(config, precision, layout, timing)
+    print_cost(config, precision, layout, step_cost)
     print_phases(config)
     print_settings(config)
-    for warning in warnings(task, config, surveyed, timing):
+    for warning in warnings(task, config, surveyed, step_cost):
         print(f"warning: {warning}")
     folder.mkdir(parents=True, exist_ok=True)
     draw_crops(task, batches).save(folder / CHECK_CROPS)
@@ -120,7 +117,7 @@ def check(config: Config) -> Path:
     return folder
 
 
-def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, list[Batch]]:
+def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[StepCost, list[Batch]]:
     """Take some steps, and return their cost and some of their batches.
 
     The first step counts only if it is the only one.
@@ -148,7 +145,7 @@ def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[Timing, l
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
     steps = max(steps, 1)
     sizes = training_step.checkpoint_bytes(), training_step.encoder_bytes()
-    return Timing(seconds / steps, waiting / steps, memory / 1e9, *sizes), batches
+    return StepCost(seconds / steps, waiting / steps, memory / 1e9, *sizes), batches
 
 
 def checkpoints_on_disk(config: Config) -> int:
@@ -156,36 +153,36 @@ def checkpoints_on_disk(config: Config) -> int:
     return config.run.keep_checkpoints + len(config.optim.steps_to_keep(config.run)) + 1
 
 
-def encoder_bytes(config: Config, timing: Timing) -> int:
+def encoder_bytes_on_disk(config: Config, step_cost: StepCost) -> int:
     """Bytes of the exported encoders, and of the weights that a run from weights keeps of its start."""
     copies = config.run.encoders_on_disk
     if config.model.init_from is not None:
         copies += 1
-    return timing.encoder * copies
+    return step_cost.encoder_bytes * copies
 
 
-def disk_warnings(config: Config, timing: Timing) -> list[str]:
+def disk_warnings(config: Config, step_cost: StepCost) -> list[str]:
     """A warning where the run folder does not fit on its disk."""
     folder = Path(config.run.dir)
     try:
-        encoders = encoder_bytes(config, timing)
-        shortage = disk_shortage(folder, checkpoints_on_disk(config), timing.checkpoint, encoders)
+        encoders = encoder_bytes_on_disk(config, step_cost)
+        shortage = disk_shortage(folder, checkpoints_on_disk(config), step_cost.checkpoint_bytes, encoders)
     except UserError as error:  # with which the run itself would end
         shortage = str(error)
     return [shortage] if shortage else []
 
 
-def warnings(task: Pretraining, config: Config, surveyed: Survey | None, timing: Timing) -> list[str]:
+def warnings(task: Pretraining, config: Config, surveyed: Survey | None, step_cost: StepCost) -> list[str]:
     """Warnings before anything is trained: by the same rules and names as while a run trains, and some of settings."""
     facts = facts_of(config.run, config.optim, task.facts())
     if surveyed:
         facts = replace(facts, duplicates=surveyed.duplicates, constant=surveyed.constant)
-    waiting = timing.waiting / timing.step
+    waiting = step_cost.seconds_waiting / step_cost.seconds
     history = [{"step": step, "speed/data_wait": waiting} for step in range(RECENT_LINES)]
     messages = [f"{name}: {message}" for name, message in find_warnings(history, facts)]
     if surveyed:
         messages += survey_warnings(surveyed, config)
-    messages += disk_warnings(config, timing)
+    messages += disk_warnings(config, step_cost)
     for name, value in searched_settings(config).items():
         low, high = SEARCHED.get(name, (-math.inf, math.inf))
         if not low <= value <= high:
@@ -267,19 +264,19 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
         print(f"cannot be decoded: {broken}")
 
 
-def print_cost(config: Config, precision: str, layout: BatchLayout, timing: Timing) -> None:
+def print_cost(config: Config, precision: str, layout: BatchLayout, step_cost: StepCost) -> None:
     """Print time, memory and disk of a step and of the run, and a GPU's memory at the precision that was asked for."""
     free = free_disk(Path(config.run.dir))
-    taken = timing.checkpoint * checkpoints_on_disk(config) + encoder_bytes(config, timing)
+    taken = step_cost.checkpoint_bytes * checkpoints_on_disk(config) + encoder_bytes_on_disk(config, step_cost)
     left = config.run.steps - steps_done(config)
     rows = [
-        ["a step", f"{timing.step:.4g} s"],
-        ["of that, waiting for images", f"{timing.waiting:.4g} s"],
-        ["images/s", f"{layout.images / timing.step:.4g}"],
-        [f"{left} steps of one process, without evaluations", duration(left * timing.step)],
-        ["memory of this process", f"{timing.memory:.3g} GB"],
+        ["a step", f"{step_cost.seconds:.4g} s"],
+        ["of that, waiting for images", f"{step_cost.seconds_waiting:.4g} s"],
+        ["images/s", f"{layout.images / step_cost.seconds:.4g}"],
+        [f"{left} steps of one process, without evaluations", duration(left * step_cost.seconds)],
+        ["memory of this process", f"{step_cost.memory_gb:.3g} GB"],
         ["memory on a GPU, counted (mpp memory)", memory_on_a_gpu(config, precision, layout)],
-        ["a checkpoint", f"{timing.checkpoint / 1e9:.3g} GB"],
+        ["a checkpoint", f"{step_cost.checkpoint_bytes / 1e9:.3g} GB"],
         ["the run folder", f"{taken / 1e9:.2g} GB; {free / 1e9:.3g} GB are free"],
     ]
     print_table("Cost on this machine", rows)

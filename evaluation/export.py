@@ -73,14 +73,14 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
     classifier = None
     if config.representation == "logits":
         classifier = load_classifier(config.encoder, config.data.channels, "encoder")
-    module = module_of(config, encoder, classifier)
+    module = exported_module(config, encoder, classifier)
     with deaths_explained():
         train, held_out = load_images_of(config, loaded, config.images if config.quantize else 0)
         verification = Verification(config, encoder, accelerator, train, held_out)
         return write_verified(config, module, verification, classifier)
 
 
-def module_of(config: ExportConfig, encoder: FrozenEncoder, classifier: Classifier | None) -> ExportedModule:
+def exported_module(config: ExportConfig, encoder: FrozenEncoder, classifier: Classifier | None) -> ExportedModule:
     """The module whose computation is exported; UserError where the encoder has none."""
     try:
         model = encoder.model  # a colour baseline has none

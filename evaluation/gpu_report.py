@@ -64,7 +64,7 @@ FILE_SIDES = (256, 375)
 """Shorter sides of images: as `mpp prepare` writes them, and of a typical one of ImageNet."""
 
 
-class Scale(NamedTuple):
+class ReportSizes(NamedTuple):
     """Sizes of everything that is measured, on a GPU or in a rehearsal."""
 
     models: dict[str, ModelConfig]
@@ -75,7 +75,7 @@ class Scale(NamedTuple):
     loading_seconds: float
 
 
-ON_GPU = Scale(
+ON_GPU = ReportSizes(
     models={
         "ViT-B/16": ModelConfig(name="vit_base_patch16_224"),
         "ViT-L/16": ModelConfig(name="vit_large_patch16_224"),
@@ -86,7 +86,7 @@ ON_GPU = Scale(
     loading_seconds=4.0,
 )
 TINY_MODEL = ModelConfig(width=16, depth=1, heads=2, img_size=32, patch_size=8)
-REHEARSAL = Scale(
+REHEARSAL = ReportSizes(
     models={"tiny ViT": TINY_MODEL},
     batch_sizes=(4, 2),
     compared_model=TINY_MODEL,
@@ -95,7 +95,7 @@ REHEARSAL = Scale(
 )
 
 
-class Part(NamedTuple):
+class ReportPart(NamedTuple):
     """A part of the report."""
 
     title: str
@@ -111,30 +111,30 @@ class GpuReport:
         self.config = config
         self.on_gpu = config.device == "cuda"
         self.device = "auto" if self.on_gpu else "cpu"
-        self.scale = ON_GPU if self.on_gpu else REHEARSAL
+        self.sizes = ON_GPU if self.on_gpu else REHEARSAL
         self.end = time.monotonic() + 60 * config.minutes
         self.limits: CardLimits | None = None
         self.speeds: dict[tuple[str, bool], ModelSpeed] = {}
         """By model and whether it was compiled."""
         self.loading: LoadingSpeed | None = None
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ReportPart]:
         """The parts, those first that matter most: time may run out."""
-        first, *others = self.scale.models
+        first, *others = self.sizes.models
         parts = [
-            Part("versions and card", 0, self.describe_versions),
-            Part("limits of the card", 15, self.describe_limits),
-            Part(f"{first}, eager", 40, partial(self.describe_speed, first, False)),
-            Part(f"{first}, compiled", 90, partial(self.describe_speed, first, True)),
-            Part("losses compared with the CPU", 60, self.describe_losses),
-            Part("loader", 45, self.describe_loader),
+            ReportPart("versions and card", 0, self.describe_versions),
+            ReportPart("limits of the card", 15, self.describe_limits),
+            ReportPart(f"{first}, eager", 40, partial(self.describe_speed, first, False)),
+            ReportPart(f"{first}, compiled", 90, partial(self.describe_speed, first, True)),
+            ReportPart("losses compared with the CPU", 60, self.describe_losses),
+            ReportPart("loader", 45, self.describe_loader),
         ]
-        parts += [Part(f"{name}, eager", 50, partial(self.describe_speed, name, False)) for name in others]
-        parts.append(Part("tests", 30, self.describe_tests))
-        parts += [Part(f"{name}, compiled", 120, partial(self.describe_speed, name, True)) for name in others]
+        parts += [ReportPart(f"{name}, eager", 50, partial(self.describe_speed, name, False)) for name in others]
+        parts.append(ReportPart("tests", 30, self.describe_tests))
+        parts += [ReportPart(f"{name}, compiled", 120, partial(self.describe_speed, name, True)) for name in others]
         return parts
 
-    def text_of(self, part: Part) -> str:
+    def text_of(self, part: ReportPart) -> str:
         """Text of a part, or the reason why it is missing."""
         if self.on_gpu and self.seconds_left() < part.gpu_seconds:
             return (
@@ -169,7 +169,7 @@ class GpuReport:
         return f"{listed}\n{get_pretty_env_info()}"
 
     def describe_limits(self) -> str:
-        model = next(iter(self.scale.models.values()))
+        model = next(iter(self.sizes.models.values()))
         self.limits = self.measure(measure_limits, model, self.device)
         memory = ""
         if self.limits.free_bytes:
@@ -183,10 +183,10 @@ class GpuReport:
 
     def describe_speed(self, name: str, compile: bool) -> str:
         eager = self.speeds.get((name, False))
-        batch_sizes = self.batch_sizes(self.scale.models[name])
+        batch_sizes = self.batch_sizes(self.sizes.models[name])
         if eager:
             batch_sizes = [size for size in batch_sizes if size <= eager.batch_size]
-        speed = self.measure(time_model, self.scale.models[name], batch_sizes, compile, self.device)
+        speed = self.measure(time_model, self.sizes.models[name], batch_sizes, compile, self.device)
         self.speeds[name, compile] = speed
         share = ""
         if self.limits:
@@ -197,7 +197,7 @@ class GpuReport:
         ]
         if speed.too_large:
             lines.append(f"out of memory at batch {', '.join(map(str, speed.too_large))}")
-        counted = peak_memory(self.counted_config(self.scale.models[name]), speed.batch_size)["total"]
+        counted = peak_memory(self.counted_config(self.sizes.models[name]), speed.batch_size)["total"]
         measured = "not measured on a CPU"
         if speed.peak_bytes:
             measured = f"{speed.peak_bytes / BYTES_PER_GB:.3g} GB"
@@ -211,11 +211,11 @@ class GpuReport:
     def batch_sizes(self, model: ModelConfig) -> list[int]:
         """Batch sizes to try, largest first."""
         if self.config.batch_size:
-            smaller = [size for size in self.scale.batch_sizes if size < self.config.batch_size]
+            smaller = [size for size in self.sizes.batch_sizes if size < self.config.batch_size]
             return [self.config.batch_size, *smaller]
         if self.limits is None or self.limits.free_bytes is None:
-            return list(self.scale.batch_sizes)
-        return sizes_that_fit(self.counted_config(model), self.scale.batch_sizes, self.limits.free_bytes)
+            return list(self.sizes.batch_sizes)
+        return sizes_that_fit(self.counted_config(model), self.sizes.batch_sizes, self.limits.free_bytes)
 
     def counted_config(self, model: ModelConfig) -> Config:
         """Settings of the training that is timed, for counting its memory."""
@@ -224,16 +224,16 @@ class GpuReport:
         return Config(run=run, model=model, optim=OptimConfig(name="adam"))
 
     def describe_losses(self) -> str:
-        settings = (self.scale.compared_model, self.scale.compared_batch)
+        settings = (self.sizes.compared_model, self.sizes.compared_batch)
         on_cpu = self.measure(losses_of_training, *settings, "cpu")
         on_card = self.measure(losses_of_training, *settings, self.device)
-        difference = largest_difference(on_card, on_cpu)
+        difference = largest_relative_difference(on_card, on_cpu)
         verdict = "the card computes what the CPU computes"
         if not difference <= LOSS_TOLERANCE:  # which is true of not-a-number, too
             verdict = "WRONG: the card does not compute what the CPU computes; please report it"
-        name = self.scale.compared_model.name or "tiny ViT"
+        name = self.sizes.compared_model.name or "tiny ViT"
         lines = [
-            f"{name}, batch {self.scale.compared_batch}, {LOSS_STEPS} steps in fp32, TF32 off, same seed and batches",
+            f"{name}, batch {self.sizes.compared_batch}, {LOSS_STEPS} steps in fp32, TF32 off, same seed and batches",
             f"largest relative difference: {difference:.2g} (at most {LOSS_TOLERANCE:g} by rounding): {verdict}",
             "step       card        CPU",
         ]
@@ -244,14 +244,14 @@ class GpuReport:
     def describe_loader(self) -> str:
         size = 224 if self.on_gpu else 32
         workers = self.spare_cores()
-        self.loading = self.measure(time_loader, FILE_SIDES, size, workers, self.scale.loading_seconds)
+        self.loading = self.measure(time_loader, FILE_SIDES, size, workers, self.sizes.loading_seconds)
         lines = []
         for side, rate in self.loading.by_side.items():
             lines.append(f"JPEG files with a shorter side of {side}: {rate:.4g} images/s a core")
         lines.append(
             f"{workers} loader processes together: {self.loading.by_all:.4g} images/s (side {min(FILE_SIDES)})"
         )
-        for name in self.scale.models:
+        for name in self.sizes.models:
             speed = self.fastest(name)
             if speed:
                 lines.append(
@@ -283,14 +283,14 @@ class GpuReport:
 
     def advice(self) -> str:
         """Advice on settings for the first model; its last three lines can be pasted on a command line."""
-        name = next(iter(self.scale.models))
+        name = next(iter(self.sizes.models))
         speed = self.fastest(name)
         lines = []
-        for other in self.scale.models:
+        for other in self.sizes.models:
             measured = self.fastest(other)
             fits = f"batch {measured.batch_size} fits" if measured else "not measured"
             lines.append(f"{other}: {fits}")
-        batch_size = speed.batch_size if speed else self.scale.batch_sizes[-1]
+        batch_size = speed.batch_size if speed else self.sizes.batch_sizes[-1]
         workers = self.spare_cores()
         if speed and self.loading:
             slowest = min(self.loading.by_side.values())
@@ -327,7 +327,7 @@ def sizes_that_fit(config: Config, batch_sizes: Sequence[int], free_bytes: int) 
     return fitting or [batch_sizes[-1]]
 
 
-def largest_difference(values: Sequence[float], reference: Sequence[float]) -> float:
+def largest_relative_difference(values: Sequence[float], reference: Sequence[float]) -> float:
     """Largest relative difference; not-a-number if a value is."""
     differences = [abs(value - other) / abs(other) for value, other in zip(values, reference, strict=True)]
     return math.nan if any(map(math.isnan, differences)) else max(differences)

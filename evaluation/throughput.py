@@ -105,7 +105,7 @@ def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int, warmup: in
 
 def time_loading(bench: Bench, config: ThroughputConfig) -> Seconds:
     """Steps from JPEG files and from memory; and only loading, on one core, by mpp and by torchvision."""
-    with image_files(config.jpeg_side) as jpegs, image_files(config.jpeg_side, pixels=True) as ppms:
+    with image_files(config.jpeg_side) as jpegs, image_files(config.jpeg_side, as_ppm=True) as ppms:
         seconds = time_crops(jpegs, ppms, sizes_of_model(bench).img_size, config.rounds)
         in_memory = mpp_step(bench).step
         from_files = steps_from_files(bench, jpegs, config.workers)
@@ -167,7 +167,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def show(result: dict[str, Any]) -> None:
+def print_tables(result: dict[str, Any]) -> None:
     """Print the tables."""
     seconds = {name: statistics.median(times) for name, times in result["seconds"].items()}
     batch_size = result["config"]["batch_size"]
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(ThroughputConfig, arguments, prog="python evaluation/throughput.py")
     require(timm.is_model(config.model), "model", config.model, "a timm VisionTransformer")
     result = measure_all(config)
-    show(result)
+    print_tables(result)
     if config.out:
         write_json(Path(config.out), result)
         print(f"wrote {config.out}")

@@ -213,7 +213,7 @@ def test_own_images_that_are_the_general_ones_too_have_the_same_figures(pretrain
     assert read_verdict(run)["line"].startswith("own images: kNN ")
     assert "; general images: kNN " in read_verdict(run)["line"]
     encoder = (run / "encoder" / "model.safetensors").stat().st_size
-    counted = check.encoder_bytes(parse_saved(Config, run / "config.yaml"), check.Timing(0, 0, 0, 0, encoder))
+    counted = check.encoder_bytes_on_disk(parse_saved(Config, run / "config.yaml"), check.StepCost(0, 0, 0, 0, encoder))
     assert counted == 2 * encoder <= encoder + (run / START_FILE).stat().st_size
 
 

@@ -112,15 +112,15 @@ def test_a_part_that_fails_or_does_not_fit_says_so(report):
     def fails():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    assert report.text_of(gpu_report.Part("speed", 1, fails)).startswith("failed: RuntimeError: CUDA error")
-    assert report.text_of(gpu_report.Part("speed", 6000, fails)).startswith("left out: it takes about 6000 s")
+    assert report.text_of(gpu_report.ReportPart("speed", 1, fails)).startswith("failed: RuntimeError: CUDA error")
+    assert report.text_of(gpu_report.ReportPart("speed", 6000, fails)).startswith("left out: it takes about 6000 s")
 
 
 @pytest.mark.faults
 def test_a_part_that_hangs_is_stopped_when_the_time_is_over():
     report = gpu_report.GpuReport(GpuReportConfig(minutes=0.05))
     begin = time.monotonic()
-    text = report.text_of(gpu_report.Part("speed", 0, lambda: report.measure(time.sleep, 600)))
+    text = report.text_of(gpu_report.ReportPart("speed", 0, lambda: report.measure(time.sleep, 600)))
     assert text == "stopped: minutes 0.05 are over"
     output = gpu_report.output_of(
         "cpu", 10, "timeit", "-n1", "-r1", "-s", "print('begun', flush=True)", "while True: pass"

@@ -23,7 +23,7 @@ from mpp.runtime.command import is_out_of_memory
 from mpp.training.step import TrainingStep
 
 Device = Literal["auto", "cpu"]
-Result = TypeVar("Result")
+ResultT = TypeVar("ResultT")
 LOSS_STEPS = 20
 TIMED_SECONDS = 4.0
 MIN_TIMED_STEPS = 4
@@ -106,8 +106,8 @@ def time_model(model: ModelConfig, batch_sizes: Sequence[int], compile: bool, de
 
 
 def first_that_fits(
-    batch_sizes: Sequence[int], attempt: Callable[[int], Result], release: Callable[[], object]
-) -> Result:
+    batch_sizes: Sequence[int], attempt: Callable[[int], ResultT], release: Callable[[], object]
+) -> ResultT:
     """Result of an attempt at the first batch size that does not run out of memory.
 
     Args:

@@ -21,13 +21,12 @@ from mpp.data.loader import BatchLayout, training_loader
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.pretrain import Pretraining
+from mpp.runtime.resources import PREFETCHED_BATCHES
 
 IMAGE_FILES = 256
 """Images that are loaded, again and again."""
 LOADED_BATCH = 16
 """Images of a batch of `loading_rate`: few, since batches wait in shared memory, which a container may lack."""
-PREFETCHED_BATCHES = 2
-"""Batches that wait for each loader process: DataLoader's default."""
 PATCH_SIZE = 16
 CROP_AREA = (0.05, 1.0)
 ENDLESS_STEPS = 1_000_000
@@ -36,20 +35,20 @@ SCHEDULE_STEPS = 100
 
 
 @contextmanager
-def image_files(side: int, pixels: bool = False) -> Iterator[Path]:
+def image_files(side: int, as_ppm: bool = False) -> Iterator[Path]:
     """A folder of photograph-like images, 4/3 as wide as high, in two classes; deleted when it is closed.
 
     Args:
         side: height.
-        pixels: write PPM, the pixels of the JPEGs, instead of JPEG.
+        as_ppm: write PPM, the pixels of the JPEGs, instead of JPEG.
     """
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as name:
         for number in range(IMAGE_FILES):
             jpeg = encode_jpeg(rng.integers(0, 256, (side // 8, side // 6, 3), dtype=np.uint8), side)
-            file = Path(name) / "ab"[number % 2] / f"{number}.{'ppm' if pixels else 'jpg'}"
+            file = Path(name) / "ab"[number % 2] / f"{number}.{'ppm' if as_ppm else 'jpg'}"
             file.parent.mkdir(exist_ok=True)
-            file.write_bytes(to_ppm(decode(jpeg, ImagesConfig())) if pixels else jpeg)
+            file.write_bytes(to_ppm(decode(jpeg, ImagesConfig())) if as_ppm else jpeg)
         yield Path(name)
 
 

@@ -19,7 +19,7 @@ from mpp.features.frozen import pool
 METADATA_FILE = "mpp"  # among the extra files of a torch.export program
 MAX_BYTES_IN_ONE_FILE = 1_800_000_000  # of an ONNX file's weights: protobuf ends at 2 GB
 BatchSize = int | Literal["dynamic"]
-Compute = Callable[[Tensor], Tensor]
+Computation = Callable[[Tensor], Tensor]
 """Images (B, C, H, W) to features, tokens or logits."""
 
 
@@ -64,7 +64,7 @@ def write_onnx(module: ExportedModule, images: Tensor, batch: BatchSize, file: P
     program.save(str(file), external_data=weight_bytes(module) > MAX_BYTES_IN_ONE_FILE)
 
 
-def read_onnx(file: Path) -> Compute:
+def read_onnx(file: Path) -> Computation:
     """Open an ONNX file with onnxruntime."""
     import onnxruntime  # an optional dependency
 
@@ -89,22 +89,22 @@ def write_torch_export(
     torch.export.save(program, file, extra_files={METADATA_FILE: json.dumps(metadata)})
 
 
-def read_torch_export(file: Path) -> Compute:
+def read_torch_export(file: Path) -> Computation:
     """Open a torch.export program."""
     return torch.export.load(file).module()
 
 
-class Format(NamedTuple):
+class ExportFormat(NamedTuple):
     """A file format."""
 
     suffix: str
     write: Callable[..., None]
-    read: Callable[[Path], Compute]
+    read: Callable[[Path], Computation]
 
 
 FORMATS = {
-    "onnx": Format(".onnx", write_onnx, read_onnx),
-    "torch_export": Format(".pt2", write_torch_export, read_torch_export),
+    "onnx": ExportFormat(".onnx", write_onnx, read_onnx),
+    "torch_export": ExportFormat(".pt2", write_torch_export, read_torch_export),
 }
 
 
@@ -129,7 +129,7 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
-def in_batches_of(size: BatchSize, compute: Compute) -> Compute:
+def in_batches_of(size: BatchSize, compute: Computation) -> Computation:
     """`compute` for any number of images: where it takes only batches of `size`, the last batch is filled up."""
     if size == "dynamic":
         return compute

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evaluation import fewshot
 from evaluation.config import ExportConfig, FewshotConfig
-from evaluation.exports.formats import Compute
+from evaluation.exports.formats import Computation
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE, extract_split, views_for, warn_left_out
 from evaluation.frozen.labelled_features import LabelledFeatures
@@ -58,7 +58,7 @@ class Verification(NamedTuple):
         return images[torch.arange(count) % len(images)]
 
     @torch.no_grad()
-    def largest_difference(self, compute: Compute, reference: Compute) -> float:
+    def largest_difference(self, compute: Computation, reference: Computation) -> float:
         """Largest absolute difference of two computations over `config.images` held-out images."""
         held_out = self.held_out.choose(self.config.images, self.config.data.cut_seed)
         differences = []
@@ -67,7 +67,7 @@ class Verification(NamedTuple):
             differences.append((compute(images) - reference(images)).abs().max())
         return float(torch.stack(differences).max())
 
-    def few_shot_accuracy(self, compute: Compute) -> float | None:
+    def few_shot_accuracy(self, compute: Computation) -> float | None:
         """Few-shot accuracy of the features that `compute` extracts, the mean of three draws.
 
         None: there are no labels of one class an image, or `compute` has tokens or logits and not features.
@@ -85,7 +85,7 @@ class Verification(NamedTuple):
         results = fewshot.evaluate(features.checked(self.config.encoder), FewshotConfig(shots=(SHOTS,)))
         return float(np.mean([result["accuracy"] for result in add_scores(results)]))
 
-    def extract(self, dataset: ImageDataset, compute: Compute):
+    def extract(self, dataset: ImageDataset, compute: Computation):
         """The features that `compute` has of the images that can be decoded; the others are named."""
         views = views_for(self.encoder, dataset, self.config.data)
         extracted = extract_split(views, lambda images: [compute(self.file_input(images.cpu()))], self.accelerator)

@@ -21,7 +21,7 @@ from mpp.config import SourceConfig
 from mpp.errors import UserError
 from mpp.runtime.files import complete
 from mpp.runtime.messages import note
-from mpp.runtime.weights import describe_unreadable, fingerprint
+from mpp.runtime.weights import describe_unreadable_weights, fingerprint
 
 WEIGHTS_FILE = "head.safetensors"
 DESCRIPTION_FILE = "head.json"
@@ -142,7 +142,9 @@ def load_head(folder: Path) -> KeptHead:
     try:
         return KeptHead(folder, head, load_file(file))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"classifier is {folder}, which cannot be read: {describe_unreadable(file, error)}") from error
+        raise UserError(
+            f"classifier is {folder}, which cannot be read: {describe_unreadable_weights(file, error)}"
+        ) from error
 
 
 def rebuild_linear(head: KeptHead) -> StandardizedLinear:

@@ -46,10 +46,10 @@ class ClassTable:
         for heading, counts in self.counts.items():
             columns[heading] = [str(count) for count in counts]
         for heading, shares in self.shares.items():
-            columns[f"{heading} (%)"] = [percent(share) or "-" for share in shares]
+            columns[f"{heading} (%)"] = [in_percent(share) or "-" for share in shares]
             if self.intervals is not None and heading == self.score:
-                columns[f"{heading} (%), from"] = [percent(low) for low in self.intervals[:, 0]]
-                columns[f"{heading} (%), to"] = [percent(high) for high in self.intervals[:, 1]]
+                columns[f"{heading} (%), from"] = [in_percent(low) for low in self.intervals[:, 0]]
+                columns[f"{heading} (%), to"] = [in_percent(high) for high in self.intervals[:, 1]]
         return columns
 
     def text(self) -> tuple[list[str], list[list[str]]]:
@@ -62,6 +62,6 @@ class ClassTable:
         return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
-def percent(share: float) -> str:
+def in_percent(share: float) -> str:
     """A share in percent; "": it is not known."""
     return "" if math.isnan(share) else f"{100 * share:.1f}"

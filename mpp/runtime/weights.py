@@ -151,10 +151,12 @@ def weight_names(file: Path, setting: str) -> list[str]:
         with safe_open(file, framework="pt") as weights:
             return list(weights.keys())
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{setting} is {file}, which cannot be read: {describe_unreadable(file, error)}") from error
+        raise UserError(
+            f"{setting} is {file}, which cannot be read: {describe_unreadable_weights(file, error)}"
+        ) from error
 
 
-def describe_unreadable(file: Path, error: Exception) -> str:
+def describe_unreadable_weights(file: Path, error: Exception) -> str:
     """Why a file of weights cannot be read.
 
     Args:
