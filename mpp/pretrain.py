@@ -31,8 +31,14 @@ from mpp.data.stream_sources import load_streamed
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.masked_counts import MaskedCounts
-from mpp.features.metrics import Sums, add_sums, measure_features, sum_over_processes, summarize
-from mpp.features.metrics import measure as measure_predictions
+from mpp.features.metrics import (
+    Sums,
+    add_sums,
+    measure_features,
+    measure_predictions,
+    sum_over_processes,
+    summarize,
+)
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.adaptation import describe_adaptation
 from mpp.models.descriptions import how_read, learned_labels, licence_of

@@ -30,7 +30,7 @@ from mpp.data.crops import augment
 from mpp.data.moments import channel_moments
 from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.errors import UserError
-from mpp.features.metrics import measure, summarize
+from mpp.features.metrics import measure_predictions, summarize
 from mpp.features.reconstructions import as_rgb, prediction_columns, prediction_panel, stretch
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
@@ -193,7 +193,7 @@ def test_factorized_accuracy_by_hand():
     predictions = torch.nn.functional.one_hot(truth, 8).float().flatten(2)
     wrong = (truth[0, 0, 0] + 1) % 8
     predictions[0, 0, :8] = torch.nn.functional.one_hot(wrong, 8)  # one of 30
-    metrics = summarize(measure(objective, predictions, images, corruption))
+    metrics = summarize(measure_predictions(objective, predictions, images, corruption))
     assert metrics["accuracy"] == pytest.approx(29 / 30)
     counts = [np.bincount(truth[..., channel].flatten(), minlength=8).max() for channel in range(5)]
     assert metrics["most_frequent"] == pytest.approx(sum(counts) / 30)

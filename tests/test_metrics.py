@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpp.config import CorruptionConfig, ObjectiveConfig
 from mpp.corruption import Corruption, Kind, draw
-from mpp.features.metrics import add_sums, measure, nearest_visible, summarize
+from mpp.features.metrics import add_sums, measure_predictions, nearest_visible, summarize
 from mpp.objectives import build_objective, patchify
 
 
@@ -85,7 +85,7 @@ def test_measures_against_a_loop(name):
     sums = {}
     for half in halves:
         part = Corruption(*(field[half] for field in corruption))
-        sums = add_sums(sums, measure(objective, predictions[half], images[half], part))
+        sums = add_sums(sums, measure_predictions(objective, predictions[half], images[half], part))
     result = summarize(sums)
 
     truth = objective.colour_classes(objective.targets(images, torch.arange(16).expand(6, -1)))
@@ -122,7 +122,7 @@ def test_a_kind_that_does_not_occur_is_not_reported():
     objective = build_objective(ObjectiveConfig(), 4)
     images = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
     corruption = corruption_of(1, 4, mask=0.0, random=0.0, keep=1.0)
-    sums = measure(objective, torch.zeros(1, 8, 512), images, corruption)
+    sums = measure_predictions(objective, torch.zeros(1, 8, 512), images, corruption)
     assert summarize(sums) == {"accuracy_keep": 1.0}
 
 
@@ -130,5 +130,5 @@ def test_a_kind_that_does_not_occur_is_not_reported():
 def test_where_no_colour_is_predicted_no_accuracy_is_measured(target):
     objective = build_objective(ObjectiveConfig(**target), 4)
     images = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
-    sums = measure(objective, torch.zeros(1, 8, objective.outputs), images, corruption_of(1, 4))
+    sums = measure_predictions(objective, torch.zeros(1, 8, objective.outputs), images, corruption_of(1, 4))
     assert summarize(sums) == {}

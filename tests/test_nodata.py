@@ -17,7 +17,7 @@ from mpp.data.decoding.decode import decode
 from mpp.data.sources import load_image_datasets
 from mpp.data.survey import survey
 from mpp.data.views import ViewDataset, collate, patches_with_value
-from mpp.features.metrics import measure, summarize
+from mpp.features.metrics import measure_predictions, summarize
 from mpp.objectives import MeanColor, Pixels
 from mpp.pretrain import Pretraining
 from mpp.runtime.randomness import FIXED_VIEW
@@ -119,10 +119,10 @@ def test_accuracy_is_of_patches_that_count():
     predictions = torch.nn.functional.one_hot(truth[..., 0], objective.outputs).float()
     predictions[:, 4:] = predictions[:, 4:].roll(1, -1)  # wrong
     counted = (torch.arange(8) < 5).expand(4, 8)
-    scalars = summarize(measure(objective, predictions, images, corruption, counted=counted))
+    scalars = summarize(measure_predictions(objective, predictions, images, corruption, counted=counted))
     assert scalars["accuracy"] == pytest.approx(4 / 5)
     places = torch.arange(4)
-    sums = measure(objective, predictions, images, corruption, places, 4, counted)
+    sums = measure_predictions(objective, predictions, images, corruption, places, 4, counted)
     assert sums["by_image"][:, :2].tolist() == [[5, 4]] * 4
 
 

@@ -19,7 +19,7 @@ import mpp
 from mpp import cross_entropy
 from mpp.config import Config, ModelConfig, ObjectiveConfig
 from mpp.errors import UserError
-from mpp.features.metrics import measure
+from mpp.features.metrics import measure_predictions
 from mpp.objectives import OBJECTIVES, Objective, build_objective, patches_at, patchify
 from mpp.palette import Palette
 
@@ -239,7 +239,7 @@ def test_the_readmes_example_of_another_objective_works(monkeypatch):
     predictions = torch.zeros(1, 5, tested.outputs)
     assert tested.loss(predictions, targets).item() == pytest.approx(np.log(16))
     assert tested.palette is None
-    assert not measure(tested, predictions, patches, None)
+    assert not measure_predictions(tested, predictions, patches, None)
     assert torch.equal(tested.paint(targets, patches), torch.full_like(patches, 128))
     assert "grey" in tested.shown
 

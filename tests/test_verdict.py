@@ -29,13 +29,13 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.survey import survey
 from mpp.features.probe import Probe, agreement
 from mpp.pretrain import main
-from mpp.training.facts import Facts
+from mpp.training.facts import RunFacts
 from mpp.training.health import WARNINGS, find_warnings
 from mpp.training.log import read_history
 from mpp.training.verdict import duration, has_best_features, verdict
 from mpp.training.watch import read_verdict
 
-FACTS = Facts(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, known=640, evaluated=400)
+FACTS = RunFacts(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, known=640, evaluated=400)
 BEGUN = replace(FACTS, lr=1e-5, optimizer="adam", objective="features", weights_of="unknown")
 
 
@@ -661,7 +661,7 @@ def check(name: str, warned: set[str]) -> None:
 
 def test_advice_to_train_longer_is_not_given_where_images_are_learned_by_heart():
     first, *lines = map(json.loads, (HISTORIES / "64_images.jsonl").read_text().splitlines())
-    facts = Facts(**first)
+    facts = RunFacts(**first)
     assert WARNINGS["below copy baseline"](lines, facts).endswith(
         "the training images are learned by heart: use more images, or larger patches (model.patch_size)"
     )
@@ -672,7 +672,7 @@ def test_advice_to_train_longer_is_not_given_where_images_are_learned_by_heart()
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_said_of_runs_that_were_trained(name):
     first, *lines = map(json.loads, (HISTORIES / f"{name}.jsonl").read_text().splitlines())
-    facts = Facts(**first)
+    facts = RunFacts(**first)
     warned = set()
     for end, line in enumerate(lines, 1):
         if line["step"] > 0 and "heldout/loss" in line:

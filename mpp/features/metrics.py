@@ -64,7 +64,7 @@ def mean_in_a_row(one: Tensor, other: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(
+def measure_predictions(
     objective: Objective,
     predictions: Tensor,
     images: Tensor,

@@ -155,7 +155,7 @@ def timm_crop_pct(img_size: int | ImageSize, share: float) -> float:
     return height / (length + 0.25)
 
 
-def describe_changes(model: nn.Module, changes: dict[str, Any], eval_crop: float | None = None) -> None:
+def update_description(model: nn.Module, changes: dict[str, Any], eval_crop: float | None = None) -> None:
     """Update a model's `pretrained_cfg`, by which `timm.data.resolve_model_data_config` describes its images.
 
     timm describes the published weights there, whatever the arguments of the model.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mpp.config import ModelConfig, require
 from mpp.errors import UserError, one_line
-from mpp.models.descriptions import describe_changes, is_named, saved_config, trained_on
+from mpp.models.descriptions import is_named, saved_config, trained_on, update_description
 from mpp.models.loading import WeightsFile, load_resampled, load_timm_model, load_weights, note_other_moments
 from mpp.models.plain import constructor_arguments, is_plain
 from mpp.models.residual import use_bf16_residual
@@ -127,7 +127,7 @@ def load_encoder(
             if setting == "encoder":
                 hint += " (random true, or init random, takes none)"
         raise UserError(f"{setting} is {source}, which cannot be loaded: {one_line(error)}{hint}") from error
-    describe_changes(model, changes, eval_crop)
+    update_description(model, changes, eval_crop)
     return model
 
 

@@ -17,9 +17,9 @@ from mpp.training.record import RECORD_FILE
 from mpp.training.run_folder import (
     CONFIG_FILE,
     group_of,
-    leave_out,
     saved_settings,
     settings_changed_since,
+    without_settings,
     write_config,
 )
 from mpp.training.user_code import imports_used
@@ -107,7 +107,7 @@ def refuse_other_trunk(config: TrainingConfig, trunk: Path, step: int) -> None:
     require(steps >= step, "run.steps", steps, f"at least {step}, where the run branches from {trunk}")
     require_imports(trunk)
     refuse_other_code(trunk, imports_used(config))
-    different = leave_out(settings_changed_since(config, trunk), GROWING_SETTINGS)
+    different = without_settings(settings_changed_since(config, trunk), GROWING_SETTINGS)
     if different:
         allowed = f"a run that differs only in {', '.join(sorted(GROWING_SETTINGS))}"
         raise UserError(f"{key} is {value}, a run with {describe_changes(different, 'it')}; it must be {allowed}")

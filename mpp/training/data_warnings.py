@@ -2,13 +2,13 @@
 
 from statistics import median
 
-from mpp.training.facts import Facts
+from mpp.training.facts import RunFacts
 from mpp.training.history import RECENT_LINES, History, series
 
 MAX_DATA_WAIT = 1 / 3  # of the time
 
 
-def data_loading_bottleneck(history: History, facts: Facts) -> str | None:
+def data_loading_bottleneck(history: History, facts: RunFacts) -> str | None:
     """Training waits for images a third of its time or more: without, it would be half as fast again.
 
     Healthy runs on one thread, which load the images themselves, waited for 8 to 21 %. Fewer logged steps than
@@ -30,7 +30,7 @@ WIDE = 768  # width of ViT-B
 MIN_GPU_UTILISATION_OF_WIDE_MODELS = 0.15
 
 
-def low_gpu_utilisation(history: History, facts: Facts) -> str | None:
+def low_gpu_utilisation(history: History, facts: RunFacts) -> str | None:
     """The GPU does less than a twentieth of the arithmetic of its large matrix products; of a wide model, 15 %.
 
     Derived, not measured: the roofline of ViT-B on an H100 allows 40 to 45 % of its matrix product, and eager training
@@ -49,7 +49,7 @@ def low_gpu_utilisation(history: History, facts: Facts) -> str | None:
 MAX_UNREADABLE_SHARE = 0.01
 
 
-def unreadable_images(history: History, facts: Facts) -> str | None:
+def unreadable_images(history: History, facts: RunFacts) -> str | None:
     """More than one image in a hundred cannot be decoded. In all sets that were measured none was broken.
 
     Before all were seen, as in a stream, there have to be three standard deviations more since the first logged step:
@@ -75,7 +75,7 @@ def unreadable_images(history: History, facts: Facts) -> str | None:
 MAX_DUPLICATES = 0.05  # of the held-out images
 
 
-def held_out_duplicates(history: History, facts: Facts) -> str | None:
+def held_out_duplicates(history: History, facts: RunFacts) -> str | None:
     """More than 5 % of the held-out images are nearly the same as a training image: held-out figures are too good.
 
     See `find_copies` in mpp/data/survey.py. Measured: birds and CIFAR-10 0 %, digits at most 0.7 %, tiles of
@@ -89,7 +89,7 @@ def held_out_duplicates(history: History, facts: Facts) -> str | None:
     )
 
 
-def one_class_dominates(history: History, facts: Facts) -> str | None:
+def one_class_dominates(history: History, facts: RunFacts) -> str | None:
     """One class has more labelled images than all others together, of two classes three times as many.
 
     kNN accuracy is then high without knowing anything.
@@ -105,7 +105,7 @@ def one_class_dominates(history: History, facts: Facts) -> str | None:
 MAX_CONSTANT_SHARE = 0.25
 
 
-def constant_images_dominate(history: History, facts: Facts) -> str | None:
+def constant_images_dominate(history: History, facts: RunFacts) -> str | None:
     """More than a quarter of the images show one colour only. Measured: birds, CIFAR-10, digits 0 %, tiles 6 %."""
     if facts.constant <= MAX_CONSTANT_SHARE:
         return None

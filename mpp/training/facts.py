@@ -16,8 +16,8 @@ OF_OTHERS = "unknown"
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Constants of a run that the warnings need."""
+class RunFacts:
+    """Constants of a run that the warnings and the verdict need; verdict.json has them by these names."""
 
     steps: int
     """Steps of the whole run."""
@@ -66,14 +66,14 @@ class Facts:
     """Name of a setting that keeps weights of the encoder from training, for some steps or for good; empty: none."""
 
 
-def facts_of(run: RunConfig, optim: OptimConfig, of_task: dict[str, Any], gpu_tflops: float = 0.0) -> Facts:
+def facts_of(run: RunConfig, optim: OptimConfig, of_task: dict[str, Any], gpu_tflops: float = 0.0) -> RunFacts:
     """The facts of a run.
 
     Args:
         of_task: the fields that its task knows.
-        gpu_tflops: see `Facts`.
+        gpu_tflops: see `RunFacts`.
     """
-    return Facts(
+    return RunFacts(
         steps=run.steps,
         images=optim.global_batch_size,
         lr=optim.lr,
@@ -87,7 +87,7 @@ def facts_of(run: RunConfig, optim: OptimConfig, of_task: dict[str, Any], gpu_tf
 
 
 def facts_of_weights(model: ModelConfig, optim: OptimConfig) -> dict[str, Any]:
-    """Fields of `Facts` about the weights that a run begins from, and the part of them that it trains."""
+    """Fields of `RunFacts` about the weights that a run begins from, and the part of them that it trains."""
     facts: dict[str, Any] = {"adapters": model.lora_rank is not None}
     if model.init_from is not None:
         facts["weights_of"] = optimizer_of_weights(model.init_from)
@@ -101,7 +101,7 @@ def facts_of_weights(model: ModelConfig, optim: OptimConfig) -> dict[str, Any]:
 
 
 def optimizer_of_weights(init_from: str) -> str:
-    """The optimiser that trained the weights which `model.init_from` names: see `Facts.weights_of`.
+    """The optimiser that trained the weights which `model.init_from` names: see `RunFacts.weights_of`.
 
     They may be a run's, its encoder's or one of its checkpoints', or an encoder that mpp has exported to elsewhere.
     """

@@ -16,7 +16,7 @@ from mpp.training.data_warnings import (
     one_class_dominates,
     unreadable_images,
 )
-from mpp.training.facts import Facts
+from mpp.training.facts import RunFacts
 from mpp.training.history import History
 from mpp.training.learning_warnings import (
     below_copy_baseline,
@@ -47,7 +47,7 @@ class RunWarning(NamedTuple):
     """The observation, and the setting to change."""
 
 
-WARNINGS: dict[str, Callable[[History, Facts], str | None]] = {
+WARNINGS: dict[str, Callable[[History, RunFacts], str | None]] = {
     "not learning": not_learning,
     "below copy baseline": below_copy_baseline,
     "features collapse": features_collapse,
@@ -72,7 +72,7 @@ WARNINGS: dict[str, Callable[[History, Facts], str | None]] = {
 """Name of a warning -> its function, whose message is None where there is nothing to warn of."""
 
 
-def find_warnings(history: History, facts: Facts) -> list[RunWarning]:
+def find_warnings(history: History, facts: RunFacts) -> list[RunWarning]:
     """All warnings about a run."""
     warnings = []
     for name, message_of in WARNINGS.items():

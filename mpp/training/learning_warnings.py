@@ -3,7 +3,7 @@
 from math import log, sqrt
 from statistics import mean, median
 
-from mpp.training.facts import Facts
+from mpp.training.facts import RunFacts
 from mpp.training.history import (
     EVALUATED,
     GENERAL_KNN,
@@ -42,7 +42,7 @@ def memorised(history: History) -> float | None:
     return mean(trained)
 
 
-def not_learning(history: History, facts: Facts) -> str | None:
+def not_learning(history: History, facts: RunFacts) -> str | None:
     """After `FEWEST_STEPS`, the warm-up, and as many steps again, the model is no better than one answer for all.
 
     Of objectives with colours: held-out accuracy is at most that of the most frequent colour, which a constant reaches.
@@ -83,7 +83,7 @@ def not_learning(history: History, facts: Facts) -> str | None:
     )
 
 
-def below_copy_baseline(history: History, facts: Facts) -> str | None:
+def below_copy_baseline(history: History, facts: RunFacts) -> str | None:
     """After a third of the run, and `FEWEST_STEPS`, the model is no better than copying the nearest visible patches.
 
     Digits passed this baseline within 25 % of 400 steps. The default run on the birds passes it at a third (32.5 %
@@ -107,7 +107,7 @@ def below_copy_baseline(history: History, facts: Facts) -> str | None:
 COLLAPSED_RANK = 4.0
 
 
-def features_collapse(history: History, facts: Facts) -> str | None:
+def features_collapse(history: History, facts: RunFacts) -> str | None:
     """The effective rank has fallen to a few: to the encoder all images look alike.
 
     The median over the depths is below 4, and below half of what it was, before training or at any probe. Untrained
@@ -133,7 +133,7 @@ def features_collapse(history: History, facts: Facts) -> str | None:
 MIN_TARGET_SHARE = 0.01
 
 
-def targets_collapse(history: History, facts: Facts) -> str | None:
+def targets_collapse(history: History, facts: RunFacts) -> str | None:
     """Less than a hundredth of the targets' mean square differs between patches (`target_share`).
 
     Layer-normed targets have a mean square of 1, and the root of this share is their deviation over the patches: 0.1,
@@ -148,7 +148,7 @@ def describe_collapse(target_share: float, lr: float, moving: bool) -> str | Non
     """The message that targets have collapsed, with advice; None where this share of their mean square is no collapse.
 
     Args:
-        lr, moving: see `Facts`.
+        lr, moving: see `RunFacts`.
     """
     if target_share >= MIN_TARGET_SHARE:
         return None
@@ -161,7 +161,7 @@ def describe_collapse(target_share: float, lr: float, moving: bool) -> str | Non
 LOSS_RISE = 0.02  # relative to the least loss
 
 
-def overfitting(history: History, facts: Facts) -> str | None:
+def overfitting(history: History, facts: RunFacts) -> str | None:
     """The held-out loss rises while the training loss falls.
 
     For two evaluations it has been above its least value, now by more than 2 %, and the training loss is below what it
@@ -186,7 +186,7 @@ def overfitting(history: History, facts: Facts) -> str | None:
     )
 
 
-def long_warmup(history: History, facts: Facts) -> str | None:
+def long_warmup(history: History, facts: RunFacts) -> str | None:
     """The warm-up is longer than a fifth of the run: the default is at most that, recipes have 1 to 10 %."""
     if 5 * facts.warmup <= facts.steps:
         return None
@@ -200,7 +200,7 @@ CLIPPED_SHARE = 0.95  # of the logged steps
 FAR_ABOVE_CLIP = 5.0
 
 
-def gradients_almost_always_clipped(history: History, facts: Facts) -> str | None:
+def gradients_almost_always_clipped(history: History, facts: RunFacts) -> str | None:
     """The gradient is far above `optim.clip` at nearly every logged step since the warm-up.
 
     Healthy runs were above the default clip, 1, in 0 to 47 % of these steps, and their largest norm was 1.8. A learning
@@ -219,7 +219,7 @@ def gradients_almost_always_clipped(history: History, facts: Facts) -> str | Non
     )
 
 
-def features_peaked(history: History, facts: Facts) -> str | None:
+def features_peaked(history: History, facts: RunFacts) -> str | None:
     """The probe falls for two evaluations while the prediction still improves.
 
     It has to fall by more than chance does: of N probes that are equally good the best is sqrt(2 ln N) standard errors
@@ -248,7 +248,7 @@ def features_peaked(history: History, facts: Facts) -> str | None:
     )
 
 
-def general_knn_falls(history: History, facts: Facts) -> str | None:
+def general_knn_falls(history: History, facts: RunFacts) -> str | None:
     """kNN accuracy on general images has fallen since the start of a run from weights, by more than chance does.
 
     Chance is two standard errors of a difference of two accuracies p and q on n images: sqrt((p (1 - p) + q (1 - q)) /

@@ -109,10 +109,10 @@ def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
     Images that have moved as a whole count as the same. Compiling changes only the rounding. A number that stands for
     null on both sides is left out where another setting made it differ.
     """
-    different = leave_out(changes_since(config, folder / CONFIG_FILE, make_paths_absolute), {"run.compile"})
+    different = without_settings(changes_since(config, folder / CONFIG_FILE, make_paths_absolute), {"run.compile"})
     before = parse_saved(type(config), folder / CONFIG_FILE)
     derived = derived_settings(config) & derived_settings(before)
-    different = leave_out(different, derived) or different
+    different = without_settings(different, derived) or different
     if "data.path" not in different:
         return different
     before = group_of(saved_settings(folder), "data")
@@ -122,7 +122,7 @@ def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
     same = {"data.path"}
     if path_after_move(before.get("labels"), before["path"], data.path) == data.labels:
         same.add("data.labels")
-    return leave_out(different, same)
+    return without_settings(different, same)
 
 
 def derived_settings(config: TrainingConfig) -> set[str]:
@@ -130,7 +130,7 @@ def derived_settings(config: TrainingConfig) -> set[str]:
     return {f"optim.{name}" for name in config.optim.derived(config.run.steps)}
 
 
-def leave_out(changes: Changes, keys: set[str]) -> Changes:
+def without_settings(changes: Changes, keys: set[str]) -> Changes:
     """The changes of all other settings."""
     return {key: values for key, values in changes.items() if key not in keys}
 

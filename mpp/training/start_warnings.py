@@ -4,7 +4,7 @@ The harm to such weights is known from others' work. evaluation/results/continui
 rate, and by Muon. The bound of the rate was not measured.
 """
 
-from mpp.training.facts import OF_MPP, OF_OTHERS, Facts
+from mpp.training.facts import OF_MPP, OF_OTHERS, RunFacts
 from mpp.training.history import History
 
 USUAL_RATE = 5e-5  # for USUAL_BATCH images a step: DINOv3's own continuation ends at 1.25e-5
@@ -14,7 +14,7 @@ COLOURS = ("mean_color", "grid_color", "pixels")
 """Objectives that predict colours."""
 
 
-def muon_after_adam(history: History, facts: Facts) -> str | None:
+def muon_after_adam(history: History, facts: RunFacts) -> str | None:
     """Muon trains weights that another optimiser trained: it degrades those of Adam (arXiv 2605.10468).
 
     Low-rank changes are new matrices, which Muon does not orthogonalise.
@@ -27,7 +27,7 @@ def muon_after_adam(history: History, facts: Facts) -> str | None:
     return f"model.init_from has {known}, and Muon degrades these; set optim.name adam"
 
 
-def high_rate_on_trained_weights(history: History, facts: Facts) -> str | None:
+def high_rate_on_trained_weights(history: History, facts: RunFacts) -> str | None:
     """The rate is more than five times 5e-5 x batch / 256, and the weights are not of a run of mpp.
 
     DINOv2's own settings took its released weights from 80 to 10 % kNN accuracy in 20,000 images (dinov2 #204). SGD and
@@ -44,7 +44,7 @@ def high_rate_on_trained_weights(history: History, facts: Facts) -> str | None:
     )
 
 
-def no_warmup_on_trained_weights(history: History, facts: Facts) -> str | None:
+def no_warmup_on_trained_weights(history: History, facts: RunFacts) -> str | None:
     """A new optimiser takes its whole rate from the first step on, when it knows least of the gradients."""
     if not facts.weights_of or facts.warmup > 0:
         return None
@@ -54,7 +54,7 @@ def no_warmup_on_trained_weights(history: History, facts: Facts) -> str | None:
     )
 
 
-def colours_on_trained_weights(history: History, facts: Facts) -> str | None:
+def colours_on_trained_weights(history: History, facts: RunFacts) -> str | None:
     """Weights that no run of mpp trained, which encode the content of images, are to predict colours."""
     if facts.weights_of != OF_OTHERS or facts.objective not in COLOURS:
         return None
@@ -64,7 +64,7 @@ def colours_on_trained_weights(history: History, facts: Facts) -> str | None:
     )
 
 
-def random_weights_stay(history: History, facts: Facts) -> str | None:
+def random_weights_stay(history: History, facts: RunFacts) -> str | None:
     """Weights are kept from training, for some steps or for good, and they are random."""
     if facts.weights_of or not facts.freezes:
         return None

@@ -168,7 +168,7 @@ class ImageTask:
         return self.probe(model, baseline=True) if self.probe else {}
 
     def facts(self) -> dict[str, Any]:
-        """Fields of `mpp.training.facts.Facts` that are of the images."""
+        """Fields of `mpp.training.facts.RunFacts` that are of the images."""
         facts: dict[str, Any] = {
             "known": self.training_image_count,
             "width": width_of(self.model.encoder),

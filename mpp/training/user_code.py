@@ -32,10 +32,10 @@ def refuse_idle_arguments(config: TrainingConfig) -> None:
 
 def is_of_user(component: Any) -> bool:
     """Whether a registered function or class is neither mpp's nor timm's."""
-    return module_of(component).partition(".")[0] not in OURS
+    return defining_module(component).partition(".")[0] not in OURS
 
 
-def module_of(component: Any) -> str:
+def defining_module(component: Any) -> str:
     """Name of the module that defines a function or class; empty: it is unknown."""
     return getattr(component, "__module__", "")
 
@@ -49,7 +49,7 @@ def imports_used(config: TrainingConfig) -> list[UserImport]:
     for component in components_named(config):
         if not is_of_user(component):
             continue
-        defining = [each for each in user_imports() if defines(each, module_of(component))]
+        defining = [each for each in user_imports() if defines(each, defining_module(component))]
         used.update(defining or user_imports())
     return [each for each in user_imports() if each in used]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from mpp.data.overview import FEW_TEST_IMAGES, half_width
 from mpp.features.drift import ALL_WEIGHTS, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS
 from mpp.runtime.messages import counted
-from mpp.training.facts import Facts
+from mpp.training.facts import RunFacts
 from mpp.training.history import (
     EVALUATED,
     GENERAL_KNN,
@@ -62,7 +62,7 @@ def scores_of_features(history: History) -> list[tuple[int, float]]:
     return [(int(line["step"]), line.get("heldout/accuracy", -line[EVALUATED])) for line in lines]
 
 
-def verdict(history: History, facts: Facts, warnings: Sequence[str] = ()) -> str:
+def verdict(history: History, facts: RunFacts, warnings: Sequence[str] = ()) -> str:
     """A run in one line: prediction, features, trend, cooldown, time left, warnings.
 
     Of a run that begins from weights, features before and after come first.
@@ -245,7 +245,7 @@ def describe_drift(history: History) -> str:
 def describe_trend(history: History, moving: bool, cooldown: int | None = None) -> str:
     """Whether the held-out loss changed by half a percent since the evaluation before; "" where there is none.
 
-    "" too where targets move (see `Facts`): they may be easier, or harder, than before.
+    "" too where targets move (see `RunFacts`): they may be easier, or harder, than before.
 
     Args:
         cooldown: steps that are done when the cooldown begins; None: there is none. The loss falls faster in it,
@@ -267,7 +267,7 @@ def describe_trend(history: History, moving: bool, cooldown: int | None = None) 
     return f"{trend} before the cooldown" if cooling else trend
 
 
-def describe_time_left(history: History, facts: Facts) -> str:
+def describe_time_left(history: History, facts: RunFacts) -> str:
     """Time of the remaining steps and evaluations, at the run's speed so far; "" where it is done, or unknown."""
     hours = series(history, "speed/hours")
     steps_left = facts.steps - last_logged_step(history)

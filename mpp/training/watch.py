@@ -15,7 +15,7 @@ from mpp.config import OptimConfig, RunConfig
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
 from mpp.runtime.weights import BEST
-from mpp.training.facts import Facts, facts_of
+from mpp.training.facts import RunFacts, facts_of
 from mpp.training.growth import branch_point
 from mpp.training.health import RunWarning, find_warnings
 from mpp.training.history import History
@@ -132,7 +132,7 @@ class Watch:
             )
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> RunFacts:
         """Constants of the run that warnings need; the speed of a GPU is measured."""
         accelerator = self.tracker.accelerator
         dtype = torch.bfloat16 if self.run.precision == "bf16" else torch.float32
