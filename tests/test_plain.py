@@ -24,7 +24,7 @@ from mpp.models.blocks import run_blocks
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.models.networks import build_model
-from mpp.models.plain import is_plain, model_without_memory, place, takes_some_tokens
+from mpp.models.plain import is_plain, model_without_memory, prepare_tokens, takes_some_tokens
 from mpp.models.timm_models import cell_grid
 from mpp.training.checkpoint import newest_step
 from mpp.training.optim import build_optimizer, parameter_groups
@@ -81,8 +81,8 @@ def inputs_of(encoder: nn.Module) -> tuple[torch.Tensor, Corruption]:
 
 def tokens_by_parts(encoder: nn.Module, images: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
     """An encoder's tokens after its last norm before pooling, by the parts that networks use."""
-    tokens, beside = place(encoder, encoder.patch_embed(images), kept)
-    return encoder.norm(run_blocks(encoder.blocks, tokens, False, beside))
+    tokens, block_arguments = prepare_tokens(encoder, encoder.patch_embed(images), kept)
+    return encoder.norm(run_blocks(encoder.blocks, tokens, False, block_arguments))
 
 
 @every_family

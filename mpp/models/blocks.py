@@ -20,17 +20,20 @@ def initialize(module: nn.Module) -> None:
 
 
 def run_blocks(
-    blocks: Sequence[nn.Module], tokens: Tensor, checkpointed: bool, beside: Sequence[BlockArguments] | None = None
+    blocks: Sequence[nn.Module],
+    tokens: Tensor,
+    checkpointed: bool,
+    block_arguments: Sequence[BlockArguments] | None = None,
 ) -> Tensor:
     """Tokens (B, T, D) after these blocks.
 
     Args:
         checkpointed: compute the activations of the blocks again in the backward pass, instead of keeping them.
-        beside: further arguments of each block; None: there are none.
+        block_arguments: further arguments of each block; None: there are none.
     """
-    if beside is None:
-        beside = [{}] * len(blocks)
-    for block, arguments in zip(blocks, beside, strict=True):
+    if block_arguments is None:
+        block_arguments = [{}] * len(blocks)
+    for block, arguments in zip(blocks, block_arguments, strict=True):
         if checkpointed:
             repeats = draws_random_numbers(block)
             tokens = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=repeats, **arguments)
@@ -46,18 +49,18 @@ def draws_random_numbers(block: nn.Module) -> bool:
     return any(rate > 0 for rate in rates)
 
 
-def block_at(block: nn.Module, tokens: Tensor, index: Tensor, beside: BlockArguments | None = None) -> Tensor:
-    """`block(tokens, **beside)` at `index`, without computing the rest where the block is timm's plain one or ours.
+def block_at(block: nn.Module, tokens: Tensor, index: Tensor, block_arguments: BlockArguments | None = None) -> Tensor:
+    """A block's output at `index`, without computing the rest where the block is timm's plain one or ours.
 
     Args:
         tokens: (B, N, D), all of them: every token is a key and a value.
         index: (B, K), the tokens whose output is needed.
-        beside: further arguments of the block; timm's plain one and ours have none.
+        block_arguments: further arguments of the block; timm's plain one and ours have none.
     Returns:
         (B, K, D).
     """
     if type(block) not in (Block, PositionedBlock):
-        return gather_tokens(block(tokens, **(beside or {})), index)
+        return gather_tokens(block(tokens, **(block_arguments or {})), index)
     if isinstance(block, PositionedBlock):
         tokens = block.add_positions(tokens)
     normed = block.norm1(tokens)

@@ -31,22 +31,22 @@ BlockArguments = dict[str, Tensor]
 """Arguments of a block other than its tokens, by name."""
 
 
-class Placed(NamedTuple):
+class PreparedTokens(NamedTuple):
     """Tokens with positions and prefix, ready for the blocks."""
 
     tokens: Tensor
     """(B, T, D), or (B, V, D)."""
-    beside: list[BlockArguments]
+    block_arguments: list[BlockArguments]
     """Of each block."""
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether a timm model is a plain transformer, which `place` takes."""
+    """Whether a timm model is a plain transformer, which `prepare_tokens` takes."""
     has_parts = all(hasattr(model, part) for part in PARTS)
     return has_parts and (hasattr(model, "_pos_embed") or hasattr(model, "rel_pos_bias"))
 
 
-def place(encoder: nn.Module, patches: Tensor, kept: Tensor | None = None) -> Placed:
+def prepare_tokens(encoder: nn.Module, patches: Tensor, kept: Tensor | None = None) -> PreparedTokens:
     """Add prefix and positions to embedded patches, as the encoder's own `forward_features` does before its blocks.
 
     Args:
@@ -55,16 +55,16 @@ def place(encoder: nn.Module, patches: Tensor, kept: Tensor | None = None) -> Pl
             Only for encoders with `takes_some_tokens`.
     """
     if hasattr(encoder, "_pos_embed"):
-        placed = encoder._pos_embed(patches)
-        tokens, rope = placed if isinstance(placed, tuple) else (placed, None)
-        beside = rotations(encoder, rope, kept)
+        positioned = encoder._pos_embed(patches)
+        tokens, rope = positioned if isinstance(positioned, tuple) else (positioned, None)
+        block_arguments = rotations(encoder, rope, kept)
     else:
-        tokens, beside = place_beit(encoder, patches)
+        tokens, block_arguments = prepare_beit_tokens(encoder, patches)
     if kept is not None:
         tokens = gather_tokens(tokens, kept)
     if hasattr(encoder, "norm_pre"):
         tokens = encoder.norm_pre(tokens)
-    return Placed(tokens, beside)
+    return PreparedTokens(tokens, block_arguments)
 
 
 def rotations(encoder: nn.Module, rope: Tensor | None, kept: Tensor | None) -> list[BlockArguments]:
@@ -72,7 +72,7 @@ def rotations(encoder: nn.Module, rope: Tensor | None, kept: Tensor | None) -> l
 
     Args:
         rope: (N, 2 d) for all blocks, or (depth, heads, N, 2 d); None: there is none.
-        kept: see `place`.
+        kept: see `prepare_tokens`.
     """
     depth = len(encoder.blocks)
     if rope is None:
@@ -96,7 +96,7 @@ def rotation_at(rope: Tensor, places: Tensor | None) -> Tensor:
     return rope[:, places].transpose(0, 1)
 
 
-def place_beit(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, list[BlockArguments]]:
+def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, list[BlockArguments]]:
     """All tokens of a Beit, which has no method for them, and the further arguments of its blocks."""
     tokens = torch.cat([encoder.cls_token.expand(len(patches), -1, -1), patches], dim=1)
     if encoder.pos_embed is not None:

@@ -17,7 +17,7 @@ from mpp.corruption import Corruption, corrupt
 from mpp.models.blocks import block_at, initialize, run_blocks
 from mpp.models.encoder import Normalize
 from mpp.models.pixel_masking import PixelMasking
-from mpp.models.plain import finish, place
+from mpp.models.plain import finish, prepare_tokens
 
 
 class MaskedPatchPredictor(nn.Module):
@@ -44,13 +44,13 @@ class MaskedPatchPredictor(nn.Module):
         """Images (B, C, H, W) from 0 to 255 to predictions (B, K, outputs), in the order of `corruption.positions`."""
         encoder = self.encoder
         embeddings = self.embed(self.normalize(images), corruption)
-        tokens, beside = place(encoder, embeddings)
+        tokens, block_arguments = prepare_tokens(encoder, embeddings)
         checkpointed = self.training and encoder.grad_checkpointing
-        tokens = run_blocks(encoder.blocks[:-1], tokens, checkpointed, beside[:-1])
+        tokens = run_blocks(encoder.blocks[:-1], tokens, checkpointed, block_arguments[:-1])
         places = corruption.positions
         if self.pixel_masking is not None:
             places = self.pixel_masking.tokens[places]
-        corrupted = block_at(encoder.blocks[-1], tokens, encoder.num_prefix_tokens + places, beside[-1])
+        corrupted = block_at(encoder.blocks[-1], tokens, encoder.num_prefix_tokens + places, block_arguments[-1])
         return self.head(finish(encoder, corrupted))
 
     def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
