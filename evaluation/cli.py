@@ -13,7 +13,7 @@ import mpp
 from evaluation.registry import EVALUATIONS
 from mpp.config.help import show_help
 from mpp.config.imports import take_imports
-from mpp.config.parsing import read
+from mpp.config.parsing import parse_unchecked
 from mpp.errors import UserError
 from mpp.runtime.output import steady_output, use_utf8
 
@@ -83,7 +83,7 @@ def main() -> None:
             hint = f"did you mean {near[0]}? " if near else ""
             raise UserError(f"unknown command {name}: {hint}allowed: {', '.join(commands())}")
         module, configs, config = places(name)
-        read(getattr(import_module(configs), config), words, prog=f"mpp {name}")
+        parse_unchecked(getattr(import_module(configs), config), words, prog=f"mpp {name}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

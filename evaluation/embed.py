@@ -58,7 +58,7 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
     out = Path(config.out)
     given = given_columns(splits, out, {each.image_column for each in images})
     identity = identify_table(config, images) | given.identity() | {"precision": accelerator.mixed_precision}
-    write_table(out, identity, images, given.beside(embedder.rows), "features")
+    write_table(out, identity, images, given.joined_to(embedder.rows), "features")
     errors = pq.read_table(out, columns=["error"])["error"]
     unreadable = len(errors) - errors.null_count
     undecoded = f", {unreadable} of them could not be decoded" if unreadable else ""

@@ -112,7 +112,7 @@ def write_verified(
         if classifier.label_kind != "class":
             metadata["label_kind"] = classifier.label_kind
     out.parent.mkdir(parents=True, exist_ok=True)
-    with folder_beside(out) as folder:
+    with folder_next_to(out) as folder:
         file = folder / out.name
         write_file(config, module, images, file, metadata)
         kept, report = verify(config, module, verification, file, classifier.unit if classifier else 1.0)
@@ -133,7 +133,7 @@ def write_verified(
 
 
 @contextmanager
-def folder_beside(out: Path) -> Iterator[Path]:
+def folder_next_to(out: Path) -> Iterator[Path]:
     """A temporary empty folder next to `out`; one that a killed export has left is cleared."""
     folder = partial_path(out.with_name(f"{out.name}.export"))
     shutil.rmtree(folder, ignore_errors=True)

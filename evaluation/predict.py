@@ -66,7 +66,7 @@ from evaluation.tables.images import folder_of, identify_splits, images_of_split
 from evaluation.tables.parts import IDENTITY_ENTRIES, about_file, is_begun, read_about, write_table
 from mpp.config import require
 from mpp.config.command_line import files_first
-from mpp.config.parsing import read
+from mpp.config.parsing import parse_unchecked
 from mpp.data.data_path import describe_source
 from mpp.runtime.command import command
 from mpp.runtime.files import write_complete
@@ -129,7 +129,7 @@ def write_predicted_classes(
     shown_as_label = {"label"} if labelled and data.label_column in (None, "label") else set()
     given = given_columns(splits, out, {each.image_column for each in images} | shown_as_label)
     identity = about | given.identity() | identify_splits(data, images, labels=labelled)
-    write_table(out, identity, images, given.beside(rows.rows), "predictions")
+    write_table(out, identity, images, given.joined_to(rows.rows), "predictions")
     about |= described_note(note_of_images)
     if isinstance(rows, OutputRows):
         outputs = read_outputs(out, rows.output_columns())
@@ -185,7 +185,7 @@ def write_predicted_masks(
     for folder in filter(None, (masks, overlays)):
         allowed = f"another: {folder} exists, and may be of other images"
         require(not (is_new and folder.exists()), "out", out, allowed)
-    write_table(out, identity, images, given.beside(rows.rows), "masks", MASKS_PER_PART)
+    write_table(out, identity, images, given.joined_to(rows.rows), "masks", MASKS_PER_PART)
     allowed = f"deleted, to predict again: its masks in {masks} are gone"
     require(masks.exists() or not was_complete, "out", out, allowed)
     write_classes(masks, classifier.class_numbers, classifier.class_names)
@@ -302,7 +302,7 @@ def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, Loade
     prog = "python evaluation/predict.py"
     find_named.cache_clear()
     config, loaded = parse_and_load(PredictConfig, arguments, prog, encoder_of, how_read_of)
-    named = read(PredictConfig, files_first(sys.argv[1:] if arguments is None else arguments), prog)
+    named = parse_unchecked(PredictConfig, files_first(sys.argv[1:] if arguments is None else arguments), prog)
     is_inherited = named.data.label_column is None and config.data.label_column is not None
     if is_inherited and learned_label_column(find_source(config)) is not None:  # which stands before the run's column
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, label_column=None))

@@ -167,7 +167,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def print_tables(result: dict[str, Any]) -> None:
+def print_throughput(result: dict[str, Any]) -> None:
     """Print the tables."""
     seconds = {name: statistics.median(times) for name, times in result["seconds"].items()}
     batch_size = result["config"]["batch_size"]
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(ThroughputConfig, arguments, prog="python evaluation/throughput.py")
     require(timm.is_model(config.model), "model", config.model, "a timm VisionTransformer")
     result = measure_all(config)
-    print_tables(result)
+    print_throughput(result)
     if config.out:
         write_json(Path(config.out), result)
         print(f"wrote {config.out}")

@@ -31,7 +31,7 @@ from evaluation.metrics.scoring import add_figures
 from evaluation.metrics.summaries import summarize_accuracies
 from evaluation.pages import picture_sections, run_words
 from evaluation.pages.page import Link, Missing, Page, Section, Table, Text, render
-from evaluation.pages.page import picture as as_picture
+from evaluation.pages.page import image_as_picture as as_picture
 from evaluation.pages.run_sections import (
     details_of_evaluation,
     features_blocks,

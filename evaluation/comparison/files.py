@@ -40,7 +40,17 @@ from evaluation.figures.style import write_plot
 from evaluation.frozen.results import write_json
 from evaluation.metrics.scoring import ONE_CLASS, best_choice
 from evaluation.pages.about import recorded_versions
-from evaluation.pages.page import Link, Missing, Page, Section, Table, Text, picture_of, without_missing, write_page
+from evaluation.pages.page import (
+    Link,
+    Missing,
+    Page,
+    Section,
+    Table,
+    Text,
+    figure_as_picture,
+    without_missing,
+    write_page,
+)
 from mpp.runtime.files import complete, write_complete
 from mpp.runtime.messages import counted
 from mpp.training.run_folder import REPORT_PAGE
@@ -50,7 +60,7 @@ DIFFERENCES = "Differences from the best, with 95% intervals over test images"
 TOLD_APART = "Encoders told apart from the best, by column"
 WROTE_PAGE = "Process that wrote this page; results that were there already may be of other versions"
 NO_DEPTHS = "there are no accuracies by depth, which evaluations with depth: dev have"
-NAMED_BESIDE_BEST = 6
+NAMED_NEXT_TO_BEST = 6
 """Encoders that the page's verdict names besides the best one, at most."""
 
 Runs = Mapping[str, Sequence[Path]]
@@ -213,12 +223,13 @@ def best_encoders(rows: list[ResultRow]) -> list[str]:
             cells[encoder] = cell_of(of_encoder(of_case, encoder), of_encoder(diverged, encoder))
         best = best_choice({encoder: cell["mean"] for encoder, cell in cells.items()})
         others = [f"{encoder} {mean_in_words(cell)}" for encoder, cell in cells.items() if encoder != best]
-        more = " ..." if len(others) > NAMED_BESIDE_BEST else ""
-        beside = f" (next to {', '.join(others[:NAMED_BESIDE_BEST])}{more})" if others else ""
+        more = " ..." if len(others) > NAMED_NEXT_TO_BEST else ""
+        next_to_best = f" (next to {', '.join(others[:NAMED_NEXT_TO_BEST])}{more})" if others else ""
         baselines = ", ".join([*label_baselines(of_case), *masked_baselines(evaluations[dataset, evaluation])])
         without = f"; without an encoder: {baselines}" if baselines else ""
         name = f"{evaluation} {case}".strip()
-        sentences.append(f"{name} on {dataset}: best is {best} with {score_in_words(cells[best])}{beside}{without}")
+        leader = f"{best} with {score_in_words(cells[best])}"
+        sentences.append(f"{name} on {dataset}: best is {leader}{next_to_best}{without}")
     return sentences
 
 
@@ -237,7 +248,7 @@ def section_of(answer: Answer, name: str, folder: Path, runs: Runs) -> Section:
             section.blocks.append(Table(*told_apart_table(answer.differences), TOLD_APART))
             section.blocks.append(Table(*difference_table(answer.differences), DIFFERENCES, folded=True))
     if answer.plot is not None:
-        section.blocks.append(picture_of(answer.plot, f"Plot: {section.title}"))
+        section.blocks.append(figure_as_picture(answer.plot, f"Plot: {section.title}"))
     if not section.blocks:
         reason = NO_DEPTHS if answer.lacks_depths else "there are no results yet"
         section.blocks.append(Missing(section.title, reason))

@@ -15,7 +15,7 @@ from evaluation.frozen.run_images import (
 )
 from mpp.config import HOW_READ, DataConfig, check_places, refuse_idle
 from mpp.config.command_line import as_words, files_first
-from mpp.config.parsing import ConfigT, read
+from mpp.config.parsing import ConfigT, parse_unchecked
 from mpp.data.sources import image_arguments
 from mpp.models.descriptions import how_read
 from mpp.runtime.messages import tell
@@ -81,7 +81,7 @@ def read_with_images(
         The config, and whether its images are the run's because no others are named.
     """
     words = files_first(sys.argv[1:] if arguments is None else arguments)
-    config: Any = read(config_class, words, prog)
+    config: Any = parse_unchecked(config_class, words, prog)
     check_places(config)
     path_is_named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
     inherited = {}
@@ -92,8 +92,8 @@ def read_with_images(
         return config, False
 
     inherited_words = [f"--data.{name}={as_words(value)}" for name, value in inherited.items()]
-    config = read(config_class, [*inherited_words, *words], prog)
-    refuse_idle(config, usual=read(config_class, inherited_words, prog))
+    config = parse_unchecked(config_class, [*inherited_words, *words], prog)
+    refuse_idle(config, usual=parse_unchecked(config_class, inherited_words, prog))
     run_arguments = image_arguments(config.data)
     if "path" in inherited and run_arguments:
         tell(f"the images of {find_run(encoder_of(config))}:{run_arguments}")

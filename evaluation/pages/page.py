@@ -161,15 +161,15 @@ def data_uri(kind: str, content: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def picture_of(figure: Figure, alt: str, caption: str = "") -> Picture:
+def figure_as_picture(figure: Figure, alt: str, caption: str = "") -> Picture:
     """A figure as a picture, on white."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, facecolor="white")
     with Image.open(buffer) as image:
-        return picture(image, alt, caption)
+        return image_as_picture(image, alt, caption)
 
 
-def picture(image: Image.Image, alt: str, caption: str = "") -> Picture:
+def image_as_picture(image: Image.Image, alt: str, caption: str = "") -> Picture:
     """An image as a JPEG, or as a PNG where that is smaller, as with few colours."""
     image = image.convert("RGB")
     jpeg = io.BytesIO()

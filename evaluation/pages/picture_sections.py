@@ -14,7 +14,7 @@ from evaluation.config import ReportConfig, VisualizeConfig
 from evaluation.figures.charts import plot_map
 from evaluation.frozen.report_names import report_suffix
 from evaluation.frozen.run_images import load_unchanged_splits_of
-from evaluation.pages.page import Block, Missing, Picture, Section, Table, chart, picture, picture_of
+from evaluation.pages.page import Block, Missing, Picture, Section, Table, chart, figure_as_picture, image_as_picture
 from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.gallery import (
     Gallery,
@@ -101,7 +101,7 @@ def picture_block(subject: Subject | None, file: Path, alt: str, encoder_written
     """The picture in a file, or drawn where it is older than the encoder: see `picture_blocks`."""
     is_current = file.is_file() and file.stat().st_mtime >= encoder_written
     if is_current and (subject is None or shows_as_asked(file, subject)):
-        return [picture(Image.open(file), alt, f"{alt}.")]
+        return [image_as_picture(Image.open(file), alt, f"{alt}.")]
     return [] if subject is None else [draw_picture(subject, file.stem, alt, file.parent)]
 
 
@@ -121,7 +121,7 @@ def draw_picture(subject: Subject, name: str, alt: str, pictures_folder: Path) -
     if os.access(subject.run, os.W_OK):
         pictures_folder.mkdir(parents=True, exist_ok=True)
         drawing.write(pictures_folder, name)
-    return picture_of(drawing.figure, alt, f"{alt}.")
+    return figure_as_picture(drawing.figure, alt, f"{alt}.")
 
 
 def neighbour_blocks(subject: Subject, max_images: int, history: History) -> list[Block]:
@@ -144,7 +144,7 @@ def neighbour_blocks(subject: Subject, max_images: int, history: History) -> lis
     )
     alt = "Held-out images, each next to its nearest neighbours"
     return [
-        picture(arrange_in_rows(rows, extra_gap=QUERY_GAP_PX), alt, caption),
+        image_as_picture(arrange_in_rows(rows, extra_gap=QUERY_GAP_PX), alt, caption),
         table_of_neighbours(gallery, queries, neighbours),
         chart(
             f"Map of {count} held-out images: principal components of their features",
@@ -216,4 +216,4 @@ def picture_of_predictions(task: Pretraining, name: str, indices: list[int], ima
     rows = [list(columns[:, number]) for number in range(len(indices))]
     alt = f"Held-out images predicted {name}: original, corrupted, predicted, true"
     caption = f"Predicted {name}, of {image_count}: original, corrupted, predicted, true."
-    return picture(arrange_in_rows(rows), alt, caption)
+    return image_as_picture(arrange_in_rows(rows), alt, caption)

@@ -16,7 +16,7 @@ from evaluation.metrics.scoring import kind_of, kind_of_report
 from evaluation.metrics.summaries import summarize_accuracies
 from evaluation.pages.about import changed, settings_rows
 from evaluation.pages.curves import features_of_run
-from evaluation.pages.page import Block, Link, Missing, Table, Text, picture_of
+from evaluation.pages.page import Block, Link, Missing, Table, Text, figure_as_picture
 from mpp.config import Config, TrainingConfig
 from mpp.config.command_line import as_command_line
 from mpp.config.imports import OPTION, saved_imports
@@ -127,7 +127,7 @@ def details_of_evaluation(file: Path, report: dict[str, Any]) -> list[Block]:
         blocks.append(Table(*by_class.text(), f"{of}: by class", folded=True))
     picture = draw_confusion(outcomes)
     if picture is not None:
-        blocks.append(picture_of(picture, f"Confusion matrix of {of}", f"Confusion matrix of {of}"))
+        blocks.append(figure_as_picture(picture, f"Confusion matrix of {of}", f"Confusion matrix of {of}"))
     return blocks
 
 

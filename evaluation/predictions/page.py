@@ -24,8 +24,8 @@ from evaluation.pages.page import (
     Section,
     Table,
     Text,
-    picture,
-    picture_of,
+    figure_as_picture,
+    image_as_picture,
     write_page,
 )
 from evaluation.predictions.masks import color_of
@@ -165,12 +165,12 @@ class Sheets:
         file = self.images.name(row)
         probability = f"{self.predictions.probabilities[row]:.0%}"
         if self.predictions.shares:
-            return picture(image, file, f"{probability} certain · {file.rsplit('/', 1)[-1]}")
+            return image_as_picture(image, file, f"{probability} certain · {file.rsplit('/', 1)[-1]}")
         name = self.predictions.class_names[self.predictions.classes[row]]
         words = [f"{name} {probability}", file.rsplit("/", 1)[-1]]
         if self.predictions.right[row] == 0:
             words.insert(1, f"labelled {self.predictions.labels[row].as_py()}")
-        return picture(image, f"{file}: {name}", " · ".join(words))
+        return image_as_picture(image, f"{file}: {name}", " · ".join(words))
 
 
 def known_rows(predictions: Predictions) -> NDArray[np.int64]:
@@ -254,7 +254,7 @@ def label_sections(outcomes: Mapping[str, Outcomes]) -> list[Section]:
         blocks: list[Block] = [Table(*by_class.select(occurring).text())]
         confusion = draw_confusion(of_split)
         if confusion is not None:
-            blocks.append(picture_of(confusion, f"Confusion matrix of {split}"))
+            blocks.append(figure_as_picture(confusion, f"Confusion matrix of {split}"))
         sections.append(Section(f"labels{number}", f"Compared with the labels of {split}", blocks))
     return sections
 

@@ -42,7 +42,7 @@ class GivenColumns:
                 for batch in rows.with_format("arrow").iter(ROWS_PER_DIGEST):
                     yield json.dumps(batch.to_pydict(), default=str).encode()
 
-    def beside(self, rows_of: RowsOf) -> RowsOf:
+    def joined_to(self, rows_of: RowsOf) -> RowsOf:
         """Rows of a table with these columns after its column `error`."""
 
         def rows_with_given(images: ImageDataset, indices: range, on_images: Callable[[int], Any]) -> pa.Table:

@@ -46,28 +46,28 @@ def describe_limits(each: Field) -> str:
     return f"{of} {words}" if words else ""
 
 
-def describe_kind(kind: Any, limits: str, beside: tuple[Any, ...] = ()) -> list[str]:
+def describe_kind(kind: Any, limits: str, other_kinds: tuple[Any, ...] = ()) -> list[str]:
     """A type in words, or each of its choices.
 
     Args:
         limits: bounds of its numbers.
-        beside: the other types that the setting may have; a list of one of these is a list "of them".
+        other_kinds: the other types that the setting may have; a list of one of these is a list "of them".
     """
     origin = get_origin(kind)
     if origin is tuple:
-        return [describe_tuple(kind, limits, beside)]
+        return [describe_tuple(kind, limits, other_kinds)]
     if origin is dict:
         return ["settings such as '{name: value}'"]
     words = {int: [f"a whole number{limits}"], float: [f"a number{limits}"], str: ["text"], bool: ["true", "false"]}
     return words.get(kind) or [str(choice) for choice in get_args(kind)]
 
 
-def describe_tuple(kind: Any, limits: str, beside: tuple[Any, ...]) -> str:
+def describe_tuple(kind: Any, limits: str, other_kinds: tuple[Any, ...]) -> str:
     """A type of lists in words: "two numbers above 0", "a list of them"."""
     parts = get_args(kind)
     is_any_length = parts[-1] is Ellipsis
     count = "a list of" if is_any_length else COUNTS[len(parts)]
-    if parts[0] in beside:
+    if parts[0] in other_kinds:
         return f"{count} them" if is_any_length else f"{count} of them"
     plurals = {int: f"whole numbers{limits}", float: f"numbers{limits}", str: "words"}
     if get_origin(parts[0]) is tuple:

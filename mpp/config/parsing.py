@@ -48,13 +48,13 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, p
         UserError: one line that names the wrong key or value and what is allowed, or a setting that has no effect.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    config = read(config_class, files_first(words), prog)
+    config = parse_unchecked(config_class, files_first(words), prog)
     check_places(config)
     refuse_idle(config)
     return config
 
 
-def read(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None = None) -> ConfigT:
+def parse_unchecked(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None = None) -> ConfigT:
     """Read a config as `parse` does, with files where they stand, and without a look at settings that have no effect.
 
     Settings of a saved config may have no effect: not all of them were given.

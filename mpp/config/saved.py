@@ -10,7 +10,7 @@ import yaml
 from mpp.config.checks import describe_value
 from mpp.config.imports import require_imports
 from mpp.config.keys import flatten, iterate_settings, plain
-from mpp.config.parsing import ConfigT, read
+from mpp.config.parsing import ConfigT, parse_unchecked
 from mpp.errors import UserError
 
 
@@ -35,7 +35,7 @@ def parse_saved(config_class: type[ConfigT], path: Path) -> ConfigT:
         UserError: it is none of this kind, or of a run with code of its own that is not imported.
     """
     require_imports(path.parent)
-    return read(config_class, ["--config", str(path)])
+    return parse_unchecked(config_class, ["--config", str(path)])
 
 
 Changes = dict[str, tuple[Any, Any]]
