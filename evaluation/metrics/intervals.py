@@ -15,7 +15,7 @@ from scipy.special import stdtrit  # quantiles of Student's distribution
 Z = 1.959963984540054  # of 95 %: the normal distribution's quantile at 0.975
 RESAMPLES = 200  # of a figure
 PAIRED_RESAMPLES = 4000  # of a difference, which costs four numbers each
-SEED = 0  # of all resamples: the same outcomes always have the same interval
+RESAMPLING_SEED = 0  # of all resamples: the same outcomes always have the same interval
 PRIOR = 0.5  # images added to each count of a pair: with few images that differ, a plain bootstrap is too narrow
 
 Interval = tuple[float, float]
@@ -99,7 +99,7 @@ def few_sample_widening(count: float) -> float:
 
 def resamples(count: int) -> NDArray[np.int64]:
     """Images drawn with replacement: (RESAMPLES, count) indices."""
-    return np.random.default_rng(SEED).integers(count, size=(RESAMPLES, count))
+    return np.random.default_rng(RESAMPLING_SEED).integers(count, size=(RESAMPLES, count))
 
 
 def drawn_weights(count: int) -> NDArray[np.int64]:
@@ -134,7 +134,7 @@ def paired_accuracies(one_right: NDArray[np.bool_], other_right: NDArray[np.bool
     only_one = int((one_right & ~other_right).sum())
     only_other = int((other_right & ~one_right).sum())
     counts = np.array([only_one + PRIOR, only_other + PRIOR, count - only_one - only_other + 2 * PRIOR])
-    drawn = np.random.default_rng(SEED).multinomial(count, counts / counts.sum(), PAIRED_RESAMPLES)
+    drawn = np.random.default_rng(RESAMPLING_SEED).multinomial(count, counts / counts.sum(), PAIRED_RESAMPLES)
     differences = (drawn[:, 0] - drawn[:, 1]) / count
     low, high = np.quantile(differences, [0.025, 0.975])
     return Difference((only_one - only_other) / count, (float(low), float(high)), count)

@@ -30,6 +30,11 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
+def divide(numerator: NDArray, denominator: NDArray) -> NDArray[np.float64]:
+    """The quotient; NaN where the denominator is 0."""
+    return np.divide(numerator, denominator, out=np.full(np.shape(denominator), np.nan), where=denominator > 0)
+
+
 class LabelKind(ABC):
     """A kind of label. M test images, C classes."""
 

@@ -14,7 +14,7 @@ from sklearn.metrics import confusion_matrix
 from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.intervals import (
     RESAMPLES,
-    SEED,
+    RESAMPLING_SEED,
     Difference,
     Interval,
     Z,
@@ -24,7 +24,7 @@ from evaluation.metrics.intervals import (
     paired_accuracies,
     wilson,
 )
-from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.kinds import LabelKind, divide
 from evaluation.metrics.outcomes import Outcomes
 from mpp.data.overview import note_tested
 
@@ -174,14 +174,9 @@ def resample_counts(outcomes: Outcomes) -> tuple[ClassCounts, ClassCounts]:
     confused = np.roll(present, 1) if len(present) > 1 else (present + 1) % classes  # one other class for each
     cells = np.concatenate([cells, present * classes + present, present * classes + confused])
     counts = np.concatenate([counts, SMOOTHING * share, SMOOTHING * share])
-    drawn = np.random.default_rng(SEED).multinomial(len(truth), counts / counts.sum(), RESAMPLES)
+    drawn = np.random.default_rng(RESAMPLING_SEED).multinomial(len(truth), counts / counts.sum(), RESAMPLES)
     truth, predicted = cells // classes, cells % classes
     return count_by_class(truth, predicted, counts, classes), count_by_class(truth, predicted, drawn, classes)
-
-
-def divide(numerator: NDArray, denominator: NDArray) -> NDArray[np.float64]:
-    """The quotient; NaN where the denominator is 0."""
-    return np.divide(numerator, denominator, out=np.full(np.shape(denominator), np.nan), where=denominator > 0)
 
 
 def recall(counts: ClassCounts) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.intervals import Interval, bootstrap, clipped, drawn_weights
-from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.kinds import LabelKind, divide
 from evaluation.metrics.outcomes import Outcomes
 
 
@@ -75,7 +75,7 @@ def ious_by_class(outcomes: Outcomes, weights: NDArray) -> NDArray[np.float64]:
     predicted = weights @ outcomes.predictions.sum(1)
     right = weights @ right_pixels(outcomes)
     union = true + predicted - right
-    return np.divide(right, union, out=np.full(union.shape, np.nan), where=union > 0)
+    return divide(right, union)
 
 
 def figures_of(outcomes: Outcomes, weights: NDArray) -> dict[str, NDArray[np.float64]]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.intervals import Interval, bootstrap_of_share, drawn_weights
-from evaluation.metrics.kinds import LabelKind
+from evaluation.metrics.kinds import LabelKind, divide
 from evaluation.metrics.outcomes import Outcomes
 from mpp.data.dataset import names_by_number
 from mpp.runtime.messages import counted, note, shortened
@@ -114,7 +114,7 @@ def average_precisions(scores: NDArray, targets: NDArray, weights: NDArray[np.fl
     precision = np.divide(positives, items, out=np.zeros_like(positives), where=items > 0)
     gains = np.diff(positives, axis=1, prepend=0)
     total = positives[:, -1]
-    return np.divide((precision * gains).sum(1), total, out=np.full(len(total), np.nan), where=total > 0)
+    return divide((precision * gains).sum(1), total)
 
 
 def class_precisions(outcomes: Outcomes, weights: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -130,7 +130,7 @@ def figures_of(outcomes: Outcomes, weights: NDArray[np.float64]) -> dict[str, ND
     by_class = class_precisions(outcomes, weights)
     known = np.isfinite(by_class)
     sums = np.where(known, by_class, 0).sum(1)
-    macro = np.divide(sums, known.sum(1), out=np.full(len(sums), np.nan), where=known.any(1))
+    macro = divide(sums, known.sum(1))
 
     images, classes = outcomes.targets.shape
     scores, targets = outcomes.predictions.ravel(), outcomes.targets.ravel()
