@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ORIENTATIONS = 9  # of a histogram
+ORIENTATION_BINS = 9  # of a histogram
 
 
 def oriented_gradients(images: Tensor, cell: int) -> Tensor:
@@ -28,10 +28,10 @@ def oriented_gradients(images: Tensor, cell: int) -> Tensor:
     down[..., 1:-1, :] = pixels[..., 2:, :] - pixels[..., :-2, :]
     right[..., 1:-1] = pixels[..., 2:] - pixels[..., :-2]
     length = torch.hypot(down, right)
-    orientation = torch.atan2(down, right) * (ORIENTATIONS / math.pi)
-    bins = orientation.floor() % ORIENTATIONS  # opposite gradients are one orientation
+    orientation = torch.atan2(down, right) * (ORIENTATION_BINS / math.pi)
+    bins = orientation.floor() % ORIENTATION_BINS  # opposite gradients are one orientation
     votes = []
-    for number in range(ORIENTATIONS):
+    for number in range(ORIENTATION_BINS):
         votes_of_pixels = length.where(bins == number, 0.0)
         votes.append(F.avg_pool2d(votes_of_pixels, cell))
     return F.normalize(torch.stack(votes, dim=2), dim=2)
@@ -43,7 +43,7 @@ def orientation_lines(side: int) -> Tensor:
     Returns:
         (9, side, side) float32, from 0 to 1.
     """
-    angles = (torch.arange(ORIENTATIONS) + 0.5) * math.pi / ORIENTATIONS
+    angles = (torch.arange(ORIENTATION_BINS) + 0.5) * math.pi / ORIENTATION_BINS
     sines = angles.sin()[:, None, None]
     cosines = angles.cos()[:, None, None]
     places = torch.arange(side) - (side - 1) / 2  # from the centre

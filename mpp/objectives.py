@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mpp.config import ObjectiveConfig, require
 from mpp.cross_entropy import cross_entropy
 from mpp.errors import UserError
-from mpp.gradients import ORIENTATIONS, orientation_lines, oriented_gradients
+from mpp.gradients import ORIENTATION_BINS, orientation_lines, oriented_gradients
 from mpp.palette import MOST_CLASSES, Palette, palette_for, sum_pixels
 
 DISTANCES: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss, None: F.mse_loss}
@@ -270,7 +270,7 @@ class Hog(Objective):
             raise UserError(f"objective.cell is {config.cell}; it must divide the patch size ({patch_size})")
         self.distance = DISTANCES[config.loss]
         self.side = patch_size // self.cell  # side of the patch, in cells
-        self.outputs = self.side**2 * channels * ORIENTATIONS
+        self.outputs = self.side**2 * channels * ORIENTATION_BINS
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         cells = oriented_gradients(images, self.cell)
@@ -281,7 +281,7 @@ class Hog(Objective):
         return self.distance(predictions, targets)
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        shares = targets.clamp(0, 1).unflatten(-1, (self.side, self.side, self.channels, ORIENTATIONS))
+        shares = targets.clamp(0, 1).unflatten(-1, (self.side, self.side, self.channels, ORIENTATION_BINS))
         times = math.ceil(LEGIBLE_CELL / self.cell)
         lines = orientation_lines(self.cell * times).to(targets.device)  # (9, h, w)
         brightest = torch.zeros(*shares.shape[:-1], *lines.shape[1:], device=targets.device)  # maximum over the lines

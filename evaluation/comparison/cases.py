@@ -25,7 +25,7 @@ from mpp.config.command_line import as_command_line
 from mpp.runtime.messages import note, tell
 
 MAX_NAME_BYTES = 180
-IMAGES = "data.path"
+IMAGES_SETTING = "data.path"
 """The option of an evaluation that names images of its own."""
 OF_THE_ENCODER = (*HOW_READ, "train_images")
 """Settings of the images that an encoder learned from which are none of a dataset: each encoder reads in its own way,
@@ -110,7 +110,7 @@ def cases_of_question(
         encoder = encoders[entry.name, entry.seeds[position]]
         for dataset in entries.datasets:
             for evaluation in evaluations:
-                is_once = has_own_images(evaluation) or IMAGES in evaluation.options
+                is_once = has_own_images(evaluation) or IMAGES_SETTING in evaluation.options
                 if is_once and dataset is not entries.datasets[0]:
                     continue
                 case = Case(encoder, evaluation, with_name_of_images(dataset, evaluation))
@@ -162,9 +162,9 @@ def has_own_images(evaluation: EvaluationEntry) -> bool:
 
 def with_name_of_images(dataset: DatasetEntry, evaluation: EvaluationEntry) -> DatasetEntry:
     """The dataset, with the name of the images that an evaluation's options name: its results are on those."""
-    if IMAGES not in evaluation.options:
+    if IMAGES_SETTING not in evaluation.options:
         return dataset
-    path = evaluation.options[IMAGES]
+    path = evaluation.options[IMAGES_SETTING]
     name = "birds" if path is None else Path(path).name
     return replace(dataset, name=name or dataset.name, group=None, images=None)
 

@@ -15,11 +15,11 @@ Options = dict[str, Any]
 
 MEASURED_AXES = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
 """Values of a question's `x` that are measured, and the labels of their axes."""
-NUMBER = (int, float)
+NUMBER_TYPES = (int, float)
 TYPES = {
     "encoder": (str, "text, in quotes"),
     "random": (bool, "true or false"),
-    "compute": (NUMBER, "a number above 0, or null"),
+    "compute": (NUMBER_TYPES, "a number above 0, or null"),
     "branch_of": (str, "the name of another entry, or null"),
     "group": (str, "text, in quotes, or null"),
     "images": (int, "a whole number, or null"),
@@ -118,7 +118,9 @@ class Question:
             require(not isinstance(names, str), f"questions: {name}", names, f"a list of names: [{names}]")
             require(names is None or len(names) > 0, f"questions: {name}", names, "null (all), or not empty")
         for encoder, x in self.encoders.items() if isinstance(self.encoders, Mapping) else ():
-            require(has_type(x, NUMBER), f"questions: encoders: {encoder}", x, "a number, its place on the x-axis")
+            require(
+                has_type(x, NUMBER_TYPES), f"questions: encoders: {encoder}", x, "a number, its place on the x-axis"
+            )
         allowed = "{name: [encoders]}"
         require(self.lines is None or isinstance(self.lines, Mapping), "questions: lines", self.lines, allowed)
         for line, names in (self.lines or {}).items():

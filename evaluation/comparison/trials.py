@@ -31,9 +31,9 @@ from mpp.runtime.messages import note
 
 NOT_LOOKING: Options = {"run.eval_every": 0, "run.report": False}
 """Settings by which a trial does not use the held-out images."""
-BATCH = "optim.global_batch_size"
-SEED = "run.seed"
-OF_THE_SWEEP = {"run.dir": "the sweep's `dir` sets it", SEED: "the sweep's `seeds` sets it"}
+BATCH_SETTING = "optim.global_batch_size"
+SEED_SETTING = "run.seed"
+OF_THE_SWEEP = {"run.dir": "the sweep's `dir` sets it", SEED_SETTING: "the sweep's `seeds` sets it"}
 """Settings of trainings that a sweep decides, and the reason."""
 DECIDED_IN_SWEEPS = dict.fromkeys((*DECIDED, *OF_ENCODERS), "the sweep's trials decide it")
 """Settings of the evaluation that it cannot have, and the reason."""
@@ -85,7 +85,8 @@ def plan_sweep(config: SweepConfig) -> SweepPlan:
     require(is_cut or not learns_labels, "settings: data.eval_split", base.data.eval_split, allowed)
 
     common = dict(settings)
-    if config.compute is not None and BATCH in varied_settings(config):  # warm-up would follow the number of steps
+    if config.compute is not None and BATCH_SETTING in varied_settings(config):
+        # each number of steps would have a warm-up of its own
         common["optim.warmup_steps"] = base.optim.warmup(base.run.steps)
     decided = {} if is_cut else NOT_LOOKING
     trials = merged(trial_of(config, common | point | decided, seeds) for point, seeds in points_of(config))
@@ -129,7 +130,7 @@ def points_of(config: SweepConfig) -> Iterator[tuple[Options, tuple[int, ...]]]:
     for each in config.points:
         point = dotted(each)
         refuse_options(point, "points", {"run.dir": OF_THE_SWEEP["run.dir"]})
-        seeds = (point.pop(SEED),) if SEED in point else config.seeds
+        seeds = (point.pop(SEED_SETTING),) if SEED_SETTING in point else config.seeds
         yield point, seeds
 
 
@@ -138,7 +139,7 @@ def varied_settings(config: SweepConfig) -> list[str]:
     names = dict.fromkeys(dotted(config.vary))
     for point in config.points:
         names |= dict.fromkeys(dotted(point))
-    return [name for name in names if name != SEED]
+    return [name for name in names if name != SEED_SETTING]
 
 
 def trial_of(config: SweepConfig, options: Options, seeds: tuple[int, ...]) -> Trial:

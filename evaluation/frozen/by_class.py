@@ -18,7 +18,7 @@ KEYS_OF_A_RESULT = ("case", "shots", "neighbours", "solver", "lr", "seed", "dept
 """Entries of a result that name it, where it has them."""
 USUAL_NEIGHBOURS = 20
 """Of kNN in all comparisons, as in DINO."""
-CLASSES_FILE = ".classes.csv"
+CLASSES_SUFFIX = ".classes.csv"
 CONFUSION_FILE = ".confusion.png"
 
 
@@ -75,7 +75,7 @@ def write_details(path: Path, outcomes: Outcomes, by_class: ClassTable | None) -
     written = []
     if by_class is not None:
         columns = by_class.columns()
-        written.append(path.with_name(f"{path.stem}{CLASSES_FILE}"))
+        written.append(path.with_name(f"{path.stem}{CLASSES_SUFFIX}"))
         with complete(written[-1], shared=True) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
     figure = draw_confusion(outcomes)

@@ -23,7 +23,7 @@ from mpp.data.dataset import ImageDataset, has_label
 from mpp.data.label_kinds import SEPARATOR
 from mpp.runtime.messages import shortened, warn
 
-NUMBER = "number"
+NUMBER_COLUMN = "number"
 """Name of the column of predicted numbers."""
 THRESHOLD = 0.5  # of the probability of a class that is named
 
@@ -79,7 +79,7 @@ class NumberRows(OutputRows):
     ) -> pa.Table:
         is_broken = np.array([error is not None for error in errors])
         columns = first_columns(images, indices, self.folder)
-        columns[NUMBER] = pa.array(logits.squeeze(1).numpy(), mask=is_broken)
+        columns[NUMBER_COLUMN] = pa.array(logits.squeeze(1).numpy(), mask=is_broken)
         if self.labelled:
             labels = np.full(len(images), np.nan) if images.labels is None else images.labels
             of_rows = labels[indices.start : indices.stop]
@@ -88,7 +88,7 @@ class NumberRows(OutputRows):
         return pa.table(columns)
 
     def output_columns(self) -> list[str]:
-        return [NUMBER]
+        return [NUMBER_COLUMN]
 
     def targets(self, splits: Sequence[ImageDataset]) -> list[NDArray | None]:
         return [images.labels for images in splits]

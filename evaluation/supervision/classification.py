@@ -33,7 +33,7 @@ from mpp.training.log import UNREADABLE_FILE, Tracker, last_evaluation
 from mpp.training.record import read_record
 from mpp.training.task import ImageTask
 
-HELD_OUT = "heldout"
+OUTCOMES_NAME = "heldout"
 """Name of a run's outcomes."""
 
 
@@ -123,7 +123,7 @@ class Classification(ImageTask):
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         scalars, outcomes = self.measure_outcomes(model, self.held_out_views, tracker)
         if self.accelerator.is_main_process:
-            save_outcomes(Path(self.run.dir) / HELD_OUT, [outcomes])
+            save_outcomes(Path(self.run.dir) / OUTCOMES_NAME, [outcomes])
         baselines = KINDS[self.label_kind].baselines(outcomes)
         scalars |= {name.replace(" ", "_"): value for name, value in baselines.items()}
         return {f"heldout/{name}": value for name, value in scalars.items()}
@@ -192,7 +192,7 @@ def score_of_run(folder: Path) -> dict[str, Any]:
 
 def held_out_outcomes(folder: Path) -> Outcomes | None:
     """The outcomes of a run's last evaluation; None: it kept none, as earlier versions did not."""
-    return load_outcomes(folder / HELD_OUT)
+    return load_outcomes(folder / OUTCOMES_NAME)
 
 
 def refuse_mixing(augment: AugmentConfig, learner: Learner) -> None:

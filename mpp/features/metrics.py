@@ -20,7 +20,8 @@ from mpp.objectives import Objective, patches_at
 Sums = dict[str, Tensor]
 DISTANCES_PER_BLOCK = 2**22  # between patches of several images: bounds the memory, to 16 MB
 NOT_COUNTED = -1  # instead of a kind of corruption
-ACCURACIES = {"mask": "accuracy", "random": "accuracy_random", "keep": "accuracy_keep"}  # kind of corruption -> scalar
+ACCURACY_OF_KIND = {"mask": "accuracy", "random": "accuracy_random", "keep": "accuracy_keep"}
+"""Kind of corruption -> scalar."""
 
 
 def nearest_visible(positions: Tensor, grid: Grid, hidden: Tensor | None = None) -> Tensor:
@@ -218,7 +219,7 @@ def summarize(sums: Sums) -> dict[str, float]:
         place = place_share(sums)
         if place is not None:
             scalars["target_place"] = place
-    for kind, name in ACCURACIES.items():
+    for kind, name in ACCURACY_OF_KIND.items():
         if sums.get(f"count_{kind}", 0) > 0:
             scalars[name] = float(sums[f"right_{kind}"] / sums[f"count_{kind}"])
     if sums.get("count_mask", 0) > 0:

@@ -30,11 +30,11 @@ from mpp.training.history import EVALUATED, Line
 METRICS_FILE = "metrics.jsonl"
 UNREADABLE_FILE = "unreadable.txt"
 EVENT_FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\..*")  # with the time in seconds
-ACCURACIES = ("accuracy", "two_nearest", "nearest", "most_frequent")
+CHARTED_ACCURACIES = ("accuracy", "two_nearest", "nearest", "most_frequent")
 TENSORBOARD_CHARTS = {
     "masked patches": {
-        "train": ["Multiline", [f"^train/{name}$" for name in ACCURACIES]],
-        "held out": ["Multiline", [f"^heldout/{name}$" for name in ACCURACIES]],
+        "train": ["Multiline", [f"^train/{name}$" for name in CHARTED_ACCURACIES]],
+        "held out": ["Multiline", [f"^heldout/{name}$" for name in CHARTED_ACCURACIES]],
     }
 }
 """Scalars that are drawn together: title -> chart -> kind, and patterns of their tags."""

@@ -31,7 +31,7 @@ ACCURACY_BASELINES = {"heldout/largest_class": "largest class", "heldout/chance"
 ANY_ORDER = "heldout/any_order_of_the_images"
 """Baseline of mAP, of training with several classes an image."""
 PROBES = {"knn": "kNN", "agreement": "neighbour agreement", GENERAL_KNN: "kNN"}
-IMAGES = {"knn": "own images", GENERAL_KNN: "general images"}
+PROBED_IMAGES = {"knn": "own images", GENERAL_KNN: "general images"}
 """The images that kNN accuracy is of, by its group of scalars."""
 LOSS_FALLS = "held-out loss still falling"
 LOSS_FLAT = "held-out loss flat"
@@ -184,7 +184,7 @@ def describe_general(history: History, begins_from_weights: bool) -> str:
         return ""
     if begins_from_weights:
         return describe_change(lines, GENERAL_KNN)
-    return f"{IMAGES[GENERAL_KNN]}: {describe_probe(lines, GENERAL_KNN, name_of_start(begins_from_weights))}"
+    return f"{PROBED_IMAGES[GENERAL_KNN]}: {describe_probe(lines, GENERAL_KNN, name_of_start(begins_from_weights))}"
 
 
 def name_of_start(begins_from_weights: bool) -> str:
@@ -222,7 +222,7 @@ def describe_change(lines: History, group: str) -> str:
     before = f"{percent(best_depth(first, group)[1])} -> " if first["step"] == 0 else ""
     colours = first.get(f"{group}/floor_pixels")
     baselines = {} if colours is None else {"pixel colours": colours}
-    return f"{IMAGES[group]}: {PROBES[group]} {before}{percent(value)} at block {block}{in_brackets(baselines)}"
+    return f"{PROBED_IMAGES[group]}: {PROBES[group]} {before}{percent(value)} at block {block}{in_brackets(baselines)}"
 
 
 def describe_drift(history: History) -> str:

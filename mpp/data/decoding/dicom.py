@@ -40,7 +40,7 @@ READ_TAGS = (
 """All tags that are read: pixels, and numbers about them."""
 INFLATED_AT_ONCE = 2**24  # bytes
 LARGEST_EXACT = 2**31  # of rescaled whole numbers, which stay whole
-GREY = ("MONOCHROME1", "MONOCHROME2")
+GREY_INTERPRETATIONS = ("MONOCHROME1", "MONOCHROME2")
 
 
 class Rescaling(NamedTuple):
@@ -136,7 +136,7 @@ def check_header(dataset: "Dataset", wanted: Wanted, config: ImagesConfig) -> No
         raise UnreadableImage("a DICOM file without pixels, such as a report")
     frames, samples = frame_count(dataset), dataset.SamplesPerPixel
     check_size((frames * samples, dataset.Rows, dataset.Columns), config)
-    is_grey = dataset.PhotometricInterpretation in GREY
+    is_grey = dataset.PhotometricInterpretation in GREY_INTERPRETATIONS
     if is_uncompressed(dataset):
         values = frames * samples * dataset.Rows * dataset.Columns
         if len(dataset.PixelData) < values * dataset.BitsAllocated // 8:

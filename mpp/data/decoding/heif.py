@@ -18,9 +18,9 @@ from mpp.data.decoding.pictures import from_pil
 from mpp.data.decoding.wanted import StoredPixels, Wanted
 from mpp.errors import UnreadableImage
 
-IMAGES = (b"meta", b"iprp", b"ipco")
+IMAGE_BOXES = (b"meta", b"iprp", b"ipco")
 """Boxes around the properties of the images."""
-FRAMES = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd", b"av01")
+ANIMATION_BOXES = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd", b"av01")
 """Those of an animation."""
 MORE_THAN_8, TWELVE = 0x40, 0x20  # flags in the third byte of `av1C`, about the bits of an AV1 image
 ORIENTATIONS = {None: (1, 8, 3, 6), 0: (4, 5, 2, 7), 1: (2, 7, 4, 5)}
@@ -89,7 +89,7 @@ def read_avif(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
 def avif_bits(data: bytes) -> int:
     """8, 10 or 12: bits of the values of an AVIF file, the most that one of its images has."""
     flags = 0
-    for box in find_inner(data, *IMAGES) + find_inner(data, *FRAMES):
+    for box in find_inner(data, *IMAGE_BOXES) + find_inner(data, *ANIMATION_BOXES):
         if box.kind == b"av1C":
             flags |= data[box.start + 2]
     if not flags & MORE_THAN_8:
@@ -99,6 +99,6 @@ def avif_bits(data: bytes) -> int:
 
 def heif_orientation(data: bytes) -> int:
     """The orientation in which a HEIC or AVIF file stores its images, as in EXIF, by its own properties."""
-    properties = {box.kind: data[box.start] for box in find_inner(data, *IMAGES) if box.kind in (b"irot", b"imir")}
+    properties = {box.kind: data[box.start] for box in find_inner(data, *IMAGE_BOXES) if box.kind in (b"irot", b"imir")}
     axis = properties.get(b"imir")
     return ORIENTATIONS[None if axis is None else axis & 1][properties.get(b"irot", 0) & 3]
