@@ -176,7 +176,7 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, step_co
     """Warnings before anything is trained: by the same rules and names as while a run trains, and some of settings."""
     facts = facts_of(config.run, config.optim, task.facts())
     if surveyed:
-        facts = replace(facts, duplicates=surveyed.duplicates, constant=surveyed.constant)
+        facts = replace(facts, duplicates=surveyed.duplicate_share, constant=surveyed.one_colour_share)
     waiting = step_cost.seconds_waiting / step_cost.seconds
     history = [{"step": step, "speed/data_wait": waiting} for step in range(RECENT_LINES)]
     messages = [f"{name}: {message}" for name, message in find_warnings(history, facts)]
@@ -242,23 +242,23 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
         print("Copies, sizes and classes are not surveyed in streams.")
         return
     unsure = ""
-    if surveyed.duplicates < surveyed.visible:
-        unsure = f" (the sample cannot show a share below {surveyed.visible:.1%})"
+    if surveyed.duplicate_share < surveyed.smallest_visible_share:
+        unsure = f" (the sample cannot show a share below {surveyed.smallest_visible_share:.1%})"
     rows += [
-        ["in the sample", f"{surveyed.training} training, {surveyed.held_out} held out"],
+        ["in the sample", f"{surveyed.train_images} training, {surveyed.held_out_images} held out"],
         ["besides, cannot be decoded", str(len(surveyed.broken))],
-        ["of one colour", f"{surveyed.constant:.1%}"],
-        ["held-out copies of training images", f"{surveyed.duplicates:.1%}{unsure}"],
-        ["training copies of training images", f"{surveyed.doubles:.1%}"],
+        ["of one colour", f"{surveyed.one_colour_share:.1%}"],
+        ["held-out copies of training images", f"{surveyed.duplicate_share:.1%}{unsure}"],
+        ["training copies of training images", f"{surveyed.double_share:.1%}"],
     ]
     for (height, width), count in surveyed.sizes.most_common(8):
         rows.append([f"{height} x {width} pixels", counted(count, "image")])
     names = task.train.class_names
-    for number, share in list(surveyed.classes.items())[:ROWS_SHOWN]:
+    for number, share in list(surveyed.class_shares.items())[:ROWS_SHOWN]:
         name = names[int(number)] if names else number
         rows.append([f"class {name}", f"{share:.1%} of the labelled images"])
     print_table("Images", rows)
-    for held_out, training in surveyed.pairs:
+    for held_out, training in surveyed.duplicate_pairs:
         print(f"nearly the same image: held-out {held_out}, training {training}")
     for broken in surveyed.broken[:ROWS_SHOWN]:
         print(f"cannot be decoded: {broken}")

@@ -20,13 +20,15 @@ from mpp.data.survey import Survey
 def test_classes_are_shown_by_name_largest_first(names, shown, capsys):
     train = SimpleNamespace(class_names=names, describe=lambda: "4 images")
     task = SimpleNamespace(train=train, held_out=[], config=Config())
-    check.print_images(task, Survey(classes={"1": 0.75, "0": 0.25}))
+    check.print_images(task, Survey(class_shares={"1": 0.75, "0": 0.25}))
     rows = [line for line in capsys.readouterr().out.splitlines() if "class" in line]
     assert [row.split("|")[1].strip() for row in rows] == list(shown)
     assert "75.0% of the labelled images" in rows[0]
 
 
 def test_images_of_several_frames_are_warned_of():
-    (warning,) = check.survey_warnings(Survey(training=9, held_out=1, frames=Counter({50: 3, 2: 1})), Config())
+    (warning,) = check.survey_warnings(
+        Survey(train_images=9, held_out_images=1, frames=Counter({50: 3, 2: 1})), Config()
+    )
     assert warning.startswith("frames: 4 of 10 images in the sample have several frames or pages, such as 50, of which")
-    assert check.survey_warnings(Survey(training=9), Config()) == []
+    assert check.survey_warnings(Survey(train_images=9), Config()) == []

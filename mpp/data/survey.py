@@ -73,9 +73,9 @@ class SampledImages(NamedTuple):
 class Survey:
     """Properties of the images of both samples together."""
 
-    training: int = 0
+    train_images: int = 0
     """Training images that can be decoded."""
-    held_out: int = 0
+    held_out_images: int = 0
     """Held-out images that can be decoded."""
     broken: list[str] = field(default_factory=list)
     """As in `SampledImages`, like the next four."""
@@ -83,24 +83,24 @@ class Survey:
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     frames: Counter[int] = field(default_factory=Counter)
     other_nodata: Counter[float] = field(default_factory=Counter)
-    constant: float = 0.0
+    one_colour_share: float = 0.0
     """Share of images of one colour."""
-    duplicates: float = 0.0
+    duplicate_share: float = 0.0
     """Share of the held-out images that are copies of a training image, estimated where not all training images are in
     the sample."""
-    visible: float = 0.0
+    smallest_visible_share: float = 0.0
     """Smallest share of duplicates that a sample of this size shows: three pairs are expected in it."""
-    pairs: list[tuple[str, str]] = field(default_factory=list)
+    duplicate_pairs: list[tuple[str, str]] = field(default_factory=list)
     """Some of the duplicates: names of the held-out image and of the training image."""
-    doubles: float = 0.0
+    double_share: float = 0.0
     """Share of the training images that are copies of an earlier one."""
-    classes: dict[str, float] = field(default_factory=dict)
+    class_shares: dict[str, float] = field(default_factory=dict)
     """Class -> its share of all labelled training images."""
 
     @property
     def sample_size(self) -> int:
         """Images of the sample, including those that cannot be decoded."""
-        return self.training + self.held_out + len(self.broken)
+        return self.train_images + self.held_out_images + len(self.broken)
 
 
 def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, seconds: float) -> Survey:
@@ -117,21 +117,21 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     copies = find_copies(tested.thumbnails, learned.thumbnails)
     shown = copies[:PAIRS_SHOWN]
     pairs = [(held_out_images.image_name(copy), train_images.image_name(original)) for copy, original in shown]
-    duplicates, visible = share_of_duplicates(len(copies), tested, learned, len(train))
+    duplicate_share, smallest_visible_share = share_of_duplicates(len(copies), tested, learned, len(train))
     return Survey(
-        training=len(learned.thumbnails.indices),
-        held_out=len(tested.thumbnails.indices),
+        train_images=len(learned.thumbnails.indices),
+        held_out_images=len(tested.thumbnails.indices),
         broken=tested.broken + learned.broken,
         without_decoder=tested.without_decoder + learned.without_decoder,
         sizes=tested.sizes + learned.sizes,
         frames=tested.frames + learned.frames,
         other_nodata=tested.other_nodata + learned.other_nodata,
-        constant=float(of_one_colour.float().mean()) if len(of_one_colour) else 0.0,
-        duplicates=duplicates,
-        visible=visible,
-        pairs=pairs,
-        doubles=share_of_doubles(learned.thumbnails),
-        classes=train.class_shares(),
+        one_colour_share=float(of_one_colour.float().mean()) if len(of_one_colour) else 0.0,
+        duplicate_share=duplicate_share,
+        smallest_visible_share=smallest_visible_share,
+        duplicate_pairs=pairs,
+        double_share=share_of_doubles(learned.thumbnails),
+        class_shares=train.class_shares(),
     )
 
 
@@ -170,7 +170,7 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float) -> Samp
 def share_of_duplicates(
     copies: int, tested: SampledImages, learned: SampledImages, train_images: int
 ) -> tuple[float, float]:
-    """`duplicates` and `visible` of a `Survey`, by the number of copies in the held-out sample.
+    """`duplicate_share` and `smallest_visible_share` of a `Survey`, by the number of copies in the held-out sample.
 
     Args:
         train_images: all training images, also those that are not in the sample.

@@ -22,7 +22,7 @@ class OptionalFormat(NamedTuple):
     """The package that decodes it, as pip knows it."""
     module: str
     """The module that decodes: the package itself, or one in it that not all releases have."""
-    least: str = ""
+    lowest_version: str = ""
     """The lowest version that decodes these files, where lower ones are about: ">=11.3"."""
     is_lossy: bool = False
     """Whether numbers may change in it, and a file does not say whether they have."""
@@ -73,7 +73,7 @@ OPTIONAL_EXTENSIONS = {extension: form for form in OPTIONAL_FORMATS for extensio
 
 def missing_package(form: OptionalFormat) -> str | None:
     """The package to install before files of a format can be read; None: nothing is missing."""
-    return None if has_module(form.module) else form.package + form.least
+    return None if has_module(form.module) else form.package + form.lowest_version
 
 
 @cache
