@@ -37,10 +37,10 @@ from evaluation.predictions.learned import (
 from evaluation.predictions.mask_scores import images_with_masks, outcomes_of_masks
 from evaluation.predictions.masks import write_classes
 from evaluation.predictions.opening import (
-    Source,
+    ClassifierSource,
     digest_network,
-    find_named,
-    find_source,
+    find_classifier,
+    find_named_classifier,
     open_classifier,
     open_pixel_classifier,
 )
@@ -84,13 +84,13 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
         UserError: no such classifier or images, or the file is another table.
     """
     accelerator = start_alone(config.run_settings(), "a table is written")
-    find_named.cache_clear()  # the classifier may be another one than at the last call of this process
-    source = find_source(config)
-    note_precision(source, accelerator)
-    is_of_pixels = source.head is not None and source.head.description.task == "pixels"
+    find_named_classifier.cache_clear()  # the classifier may be another one than at the last call of this process
+    classifier_source = find_classifier(config)
+    note_precision(classifier_source, accelerator)
+    is_of_pixels = classifier_source.head is not None and classifier_source.head.description.task == "pixels"
     refuse_settings_of_others(config, is_of_pixels)
     predict_all = write_predicted_masks if is_of_pixels else write_predicted_classes
-    return predict_all(config, source, accelerator, loaded)
+    return predict_all(config, classifier_source, accelerator, loaded)
 
 
 def refuse_settings_of_others(config: PredictConfig, is_of_pixels: bool) -> None:
@@ -104,15 +104,15 @@ def refuse_settings_of_others(config: PredictConfig, is_of_pixels: bool) -> None
 
 
 def write_predicted_classes(
-    config: PredictConfig, source: Source, accelerator: Accelerator, loaded: LoadedSplits | None
+    config: PredictConfig, classifier_source: ClassifierSource, accelerator: Accelerator, loaded: LoadedSplits | None
 ) -> Path:
     """Write the table of a classifier of images: see `predict`."""
-    classifier = open_classifier(source, config.data.channels)
-    note_other_images(source.encoder, config.data, source.how_read)
+    classifier = open_classifier(classifier_source, config.data.channels)
+    note_other_images(classifier_source.encoder, config.data, classifier_source.how_read)
     data = image_settings(config, classifier.crop_pct, ProbeDataConfig)
     kind = classifier.label_kind
     splits = load_all_splits(data, loaded)
-    data = with_learned_label(data, source, splits)
+    data = with_learned_label(data, classifier_source, splits)
     images = images_of_splits(data, splits, labels=True, label_kind=kind)
     labelled = has_known_labels(images, classifier.class_names, label_columns(data, images, splits))
     if kind != "class":
@@ -120,7 +120,7 @@ def write_predicted_classes(
     if kind == "number":
         allowed = f"left out: {config.classifier} predicts a number, which has none"
         require(config.probabilities, "probabilities", config.probabilities, allowed)
-    images, splits, note_of_images = tell_apart(images, splits, source, data)
+    images, splits, note_of_images = tell_apart(images, splits, classifier_source, data)
     network = FrozenClassifier(classifier).to(accelerator.device)
     top = min(config.top, classifier.classes)
     rows = ROWS[kind](classifier, network, data, top, config.probabilities, labelled, folder_of(data), accelerator)
@@ -156,7 +156,7 @@ def image_settings(config: PredictConfig, crop_pct: float, settings: type[ProbeD
 
 
 def write_predicted_masks(
-    config: PredictConfig, source: Source, accelerator: Accelerator, loaded: LoadedSplits | None
+    config: PredictConfig, classifier_source: ClassifierSource, accelerator: Accelerator, loaded: LoadedSplits | None
 ) -> Path:
     """Write the masks and the table of a classifier of pixels: see `predict`.
 
@@ -164,14 +164,15 @@ def write_predicted_masks(
         UserError: the folder of masks or overlays may hold others, or would be among the images.
     """
     refuse_among_images("out", Path(config.out), "data", config.data.path)
-    classifier = open_pixel_classifier(source, config.data.channels)
-    note_other_images(source.encoder, config.data, source.how_read)
+    classifier = open_pixel_classifier(classifier_source, config.data.channels)
+    note_other_images(classifier_source.encoder, config.data, classifier_source.how_read)
     classifier.encoder.to(accelerator.device)
     classifier.reading.to(accelerator.device)
     data = image_settings(config, classifier.crop_pct, MaskedDataConfig)
     whole_splits = load_all_splits(data, loaded)
     data = with_image_column(data, next(iter(whole_splits.values())).features)
-    images, splits, note_of_images = tell_apart(images_of_splits(data, whole_splits), whole_splits, source, data)
+    images = images_of_splits(data, whole_splits)
+    images, splits, note_of_images = tell_apart(images, whole_splits, classifier_source, data)
     masked = images_with_masks(images, whole_splits, data)  # before hours of predictions
     out = Path(config.out)
     masks = out.with_name(f"{out.stem}_masks")
@@ -278,10 +279,10 @@ def described_note(text: str) -> dict[str, str]:
     return {"note": text} if text else {}
 
 
-def note_precision(source: Source, accelerator: Accelerator) -> None:
+def note_precision(classifier_source: ClassifierSource, accelerator: Accelerator) -> None:
     """Note a precision that is not the one of a kept head."""
-    if source.head is not None:
-        trained_in = source.head.description.input["precision"]
+    if classifier_source.head is not None:
+        trained_in = classifier_source.head.description.input["precision"]
         precision = describe_precision(accelerator)
         if trained_in != precision:
             note(f"the head was trained on features in {trained_in}, and predicts in {precision}: see --precision")
@@ -289,22 +290,23 @@ def note_precision(source: Source, accelerator: Accelerator) -> None:
 
 def encoder_of(config: PredictConfig) -> str:
     """The encoder of a classifier: its run says how images are read."""
-    return find_source(config).encoder
+    return find_classifier(config).encoder
 
 
 def how_read_of(config: PredictConfig) -> dict[str, Any]:
     """The settings by which a kept head's training images were read, which may not be those of its encoder's run."""
-    return find_source(config).how_read
+    return find_classifier(config).how_read
 
 
 def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, LoadedSplits | None]:
     """The settings of the command line, and the images of the classifier's run if these are loaded already."""
     prog = "python evaluation/predict.py"
-    find_named.cache_clear()
+    find_named_classifier.cache_clear()
     config, loaded = parse_and_load(PredictConfig, arguments, prog, encoder_of, how_read_of)
     named = parse_unchecked(PredictConfig, files_first(sys.argv[1:] if arguments is None else arguments), prog)
     is_inherited = named.data.label_column is None and config.data.label_column is not None
-    if is_inherited and learned_label_column(find_source(config)) is not None:  # which stands before the run's column
+    learned_column = learned_label_column(find_classifier(config))
+    if is_inherited and learned_column is not None:  # which stands before the run's column
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, label_column=None))
     return config, loaded
 

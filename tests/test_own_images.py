@@ -131,8 +131,8 @@ def test_a_learned_column_stands_before_that_of_the_encoders_run(headed, monkeyp
     """Settings that are inherited are not given; those of the command line are."""
     config = predict.PredictConfig(data=predict.ProbeDataConfig(label_column="shade"))
     monkeypatch.setattr(predict, "parse_and_load", lambda *arguments: (config, None))
-    monkeypatch.setattr(predict, "find_source", lambda config: None)
-    monkeypatch.setattr(predict, "learned_label_column", lambda source: "species")
+    monkeypatch.setattr(predict, "find_classifier", lambda config: None)
+    monkeypatch.setattr(predict, "learned_label_column", lambda classifier_source: "species")
     assert predict.read_settings([])[0].data.label_column is None
     assert predict.read_settings(["--data.label_column=shade"])[0].data.label_column == "shade"
 

@@ -30,7 +30,7 @@ from evaluation.frozen.kept_heads import load_head
 from evaluation.metrics.intervals import wilson
 from evaluation.predictions.classes import ClassRows, match_labels
 from evaluation.predictions.masks import place_of_image
-from evaluation.predictions.opening import find_encoder_of_head, find_named
+from evaluation.predictions.opening import find_encoder_of_head, find_named_classifier
 from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
 from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split
 from evaluation.supervision.classifiers import distinct_class_names, timm_names
@@ -102,7 +102,7 @@ def test_a_supervised_run_predicts_too(class_images, tmp_path):
 def test_heads_beside_a_missing_one_are_named(run_with_head):
     heads = run_with_head / "evaluation"
     with pytest.raises(UserError, match=f"gone_head; it must be a head that is there: .*{heads / 'birds_head'}"):
-        find_named(str(heads / "gone_head"), None)
+        find_named_classifier(str(heads / "gone_head"), None)
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.parquet"])

@@ -60,9 +60,9 @@ class LabelledImages:
 class Overlap(NamedTuple):
     """The images of a dataset that an encoder was trained on with their labels."""
 
-    known: int
+    shared_images: int
     """Number of these images."""
-    searched: int
+    searched_images: int
     """Number of images that were searched for."""
     source: SourceConfig
     """The settings by which the encoder's images are found now."""
@@ -226,7 +226,7 @@ def check_labels_unseen(encoder: str, source: SourceConfig, train: ImageDataset,
         UserError: there are such test images.
     """
     all_labelled = refuse_learned_images("encoder", encoder, source, test)
-    if any(find_overlap(train, source, labelled).known for labelled in all_labelled):
+    if any(find_overlap(train, source, labelled).shared_images for labelled in all_labelled):
         note(
             f"{encoder} was trained with labels of these training images: a depth, a rate or a penalty chosen on a "
             "part of them is chosen for images that it knows"
@@ -259,15 +259,15 @@ def refuse_overlap(overlap: Overlap, setting: str, encoder: str, ancestor: str, 
         test: the test images, or the dev split of the training images.
     """
     builds_on = "" if ancestor == encoder else f"builds on {ancestor}, which "
-    if overlap.known == 0:
+    if overlap.shared_images == 0:
         if overlap.is_unknown:
             place = describe_source(overlap.source)
             learned = f"{encoder} {builds_on}was trained with labels of images at {place}, which have changed since"
             warn(f"{learned}: whether these {len(test)} test images are among them is unknown")
         return
-    searched = "" if overlap.searched == len(test) else f"{overlap.searched} of "
-    count = f"{overlap.known} of {searched}these {len(test)}"
-    if not overlap.by_index and overlap.known <= ALLOWED_DUPLICATES * overlap.searched:
+    searched = "" if overlap.searched_images == len(test) else f"{overlap.searched_images} of "
+    count = f"{overlap.shared_images} of {searched}these {len(test)}"
+    if not overlap.by_index and overlap.shared_images <= ALLOWED_DUPLICATES * overlap.searched_images:
         note(f"{encoder} {builds_on}was trained with the labels of {count} test images: duplicates")
         return
     refused = f"{setting} is {encoder}, which {builds_on}was trained with the labels of {count}"

@@ -17,8 +17,8 @@ from evaluation.metrics.intervals import Difference, Interval, bootstrap, clippe
 from evaluation.metrics.outcomes import Outcomes
 
 
-class Figure(NamedTuple):
-    """A figure of test images."""
+class Estimate(NamedTuple):
+    """A figure of test images with its interval."""
 
     value: float
     interval: Interval
@@ -174,10 +174,10 @@ class LabelKind(ABC):
             text += f" ± {self.text_of_number(self.score, summary['std'])}"
         return text + self.text_of_interval(self.score, *summary.get("interval", (None, None)))
 
-    def figures(self, outcomes: Outcomes) -> dict[str, Figure]:
+    def figures(self, outcomes: Outcomes) -> dict[str, Estimate]:
         """All figures with their intervals, which contain them."""
         intervals = self.intervals(outcomes)
         figures = {}
         for name, value in self.measure(outcomes).items():
-            figures[name] = Figure(value, containing(value, intervals[name]))
+            figures[name] = Estimate(value, containing(value, intervals[name]))
         return figures

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from evaluation.config import ProbeDataConfig
 from evaluation.frozen.provenance import LabelledImages, find_labelled_images, is_same_location, lineage
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images, indices_in_split
-from evaluation.predictions.opening import Source
+from evaluation.predictions.opening import ClassifierSource
 from evaluation.tables.images import ONLY_SPLIT
 from mpp.data.dataset import ImageDataset, has_label
 from mpp.data.identity import digest_indices, identify_images
@@ -31,28 +31,30 @@ class ToldApart(NamedTuple):
     """For readers of figures; empty: none of these images are known to be learned."""
 
 
-def find_learned(source: Source) -> list[LabelledImages]:
+def find_learned(classifier_source: ClassifierSource) -> list[LabelledImages]:
     """The labelled images that a classifier was trained on: its own, and those of the encoders that it builds on."""
-    of_head = None if source.head is None else source.head.learned
-    all_learned = [of_head, *map(find_labelled_images, lineage(source.encoder))]
+    of_head = None if classifier_source.head is None else classifier_source.head.learned
+    all_learned = [of_head, *map(find_labelled_images, lineage(classifier_source.encoder))]
     return [learned for learned in all_learned if learned is not None]
 
 
-def learned_label_column(source: Source) -> str | None:
+def learned_label_column(classifier_source: ClassifierSource) -> str | None:
     """The column of labels that a classifier was trained with; None: unknown, or `label`, as of folders."""
-    if source.head is not None:
-        learned = source.head.learned
+    if classifier_source.head is not None:
+        learned = classifier_source.head.learned
         return None if learned is None else learned.source.label_column
-    labelled = find_labelled_images(source.encoder)
+    labelled = find_labelled_images(classifier_source.encoder)
     return None if labelled is None else labelled.source.label_column
 
 
-def with_learned_label(data: ProbeDataConfig, source: Source, splits: LoadedSplits) -> ProbeDataConfig:
+def with_learned_label(
+    data: ProbeDataConfig, classifier_source: ClassifierSource, splits: LoadedSplits
+) -> ProbeDataConfig:
     """The settings with the column of labels that the classifier learned, where none is named and all splits have it.
 
     A line says so.
     """
-    column = learned_label_column(source)
+    column = learned_label_column(classifier_source)
     if data.label_column is not None or column is None:
         return data
     if not all(column in rows.features for rows in splits.values()):
@@ -87,7 +89,7 @@ def learned_indices(images: ImageDataset, learned: LabelledImages) -> NDArray[np
 
 
 def tell_apart(
-    images: Sequence[ImageDataset], splits: LoadedSplits, source: Source, data: ProbeDataConfig
+    images: Sequence[ImageDataset], splits: LoadedSplits, classifier_source: ClassifierSource, data: ProbeDataConfig
 ) -> ToldApart:
     """Split images into those that a classifier was trained on and others, as `learned` and `held out`; a note counts.
 
@@ -98,10 +100,10 @@ def tell_apart(
         splits: their rows.
         data: the settings of the images.
     """
-    all_learned = find_learned(source)
+    all_learned = find_learned(classifier_source)
     marks = {each.split: np.zeros(len(each), bool) for each in images}
-    is_unrecorded = source.head is not None and source.head.learned is None
-    is_unknown = is_unrecorded and is_of_run(source, data)
+    is_unrecorded = classifier_source.head is not None and classifier_source.head.learned is None
+    is_unknown = is_unrecorded and is_of_run(classifier_source, data)
     files = {}
     if all_learned:
         files = {each.split: identify_images(each, labels=False, retries=data.read_retries)["files"] for each in images}
@@ -128,9 +130,9 @@ def tell_apart(
     return ToldApart(*separate_learned(images, splits, marks), text)
 
 
-def is_of_run(source: Source, data: ProbeDataConfig) -> bool:
+def is_of_run(classifier_source: ClassifierSource, data: ProbeDataConfig) -> bool:
     """Whether images are those of the run of a classifier's encoder."""
-    return holds_run_images(data.path, find_run(source.encoder))
+    return holds_run_images(data.path, find_run(classifier_source.encoder))
 
 
 def separate_learned(

@@ -43,7 +43,7 @@ class HeadOnFeatures(nn.Module):
 
 
 @dataclass(frozen=True)
-class Source:
+class ClassifierSource:
     """The classifier that the setting `classifier` names."""
 
     classifier: str
@@ -61,18 +61,18 @@ class Source:
         return {} if self.head is None else self.head.description.input.get("data", {})
 
 
-def find_source(config: PredictConfig) -> Source:
+def find_classifier(config: PredictConfig) -> ClassifierSource:
     """Find the classifier that the settings name, and its encoder.
 
     Raises:
         UserError: no such classifier, or the encoder of a kept head is gone or another.
     """
-    return find_named(config.classifier, config.encoder)
+    return find_named_classifier(config.classifier, config.encoder)
 
 
 @lru_cache
-def find_named(classifier: str, encoder: str | None) -> Source:
-    """See `find_source`: of the settings `classifier` and `encoder`."""
+def find_named_classifier(classifier: str, encoder: str | None) -> ClassifierSource:
+    """See `find_classifier`: of the settings `classifier` and `encoder`."""
     folder = Path(classifier)
     if is_kept_head(folder):
         return find_encoder_of_head(load_head(folder), encoder)
@@ -80,7 +80,7 @@ def find_named(classifier: str, encoder: str | None) -> Source:
     if encoder is not None:
         raise UserError(f"encoder is {encoder}; it must be null with {classifier}, which has its own encoder")
     trained = str(find_tested_run(folder, "classifier") or classifier)
-    return Source(trained, trained, None)
+    return ClassifierSource(trained, trained, None)
 
 
 def refuse_missing_head(folder: Path) -> None:
@@ -91,7 +91,7 @@ def refuse_missing_head(folder: Path) -> None:
     require(not heads, "classifier", folder, f"a head that is there: {', '.join(heads)}")
 
 
-def find_encoder_of_head(head: KeptHead, named: str | None) -> Source:
+def find_encoder_of_head(head: KeptHead, named: str | None) -> ClassifierSource:
     """The encoder that a head was trained on, known by its weights.
 
     Args:
@@ -105,14 +105,14 @@ def find_encoder_of_head(head: KeptHead, named: str | None) -> Source:
         is_published = is_named(about.encoder) and not about.random
         allowed = f"null or {about.encoder}, which {folder} was trained on"
         require(not is_published or named in (None, about.encoder), "encoder", named, allowed)
-        return Source(folder, named or about.encoder, head)
+        return ClassifierSource(folder, named or about.encoder, head)
     places = [named] if named else list(usual_places(head))
     found = {place: weights_at(place) for place in places if not is_named(place)}
     for place, weights in found.items():
         if weights == about.weights:
             if about.checkpoint:
-                return Source(folder, about.encoder, head, checkpoint=place)
-            return Source(folder, place, head)
+                return ClassifierSource(folder, about.encoder, head, checkpoint=place)
+            return ClassifierSource(folder, place, head)
     was = about.checkpoint or about.encoder
     others = [place for place, weights in found.items() if weights]
     if others:
@@ -141,45 +141,45 @@ def weights_at(place: str) -> str:
         return ""
 
 
-def open_classifier(source: Source, channels: int) -> Classifier:
+def open_classifier(classifier_source: ClassifierSource, channels: int) -> Classifier:
     """Open a classifier of images.
 
     Raises:
         UserError: no classifier there, or one of other channels.
     """
-    if source.head is None:
-        return load_classifier(source.classifier, channels, "classifier")
-    about = source.head.description
-    encoder = open_encoder_of_head(source, channels)
-    network = HeadOnFeatures(encoder, rebuild_linear(source.head), about)
+    if classifier_source.head is None:
+        return load_classifier(classifier_source.classifier, channels, "classifier")
+    about = classifier_source.head.description
+    encoder = open_encoder_of_head(classifier_source, channels)
+    network = HeadOnFeatures(encoder, rebuild_linear(classifier_source.head), about)
     names = distinct_class_names(about.class_names, len(about.class_names))
     kind = {task: kind for kind, task in HEAD_TASKS.items()}[about.task]
-    outputs = len(source.head.weights["classify.bias"])
+    outputs = len(classifier_source.head.weights["classify.bias"])
     return Classifier(network, encoder.img_size, outputs, about.input["crop_pct"], names, kind)
 
 
-def open_pixel_classifier(source: Source, channels: int) -> PixelClassifier:
+def open_pixel_classifier(classifier_source: ClassifierSource, channels: int) -> PixelClassifier:
     """Open a classifier of pixels.
 
     Args:
-        source: has a head of pixels.
+        classifier_source: has a head of pixels.
     """
-    about = source.head.description
-    weights = source.head.weights
+    about = classifier_source.head.description
+    weights = classifier_source.head.weights
     untaught = weights["untaught"]
     reading = LinearReading(weights["classify.weight"].shape[1], (~untaught).nonzero().flatten().tolist())
     reading.load_state_dict(weights)
-    encoder = open_encoder_of_head(source, channels)
+    encoder = open_encoder_of_head(classifier_source, channels)
     names = distinct_class_names(about.class_names, len(about.class_names))
     return PixelClassifier(encoder, reading.eval(), about.depth, about.input["crop_pct"], names, about.class_numbers)
 
 
-def open_encoder_of_head(source: Source, channels: int) -> FrozenEncoder:
+def open_encoder_of_head(classifier_source: ClassifierSource, channels: int) -> FrozenEncoder:
     """Open the encoder of a kept head, with the input that the head was trained on."""
-    about = source.head.description
+    about = classifier_source.head.description
     return load_frozen_encoder(
-        source.encoder,
-        source.checkpoint,
+        classifier_source.encoder,
+        classifier_source.checkpoint,
         about.random,
         sides(about.input["img_size"]),
         about.seed,
