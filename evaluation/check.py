@@ -57,7 +57,7 @@ MAX_TIMED_STEPS = 8
 MAX_TIMED_SECONDS = 15.0
 CROPS_SHOWN = 32
 CROPS_IN_A_ROW = 4
-ROWS_SHOWN = 20  # of classes, sizes, copies and broken images
+ROWS_SHOWN = 20  # of classes, sizes, copies and unreadable images
 SEARCHED = {  # ranges that were searched: configs/search.md, configs/sweep/rates_cifar10.yaml
     "optim.global_batch_size": (32, 256),
     "run.steps": (400, 8000),
@@ -196,10 +196,10 @@ def warnings(task: Pretraining, config: Config, surveyed: Survey | None, step_co
 def survey_warnings(surveyed: Survey, config: Config) -> list[str]:
     """Warnings of images that are read otherwise than they are meant, or not at all."""
     messages = []
-    if len(surveyed.broken) > MAX_UNREADABLE_SHARE * surveyed.sample_size:
-        count = len(surveyed.broken)
+    if len(surveyed.unreadable) > MAX_UNREADABLE_SHARE * surveyed.sample_size:
+        count = len(surveyed.unreadable)
         messages.append(
-            f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.broken[0]}"
+            f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.unreadable[0]}"
         )
     if surveyed.other_nodata:
         value, _ = surveyed.other_nodata.most_common(1)[0]
@@ -234,7 +234,7 @@ def searched_by(config: Config) -> str:
 
 
 def print_images(task: Pretraining, surveyed: Survey | None) -> None:
-    """Print counts, sizes, channels, broken and double images, and classes."""
+    """Print counts, sizes, channels, unreadable and double images, and classes."""
     rows = [["training images", task.train.describe()], ["held out", counted(len(task.held_out), "image")]]
     rows.append(["channels", str(task.config.data.channels)])
     if surveyed is None:
@@ -246,7 +246,7 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
         unsure = f" (the sample cannot show a share below {surveyed.smallest_visible_share:.1%})"
     rows += [
         ["in the sample", f"{surveyed.train_images} training, {surveyed.held_out_images} held out"],
-        ["besides, cannot be decoded", str(len(surveyed.broken))],
+        ["besides, cannot be decoded", str(len(surveyed.unreadable))],
         ["of one colour", f"{surveyed.one_colour_share:.1%}"],
         ["held-out copies of training images", f"{surveyed.duplicate_share:.1%}{unsure}"],
         ["training copies of training images", f"{surveyed.double_share:.1%}"],
@@ -260,8 +260,8 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
     print_table("Images", rows)
     for held_out, training in surveyed.duplicate_pairs:
         print(f"nearly the same image: held-out {held_out}, training {training}")
-    for broken in surveyed.broken[:ROWS_SHOWN]:
-        print(f"cannot be decoded: {broken}")
+    for failure in surveyed.unreadable[:ROWS_SHOWN]:
+        print(f"cannot be decoded: {failure}")
 
 
 def print_cost(config: Config, precision: str, layout: BatchLayout, step_cost: StepCost) -> None:

@@ -123,8 +123,8 @@ def build_table(
     Args:
         folder: of the images: see `name_in_folder`.
     """
-    is_broken = pa.array([error is not None for error in errors])
-    rows = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), features.shape[1], mask=is_broken)
+    is_unreadable = pa.array([error is not None for error in errors])
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), features.shape[1], mask=is_unreadable)
     list_type = pa.list_(pa.float32())  # of any length: pyarrow 25 cannot read fixed ones where some are missing
     columns = {"features": rows.cast(list_type), "error": pa.array(errors, pa.string())}
     return pa.table(first_columns(images, indices, folder) | columns)

@@ -249,7 +249,7 @@ def write_summary_and_page(
     """
     out = Path(config.out)
     summary = predictions.summarize(outcomes)
-    print_summary(summary, outcomes, predictions.broken)
+    print_summary(summary, outcomes, predictions.unreadable_files)
     write_about(config, about | summary)
     written = f"{out}, {about_file(out).name}"
     if config.page and images is None:

@@ -146,11 +146,11 @@ class Pretraining(ImageTask):
             return loss, measure_features(
                 predictions, predicted.collapse_features, corruption.positions, self.patch_count
             )
-        places = None if model.training else batch.indices  # of held-out images
+        image_numbers = None if model.training else batch.indices  # of held-out images
         count = len(self.held_out_views.dataset)
         if counted is not None:
             counted = counted.to(predictions.device)
-        return loss, measure_predictions(self.objective, predictions, images, corruption, places, count, counted)
+        return loss, measure_predictions(self.objective, predictions, images, corruption, image_numbers, count, counted)
 
     def loss_of(self, predictions: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
         """Mean loss of the patches that count, see `counted_patches`; 0 where none does."""

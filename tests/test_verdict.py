@@ -450,7 +450,7 @@ def test_copies_and_images_of_one_colour_are_found():
     )
     assert found.double_share == pytest.approx(1 / 22) and found.one_colour_share == pytest.approx(2 / 27)
     assert found.class_shares == {"0": pytest.approx(15 / 22), "1": pytest.approx(7 / 22)}
-    assert found.sizes[(40, 48)] == 26 and found.broken == []
+    assert found.sizes[(40, 48)] == 26 and found.unreadable == []
 
 
 def test_images_that_share_a_horizon_are_no_copies():
@@ -465,7 +465,7 @@ def test_images_that_share_a_horizon_are_no_copies():
 def test_what_cannot_be_decoded_is_counted():
     rows = without_decoding(dataset_of([encoded(picture(0)), b"no image", encoded(picture(1))]), "image")
     found = survey(ImageDataset(rows, "image", None, "train"), images_of([picture(5)]), DataConfig(), 60)
-    assert len(found.broken) == 1 and found.train_images == 2 and not found.frames
+    assert len(found.unreadable) == 1 and found.train_images == 2 and not found.frames
 
 
 def test_images_of_several_frames_are_counted():

@@ -61,7 +61,7 @@ class MaskedViews(ViewDataset):
         return Batch(crop, None, mask, torch.tensor(NO_INDEX if failures else index), failures)
 
     def decode_with_mask(self, index: int) -> tuple[Tensor, Tensor]:
-        """An image (C, H, W) and its mask (H, W). Raises UnreadableImage if either is broken, or their sizes differ."""
+        """An image (C, H, W) and its mask (H, W); raises UnreadableImage if one is unreadable or their sizes differ."""
         pixels = self.dataset.decode(index, self.data)
         mask = decode_mask(self.masks[index]["mask"], self.data)
         height, width = pixels.shape[1:]

@@ -60,7 +60,7 @@ class ClassRows:
         self, logits: Tensor, errors: Sequence[str | None], images: ImageDataset, indices: range
     ) -> pa.Table:
         """The rows of images with these logits (n, C), or why an image cannot be decoded (None: it can)."""
-        is_broken = np.array([error is not None for error in errors])
+        is_unreadable = np.array([error is not None for error in errors])
         probabilities = logits.double().softmax(1).float()
         order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.top].numpy()
         names = np.array(self.classifier.class_names, object)
@@ -68,18 +68,18 @@ class ClassRows:
         for place, numbers in enumerate(order.T, 1):
             suffix = "" if place == 1 else f"_{place}"
             of_class = probabilities.numpy()[np.arange(len(numbers)), numbers]
-            columns[f"class{suffix}"] = pa.array(names[numbers], pa.string(), mask=is_broken)
-            columns[f"probability{suffix}"] = pa.array(of_class, mask=is_broken)
+            columns[f"class{suffix}"] = pa.array(names[numbers], pa.string(), mask=is_unreadable)
+            columns[f"probability{suffix}"] = pa.array(of_class, mask=is_unreadable)
         if self.labelled:
             labels = label_names(images, indices)
             columns["label"] = pa.array([";".join(each) or None for each in labels], pa.string())
             has_none = np.array([not each for each in labels])
             right = [name in each for name, each in zip(names[order[:, 0]], labels, strict=True)]
-            columns["right"] = pa.array(right, mask=is_broken | has_none)
+            columns["right"] = pa.array(right, mask=is_unreadable | has_none)
         columns["error"] = pa.array(errors, pa.string())
         if self.probabilities:
             for name, of_class in zip(self.classifier.class_names, probabilities.numpy().T, strict=True):
-                columns[f"{PROBABILITY_PREFIX}{name}"] = pa.array(of_class, mask=is_broken)
+                columns[f"{PROBABILITY_PREFIX}{name}"] = pa.array(of_class, mask=is_unreadable)
         return pa.table(columns)
 
 

@@ -50,17 +50,17 @@ class SeveralRows(OutputRows):
     def build_table(
         self, logits: Tensor, errors: Sequence[str | None], images: ImageDataset, indices: range
     ) -> pa.Table:
-        is_broken = np.array([error is not None for error in errors])
+        is_unreadable = np.array([error is not None for error in errors])
         probabilities = logits.double().sigmoid().float().numpy()
         names = np.array(self.classifier.class_names, object)
         joined = [SEPARATOR.join(names[row]) for row in probabilities > THRESHOLD]
         columns = first_columns(images, indices, self.folder)
-        columns["classes"] = pa.array(joined, pa.string(), mask=is_broken)
+        columns["classes"] = pa.array(joined, pa.string(), mask=is_unreadable)
         if self.labelled:
             columns["label"] = pa.array(joined_labels(images, indices), pa.string())
         columns["error"] = pa.array(errors, pa.string())
         for name, of_class in zip(self.output_columns(), probabilities.T, strict=False):
-            columns[name] = pa.array(of_class, mask=is_broken)
+            columns[name] = pa.array(of_class, mask=is_unreadable)
         return pa.table(columns)
 
     def output_columns(self) -> list[str]:
@@ -77,9 +77,9 @@ class NumberRows(OutputRows):
     def build_table(
         self, logits: Tensor, errors: Sequence[str | None], images: ImageDataset, indices: range
     ) -> pa.Table:
-        is_broken = np.array([error is not None for error in errors])
+        is_unreadable = np.array([error is not None for error in errors])
         columns = first_columns(images, indices, self.folder)
-        columns[NUMBER_COLUMN] = pa.array(logits.squeeze(1).numpy(), mask=is_broken)
+        columns[NUMBER_COLUMN] = pa.array(logits.squeeze(1).numpy(), mask=is_unreadable)
         if self.labelled:
             labels = np.full(len(images), np.nan) if images.labels is None else images.labels
             of_rows = labels[indices.start : indices.stop]
@@ -135,14 +135,14 @@ class OtherPredictions:
 
     outputs: NDArray[np.float64]
     """(n, K): probabilities, or the number; NaN where an image cannot be decoded, or the table has no such columns."""
-    unreadable: int
+    unreadable_count: int
     splits: dict[str, slice]
-    broken: list[tuple[str, str]]
+    unreadable_files: list[tuple[str, str]]
     """Files that cannot be decoded, and why: the first of them."""
 
     def summarize(self, outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
-        """Images, broken ones, and figures of each split's outcomes."""
-        return {"images": len(self.outputs), "unreadable": self.unreadable} | figures_entry(outcomes)
+        """Images, unreadable ones, and figures of each split's outcomes."""
+        return {"images": len(self.outputs), "unreadable": self.unreadable_count} | figures_entry(outcomes)
 
 
 def read_outputs(out: Path, names: Sequence[str]) -> OtherPredictions:
@@ -157,7 +157,7 @@ def read_outputs(out: Path, names: Sequence[str]) -> OtherPredictions:
         images.add(batch)
         numbers = [batch.column(name).cast(pa.float64()).fill_null(np.nan).to_numpy(False) for name in names]
         outputs.append(np.stack(numbers, 1) if names else np.full((len(batch), 1), np.nan))
-    return OtherPredictions(np.concatenate(outputs), images.unreadable, images.splits(), images.broken)
+    return OtherPredictions(np.concatenate(outputs), images.unreadable_count, images.splits(), images.unreadable_files)
 
 
 def outcomes_of_splits(

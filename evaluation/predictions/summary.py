@@ -1,4 +1,4 @@
-"""The summary of a table of predictions: images and mean probability by class, accuracy by split, broken images."""
+"""The summary of a table of predictions: images and mean probability by class, accuracy by split, unreadable images."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from evaluation.figures.markdown import table
 from evaluation.frozen.results import MAX_CLASSES_PRINTED, print_by_class
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import kind_of, measured
-from evaluation.tables.images import MAX_BROKEN_NAMED
+from evaluation.tables.images import MAX_UNREADABLE_NAMED
 from evaluation.tables.parts import read_columns
 from mpp.runtime.messages import counted, warn
 
@@ -33,16 +33,17 @@ class TableImages:
     def __init__(self):
         self.counts: Counter[str] = Counter()
         """Of the images of each split."""
-        self.unreadable = 0
-        self.broken: list[tuple[str, str]] = []
+        self.unreadable_count = 0
+        self.unreadable_files: list[tuple[str, str]] = []
         """Files that cannot be decoded, and why: the first of them."""
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Add the images of some more rows."""
         self.counts.update(batch.column("split").to_pylist())
         failed = batch.filter(batch.column("error").is_valid()).select(["file", "error"]).to_pylist()
-        self.unreadable += len(failed)
-        self.broken += [(row["file"], row["error"]) for row in failed[: MAX_BROKEN_NAMED - len(self.broken)]]
+        self.unreadable_count += len(failed)
+        more = MAX_UNREADABLE_NAMED - len(self.unreadable_files)
+        self.unreadable_files += [(row["file"], row["error"]) for row in failed[:more]]
 
     def splits(self) -> dict[str, slice]:
         """The rows of each split, which come one after the other."""
@@ -67,7 +68,7 @@ class Predictions:
     """(n,) whether the label is that class, 1 or 0; NO_LABEL: it has none, or the image cannot be decoded."""
     splits: dict[str, slice] = field(default_factory=dict)
     """The rows of each split."""
-    broken: list[tuple[str, str]] = field(default_factory=list)
+    unreadable_files: list[tuple[str, str]] = field(default_factory=list)
     """Files that cannot be decoded, and why: the first of them."""
     shares: dict[str, float] = field(default_factory=dict)
     """Of masks: the mean share of the pixels of each class."""
@@ -77,7 +78,7 @@ class Predictions:
     """(n,) the labels as the table has them; None: it has none."""
 
     def summarize(self, outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
-        """Images, broken ones, images and mean probability by predicted class, and figures of each split's outcomes."""
+        """Images, unreadable ones, images and mean probability by predicted class, and figures of each split."""
         summary: dict[str, Any] = {
             "images": len(self.classes),
             "unreadable": int((self.classes == NO_CLASS).sum()),
@@ -128,7 +129,7 @@ def read_predictions(
         probabilities=np.concatenate(probabilities),
         right=np.concatenate(right) if labelled else np.full(len(numbers), NO_LABEL, np.int8),
         splits=images.splits(),
-        broken=images.broken,
+        unreadable_files=images.unreadable_files,
         shares={name: total / segmented for name, total in share_sums.items()},
         class_numbers=list(class_numbers),
         labels=pa.chunked_array(labels) if labelled else None,
@@ -201,16 +202,16 @@ def describe_unreadable(count: int) -> str:
 
 
 def print_summary(
-    summary: Mapping[str, Any], outcomes: Mapping[str, Outcomes], broken: Sequence[tuple[str, str]]
+    summary: Mapping[str, Any], outcomes: Mapping[str, Outcomes], unreadable_files: Sequence[tuple[str, str]]
 ) -> None:
-    """Print the predicted classes where the summary has them, the figures of each split, and the broken images."""
+    """Print the predicted classes where the summary has them, the figures of each split, and the unreadable images."""
     if "predicted" in summary:
         print_predicted(summary)
     for line in describe_figures(outcomes, summary):
         print(line)
-    if broken:
-        named = "; ".join(f"{file}: {reason}" for file, reason in broken)
-        more = summary["unreadable"] - len(broken)
+    if unreadable_files:
+        named = "; ".join(f"{file}: {reason}" for file, reason in unreadable_files)
+        more = summary["unreadable"] - len(unreadable_files)
         rest = f"; and {more} more" if more > 0 else ""
         warn(f"{describe_unreadable(summary['unreadable'])}: {named}{rest}")
 

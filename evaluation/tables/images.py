@@ -28,7 +28,7 @@ from mpp.errors import UnreadableImage, UserError
 from mpp.runtime.messages import counted, tell, warn
 from mpp.runtime.output import printable
 
-MAX_BROKEN_NAMED = 20
+MAX_UNREADABLE_NAMED = 20
 
 
 class ImageBatch(NamedTuple):
@@ -89,15 +89,15 @@ class ViewsOrErrors(Dataset):
     data: ProbeDataConfig
     view: Callable[[Tensor], Any]
     """Converts an image (C, H, W) from 0 to 255 to its entry in a batch. May raise UnreadableImage."""
-    broken: Any
-    """Entry of a broken image in a batch."""
+    placeholder: Any
+    """Entry in a batch of an image that cannot be decoded."""
 
     def __getitem__(self, index: int) -> tuple[Any, str | None]:
         note_reading(index)
         try:
             return self.view(self.dataset.decode(index, self.data)), None
         except UnreadableImage as reason:
-            return self.broken, str(reason)
+            return self.placeholder, str(reason)
         finally:
             note_reading(None)
 
@@ -135,12 +135,12 @@ def read_crops(
         size: height and width.
     """
     crop = partial(centre_crop, size=size, share=data.eval_crop)
-    broken = torch.zeros(data.channels, *size, dtype=torch.uint8)
-    return read_batches(ViewsOrErrors(images, data, crop, broken), indices, stack_crops)
+    placeholder = torch.zeros(data.channels, *size, dtype=torch.uint8)
+    return read_batches(ViewsOrErrors(images, data, crop, placeholder), indices, stack_crops)
 
 
 def stack_crops(samples: list[tuple[Tensor, str | None]]) -> tuple[Tensor, list[str | None]]:
-    """Crops of one size to a batch; a broken image may be of another type."""
+    """Crops of one size to a batch; a placeholder may be of another type."""
     crops, errors = zip(*samples, strict=True)
     all_bytes = all(crop.dtype == torch.uint8 for crop in crops)
     dtype = torch.uint8 if all_bytes else torch.float32

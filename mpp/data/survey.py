@@ -1,4 +1,4 @@
-"""A survey of a sample of the images: sizes, broken files, copies, images of one colour, classes.
+"""A survey of a sample of the images: sizes, unreadable files, copies, images of one colour, classes.
 
 n, m images of the sample.
 """
@@ -57,7 +57,7 @@ class SampledImages(NamedTuple):
     """A sample of a split: the images that can be decoded, and the peculiarities of their files."""
 
     thumbnails: Thumbnails
-    broken: list[str]
+    unreadable: list[str]
     """Images that cannot be decoded, and why."""
     without_decoder: Counter[str]
     """The package that some of these need, and how to install it -> images."""
@@ -77,7 +77,7 @@ class Survey:
     """Training images that can be decoded."""
     held_out_images: int = 0
     """Held-out images that can be decoded."""
-    broken: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
     """As in `SampledImages`, like the next four."""
     without_decoder: Counter[str] = field(default_factory=Counter)
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -100,7 +100,7 @@ class Survey:
     @property
     def sample_size(self) -> int:
         """Images of the sample, including those that cannot be decoded."""
-        return self.train_images + self.held_out_images + len(self.broken)
+        return self.train_images + self.held_out_images + len(self.unreadable)
 
 
 def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, seconds: float) -> Survey:
@@ -121,7 +121,7 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     return Survey(
         train_images=len(learned.thumbnails.indices),
         held_out_images=len(tested.thumbnails.indices),
-        broken=tested.broken + learned.broken,
+        unreadable=tested.unreadable + learned.unreadable,
         without_decoder=tested.without_decoder + learned.without_decoder,
         sizes=tested.sizes + learned.sizes,
         frames=tested.frames + learned.frames,
@@ -140,7 +140,7 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float) -> Samp
     begin = time.monotonic()
     pixels: list[Tensor] = []
     indices: list[int] = []
-    broken: list[str] = []
+    unreadable: list[str] = []
     without_decoder, sizes, frames, nodata = Counter(), Counter(), Counter(), Counter()
     for index in np.random.default_rng(0).permutation(len(dataset)).tolist():
         if time.monotonic() - begin > seconds:
@@ -148,7 +148,7 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float) -> Samp
         try:
             image = dataset.decode(index, data)  # (C, H, W)
         except UnreadableImage as error:
-            broken.append(f"{dataset.image_name(index)}: {error}")
+            unreadable.append(f"{dataset.image_name(index)}: {error}")
             if isinstance(error, MissingDecoder):
                 without_decoder[str(error)] += 1
             continue
@@ -164,7 +164,7 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float) -> Samp
         indices.append(index)
     stacked = torch.stack(pixels) if pixels else torch.empty(0, THUMBNAIL_SIDE**2)
     thumbnails = Thumbnails(stacked, np.array(indices, np.int64))
-    return SampledImages(thumbnails, broken, without_decoder, sizes, frames, nodata)
+    return SampledImages(thumbnails, unreadable, without_decoder, sizes, frames, nodata)
 
 
 def share_of_duplicates(
@@ -176,7 +176,7 @@ def share_of_duplicates(
         train_images: all training images, also those that are not in the sample.
     """
     held_out = len(tested.thumbnails.indices)
-    readable = train_images - len(learned.broken)
+    readable = train_images - len(learned.unreadable)
     sampled_share = len(learned.thumbnails.indices) / max(readable, 1)  # also the chance that an original is in it
     duplicates, visible = 0.0, 0.0
     if sampled_share < 1:

@@ -70,7 +70,7 @@ def measure_predictions(
     predictions: Tensor,
     images: Tensor,
     corruption: Corruption,
-    places: Tensor | None = None,
+    image_numbers: Tensor | None = None,
     image_count: int = 0,
     counted: Tensor | None = None,
 ) -> Sums:
@@ -80,7 +80,7 @@ def measure_predictions(
         predictions: (B, K, outputs).
         images: (B, C, H, W), clean.
         corruption: of the images that the model saw.
-        places: (B,) of the images among `image_count`, for `by_image`, (image_count, 4): see `MaskedCounts`.
+        image_numbers: (B,) of the images among `image_count`, for `by_image`, (image_count, 4): see `MaskedCounts`.
         counted: (B, K) bool, patches that count. None: all.
     """
     if objective.palette is None:
@@ -102,9 +102,9 @@ def measure_predictions(
     sums["right_nearest"] = right_nearest.sum()
     sums["right_two_nearest"] = right_two_nearest.sum()
     sums["colors"] = objective.palette.count(truth[masked])
-    if places is not None:
+    if image_numbers is not None:
         counts = torch.stack([masked.double(), right * masked, right_nearest, right_two_nearest]).sum(-1).T  # (B, 4)
-        sums["by_image"] = counts.new_zeros(image_count, 4).index_add_(0, places.to(counts.device), counts)
+        sums["by_image"] = counts.new_zeros(image_count, 4).index_add_(0, image_numbers.to(counts.device), counts)
     return sums
 
 

@@ -74,14 +74,14 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Step all parameters that have a gradient."""
         skipping = self.found_inf is not None and (self.defaults["capturable"] or bool(self.found_inf))
-        broken = self.found_inf.bool() if skipping else None
+        not_finite = self.found_inf.bool() if skipping else None
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             lr = group["lr"]
             if skipping:
                 lr = lr * (1 - self.found_inf)
                 for parameter in parameters:
-                    local_part(parameter.grad).masked_fill_(broken, 0)  # 0 times NaN is NaN
+                    local_part(parameter.grad).masked_fill_(not_finite, 0)  # 0 times NaN is NaN
             if not parameters:
                 continue
             if group["use_muon"]:

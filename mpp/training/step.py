@@ -142,7 +142,7 @@ class UnverifiedStep(NamedTuple):
     """Record of a step that is not verified yet."""
 
     step: int
-    broken: Tensor
+    not_finite: Tensor
     """1 if this step, or one before it, was not finite."""
     losses: Tensor
     """This process's losses, by forward pass."""
@@ -153,8 +153,8 @@ class UnverifiedStep(NamedTuple):
 class FiniteCheck:
     """Whether losses and gradients are finite: recorded on the device in each step, read by the host when it verifies.
 
-    Once a step is not finite, `broken` is 1 for good. A fused optimiser then skips its steps on the device, so that the
-    host does not wait for a GPU in each step.
+    Once a step is not finite, `not_finite` is 1 for good. A fused optimiser then skips its steps on the device, so that
+    the host does not wait for a GPU in each step.
 
     Args:
         image_name: the name of a training image, by its index.
@@ -162,19 +162,19 @@ class FiniteCheck:
 
     def __init__(self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, image_name: Callable[[int], str]):
         self.image_name = image_name
-        self.broken = torch.zeros((), device=accelerator.device)
+        self.not_finite = torch.zeros((), device=accelerator.device)
         self.unverified: list[UnverifiedStep] = []
         skips = skips_nonfinite_steps(optimizer.optimizer)
         self.verifies_each_step = accelerator.device.type == "cpu" or not skips  # reading a CPU's flag costs nothing
         if skips:
             optimizer.optimizer.grad_scale = None
-            optimizer.optimizer.found_inf = self.broken
+            optimizer.optimizer.found_inf = self.not_finite
 
     def record(self, step: int, loss: Tensor, norm: Tensor, losses: list[Tensor], indices: list[Tensor]) -> None:
         """The loss and the gradient's norm of a step; this process's losses and images' indices, by forward pass."""
         finite = torch.stack([loss, norm]).isfinite().all()
-        self.broken.masked_fill_(~finite, 1.0)
-        self.unverified.append(UnverifiedStep(step, self.broken.clone(), torch.stack(losses), indices))
+        self.not_finite.masked_fill_(~finite, 1.0)
+        self.unverified.append(UnverifiedStep(step, self.not_finite.clone(), torch.stack(losses), indices))
 
     def is_due(self) -> bool:
         """Whether to verify now, also between two lines of metrics."""
@@ -182,10 +182,10 @@ class FiniteCheck:
 
     def verify(self) -> None:
         """Raise Diverged on every process, naming step and images, if a step since the last call was not finite."""
-        if not self.broken.item():
+        if not self.not_finite.item():
             self.unverified.clear()
             return
-        first = next(record for record in self.unverified if record.broken)
+        first = next(record for record in self.unverified if record.not_finite)
         finite_passes = first.losses.isfinite().tolist()
         images = []
         suspects = []
