@@ -125,9 +125,9 @@ class Finetuning(Classification):
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         scalars = super().evaluate(model, step, tracker)
         if self.left_out_views is not None:
-            on_dev, _ = self.measure_outcomes(model, self.left_out_views, tracker)
+            dev_scalars, _ = self.measure_outcomes(model, self.left_out_views, tracker)
             score = KINDS[self.label_kind].score
-            scalars |= {f"dev/{score}": on_dev[score]} if score in on_dev else {}
+            scalars |= {f"dev/{score}": dev_scalars[score]} if score in dev_scalars else {}
         return scalars
 
 
@@ -152,7 +152,7 @@ def finetune_once(
         "run": dataclasses.replace(config.run, dir=str(Path(config.run.dir) / name), steps=steps, eval_every=steps),
         "optim": dataclasses.replace(config.optim, lr=lr),
     }
-    folder = train(OneRunConfig(**settings), partial(Finetuning, loaded=loaded), page=on_dev)
+    folder = train(OneRunConfig(**settings), partial(Finetuning, loaded=loaded), writes_page=on_dev)
     PartialState().wait_for_everyone()
     last = last_evaluation(folder)
     scalars = last_scalars(folder, PFLOP)
@@ -188,24 +188,24 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     is_of_a_run = bool(saved_settings(Path(config.run.dir)))
     allowed = "a folder of its own: this is a run's, and fine-tuning makes one run for each learning rate"
     require(not is_of_a_run, "run.dir", config.run.dir, allowed)
-    on_dev: dict[float, dict[str, Any]] = {}
+    dev_results: dict[float, dict[str, Any]] = {}
     best = config.lrs[0]
     if len(config.lrs) > 1:
-        on_dev = {lr: measure_on_dev(config, lr, loaded) for lr in config.lrs}
-        errors = {lr: error(result["outcomes"]) for lr, result in on_dev.items() if "outcomes" in result}
-        best = best_choice({lr: result["accuracy"] for lr, result in on_dev.items()}, errors)
-        note_choice(on_dev, best)
+        dev_results = {lr: measure_on_dev(config, lr, loaded) for lr in config.lrs}
+        errors = {lr: error(result["outcomes"]) for lr, result in dev_results.items() if "outcomes" in result}
+        best = best_choice({lr: result["accuracy"] for lr, result in dev_results.items()}, errors)
+        note_choice(dev_results, best)
     results = []
     if config.test:
         result = {"seed": config.run.seed, "init": config.init, "lr": best}
         results.append(result | finetune_once(config, f"lr_{best:g}", best, False, loaded))
     report = {
         "results": add_figures(results),
-        "dev": [{"lr": lr, "accuracy": reported(result["accuracy"])} for lr, result in on_dev.items()],
+        "dev": [{"lr": lr, "accuracy": reported(result["accuracy"])} for lr, result in dev_results.items()],
         "protocol": dataclasses.asdict(config),
     }
     if not config.test:
-        report |= labels_of_dev(list(on_dev.values()))
+        report |= labels_of_dev(list(dev_results.values()))
     if PartialState().is_main_process:
         print(table_of_rates(report))
         path = Path(config.out or Path(config.run.dir) / FINETUNING_REPORT)
@@ -224,18 +224,18 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     return report
 
 
-def note_choice(on_dev: dict[float, dict[str, Any]], best: float) -> None:
+def note_choice(dev_results: dict[float, dict[str, Any]], best: float) -> None:
     """Note limits of the choice of a learning rate: few dev images, or a best rate that is the least or the largest.
 
     Args:
-        on_dev: rate -> its result on the dev split.
+        dev_results: rate -> its result on the dev split.
     """
-    outcomes = [result["outcomes"] for result in on_dev.values() if "outcomes" in result]
+    outcomes = [result["outcomes"] for result in dev_results.values() if "outcomes" in result]
     if outcomes and len(outcomes[0]) < FEW_TEST_IMAGES:
         images = counted(len(outcomes[0]), "dev image")
         note(f"{images} (dev_fraction of the training images) choose the rate: too few to tell rates apart")
-    if best in (min(on_dev), max(on_dev)):
-        place, direction = ("smallest", "smaller") if best == min(on_dev) else ("largest", "larger")
+    if best in (min(dev_results), max(dev_results)):
+        place, direction = ("smallest", "smaller") if best == min(dev_results) else ("largest", "larger")
         note(f"the best rate, {best:g}, is the {place} of lrs: a {direction} one may be better")
 
 

@@ -113,7 +113,7 @@ def write_predicted_classes(
     kind = classifier.label_kind
     splits = load_all_splits(data, loaded)
     data = with_learned_label(data, classifier_source, splits)
-    images = images_of_splits(data, splits, labels=True, label_kind=kind)
+    images = images_of_splits(data, splits, with_labels=True, label_kind=kind)
     labelled = has_known_labels(images, classifier.class_names, label_columns(data, images, splits))
     if kind != "class":
         require(config.top == PredictConfig.top, "top", config.top, f"left out: {config.classifier} predicts {kind}")
@@ -128,7 +128,7 @@ def write_predicted_classes(
     out = Path(config.out)
     shown_as_label = {"label"} if labelled and data.label_column in (None, "label") else set()
     given = given_columns(splits, out, {each.image_column for each in images} | shown_as_label)
-    identity = about | given.identity() | identify_splits(data, images, labels=labelled)
+    identity = about | given.identity() | identify_splits(data, images, with_labels=labelled)
     write_table(out, identity, images, given.joined_to(rows.rows), "predictions")
     about |= described_note(note_of_images)
     if isinstance(rows, OutputRows):

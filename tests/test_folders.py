@@ -199,7 +199,7 @@ def test_images_that_are_moved_are_the_same(tmp_path, name):
     known = []
     for place in (tmp_path / "here", shutil.copytree(tmp_path / "here", tmp_path / "else" / "where")):
         train, held_out = load(place)
-        known.append([identify_images(part, labels=True) for part in (train, held_out)])
+        known.append([identify_images(part, with_labels=True) for part in (train, held_out)])
     assert known[0] == known[1]
 
 

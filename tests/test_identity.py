@@ -35,7 +35,7 @@ def records_of(folder: Path, **settings) -> dict:
     """The records of a folder's images, as a run that learns from labels has them."""
     config = DataConfig(path=str(folder), eval_split=None, eval_fraction=0.25, **settings)
     train, held_out = load_image_datasets(config)
-    return {"train": identify_images(train, labels=True), "held_out": identify_images(held_out, labels=True)}
+    return {"train": identify_images(train, with_labels=True), "held_out": identify_images(held_out, with_labels=True)}
 
 
 def test_a_record_tells_data_apart_and_not_places(image_folder, tmp_path):

@@ -143,4 +143,7 @@ def test_images_without_files_keep_the_names_that_their_whole_split_gives_them()
     rest, held_out = whole.cut(0.3, 0, "held out")
     names = [part.image_name(index) for part in (rest, held_out) for index in range(len(part))]
     assert sorted(names) == [f"all[{number}]" for number in range(10)]
-    assert identity.digest_indices(held_out.origin.indices) == identity.identify_images(held_out, False)["chosen"]
+    assert (
+        identity.digest_indices(held_out.origin.indices)
+        == identity.identify_images(held_out, with_labels=False)["chosen"]
+    )

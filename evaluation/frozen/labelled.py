@@ -96,7 +96,7 @@ def describe_learned(data: SourceConfig, loaded: LoadedSplits | None, task: str)
 def describe_training_images(data: SourceConfig, train: ImageDataset) -> dict[str, Any]:
     """The settings and the record of training images, for a kept head."""
     source = {name: getattr(data, name) for name in IMAGE_SETTINGS}
-    return {"source": source, "train": identify_images(train, labels=False, retries=data.read_retries)}
+    return {"source": source, "train": identify_images(train, with_labels=False, retries=data.read_retries)}
 
 
 def refuse_other_kinds(command: str, kinds: Sequence[str], kind: str) -> None:

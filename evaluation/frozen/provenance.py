@@ -165,7 +165,7 @@ def is_same_list(one: SourceConfig, other: SourceConfig) -> bool:
 def is_copy(dataset: ImageDataset, recorded: dict[str, Any]) -> bool:
     """Whether the split of a dataset has the recorded files."""
     files = recorded.get("files")
-    return files is not None and files == identify_images(dataset, labels=False)["files"]
+    return files is not None and files == identify_images(dataset, with_labels=False)["files"]
 
 
 def has_changed(train: ImageDataset, recorded: dict[str, Any]) -> bool:

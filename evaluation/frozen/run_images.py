@@ -243,6 +243,6 @@ def record_source(source: SourceConfig, label_kind: str) -> dict[str, Any]:
     """The record of both splits, made once for each source."""
     train, held_out = load_image_datasets(source, label_kind=label_kind)
     return {
-        "train": identify_images(train, labels=True, retries=source.read_retries),
-        "held_out": identify_images(held_out, labels=True, retries=source.read_retries),
+        "train": identify_images(train, with_labels=True, retries=source.read_retries),
+        "held_out": identify_images(held_out, with_labels=True, retries=source.read_retries),
     }

@@ -106,7 +106,9 @@ def tell_apart(
     is_unknown = is_unrecorded and is_of_run(classifier_source, data)
     files = {}
     if all_learned:
-        files = {each.split: identify_images(each, labels=False, retries=data.read_retries)["files"] for each in images}
+        files = {
+            each.split: identify_images(each, with_labels=False, retries=data.read_retries)["files"] for each in images
+        }
     for learned in all_learned:
         recorded = learned.record.get("files")
         same = [each for each in images if recorded is not None and files[each.split] == recorded]

@@ -58,16 +58,16 @@ def load_all_splits(data: ProbeDataConfig, loaded: LoadedSplits | None) -> Loade
 
 
 def images_of_splits(
-    data: ProbeDataConfig, splits: LoadedSplits, labels: bool = False, label_kind: str = "class"
+    data: ProbeDataConfig, splits: LoadedSplits, with_labels: bool = False, label_kind: str = "class"
 ) -> list[ImageDataset]:
     """The images of each split.
 
     Args:
-        labels: with their labels, where they have some.
+        with_labels: where they have some.
         label_kind: kind of these. Labels of another kind than one class do without: a warning says so.
     """
     columns = {name: find_image_column(data, rows.features) for name, rows in splits.items()}
-    if labels:
+    if with_labels:
         first_column = columns[next(iter(splits))]
         try:
             return label_images(data, splits, first_column, label_kind)
@@ -189,14 +189,14 @@ def first_columns(images: ImageDataset, indices: range, folder: Path | None) -> 
     }
 
 
-def identify_splits(data: ProbeDataConfig, splits: Sequence[ImageDataset], labels: bool = False) -> dict[str, Any]:
+def identify_splits(data: ProbeDataConfig, splits: Sequence[ImageDataset], with_labels: bool = False) -> dict[str, Any]:
     """The settings and the images that a table of these splits depends on.
 
     Args:
         labels: whether the labels are in the table.
     """
     identity = {name: getattr(data, name) for name in (*HOW_READ, "max_pixels", "eval_crop")}
-    identity["images"] = [identify_images(images, labels=labels, retries=data.read_retries) for images in splits]
-    if labels and splits[0].class_names:  # whose numbers stay where a name is corrected
+    identity["images"] = [identify_images(images, with_labels, retries=data.read_retries) for images in splits]
+    if with_labels and splits[0].class_names:  # whose numbers stay where a name is corrected
         identity["label_names"] = splits[0].class_names
     return identity

@@ -47,12 +47,12 @@ CLASS_NAMES_FIELD = "classes"  # not compared: the digest of the labels is
 
 
 def identify_images(
-    dataset: ImageDataset, labels: bool, retries: int = 0, revision: str | None = None
+    dataset: ImageDataset, with_labels: bool, retries: int = 0, revision: str | None = None
 ) -> dict[str, Any]:
     """The record of a dataset's images.
 
     Args:
-        labels: whether it includes their labels.
+        with_labels: whether it includes their labels.
     Returns:
         The split, the number of images, and digests: of all names and some files of the split, of the indices of the
         images that are chosen from it, of the labels.
@@ -70,7 +70,7 @@ def identify_images(
     }
     if chosen is not None:
         record["chosen"] = digest_indices(chosen)
-    if labels and dataset.labels is not None:
+    if with_labels and dataset.labels is not None:
         record["labels"] = short_digest([dataset.labels.tobytes()])
     return record
 

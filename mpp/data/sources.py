@@ -83,7 +83,7 @@ def label_images(
     source = describe_source(config)
     columns = []
     for position, rows in enumerate(splits.values()):
-        column, setting = label_setting(config, held_out=position > 0)
+        column, setting = label_setting(config, is_held_out=position > 0)
         columns.append(find_labels(rows, column, source, setting))
     kind = find_label_kind(label_kind, columns[0])
     reader = LABEL_READERS[kind]
@@ -97,9 +97,9 @@ def label_images(
     return images
 
 
-def label_setting(config: ImagesConfig, held_out: bool) -> tuple[str | None, str]:
+def label_setting(config: ImagesConfig, is_held_out: bool) -> tuple[str | None, str]:
     """The setting that may name the column of a split's labels: its value and its name."""
-    if held_out and config.eval_label_column:
+    if is_held_out and config.eval_label_column:
         return config.eval_label_column, "data.eval_label_column"
     return config.label_column, f"{config.group_name}.label_column"
 

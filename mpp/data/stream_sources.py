@@ -48,8 +48,8 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         raise UserError("data.train_images chooses among indexed images; a stream cannot: leave it out")
     shards, held_out = split_shards(config, open_streams(config))
     hint_at_labels(config, shards.stream, shards.image_column)
-    train_label = find_label(config, shards, held_out=False)
-    held_out_label = find_label(config, held_out, held_out=True)
+    train_label = find_label(config, shards, is_held_out=False)
+    held_out_label = find_label(config, held_out, is_held_out=True)
     if train_label is None:
         probed = 0
     rows = {
@@ -85,9 +85,9 @@ def warn_of_sorted_shards(source: str) -> None:
     warn(f"{source}: {what}: make mixed ones by mpp prepare")
 
 
-def find_label(config: SourceConfig, shards: Shards, held_out: bool) -> str | None:
+def find_label(config: SourceConfig, shards: Shards, is_held_out: bool) -> str | None:
     """The column of labels in shards; None: there is none."""
-    column, setting = label_setting(config, held_out)
+    column, setting = label_setting(config, is_held_out)
     return find_label_column(column, shards.stream.features, describe_source(config), setting)
 
 

@@ -78,7 +78,7 @@ def save(
         keep, always: see `delete_other_checkpoints`.
     """
     cursors_by_process = gather_object([cursors])
-    tensors = snapshot(model, optimizer, wanted=accelerator.is_main_process)
+    tensors = snapshot(model, optimizer, wanted_here=accelerator.is_main_process)
 
     def write() -> None:
         save_checkpoint(folder, step, tensors, cursors_by_process)
@@ -87,16 +87,16 @@ def save(
     on_main_process(accelerator, write)
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: bool = True) -> Tensors:
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted_here: bool = True) -> Tensors:
     """The tensors of a checkpoint, whole. Where the model is sharded, all processes have to ask for them together.
 
     Args:
         model: without wrappers.
-        wanted: whether this process wants it; the others get no tensors.
+        wanted_here: whether this process wants it; the others get no tensors.
     """
     return {
-        MODEL_FILE: gather_tensors(model.state_dict(), wanted),
-        OPTIMIZER_FILE: gather_tensors(flatten_state(optimizer), wanted),
+        MODEL_FILE: gather_tensors(model.state_dict(), wanted_here),
+        OPTIMIZER_FILE: gather_tensors(flatten_state(optimizer), wanted_here),
     }
 
 
@@ -178,7 +178,7 @@ def newest_whole(folder: Path) -> Path | None:
 def load_checkpoint(
     checkpoint: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, list[Cursors]]:
-    """Load a checkpoint; None: there is none.
+    """Load a checkpoint, where there is one.
 
     It does not matter how many processes wrote it, or whether the model was sharded: where it is, each process reads
     its own rows.

@@ -270,16 +270,16 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+def gather_tensors(tensors: Mapping[str, Tensor], wanted_here: bool) -> dict[str, Tensor]:
     """Tensors that may be sharded, whole; one after the other, so that no GPU holds more than one of them.
 
     Args:
-        keep: whether this process wants them, on the CPU. The others get an empty dict.
+        wanted_here: whether this process wants them, on the CPU. The others get an empty dict.
     """
     gathered = {}
     for name, tensor in tensors.items():
         whole = whole_tensor(tensor)
-        if keep:
+        if wanted_here:
             gathered[name] = whole.cpu() if isinstance(tensor, DTensor) else whole
     return gathered
 

@@ -92,7 +92,7 @@ def image_differences(folder: Path, data: SourceConfig, splits: dict[str, datase
     now = {}
     images = load_image_datasets(data, splits, AUTO, announce=False)  # the command says which images it takes
     for part, dataset in zip(("train", "held_out"), images, strict=True):
-        known = identify_images(dataset, labels=False, retries=data.read_retries)
+        known = identify_images(dataset, with_labels=False, retries=data.read_retries)
         now[part] = {key: known[key] for key in ("split", "files")}
         has_all_images = before.get(part, {}).get("chosen", "") is None
         if has_all_images:

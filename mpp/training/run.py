@@ -55,11 +55,12 @@ WRITTEN_WHOLE = (CONFIG_FILE, IMPORTS_FILE, RECORD_FILE, METRICS_FILE, VERDICT, 
 """Files and folders of a run, besides checkpoints, that training writes aside and renames."""
 
 
-def train(config: TrainingConfig, build: Build, page: bool = True) -> Path:
+def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Path:
     """Carry out the run that `config` describes, or its remaining steps.
 
     Args:
-        page: whether to write the run's page, if `run.report` asks for it; a caller that adds figures does it later.
+        writes_page: whether to write the run's page, if `run.report` asks for it; a caller that adds figures does so
+            later.
     Returns:
         The run folder, finished.
     """
@@ -87,7 +88,7 @@ def train(config: TrainingConfig, build: Build, page: bool = True) -> Path:
         if accelerator.is_main_process:
             print(f"cost: {describe_cost(read_history(folder))}")
         accelerator.print(f"longer: {describe_growth(resolved, folder)}")
-        if page and config.run.report and accelerator.is_main_process:
+        if writes_page and config.run.report and accelerator.is_main_process:
             write_run_page(folder)
         if preemption.asked_of_any():
             preemption.leave("when this run was finished")  # there may be others to come
