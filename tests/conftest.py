@@ -111,7 +111,7 @@ def counted_once(monkeypatch, request):
 
 @pytest.fixture
 def without_module(monkeypatch):
-    """without_module(name): a decoder's module is taken for absent, as `optional.Format` names it."""
+    """without_module(name): a decoder's module is taken for absent, as `optional.OptionalFormat` names it."""
     from mpp.data.decoding import optional
 
     def take_away(module: str) -> None:
