@@ -33,7 +33,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.features.reconstructions import as_rgb, as_seen, stretch
 from mpp.pretrain import Pretraining
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted
 from mpp.runtime.resources import disk_shortage, free_disk
 from mpp.runtime.start import start_alone
@@ -360,4 +360,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -45,7 +45,7 @@ def commands() -> dict[str, str]:
     return BEFORE_EVALUATIONS | evaluations | AFTER_EVALUATIONS
 
 
-def places(name: str) -> tuple[str, str, str]:
+def locate_command(name: str) -> tuple[str, str, str]:
     """The place of a command: its module, which has `main`, and the module and name of its config."""
     if name in EVALUATIONS:
         evaluation = EVALUATIONS[name]
@@ -82,13 +82,13 @@ def main() -> None:
             near = difflib.get_close_matches(name, commands(), n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UserError(f"unknown command {name}: {hint}allowed: {', '.join(commands())}")
-        module, configs, config = places(name)
+        module, configs, config = locate_command(name)
         parse_unchecked(getattr(import_module(configs), config), words, prog=f"mpp {name}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"mpp {name}", *words]
-    import_module("mpp.runtime.command").command(lambda: import_module(module).main())  # torch makes a cache on import
+    import_module("mpp.runtime.command").run_main(lambda: import_module(module).main())  # torch makes a cache on import
 
 
 if __name__ == "__main__":

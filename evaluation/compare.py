@@ -22,7 +22,7 @@ from evaluation.comparison.trunks import compute_of_trunks
 from evaluation.config import CompareConfig
 from mpp.config import require
 from mpp.config.parsing import parse
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.lock import hold
 
 
@@ -66,4 +66,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -31,7 +31,7 @@ from mpp.features.metrics import Sums
 from mpp.features.reconstructions import prediction_panel, stretch
 from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.runtime.transfer import to_device
 from mpp.training.facts import facts_of_weights
@@ -207,4 +207,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

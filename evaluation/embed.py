@@ -36,7 +36,7 @@ from evaluation.tables.images import (
 from evaluation.tables.parts import write_table
 from mpp.config import require
 from mpp.data.dataset import ImageDataset
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import fingerprint
@@ -136,4 +136,4 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -36,12 +36,12 @@ from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
 from evaluation.frozen.training_reports import tested_encoder
 from evaluation.supervision.classifiers import Classifier, load_classifier
 from mpp.config import RunConfig, require
-from mpp.config.keys import plain
+from mpp.config.keys import as_yaml_value
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError, one_line
 from mpp.models.descriptions import how_read
 from mpp.models.timm_models import set_attention
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.files import complete, partial_path
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import SAFETENSORS_SUFFIX, encoder_folder, fingerprint, zoo_folder
@@ -102,7 +102,7 @@ def write_verified(
     """
     out = Path(config.out)
     images = verification.example(TRACED_IMAGES if config.batch == "dynamic" else config.batch)
-    if how_read_for_file(config)["range"] != plain(config.data.range):  # by which values become float32
+    if how_read_for_file(config)["range"] != as_yaml_value(config.data.range):  # by which values become float32
         images = images.float()
     verification = verification._replace(dtype=images.dtype)
     metadata = describe_file(config, verification.encoder, images)
@@ -260,7 +260,7 @@ def how_read_for_file(config: ExportConfig) -> dict[str, Any]:
     They are the encoder's own where it is verified on the package's birds, for want of its images.
     """
     own = how_read(config.encoder) if config.data.path is None else {}
-    return {name: plain(own.get(name, getattr(config.data, name))) for name in ("range", "bands", "nodata")}
+    return {name: as_yaml_value(own.get(name, getattr(config.data, name))) for name in ("range", "bands", "nodata")}
 
 
 def weights_and_card(config: ExportConfig) -> tuple[str, str]:
@@ -285,4 +285,4 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

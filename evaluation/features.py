@@ -14,7 +14,7 @@ from evaluation.frozen.labelled_features import save_features
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.report_names import report_path_of_command
 from mpp.config import require
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted
 from mpp.runtime.start import start
 
@@ -35,4 +35,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -45,7 +45,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.errors import Diverged, Unavailable
 from mpp.models.timm_models import checkpoint_activations
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted, note
 from mpp.runtime.weights import fingerprint
 from mpp.training.card import HEAD_LEFT_OUT
@@ -271,4 +271,4 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -45,7 +45,7 @@ from mpp.config import Config, ModelConfig, OptimConfig, RunConfig
 from mpp.config.parsing import parse
 from mpp.data.workers import MAX_DEFAULT_WORKERS
 from mpp.errors import UserError
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.hardware import cores
 
 ROOT = Path(__file__).parent.parent
@@ -382,4 +382,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -17,7 +17,7 @@ from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.learners import learner_of
 from mpp.data.label_kinds import LABEL_READERS
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import counted, note
 
@@ -54,4 +54,4 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

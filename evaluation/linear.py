@@ -41,7 +41,7 @@ from mpp.config import require
 from mpp.data.dataset import names_by_number
 from mpp.data.label_kinds import LABEL_READERS
 from mpp.runtime.arrays import in_blocks
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.hardware import device
 from mpp.runtime.progress import progress_bar
 
@@ -289,4 +289,4 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -21,7 +21,7 @@ from mpp.config.checks import require
 from mpp.config.parsing import parse
 from mpp.errors import Unavailable
 from mpp.features.masked_counts import COUNTED, load_masked_counts
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted, note
 from mpp.training.log import last_evaluation
 
@@ -92,4 +92,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -68,7 +68,7 @@ from mpp.config import require
 from mpp.config.command_line import files_first
 from mpp.config.parsing import parse_unchecked
 from mpp.data.data_path import describe_source
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
 from mpp.runtime.start import start_alone
@@ -317,4 +317,4 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -64,7 +64,7 @@ from evaluation.patches.tables import draw_predicted_masks, iou_table, reading_t
 from mpp.config import require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.hardware import device
 from mpp.runtime.start import start_alone
 from mpp.training.log import event_writer
@@ -340,4 +340,4 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

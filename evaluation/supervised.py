@@ -32,7 +32,7 @@ from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
 from mpp.models.descriptions import licence_of
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.card import BOTH_HEADS_LEFT_OUT, HEAD_LEFT_OUT
 from mpp.training.facts import facts_of_weights
@@ -171,4 +171,4 @@ def report_results(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

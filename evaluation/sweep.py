@@ -14,7 +14,7 @@ from evaluation.comparison.sweep_results import write_sweep
 from evaluation.comparison.trials import plan_sweep
 from evaluation.config import SweepConfig
 from mpp.config.parsing import parse
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.lock import hold
 
 
@@ -40,4 +40,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

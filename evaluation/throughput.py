@@ -36,7 +36,7 @@ from evaluation.figures.markdown import table
 from evaluation.frozen.results import write_json
 from mpp.config import ModelConfig, require
 from mpp.config.parsing import parse
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.hardware import bf16_is_native
 
 WARMUP_ROUNDS = 3
@@ -204,4 +204,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

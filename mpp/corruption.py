@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mpp.config import CorruptionConfig, Grid, require
 from mpp.errors import UserError
-from mpp.runtime.randomness import DrawUniform, Stream, uniforms
+from mpp.runtime.randomness import DrawUniform, Stream, endless_uniforms
 
 Positions = NDArray[np.int64]
 MIN_RECTANGLE_PATCHES = 16  # of `blockwise`, as in BEiT
@@ -197,7 +197,7 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
         raise UserError(
             f"corruption.pattern is {config.pattern}; it must be one of {known}, or registered by --import FILE"
         )
-    draw_uniform = uniforms(Stream.CORRUPTION, seed, epoch, index)
+    draw_uniform = endless_uniforms(Stream.CORRUPTION, seed, epoch, index)
     patches = math.prod(grid)
     positions = np.sort(PATTERNS[config.pattern](config, grid, draw_uniform))
     require_some_patches(positions, patches, config.pattern)

@@ -39,7 +39,7 @@ from mpp.data.prepared_image import prepare_image
 from mpp.data.sources import label_images, load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime import lock
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.files import complete, write_complete
 from mpp.runtime.hardware import cores
 from mpp.runtime.lock import hold
@@ -335,4 +335,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

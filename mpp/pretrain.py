@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mpp.config import Config, ModelConfig, SourceConfig, refuse_idle, require
 from mpp.config.command_line import as_command_line
-from mpp.config.keys import plain
+from mpp.config.keys import as_yaml_value
 from mpp.config.parsing import parse
 from mpp.config.saved import parse_saved
 from mpp.corruption import Corruption, draw
@@ -45,7 +45,7 @@ from mpp.models.descriptions import how_read, learned_labels, licence_of
 from mpp.models.networks import build_model
 from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
 from mpp.models.timm_models import cell_grid, has_class
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.transfer import to_device
@@ -294,7 +294,7 @@ def counted_patches(batch: Batch) -> Tensor | None:
 def note_other_reading(config: Config) -> None:
     """Note that the teacher learned from images that were read in another way."""
     teachers = how_read(config.objective.frozen_teacher)
-    ours = plain(config.data.how_read())
+    ours = as_yaml_value(config.data.how_read())
     if teachers and teachers != ours:
         note(f"objective.teacher learned from images of data {teachers}; here they are {ours or 'as usual'}")
 
@@ -369,4 +369,4 @@ def print_next_steps(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    run_main(main)

@@ -52,11 +52,11 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     os.environ.update(environment)
     if name := os.environ.pop("NETWORK_NAMESPACE", ""):
         enter(name)
-    from mpp.runtime.command import command
+    from mpp.runtime.command import run_main
 
     try:
         main = importlib.import_module(MODULES[module]).main
-        command(lambda: [main([*words]) for then, words in groupby(arguments, "then".__eq__) if not then])
+        run_main(lambda: [main([*words]) for then, words in groupby(arguments, "then".__eq__) if not then])
     except Exception:
         traceback.print_exc()
         sys.exit(1)

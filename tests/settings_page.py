@@ -6,7 +6,7 @@ python tests/settings_page.py
 from importlib import import_module
 from pathlib import Path
 
-from evaluation.cli import commands, places
+from evaluation.cli import commands, locate_command
 from mpp.config import Config
 from mpp.config.allowed import describe_allowed
 from mpp.config.checks import describe_wanted
@@ -56,7 +56,7 @@ def page() -> str:
     lines += ["## Other commands", ""]
     shown = {(each.key, str(each.default), each.text) for each in of_pretraining}
     for command in commands():
-        _, configs, config = places(command)
+        _, configs, config = locate_command(command)
         config_class = getattr(import_module(configs), config)
         settings = list(documented_settings(config_class))
         others = [each for each in settings if (each.key, str(each.default), each.text) not in shown]

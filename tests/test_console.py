@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, finished, start_command
 
-from evaluation.cli import commands, places
+from evaluation.cli import commands, locate_command
 from mpp.config.fields import default_of
 from mpp.config.help import CHANGED_FIRST
 from mpp.config.keys import known_keys
@@ -42,7 +42,7 @@ def test_help_lists_every_command_and_loads_no_torch():
     code, said, _, loaded = console("--help")
     assert (code, loaded) == (0, "False False") and all(f"  {name} " in said for name in commands())
     for name in commands():
-        assert hasattr(import_module(places(name)[0]), "main")
+        assert hasattr(import_module(locate_command(name)[0]), "main")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def unused_keys(config_class):
 
 @pytest.mark.parametrize("name", commands())
 def test_help_of_a_command_has_every_setting_once_and_ten_first(name, capsys):
-    module, configs, config = places(name)
+    module, configs, config = locate_command(name)
     config_class = getattr(import_module(configs), config)
     with pytest.raises(SystemExit):
         import_module(module).main(["--help", "all"])

@@ -18,7 +18,7 @@ from mpp.errors import Diverged
 from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.pretrain import main
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.processes import set_timeout
 from mpp.runtime.start import start
 from mpp.runtime.transfer import copy_stream, to_device
@@ -187,7 +187,7 @@ def test_out_of_memory_is_one_line_and_leaves_nothing_behind(tmp_path, capsys):
     words = [*TINY, *TEN, "--optim.global_batch_size=2048", f"--run.dir={tmp_path / 'run'}"]
     try:
         with pytest.raises(SystemExit) as ended:
-            command(lambda: main(words))
+            run_main(lambda: main(words))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert ended.value.code == 2

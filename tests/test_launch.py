@@ -18,7 +18,7 @@ from mpp.config import Config, RunConfig
 from mpp.config.keys import known_keys
 from mpp.errors import Diverged, UserError
 from mpp.runtime import hardware, launcher, start
-from mpp.runtime.command import command, user_message
+from mpp.runtime.command import run_main, user_message
 from mpp.runtime.hardware import arithmetic, uses_gpu
 from mpp.runtime.launcher import check_address, check_process_count
 from mpp.runtime.start import check_trackers, choose_precision, choose_threads
@@ -254,7 +254,7 @@ def test_a_bug_keeps_its_traceback(bug):
         raise bug
 
     with pytest.raises(type(bug)):
-        command(main)
+        run_main(main)
 
 
 @pytest.mark.parametrize("error", [UserError("data.path is x"), Diverged("not finite"), OSError(28, "No space left")])
@@ -263,7 +263,7 @@ def test_what_a_user_can_mend_is_one_line(error, capsys):
         raise error
 
     with pytest.raises(SystemExit) as ended:
-        command(main)
+        run_main(main)
     assert ended.value.code == 2 and capsys.readouterr().err == f"error: {error}\n"
 
 

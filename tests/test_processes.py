@@ -26,7 +26,7 @@ from mpp.config import RunConfig
 from mpp.features import frozen as frozen
 from mpp.pretrain import main as pretrain_main
 from mpp.runtime import files, start
-from mpp.runtime.command import command
+from mpp.runtime.command import run_main
 from mpp.runtime.processes import maximum_of_all
 from mpp.training.checkpoint import newest_step
 
@@ -286,7 +286,7 @@ def join_alone(port: int, said: Path) -> None:
     start.TRAINING_TIMEOUT = timedelta(seconds=2)
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command(lambda: start.start(RunConfig()))
+    run_main(lambda: start.start(RunConfig()))
 
 
 @pytest.mark.faults

@@ -14,7 +14,7 @@ from evaluation.config import ContrastiveConfig, FinetuneConfig, MaskedDataConfi
 from evaluation.frozen.run_images import record_images
 from mpp.config import Config, SourceConfig
 from mpp.config.imports import UserImport, user_imports
-from mpp.config.keys import changed_settings, iterate_settings, plain
+from mpp.config.keys import as_yaml_value, changed_settings, iterate_settings
 from mpp.data.data_path import is_local
 from mpp.data.identity import short_digest
 from mpp.runtime.weights import fingerprint
@@ -84,7 +84,7 @@ def relevant_settings(config: Any) -> dict[str, Any]:
     if depends_on_images_of_a_pass(config):
         ignored.discard("data.batch_size")
     ignored |= PLACES
-    return {key: plain(value) for key, value in changed_settings(config).items() if key not in ignored}
+    return {key: as_yaml_value(value) for key, value in changed_settings(config).items() if key not in ignored}
 
 
 def depends_on_images_of_a_pass(config: Any) -> bool:

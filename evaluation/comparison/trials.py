@@ -26,7 +26,7 @@ from evaluation.config import SweepConfig
 from evaluation.registry import EVALUATIONS
 from mpp.config import require
 from mpp.config.command_line import as_words
-from mpp.config.keys import flatten, plain
+from mpp.config.keys import as_yaml_value, flatten
 from mpp.runtime.messages import note
 
 NOT_LOOKING: Options = {"run.eval_every": 0, "run.report": False}
@@ -152,7 +152,7 @@ def trial_of(config: SweepConfig, options: Options, seeds: tuple[int, ...]) -> T
     training = training_settings(entry, 0)
     digest = training_digest(Encoder(entry, 0, training))
     values = flatten(training)
-    tried = {key: plain(values[key]) if key in values else options.get(key) for key in varied_settings(config)}
+    tried = {key: as_yaml_value(values[key]) if key in values else options.get(key) for key in varied_settings(config)}
     name = " ".join(f"{key}={as_words(value)}" for key, value in tried.items())
     folder = f"{config.dir}/trials/{digest}_{{seed}}"
     return Trial(replace(entry, name=name, encoder=folder), tried)

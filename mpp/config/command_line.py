@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from mpp.config.keys import plain
+from mpp.config.keys import as_yaml_value
 from mpp.errors import UserError
 
 FILE_OPTION = "--config="
@@ -33,7 +33,7 @@ def as_words(value: Any) -> str:
         return yaml.safe_dump(value).split()[0]  # .nan, .inf
     if isinstance(value, str | os.PathLike):
         return os.fspath(value)
-    return json.dumps(plain(value), default=str)  # YAML has dates, too
+    return json.dumps(as_yaml_value(value), default=str)  # YAML has dates, too
 
 
 def as_command_line(options: Mapping[str, Any]) -> list[str]:

@@ -33,10 +33,10 @@ def changed_settings(config: Any) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if value != defaults[key]}
 
 
-def plain(value: Any) -> Any:
+def as_yaml_value(value: Any) -> Any:
     """A value as YAML and JSON have it: tuples become lists."""
     if isinstance(value, dict):
-        return {key: plain(part) for key, part in value.items()}
+        return {key: as_yaml_value(part) for key, part in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(part) for part in value]
+        return [as_yaml_value(part) for part in value]
     return value

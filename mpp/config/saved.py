@@ -9,14 +9,14 @@ import yaml
 
 from mpp.config.checks import describe_value
 from mpp.config.imports import require_imports
-from mpp.config.keys import flatten, iterate_settings, plain
+from mpp.config.keys import as_yaml_value, flatten, iterate_settings
 from mpp.config.parsing import ConfigT, parse_unchecked
 from mpp.errors import UserError
 
 
 def to_yaml(config: Any) -> str:
     """The config as the YAML text that `parse` reads back."""
-    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False)
+    return yaml.safe_dump(as_yaml_value(dataclasses.asdict(config)), sort_keys=False)
 
 
 def read_saved(path: Path) -> dict[str, Any]:

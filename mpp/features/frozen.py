@@ -27,7 +27,7 @@ from mpp.errors import Unavailable
 from mpp.models.encoder import Normalize
 from mpp.models.timm_models import has_class
 from mpp.runtime.arrays import IN_MEMORY, Rows, in_blocks
-from mpp.runtime.processes import hosts
+from mpp.runtime.processes import gloo_group
 
 IMAGES_PER_FORWARD = 64
 ROWS_PER_MESSAGE = 4096  # of each process: bounds the memory
@@ -252,7 +252,7 @@ def are_large(arrays: Sequence[NDArray], count: int) -> bool:
 def send_rows(own: NDArray) -> None:
     """Send rows of this process to the main process, where `interleave` receives them."""
     for block in in_blocks(own, ROWS_PER_MESSAGE):
-        torch.distributed.send(torch.from_numpy(block), 0, hosts())
+        torch.distributed.send(torch.from_numpy(block), 0, gloo_group())
 
 
 def interleave(own: NDArray, count: int, processes: int, in_file: bool = False) -> NDArray:
@@ -270,7 +270,7 @@ def interleave(own: NDArray, count: int, processes: int, in_file: bool = False) 
         rows[::processes] = block
         for rank in range(1, min(processes, len(rows))):
             part = torch.from_numpy(np.empty(rows[rank::processes].shape, rows.dtype))
-            torch.distributed.recv(part, rank, hosts())
+            torch.distributed.recv(part, rank, gloo_group())
             rows[rank::processes] = part.numpy()
         whole.append(rows)
     return whole.array()

@@ -172,7 +172,7 @@ def shows_weights(attention: nn.Module | None) -> bool:
 
 def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> Tensor:
     """Attention with only the tokens at `index` (B, K) as queries; None: all. (B, T, D) to (B, K, D)."""
-    queries, keys, values = project(attention, tokens, index)
+    queries, keys, values = queries_keys_values(attention, tokens, index)
     queries = attention.q_norm(queries)
     keys = attention.k_norm(keys)
     rotation = getattr(attention, "rotation", None)
@@ -232,7 +232,7 @@ def attention_kernel(model: nn.Module, tokens: int, device: torch.device, dtype:
     return SDPBackend(kernel).name.removesuffix("_ATTENTION").lower()
 
 
-def project(attention: Attention, tokens: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def queries_keys_values(attention: Attention, tokens: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (B, heads, K, d) of the tokens at `index`, keys and values (B, heads, T, d) of all tokens (B, T, D)."""
     heads = attention.num_heads
     weight = attention.qkv.weight

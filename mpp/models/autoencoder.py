@@ -15,7 +15,7 @@ from mpp.config import NetworkConfig, require
 from mpp.corruption import Corruption
 from mpp.models.blocks import block_at, initialize, run_blocks
 from mpp.models.encoder import Normalize
-from mpp.models.plain import finish, prepare_tokens, takes_some_tokens
+from mpp.models.plain import apply_last_norm, prepare_tokens, takes_some_tokens
 from mpp.models.positions import sincos_2d
 from mpp.models.residual import has_bf16_residual, use_bf16_norms
 from mpp.models.timm_models import has_fused_attention, set_attention
@@ -67,7 +67,7 @@ class MaskedAutoencoder(nn.Module):
         visible = complement(torch.cat([corrupted, hidden], dim=1), token_count)
 
         seen, block_arguments = prepare_tokens(encoder, patches, visible)  # (B, V, D)
-        seen = finish(encoder, run_blocks(encoder.blocks, seen, checkpointed, block_arguments))
+        seen = apply_last_norm(encoder, run_blocks(encoder.blocks, seen, checkpointed, block_arguments))
         return self.head(self.decoder(seen, visible, corrupted, checkpointed))
 
 

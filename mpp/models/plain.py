@@ -108,7 +108,7 @@ def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, li
     return tokens, [arguments for _ in encoder.blocks]
 
 
-def finish(encoder: nn.Module, tokens: Tensor) -> Tensor:
+def apply_last_norm(encoder: nn.Module, tokens: Tensor) -> Tensor:
     """Tokens after the last block through the encoder's last norm, which some have behind their pooling."""
     return encoder.fc_norm(encoder.norm(tokens))
 

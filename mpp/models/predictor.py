@@ -17,7 +17,7 @@ from mpp.corruption import Corruption, corrupt
 from mpp.models.blocks import block_at, initialize, run_blocks
 from mpp.models.encoder import Normalize
 from mpp.models.pixel_masking import PixelMasking
-from mpp.models.plain import finish, prepare_tokens
+from mpp.models.plain import apply_last_norm, prepare_tokens
 
 
 class MaskedPatchPredictor(nn.Module):
@@ -51,7 +51,7 @@ class MaskedPatchPredictor(nn.Module):
         if self.pixel_masking is not None:
             places = self.pixel_masking.tokens[places]
         corrupted = block_at(encoder.blocks[-1], tokens, encoder.num_prefix_tokens + places, block_arguments[-1])
-        return self.head(finish(encoder, corrupted))
+        return self.head(apply_last_norm(encoder, corrupted))
 
     def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Normalised images (B, C, H, W) to corrupted patch embeddings, (B, N, D)."""

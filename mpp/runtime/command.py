@@ -24,7 +24,7 @@ OUT_OF_MEMORY_WORDS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory"
 TOO_FEW_GPUS = "there are more processes than GPUs; start one a GPU, or all on CPUs (CUDA_VISIBLE_DEVICES= mpp ...)"
 
 
-def command(main: Callable[[], object]) -> None:
+def run_main(main: Callable[[], object]) -> None:
     """Run a command's main function. An error that the user can mend ends it with one line on stderr, exit code 2."""
     use_utf8()
     steady_output()

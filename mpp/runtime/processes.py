@@ -33,12 +33,12 @@ def no_answer(error: BaseException | None) -> str | None:
     return None
 
 
-def hosts() -> ProcessGroup:
+def gloo_group() -> ProcessGroup:
     """All processes, connected by gloo: their exchange waits for no GPU, and takes no GPU memory.
 
     The first call builds the group. All processes have to make that call at the same place.
     """
-    return group_beside(torch.distributed.group.WORLD)
+    return gloo_group_like(torch.distributed.group.WORLD)
 
 
 def maximum_of_all(value: float) -> float:
@@ -46,12 +46,12 @@ def maximum_of_all(value: float) -> float:
     if not torch.distributed.is_initialized():
         return value
     maximum = torch.tensor(value, dtype=torch.float64)
-    torch.distributed.all_reduce(maximum, torch.distributed.ReduceOp.MAX, group=hosts())
+    torch.distributed.all_reduce(maximum, torch.distributed.ReduceOp.MAX, group=gloo_group())
     return float(maximum)
 
 
 @lru_cache(maxsize=1)
-def group_beside(world: ProcessGroup) -> ProcessGroup:
+def gloo_group_like(world: ProcessGroup) -> ProcessGroup:
     """A group of the same processes, by gloo."""
     return torch.distributed.new_group(backend="gloo", timeout=TRAINING_TIMEOUT)
 
@@ -80,12 +80,12 @@ def broadcast_from_main(accelerator: Accelerator, get: Callable[[], Any]) -> Any
 def set_timeout(timeout: timedelta) -> None:
     """Set the time that this process waits, from now on, for another one before it gives up with an error."""
     if torch.distributed.is_initialized():
-        for group in (torch.distributed.group.WORLD, hosts()):
+        for group in (torch.distributed.group.WORLD, gloo_group()):
             set_group_timeout(timeout, group)
 
 
 def leave_the_others() -> None:
     """End the process groups, on all processes alike."""
     if torch.distributed.is_initialized():
-        group_beside.cache_clear()
+        gloo_group_like.cache_clear()
         torch.distributed.destroy_process_group()

@@ -44,7 +44,7 @@ DrawUniform = Callable[[int], NDArray[np.float64]]
 """A function that draws the next `count` uniform numbers in [0, 1), shape (count,)."""
 
 
-def uniforms(stream: Stream, seed: int, epoch: int, index: int) -> DrawUniform:
+def endless_uniforms(stream: Stream, seed: int, epoch: int, index: int) -> DrawUniform:
     """An endless sequence of uniform numbers in [0, 1), where the count is not known beforehand."""
     source = philox(stream, seed, epoch, index)
 
@@ -57,7 +57,7 @@ def uniforms(stream: Stream, seed: int, epoch: int, index: int) -> DrawUniform:
 
 def uniform(stream: Stream, seed: int, epoch: int, index: int, count: int) -> NDArray[np.float64]:
     """`count` uniform numbers in [0, 1), shape (count,)."""
-    return uniforms(stream, seed, epoch, index)(count)
+    return endless_uniforms(stream, seed, epoch, index)(count)
 
 
 def permutation(stream: Stream, seed: int, epoch: int, size: int, index: int = 0) -> NDArray[np.int64]:

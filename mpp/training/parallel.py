@@ -57,7 +57,7 @@ class Parallel(Protocol):
         """The model with its present weights, unsharded; one process may call it by itself: to evaluate and export."""
 
 
-def prepare(model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig) -> Parallel:
+def prepare_model(model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig) -> Parallel:
     """Prepare the model as the launcher asked for it: sharded, or a copy on each process."""
     kind = Sharded if sharding(accelerator) else Replicated
     return kind(model, accelerator, optim, run)

@@ -20,7 +20,7 @@ from mpp.features.metrics import Sums, add_sums
 from mpp.runtime.messages import shortened
 from mpp.runtime.randomness import Stream, random_words
 from mpp.training.optim import learning_rate, skips_nonfinite_steps
-from mpp.training.parallel import prepare, whole_tensor
+from mpp.training.parallel import prepare_model, whole_tensor
 from mpp.training.task import ImageTask
 
 MAX_NAMED_IMAGES = 16  # in the message of a step that is not finite
@@ -36,7 +36,7 @@ class TrainingStep:
         self.accelerator = task.accelerator
         self.layout = task.layout
         self.run_config = task.run
-        self.parallel = prepare(task.model, self.accelerator, optim, self.run_config)
+        self.parallel = prepare_model(task.model, self.accelerator, optim, self.run_config)
         self.model = self.parallel.model
         self.wrapped = self.parallel.wrapped
         self.optimizer = self.parallel.optimizer
