@@ -16,9 +16,9 @@ import psutil
 import torch
 from PIL import Image
 
-from evaluation.figures.markdown import table
+from evaluation.figures.markdown import markdown_table
 from evaluation.memory import peak_memory
-from evaluation.pages.about import changed
+from evaluation.pages.about import changed_settings_shown
 from evaluation.pictures.gallery import arrange_in_rows
 from mpp.config import Config
 from mpp.config.parsing import as_words, parse
@@ -109,7 +109,7 @@ def check(config: Config) -> Path:
     print_cost(config, precision, layout, step_cost)
     print_phases(config)
     print_settings(config)
-    for warning in warnings(task, config, surveyed, step_cost):
+    for warning in warnings_before_training(task, config, surveyed, step_cost):
         print(f"warning: {warning}")
     folder.mkdir(parents=True, exist_ok=True)
     draw_crops(task, batches).save(folder / CHECK_CROPS)
@@ -172,7 +172,9 @@ def disk_warnings(config: Config, step_cost: StepCost) -> list[str]:
     return [shortage] if shortage else []
 
 
-def warnings(task: Pretraining, config: Config, surveyed: Survey | None, step_cost: StepCost) -> list[str]:
+def warnings_before_training(
+    task: Pretraining, config: Config, surveyed: Survey | None, step_cost: StepCost
+) -> list[str]:
     """Warnings before anything is trained: by the same rules and names as while a run trains, and some of settings."""
     facts = facts_of(config.run, config.optim, task.facts())
     if surveyed:
@@ -321,7 +323,7 @@ def memory_on_a_gpu(config: Config, precision: str, layout: BatchLayout) -> str:
 
 def print_settings(config: Config) -> None:
     """Print the settings that differ from the defaults, and the ranges that were searched."""
-    rows = [[key, as_words(value)] for key, value in changed(config).items()]
+    rows = [[key, as_words(value)] for key, value in changed_settings_shown(config).items()]
     if rows:
         print_table("Settings that differ from the defaults", rows)
     rows = []
@@ -336,7 +338,7 @@ def print_settings(config: Config) -> None:
 
 def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
     """Print rows of two cells under a title."""
-    print(f"\n{table([title, ''], rows)}")
+    print(f"\n{markdown_table([title, ''], rows)}")
 
 
 def draw_crops(task: Pretraining, batches: Sequence[Batch]) -> Image.Image:

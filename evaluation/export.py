@@ -28,7 +28,7 @@ from evaluation.exports.formats import (
     without_exporter_messages,
 )
 from evaluation.exports.verification import MAX_ROUNDING_DIFFERENCE, SHOTS, Verification
-from evaluation.figures.markdown import table
+from evaluation.figures.markdown import markdown_table
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import write_json
@@ -211,7 +211,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         accuracy = "-" if row["accuracy"] is None else f"{100 * row['accuracy']:.2f}"
         cells.append([row["name"], f"{row['bytes'] / 1e6:.1f}", f"{row['difference']:.1e}", accuracy])
-    print(table(["", "MB", "largest difference", f"{SHOTS}-shot (%)"], cells))
+    print(markdown_table(["", "MB", "largest difference", f"{SHOTS}-shot (%)"], cells))
 
 
 def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from accelerate import Accelerator, PartialState
 from torch import nn
 
 from evaluation.config import FinetuneConfig, OneRunConfig, is_colour_baseline
-from evaluation.figures.markdown import table, without_empty_columns
+from evaluation.figures.markdown import markdown_table, without_empty_columns
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_and_load
@@ -34,7 +34,7 @@ from evaluation.metrics.scoring import (
     add_figures,
     best_choice,
     describe_labels,
-    error,
+    error_of,
     kind_of_report,
     kind_of_results,
 )
@@ -192,7 +192,7 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     best = config.lrs[0]
     if len(config.lrs) > 1:
         dev_results = {lr: measure_on_dev(config, lr, loaded) for lr in config.lrs}
-        errors = {lr: error(result["outcomes"]) for lr, result in dev_results.items() if "outcomes" in result}
+        errors = {lr: error_of(result["outcomes"]) for lr, result in dev_results.items() if "outcomes" in result}
         best = best_choice({lr: result["accuracy"] for lr, result in dev_results.items()}, errors)
         note_choice(dev_results, best)
     results = []
@@ -262,7 +262,7 @@ def table_of_rates(report: dict[str, Any]) -> str:
         rows.append([f"{result['lr']:g}", "-", left_out, tested])
     title = kind.score_title
     headings = ["learning rate", f"dev {title}", f"dev {title}, left-out images", f"test {title}"]
-    return table(*without_empty_columns(headings, rows))
+    return markdown_table(*without_empty_columns(headings, rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

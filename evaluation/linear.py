@@ -33,7 +33,7 @@ from evaluation.frozen.probing import run_probe
 from evaluation.frozen.report_names import report_path_of_command
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import best_choice, error, score
+from evaluation.metrics.scoring import best_choice, error_of, score_of
 from evaluation.protocols.probe import run_protocol
 from evaluation.supervision.heads import zero_head
 from evaluation.supervision.learners import Learner, learner_of
@@ -125,8 +125,8 @@ def evaluate_heads(features: LabelledFeatures, config: LinearConfig) -> tuple[li
 
     dev_cases = [(choice, seeds[0]) for choice in choices]
     on_dev, _ = fit_and_test(features.dev_split(), config, classes, dev_cases)
-    by_choice = {choice: score(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
-    errors = {choice: error(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
+    by_choice = {choice: score_of(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
+    errors = {choice: error_of(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
     best = best_choice(by_choice, errors)
 
     tested, fitted = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])

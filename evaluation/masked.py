@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.config import MaskedConfig, is_colour_baseline
-from evaluation.figures.markdown import table
+from evaluation.figures.markdown import markdown_table
 from evaluation.frozen.report_names import report_path
 from evaluation.frozen.results import write_report
 from evaluation.metrics.outcomes import Outcomes
@@ -62,7 +62,7 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     rows = [
         [result["case"], kind.text(kind.score, result["accuracy"], *result.get("interval", ()))] for result in results
     ]
-    print(table(["masked patches", "accuracy (%)"], rows))
+    print(markdown_table(["masked patches", "accuracy (%)"], rows))
     if outcomes:
         print(f"{counted(len(outcomes['model']), 'held-out image')}, 95% intervals over these")
     else:

@@ -17,7 +17,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from evaluation.config import SupervisedConfig
-from evaluation.figures.markdown import table
+from evaluation.figures.markdown import markdown_table
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.provenance import refuse_learned_images
 from evaluation.frozen.results import print_details, write_report
@@ -165,7 +165,7 @@ def report_results(folder: Path, seed: int) -> None:
     report = write_report(path, {"results": [result]})
     kind = kind_of_results([result])
     score = kind.text(kind.score, result["accuracy"], *result.get("interval", ()))
-    print(table(["run", f"held-out {kind.score_title}"], [[folder.name, score]]))
+    print(markdown_table(["run", f"held-out {kind.score_title}"], [[folder.name, score]]))
     print_details(path, report)
     print(f"wrote {path}")
 

@@ -32,7 +32,7 @@ from evaluation.benchmark.steps import (
     sizes_of_model,
 )
 from evaluation.config import ThroughputConfig
-from evaluation.figures.markdown import table
+from evaluation.figures.markdown import markdown_table
 from evaluation.frozen.results import write_json
 from mpp.config import ModelConfig, require
 from mpp.config.parsing import parse
@@ -180,7 +180,7 @@ def print_throughput(result: dict[str, Any]) -> None:
         row += [f"{rate / 1e9:.0f}", f"{rate / result['ceiling']:.0%}"]
         rows.append([name, *row])
     headings = ["step", "ms", "images/s", "executed GFLOP an image", "executed GFLOP/s", "of the ceiling"]
-    print(table(headings, rows))
+    print(markdown_table(headings, rows))
     for name in MATRIX_PRODUCTS:
         if name in seconds:
             print(f"{name}: {result['flops'][name] / seconds[name] / 1e9:.0f} GFLOP/s")
@@ -189,7 +189,7 @@ def print_throughput(result: dict[str, Any]) -> None:
     rows = []
     for name, ratio in result["ratios"].items():
         rows.append([name, f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})"])
-    print(table(["ratio of times", "median (range)"], rows))
+    print(markdown_table(["ratio of times", "median (range)"], rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from server import Command
 
 from evaluation import compare, fewshot, finetune, knn
 from evaluation.comparison import run
-from evaluation.comparison.digests import identity
+from evaluation.comparison.digests import case_digest
 from evaluation.comparison.reports import divergence_of
 from evaluation.comparison.trainings import TRAININGS
 from evaluation.frozen import probing
@@ -191,7 +191,7 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path, command):
 
     teacher["train_options"]["optim.lr"] = 0.02
     taught_otherwise, _ = small.cases().values()
-    assert identity(taught_otherwise) != identity(case_of_student)
+    assert case_digest(taught_otherwise) != case_digest(case_of_student)
     student["train_options"][TEACHER_SETTINGS[command]] = str(tmp_path / "taught")
     with pytest.raises(UserError, match="taught would be made from itself"):
         small.compare()
@@ -218,7 +218,7 @@ def test_first_weights_come_first_and_their_compute_counts_once(small, tmp_path)
     alone, _ = small.cases().values()
     start["train_options"] = start["train_options"] | {"optim.lr": 0.02}
     begun_otherwise, _ = small.cases().values()
-    assert identity(begun_otherwise) != identity(alone)
+    assert case_digest(begun_otherwise) != case_digest(alone)
     continued["train_options"]["model.init_from"] = folder
     with pytest.raises(UserError, match="continued would be made from itself"):
         small.cases()

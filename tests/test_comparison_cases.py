@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from evaluation import compare
 from evaluation.comparison import run
 from evaluation.comparison.cases import cases_of, evaluation_settings
-from evaluation.comparison.digests import identity, relevant_settings
+from evaluation.comparison.digests import case_digest, relevant_settings
 from evaluation.comparison.entries import Question, read_entries
 from evaluation.comparison.remarks import describe_uncounted
 from evaluation.comparison.reports import describe_missing_seeds, report_path_of_case, training_cost
@@ -152,9 +152,9 @@ def test_long_names_are_cut_in_names_of_files(name, tmp_path):
     """As those of trials with many settings: a file's name has 255 bytes at most."""
     case = only_case({"name": name, "encoder": "floor:pixels"}, datasets=[{"name": "d"}])
     report = report_path_of_case(case, tmp_path)
-    assert report.stem.endswith(identity(case)) and len(f"{report.stem}.outcomes.npz.12345.partial".encode()) < 255
+    assert report.stem.endswith(case_digest(case)) and len(f"{report.stem}.outcomes.npz.12345.partial".encode()) < 255
     short = only_case(FLOOR, datasets=[{"name": "d"}])
-    assert report_path_of_case(short, tmp_path).name == f"floor-0-kNN-d-{identity(short)}.json"
+    assert report_path_of_case(short, tmp_path).name == f"floor-0-kNN-d-{case_digest(short)}.json"
 
 
 def test_seeds_without_a_result_next_to_others_are_named():
@@ -246,7 +246,7 @@ def test_the_digest_has_timms_name_beside_a_file_of_weights(tmp_path):
     digests = set()
     for name in ("vit_tiny_patch16_224", "deit_tiny_patch16_224"):
         case = only_case({"name": name, "encoder": name, "options": {"checkpoint": str(file)}})
-        digests.add(identity(case))
+        digests.add(case_digest(case))
         assert training_cost(case.encoder) == {}  # there is no record
     assert len(digests) == 2
 

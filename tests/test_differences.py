@@ -16,7 +16,7 @@ from evaluation.comparison.differences import (
 )
 from evaluation.comparison.files import best_encoders
 from evaluation.comparison.reports import with_interval
-from evaluation.comparison.tables import score_text, spread
+from evaluation.comparison.tables import mean_and_spread, score_text
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import add_figures, keep_outcomes
@@ -163,6 +163,6 @@ def test_published_rows_get_wilsons_interval_where_the_images_are_known():
     assert known["interval"] == list(wilson(5399, 10_000)) and known["images"] == 10_000
     other_figure = row | {"accuracy": -2.0, "score": "explained variance (R2)"}
     assert with_interval(other_figure, case) == other_figure
-    assert score_text(spread([known])) == "54.0 (53.0 to 55.0)"
+    assert score_text(mean_and_spread([known])) == "54.0 (53.0 to 55.0)"
     assert with_interval({"kind": "rank", "rank": 3.0}, case) == {"kind": "rank", "rank": 3.0}
     assert with_interval(known | {"interval": [0.1, 0.2]}, case)["interval"] == [0.1, 0.2]

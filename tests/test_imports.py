@@ -10,7 +10,7 @@ from conftest import ROOT, TINY
 
 from evaluation import report, visualize
 from evaluation.comparison.cases import cases_of
-from evaluation.comparison.digests import identity
+from evaluation.comparison.digests import case_digest
 from evaluation.comparison.entries import read_entries
 from evaluation.config import CompareConfig
 from mpp.config import Config, imports
@@ -250,9 +250,9 @@ def test_a_comparison_tells_results_of_changed_code_apart(brightness, tmp_path):
     (tmp_path / "compare.yaml").write_text(json.dumps(page))
 
     def digests() -> dict[str, str]:
-        identity.cache_clear()
+        case_digest.cache_clear()
         config = parse(CompareConfig, [f"--import={brightness}", "--config", str(tmp_path / "compare.yaml")])
-        return {case.encoder.entry.name: identity(case) for case in cases_of(read_entries(config))}
+        return {case.encoder.entry.name: case_digest(case) for case in cases_of(read_entries(config))}
 
     before = digests()
     start_a_new_process()

@@ -10,7 +10,7 @@ from evaluation.metrics.intervals import bootstrap, containing, paired_accuracie
 from evaluation.metrics.one_class import OneClass
 from evaluation.metrics.outcomes import Outcomes, load_outcomes, save_outcomes
 from evaluation.metrics.pixels import PixelClasses
-from evaluation.metrics.scoring import KINDS, add_figures, add_scores, keep_outcomes, labelled_outcomes, score
+from evaluation.metrics.scoring import KINDS, add_figures, add_scores, keep_outcomes, labelled_outcomes, score_of
 from evaluation.patches.scores import count_confusion
 from mpp.errors import UserError
 from mpp.features.masked_counts import COUNTS_FILE, MaskedCounts, load_masked_counts
@@ -206,9 +206,9 @@ def test_an_interval_is_widened_to_its_value_and_an_unknown_one_is_not():
 def test_images_without_a_label_are_left_out_and_none_with_one_is_refused():
     outcomes = Outcomes("class", np.array([0, -1, 1]), np.array([0, 0, 1]), ["a", "b"], ["x", "y", "z"])
     assert len(labelled_outcomes(outcomes)) == 2 and labelled_outcomes(outcomes).images == ["x", "z"]
-    assert score(outcomes) == 1
+    assert score_of(outcomes) == 1
     with pytest.raises(UserError, match="none of the 3 test images has a label"):
-        score(Outcomes("class", np.full(3, -1), np.zeros(3, int)))
+        score_of(Outcomes("class", np.full(3, -1), np.zeros(3, int)))
 
 
 def test_outcomes_are_kept_beside_a_report(tmp_path):
@@ -284,7 +284,7 @@ def test_masks_without_a_counted_pixel_are_left_out_and_encoders_are_paired():
     plain = outcomes_of_masks(truth, predicted)
     difference = PixelClasses().difference([good], [plain])
     low, high = difference.interval
-    assert difference.value == pytest.approx(score(good) - score(plain)) and 0 < low < difference.value < high
+    assert difference.value == pytest.approx(score_of(good) - score_of(plain)) and 0 < low < difference.value < high
     assert PixelClasses().difference([good, plain], [plain]).value == pytest.approx(difference.value / 2)
 
 

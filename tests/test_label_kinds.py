@@ -17,13 +17,13 @@ from sklearn.neighbors import KNeighborsRegressor
 from evaluation import features, fewshot, knn, linear
 from evaluation.comparison.reports import with_known_numbers
 from evaluation.config import LinearConfig
-from evaluation.figures.markdown import table
+from evaluation.figures.markdown import markdown_table
 from evaluation.frozen import extraction
 from evaluation.frozen.by_class import figure_rows, shown_outcomes
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.results import describe_baselines, print_details, write_report
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import KINDS, add_figures, best_choice, measured
+from evaluation.metrics.scoring import KINDS, add_figures, best_choice, result_entries
 from evaluation.metrics.several import figures_of
 from evaluation.metrics.summaries import summarize_accuracies
 from evaluation.supervision.learners import NumberLearner, SeveralLearner
@@ -191,13 +191,13 @@ def test_figures_of_numbers_are_scikit_learns_and_missing_ones_do_not_count():
     predictions = targets + generator.normal(0, 2, 50)
     targets[::7] = np.nan
     known = np.isfinite(targets)
-    result = measured(Outcomes("number", targets, predictions))
+    result = result_entries(Outcomes("number", targets, predictions))
     assert result["accuracy"] == pytest.approx(r2_score(targets[known], predictions[known]), abs=1e-12)
     assert result["figures"]["mae"][0] == pytest.approx(mean_absolute_error(targets[known], predictions[known]))
     low, high = result["interval"]
     assert low < result["accuracy"] < high
     with pytest.raises(UserError, match="none of the 50 test images has a label"):
-        measured(Outcomes("number", np.full(50, np.nan), predictions))
+        result_entries(Outcomes("number", np.full(50, np.nan), predictions))
 
 
 def draw_several(distance, correlation, rng, images):
@@ -266,9 +266,9 @@ def test_a_number_has_the_error_of_its_baseline_beside_it(tmp_path):
 def test_equal_numbers_have_no_r2_however_they_are_rounded():
     """Their mean is another number by 1e-17. Resamples of few different numbers are often equal, too."""
     equal = np.full(3, 0.7)
-    assert equal.mean() != 0.7 and np.isnan(measured(Outcomes("number", equal, equal + 0.1))["accuracy"])
+    assert equal.mean() != 0.7 and np.isnan(result_entries(Outcomes("number", equal, equal + 0.1))["accuracy"])
     nearly = np.array([0.1] * 19 + [0.9])
-    low, high = measured(Outcomes("number", nearly, nearly + 0.01 * np.arange(20)))["interval"]
+    low, high = result_entries(Outcomes("number", nearly, nearly + 0.01 * np.arange(20)))["interval"]
     assert -100 < low < high <= 1
 
 
@@ -277,18 +277,18 @@ def test_intervals_of_numbers_stay_within_the_bounds_of_their_figures(images):
     """R2 is 1 at most, and an error 0 at least; few images widen intervals beyond the resamples."""
     targets = np.arange(images) * 3.0
     errors = np.array([0.1, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])[:images]
-    result = measured(Outcomes("number", targets, targets + errors))
+    result = result_entries(Outcomes("number", targets, targets + errors))
     assert result["interval"][1] <= 1 and result["figures"]["mae"][1] >= 0
 
 
 def test_figures_that_images_do_not_have_are_unknown():
-    constant = measured(Outcomes("number", np.full(5, 3.0), np.arange(5.0)))
+    constant = result_entries(Outcomes("number", np.full(5, 3.0), np.arange(5.0)))
     assert np.isnan(constant["accuracy"]) and constant["figures"]["mae"][0] == pytest.approx(1.4)
-    no_class = measured(Outcomes("several", np.zeros((5, 2), np.int8), np.random.rand(5, 2)))
+    no_class = result_entries(Outcomes("several", np.zeros((5, 2), np.int8), np.random.rand(5, 2)))
     assert np.isnan(no_class["accuracy"])
     assert best_choice({1: float("nan"), 2: -3.0, 3: float("nan")}) == 2
     assert best_choice({1: float("nan"), 2: float("nan")}) == 1
-    alone = measured(Outcomes("several", np.array([[1], [0], [1]], np.int8), np.array([[0.9], [0.5], [0.1]])))
+    alone = result_entries(Outcomes("several", np.array([[1], [0], [1]], np.int8), np.array([[0.9], [0.5], [0.1]])))
     assert alone["accuracy"] == pytest.approx((1 + 2 / 3) / 2)
 
 
@@ -544,7 +544,7 @@ def test_names_with_a_comma_are_quoted_where_names_are_listed():
 
 def test_a_name_does_not_break_a_table():
     """Neither a bar nor a new line ends a cell of Markdown: of classes, encoders, files."""
-    lines = table(["class", "images"], [["a|b", "1"], ["c\nd", "2"]]).splitlines()
+    lines = markdown_table(["class", "images"], [["a|b", "1"], ["c\nd", "2"]]).splitlines()
     assert [line.split() for line in lines[2:]] == [["|", r"a\|b", "|", "1", "|"], ["|", "c", "d", "|", "2", "|"]]
 
 

@@ -8,7 +8,7 @@ import pytest
 from evaluation import masked
 from evaluation.comparison.differences import paired_difference
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
-from evaluation.metrics.scoring import KINDS, score
+from evaluation.metrics.scoring import KINDS, score_of
 from mpp.errors import Unavailable, UserError
 from mpp.training.log import last_evaluation
 
@@ -24,13 +24,13 @@ def test_a_run_keeps_the_patches_of_each_image_and_its_accuracies_have_intervals
     for result in report["results"][:3]:
         outcomes = load_outcomes(path, result["outcomes"])
         assert result["accuracy"] == logged[masked.METRIC_OF_LINE[result["case"]]]
-        assert score(outcomes) == pytest.approx(result["accuracy"], abs=1e-12)
+        assert score_of(outcomes) == pytest.approx(result["accuracy"], abs=1e-12)
         low, high = result["interval"]
         assert low < result["accuracy"] < high
         assert len(set(outcomes.images)) == 8 and (outcomes.predictions <= outcomes.targets).all()
     assert report["labels"]["images"] == 8 and "interval" not in report["results"][3]
     model, mixed = (load_outcomes(path, number) for number in (0, 1))
-    assert paired_difference([model], [mixed]).value == pytest.approx(score(model) - score(mixed))
+    assert paired_difference([model], [mixed]).value == pytest.approx(score_of(model) - score_of(mixed))
 
     (run / "metrics.jsonl").open("a").write(json.dumps(logged | {"step": 6}) + "\n")  # counts are not of this step
     masked.main(["--encoder", str(run)])

@@ -25,7 +25,7 @@ from evaluation.patches.masks import decode_mask
 from evaluation.predictions import pixels
 from evaluation.predictions.masks import color_of, voc_palette, write_mask, write_overlay
 from evaluation.predictions.page import mask_sections, pixel_share_table
-from evaluation.predictions.pixels import predict_mask, resize_to_cover, starts, upsample_rows
+from evaluation.predictions.pixels import predict_mask, resize_to_cover, upsample_rows, window_starts
 from evaluation.predictions.summary import Predictions
 from mpp.errors import UnreadableImage, UserError
 
@@ -356,7 +356,7 @@ def test_large_images_are_predicted_block_by_block(monkeypatch):
 
 @pytest.mark.parametrize(("length", "expected"), [(32, [0]), (33, [0, 1]), (64, [0, 32]), (90, [0, 29, 58])])
 def test_windows_cover_all_of_an_image(length, expected):
-    assert starts(length, 32) == expected
+    assert window_starts(length, 32) == expected
 
 
 def test_an_image_is_shown_whole():

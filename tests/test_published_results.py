@@ -13,7 +13,7 @@ from conftest import ROOT
 
 from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.differences import differences_from_best, told_apart_table
-from evaluation.comparison.digests import identity
+from evaluation.comparison.digests import case_digest
 from evaluation.comparison.entries import read_entries
 from evaluation.comparison.reports import read_published
 from evaluation.comparison.rows import rows_asked
@@ -115,13 +115,13 @@ def test_published_results_are_found_by_their_digests(path):
     cases = cases_in(ROOT / "configs" / "compare" / f"{path.parent.name}.yaml")
     published = read_published(str(path))
     swept = digests_of_sweeps(path.parent.name)
-    compared = {identity(case) for case in cases.values()}
+    compared = {case_digest(case) for case in cases.values()}
     assert compared | swept == set(published) and not compared & swept
     for rows in published.values():
         for row in rows:
             if row["digest"] not in swept:
                 case = cases[row["encoder"], row["encoder_seed"], row["evaluation"], row["dataset"]]
-                assert identity(case) == row["digest"]
+                assert case_digest(case) == row["digest"]
 
 
 def digests_of_sweeps(name):
@@ -131,7 +131,7 @@ def digests_of_sweeps(name):
     for file in SWEEPS:
         if base in SWEEPS and file.stem.split("_")[0] == name.split("_")[0]:
             plan = plan_sweep(parse(SweepConfig, ["--config", str(base), "--config", str(file)]))
-            digests |= {identity(case) for case in plan.cases}
+            digests |= {case_digest(case) for case in plan.cases}
     return digests
 
 

@@ -449,7 +449,7 @@ def test_a_check_warns_of_loading_that_is_slow():
     task = SimpleNamespace(facts=lambda: {})
 
     def warnings(waiting: float) -> list[str]:
-        return check.warnings(task, Config(), None, check.StepCost(1.0, waiting, 1.0, 1, 1))
+        return check.warnings_before_training(task, Config(), None, check.StepCost(1.0, waiting, 1.0, 1, 1))
 
     (warning,) = warnings(0.5)
     assert warning.startswith("data-loading bottleneck: training waits for images 50% of ")

@@ -21,7 +21,7 @@ from test_comparison_tables import ROW
 
 from evaluation import compare, sweep
 from evaluation.comparison import run
-from evaluation.comparison.digests import identity
+from evaluation.comparison.digests import case_digest
 from evaluation.comparison.reports import describe_missing_seeds
 from evaluation.comparison.sweep_results import advice, next_value, plot_sweep, ranking, trials_table, write_sweep
 from evaluation.comparison.trainings import step_flops
@@ -113,7 +113,7 @@ def test_the_grid_and_the_points_are_trials_each_once(small):
     seeds = {tuple(trial.values.values()): trial.entry.seeds for trial in plan.trials}
     once = (0,)
     assert seeds == {(0.01, 8): (0, 5), (0.01, 16): once, (0.02, 8): once, (0.02, 16): once, (0.04, 8): once}
-    assert len(plan.cases) == 6 and len({identity(case) for case in plan.cases}) == 6
+    assert len(plan.cases) == 6 and len({case_digest(case) for case in plan.cases}) == 6
     assert plan.trials[0].entry.name == f"{LR}=0.01 {BATCH}=8"
 
 

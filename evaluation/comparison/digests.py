@@ -27,7 +27,7 @@ ImageSource = tuple[SourceConfig, str]
 
 
 @cache
-def identity(case: Case) -> str:
+def case_digest(case: Case) -> str:
     """Digest of all settings that a case's result depends on: of its evaluation, and of the encoder's training.
 
     An encoder that is not trained here is known by its weights, or by its name. Hashing these takes a while, so the
@@ -103,7 +103,7 @@ def label_task(config: Any) -> str:
 
 def provenance(case: Case) -> dict[str, Any]:
     """The images and weights that a result would be of if it were computed now."""
-    about = {"digest": identity(case), "weights": fingerprint(case.encoder.path)}
+    about = {"digest": case_digest(case), "weights": fingerprint(case.encoder.path)}
     return about | dict.fromkeys(("images", "trained_on")) | record_sources(sources_of(case))
 
 

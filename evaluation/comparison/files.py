@@ -35,7 +35,7 @@ from evaluation.comparison.tables import (
     score_in_words,
 )
 from evaluation.comparison.trunks import Compute, describe_trunks
-from evaluation.figures.markdown import table
+from evaluation.figures.markdown import markdown_table
 from evaluation.figures.style import write_plot
 from evaluation.frozen.results import write_json
 from evaluation.metrics.scoring import ONE_CLASS, best_choice
@@ -153,7 +153,7 @@ def answers_as_text(answers: Sequence[Answer]) -> str:
     for answer in answers:
         if answer.has_table:
             heading = f"### {answer.question.title}\n\n" if answer.question.title else ""
-            texts.append(heading + table(*cells_of(answer.numbers)))
+            texts.append(heading + markdown_table(*cells_of(answer.numbers)))
             texts += answer.remarks
             if answer.differences:
                 texts.append(text_of_differences(answer.differences))
@@ -165,8 +165,9 @@ def answers_as_text(answers: Sequence[Answer]) -> str:
 def text_of_differences(differences: Sequence[EncoderDifference]) -> str:
     """The differences from the best encoder of each column: the encoders told apart, the second best in words, all."""
     lines = [f"- {each.column}: {describe_difference(each)}" for each in runners_up(differences)]
-    told_apart = [f"{TOLD_APART}:", "", table(*told_apart_table(differences))]
-    return "\n".join([*told_apart, "", f"{DIFFERENCES}:", "", *lines, "", table(*difference_table(differences))])
+    told_apart = [f"{TOLD_APART}:", "", markdown_table(*told_apart_table(differences))]
+    all_differences = markdown_table(*difference_table(differences))
+    return "\n".join([*told_apart, "", f"{DIFFERENCES}:", "", *lines, "", all_differences])
 
 
 def write_numbers(file: Path, answers: Sequence[Answer]) -> None:

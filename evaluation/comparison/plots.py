@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from evaluation.comparison.entries import MEASURED_AXES, Question
 from evaluation.comparison.reports import ResultRow, kind_of_scores
 from evaluation.comparison.rows import grouped, of_kind, unique
-from evaluation.comparison.tables import CellsByEncoder, columns_of, diverged_cases, spread, x_of
+from evaluation.comparison.tables import CellsByEncoder, columns_of, diverged_cases, mean_and_spread, x_of
 from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_depths, plot_lines
 from evaluation.frozen.results import score_axis
 
@@ -91,7 +91,7 @@ def curves_of(rows: list[ResultRow], line: str, x: str) -> Curves:
     for (dataset, evaluation, name), of_line in grouped(rows, "dataset", "evaluation", line).items():
         panel = panel_name(rows, dataset, evaluation)
         points = sorted(grouped(of_line, x).items())
-        curves.setdefault(panel, {})[name] = {place: spread(at_place) for (place,), at_place in points}
+        curves.setdefault(panel, {})[name] = {place: mean_and_spread(at_place) for (place,), at_place in points}
     return curves
 
 

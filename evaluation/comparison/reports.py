@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.comparison.cases import Case
-from evaluation.comparison.digests import digests_of_images, identity, provenance, training_digest
+from evaluation.comparison.digests import case_digest, digests_of_images, provenance, training_digest
 from evaluation.comparison.encoders import Encoder
 from evaluation.comparison.trainings import cost_with_ancestors, published_ancestors
 from evaluation.metrics.intervals import wilson
@@ -39,8 +39,8 @@ def report_path_of_case(case: Case, folder: Path) -> Path:
         folder: of the comparison.
     """
     reports = folder / "reports"
-    by_digest = sorted(reports.glob(f"*-{identity(case)}.json"))
-    return by_digest[0] if by_digest else reports / f"{case.file_name}-{identity(case)}.json"
+    by_digest = sorted(reports.glob(f"*-{case_digest(case)}.json"))
+    return by_digest[0] if by_digest else reports / f"{case.file_name}-{case_digest(case)}.json"
 
 
 def divergence_of(encoder: Encoder, folder: Path) -> Path:
@@ -94,7 +94,7 @@ def rows_of(case: Case, folder: Path) -> list[ResultRow]:
     report = {"diverged": True} if diverged else read_report(case, folder)
     if report is None:
         return []
-    about = case.labels | {"digest": identity(case)}
+    about = case.labels | {"digest": case_digest(case)}
     about |= training_cost(case.encoder)
     of_images = digests_of_images(report.get("comparison", {}))
     if of_images:

@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from evaluation.comparison.branches import parting_step
 from evaluation.comparison.cases import Case, evaluation_settings
-from evaluation.comparison.digests import changed_images, digest_of, identity, label_task, provenance
+from evaluation.comparison.digests import case_digest, changed_images, digest_of, label_task, provenance
 from evaluation.comparison.encoders import Encoder
 from evaluation.comparison.reports import (
     ResultRow,
@@ -58,7 +58,7 @@ class CarriedOut(NamedTuple):
     folder: Path
     """Of the comparison."""
     published: dict[str, list[ResultRow]]
-    """Results that are taken from another comparison, by the identity of their case."""
+    """Results that are taken from another comparison, by the digest of their case."""
     failures: list[str]
     """A line each with its reason."""
 
@@ -66,7 +66,7 @@ class CarriedOut(NamedTuple):
         """All results that there are by now, those of other processes among them."""
         rows: list[ResultRow] = []
         for case in self.cases:
-            known = self.published.get(identity(case))
+            known = self.published.get(case_digest(case))
             of_case = [row | case.labels for row in known] if known else rows_of(case, self.folder)
             rows += [with_interval(row, case) for row in of_case]
         return rows
@@ -90,7 +90,7 @@ def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate
         raise UserError("this command is one process; start it several times to share the work")
     record_source.cache_clear()  # images may have changed since this process compared others
     published = of_same_images(read_published(extends), cases, extends)
-    missing = [case for case in cases if identity(case) not in published]  # this parses the settings of each
+    missing = [case for case in cases if case_digest(case) not in published]  # this parses the settings of each
     with features_shared():
         failures = [] if tabulate else evaluate_cases(missing, folder)
     return CarriedOut(cases, folder, published, failures)
@@ -105,11 +105,11 @@ def of_same_images(
     """
     outdated = set()
     for case in cases:
-        rows = published.get(identity(case), [])
+        rows = published.get(case_digest(case), [])
         changed = changed_images(case, rows[0].get("image_digests", {})) if rows else []
         if changed:
             note(f"{case.slug} is not taken from {extends}: other images by now ({', '.join(changed)})")
-            outdated.add(identity(case))
+            outdated.add(case_digest(case))
     return {digest: rows for digest, rows in published.items() if digest not in outdated}
 
 
@@ -188,7 +188,7 @@ def settings_to_evaluate(case: Case, folder: Path) -> Any:
     config = replace(evaluation_settings(case), out=str(report_path_of_case(case, folder)))
     if case.evaluation.kind != "fine-tuning":
         return config
-    run_folder = folder / "finetuned" / f"{case.file_name}-{identity(case)}-{digest_of(provenance(case))}"
+    run_folder = folder / "finetuned" / f"{case.file_name}-{case_digest(case)}-{digest_of(provenance(case))}"
     return replace(config, run=replace(config.run, dir=str(run_folder)))
 
 

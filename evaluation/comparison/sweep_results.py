@@ -18,7 +18,7 @@ from evaluation.comparison.tables import Cell, score_in_words, score_text
 from evaluation.comparison.trials import SweepPlan, Trial, command_options, parsed_options
 from evaluation.config import SweepConfig
 from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_lines
-from evaluation.figures.markdown import table
+from evaluation.figures.markdown import markdown_table
 from evaluation.figures.style import write_plot
 from evaluation.frozen.results import score_axis, write_json
 from evaluation.metrics.kinds import LabelKind
@@ -147,7 +147,7 @@ def trials_table(ranked: Sequence[TrialResult]) -> str:
         if has_device_hours:
             line.append(cost_text(result.device_hours))
         body.append(line)
-    return table(headings, body)
+    return markdown_table(headings, body)
 
 
 def cost_text(cost: float | None) -> str:

@@ -106,7 +106,7 @@ def of_complete_seeds(rows: list[ResultRow], datasets: set[str]) -> list[ResultR
 
 def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question | None = None) -> Cell:
     """The numbers of an encoder's results in a column; empty: there are none."""
-    cell = spread(rows) if rows else {}
+    cell = mean_and_spread(rows) if rows else {}
     if diverged:
         cell["diverged"] = count_seeds(diverged)
     if question is not None and question.x in MEASURED_AXES:
@@ -118,7 +118,7 @@ def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question
     return cell
 
 
-def spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
+def mean_and_spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
     """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets, the mean is taken.
 
     Of one dataset with the 95 % `interval` over its test images, where all rows have one.
@@ -157,14 +157,14 @@ def add_dev_accuracies(numbers: CellsByEncoder, rows: list[ResultRow]) -> None:
     for (encoder, evaluation), dev in grouped(on_dev, "encoder", "evaluation").items():
         test = tested.get((encoder, evaluation), [])
         if set(unique(dev, "encoder_seed")) == set(unique(test, "encoder_seed")):
-            numbers[encoder][f"{evaluation}, dev"] = spread(dev)
+            numbers[encoder][f"{evaluation}, dev"] = mean_and_spread(dev)
 
 
 def add_ranks(numbers: CellsByEncoder, rows: list[ResultRow]) -> None:
     """Add a column of the effective rank of the deepest features."""
     for (encoder,), ranks in grouped(of_kind(rows, "rank"), "encoder").items():
         deepest = max(row["depth"] for row in ranks)
-        numbers[encoder][RANK_COLUMN] = spread([row for row in ranks if row["depth"] == deepest], "rank")
+        numbers[encoder][RANK_COLUMN] = mean_and_spread([row for row in ranks if row["depth"] == deepest], "rank")
 
 
 def cells_of(numbers: CellsByEncoder) -> tuple[list[str], list[list[str]]]:

@@ -1,7 +1,7 @@
 """Tables of text, in Markdown."""
 
 
-def table(headings: list[str], rows: list[list[str]]) -> str:
+def markdown_table(headings: list[str], rows: list[list[str]]) -> str:
     """A Markdown table, the first column aligned to the left and the others to the right."""
     headings, *rows = [[" ".join(cell.splitlines()).replace("|", r"\|") for cell in row] for row in (headings, *rows)]
     widths = [max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True)]

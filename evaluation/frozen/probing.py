@@ -19,7 +19,7 @@ from evaluation.frozen.labelled_features import LabelledFeatures, load_features
 from evaluation.frozen.report_names import report_path_of_command
 from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error
+from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error_of
 from evaluation.metrics.summaries import summarize_accuracies
 from mpp.data.label_kinds import AUTO
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
@@ -187,7 +187,9 @@ def choose_depths(
         for depth, features in each_depth(by_depth):
             of_depth = evaluate(features.dev_split())
             summary = summarize_accuracies(add_scores(of_depth), group_by)
-            errors_of_depth = [error(result["outcomes"]) if "outcomes" in result else math.nan for result in of_depth]
+            errors_of_depth = [
+                error_of(result["outcomes"]) if "outcomes" in result else math.nan for result in of_depth
+            ]
             errors[depth] = float(np.mean(errors_of_depth))
             dev_accuracies[depth] = float(np.mean([case["mean"] for case in summary.values()]))
         chosen = best_choice(dev_accuracies, errors)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.figures.charts import ScoreAxis, plot_by_depth
-from evaluation.figures.markdown import table, without_empty_columns
+from evaluation.figures.markdown import markdown_table, without_empty_columns
 from evaluation.figures.style import DPI
 from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
 from evaluation.frozen.random_weights import describe_random_weights
@@ -96,7 +96,7 @@ def print_by_class(by_class: ClassTable, heading: str = "class", rest: str = "")
         heading: of the names.
     """
     headings, rows = by_class.worst(MAX_CLASSES_PRINTED).text()
-    print(table([heading, *headings[1:]], rows))
+    print(markdown_table([heading, *headings[1:]], rows))
     if len(rows) < len(by_class.names):
         print(f"these {len(rows)} of {len(by_class.names)} classes have the lowest scores{rest}")
 
@@ -117,7 +117,7 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     seeds = {result["seed"] for result in report["results"] if "seed" in result}
     if len(seeds) > 1:
         print(f"above: means over {len(seeds)} seeds ± standard deviation; below: {describe_shown(report)}")
-    print(table([describe_shown(report), "value (95% interval)"], figure_rows(report, outcomes)))
+    print(markdown_table([describe_shown(report), "value (95% interval)"], figure_rows(report, outcomes)))
     by_class = kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
         print_by_class(by_class, rest="; the file by class has all")
@@ -150,4 +150,4 @@ def table_by_depth(
     for depth, summaries in by_depth.items():
         accuracies = [kind.text_of_scores(summaries[name]) for name in names]
         rows.append([str(depth) if depth else "-", *accuracies])
-    return table(*without_empty_columns(["depth", *(f"{group_by} {name}" for name in names)], rows))
+    return markdown_table(*without_empty_columns(["depth", *(f"{group_by} {name}" for name in names)], rows))

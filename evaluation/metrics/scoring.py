@@ -45,13 +45,13 @@ def labelled_outcomes(outcomes: Outcomes) -> Outcomes:
     return outcomes if known.all() else outcomes.select(known)
 
 
-def score(outcomes: Outcomes) -> float:
+def score_of(outcomes: Outcomes) -> float:
     """The figure that choices are made by, such as accuracy: more is better."""
     kind = kind_of(outcomes)
     return kind.measure(labelled_outcomes(outcomes))[kind.score]
 
 
-def error(outcomes: Outcomes) -> float:
+def error_of(outcomes: Outcomes) -> float:
     """The figure that choices are made by where the score is not defined: less is better. NaN: the kind has none."""
     return kind_of(outcomes).error(labelled_outcomes(outcomes))
 
@@ -60,7 +60,7 @@ def best_choice(scores: dict[Any, float], errors: dict[Any, float] | None = None
     """The choice with the largest score, the first of equal ones; one whose score is not known (NaN) comes last.
 
     Args:
-        errors: see `error`; they decide, which is noted, where no score is known: such as R2 of a single dev image.
+        errors: see `error_of`; they decide, which is noted, where no score is known: such as R2 of a single dev image.
     """
     best = max(scores, key=lambda choice: rank_of(scores[choice]))
     if not errors or rank_of(scores[best]) > -math.inf:
@@ -97,15 +97,17 @@ def kind_of_score(heading: str | None) -> LabelKind:
 
 def add_scores(results: Sequence[Result]) -> list[Result]:
     """The results with their score, without intervals: choices on a dev split need no more."""
-    return [result | {"accuracy": score(result["outcomes"])} if "outcomes" in result else result for result in results]
+    return [
+        result | {"accuracy": score_of(result["outcomes"])} if "outcomes" in result else result for result in results
+    ]
 
 
 def add_figures(results: Sequence[Result]) -> list[Result]:
     """The results with their score, its interval and the other figures; those without outcomes as they are."""
-    return [result | measured(result["outcomes"]) if "outcomes" in result else result for result in results]
+    return [result | result_entries(result["outcomes"]) if "outcomes" in result else result for result in results]
 
 
-def measured(outcomes: Outcomes) -> Result:
+def result_entries(outcomes: Outcomes) -> Result:
     """Entries of a result: `accuracy` (the score), `interval`, and `figures`: name -> [value, low, high]."""
     kind = kind_of(outcomes)
     figures = kind.figures(labelled_outcomes(outcomes))

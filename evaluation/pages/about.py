@@ -19,13 +19,13 @@ SETTINGS_NOT_SHOWN = ("run.dir", "run.precision")  # where precision is not set,
 
 def settings_rows(config: Any) -> list[Block]:
     """The settings that differ from the defaults."""
-    rows = [[key, as_words(value)] for key, value in changed(config).items()]
+    rows = [[key, as_words(value)] for key, value in changed_settings_shown(config).items()]
     if not rows:
         return [Text("All settings are the defaults.")]
     return [Table(["setting", "value"], rows, "Settings that differ from the defaults")]
 
 
-def changed(config: Any) -> dict[str, Any]:
+def changed_settings_shown(config: Any) -> dict[str, Any]:
     """Setting -> value where it is not the default, without SETTINGS_NOT_SHOWN."""
     defaults = type(config)()
     steps = config.run.steps

@@ -14,7 +14,7 @@ from evaluation.frozen.results import describe_baselines
 from evaluation.frozen.training_reports import REPORTS_OF_TRAINING, reports_of_training
 from evaluation.metrics.scoring import kind_of, kind_of_report
 from evaluation.metrics.summaries import summarize_accuracies
-from evaluation.pages.about import changed, settings_rows
+from evaluation.pages.about import changed_settings_shown, settings_rows
 from evaluation.pages.curves import features_of_run
 from evaluation.pages.page import Block, Link, Missing, Table, Text, figure_as_picture
 from mpp.config import Config, TrainingConfig
@@ -167,7 +167,7 @@ def command_to_repeat(config: TrainingConfig, folder: Path) -> str:
 
     A branch is repeated from its first step: the bits are the same, and its trunk may be gone.
     """
-    settings = changed(config)
+    settings = changed_settings_shown(config)
     settings.pop("run.branch_from", None)
     settings["run.precision"] = config.run.precision
     commit = recorded_commit(folder)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evaluation.config import SegmentationConfig
 from evaluation.figures.images import plot_segmentation
-from evaluation.figures.markdown import table
+from evaluation.figures.markdown import markdown_table
 from evaluation.metrics.pixels import PixelClasses
 from evaluation.metrics.summaries import summarize_values
 from evaluation.patches.extraction import masked_views
@@ -40,7 +40,7 @@ def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str
                 values = [result[score] for result in of_reading]
                 cells.append(MEAN_IOU.text_of_scores(summarize_values(values)))
         rows.append(cells)
-    return table(headings, rows)
+    return markdown_table(headings, rows)
 
 
 def iou_table(results: list[dict[str, Any]], names: Sequence[str] = ()) -> str:
@@ -61,7 +61,7 @@ def iou_table(results: list[dict[str, Any]], names: Sequence[str] = ()) -> str:
         if any(cell != "-" for cell in cells):
             name = names[number] if number < len(names) else f"class {number}"
             rows.append([name, *cells])
-    return table([f"IoU (%){of_seeds([results])}", *by_case], rows)
+    return markdown_table([f"IoU (%){of_seeds([results])}", *by_case], rows)
 
 
 def of_seeds(lines: Iterable[list[dict[str, Any]]]) -> str:

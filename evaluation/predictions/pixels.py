@@ -79,7 +79,7 @@ class PixelClassifier:
         """Logits of the pixels of a resized image, (classes, h, w): the mean over the windows that show a pixel."""
         size = self.encoder.img_size
         height, width = resized.shape[1:]
-        corners = [(top, left) for top in starts(height, size[0]) for left in starts(width, size[1])]
+        corners = [(top, left) for top in window_starts(height, size[0]) for left in window_starts(width, size[1])]
         total = torch.zeros(len(self.class_names), height, width)
         count = torch.zeros(height, width)
         for first in range(0, len(corners), WINDOWS_PER_FORWARD):
@@ -91,7 +91,7 @@ class PixelClassifier:
         return total / count
 
 
-def starts(length: int, window: int) -> list[int]:
+def window_starts(length: int, window: int) -> list[int]:
     """Starts of evenly spaced windows that cover a length."""
     count = math.ceil(length / window)
     return np.linspace(0, length - window, count).round().astype(int).tolist()

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from evaluation.figures.markdown import table
+from evaluation.figures.markdown import markdown_table
 from evaluation.frozen.results import MAX_CLASSES_PRINTED, print_by_class
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import kind_of, measured
+from evaluation.metrics.scoring import kind_of, result_entries
 from evaluation.tables.images import MAX_UNREADABLE_NAMED
 from evaluation.tables.parts import read_columns
 from mpp.runtime.messages import counted, warn
@@ -156,7 +156,7 @@ def outcomes_by_split(
 
 def figures_entry(outcomes: Mapping[str, Outcomes]) -> dict[str, Any]:
     """The entry `figures` of a summary, by split; empty where there are no outcomes."""
-    figures = {split: measured(of_split) | {"images": len(of_split)} for split, of_split in outcomes.items()}
+    figures = {split: result_entries(of_split) | {"images": len(of_split)} for split, of_split in outcomes.items()}
     return {"figures": figures} if figures else {}
 
 
@@ -226,7 +226,7 @@ def print_predicted(summary: Mapping[str, Any]) -> None:
         rows = []
         for name, of_class in summary["predicted"].items():
             rows.append([name, str(of_class["images"]), f"{of_class['probability']:.2f}"])
-    print(table(headings, rows[:MAX_CLASSES_PRINTED]))
+    print(markdown_table(headings, rows[:MAX_CLASSES_PRINTED]))
     if len(rows) > MAX_CLASSES_PRINTED:
         print(f"and {len(rows) - MAX_CLASSES_PRINTED} more classes")
 

@@ -18,7 +18,7 @@ from evaluation.frozen.report_names import report_path_of_command
 from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import add_figures, score
+from evaluation.metrics.scoring import add_figures, score_of
 from evaluation.protocols.dinov2 import Dinov2
 from evaluation.protocols.mae import Mae
 from evaluation.protocols.protocol import Candidate, LinearProtocol, Plan, describe_plan
@@ -106,7 +106,7 @@ def accuracies_on_dev(trainer: HeadTrainer, train: ImageDataset, plan: Plan) -> 
     candidates = trainer.protocol.candidates
     heads = trainer.train(train.select(learned_indices), candidates, plan)
     outcomes, _ = trainer.predict(train.select(dev_indices), heads, candidates)
-    return [score(each) for each in outcomes]
+    return [score_of(each) for each in outcomes]
 
 
 def report_on(
