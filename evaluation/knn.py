@@ -41,11 +41,11 @@ def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
     return results
 
 
-def note_missing_neighbours(neighbours: Sequence[int], images: int) -> None:
+def note_missing_neighbours(neighbours: Sequence[int], image_count: int) -> None:
     """Note the numbers of neighbours that are more than the training images."""
-    more = [str(number) for number in neighbours if number > images]
+    more = [str(number) for number in neighbours if number > image_count]
     if more:
-        note(f"neighbours {' and '.join(more)}: all vote, since there are {counted(images, 'training image')}")
+        note(f"neighbours {' and '.join(more)}: all vote, since there are {counted(image_count, 'training image')}")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

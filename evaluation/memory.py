@@ -26,11 +26,11 @@ from mpp.training.optim import build_optimizer
 BYTES_PER_GB = 1e9
 
 
-def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
+def peak_memory(config: Config, image_count: int, passes: int = 1) -> dict[str, int]:
     """Bytes at the peak of a step: weights, gradients, optimiser, activations, total.
 
     Args:
-        images: of a forward pass, on one GPU that holds the whole model (not sharded).
+        image_count: of a forward pass, on one GPU that holds the whole model (not sharded).
         passes: forward passes of a step; gradients exist from the second one on.
     """
     if config.model.attention == "auto":
@@ -40,7 +40,7 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
         model, objective = build_model(config)
     of_optimizer = optimizer_bytes(model, config.optim)
     frozen = freeze_as_buffers(model)
-    of_passes = peak_of_passes(config, model, objective, images, passes)
+    of_passes = peak_of_passes(config, model, objective, image_count, passes)
     weights = of_passes["PARAM"] + frozen
     gradients = of_passes["GRAD"]
     total = of_passes["Total"]
@@ -53,7 +53,9 @@ def peak_memory(config: Config, images: int, passes: int = 1) -> dict[str, int]:
     }
 
 
-def peak_of_passes(config: Config, model: nn.Module, objective: Objective, images: int, passes: int) -> dict[str, int]:
+def peak_of_passes(
+    config: Config, model: nn.Module, objective: Objective, image_count: int, passes: int
+) -> dict[str, int]:
     """Bytes at the peak of forward and backward passes by torch's kind of memory, such as PARAM, GRAD and Total.
 
     Args:
@@ -62,7 +64,7 @@ def peak_of_passes(config: Config, model: nn.Module, objective: Objective, image
     tracker = MemTracker()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
         model.to_empty(device="cpu")
-        pixels, corruption = fake_batch(config, model, images, fake_mode)
+        pixels, corruption = fake_batch(config, model, image_count, fake_mode)
         tracker.track_external(model)
         with tracker:
             for _ in range(min(2, passes)):
@@ -84,13 +86,15 @@ def freeze_as_buffers(model: nn.Module) -> int:
     return frozen
 
 
-def fake_batch(config: Config, model: nn.Module, images: int, fake_mode: FakeTensorMode) -> tuple[Tensor, Corruption]:
+def fake_batch(
+    config: Config, model: nn.Module, image_count: int, fake_mode: FakeTensorMode
+) -> tuple[Tensor, Corruption]:
     """Images and their corruption as fake tensors, to be called under this mode."""
     grid, patch_size = cell_grid(model.encoder)
     height, width = (side * patch_size for side in grid)
-    pixels = torch.empty(images, config.data.channels, height, width, dtype=torch.uint8)
+    pixels = torch.empty(image_count, config.data.channels, height, width, dtype=torch.uint8)
     of_one_image = draw(config.corruption, grid, seed=0, epoch=0, index=0)
-    of_batch = [tensor.new_zeros(1).expand(images, *tensor.shape) for tensor in of_one_image]
+    of_batch = [tensor.new_zeros(1).expand(image_count, *tensor.shape) for tensor in of_one_image]
     return pixels, Corruption(*map(fake_mode.from_tensor, of_batch))
 
 

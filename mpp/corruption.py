@@ -225,14 +225,14 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     return Corruption(*map(torch.from_numpy, parts))
 
 
-def require_some_patches(positions: Positions, patches: int, pattern: str) -> None:
+def require_some_patches(positions: Positions, patch_count: int, pattern: str) -> None:
     """Raise UserError where a pattern's positions, sorted, are not some of the N patches, each once.
 
     A mask of all patches is none, and a patch that is drawn twice would count twice.
     """
     whole_numbers = positions.ndim == 1 and positions.dtype == np.int64
-    fits = whole_numbers and 0 < len(positions) < patches and positions[0] >= 0 and positions[-1] < patches
-    allowed = f"different whole numbers (int64) from 0 to {patches - 1}, not all of them"
+    fits = whole_numbers and 0 < len(positions) < patch_count and positions[0] >= 0 and positions[-1] < patch_count
+    allowed = f"different whole numbers (int64) from 0 to {patch_count - 1}, not all of them"
     fits = fits and bool((positions[1:] > positions[:-1]).all())
     shown = np.array2string(positions, threshold=8)  # of many the first and last ones
     require(fits, f"the positions that corruption.pattern {pattern} chose", shown, allowed)
@@ -268,11 +268,11 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
     return embeddings.scatter(1, corruption.hidden[..., None].expand(-1, -1, width), blank)
 
 
-def source_images(corruption: Corruption, batch: int) -> Tensor:
+def source_images(corruption: Corruption, batch_size: int) -> Tensor:
     """Images of the batch (B, K) whose embeddings the corrupted patches get: another one, where they have a shift.
 
     A batch of one image, such as the last of the held-out images, has no other: the patch is of the same image.
     """
-    images = torch.arange(batch, device=corruption.shifts.device)[:, None]
-    distance = 1 + (corruption.shifts - 1) % max(batch - 1, 1)  # from 1 to B - 1: another image, if there is one
-    return (images + torch.where(corruption.shifts > 0, distance, 0)) % batch
+    images = torch.arange(batch_size, device=corruption.shifts.device)[:, None]
+    distance = 1 + (corruption.shifts - 1) % max(batch_size - 1, 1)  # from 1 to B - 1: another image, if there is one
+    return (images + torch.where(corruption.shifts > 0, distance, 0)) % batch_size

@@ -27,7 +27,9 @@ def clock(monkeypatch):
 
 
 def test_evaluations_are_in_the_hours_and_not_in_the_speed(clock):
-    measured = Speed(flops=10**12, images=64, device=torch.device("cpu"), devices=3, hours=1.0, device_hours=8.0)
+    measured = Speed(
+        flops=10**12, images_per_step=64, device=torch.device("cpu"), devices=3, hours=1.0, device_hours=8.0
+    )
     for _ in range(10):
         clock.pass_(2)
         measured.count_step()
@@ -89,7 +91,7 @@ def gpu(clock, monkeypatch):
 
 
 def test_a_gpu_is_idle_where_its_queue_is_empty_and_not_where_the_host_waits(clock, gpu):
-    measured = Speed(flops=1, images=1, device=torch.device("cuda"), devices=1)
+    measured = Speed(flops=1, images_per_step=1, device=torch.device("cuda"), devices=1)
     gpu.work(8)
     with measured.waiting():
         clock.pass_(5)  # the GPU still computes
@@ -106,7 +108,7 @@ def test_a_gpu_is_idle_where_its_queue_is_empty_and_not_where_the_host_waits(clo
 
 def test_events_are_no_more_than_the_gpu_is_behind(clock, gpu):
     """5,000 steps between two lines: the GPU takes a second a step, and is idle for half of one."""
-    measured = Speed(flops=1, images=1, device=torch.device("cuda"), devices=1)
+    measured = Speed(flops=1, images_per_step=1, device=torch.device("cuda"), devices=1)
     most = 0
     for _ in range(5_000):
         with measured.waiting():

@@ -100,13 +100,13 @@ def plot_positions(similarity: NDArray, label: str) -> Figure:
     return figure
 
 
-def plot_attention_distance(distances: NDArray, uniform: float, images: int) -> Figure:
+def plot_attention_distance(distances: NDArray, uniform: float, image_count: int) -> Figure:
     """Mean attention distance by depth, a dot for each head.
 
     Args:
         distances: (depth, heads) in pixels.
         uniform: distance of uniform attention.
-        images: number of images in the mean.
+        image_count: number of images in the mean.
     """
     depths = np.arange(1, len(distances) + 1)
     figure = Figure(figsize=(WIDTH, 4), layout="constrained")
@@ -117,7 +117,7 @@ def plot_attention_distance(distances: NDArray, uniform: float, images: int) -> 
     axes.axhline(uniform, color="0.4", linestyle="--", label="uniform attention")
     axes.set(xlabel="depth (blocks)", xticks=depths)
     axes.set(ylabel="mean attention distance (pixels)", ylim=(0, None))
-    axes.set_title(f"attention distance, over {images} images", fontsize=11)
+    axes.set_title(f"attention distance, over {image_count} images", fontsize=11)
     axes.legend()
     axes.grid(alpha=0.3)
     return figure

@@ -50,14 +50,14 @@ def position_similarity(model: nn.Module) -> Tensor:
     return similarity.float().view(rows, columns, rows, columns)
 
 
-def embedding_of_patches(model: nn.Module, patches: int) -> Tensor:
+def embedding_of_patches(model: nn.Module, patch_count: int) -> Tensor:
     """Position embeddings that are added to the patches, (N, D) float64."""
     embedding = getattr(model, "pos_embed", None)
     if isinstance(getattr(model, "pos_embeds", None), nn.Module):
         embedding = model.pos_embeds()[None]
-    if not isinstance(embedding, Tensor) or embedding.ndim != 3 or embedding.shape[1] < patches:
+    if not isinstance(embedding, Tensor) or embedding.ndim != 3 or embedding.shape[1] < patch_count:
         raise Unavailable(f"this {type(model).__name__} has no position embedding for each patch")
-    return embedding.detach()[0, -patches:].double().cpu()  # a prefix such as [class] comes first
+    return embedding.detach()[0, -patch_count:].double().cpu()  # a prefix such as [class] comes first
 
 
 def offset_similarity(added: RelativeKeys | RelativeBiases) -> Tensor:

@@ -66,11 +66,11 @@ class Dinov2(LinearProtocol):
         with_mean = (False, True) if self.has_class else (False,)
         return [(blocks, adds_mean) for blocks in self.blocks for adds_mean in with_mean]
 
-    def plan(self, images: int) -> Plan:
-        batch = scaled_batch(BATCH, images, LEAST_BATCH)
+    def plan(self, image_count: int) -> Plan:
+        batch = scaled_batch(BATCH, image_count, LEAST_BATCH)
         published_epochs = self.published.epochs
-        steps = round(published_epochs * images / batch)
-        return Plan(images, batch, min(STEPS, max(LEAST_STEPS, steps)))
+        steps = round(published_epochs * image_count / batch)
+        return Plan(image_count, batch, min(STEPS, max(LEAST_STEPS, steps)))
 
     def encode(self, encoder: FrozenEncoder, images: Tensor) -> list[Tensor]:
         model = encoder.model

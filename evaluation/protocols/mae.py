@@ -60,12 +60,12 @@ class Mae(LinearProtocol):
         self.chooses = chooses
         self.candidates = [Candidate(place, BASE_RATE, {"depth": depth}) for place, depth in enumerate(depths)]
 
-    def plan(self, images: int) -> Plan:
-        batch = scaled_batch(BATCH, images, LEAST_BATCH)
-        steps = round(EPOCHS * images / batch)
-        if images < FEW_IMAGES:
-            note(f"MAE's learning rates and length train little on {images:,} images: use --protocol logistic")
-        return Plan(images, batch, max(LEAST_STEPS, steps))
+    def plan(self, image_count: int) -> Plan:
+        batch = scaled_batch(BATCH, image_count, LEAST_BATCH)
+        steps = round(EPOCHS * image_count / batch)
+        if image_count < FEW_IMAGES:
+            note(f"MAE's learning rates and length train little on {image_count:,} images: use --protocol logistic")
+        return Plan(image_count, batch, max(LEAST_STEPS, steps))
 
     def encode(self, encoder: FrozenEncoder, images: Tensor) -> list[Tensor]:
         return encoder(images, self.representation, self.depths)

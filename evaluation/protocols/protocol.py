@@ -57,7 +57,7 @@ class LinearProtocol(ABC):
     """Whether one of several heads is chosen on dev images; otherwise each is tested."""
 
     @abstractmethod
-    def plan(self, images: int) -> Plan:
+    def plan(self, image_count: int) -> Plan:
         """The published length and batch, scaled to the number of training images."""
 
     @abstractmethod
@@ -77,13 +77,13 @@ class LinearProtocol(ABC):
         """The learning rate of a step from 0, as a share of the highest one."""
 
 
-def scaled_batch(published: int, images: int, least: int) -> int:
+def scaled_batch(published: int, image_count: int, least: int) -> int:
     """The batch that is the same share of the images as on ImageNet, but from `least` to the published one.
 
     It has no more than all images.
     """
-    proportional = published * images // IMAGENET_IMAGES
-    return min(images, max(least, min(published, proportional)))
+    proportional = published * image_count // IMAGENET_IMAGES
+    return min(image_count, max(least, min(published, proportional)))
 
 
 def describe_plan(protocol: LinearProtocol, plan: Plan) -> str:

@@ -166,9 +166,9 @@ def collate(samples: list[Batch]) -> Batch:
     )
 
 
-def batch_bytes(views: ViewDataset, images: int) -> int:
+def batch_bytes(views: ViewDataset, image_count: int) -> int:
     """Shared memory that a batch of so many images takes on its way from a loader process: whole pages a tensor."""
     sample = collate([views[FIXED_VIEW, 0]])
     all_bytes = sum(leaf.nbytes for leaf in tree_leaves(sample) if isinstance(leaf, Tensor))
     sent = (sample.images.nbytes, all_bytes - sample.images.nbytes)
-    return sum(math.ceil(images * size / mmap.PAGESIZE) * mmap.PAGESIZE for size in sent)
+    return sum(math.ceil(image_count * size / mmap.PAGESIZE) * mmap.PAGESIZE for size in sent)

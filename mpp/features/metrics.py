@@ -131,12 +131,12 @@ def copies_of_visible(objective: Objective, images: Tensor, corruption: Corrupti
 
 
 @torch.no_grad()
-def measure_features(predictions: Tensor, targets: Tensor, positions: Tensor, patches: int) -> Sums:
+def measure_features(predictions: Tensor, targets: Tensor, positions: Tensor, patch_count: int) -> Sums:
     """Moments of predicted features and of their targets for `summarize`, additive over batches.
 
     Args:
         predictions, targets: (B, K, D).
-        positions: (B, K), of N `patches`.
+        positions: (B, K), of N `patch_count`.
     """
     target_rows = targets.flatten(0, 1).double()
     prediction_rows = predictions.flatten(0, 1).double()
@@ -148,8 +148,8 @@ def measure_features(predictions: Tensor, targets: Tensor, positions: Tensor, pa
         "target_products": target_rows.T @ target_rows,  # (D, D)
         "prediction_sum": prediction_rows.sum(0),
         "prediction_products": prediction_rows.T @ prediction_rows,
-        "place_count": target_rows.new_zeros(patches).index_add_(0, places, torch.ones_like(target_rows[:, 0])),
-        "place_sum": target_rows.new_zeros(patches, width).index_add_(0, places, target_rows),
+        "place_count": target_rows.new_zeros(patch_count).index_add_(0, places, torch.ones_like(target_rows[:, 0])),
+        "place_sum": target_rows.new_zeros(patch_count, width).index_add_(0, places, target_rows),
     }
 
 

@@ -88,9 +88,9 @@ def share_kept(before: Tensor, after: Tensor) -> float:
     return float(kept.sum() / kept.numel())
 
 
-def share_by_chance(count: int, images: int) -> float:
+def share_by_chance(count: int, image_count: int) -> float:
     """`share_kept` of neighbours that have nothing to do with each other: of `count` nearest among so many images."""
-    return min(1.0, count / max(images - 1, 1))
+    return min(1.0, count / max(image_count - 1, 1))
 
 
 def merge_neighbours(before: Neighbours, after: Neighbours, count: int) -> Neighbours:

@@ -24,12 +24,12 @@ FUSED_ATTENTION_KERNELS = ("efficient_attention", "flash_attention", "flash_atte
 """torch's. torch 2.14 has no formula for the CPU's."""
 
 
-def flops_of_step(task: ImageTask, images: int, config: OptimConfig) -> int:
+def flops_of_step(task: ImageTask, image_count: int, config: OptimConfig) -> int:
     """Operations of a step: forward and backward pass of so many images, and those that are once in a step.
 
     Gradients that `optim.frozen_steps` drops count, since they are computed.
     """
-    return task.flops() * images + low_rank_flops(task.model) + optimizer_flops(task.model, config)
+    return task.flops() * image_count + low_rank_flops(task.model) + optimizer_flops(task.model, config)
 
 
 def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: bool = True) -> int:

@@ -17,17 +17,23 @@ class Speed:
 
     Args:
         flops: executed by a step.
-        images: of a step, over all processes.
+        images_per_step: over all processes.
         devices: of all processes, one each.
         hours: that the run has trained before this start.
         device_hours: the same times the devices that it had then.
     """
 
     def __init__(
-        self, flops: int, images: int, device: torch.device, devices: int, hours: float = 0.0, device_hours: float = 0.0
+        self,
+        flops: int,
+        images_per_step: int,
+        device: torch.device,
+        devices: int,
+        hours: float = 0.0,
+        device_hours: float = 0.0,
     ):
         self.flops = flops
-        self.images = images
+        self.images_per_step = images_per_step
         self.device = device
         self.devices = devices
         self.hours = hours
@@ -79,8 +85,8 @@ class Speed:
         self.hours += wall_seconds / HOUR
         self.device_hours += self.devices * wall_seconds / HOUR
         scalars = {
-            "speed/images_per_second": self.images * self.steps / seconds,
-            "speed/images_per_second_overall": self.images * self.steps / wall_seconds,
+            "speed/images_per_second": self.images_per_step * self.steps / seconds,
+            "speed/images_per_second_overall": self.images_per_step * self.steps / wall_seconds,
             "speed/data_wait": waited / seconds,
             "speed/executed_tflops": self.flops * self.steps / seconds / 1e12,
             "speed/hours": self.hours,
