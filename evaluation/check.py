@@ -274,7 +274,7 @@ def print_cost(config: Config, precision: str, layout: BatchLayout, step_cost: S
     rows = [
         ["a step", f"{step_cost.seconds:.4g} s"],
         ["of that, waiting for images", f"{step_cost.seconds_waiting:.4g} s"],
-        ["images/s", f"{layout.images / step_cost.seconds:.4g}"],
+        ["images/s", f"{layout.global_batch_size / step_cost.seconds:.4g}"],
         [f"{left} steps of one process, without evaluations", duration(left * step_cost.seconds)],
         ["memory of this process", f"{step_cost.memory_gb:.3g} GB"],
         ["memory on a GPU, counted (mpp memory)", memory_on_a_gpu(config, precision, layout)],
@@ -315,7 +315,7 @@ def memory_on_a_gpu(config: Config, precision: str, layout: BatchLayout) -> str:
     """The peak of a step in GB, or why it is not known."""
     on_gpu = replace(config, run=replace(config.run, precision=precision))
     try:
-        peak = peak_memory(on_gpu, layout.largest, layout.accumulation_steps)
+        peak = peak_memory(on_gpu, layout.largest_share, layout.accumulation_steps)
     except Exception as error:  # torch's tracker does not know every model
         return f"cannot be counted ({type(error).__name__})"
     return f"{peak['total'] / 1e9:.3g} GB"

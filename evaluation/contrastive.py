@@ -57,7 +57,7 @@ class Contrastive(ImageTask):
     def __init__(self, config: ContrastiveConfig, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
         self.config = config
-        self.images_of_a_pass = layout.largest * layout.world_size
+        self.images_of_a_pass = layout.largest_share * layout.world_size
         self.check_settings()
         begins_from = config.model.init_from
         self.builds_on_labels = begins_from is not None and learned_labels(begins_from)

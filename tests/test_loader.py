@@ -82,8 +82,8 @@ def test_shares_differ_by_one_image_at_most_and_fit():
         sizes = [len(layout.share(forward)) for forward in range(passes) for layout in layouts]
         assert sum(sizes) == images
         assert passes == -(-images // (processes * limit))
-        assert min(sizes) == layouts[0].smallest
-        assert max(sizes) == layouts[0].largest
+        assert min(sizes) == layouts[0].smallest_share
+        assert max(sizes) == layouts[0].largest_share
         assert 0 < max(sizes) <= min(min(sizes) + 1, limit)
 
 

@@ -56,7 +56,7 @@ def step_flops(command: str, config: TrainingConfig) -> int:
         accelerator = Accelerator(cpu=not uses_gpu())
         layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
         task = TRAININGS[command].build_task(config, accelerator, layout)
-        KNOWN_STEP_FLOPS[key] = flops_of_step(task, layout.images, config.optim)
+        KNOWN_STEP_FLOPS[key] = flops_of_step(task, layout.global_batch_size, config.optim)
     return KNOWN_STEP_FLOPS[key]
 
 

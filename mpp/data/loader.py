@@ -20,7 +20,7 @@ class BatchLayout:
     The shares differ by at most one image.
     """
 
-    images: int  # per step: the global batch
+    global_batch_size: int  # images per step
     accumulation_steps: int  # forward passes per step
     world_size: int  # processes
     rank: int  # this process
@@ -48,19 +48,19 @@ class BatchLayout:
         return cls(global_batch, passes, world_size, rank)
 
     @property
-    def shares(self) -> int:
-        """Shares of a step: one for each process in each forward pass."""
+    def share_count(self) -> int:
+        """Number of shares of a step: one for each process in each forward pass."""
         return self.accumulation_steps * self.world_size
 
     @property
-    def largest(self) -> int:
+    def largest_share(self) -> int:
         """Images of the largest share."""
-        return -(-self.images // self.shares)
+        return -(-self.global_batch_size // self.share_count)
 
     @property
-    def smallest(self) -> int:
+    def smallest_share(self) -> int:
         """Images of the smallest share."""
-        return self.images // self.shares
+        return self.global_batch_size // self.share_count
 
     def require_several(self, batch_size: int | None, reason: str) -> None:
         """Raise UserError where a process has a single image in a forward pass; it names the setting at fault.
@@ -69,19 +69,24 @@ class BatchLayout:
             batch_size: the value of `data.batch_size`.
             reason: why there must be more, for the end of the message.
         """
-        if self.smallest > 1:
+        if self.smallest_share > 1:
             return
         least = 2 * self.world_size
-        require(self.images >= least, "optim.global_batch_size", self.images, f"at least {least}{reason}")
-        most_passes = self.images // least
-        limit = replace(self, accumulation_steps=most_passes).largest
+        require(
+            self.global_batch_size >= least,
+            "optim.global_batch_size",
+            self.global_batch_size,
+            f"at least {least}{reason}",
+        )
+        most_passes = self.global_batch_size // least
+        limit = replace(self, accumulation_steps=most_passes).largest_share
         require(False, "data.batch_size", batch_size, f"at least {limit}{reason}")
 
     def share(self, forward: int) -> range:
         """The step's images, counted from 0, that this process sees in a forward pass."""
         share = forward * self.world_size + self.rank
-        first = share * self.images // self.shares
-        end = (share + 1) * self.images // self.shares
+        first = share * self.global_batch_size // self.share_count
+        end = (share + 1) * self.global_batch_size // self.share_count
         return range(first, end)
 
     def loss_divisor(self, forward: int) -> float:
@@ -90,7 +95,7 @@ class BatchLayout:
         The losses so divided, summed over the forward passes and averaged over the processes, are the mean over the
         images of the step.
         """
-        return self.images / (self.world_size * len(self.share(forward)))
+        return self.global_batch_size / (self.world_size * len(self.share(forward)))
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class TrainingBatchSampler(Sampler[list[tuple[int, int]]]):
             for forward in range(self.layout.accumulation_steps):
                 batch = []
                 for image_in_step in self.layout.share(forward):
-                    epoch, position = divmod(step * self.layout.images + image_in_step, self.size)
+                    epoch, position = divmod(step * self.layout.global_batch_size + image_in_step, self.size)
                     if epoch != order_epoch:
                         order_epoch, order = epoch, permutation(Stream.ORDER, self.seed, epoch, self.size)
                     batch.append((epoch, int(order[position])))

@@ -27,7 +27,7 @@ def training_batches(task: ImageTask, start: int, cursors: Cursors) -> Iterable[
     if task.data.streaming:
         workers = stream_workers(views, layout, cursors)
     else:
-        images_left = (steps - start) * layout.images // layout.world_size  # of this process
+        images_left = (steps - start) * layout.global_batch_size // layout.world_size  # of this process
         views = in_memory(views, images_left, task.accelerator.device)
         workers = loader_processes(views.data)
     workers = fit_workers(task, workers, as_before=bool(cursors))
@@ -65,7 +65,7 @@ def room_of_all(task: ImageTask, workers: int, evaluation_workers: int) -> Loade
     room = LoaderRoom(workers, evaluation_workers)
     task.accelerator.wait_for_everyone()  # those that decode images for their cache take shared memory meanwhile
     if workers or evaluation_workers:
-        size = batch_bytes(task.held_out_views, task.layout.largest)
+        size = batch_bytes(task.held_out_views, task.layout.largest_share)
         room = loader_room(workers, evaluation_workers, size)
     rooms = gather_object([room])  # no process has loader processes before all have looked; all have as many
     return LoaderRoom(

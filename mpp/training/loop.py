@@ -70,7 +70,7 @@ class Loop:
         history = read_history(folder)  # up to this checkpoint
         self.speed = Speed(
             flops,
-            task.layout.images,
+            task.layout.global_batch_size,
             self.accelerator.device,
             self.accelerator.num_processes,
             last_value(history, "speed/hours"),

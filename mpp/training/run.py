@@ -161,7 +161,7 @@ def build_and_train(
     with exclusive(folder, accelerator):
         on_main_process(accelerator, lambda: clear_killed_run(folder))
         write_beginning(config, folder, task, accelerator)
-        flops = flops_of_step(task, layout.images, config.optim)
+        flops = flops_of_step(task, layout.global_batch_size, config.optim)
         set_timeout(TRAINING_TIMEOUT)
         if accelerator.num_processes > 1:  # several agree before their first step
             preemption.finish_steps()
@@ -175,9 +175,9 @@ def share_out_batch(config: TrainingConfig, accelerator: Accelerator) -> BatchLa
     layout = BatchLayout.of(
         config.optim.global_batch_size, config.data.batch_size, accelerator.num_processes, accelerator.process_index
     )
-    if layout.smallest < layout.largest:
-        shares = f"{layout.shares} shares of {layout.smallest} or {layout.largest}"
-        accelerator.print(f"{layout.images} images a step, in {shares}; the gradient is that of their mean")
+    if layout.smallest_share < layout.largest_share:
+        shares = f"{layout.share_count} shares of {layout.smallest_share} or {layout.largest_share}"
+        accelerator.print(f"{layout.global_batch_size} images a step, in {shares}; the gradient is that of their mean")
     return layout
 
 

@@ -67,7 +67,7 @@ class ImageTask:
     def __init__(self, accelerator: Accelerator, layout: BatchLayout, run: RunConfig, data: DataConfig):
         self.accelerator, self.layout, self.run, self.data = accelerator, layout, run, data
         workers = min(MAX_EVALUATION_WORKERS, loader_processes(data))
-        self.fixed_view_loader = FixedViewLoader(layout.largest, workers, layout.world_size, layout.rank)
+        self.fixed_view_loader = FixedViewLoader(layout.largest_share, workers, layout.world_size, layout.rank)
         torch.manual_seed(run.seed)
 
     @property
@@ -234,7 +234,7 @@ class ImageTask:
         """Number of times that a run sees each training image; 0: a stream has an unknown number of images."""
         if not self.training_image_count:
             return 0.0
-        return self.run.steps * self.layout.images / self.training_image_count
+        return self.run.steps * self.layout.global_batch_size / self.training_image_count
 
     def describe_model(self) -> str:
         """The model in a line."""
