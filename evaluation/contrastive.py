@@ -77,7 +77,7 @@ class Contrastive(ImageTask):
     def check_settings(self) -> None:
         """Raise UserError where the settings do not fit contrastive training."""
         layout = self.layout
-        shares = layout.world_size * layout.accumulation_steps
+        shares = layout.share_count
         batch = self.config.optim.global_batch_size
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
         if self.images_of_a_pass == 1:

@@ -109,7 +109,7 @@ def write_predictions_page(
         by_class,
         *label_sections(outcomes),
         *pictures,
-        Section("broken", "Images that cannot be decoded", unreadable_blocks(predictions)),
+        Section("broken", "Images that cannot be decoded", unreadable_files_blocks(predictions)),
     ]
     shown = [section for section in sections if section.blocks]
     unreadable = int((predictions.classes == NO_CLASS).sum())
@@ -239,7 +239,7 @@ def pixel_share_table(predictions: Predictions) -> Table:
     return Table(["class", "share of pixels (%)"], rows, caption, folded=len(rows) > MAX_CLASSES)
 
 
-def unreadable_blocks(predictions: Predictions) -> list[Block]:
+def unreadable_files_blocks(predictions: Predictions) -> list[Block]:
     """The images that cannot be decoded, and why."""
     rows = [list(each) for each in predictions.unreadable_files]
     return [Table(["file", "reason"], rows)] if rows else []
