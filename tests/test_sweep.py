@@ -438,6 +438,9 @@ def test_the_next_command_parses_and_trains_longer_on_all_training_images(small)
     config = parse(Config, command.split())
     assert config.run.steps == 8 and config.optim.lr == 0.02 and config.run.dir == f"{small.out}_best"
     assert config.data.eval_split == "auto" and config.run.eval_every == 400
+    small.config["compute"] = 0.5
+    lines = advice_of(small, {0.01: [0.5], 0.02: [0.6]})
+    assert "next, with run.steps for 4 times 0.5 PFLOP: mpp pretrain " in lines and "--run.steps" not in lines
 
 
 def test_the_table_is_sorted_and_the_plot_has_a_line_for_each_other_setting(small):

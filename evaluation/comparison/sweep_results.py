@@ -192,7 +192,7 @@ def advice(config: SweepConfig, plan: SweepPlan, ranked: Sequence[TrialResult]) 
             f"The best of {len(known)} trials was chosen by this {score}, which is therefore too high "
             "(the winner's curse): measure the chosen settings again, with other seeds, on the test images."
         )
-    lines.append(f"next: {next_command(config, best)}")
+    lines.append(next_training(config, best))
     return lines
 
 
@@ -258,12 +258,17 @@ def point_with_new_seed(trial: Trial) -> str:
     return "{" + ", ".join(f"{key}: {as_words(value)}" for key, value in point.items()) + "}"
 
 
-def next_command(config: SweepConfig, best: TrialResult) -> str:
+def next_training(config: SweepConfig, best: TrialResult) -> str:
     """The command that trains longer with the best settings, on all training images."""
-    options = command_options(config, best.trial)
-    length = best.steps or parsed_options(config.train, options).run.steps
-    options |= {"run.steps": LONGER * length, "run.dir": f"{config.dir}_best"}
-    return shlex.join(["mpp", config.train, *as_command_line(options)])
+    options = command_options(config, best.trial) | {"run.dir": f"{config.dir}_best"}
+    words = "next"
+    if best.steps is None and config.compute is not None:  # a published result has its compute, not its steps
+        words = f"next, with run.steps for {LONGER} times {config.compute:g} PFLOP"
+        options.pop("run.steps", None)
+    else:
+        length = best.steps or parsed_options(config.train, options).run.steps
+        options["run.steps"] = LONGER * length
+    return f"{words}: {shlex.join(['mpp', config.train, *as_command_line(options)])}"
 
 
 # --- plot ---
