@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpp.config import CorruptionConfig, Grid, require
+from mpp.config.imports import Registry
 from mpp.errors import UserError
 from mpp.runtime.randomness import DrawUniform, Stream, endless_uniforms
 
@@ -129,12 +130,15 @@ def multiblock(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) 
     return np.flatnonzero(corrupted)
 
 
-PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, DrawUniform], Positions]] = {
-    "random": random_patches,
-    "blocks": square_blocks,
-    "blockwise": blockwise,
-    "multiblock": multiblock,
-}
+PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, DrawUniform], Positions]] = Registry(
+    "corruption.pattern",
+    {
+        "random": random_patches,
+        "blocks": square_blocks,
+        "blockwise": blockwise,
+        "multiblock": multiblock,
+    },
+)
 
 
 def rectangle(grid: Grid, area: float, ratio: float, row_number: float, column_number: float) -> NDArray[np.bool_]:
@@ -199,7 +203,8 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
         )
     draw_uniform = endless_uniforms(Stream.CORRUPTION, seed, epoch, index)
     patches = math.prod(grid)
-    positions = np.sort(PATTERNS[config.pattern](config, grid, draw_uniform))
+    chosen = PATTERNS[config.pattern](config, grid, draw_uniform)
+    positions = np.sort(np.atleast_1d(chosen))  # None, of a function without a return, is refused below
     require_some_patches(positions, patches, config.pattern)
     count = len(positions)
     # The order in which the numbers are drawn is part of the result: a pattern's hidden patches are drawn last.

@@ -18,6 +18,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from mpp.config import ObjectiveConfig, require
+from mpp.config.imports import Registry
 from mpp.cross_entropy import cross_entropy
 from mpp.errors import UserError
 from mpp.gradients import ORIENTATION_BINS, orientation_lines, oriented_gradients
@@ -347,12 +348,16 @@ def build_pixels(config: ObjectiveConfig, patch_size: int, channels: int) -> Obj
     return Pixels(config, patch_size, channels)
 
 
-OBJECTIVES: dict[str, Callable[[ObjectiveConfig, int, int], Objective]] = {
-    "mean_color": MeanColor,
-    "grid_color": GridColor,
-    "pixels": build_pixels,
-    "hog": Hog,
-}
+OBJECTIVES: dict[str, Callable[[ObjectiveConfig, int, int], Objective]] = Registry(
+    "objective.name",
+    {
+        "mean_color": MeanColor,
+        "grid_color": GridColor,
+        "pixels": build_pixels,
+        "hog": Hog,
+    },
+    reserved=["features"],
+)
 
 
 def build_objective(
@@ -371,8 +376,21 @@ def build_objective(
         known = ", ".join([*OBJECTIVES, "features"])
         raise UserError(f"objective.name is {config.name}; it must be one of {known}, or registered by --import FILE")
     objective = OBJECTIVES[config.name](config, patch_size, channels)
+    require_members(objective, config.name)
     refuse_own_weights(objective, config.name)
     return objective
+
+
+def require_members(objective: Objective, name: str) -> None:
+    """Raise UserError where an objective lacks a member that it must define."""
+    needed = ["outputs", "targets", "loss"]
+    if getattr(objective, "palette", None) is not None:
+        needed.append("colour_classes")
+    allowed = "a subclass of Objective that sets outputs, and defines targets, loss and, with a palette, colour_classes"
+    for member in needed:
+        value = getattr(objective, member, None)
+        inherited = getattr(value, "__func__", value) is getattr(Objective, member, None)
+        require(not inherited, "objective.name", f"{name}, which defines no {member}", allowed)
 
 
 def refuse_own_weights(objective: Objective, name: str) -> None:

@@ -58,7 +58,7 @@ from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, saved_settings
 from mpp.training.task import ImageTask
-from mpp.training.user_code import refuse_idle_arguments
+from mpp.training.user_code import imports_used, refuse_idle_arguments
 from mpp.training.watch import read_verdict
 
 PANEL_IMAGES = 8
@@ -91,6 +91,8 @@ class Pretraining(ImageTask):
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
         self.probe = self.build_probe(train_images, config.probe, init_from=config.model.init_from)
+        if imports_used(config):
+            self.rehearse()
 
     def load_images(self, config: Config) -> ImageDataset:
         """Load the training and the held-out images.
@@ -169,13 +171,40 @@ class Pretraining(ImageTask):
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""
         images, *parts = to_device([batch.images, *batch.corruption], self.accelerator.device)
         corruption = Corruption(*parts)
+        return self.predict_images(model, images, corruption), images, corruption
+
+    def predict_images(self, model: nn.Module, images: Tensor, corruption: Corruption) -> PredictedBatch:
+        """Predictions and targets of images (B, C, H, W) on the model's device."""
         if self.predicts_features:
-            predicted = model(images, corruption)  # the targets, which its teacher computes, are included
-        else:
-            predictions = model(images, corruption)
-            targets = self.objective.targets(images, corruption.positions)
-            predicted = PredictedBatch(predictions, targets)
-        return predicted, images, corruption
+            return model(images, corruption)  # the targets, which its teacher computes, are included
+        predictions = model(images, corruption)
+        targets = self.objective.targets(images, corruption.positions)
+        return PredictedBatch(predictions, targets)
+
+    def rehearse(self) -> None:
+        """Carry out code of the user once, on some held-out images, from the mask to the picture.
+
+        The run folder is not yet written. Once it is, the code may not change any more, so a mistake that shows only in
+        the first evaluation would cost the run.
+
+        Raises:
+            UserError: predictions of another shape, or a loss that is no scalar with a gradient.
+        """
+        views = self.held_out_views
+        batch = collate([views[FIXED_VIEW, index] for index in range(min(PANEL_IMAGES, len(views.dataset)))])
+        with torch.enable_grad():
+            predicted = self.predict_images(self.model.eval(), batch.images, batch.corruption)
+            predictions = predicted.predictions.float()
+            wanted = (*batch.corruption.positions.shape, self.objective.outputs)
+            key = f"the shape of the predictions of network.name {self.config.network.name}"
+            allowed = f"{wanted}: images, corrupted patches, outputs of the objective"
+            require(predictions.shape == wanted, key, tuple(predictions.shape), allowed)
+            loss = self.loss_of(predictions, predicted.targets, counted_patches(batch))
+        refuse_useless_loss(loss, self.config.objective.name)
+        if not self.predicts_features:
+            measure_predictions(self.objective, predictions.detach(), batch.images, batch.corruption)
+        prediction_columns(self.objective, predictions.detach(), predicted.targets, batch.images, batch.corruption)
+        self.model.train()
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Move the teacher, if it is a moving average."""
@@ -279,6 +308,20 @@ class Pretraining(ImageTask):
             f"{self.patch_count} patches of {self.patch_size} x {self.patch_size}{overlap}, {self.corrupted_count} "
             f"corrupted, {self.model.on_top}, {super().describe_model()}"
         )
+
+
+def refuse_useless_loss(loss: Any, name: str) -> None:
+    """Raise UserError where the loss of an objective is no scalar with a gradient.
+
+    Args:
+        name: of the objective.
+    """
+    is_tensor = isinstance(loss, Tensor)
+    given = f"of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
+    if is_tensor and not loss.requires_grad:
+        given = "without a gradient"
+    allowed = "a scalar tensor that depends on the predictions"
+    require(is_tensor and loss.requires_grad and loss.ndim == 0, f"the loss of objective.name {name}", given, allowed)
 
 
 def counted_patches(batch: Batch) -> Tensor | None:

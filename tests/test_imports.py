@@ -317,3 +317,94 @@ def test_a_package_without_a_file_of_its_own_is_known_by_all_its_files(tmp_path,
     assert before.sha256 != user_imports()[0].sha256
     with pytest.raises(UserError, match="--import is sys, a module without a Python file"):
         take_imports(["--import=sys"])
+
+
+REGRESSION = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from mpp.corruption import PATTERNS, random_patches
+from mpp.models.networks import NETWORKS
+from mpp.models.predictor import MaskedPatchPredictor
+from mpp.objectives import OBJECTIVES, Objective, patches_at
+from mpp.palette import Palette
+
+
+class Mine(Objective):
+    outputs = 3
+    reduction = "mean"
+    detach = False
+
+    def targets(self, images, positions):
+        return patches_at(images, positions, self.patch_size).float().mean((-2, -1)) / 255
+
+    def loss(self, predictions, targets):
+        loss = F.mse_loss(predictions, targets, reduction=self.reduction)
+        return loss.detach() if self.detach else loss
+
+
+class Network(MaskedPatchPredictor):
+    def __init__(self, encoder, outputs, mean, std, config):
+        super().__init__(encoder, outputs, mean, std)
+
+
+OBJECTIVES["mine"] = Mine
+NETWORKS["mine"] = Network
+"""
+"""An objective and a network that train."""
+
+
+WRONG_OBJECTIVES = {
+    "no outputs": ("del Mine.outputs", r"mine, which defines no outputs; it must be a subclass of Objective that sets"),
+    "no targets": ("del Mine.targets", r"mine, which defines no targets; it must be a subclass of Objective that sets"),
+    "no loss": ("del Mine.loss", r"mine, which defines no loss; it must be a subclass of Objective that sets"),
+    "no classes": ("Mine.palette = Palette(3, 3, False)", r"mine, which defines no colour_classes; it must be"),
+    "a loss by patch": ("Mine.reduction = 'none'", r"loss of .* mine is of shape \(8, 8, 3\); it must be a scalar"),
+    "no gradient": ("Mine.detach = True", r"loss of .* mine is without a gradient; it must be a scalar tensor"),
+    "a number": ("Mine.loss = lambda *_: 0.0", r"loss of .* mine is a float; it must be a scalar tensor that depends"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_OBJECTIVES)
+def test_an_objective_that_cannot_train_is_refused_before_the_run_begins(pretrain, tmp_path, kind):
+    """A run folder is not begun: with it, the file could not be mended any more."""
+    change, message = WRONG_OBJECTIVES[kind]
+    (tmp_path / "mine.py").write_text(f"{REGRESSION}\n{change}\n")
+    with pytest.raises(UserError, match=message):
+        pretrain(f"--import={tmp_path / 'mine.py'}", "--objective.name=mine")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["decide", "paint"])
+def test_a_mistake_that_only_pictures_show_is_found_before_the_run_begins(pretrain, tmp_path, method):
+    (tmp_path / "mine.py").write_text(f"{REGRESSION}\n\ndef fail(*_):\n    1 / 0\n\n\nMine.{method} = fail\n")
+    with pytest.raises(ZeroDivisionError):
+        pretrain(f"--import={tmp_path / 'mine.py'}", "--objective.name=mine")
+    assert not (tmp_path / "run").exists()
+
+
+WRONG_NETWORKS = {
+    "no method": ("Network.method = property(lambda self: self.missing)", r"mine, which has no method; it must be a"),
+    "no text": ("Network.on_top = property(lambda self: self.missing)", r"mine, which has no on_top; it must be a"),
+    "all patches": (
+        "Network.forward = lambda self, images, _: self.head(self.encoder.forward_features(self.normalize(images)))",
+        r"predictions of network\.name mine is \[8, 17, 3\]; it must be \(8, 8, 3\): images, corrupted patches, outp",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_NETWORKS)
+def test_a_network_that_cannot_train_or_be_exported_is_refused_before_the_run_begins(pretrain, tmp_path, kind):
+    change, message = WRONG_NETWORKS[kind]
+    (tmp_path / "mine.py").write_text(f"{REGRESSION}\n{change}\n")
+    with pytest.raises(UserError, match=message):
+        pretrain(f"--import={tmp_path / 'mine.py'}", "--objective.name=mine", "--network.name=mine")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_numbers_of_patches_that_a_pattern_chooses_are_compared_before_the_run_begins(pretrain, tmp_path):
+    code = "PATTERNS['mine'] = lambda *settings: random_patches(*settings)[: 2 + int(5 * settings[2](1)[0])]"
+    (tmp_path / "mine.py").write_text(f"{REGRESSION}\n{code}\n")
+    with pytest.raises(UserError, match=r"number of corrupted patches of these images is .* chooses them$"):
+        pretrain(f"--import={tmp_path / 'mine.py'}", "--corruption.pattern=mine")
+    assert not (tmp_path / "run").exists()

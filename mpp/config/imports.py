@@ -9,10 +9,10 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpp.errors import UserError, one_line
 
@@ -27,6 +27,36 @@ class UserImport(NamedTuple):
     """As on the command line: a file or the dotted name of a module."""
     sha256: str
     """Digest of the file; of a package, of all its Python files."""
+
+
+class Registry(dict[str, Any]):
+    """Functions and classes by the name that a setting gives them. A name that is taken is refused.
+
+    The same definition may come again, as from a notebook's cell.
+
+    Args:
+        setting: that names one of them.
+        reserved: further names that are taken.
+    """
+
+    def __init__(self, setting: str, parts: Mapping[str, Any], reserved: Sequence[str] = ()):
+        super().__init__(parts)
+        self.setting = setting
+        self.reserved = reserved
+
+    def __setitem__(self, name: str, part: Any) -> None:
+        known = self.get(name)
+        is_taken = name in self.reserved or (known is not None and place_of(known) != place_of(part))
+        if is_taken:
+            owner = "mpp" if known is None else place_of(known)[0]
+            raise UserError(f"{self.setting} {name} is already that of {owner}; register yours by another name")
+        super().__setitem__(name, part)
+
+
+def place_of(part: Any) -> tuple[str, str]:
+    """Module and name of a function or class; those of its class, where it has none."""
+    named = part if hasattr(part, "__qualname__") else type(part)
+    return named.__module__, named.__qualname__
 
 
 _imports: dict[str, UserImport] = {}

@@ -7,10 +7,12 @@ network and a teacher, and returns targets with the predictions.
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from torch import nn
 
-from mpp.config import Config, NetworkConfig
+from mpp.config import Config, NetworkConfig, require
+from mpp.config.imports import Registry
 from mpp.errors import UserError
 from mpp.models.adaptation import choose_trained
 from mpp.models.autoencoder import MaskedAutoencoder
@@ -20,6 +22,9 @@ from mpp.models.teachers import StudentWithTeacher, build_teacher
 from mpp.models.timm_models import cell_grid
 from mpp.objectives import Objective, build_objective
 
+PARTS = ("encoder", "normalize.mean", "normalize.std", "method", "on_top")
+"""What a network must have: most of it is first read when the encoder is exported, after the training."""
+
 
 def build_predictor(
     encoder: nn.Module, outputs: int, mean: Sequence[float], std: Sequence[float], config: NetworkConfig
@@ -28,10 +33,13 @@ def build_predictor(
     return MaskedPatchPredictor(encoder, outputs, mean, std)
 
 
-NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "predictor": build_predictor,
-    "autoencoder": MaskedAutoencoder,
-}
+NETWORKS: dict[str, Callable[..., nn.Module]] = Registry(
+    "network.name",
+    {
+        "predictor": build_predictor,
+        "autoencoder": MaskedAutoencoder,
+    },
+)
 
 
 def build_model(config: Config) -> tuple[nn.Module, Objective]:
@@ -68,4 +76,11 @@ def build_network(
     if config.name not in NETWORKS:
         known = ", ".join(NETWORKS)
         raise UserError(f"network.name is {config.name}; it must be one of {known}, or registered by --import FILE")
-    return NETWORKS[config.name](encoder, outputs, mean, std, config=config)
+    network = NETWORKS[config.name](encoder, outputs, mean, std, config=config)
+    for part in PARTS:
+        try:
+            attrgetter(part)(network)
+        except AttributeError:
+            allowed = f"a module with {', '.join(PARTS)}"
+            require(False, "network.name", f"{config.name}, which has no {part}", allowed)
+    return network

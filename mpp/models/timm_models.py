@@ -27,8 +27,10 @@ def cell_grid(encoder: nn.Module) -> tuple[Grid, int]:
 
 
 def check_cells(encoder: nn.Module) -> None:
-    """Raise UserError where the image is no whole number of cells (see `cell_grid`)."""
+    """Raise UserError where cells are no squares, or the image is no whole number of them (see `cell_grid`)."""
     _, side = cell_grid(encoder)
+    height, width = encoder.patch_embed.feat_ratio(as_scalar=False)
+    require(height == width, "the patch of the encoder", f"{height} x {width} pixels", "a square")
     if not isinstance(encoder.patch_embed, PatchEmbed):  # a hybrid's convolutions pad to a power of two
         side = 2 ** math.ceil(math.log2(side))
     check_grid(encoder.patch_embed.img_size, side)
