@@ -7,7 +7,9 @@ import sys
 import pytest
 import yaml
 from conftest import ROOT, TINY
+from timm.models import _registry as registry
 
+import mpp
 from evaluation import report, visualize
 from evaluation.comparison.cases import cases_of
 from evaluation.comparison.digests import case_digest
@@ -30,11 +32,11 @@ def no_imports(monkeypatch):
     monkeypatch.setattr(imports, "_imports", {})
     modules, registries = set(sys.modules), [dict(each) for each in (OBJECTIVES, PATTERNS, NETWORKS)]
     yield
-    for name in {"brightness", "mine"} & (set(sys.modules) - modules):
+    for name in {"brightness", "mine", "second"} & (set(sys.modules) - modules):
         del sys.modules[name]
-    for registry, before in zip((OBJECTIVES, PATTERNS, NETWORKS), registries, strict=True):
-        registry.clear()
-        registry.update(before)
+    for parts, before in zip((OBJECTIVES, PATTERNS, NETWORKS), registries, strict=True):
+        parts.clear()
+        parts.update(before)
 
 
 def start_a_new_process():
@@ -408,3 +410,98 @@ def test_the_numbers_of_patches_that_a_pattern_chooses_are_compared_before_the_r
     with pytest.raises(UserError, match=r"number of corrupted patches of these images is .* chooses them$"):
         pretrain(f"--import={tmp_path / 'mine.py'}", "--corruption.pattern=mine")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("OBJECTIVES['mine'] = Mine", r"objective\.name mine is already that of mine; register yours by another name"),
+        ("OBJECTIVES['pixels'] = Mine", r"objective\.name pixels is already that of mpp\.objectives; register yours"),
+        ("OBJECTIVES['features'] = Mine", r"objective\.name features is already that of mpp; register yours"),
+        ("NETWORKS['predictor'] = Network", r"network\.name predictor is already that of mpp\.models\.networks; reg"),
+        ("PATTERNS['random'] = Mine", r"corruption\.pattern random is already that of mpp\.corruption; register"),
+    ],
+)
+def test_a_name_that_is_taken_is_refused(tmp_path, line, message):
+    (tmp_path / "mine.py").write_text(REGRESSION)
+    (tmp_path / "second.py").write_text(f"{REGRESSION.partition('OBJECTIVES[')[0]}\n{line}\n")
+    with pytest.raises(UserError, match=message):
+        take_imports([f"--import={tmp_path / 'mine.py'}", f"--import={tmp_path / 'second.py'}"])
+
+
+def test_a_definition_that_is_run_again_keeps_its_name():
+    """As a cell of a notebook does."""
+    for _ in range(2):
+        exec(REGRESSION, {"__name__": "mine"})
+    assert OBJECTIVES["mine"] and NETWORKS["mine"]
+
+
+def test_a_file_is_not_taken_for_a_package_that_is_imported_later(tmp_path):
+    (tmp_path / "datasets.py").write_text("")
+    command = f"from mpp.config.imports import take_imports; take_imports(['--import={tmp_path / 'datasets.py'}'])"
+    ended = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert "datasets is the name of another module; rename the file" in ended.stderr
+
+
+def test_an_import_that_another_one_builds_on_counts_too(pretrain, brightness, tmp_path):
+    """A base class in a file of its own: a run is not resumed where that one has changed."""
+    (tmp_path / "mine.py").write_text(
+        "from brightness import Brightness\nfrom mpp.objectives import OBJECTIVES\n\n\n"
+        "class Mine(Brightness):\n    pass\n\n\nOBJECTIVES['mine'] = Mine\n"
+    )
+    words = [f"--import={brightness}", f"--import={tmp_path / 'mine.py'}", "--objective.name=mine", "--run.steps=1"]
+    folder = pretrain(*words)
+    assert [each.name for each in imports.saved_imports(folder)] == [str(brightness), str(tmp_path / "mine.py")]
+    start_a_new_process()
+    OBJECTIVES.pop("mine")
+    sys.modules.pop("mine")
+    brightness.write_text(brightness.read_text() + "\n# changed\n")
+    with pytest.raises(UserError, match=r"brightness\.py has changed since .*run was started with it"):
+        pretrain(*words)
+
+
+ENCODERS = """
+from timm.models import build_model_with_cfg, register_model
+from timm.models.vision_transformer import VisionTransformer
+
+NUMBERS = dict(img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2)
+
+
+@register_model
+def mine_squares(pretrained=False, **settings):
+    return build_model_with_cfg(VisionTransformer, "mine_squares", pretrained, **NUMBERS | settings)
+
+
+@register_model
+def mine_oblong(pretrained=False, **settings):
+    return mine_squares(pretrained, patch_size=(8, 4), **settings)
+
+
+@register_model
+def mine_bare(pretrained=False, **settings):
+    return VisionTransformer(**NUMBERS, num_classes=0)
+"""
+
+
+def test_an_encoder_of_an_import_is_loaded_with_it_and_refused_without(pretrain, monkeypatch, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(ENCODERS)
+    monkeypatch.setattr(registry, "_model_entrypoints", dict(registry._model_entrypoints))
+    folder = pretrain(f"--import={file}", "--model.name=mine_squares", "--run.steps=1", without="--model")
+    assert len(mpp.load_encoder(folder).blocks) == 1
+    refused = {
+        "oblong": r"8 x 4 pixels; it must be a square",
+        "bare": r"mine_bare; it must be built by timm\.models\.build",
+    }
+    for name, message in refused.items():
+        with pytest.raises(UserError, match=message):
+            pretrain(f"--model.name=mine_{name}", dir=tmp_path / name, without="--model")
+
+    imports._imports.clear()
+    registry._model_entrypoints.pop("mine_squares")
+    for source in (folder, folder / "encoder"):
+        with pytest.raises(UserError, match=f"{folder} uses custom code: add --import {file}"):
+            mpp.load_encoder(source)
+    alone = (folder / "encoder").rename(tmp_path / "published")
+    with pytest.raises(UserError, match=r"config\.json is mine_squares; it must be a timm model, or one that a file"):
+        mpp.load_encoder(alone)

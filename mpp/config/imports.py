@@ -8,8 +8,10 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import site
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -121,7 +123,7 @@ def import_file(path: Path) -> ModuleType:
     known = sys.modules.get(path.stem)
     if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == path.resolve():
         return known
-    if known is not None or path.stem in sys.stdlib_module_names:
+    if known is not None or path.stem in sys.stdlib_module_names or is_installed(path.stem):
         raise UserError(f"{OPTION} is {path}, but {path.stem} is the name of another module; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -132,6 +134,11 @@ def import_file(path: Path) -> ModuleType:
         del sys.modules[path.stem]
         raise
     return module
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package of this name is installed: mpp may import it later, and would get the user's file."""
+    return PathFinder.find_spec(name, [*site.getsitepackages(), site.getusersitepackages()]) is not None
 
 
 def module_digest(module: ModuleType) -> str:

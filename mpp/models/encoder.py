@@ -17,6 +17,7 @@ from timm.models import is_model_in_modules
 from torch import Tensor, nn
 
 from mpp.config import ModelConfig, require
+from mpp.config.imports import require_imports
 from mpp.errors import UserError, one_line
 from mpp.models.descriptions import is_named, saved_config, trained_on, update_description
 from mpp.models.loading import WeightsFile, load_resampled, load_timm_model, load_weights, note_other_moments
@@ -32,7 +33,7 @@ from mpp.models.timm_models import (
 )
 from mpp.models.vit import VariantViT
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.weights import encoder_folder, refuse_pickle
+from mpp.runtime.weights import encoder_folder, refuse_pickle, run_of
 
 PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
 PLAIN_TRANSFORMERS = "a plain timm transformer (VisionTransformer, Eva, Beit)"
@@ -176,6 +177,8 @@ def create_vit(config: ModelConfig, channels: int) -> nn.Module:
         raise UserError(
             f"model.name is {name}, whose attention pooling cannot be trained here; {serves} builds it without"
         )
+    allowed = "built by timm.models.build_model_with_cfg: an export needs the pretrained_cfg that it adds"
+    require(hasattr(encoder, "pretrained_cfg"), "model.name", name, allowed)
     check_cells(encoder)
     has_positions = getattr(encoder, "pos_embed", None) is not None
     allowed = f"learned with {name}, which has position embeddings"
@@ -282,8 +285,13 @@ def load_folder(folder: Path, pretrained: bool, setting: str, changes: dict[str,
     """
     weights = WeightsFile(folder / "model.safetensors", setting, model="that its config.json is about")
     description = saved_config(folder)
+    name = description.get("architecture", "")
+    if name and not timm.is_model(name):
+        require_imports(run_of(folder))
+        allowed = "a timm model, or one that a file of --import registers"
+        require(False, f"the architecture in {folder / 'config.json'}", name, allowed)
     create = partial(timm.create_model, f"local-dir:{folder}", **changes)
-    squares_only = is_model_in_modules(description.get("architecture", ""), SQUARES_ONLY)
+    squares_only = is_model_in_modules(name, SQUARES_ONLY)
     if not pretrained:
         encoder = create(pretrained=False)
     elif squares_only and "img_size" in changes:

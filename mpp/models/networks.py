@@ -23,7 +23,7 @@ from mpp.models.timm_models import cell_grid
 from mpp.objectives import Objective, build_objective
 
 PARTS = ("encoder", "normalize.mean", "normalize.std", "method", "on_top")
-"""What a network must have: most of it is first read when the encoder is exported, after the training."""
+"""Attributes of a network. The export, at the end of the training, is the first that reads some of them."""
 
 
 def build_predictor(

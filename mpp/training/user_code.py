@@ -1,6 +1,8 @@
 """Whether a run uses code of the user: functions and classes that a file of `--import` registered under a name."""
 
+import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import timm
@@ -37,11 +39,13 @@ def is_of_user(component: Any) -> bool:
 
 def defining_module(component: Any) -> str:
     """Name of the module that defines a function or class; empty: it is unknown."""
-    return getattr(component, "__module__", "")
+    return getattr(component, "__module__", None) or ""
 
 
 def imports_used(config: TrainingConfig) -> list[UserImport]:
     """The imports that define a function or class which the settings name, and which is neither mpp's nor timm's.
+
+    Also those that such an import imports itself, as one that has a base class.
 
     All imports of the process, where such a function or class is of a module that none of them is.
     """
@@ -51,7 +55,20 @@ def imports_used(config: TrainingConfig) -> list[UserImport]:
             continue
         defining = [each for each in user_imports() if defines(each, defining_module(component))]
         used.update(defining or user_imports())
+    found = list(used)
+    while found:
+        code = found.pop()
+        new = [each for each in user_imports() if each not in used and takes_from(code, each)]
+        used.update(new)
+        found += new
     return [each for each in user_imports() if each in used]
+
+
+def takes_from(code: UserImport, other: UserImport) -> bool:
+    """Whether the module of an import has another import, or something that it defines, among its names."""
+    values = list(vars(sys.modules[module_name(code)]).values())
+    modules = [each.__name__ if isinstance(each, ModuleType) else defining_module(each) for each in values]
+    return any(defines(other, name) for name in modules)
 
 
 def defines(code: UserImport, module: str) -> bool:
