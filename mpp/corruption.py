@@ -130,7 +130,7 @@ def multiblock(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) 
     return np.flatnonzero(corrupted)
 
 
-PATTERNS: dict[str, Callable[[CorruptionConfig, Grid, DrawUniform], Positions]] = Registry(
+PATTERNS: Registry[Callable[[CorruptionConfig, Grid, DrawUniform], Positions]] = Registry(
     "corruption.pattern",
     {
         "random": random_patches,

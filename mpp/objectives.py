@@ -59,7 +59,8 @@ def unscale_pixels(scaled: Tensor) -> Tensor:
 class Objective:
     """Targets of corrupted patches and their loss. A new objective sets `outputs`, and defines `targets` and `loss`.
 
-    The other members serve accuracy and pictures, and have defaults.
+    The other members serve accuracy and pictures, and have defaults. An objective moves tensors of its own to the
+    device of the images, and keeps nothing from one batch to the next: a resumed run would lack it.
     """
 
     outputs: int
@@ -348,7 +349,7 @@ def build_pixels(config: ObjectiveConfig, patch_size: int, channels: int) -> Obj
     return Pixels(config, patch_size, channels)
 
 
-OBJECTIVES: dict[str, Callable[[ObjectiveConfig, int, int], Objective]] = Registry(
+OBJECTIVES: Registry[Callable[[ObjectiveConfig, int, int], Objective]] = Registry(
     "objective.name",
     {
         "mean_color": MeanColor,

@@ -13,8 +13,11 @@ import mpp
 from evaluation import report, visualize
 from evaluation.comparison.cases import cases_of
 from evaluation.comparison.digests import case_digest
-from evaluation.comparison.entries import read_entries
-from evaluation.config import CompareConfig
+from evaluation.comparison.encoders import training_settings
+from evaluation.comparison.entries import EncoderEntry, read_entries
+from evaluation.comparison.sweep_results import TrialResult, next_training
+from evaluation.comparison.trials import plan_sweep
+from evaluation.config import CompareConfig, SweepConfig
 from mpp.config import Config, imports
 from mpp.config.imports import import_words, take_imports, user_imports
 from mpp.config.parsing import parse
@@ -261,6 +264,37 @@ def test_a_comparison_tells_results_of_changed_code_apart(brightness, tmp_path):
     brightness.write_text(brightness.read_text() + "\n# changed\n")
     after = digests()
     assert before["own"] != after["own"] and before["colours"] == after["colours"]
+    start_a_new_process()
+    with pytest.raises(UserError, match=r"objective\.name is brightness; it must be one of mean_color.*, or reg"):
+        cases_of(read_entries(parse(CompareConfig, ["--config", str(tmp_path / "compare.yaml")])))
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        (
+            "corruption.pattern",
+            r"corruption\.pattern is mine; it must be one of random, .*, or registered by --im",
+        ),
+        ("network.name", r"network\.name is mine; it must be one of predictor, autoencoder, or registered by --import"),
+        ("model.name", r"model\.name is mine; it must be a timm model, or registered by --import FILE"),
+    ],
+)
+def test_a_plan_that_is_read_without_its_code_is_refused(setting, message):
+    """Its finished trainings would be taken for others, and its tables be written without them."""
+    entry = EncoderEntry("own", "runs/own", train="pretrain", train_options={setting: "mine"})
+    with pytest.raises(UserError, match=message):
+        training_settings(entry, 0)
+
+
+def test_the_next_command_of_a_sweep_imports_the_code(brightness, tmp_path):
+    page = {"dir": str(tmp_path / "sweep"), "settings": {"objective.name": "brightness"}, "vary": {"optim.lr": [0.1]}}
+    page["evaluate"] = {"command": "knn"}
+    (tmp_path / "sweep.yaml").write_text(json.dumps(page))
+    config = parse(SweepConfig, [f"--import={brightness}", "--config", str(tmp_path / "sweep.yaml")])
+    plan = plan_sweep(config)
+    command = next_training(config, TrialResult(plan.trials[0], {}, None, None, 4, "knn")).removeprefix("next: ")
+    assert f"mpp pretrain --import={brightness} " in command
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from mpp.config.command_line import as_command_line
 from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
+from mpp.training.user_code import refuse_unregistered
 
 SettingsT = TypeVar("SettingsT")
 
@@ -116,7 +117,7 @@ def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
     """Settings of the command that trains the encoder; None: the entry does not say how it is trained.
 
     Raises:
-        UserError: its several seeds would be the same training.
+        UserError: its several seeds would be the same training, or it needs code that is not imported.
     """
     if entry.train is None:
         return None
@@ -124,6 +125,7 @@ def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
     settings = parsed(TRAININGS[entry.train].config_class, tuple(command_line(options, seed)))
     is_own = len(entry.seeds) == 1 or settings.run.seed == seed
     require(is_own, f"encoders: {entry.name}: run.seed", settings.run.seed, "left out: seeds has several")
+    refuse_unregistered(settings)
     return settings
 
 

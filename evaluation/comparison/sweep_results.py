@@ -26,6 +26,7 @@ from evaluation.metrics.scoring import rank_of
 from evaluation.metrics.summaries import summarize_values
 from evaluation.pages.about import recorded_versions
 from mpp.config.command_line import as_command_line, as_words
+from mpp.config.imports import import_words
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
 from mpp.training.run_folder import group_of, saved_settings
@@ -268,7 +269,7 @@ def next_training(config: SweepConfig, best: TrialResult) -> str:
     else:
         length = best.steps or parsed_options(config.train, options).run.steps
         options["run.steps"] = LONGER * length
-    return f"{words}: {shlex.join(['mpp', config.train, *as_command_line(options)])}"
+    return f"{words}: {shlex.join(['mpp', config.train, *import_words(), *as_command_line(options)])}"
 
 
 # --- plot ---

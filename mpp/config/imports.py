@@ -14,9 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mpp.errors import UserError, one_line
+
+PartT = TypeVar("PartT")
 
 OPTION = "--import"
 IMPORTS_FILE = "imports.json"
@@ -31,7 +33,7 @@ class UserImport(NamedTuple):
     """Digest of the file; of a package, of all its Python files."""
 
 
-class Registry(dict[str, Any]):
+class Registry(dict[str, PartT]):
     """Functions and classes by the name that a setting gives them. A name that is taken is refused.
 
     The same definition may come again, as from a notebook's cell.
@@ -41,12 +43,12 @@ class Registry(dict[str, Any]):
         reserved: further names that are taken.
     """
 
-    def __init__(self, setting: str, parts: Mapping[str, Any], reserved: Sequence[str] = ()):
+    def __init__(self, setting: str, parts: Mapping[str, PartT], reserved: Sequence[str] = ()):
         super().__init__(parts)
         self.setting = setting
         self.reserved = reserved
 
-    def __setitem__(self, name: str, part: Any) -> None:
+    def __setitem__(self, name: str, part: PartT) -> None:
         known = self.get(name)
         is_taken = name in self.reserved or (known is not None and place_of(known) != place_of(part))
         if is_taken:

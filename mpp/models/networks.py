@@ -33,7 +33,7 @@ def build_predictor(
     return MaskedPatchPredictor(encoder, outputs, mean, std)
 
 
-NETWORKS: dict[str, Callable[..., nn.Module]] = Registry(
+NETWORKS: Registry[Callable[..., nn.Module]] = Registry(
     "network.name",
     {
         "predictor": build_predictor,

@@ -8,13 +8,13 @@ from typing import Any
 import timm
 
 from mpp.config import TrainingConfig, require
-from mpp.config.imports import UserImport, module_name, user_imports
+from mpp.config.imports import Registry, UserImport, module_name, user_imports
 from mpp.corruption import PATTERNS
 from mpp.models.networks import NETWORKS
 from mpp.objectives import OBJECTIVES
 
 OURS = ("mpp", "timm")
-REGISTERED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+REGISTERED: Mapping[str, tuple[str, Registry]] = {
     "objective": ("name", OBJECTIVES),
     "corruption": ("pattern", PATTERNS),
     "network": ("name", NETWORKS),
@@ -30,6 +30,20 @@ def refuse_idle_arguments(config: TrainingConfig) -> None:
         allowed = f"null or left out: {group}.{setting} {name} has settings of its own; these are for code of --import"
         takes_them = name in registered and is_of_user(registered[name])
         require(takes_them or settings.arguments is None, f"{group}.arguments", settings.arguments, allowed)
+
+
+def refuse_unregistered(config: TrainingConfig) -> None:
+    """Raise UserError where settings name a part that nothing has registered in this process.
+
+    For plans of trainings: without their --import, results would be taken for those of other settings.
+    """
+    for group, (setting, registered) in REGISTERED.items():
+        name = getattr(getattr(config, group, None), setting, None)
+        known = [*registered, *registered.reserved]
+        allowed = f"one of {', '.join(known)}, or registered by --import FILE"
+        require(name is None or name in known, f"{group}.{setting}", name, allowed)
+    model = config.model and config.model.name
+    require(not model or timm.is_model(model), "model.name", model, "a timm model, or registered by --import FILE")
 
 
 def is_of_user(component: Any) -> bool:
