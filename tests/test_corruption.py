@@ -155,6 +155,7 @@ def test_a_pattern_that_cannot_be_is_named(settings, words):
         np.arange(64) < 32,  # a mask
         np.array([1.0, 5.0]),
         np.array([[1, 5]]),
+        None,  # a function without a return
     ],
 )
 def test_positions_that_are_not_some_of_the_patches_are_refused(positions, monkeypatch):

@@ -5,11 +5,14 @@ import shutil
 import sys
 from importlib import import_module
 
+import numpy as np
 import pytest
 from comparisons import write_cats_and_dogs
 from conftest import ROOT
 
 from evaluation import cli, compare, registry
+from evaluation.frozen.labelled_features import LabelledFeatures
+from evaluation.frozen.results import write_json
 from evaluation.metrics.outcomes import load_outcomes
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import imports
@@ -78,3 +81,31 @@ def test_the_example_of_an_evaluation_is_compared(nearest_centroid, images, tmp_
     summary = json.loads((tmp_path / "compared" / "results.json").read_text())["summary"]
     cell = summary["comparison"]["colours"]["nearest centroid"]
     assert (cell["mean"], cell["std"], cell["count"]) == (1.0, 0.0, 1) and cell["interval"][1] == 1.0
+
+
+LABELS = np.array([0, 2, 4, 2])
+FEATURES = LabelledFeatures(np.zeros((4, 3)), LABELS, np.zeros((4, 3)), LABELS)
+
+
+@pytest.mark.parametrize(
+    "predicted, given",
+    [
+        (LABELS[:3], r"int64 of shape \(3,\); it must be one for each of 4 test images"),
+        (np.int64(2), r"int64 of shape \(\); it must be one for each of 4 test images"),
+        (LABELS + 0.3, r"float64 of shape \(4,\); it must be \(4,\) whole numbers, each a class of the labels"),
+        (np.zeros((4, 5), int), r"int64 of shape \(4, 5\); it must be \(4,\) whole numbers"),
+        (np.array([0, 1, 4, 2]), r"int64 of shape \(4,\); it must be \(4,\) whole numbers, each a class of the labels"),
+        (np.array([0, 9, 4, 2]), r"int64 of shape \(4,\); it must be \(4,\) whole numbers, each a class of the labels"),
+    ],
+)
+def test_predictions_that_are_no_classes_are_refused(predicted, given):
+    """Each would count as the next class: 1.3 and 1 as class 2."""
+    with pytest.raises(UserError, match=f"^the array of an evaluation's predictions is {given}"):
+        FEATURES.outcomes(predicted)
+
+
+def test_an_accuracy_of_numpy_is_written(tmp_path):
+    results = [{"accuracy": np.float32(0.5), "shots": np.int64(5)}, {"accuracy": np.float32("nan")}]
+    write_json(tmp_path / "mine.json", {"results": results})
+    written = json.loads((tmp_path / "mine.json").read_text())
+    assert written == {"results": [{"accuracy": 0.5, "shots": 5}, {"accuracy": None}]}

@@ -104,10 +104,20 @@ class LabelledFeatures(NamedTuple):
         return numbered, classes
 
     def outcomes(self, predicted: NDArray) -> Outcomes:
-        """The outcomes of predictions (M, ...) of the test images; one class is numbered without gaps there."""
+        """The outcomes of predictions (M, ...) of the test images; one class is numbered without gaps there.
+
+        Raises:
+            UserError: they are not one for each image; or no classes, of which the next one would be taken.
+        """
+        predicted = np.asarray(predicted)
+        given = f"{predicted.dtype} of shape {predicted.shape}"
+        key = "the array of an evaluation's predictions"
+        require(predicted.shape[:1] == (len(self.test),), key, given, f"one for each of {len(self.test)} test images")
         if self.kind != "class":
             return Outcomes(self.kind, self.test_labels, predicted, self.class_names, self.test_images)
         numbered, classes = self.with_numbered_classes()
+        are_classes = predicted.ndim == 1 and predicted.dtype.kind in "iu" and bool(np.isin(predicted, classes).all())
+        require(are_classes, key, given, f"({len(self.test)},) whole numbers, each a class of the labels")
         predicted = np.searchsorted(classes, predicted)
         return Outcomes("class", numbered.test_labels, predicted, numbered.class_names, self.test_images)
 

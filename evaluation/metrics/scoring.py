@@ -117,11 +117,13 @@ def result_entries(outcomes: Outcomes) -> Result:
 
 
 def without_nan(value: Any) -> Any:
-    """A value for JSON: null instead of NaN, a figure that the images do not have."""
+    """A value for JSON: null instead of NaN, a figure that the images do not have; plain numbers of numpy's."""
     if isinstance(value, dict):
         return {key: without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(each) for each in value]
+    if isinstance(value, np.generic):  # such as the mean of an array, which json refuses
+        value = value.item()
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
