@@ -147,12 +147,16 @@ def test_a_run_is_not_read_without_its_code(pretrain, brightness, command):
     assert "brightness" not in sys.modules
 
 
-def test_a_run_is_not_resumed_with_a_changed_file(pretrain, brightness):
-    pretrain(f"--import={brightness}", BRIGHTNESS)
+def test_a_run_is_not_resumed_with_a_changed_file_and_its_pictures_come_with_a_warning(pretrain, brightness, capsys):
+    folder = pretrain(f"--import={brightness}", BRIGHTNESS)
     start_a_new_process()
     brightness.write_text(brightness.read_text() + "\n# changed\n")
     with pytest.raises(UserError, match=r"brightness\.py has changed since .*run was started with it"):
         pretrain(f"--import={brightness}", BRIGHTNESS)
+    words = [f"--encoder={folder}", "--pictures=[filters]", "--precision=fp32"]
+    visualize.main([f"--import={brightness}", *words])
+    printed = capsys.readouterr()
+    assert f"brightness.py has changed since {folder} was started with it" in printed.out + printed.err
 
 
 def test_a_file_in_another_folder_is_the_same_code(pretrain, brightness, tmp_path):

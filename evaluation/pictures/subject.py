@@ -18,12 +18,13 @@ from evaluation.frozen.extraction import views_for
 from evaluation.frozen.run_images import LoadedSplits, load_images_of
 from evaluation.patches.features import patch_features
 from mpp.config import require
-from mpp.config.imports import require_imports
+from mpp.config.imports import changed_imports, require_imports
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch
 from mpp.features.reconstructions import as_one_picture, as_rgb, stretch
 from mpp.models.timm_models import has_class
+from mpp.runtime.messages import warn
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import run_of
 from mpp.training.run_folder import group_of, saved_settings
@@ -105,7 +106,10 @@ def load_subject(config: VisualizeConfig, loaded: LoadedSplits | None = None) ->
         UserError: there is no such encoder, or there are no such images.
     """
     accelerator = start_alone(config.run_settings(), "pictures are drawn")
-    require_imports(run_of(Path(config.encoder)))
+    run = run_of(Path(config.encoder))
+    require_imports(run)
+    for name in changed_imports(run):
+        warn(f"{name} has changed since {run} was started with it: what is drawn comes from the code of today")
     largest_band = max(config.bands or (1,))
     allowed = f"from 1 to {config.data.channels}: data.channels"
     require(largest_band <= config.data.channels, "bands", largest_band, allowed)

@@ -187,6 +187,12 @@ def require_imports(folder: Path) -> None:
         raise UserError(f"{folder} uses custom code: add {words} (runs record such files, and never execute them)")
 
 
+def changed_imports(folder: Path) -> list[str]:
+    """Names of the files imported here that a run was started with, and that have changed since."""
+    digests = {module_name(each): each.sha256 for each in user_imports()}
+    return [each.name for each in saved_imports(folder) if digests.get(module_name(each), each.sha256) != each.sha256]
+
+
 def refuse_other_code(folder: Path, imports: Iterable[UserImport]) -> None:
     """Refuse to resume a run with other code than it was started with.
 
