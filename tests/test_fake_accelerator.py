@@ -27,7 +27,7 @@ SMALL = (*(word for word in TINY if not word.startswith(("--run.steps", "--run.l
 BETWEEN = ("update", "between")  # two logged steps
 LOGGED = {  # where the host waits when a step is logged
     "_local_scalar_dense in step.verify",  # the verdict on it, and on those since the last
-    "index by a mask in metrics.measure",  # the accuracy on corrupted patches, by what became of them
+    "index by a mask in metrics.measure_predictions",  # the accuracy on corrupted patches, by what became of them
     "bincount in palette.count",
 }
 
