@@ -17,10 +17,11 @@ from image_files import decode_with, npy, npz, tar, tiff
 from imagecodecs import png_encode
 from PIL import Image
 
-from mpp.config import DataConfig, ImagesConfig, SourceConfig
+from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.data.decoded_cache import cache_decoded
 from mpp.data.decoding.decode import count_frames, read_mask, read_values
 from mpp.data.decoding.kinds import is_picture, kind_of_file
+from mpp.data.prepared_image import prepare_image
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import main as prepare
@@ -222,6 +223,44 @@ def test_white_may_be_zero_with_12_bits_in_16():
     filled = decode_with(scan, channels=1, range=limits, nodata=float(nodata) * 16)[0]
     assert len(filled[is_missing].unique()) == 1
     assert torch.equal(filled[~is_missing], decoded[0][~is_missing])
+
+
+def numbers_of(bits: int) -> np.ndarray:
+    """All numbers of so many bits, or some of them, from 0 to the largest (40, 48)."""
+    dtype = np.uint8 if bits < 8 else np.uint16
+    return np.linspace(0, 2**bits - 1, 40 * 48).round().astype(dtype).reshape(40, 48)
+
+
+@pytest.mark.parametrize("bits", [4, 10, 12, 14])
+@pytest.mark.parametrize("settings", [{}, {"channels": 1}, {"channels": 2, "bands": (1, 1)}], ids=["RGB", "grey", "2"])
+def test_the_largest_number_of_the_bits_that_a_tiff_declares_is_white(bits, settings):
+    """They are packed; 12 bits that are stored as 16 are in no header."""
+    data = tiff(numbers_of(bits), bitspersample=bits)
+    expected = torch.from_numpy(numbers_of(bits) * (255 / (2**bits - 1)))
+    assert (decode_with(data, **settings) - expected).abs().max() < 1e-4
+    if "bands" in settings:
+        ranged = decode_with(data, range=(0.0, 5.0), **settings)  # of the numbers in the file
+        assert np.array_equal(ranged[0], numbers_of(bits).clip(max=5).astype(np.float32) * 51)
+    else:
+        inverted = decode_with(tiff(numbers_of(bits), bitspersample=bits, **WHITE_IS_ZERO), **settings)
+        assert (inverted + expected - 255).abs().max() < 1e-4
+
+
+def test_opacity_of_12_bits_is_laid_on_white():
+    pixels = np.stack([np.full((40, 48), 1000), np.full((40, 48), 2**12 - 1)], -1).astype(np.uint16)
+    pixels[:, 24:, 1] = 0
+    data = tiff(pixels, bitspersample=12, photometric="minisblack", extrasamples=["unassalpha"])
+    decoded = decode_with(data, channels=1)[0]
+    assert (decoded[:, :24] - 1000 * 255 / 4095).abs().max() < 1e-4 and (decoded[:, 24:] == 255).all()
+
+
+def test_shards_of_a_tiff_of_12_bits_keep_its_numbers():
+    data = tiff(numbers_of(12), bitspersample=12)
+    grey = ImagesConfig(channels=1)
+    shard_image = prepare_image(data, PrepareConfig(format="npy", data=grey))
+    assert torch.equal(decode_with(shard_image, channels=1, range=(0.0, 4095.0)), decode_with(data, channels=1))
+    with pytest.raises(UserError, match="format is jpeg, which holds 8 bits; it must be npy"):  # which says no bits
+        prepare_image(data, PrepareConfig(data=grey))
 
 
 def test_black_and_white():

@@ -55,9 +55,9 @@ class ImagesConfig:
     """Bands of the files used as channels, counted from 1: [4, 3, 2]. Nothing is converted then. null: all bands."""
     range: tuple[float, float] | tuple[tuple[float, float], ...] | Literal["window"] | None = None
     """[LOW, HIGH], or one pair per channel: values mapped to 0 and 255; values outside are clipped. null: 8-bit images
-    stay as they are, 16-bit images use their full range (DICOM: the full range of its stored bits, rescaled); longer
-    integers and floating-point numbers need one. window: each DICOM file's own window. Images of other than 8 bits
-    become float32."""
+    stay as they are, others of up to 16 bits use the full range of the bits that their file declares (DICOM: rescaled);
+    longer integers and floating-point numbers need one. window: each DICOM file's own window. Images of other than 8
+    bits become float32."""
     nodata: float | Literal["nan"] | None = None
     """Value that marks pixels without data. They, and pixels that are not finite, get the mean of their image's
     channel. null: a TIFF's own nodata tag; other images with pixels that are not finite are unreadable."""

@@ -15,7 +15,7 @@ from mpp.data.decoding.kinds import optional_format
 from mpp.data.decoding.metadata import without_metadata
 from mpp.data.decoding.optional import DICOM
 from mpp.data.decoding.pictures import to_ppm
-from mpp.data.decoding.tiff import white_is_zero
+from mpp.data.decoding.tiff import has_fewer_bits, white_is_zero
 from mpp.errors import UnreadableImage, UserError
 
 
@@ -49,8 +49,9 @@ def may_stay(image: bytes | NDArray, values: NDArray, config: PrepareConfig) -> 
     if not reads_all or not isinstance(image, bytes) or white_is_zero(image):
         return False
     form = optional_format(image)
-    is_deep = values.dtype != np.uint8
-    return form is not DICOM and not (is_deep and form)  # their values use some bits of a type, which arrays do not say
+    if values.dtype == np.uint8:
+        return form is not DICOM
+    return not form and not has_fewer_bits(image)  # their values use some bits of a type, which arrays do not say
 
 
 def pixels_alone(image: bytes, values: NDArray, config: PrepareConfig) -> bytes:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tifffile import TiffPage, TiffPageSeries
 
 PREMULTIPLIED, OPACITY = 1, 2  # kinds of extra samples
-WHITE_IS_ZERO, BLACK_IS_ZERO, RGB = 0, 1, 2  # photometric interpretations
+WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, PALETTE = range(4)  # photometric interpretations
 NODATA_TAG = 42113  # GDAL_NODATA
 SIGNED_INTEGERS = 2  # a sample format
 JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
@@ -51,13 +51,24 @@ def read_tiff(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels
         orientation = page.tags.valueof(ORIENTATION_TAG, UPRIGHT)
 
     pixels = turn_upright(pixels, orientation)
+    most = 2**page.bitspersample - 1
+    limits = (0, most) if uses_part_of_type(page) else None
     if wanted is not Wanted.PICTURE:
-        return StoredPixels(pixels, nodata=nodata)
+        return StoredPixels(pixels, limits=limits, nodata=nodata)
     is_inverted = is_inverted and pixels.dtype.kind == "u"
     if extra_samples & {PREMULTIPLIED, OPACITY}:
-        pixels = lay_on_white(pixels, white_is_most=not is_inverted, premultiplied=PREMULTIPLIED in extra_samples)
-    inverted = (0, 2**page.bitspersample - 1) if is_inverted else None
-    return StoredPixels(pixels, inverted, nodata=nodata)
+        is_premultiplied = PREMULTIPLIED in extra_samples
+        pixels = lay_on_white(pixels, not is_inverted, is_premultiplied, most=most if limits else None)
+    return StoredPixels(pixels, (0, most) if is_inverted else None, limits, nodata=nodata)
+
+
+def uses_part_of_type(page: "TiffPage") -> bool:
+    """Whether a page's whole numbers have fewer bits than their type: 10 of 16, say. Indices of a palette do not count.
+
+    Numbers of 12 bits that are stored as 16 say nothing of it.
+    """
+    is_whole = page.dtype is not None and page.dtype.kind == "u" and page.photometric != PALETTE
+    return is_whole and page.bitspersample < 8 * page.dtype.itemsize <= 16
 
 
 def nodata_of(page: "TiffPage") -> float | None:
@@ -144,3 +155,11 @@ def white_is_zero(image: bytes) -> bool:
         return False
     with open_with_tifffile(image) as file:
         return file.pages[0].photometric == WHITE_IS_ZERO
+
+
+def has_fewer_bits(image: bytes) -> bool:
+    """Whether an image file is a TIFF whose numbers have fewer bits than their type."""
+    if not is_tiff(image):
+        return False
+    with open_with_tifffile(image) as file:
+        return uses_part_of_type(file.pages[0])
