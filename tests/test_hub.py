@@ -344,8 +344,8 @@ def test_loose_pictures_are_listed_as_on_this_machine(fake_hub, home, tmp_path):
     assert Counter(images["test"].values()) == {(0, "cat"): 2, (1, "dog"): 2}
 
 
-def test_tar_shards_are_listed_as_on_this_machine(fake_hub, home):
-    """Indexed and streamed. Endings of images differ, and names have dots."""
+def test_tar_shards_are_listed_as_on_this_machine(fake_hub, home, capfd):
+    """Indexed and streamed. Endings of images differ, and names have dots. A third shard is missing."""
     shards = {}
     for shard, (end, form) in enumerate((("jpg", "JPEG"), ("png", "PNG"))):
         members = []
@@ -354,11 +354,12 @@ def test_tar_shards_are_listed_as_on_this_machine(fake_hub, home):
             kind = number % 2
             members.append((f"{name}.{end}", colour(kind, form)))
             members.append((f"{name}.cls", CATS_AND_DOGS[kind].encode()))
-        shards[f"data/train-{shard}.tar"] = tar(members)
+        shards[f"data/train-{shard}-of-3.tar"] = tar(members)
     path = publish(fake_hub, "tars", shards)
     images = [colour(n % 2, form) for form in ("JPEG", "PNG") for n in range(6)]
     assert in_a_process(streamed, path) == [*zip(CATS_AND_DOGS * 6, images, strict=True)]
     assert Counter(in_a_process(seen, path)["train"].values()) == {(0, "cat"): 6, (1, "dog"): 6}
+    assert capfd.readouterr().err.count(f"data.path {path}: 2 of 3 shards are there of train:") == 2
 
 
 def test_a_download_that_fills_the_disk(start, run, tally):

@@ -404,6 +404,7 @@ def test_numbered_shards_have_the_split_of_their_folder(tmp_path):
     assert sizes_of_splits(tmp_path) == {"train": 5, "validation": 4, "photos": 3}
 
 
+@pytest.mark.parametrize("path", ["{}", "file://{}", "file://{}/**/*.parquet"], ids=["folder", "URL", "URLs"])
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("names", "said"),
@@ -417,14 +418,17 @@ def test_numbered_shards_have_the_split_of_their_folder(tmp_path):
         (["a-train-0-of-1", "b-train-0-of-1", "train-7", "test-1-of-1"], None),
     ],
 )
-def test_sets_of_shards_that_are_not_whole_are_named(tmp_path, capsys, names, said, streaming):
-    """As where a download, or mpp prepare, was broken off."""
+def test_sets_of_shards_that_are_not_whole_are_named(tmp_path, capsys, names, said, streaming, path):
+    """As where a download, or mpp prepare, was broken off. A shard that is named by itself is no set."""
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         rows(4).to_parquet(tmp_path / f"{name}.parquet")
-    load_splits(DataConfig(path=str(tmp_path)), streaming)
+    path = path.format(tmp_path)
+    load_splits(DataConfig(path=path), streaming)
     errors = capsys.readouterr().err
-    assert (f"warning: data.path {tmp_path}: {said}" in errors) if said else ("shards" not in errors)
+    assert (f"warning: data.path {path}: {said}" in errors) if said else ("shards" not in errors)
+    load_splits(DataConfig(path=f"file://{tmp_path}/{names[0]}.parquet"), streaming)
+    assert "shards" not in capsys.readouterr().err
 
 
 def test_a_card_says_what_the_splits_are(tmp_path):

@@ -3,8 +3,9 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,7 @@ def load_by_card(path: Path, config: ImagesConfig, streaming: bool) -> dict[str,
     files = declared_files(builder)
     all_files = [file for of_split in files.values() for file in of_split]
     refuse_stand_ins(all_files)
-    for line in incomplete_sets(all_files):
-        warn(f"{describe_source(config)}: {line}")
+    warn_of_incomplete_sets(files, config)
     if isinstance(builder, WebDataset):
         return load_shards(files, config, streaming)
     refuse_streamed_files(builder, streaming)
@@ -126,6 +126,16 @@ def refuse_stand_ins(files: Iterable[str]) -> None:
         if kind in STAND_IN_STARTS:
             advice = "`git lfs pull` fetches it" if kind == LFS_POINTER else "fetch it again"
             raise UserError(f"{file} is {kind} instead of a shard; {advice}")
+
+
+def warn_of_incomplete_sets(shards: Mapping[str, Iterable[str]], config: ImagesConfig) -> None:
+    """Warn of sets of shards, such as those of 00000-of-00012, of which some are not there.
+
+    Args:
+        shards: split -> files, by their paths or URLs.
+    """
+    for line in incomplete_sets(chain.from_iterable(shards.values())):
+        warn(f"{describe_source(config)}: {line}")
 
 
 def refuse_streamed_files(builder: datasets.DatasetBuilder, streaming: bool) -> None:

@@ -27,6 +27,7 @@ from mpp.data.local import (
     refuse_streamed_files,
     share_folder_listing,
     share_tar_listing,
+    warn_of_incomplete_sets,
 )
 from mpp.data.retry import SERVER_ERRORS, read_with_retries
 from mpp.errors import UserError
@@ -40,6 +41,8 @@ def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
         if folder is not None:
             return share_folder_listing(folder, config, streaming=False).splits
     builder = datasets.load_dataset_builder(config.path, name=config.name, revision=config.revision)
+    if builder.config.data_files and not isinstance(builder, ImageFolder):  # a cache that is read offline has none
+        warn_of_incomplete_sets(declared_files(builder), config)
     if isinstance(builder, WebDataset):
         return load_remote_tars(declared_files(builder), config, streaming)
     refuse_streamed_files(builder, streaming)
@@ -109,8 +112,11 @@ def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of the shards at a URL."""
     refuse_list(config)
     name, patterns_by_split = find_shards(config.path, config.group_name)
+    shards = {split: files_matching(patterns) for split, patterns in patterns_by_split.items()}
+    is_one_shard = Path(config.path).suffix in SHARD_BUILDERS and "*" not in config.path
+    if not is_one_shard:
+        warn_of_incomplete_sets(shards, config)
     if name == SHARD_BUILDERS[".tar"]:
-        shards = {split: files_matching(patterns) for split, patterns in patterns_by_split.items()}
         return load_remote_tars(shards, config, streaming)
     return datasets.load_dataset(name, data_files=patterns_by_split, streaming=streaming)
 
