@@ -281,7 +281,8 @@ def test_files_that_are_not_there_are_refused_at_once_or_skipped(tmp_path, capsy
     listed(tmp_path, list("abc") * 10)
     for number in (3, 4, 5, 6):
         (tmp_path / f"{number}.png").unlink()
-    words = rf"names 4 files that are not in {tmp_path}: 3.png, 4.png, 5.png and 1 more; .* set data.missing skip"
+    words = rf"names 4 files that are not in {tmp_path}: 3.png, 4.png, 5.png and 1 more; "
+    words += r"names start from the list's folder; mend the list, or set data\.missing skip"
     with pytest.raises(UserError, match=words):
         load(tmp_path)
     images = in_train(tmp_path, missing="skip")
@@ -369,6 +370,18 @@ def test_a_list_anywhere(tmp_path, inside):
         load(tmp_path / "data", labels=str(file))
     with pytest.raises(UserError, match=r"data\.label_column is kind; .* has image, id, species"):
         load(tmp_path / "data", **ways | {"label_column": "kind"})
+
+
+@pytest.mark.parametrize("start", ["", "data/", "./data/"])
+def test_names_in_a_list_elsewhere_start_from_the_images_or_from_the_list(tmp_path, start):
+    save_classes(tmp_path / "data", CATS_AND_DOGS, 1)
+    file = tmp_path / "elsewhere.csv"
+    write_csv(file, [{"file": f"{start}{name}/0.png", "label": f"a {name}"} for name in CATS_AND_DOGS])
+    ways = dict(labels=str(file))
+    assert in_train(tmp_path / "data", **ways) == {"cat/0.png": (0, "a cat"), "dog/0.png": (1, "a dog")}
+    write_csv(file, [{"file": f"{start}cat/1.png"}])
+    with pytest.raises(UserError, match=r"cat/1\.png; names start from data\.path or the list's folder; mend the list"):
+        load(tmp_path / "data", **ways)
 
 
 def test_the_column_of_labels_is_named_as_it_is_written(tmp_path):

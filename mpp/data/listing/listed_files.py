@@ -147,7 +147,8 @@ class ListedFiles:
             if self.config.missing == "refuse":
                 what = f"{len(names)} files that are" if len(names) > 1 else "a file that is"
                 problem = f"{path} names {what} not in {self.tree.root}: {shortened(names)}"
-                advice = "names are relative to the list's folder; mend the list, or set data.missing skip"
+                start = "the list's folder" if self.config.labels is None else "data.path or the list's folder"
+                advice = f"names start from {start}; mend the list, or set data.missing skip"
                 raise UserError(printable(f"{problem}; {advice}"))
             self.tree.left_out.add("files that a list names and that are not there", names[0], len(names))
 
