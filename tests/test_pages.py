@@ -1,13 +1,33 @@
-"""Pages of the documentation: links lead somewhere, and tables are whole."""
+"""Pages of the documentation: links lead somewhere, tables are whole, and commands and examples work."""
 
 import re
+import shlex
+from collections.abc import Iterator
 from functools import lru_cache
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import ROOT
+import timm
+import torch
+from conftest import ROOT, picture
+from image_files import tiff
+from PIL import Image
+
+from evaluation.cli import commands, locate_command
+from evaluation.comparison.cases import cases_of, evaluation_settings
+from evaluation.comparison.entries import read_entries
+from evaluation.comparison.trials import plan_sweep
+from evaluation.config import CompareConfig, SweepConfig
+from mpp.config.keys import known_keys
+from mpp.config.parsing import parse
+from mpp.errors import UserError
 
 LINK = re.compile(r"\]\(\s*([^)\s]+)\s*\)")
 CODE = re.compile(r"^ *`{3}.*?^ *`{3}$|(?:(?<=\n\n)|\A)(?: {4,}[^\n]*(?:\n|\Z))+|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+CODE_BLOCK = re.compile(r"^ *`{3}.*?^ *`{3}$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 END_OF_CELL = re.compile(r"(?<!\\)\|")
@@ -15,6 +35,18 @@ NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
 MOST_LINES = 200
 MOST_LINES_OF_THE_FRONT_PAGE = 120
 MOST_LINES_IN_ALL = 3400
+INLINE_CODE = re.compile(r"`([^`]+)`")
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
+COMMENT = re.compile(r"\s+# .*")
+OF_MPP = re.compile(r"(?:mpp |accelerate launch )")
+SCRIPT = re.compile(r"(?:.*/)?(?:mpp|evaluation)/(\w+)\.py")
+OPTION = re.compile(r"--([\w.-]+)")
+SETTING = re.compile(
+    r"(?:run|data|model|corruption|network|objective|optim|probe|augment|distill)\.(?!py|json|safe)\w+"
+)
+OF_OTHERS = {"config", "import", "help", "num_processes", "shm-size"}
+"""Options of all commands, and of other programs."""
 WRITTEN_BY_PROGRAMS = ("settings.md", "table.md", "ATTRIBUTION.md")
 
 
@@ -64,3 +96,109 @@ def test_pages_are_short_enough_to_be_read():
     assert lines[ROOT / "README.md"] <= MOST_LINES_OF_THE_FRONT_PAGE
     assert max(lines.values()) <= MOST_LINES
     assert sum(lines.values()) <= MOST_LINES_IN_ALL
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """The commands of mpp on a page, in blocks and in lines, as words: the command's name first."""
+    text = CODE_BLOCK.sub("", page.read_text())
+    blocks = [line.strip() for line in text.replace("\\\n", " ").splitlines() if line.startswith("    ")]
+    inline = [" ".join(code.split()) for code in INLINE_CODE.findall(text)]
+    for line in blocks + [code for code in inline if OF_MPP.match(code)]:
+        try:
+            words = shlex.split(COMMENT.sub("", line).replace("$", ""))
+        except ValueError:  # a line of Python or of a table
+            continue
+        if words[:1] == ["mpp"]:
+            yield words[1:]
+        for place, word in enumerate(words):
+            script = SCRIPT.fullmatch(word)
+            if script and "launch" in words:
+                yield [script[1].replace("_", "-"), *words[place + 1 :]]
+
+
+def is_whole(words: list[str]) -> bool:
+    """Whether a command is not only named, and reads no file that the page has its reader write."""
+    config = dict(pairwise(words)).get("--config", "birds")
+    has_config = any((ROOT / "configs").rglob(f"{Path(config).stem}.yaml"))
+    return len(words) > 1 and has_config and not {"--help", "--import", "..."} & {*words}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_have_settings_that_exist_and_fit(page, monkeypatch):
+    """No command is carried out; settings that are inherited from an encoder's run are not there."""
+    monkeypatch.chdir(ROOT)
+    wrong = []
+    for name, *words in commands_of(page):
+        if not is_whole([name, *words]):
+            continue
+        try:
+            assert name in commands(), name
+            _, module, config = locate_command(name)
+            parse(getattr(import_module(module), config), words)
+        except UserError as error:
+            wrong.append(f"{name} {shlex.join(words)}: {error}")
+    assert not wrong
+
+
+@lru_cache
+def all_settings() -> set[str]:
+    """The settings of all commands."""
+    found = set()
+    for name in commands():
+        _, module, config = locate_command(name)
+        found.update(known_keys(getattr(import_module(module), config)))
+    return found
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_settings_that_a_page_names_exist(page):
+    """In code in a line: `data.path`, or `--data.path FOLDER`."""
+    known = all_settings() | OF_OTHERS
+    wrong = []
+    for code in INLINE_CODE.findall(CODE_BLOCK.sub("", page.read_text())):
+        named = OPTION.findall(code) if code.startswith("--") else [code] if SETTING.fullmatch(code) else []
+        wrong += [name for name in named if name not in known]
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", ["mpp/your_images.md", "evaluation/compare.md"])
+def test_the_yaml_of_a_page_is_a_comparison_or_a_sweep(page, tmp_path):
+    file = tmp_path / "shown.yaml"
+    for text in YAML.findall((ROOT / page).read_text()):
+        file.write_text(text)
+        if "vary:" in text:
+            assert plan_sweep(parse(SweepConfig, [f"--config={file}"])).trials
+        else:
+            for case in cases_of(read_entries(parse(CompareConfig, [f"--config={file}"]))):
+                evaluation_settings(case)  # raises where one does not exist
+
+
+def python_of(page: str) -> list[str]:
+    """The examples in Python on a page."""
+    return PYTHON.findall((ROOT / page).read_text())
+
+
+def test_the_python_of_the_front_page_works():
+    (example,) = python_of("README.md")
+    names = {}
+    exec(example, names)
+    assert names["features"].shape == (286, 128) and names["neighbours"].shape == (286, 5)
+
+
+def test_the_python_of_the_page_on_encoders_works(finished_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(finished_run)
+    Image.fromarray(picture(0)).save("photo.jpg")
+    of_photos, of_tiles = python_of("mpp/use_encoder.md")
+    names = {}
+    exec(of_photos, names)
+    width = names["encoder"].embed_dim
+    assert names["features"].shape == (1, width) and names["tokens"].shape == (1, 1 + 16, width)
+
+    Path("tile.tif").write_bytes(tiff(np.full((40, 40, 4), 2500, np.uint16), planarconfig="contig"))
+    encoder = timm.create_model("vit_tiny_patch16_224", in_chans=4, img_size=32).eval()
+    names |= {"encoder": encoder, "expects": names["expects"] | {"mean": (0.5,) * 4, "std": (0.5,) * 4}}
+    exec(of_tiles, names)
+    assert names["tokens"].shape == (1, 1 + 4, 192)
+    torch.testing.assert_close(names["tokens"], encoder.forward_features(torch.full((1, 4, 32, 32), -0.5)))
