@@ -546,6 +546,7 @@ def test_images_go_away_while_a_run_reads_them(tmp_path, images, tally, undistur
         finish(run)
     else:
         assert set(run.wait()) == {2} and not (cut / "encoder").exists()
+        assert not (cut / MARKER).exists()  # no job is requeued for an error
         errors = [line for line in run.said.splitlines() if "cannot be read, tried for 1 s" in line]
         assert len(errors) == processes and all("No such file" in line for line in errors), run.said[-3000:]
         assert f"a checkpoint after step {newest_step(cut)} is written" in errors[0]
