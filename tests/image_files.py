@@ -3,11 +3,10 @@
 import io
 import os
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 import tifffile
 from torch import Tensor
 
@@ -20,14 +19,25 @@ def decode_with(image: bytes | np.ndarray, **settings) -> Tensor:
     return decode(image, ImagesConfig(**settings))
 
 
-def tiff(pixels: np.ndarray, **options) -> bytes:
-    """A TIFF; options of `tifffile.imwrite`. Libraries of Python 3.10 do not write bits that are packed."""
+def tiff(pixels: np.ndarray | Iterator[bytes], **options) -> bytes:
+    """A TIFF of pixels, or of encoded strips; options of `tifffile.imwrite`."""
     file = io.BytesIO()
-    try:
-        tifffile.imwrite(file, pixels, **options)
-    except NotImplementedError as error:
-        pytest.skip(f"imagecodecs: {error}")
+    tifffile.imwrite(file, pixels, **options)
     return file.getvalue()
+
+
+def packed_tiff(pixels: np.ndarray, bits: int, **options) -> bytes:
+    """A TIFF of numbers of so many bits, without gaps in a row; not every imagecodecs can pack them.
+
+    Args:
+        pixels: of an unsigned type that holds the numbers; their first dimension is the rows.
+        options: see `tiff`.
+    """
+    numbers = pixels.astype(">u2").reshape(len(pixels), -1, 1)
+    digits = np.unpackbits(numbers.view(np.uint8), axis=2)[..., -bits:]
+    rows = np.packbits(digits.reshape(len(pixels), -1), axis=1)
+    about = {"shape": pixels.shape, "dtype": pixels.dtype, "bitspersample": bits, "rowsperstrip": len(pixels)}
+    return tiff(iter([rows.tobytes()]), **about, **options)
 
 
 def npy(pixels: np.ndarray) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 import tifffile
 import torch
 from conftest import encoded, picture, read_metrics
-from image_files import decode_with, npy, npz, tar, tiff
+from image_files import decode_with, npy, npz, packed_tiff, tar, tiff
 from imagecodecs import png_encode
 from PIL import Image
 
@@ -235,27 +235,27 @@ def numbers_of(bits: int) -> np.ndarray:
 @pytest.mark.parametrize("settings", [{}, {"channels": 1}, {"channels": 2, "bands": (1, 1)}], ids=["RGB", "grey", "2"])
 def test_the_largest_number_of_the_bits_that_a_tiff_declares_is_white(bits, settings):
     """They are packed; 12 bits that are stored as 16 are in no header."""
-    data = tiff(numbers_of(bits), bitspersample=bits)
+    data = packed_tiff(numbers_of(bits), bits)
     expected = torch.from_numpy(numbers_of(bits) * (255 / (2**bits - 1)))
     assert (decode_with(data, **settings) - expected).abs().max() < 1e-4
     if "bands" in settings:
         ranged = decode_with(data, range=(0.0, 5.0), **settings)  # of the numbers in the file
         assert np.array_equal(ranged[0], numbers_of(bits).clip(max=5).astype(np.float32) * 51)
     else:
-        inverted = decode_with(tiff(numbers_of(bits), bitspersample=bits, **WHITE_IS_ZERO), **settings)
+        inverted = decode_with(packed_tiff(numbers_of(bits), bits, **WHITE_IS_ZERO), **settings)
         assert (inverted + expected - 255).abs().max() < 1e-4
 
 
 def test_opacity_of_12_bits_is_laid_on_white():
     pixels = np.stack([np.full((40, 48), 1000), np.full((40, 48), 2**12 - 1)], -1).astype(np.uint16)
     pixels[:, 24:, 1] = 0
-    data = tiff(pixels, bitspersample=12, photometric="minisblack", extrasamples=["unassalpha"])
+    data = packed_tiff(pixels, 12, photometric="minisblack", extrasamples=["unassalpha"])
     decoded = decode_with(data, channels=1)[0]
     assert (decoded[:, :24] - 1000 * 255 / 4095).abs().max() < 1e-4 and (decoded[:, 24:] == 255).all()
 
 
 def test_shards_of_a_tiff_of_12_bits_keep_its_numbers():
-    data = tiff(numbers_of(12), bitspersample=12)
+    data = packed_tiff(numbers_of(12), 12)
     grey = ImagesConfig(channels=1)
     shard_image = prepare_image(data, PrepareConfig(format="npy", data=grey))
     assert torch.equal(decode_with(shard_image, channels=1, range=(0.0, 4095.0)), decode_with(data, channels=1))
