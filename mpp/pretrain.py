@@ -58,7 +58,7 @@ from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, saved_settings
 from mpp.training.task import ImageTask
-from mpp.training.user_code import imports_used, refuse_idle_arguments
+from mpp.training.user_code import imports_used, refuse_idle_arguments, require_shape, require_useful_loss
 from mpp.training.watch import read_verdict
 
 PANEL_IMAGES = 8
@@ -195,12 +195,10 @@ class Pretraining(ImageTask):
         with torch.enable_grad():
             predicted = self.predict_images(self.model.eval(), batch.images, batch.corruption)
             predictions = predicted.predictions.float()
-            wanted = (*batch.corruption.positions.shape, self.objective.outputs)
-            key = f"the shape of the predictions of network.name {self.config.network.name}"
-            allowed = f"{wanted}: images, corrupted patches, outputs of the objective"
-            require(predictions.shape == wanted, key, tuple(predictions.shape), allowed)
+            expected = (*batch.corruption.positions.shape, self.objective.outputs)
+            require_shape(predictions, expected, self.config.network.name)
             loss = self.loss_of(predictions, predicted.targets, counted_patches(batch))
-        refuse_useless_loss(loss, self.config.objective.name)
+        require_useful_loss(loss, self.config.objective.name)
         if not self.predicts_features:
             measure_predictions(self.objective, predictions.detach(), batch.images, batch.corruption)
         prediction_columns(self.objective, predictions.detach(), predicted.targets, batch.images, batch.corruption)
@@ -308,20 +306,6 @@ class Pretraining(ImageTask):
             f"{self.patch_count} patches of {self.patch_size} x {self.patch_size}{overlap}, {self.corrupted_count} "
             f"corrupted, {self.model.on_top}, {super().describe_model()}"
         )
-
-
-def refuse_useless_loss(loss: Any, name: str) -> None:
-    """Raise UserError where the loss of an objective is no scalar with a gradient.
-
-    Args:
-        name: of the objective.
-    """
-    is_tensor = isinstance(loss, Tensor)
-    given = f"of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
-    if is_tensor and not loss.requires_grad:
-        given = "without a gradient"
-    allowed = "a scalar tensor that depends on the predictions"
-    require(is_tensor and loss.requires_grad and loss.ndim == 0, f"the loss of objective.name {name}", given, allowed)
 
 
 def counted_patches(batch: Batch) -> Tensor | None:

@@ -1,4 +1,7 @@
-"""Whether a run uses code of the user: functions and classes that a file of `--import` registered under a name."""
+"""Code of the user: functions and classes that a file of `--import` registered under a name.
+
+Which of it a run uses, and whether what it returns fits.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -6,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import timm
+from torch import Tensor
 
 from mpp.config import TrainingConfig, require
 from mpp.config.imports import Registry, UserImport, module_name, user_imports
@@ -102,3 +106,28 @@ def components_named(config: TrainingConfig) -> list[Any]:
     if model and timm.is_model(model):
         components.append(timm.model_entrypoint(model))
     return components
+
+
+def require_shape(predictions: Tensor, expected: tuple[int, ...], name: str) -> None:
+    """Raise UserError where predictions have another shape than (images, corrupted patches, outputs).
+
+    Args:
+        name: of the network.
+    """
+    key = f"the shape of the predictions of network.name {name}"
+    allowed = f"{expected}: images, corrupted patches, outputs of the objective"
+    require(predictions.shape == expected, key, tuple(predictions.shape), allowed)
+
+
+def require_useful_loss(loss: Any, name: str) -> None:
+    """Raise UserError where the loss of an objective is no scalar with a gradient.
+
+    Args:
+        name: of the objective.
+    """
+    is_tensor = isinstance(loss, Tensor)
+    given = f"of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
+    if is_tensor and not loss.requires_grad:
+        given = "without a gradient"
+    allowed = "a scalar tensor that depends on the predictions"
+    require(is_tensor and loss.requires_grad and loss.ndim == 0, f"the loss of objective.name {name}", given, allowed)
