@@ -288,8 +288,10 @@ def load_folder(folder: Path, pretrained: bool, setting: str, changes: dict[str,
     name = description.get("architecture", "")
     if name and not timm.is_model(name):
         require_imports(run_of(folder))
-        allowed = "a timm model, or one that a file of --import registers"
-        require(False, f"the architecture in {folder / 'config.json'}", name, allowed)
+        raise UserError(
+            f"the architecture in {folder / 'config.json'} is {name}; it must be a timm model, or one that a file of "
+            "--import registers"
+        )
     create = partial(timm.create_model, f"local-dir:{folder}", **changes)
     squares_only = is_model_in_modules(name, SQUARES_ONLY)
     if not pretrained:

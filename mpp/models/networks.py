@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from torch import nn
 
-from mpp.config import Config, NetworkConfig, require
+from mpp.config import Config, NetworkConfig
 from mpp.config.imports import Registry
 from mpp.errors import UserError
 from mpp.models.adaptation import choose_trained
@@ -80,7 +80,9 @@ def build_network(
     for part in PARTS:
         try:
             attrgetter(part)(network)
-        except AttributeError:
-            allowed = f"a module with {', '.join(PARTS)}"
-            require(False, "network.name", f"{config.name}, which has no {part}", allowed)
+        except AttributeError as error:
+            needed = ", ".join(PARTS)
+            raise UserError(
+                f"network.name is {config.name}, which has no {part}; it must be a module with {needed}"
+            ) from error
     return network
