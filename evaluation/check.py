@@ -20,8 +20,8 @@ from evaluation.figures.markdown import markdown_table
 from evaluation.memory import peak_memory
 from evaluation.pages.about import changed_settings_shown
 from evaluation.pictures.gallery import arrange_in_rows
-from mpp.config import Config
-from mpp.config.parsing import as_words, parse
+from mpp.config import Config, as_words
+from mpp.config.parsing import parse
 from mpp.data.data_path import describe_source
 from mpp.data.decoding.optional import describe_packages
 from mpp.data.loader import BatchLayout
@@ -358,7 +358,7 @@ def draw_crops(task: Pretraining, batches: Sequence[Batch]) -> Image.Image:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check as the command line, or `arguments`, say."""
-    check(parse(Config, arguments, prog="mpp check"))
+    check(parse(Config, arguments))
 
 
 if __name__ == "__main__":

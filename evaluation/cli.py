@@ -5,16 +5,14 @@
 Settings are read before torch is loaded, so that help and a misspelt setting do not wait for it.
 """
 
-import difflib
 import sys
 from importlib import import_module
 
 import mpp
 from evaluation.registry import EVALUATIONS
-from mpp.config.help import show_help
 from mpp.config.imports import take_imports
-from mpp.config.parsing import parse_unchecked
-from mpp.errors import UserError
+from mpp.config.parsing import read
+from mpp.errors import UserError, did_you_mean
 from mpp.runtime.output import steady_output, use_utf8
 
 BEFORE_EVALUATIONS = {
@@ -74,20 +72,18 @@ def main() -> None:
     name, *words = sys.argv[1:] or ["--help"]
     try:
         words = take_imports(words)  # first: they may register a command
-        if name in ("-h", "--help"):
-            show_help(usage())
-        if name == "--version":
-            show_help(f"mpp {mpp.__version__}")
+        if name in ("-h", "--help", "--version"):
+            print(f"mpp {mpp.__version__}" if name == "--version" else usage())
+            return
         if name not in commands():
-            near = difflib.get_close_matches(name, commands(), n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"unknown command {name}: {hint}allowed: {', '.join(commands())}")
+            hint = did_you_mean(name, [*commands()])
+            raise UserError(f"unknown command {name}{hint}; allowed: {', '.join(commands())}")
         module, configs, config = locate_command(name)
-        parse_unchecked(getattr(import_module(configs), config), words, prog=f"mpp {name}")
+        sys.argv = [f"mpp {name}", *words]
+        read(getattr(import_module(configs), config)(), words)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    sys.argv = [f"mpp {name}", *words]
     import_module("mpp.runtime.command").run_main(lambda: import_module(module).main())  # torch makes a cache on import
 
 

@@ -62,7 +62,7 @@ def run_folders(encoders: Sequence[EncoderEntry]) -> dict[str, list[Path]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare as the command line, or `arguments`, say."""
-    compare(parse(CompareConfig, arguments, prog="python evaluation/compare.py"))
+    compare(parse(CompareConfig, arguments))
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ class Contrastive(ImageTask):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line, or `arguments`, say."""
-    config = parse(ContrastiveConfig, arguments, prog="accelerate launch evaluation/contrastive.py")
+    config = parse(ContrastiveConfig, arguments)
     folder = train(config, Contrastive)
     if PartialState().is_main_process:
         if config.run.eval_every > 0:

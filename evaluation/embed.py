@@ -132,7 +132,7 @@ def build_table(
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Embed with the settings of the command line, or of `arguments`."""
-    return embed(*parse_and_load(EmbedConfig, arguments, prog="python evaluation/embed.py"))
+    return embed(*parse_and_load(EmbedConfig, arguments))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from mpp.runtime.start import start
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Extract features with the settings of the command line, or of `arguments`, and write them."""
-    config, loaded = parse_and_load(FeaturesConfig, arguments, prog="python evaluation/features.py")
+    config, loaded = parse_and_load(FeaturesConfig, arguments)
     require(config.depth != "dev", "depth", config.depth, "a number, last or all: `mpp features` cannot choose a depth")
     accelerator = start(config.run_settings())
     path = report_path_of_command(config, "features", ".npz")

@@ -125,7 +125,7 @@ def least_squares(
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Probe with the settings of the command line, or of `arguments`."""
-    return run(*parse_and_load(FewshotConfig, arguments, prog="python evaluation/fewshot.py"))
+    return run(*parse_and_load(FewshotConfig, arguments))
 
 
 if __name__ == "__main__":

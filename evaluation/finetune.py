@@ -267,7 +267,7 @@ def table_of_rates(report: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Fine-tune as the command line, or `arguments`, say."""
-    return run(*parse_and_load(FinetuneConfig, arguments, prog="accelerate launch evaluation/finetune.py"))
+    return run(*parse_and_load(FinetuneConfig, arguments))
 
 
 if __name__ == "__main__":

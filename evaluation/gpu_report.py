@@ -365,7 +365,7 @@ def output_of(device: str, seconds: float, *words: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Report with the settings of the command line, or of `arguments`."""
-    config = parse(GpuReportConfig, arguments, prog="python evaluation/gpu_report.py")
+    config = parse(GpuReportConfig, arguments)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("torch sees no GPU here; --device cpu rehearses the report")
     report = GpuReport(config)

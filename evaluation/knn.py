@@ -50,7 +50,7 @@ def note_missing_neighbours(neighbours: Sequence[int], image_count: int) -> None
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Probe with the settings of the command line, or of `arguments`."""
-    return run(*parse_and_load(KnnConfig, arguments, prog="python evaluation/knn.py"))
+    return run(*parse_and_load(KnnConfig, arguments))
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def fit_sgd(
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Probe with the settings of the command line, or of `arguments`."""
-    return run(*parse_and_load(LinearConfig, arguments, prog="python evaluation/linear.py"))
+    return run(*parse_and_load(LinearConfig, arguments))
 
 
 if __name__ == "__main__":

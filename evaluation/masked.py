@@ -17,7 +17,7 @@ from evaluation.frozen.report_names import report_path
 from evaluation.frozen.results import write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, add_figures
-from mpp.config.checks import require
+from mpp.config import require
 from mpp.config.parsing import parse
 from mpp.errors import Unavailable
 from mpp.features.masked_counts import COUNTED, load_masked_counts
@@ -88,7 +88,7 @@ def outcomes_by_line(run: Path, step: int) -> dict[str, Outcomes]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Report with the settings of the command line, or of `arguments`."""
-    run(parse(MaskedConfig, arguments, prog="python evaluation/masked.py"))
+    run(parse(MaskedConfig, arguments))
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def optimizer_bytes(model: nn.Module, config: OptimConfig) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Count with the settings of the command line, or of `arguments`."""
-    config = parse(Config, arguments, prog="python evaluation/memory.py")
+    config = parse(Config, arguments)
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, world_size=1, rank=0)
     peak = peak_memory(config, layout.largest_share, layout.accumulation_steps)
     print(f"GB at the peak of a step, {layout.largest_share} images a forward pass, one GPU with the whole model:")

@@ -65,8 +65,7 @@ from evaluation.tables.given import given_columns
 from evaluation.tables.images import folder_of, identify_splits, images_of_splits, load_all_splits
 from evaluation.tables.parts import IDENTITY_ENTRIES, about_file, is_begun, read_about, write_table
 from mpp.config import require
-from mpp.config.command_line import files_first
-from mpp.config.parsing import parse_unchecked
+from mpp.config.parsing import read
 from mpp.data.data_path import describe_source
 from mpp.runtime.command import run_main
 from mpp.runtime.files import write_complete
@@ -300,10 +299,9 @@ def how_read_of(config: PredictConfig) -> dict[str, Any]:
 
 def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, LoadedSplits | None]:
     """The settings of the command line, and the images of the classifier's run if these are loaded already."""
-    prog = "python evaluation/predict.py"
     find_named_classifier.cache_clear()
-    config, loaded = parse_and_load(PredictConfig, arguments, prog, encoder_of, how_read_of)
-    named = parse_unchecked(PredictConfig, files_first(sys.argv[1:] if arguments is None else arguments), prog)
+    config, loaded = parse_and_load(PredictConfig, arguments, encoder_of, how_read_of)
+    named = read(PredictConfig(), sys.argv[1:] if arguments is None else arguments)
     is_inherited = named.data.label_column is None and config.data.label_column is not None
     learned_column = learned_label_column(find_classifier(config))
     if is_inherited and learned_column is not None:  # which stands before the run's column

@@ -81,7 +81,7 @@ def active_warnings(folder: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page with the settings of the command line, or of `arguments`."""
     # without its images a run still has curves, so other images than the run's are not refused here
-    config, _ = read_with_images(ReportConfig, arguments, prog="python evaluation/report.py", encoder_of=tested_encoder)
+    config, _ = read_with_images(ReportConfig, arguments, encoder_of=tested_encoder)
     report(replace(config, encoder=tested_encoder(config)))
 
 

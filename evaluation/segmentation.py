@@ -336,7 +336,7 @@ def write_picture(
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Evaluate with the settings of the command line, or of `arguments`."""
-    return run(*parse_and_load(SegmentationConfig, arguments, prog="python evaluation/segmentation.py"))
+    return run(*parse_and_load(SegmentationConfig, arguments))
 
 
 if __name__ == "__main__":

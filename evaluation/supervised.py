@@ -145,7 +145,7 @@ def build_task(config: SupervisedConfig, accelerator: Accelerator, layout: Batch
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line, or `arguments`, say."""
-    config = parse(SupervisedConfig, arguments, prog="accelerate launch evaluation/supervised.py")
+    config = parse(SupervisedConfig, arguments)
     folder = train(with_teacher_digest(config), build_task, writes_page=False)
     if PartialState().is_main_process:
         if config.run.eval_every > 0:

@@ -36,7 +36,7 @@ def sweep(config: SweepConfig) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Sweep as the command line, or `arguments`, say."""
-    sweep(parse(SweepConfig, arguments, prog="mpp sweep"))
+    sweep(parse(SweepConfig, arguments))
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def print_throughput(result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, with the settings of the command line, or of `arguments`."""
-    config = parse(ThroughputConfig, arguments, prog="python evaluation/throughput.py")
+    config = parse(ThroughputConfig, arguments)
     require(timm.is_model(config.model), "model", config.model, "a timm VisionTransformer")
     result = measure_all(config)
     print_throughput(result)

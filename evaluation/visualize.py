@@ -61,7 +61,7 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> li
 
 def main(arguments: Sequence[str] | None = None) -> list[str]:
     """Draw with the settings of the command line, or of `arguments`."""
-    return visualize(*parse_and_load(VisualizeConfig, arguments, prog="python evaluation/visualize.py"))
+    return visualize(*parse_and_load(VisualizeConfig, arguments))
 
 
 if __name__ == "__main__":

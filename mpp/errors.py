@@ -1,6 +1,8 @@
 """Errors that the user can mend; every other exception is a bug."""
 
 import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 
 ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 """Begin of the system's messages."""
@@ -21,6 +23,17 @@ def one_line(error: BaseException) -> str:
     """The message of a library's error in one line, without the system's number; its class, where it has no message."""
     message = " ".join(str(error).split())
     return ERROR_NUMBER.sub("", message) or type(error).__name__
+
+
+def did_you_mean(word: object, names: Iterable[str] | Mapping[str, str]) -> str:
+    """The end of a message about a misspelled word: the name that was probably meant; empty: none is near.
+
+    Args:
+        names: that exist, perhaps each with another one that is said in its place.
+    """
+    near = get_close_matches(str(word), names, n=1)
+    meant = [names[name] if isinstance(names, Mapping) else name for name in near]
+    return f" (did you mean {meant[0]}?)" if meant else ""
 
 
 class Undecodable(UserError):

@@ -25,8 +25,7 @@ import datasets
 import torch
 
 from mpp.config import PrepareConfig, require
-from mpp.config.parsing import parse
-from mpp.config.saved import changes_since, describe_changes, to_yaml
+from mpp.config.parsing import changes_since, describe_changes, parse, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
@@ -317,7 +316,7 @@ def training_command(config: PrepareConfig) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare a dataset as the command line, or `arguments`, say."""
-    config = parse(PrepareConfig, arguments, prog="python -m mpp.prepare")
+    config = parse(PrepareConfig, arguments)
     if config.data.path is None:
         raise UserError("data.path is null; it must be a dataset of the hub, a folder, or a file")
     out = Path(config.out)

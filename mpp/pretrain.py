@@ -16,11 +16,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
-from mpp.config import Config, ModelConfig, SourceConfig, refuse_idle, require
-from mpp.config.command_line import as_command_line
-from mpp.config.keys import as_yaml_value
-from mpp.config.parsing import parse
-from mpp.config.saved import parse_saved
+from mpp.config import Config, ModelConfig, SourceConfig, as_json, require
+from mpp.config.parsing import as_command_line, check_given, parse, parse_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import short_digest
@@ -321,7 +318,7 @@ def counted_patches(batch: Batch) -> Tensor | None:
 def note_other_reading(config: Config) -> None:
     """Note that the teacher learned from images that were read in another way."""
     teachers = how_read(config.objective.frozen_teacher)
-    ours = as_yaml_value(config.data.how_read())
+    ours = as_json(config.data.how_read())
     if teachers and teachers != ours:
         note(f"objective.teacher learned from images of data {teachers}; here they are {ours or 'as usual'}")
 
@@ -372,13 +369,13 @@ def pretrain(config: Config | Mapping[str, Any] | None = None) -> Path:
     """
     if not isinstance(config, Config):
         config = parse(Config, as_command_line(config or {}))
-    refuse_idle(config)
+    check_given(config, Config())
     return train(config, Pretraining)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Pre-train with the settings of the command line, or of `arguments`."""
-    config = parse(Config, arguments, prog="accelerate launch mpp/pretrain.py")
+    config = parse(Config, arguments)
     folder = train(config, Pretraining)
     if PartialState().is_main_process:
         print_next_steps(folder)

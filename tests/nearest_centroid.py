@@ -33,7 +33,7 @@ def run(config):
 
 
 def main(arguments=None):
-    run(parse_with_images(CentroidConfig, arguments, prog="mpp centroid"))
+    run(parse_with_images(CentroidConfig, arguments))
 
 
 register(Evaluation("centroid", __name__, f"{__name__}.CentroidConfig", "frozen features", "nearest-centroid accuracy"))

@@ -23,8 +23,7 @@ from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.provenance import find_labelled_images
 from evaluation.memory import peak_memory
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
-from mpp.config.parsing import parse
-from mpp.config.saved import read_saved
+from mpp.config.parsing import parse, read_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.crops import augment
 from mpp.data.moments import channel_moments

@@ -22,7 +22,7 @@ from evaluation.metrics.outcomes import load_outcomes
 from evaluation.supervision.classification import Classification
 from evaluation.supervision.heads import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig
-from mpp.config.saved import to_yaml
+from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch

@@ -18,8 +18,7 @@ from evaluation.comparison.trainings import cost_with_ancestors, local_encoder, 
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.config import Config
-from mpp.config.command_line import as_command_line
-from mpp.config.parsing import parse
+from mpp.config.parsing import as_command_line, parse
 from mpp.errors import UserError
 from mpp.training.cost import DEVICE_HOURS, PFLOP
 

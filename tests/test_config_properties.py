@@ -27,10 +27,8 @@ from evaluation.config import (
     ThroughputConfig,
     VisualizeConfig,
 )
-from mpp.config import Config, PrepareConfig
-from mpp.config.keys import flatten
-from mpp.config.parsing import parse
-from mpp.config.saved import to_yaml
+from mpp.config import Config, PrepareConfig, flatten
+from mpp.config.parsing import parse, to_yaml
 from mpp.errors import UserError
 
 COMMANDS = [Config, SupervisedConfig, FinetuneConfig, FeaturesConfig, FewshotConfig, KnnConfig, LinearConfig]

@@ -20,8 +20,7 @@ from evaluation import check, contrastive
 from evaluation.pages.curves import features_of_run
 from evaluation.pages.page import Chart
 from mpp.config import Config, DataConfig, ProbeConfig
-from mpp.config.parsing import parse
-from mpp.config.saved import parse_saved
+from mpp.config.parsing import parse, parse_saved
 from mpp.data.general_images import general_source, load_general_images, settings_of_general_images
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE, Drift, movement

@@ -46,8 +46,7 @@ from server import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpp.config import Config, ImagesConfig
-from mpp.config.parsing import parse
-from mpp.config.saved import to_yaml
+from mpp.config.parsing import parse, to_yaml
 from mpp.data import workers
 from mpp.data.decoding.decode import decode
 from mpp.errors import UnreadableImage

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from evaluation.supervision.deit import build_student
 from mpp.config import ModelConfig
-from mpp.config.saved import read_saved
+from mpp.config.parsing import read_saved
 from mpp.errors import UserError
 from mpp.models.descriptions import licence_of
 from mpp.models.encoder import build_encoder

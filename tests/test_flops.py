@@ -8,7 +8,7 @@ from conftest import newton_schulz, read_metrics
 
 from evaluation.comparison.trainings import with_compute
 from mpp.config import Config, ModelConfig, OptimConfig
-from mpp.config.saved import parse_saved
+from mpp.config.parsing import parse_saved
 from mpp.corruption import Corruption
 from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor

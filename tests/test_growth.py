@@ -11,8 +11,7 @@ from conftest import Killed, kill_at, read_metrics
 
 from evaluation.config import OneRunConfig
 from mpp.config import Config, OptimConfig
-from mpp.config.parsing import parse
-from mpp.config.saved import parse_saved
+from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError
 from mpp.pretrain import Pretraining
 from mpp.training import branch

@@ -21,7 +21,7 @@ from evaluation.comparison.cases import cases_of, evaluation_settings
 from evaluation.comparison.entries import read_entries
 from evaluation.comparison.trials import plan_sweep
 from evaluation.config import CompareConfig, SweepConfig
-from mpp.config.keys import known_keys
+from mpp.config import flatten
 from mpp.config.parsing import parse
 from mpp.errors import UserError
 
@@ -146,7 +146,7 @@ def all_settings() -> set[str]:
     found = set()
     for name in commands():
         _, module, config = locate_command(name)
-        found.update(known_keys(getattr(import_module(module), config)))
+        found.update(flatten(getattr(import_module(module), config)()))
     return found
 
 

@@ -17,8 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mpp
 from mpp.config import Config
-from mpp.config.parsing import parse
-from mpp.config.saved import parse_saved
+from mpp.config.parsing import parse, parse_saved
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UserError
 from mpp.models.exporting import EncoderFacts, export_encoder

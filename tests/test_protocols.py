@@ -165,7 +165,7 @@ def report_of(trained, image_folder):
 
     def run(*words: str) -> dict:
         images = (f"--data.path={image_folder}", "--data.eval_fraction=0.25")
-        return linear.run(parse_with_images(LinearConfig, [f"--encoder={trained}", *images, *FAST, *words], "linear"))
+        return linear.run(parse_with_images(LinearConfig, [f"--encoder={trained}", *images, *FAST, *words]))
 
     return run
 
@@ -254,4 +254,4 @@ def test_maes_head_is_kept(short, trained, report_of, image_folder, tmp_path, mo
 )
 def test_what_a_protocol_fixes_is_refused_beside_it(words, message):
     with pytest.raises(UserError, match=message):
-        parse_with_images(LinearConfig, words, "linear")
+        parse_with_images(LinearConfig, words)

@@ -27,7 +27,7 @@ FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--s
 
 def own_images(run: Path | str, *words: str) -> SourceConfig:
     """The settings of the images that an encoder is evaluated on."""
-    return parse_with_images(fewshot.FewshotConfig, [f"--encoder={run}", *words], "").data
+    return parse_with_images(fewshot.FewshotConfig, [f"--encoder={run}", *words]).data
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def test_fine_tuning_shows_images_as_the_run_did(tmp_path):
         (("--data.flip=true", "--data.eval_crop=0.875"), (True, 0.875)),
         ((f"--config={tmp_path / 'own.yaml'}",), (False, 0.5)),
     ):
-        data = parse_with_images(FinetuneConfig, [*words, *more], "finetune").data
+        data = parse_with_images(FinetuneConfig, [*words, *more]).data
         assert (data.flip, data.eval_crop) == expected
-    assert parse_with_images(KnnConfig, words, "knn").data.channels == 1
+    assert parse_with_images(KnnConfig, words).data.channels == 1
 
 
 def test_reports_on_other_images_than_the_runs_are_named_after_them(tmp_path):
@@ -58,7 +58,7 @@ def test_reports_on_other_images_than_the_runs_are_named_after_them(tmp_path):
     encoder = f"--encoder={tmp_path}"
 
     def suffix(*words: str) -> str:
-        return report_suffix(parse_with_images(KnnConfig, [encoder, *words], "knn"))
+        return report_suffix(parse_with_images(KnnConfig, [encoder, *words]))
 
     assert suffix() == ""
     elsewhere = suffix("--data.path=elsewhere")
@@ -73,7 +73,7 @@ def test_reports_on_other_images_than_the_runs_are_named_after_them(tmp_path):
 
 def test_reports_by_other_settings_are_named_after_them(tmp_path):
     def suffix(config_class, *words: str) -> str:
-        return settings_suffix(parse_with_images(config_class, ["--encoder=floor:pixels", *words], ""))
+        return settings_suffix(parse_with_images(config_class, ["--encoder=floor:pixels", *words]))
 
     assert suffix(FewshotConfig) == suffix(FewshotConfig, "--threads=1", "--depth=1", "--data.workers=0") == ""
     assert suffix(FewshotConfig, "--shots=5") == "_shots_5"

@@ -17,7 +17,7 @@ from torch import nn
 
 from evaluation.frozen.provenance import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
-from mpp.config.saved import to_yaml
+from mpp.config.parsing import to_yaml
 from mpp.corruption import draw
 from mpp.errors import UserError
 from mpp.features.metrics import add_sums, feature_spread, measure_features, summarize

@@ -3,9 +3,7 @@
 It ends with the bits of a run that was never interrupted (mpp/training/growth.py), and is known by that run's digest.
 """
 
-from mpp.config import TrainingConfig, require
-from mpp.config.checks import describe_value
-from mpp.config.keys import flatten, iterate_settings
+from mpp.config import TrainingConfig, flatten, require, settings_of, show
 from mpp.training.growth import GROWING_SETTINGS
 
 
@@ -16,10 +14,10 @@ def check_branch(config: TrainingConfig, trunk: TrainingConfig, key: str) -> Non
         key: of the branch's entry, for messages.
     """
     before = flatten(trunk)
-    for name, field, value in iterate_settings(config):
-        if not field.metadata.get("operational") and name not in GROWING_SETTINGS:
-            allowed = f"{describe_value(before[name])}, as in its trunk"
-            require(value == before[name], f"{key}: {name}", value, allowed)
+    for each in settings_of(config):
+        if not each.about["operational"] and each.key not in GROWING_SETTINGS:
+            allowed = f"{show(before[each.key])}, as in its trunk"
+            require(each.value == before[each.key], f"{key}: {each.key}", each.value, allowed)
     for which, each in (("", config), ("its trunk's ", trunk)):
         stable = each.optim.stable_steps(each.run.steps)
         allowed = "wsd or constant: other schedules lower the rate from the start"

@@ -21,7 +21,7 @@ from evaluation.config import is_colour_baseline
 from evaluation.frozen.run_images import absolute_path
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import HOW_READ, SourceConfig, require
-from mpp.config.command_line import as_command_line
+from mpp.config.parsing import as_command_line
 from mpp.runtime.messages import note, tell
 
 MAX_NAME_BYTES = 180

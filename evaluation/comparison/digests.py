@@ -12,9 +12,8 @@ from evaluation.comparison.cases import Case, evaluation_settings
 from evaluation.comparison.encoders import Encoder
 from evaluation.config import ContrastiveConfig, FinetuneConfig, MaskedDataConfig, SupervisedConfig
 from evaluation.frozen.run_images import record_images
-from mpp.config import Config, SourceConfig
+from mpp.config import Config, SourceConfig, changed_settings, settings_of
 from mpp.config.imports import UserImport, user_imports
-from mpp.config.keys import as_yaml_value, changed_settings, iterate_settings
 from mpp.data.data_path import is_local
 from mpp.data.identity import short_digest
 from mpp.runtime.weights import fingerprint
@@ -80,11 +79,11 @@ def relevant_settings(config: Any) -> dict[str, Any]:
 
     If you change a default, write the earlier one into the configs of published comparisons.
     """
-    ignored = {key for key, field, _ in iterate_settings(config) if field.metadata.get("operational")}
+    ignored = {each.key for each in settings_of(config) if each.about["operational"]}
     if depends_on_images_of_a_pass(config):
         ignored.discard("data.batch_size")
     ignored |= PLACES
-    return {key: as_yaml_value(value) for key, value in changed_settings(config).items() if key not in ignored}
+    return {key: value for key, value in changed_settings(config).items() if key not in ignored}
 
 
 def depends_on_images_of_a_pass(config: Any) -> bool:

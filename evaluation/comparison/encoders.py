@@ -13,8 +13,7 @@ from evaluation.comparison.trainings import TRAININGS, parent_settings
 from evaluation.frozen.run_images import evaluated_image_settings, find_run, run_image_settings
 from evaluation.supervision.classifiers import TEACHER_SETTING
 from mpp.config import HOW_READ, SourceConfig, require
-from mpp.config.command_line import as_command_line
-from mpp.config.parsing import parse
+from mpp.config.parsing import as_command_line, parse
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
 from mpp.training.user_code import refuse_unregistered

@@ -149,6 +149,8 @@ def read_entries(config: CompareConfig) -> Entries:
     Raises:
         UserError: an entry with a setting that does not exist or fits no other.
     """
+    for key in ("encoders", "evaluations", "questions"):
+        require(getattr(config, key), key, "empty", "a list in a --config file; see configs/compare")
     encoders = typed_entries(EncoderEntry, config.encoders, "encoders")
     evaluations = typed_entries(EvaluationEntry, config.evaluations, "evaluations")
     datasets = typed_entries(DatasetEntry, config.datasets, "datasets")

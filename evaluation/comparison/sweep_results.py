@@ -25,8 +25,9 @@ from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.scoring import rank_of
 from evaluation.metrics.summaries import summarize_values
 from evaluation.pages.about import recorded_versions
-from mpp.config.command_line import as_command_line, as_words
+from mpp.config import as_words
 from mpp.config.imports import import_words
+from mpp.config.parsing import as_command_line
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
 from mpp.training.run_folder import group_of, saved_settings

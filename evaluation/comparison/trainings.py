@@ -15,7 +15,7 @@ from evaluation.frozen.provenance import parent_encoders
 from evaluation.frozen.run_images import find_run
 from evaluation.supervision.classifiers import TEACHER_SETTING, with_teacher_digest
 from mpp.config import Config, TrainingConfig, require
-from mpp.config.saved import to_yaml
+from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu

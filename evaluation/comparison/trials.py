@@ -24,9 +24,7 @@ from evaluation.comparison.entries import (
 from evaluation.comparison.trainings import TRAININGS
 from evaluation.config import SweepConfig
 from evaluation.registry import EVALUATIONS
-from mpp.config import require
-from mpp.config.command_line import as_words
-from mpp.config.keys import as_yaml_value, flatten
+from mpp.config import as_json, as_words, flatten, require
 from mpp.runtime.messages import note
 
 NOT_LOOKING: Options = {"run.eval_every": 0, "run.report": False}
@@ -76,6 +74,10 @@ def plan_sweep(config: SweepConfig) -> SweepPlan:
     Raises:
         UserError: a setting that does not exist or is out of bounds, or an evaluation that would look at test images.
     """
+    given = config.vary or config.points
+    require(given, "vary", "empty", "{setting: [values]} in a --config file, or left out next to points")
+    for key, values in config.vary.items():
+        require(isinstance(values, list) and values, f"vary: {key}", values, "a list that is not empty")
     settings = dotted(config.settings)
     refuse_options(settings, "settings", OF_THE_SWEEP)
     base = parsed_options(config.train, settings)
@@ -152,7 +154,7 @@ def trial_of(config: SweepConfig, options: Options, seeds: tuple[int, ...]) -> T
     training = training_settings(entry, 0)
     digest = training_digest(Encoder(entry, 0, training))
     values = flatten(training)
-    tried = {key: as_yaml_value(values[key]) if key in values else options.get(key) for key in varied_settings(config)}
+    tried = {key: as_json(values[key]) if key in values else options.get(key) for key in varied_settings(config)}
     name = " ".join(f"{key}={as_words(value)}" for key, value in tried.items())
     folder = f"{config.dir}/trials/{digest}_{{seed}}"
     return Trial(replace(entry, name=name, encoder=folder), tried)

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mpp.config import check_bounds, require, setting
+from mpp.config import Settings, setting
 
 
 @dataclass(frozen=True)
-class ThroughputConfig:
+class ThroughputConfig(Settings):
     """Throughput of training, compared with other code and the limits of the machine."""
 
     model: str = "vit_tiny_patch16_224"
@@ -31,12 +31,9 @@ class ThroughputConfig:
     out: str | None = None
     """JSON file for all figures. null: none."""
 
-    def __post_init__(self):
-        check_bounds(self)
-
 
 @dataclass(frozen=True)
-class GpuReportConfig:
+class GpuReportConfig(Settings):
     """Speed and tests of mpp on this machine's GPU in one text file, with recommended settings."""
 
     out: str = "gpu_report.txt"
@@ -48,12 +45,9 @@ class GpuReportConfig:
     device: Literal["cuda", "cpu"] = "cuda"
     """Device. cpu rehearses the report with tiny models."""
 
-    def __post_init__(self):
-        check_bounds(self)
-
 
 @dataclass(frozen=True)
-class CompareConfig:
+class CompareConfig(Settings):
     """A comparison of encoders."""
 
     dir: str = "runs/compare"
@@ -77,13 +71,9 @@ class CompareConfig:
     tabulate: bool = False
     """Only write the results so far, of a comparison that is still running."""
 
-    def __post_init__(self):
-        for key in ("encoders", "evaluations", "questions"):
-            require(len(getattr(self, key)) > 0, key, "empty", "a list in a --config file; see configs/compare")
-
 
 @dataclass(frozen=True)
-class SweepConfig:
+class SweepConfig(Settings):
     """Trials of a training, each evaluated on a dev split, to choose the best settings. Test images are not used."""
 
     dir: str = "runs/sweep"
@@ -93,13 +83,13 @@ class SweepConfig:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of that command in all trials; `config` is a file, or several. With data.eval_split null the held-out
     images are the dev split, a part of the training images. Otherwise trials are not evaluated while they train."""
-    vary: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    vary: dict[str, list[Any]] = field(default_factory=dict)
     """Settings and their values: {optim.lr: [5.0e-3, 1.0e-2]}. Each combination is a trial."""
     points: tuple[dict[str, Any], ...] = ()
     """Further trials, each a mapping of settings. With run.seed, a point is one more seed of that trial."""
     compute: float | None = setting(None, above=0)
     """Compute of each trial in PFLOP; its number of steps follows. null: run.steps of settings."""
-    seeds: int | tuple[int, ...] = setting((0,), at_least=0, listed=True)
+    seeds: tuple[int, ...] | int = setting((0,), at_least=0, distinct=True)
     """Seeds of each trial of the grid, and of points without run.seed: the spread is over them."""
     evaluate: dict[str, Any] | tuple[dict[str, Any], ...] = field(default_factory=lambda: {"command": "linear"})
     """Evaluation that ranks the trials: {command, options}, or several, of which the first one ranks. It needs a
@@ -108,10 +98,3 @@ class SweepConfig:
     """results.json of a comparison or sweep: results with the same digest are taken from there."""
     tabulate: bool = False
     """Only write the results so far, of a sweep that is still running."""
-
-    def __post_init__(self):
-        check_bounds(self)
-        given = len(self.vary) + len(self.points)
-        require(given > 0, "vary", "empty", "{setting: [values]} in a --config file, or left out next to points")
-        for key, values in self.vary.items():
-            require(len(values) > 0, f"vary: {key}", list(values), "a list that is not empty")

@@ -4,10 +4,10 @@ Groups of settings that several commands have are classes of their own, which co
 PrecisionConfig, FeatureConfig. Their settings stand on the command line without a prefix, so they are base classes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mpp.config import Representation, RunConfig, SourceConfig, check_bounds, group, require, setting
+from mpp.config import Representation, RunConfig, Settings, SourceConfig, group, require, setting
 
 PictureName = Literal[
     "predictions",
@@ -50,7 +50,7 @@ class ProbeDataConfig(SourceConfig):
 class MaskedDataConfig(ProbeDataConfig):
     """Images with masks: training split to learn from, held-out split to test on."""
 
-    mask_column: str = setting("mask", needs={"path": True})
+    mask_column: str = setting("mask", needs={"data.path": True})
     """Column of the masks: images with one number per pixel, its class; in palette images the palette's numbers. The
     package's birds have outlines."""
     ignore_index: int | None = 255
@@ -58,7 +58,7 @@ class MaskedDataConfig(ProbeDataConfig):
 
 
 @dataclass(frozen=True)
-class EncoderConfig:
+class EncoderConfig(Settings):
     """A frozen encoder and its images."""
 
     # Settings that only some commands have. Without a type they are no fields: for all others these are the values.
@@ -79,10 +79,7 @@ class EncoderConfig:
     """Input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
-    data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
-
-    def __post_init__(self):
-        check_bounds(self)
+    data: ProbeDataConfig = group(ProbeDataConfig())
 
     @property
     def weights(self) -> str:
@@ -91,7 +88,7 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
+class PrecisionConfig(Settings):
     """Arithmetic of a frozen encoder."""
 
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -103,7 +100,7 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
-class FeatureConfig:
+class FeatureConfig(Settings):
     """Features of images: the encoder's output to use, and the file to write."""
 
     representation: Representation = "mean"
@@ -137,11 +134,11 @@ class EmbedConfig(PrecisionConfig, EncoderConfig):
     out: str = setting("features.parquet", operational=True)
     """Parquet file to write: a row for each image of all splits."""
     data: ProbeDataConfig = group(
-        ProbeDataConfig, **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
+        ProbeDataConfig(), **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
     )
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self):
+        super().check()
         require(self.out.endswith(".parquet"), "out", self.out, "a file whose name ends in .parquet")
 
 
@@ -167,11 +164,12 @@ class PredictConfig(PrecisionConfig):
     """Write a page with the most and the least certain predictions, and examples of each class."""
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
-    data: MaskedDataConfig = group(MaskedDataConfig, **dict.fromkeys(OF_CUTS, "the images of all splits are predicted"))
+    data: MaskedDataConfig = group(
+        MaskedDataConfig(), **dict.fromkeys(OF_CUTS, "the images of all splits are predicted")
+    )
     """The images. Images with labels (or masks, for a classifier of pixels) are scored."""
 
-    def __post_init__(self):
-        check_bounds(self)
+    def check(self):
         allowed = "a file whose name ends in .csv or .parquet"
         require(self.out.endswith((".csv", ".parquet")), "out", self.out, allowed)
 
@@ -201,8 +199,7 @@ class ExportConfig(EncoderConfig):
     """Largest number of held-out images for verifying the file, and of training images for the few-shot probe of
     int8."""
 
-    def __post_init__(self):
-        check_bounds(self)
+    def check(self):
         names = ("checkpoint", "random", "img_size", "normalize")
         changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
         allowed = f"another one with {' and '.join(changed)}: logits need the run as it was trained"
@@ -215,14 +212,14 @@ class VisualizeConfig(PrecisionConfig, EncoderConfig):
 
     out: str | None = None
     """Folder to write. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
-    pictures: PictureName | tuple[PictureName, ...] = setting(EVERY, listed=True)
+    pictures: tuple[PictureName, ...] | PictureName = setting(EVERY, distinct=True)
     """Pictures to draw."""
     images: int = setting(
         6, at_least=1, needs={"pictures": ("predictions", "attention_rollout", "pca", "similarity", "neighbours")}
     )
     """Number of held-out images in pictures that show examples, a choice by data.cut_seed."""
-    patches: int | tuple[int, ...] | None = setting(
-        None, at_least=0, listed=True, needs={"pictures": ("similarity", "neighbours")}
+    patches: tuple[int, ...] | int | None = setting(
+        None, at_least=0, distinct=True, needs={"pictures": ("similarity", "neighbours")}
     )
     """Query patches of similarity, counted row by row from 0; the first one is also the query of neighbours. null:
     several spread over the image, and the middle one."""
@@ -232,14 +229,13 @@ class VisualizeConfig(PrecisionConfig, EncoderConfig):
     """Average each layer of the rollout with the identity, for the residual connection."""
     rollout_from: Literal["auto", "class", "patches"] = setting("auto", needs={"pictures": "attention_rollout"})
     """Start of the rollout. auto: [class], or the mean of the patches if [class] was not trained on its own."""
-    bands: int | tuple[int, ...] | None = setting(None, at_least=1, listed=True, repeats=True)
+    bands: tuple[int, ...] | int | None = setting(None, at_least=1)
     """Channels shown as red, green and blue, or one shown as grey, counted from 1: [3, 2, 1]. null: RGB and grey as
     they are; other channels side by side, or their mean under an overlay."""
     representation: Representation = setting("mean", needs={"pictures": ("rank", "accuracy_by_depth")})
     """Pooling of the features for rank and accuracy_by_depth."""
 
-    def __post_init__(self):
-        check_bounds(self)
+    def check(self):
         if self.bands is not None:
             require(len(self.bands) in (1, 3), "bands", list(self.bands), "one or three numbers from 1")
 
@@ -252,13 +248,10 @@ class ReportConfig(PrecisionConfig):
     """Run folder."""
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
-    data: ProbeDataConfig = field(default_factory=ProbeDataConfig)
+    data: ProbeDataConfig = group(ProbeDataConfig())
     out: str | None = setting(None, operational=True)
     """File to write. null: report.html in the run folder."""
     images: int = setting(4, at_least=1)
     """Number of held-out images in pictures that show examples, a choice by data.cut_seed."""
     compared: int = setting(1024, at_least=2)
     """Largest number of held-out images for neighbours and the map."""
-
-    def __post_init__(self):
-        check_bounds(self)

@@ -11,7 +11,7 @@ from evaluation.config.encoders import (
     NumberLoss,
     PrecisionConfig,
 )
-from mpp.config import check_bounds, group, require, setting
+from mpp.config import Settings, group, require, setting
 
 Reading = Literal["linear", "knn"]
 ProtocolName = Literal["logistic", "mae", "dinov2"]
@@ -31,8 +31,7 @@ class FrozenProbeConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
     """Evaluate on the held-out images. false: evaluate on the dev split, a tenth of the training images, to choose
     settings; the held-out images are not used."""
 
-    def __post_init__(self):
-        check_bounds(self)
+    def check(self):
         if not self.features:
             return
         usual = FeaturesConfig()
@@ -45,11 +44,11 @@ class FrozenProbeConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
 class FewshotConfig(FrozenProbeConfig):
     """Few-shot accuracy of frozen features."""
 
-    shots: int | tuple[int, ...] = setting((1, 5, 10, 25), at_least=1, listed=True)
+    shots: tuple[int, ...] | int = setting((1, 5, 10, 25), at_least=1, distinct=True)
     """Images per class in the support set; 5 is the standard."""
-    seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True)
+    seeds: tuple[int, ...] | int = setting((0, 1, 2), at_least=0, distinct=True)
     """Seeds of the draws."""
-    l2: float | tuple[float, ...] = setting((2.0**10,), above=0, listed=True)
+    l2: tuple[float, ...] | float = setting((2.0**10,), above=0, distinct=True)
     """L2 penalties. Each of several has its own line: none is chosen on test labels."""
 
 
@@ -57,7 +56,7 @@ class FewshotConfig(FrozenProbeConfig):
 class KnnConfig(FrozenProbeConfig):
     """Weighted kNN accuracy of frozen features."""
 
-    neighbours: int | tuple[int, ...] = setting((10, 20, 100, 200), at_least=1, listed=True)
+    neighbours: tuple[int, ...] | int = setting((10, 20, 100, 200), at_least=1, distinct=True)
     """Number of nearest training images that vote."""
     temperature: float = setting(0.07, above=0)
     """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
@@ -73,15 +72,15 @@ class LinearConfig(FrozenProbeConfig):
     is also the seed of their crops and first weights."""
     solver: Literal["lbfgs", "sgd"] = setting("lbfgs", needs={"protocol": "logistic"})
     """lbfgs: to convergence, or for `iterations`, with an l2 penalty; sgd: momentum 0.9, cosine decay, no penalty."""
-    l2: float | tuple[float, ...] = setting((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), at_least=0, listed=True, needs=OF_LBFGS)
+    l2: tuple[float, ...] | float = setting((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), at_least=0, distinct=True, needs=OF_LBFGS)
     """Penalties of the mean loss for L-BFGS to choose from."""
-    lr: float | tuple[float, ...] = setting((0.01, 0.03, 0.1, 0.3), above=0, listed=True, needs=OF_SGD)
+    lr: tuple[float, ...] | float = setting((0.01, 0.03, 0.1, 0.3), above=0, distinct=True, needs=OF_SGD)
     """Learning rates for SGD to choose from."""
     epochs: int = setting(100, at_least=1, needs=OF_SGD)
     """Epochs of SGD."""
     sgd_batch_size: int = setting(1024, at_least=1, needs=OF_SGD)
     """Batch of SGD."""
-    seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True, needs=OF_SGD)
+    seeds: tuple[int, ...] | int = setting((0, 1, 2), at_least=0, distinct=True, needs=OF_SGD)
     """Seeds of the order of images in SGD; L-BFGS has no randomness."""
     iterations: int = setting(500, at_least=1, needs=OF_LBFGS)
     """Largest number of iterations of L-BFGS."""
@@ -91,8 +90,8 @@ class LinearConfig(FrozenProbeConfig):
     """Keep the classifier for `mpp predict`, in a folder next to the report: the one of the deepest depth and the first
     seed."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self):
+        super().check()
         allowed = "l2 with solver lbfgs, which needs a smooth loss; l1 is for sgd"
         require(self.loss == "l2" or self.solver == "sgd", "loss", self.loss, allowed)
         allowed = f"class with protocol {self.protocol}: mpp linear without a protocol takes all kinds"
@@ -116,10 +115,10 @@ class SegmentationConfig(PrecisionConfig, EncoderConfig):
     depth: int | Literal["last", "all", "dev"] = "last"
     """Number of blocks before the features are taken. last: the encoder's output; all: every depth; dev: the best depth
     on a tenth of the training images."""
-    readings: Reading | tuple[Reading, ...] = setting(("linear", "knn"), listed=True)
+    readings: tuple[Reading, ...] | Reading = setting(("linear", "knn"), distinct=True)
     """Classifier of patch features. linear: a batch norm and a linear layer, trained (DINOv2); knn: the classes of the
     nearest training patches, without training."""
-    lr: float | tuple[float, ...] = setting((1e-3, 3e-3, 1e-2), above=0, listed=True, needs={"readings": "linear"})
+    lr: tuple[float, ...] | float = setting((1e-3, 3e-3, 1e-2), above=0, distinct=True, needs={"readings": "linear"})
     """Learning rates of AdamW, compared on the dev split if there are several."""
     weight_decay: float = setting(1e-4, at_least=0, needs={"readings": "linear"})
     """Weight decay of AdamW."""
@@ -127,7 +126,7 @@ class SegmentationConfig(PrecisionConfig, EncoderConfig):
     """Optimiser steps; the rate rises over the first 4 % of them, then falls linearly."""
     images_a_step: int = setting(16, at_least=1, needs={"readings": "linear"})
     """Images per step."""
-    seeds: int | tuple[int, ...] = setting((0, 1, 2), at_least=0, listed=True, needs={"readings": "linear"})
+    seeds: tuple[int, ...] | int = setting((0, 1, 2), at_least=0, distinct=True, needs={"readings": "linear"})
     """Seeds of the layer and of the order."""
     neighbours: int = setting(20, at_least=1, needs={"readings": "knn"})
     """Number of nearest training patches that vote."""
@@ -150,21 +149,15 @@ class SegmentationConfig(PrecisionConfig, EncoderConfig):
     out: str | None = setting(None, operational=True)
     """File to write. null: in evaluation/ of the run folder, or in runs/NAME/evaluation/."""
     data: MaskedDataConfig = group(
-        MaskedDataConfig, label_column="masks are the labels", eval_label_column="masks are the labels"
+        MaskedDataConfig(), label_column="masks are the labels", eval_label_column="masks are the labels"
     )
-
-    def __post_init__(self):
-        check_bounds(self)
 
 
 @dataclass(frozen=True)
-class MaskedConfig:
+class MaskedConfig(Settings):
     """Held-out accuracy on masked patches."""
 
     encoder: str = "runs/birds"
     """Folder of a pre-training run."""
     out: str | None = setting(None, operational=True)
     """File to write. null: in evaluation/ of the run folder."""
-
-    def __post_init__(self):
-        check_bounds(self)

@@ -1,8 +1,8 @@
 """Settings of commands that train: supervised, fine-tuning, contrastive."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from evaluation.config.encoders import LabelTask, NumberLoss
 from mpp.config import (
@@ -13,8 +13,8 @@ from mpp.config import (
     OptimConfig,
     ProbeConfig,
     RunConfig,
+    Settings,
     TrainingConfig,
-    check_bounds,
     group,
     require,
     setting,
@@ -29,9 +29,10 @@ OF_STREAMS = dict.fromkeys(("streaming", "shuffle_block"), "only masked patch pr
 
 
 @dataclass(frozen=True)
-class HeadConfig:
+class HeadConfig(Settings):
     """The classifier on top of the encoder, in supervised training."""
 
+    group_name: ClassVar[str] = "head"
     kind: HeadKind = "mlp_tanh"
     """Head. mlp_tanh: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
     pooling: Pooling = "auto"
@@ -40,23 +41,21 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
-class DistillConfig:
+class DistillConfig(Settings):
     """Distillation from a teacher through a distillation token with its own head (DeiT)."""
 
+    group_name: ClassVar[str] = "distill"
     teacher: str | None = setting(None, operational=True)  # it may move: teacher_sha256 says which it is
     """Teacher: the folder of a finished supervised or fine-tuned run, or of a timm model with a head (config.json,
     model.safetensors). null: no teacher, and no distillation token."""
-    kind: Literal["hard", "soft"] = setting("hard", needs={"teacher": True})
+    kind: Literal["hard", "soft"] = setting("hard", needs={"distill.teacher": True})
     """Target from the teacher. hard: its most likely class; soft: its probabilities."""
-    temperature: float = setting(3.0, above=0, needs={"teacher": True, "kind": "soft"})
+    temperature: float = setting(3.0, above=0, needs={"distill.teacher": True, "distill.kind": "soft"})
     """Temperature of soft distillation: divisor of both logits (DeiT: 3)."""
-    weight: float | None = setting(None, at_least=0, at_most=1, needs={"teacher": True})
+    weight: float | None = setting(None, at_least=0, at_most=1, needs={"distill.teacher": True})
     """Weight of the teacher's loss; the labels get the rest. null: as in DeiT, 0.5 for hard and 0.1 for soft."""
-    teacher_sha256: str | None = setting(None, needs={"teacher": True})
+    teacher_sha256: str | None = setting(None, needs={"distill.teacher": True})
     """Checksum of the teacher's weights; a run cannot be resumed with others. null: computed when the run begins."""
-
-    def __post_init__(self):
-        check_bounds(self, "distill.")
 
     @property
     def share(self) -> float:
@@ -72,15 +71,15 @@ class SupervisedConfig(TrainingConfig):
     """Kind of label: see `mpp linear --help`. Mixup, CutMix, label smoothing and a teacher are for one class."""
     loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
     """Loss of numbers. l2: squared error; l1: absolute error."""
-    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_supervised"))
-    data: DataConfig = group(lambda: DataConfig(eval_images=1_000_000), **OF_STREAMS)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    model: ModelConfig = group(ModelConfig, train=TRAIN_WHOLE, lora_rank=TRAIN_WHOLE)
-    head: HeadConfig = field(default_factory=HeadConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
+    run: RunConfig = group(RunConfig(dir="runs/birds_supervised"))
+    data: DataConfig = group(DataConfig(eval_images=1_000_000), **OF_STREAMS)
+    augment: AugmentConfig = group(AugmentConfig())
+    model: ModelConfig = group(ModelConfig(), train=TRAIN_WHOLE, lora_rank=TRAIN_WHOLE)
+    head: HeadConfig = group(HeadConfig())
+    distill: DistillConfig = group(DistillConfig())
+    optim: OptimConfig = group(OptimConfig(lr=1e-3))
 
-    def __post_init__(self):
+    def check(self):
         self.optim.check_length(self.run.steps)
         check_colour_changes(self.data.channels, {"augment.randaugment": self.augment.randaugment}, "crops and flips")
 
@@ -105,7 +104,7 @@ class FinetuneConfig(TrainingConfig):
     """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
     activation_checkpointing: bool = setting(False, operational=True)
     """Keep one activation per block and recompute the rest in the backward pass: less memory, one more forward pass."""
-    lrs: float | tuple[float, ...] = setting((0.001, 0.003, 0.01, 0.03), above=0, listed=True)
+    lrs: tuple[float, ...] | float = setting((0.001, 0.003, 0.01, 0.03), above=0, distinct=True)
     """Learning rates (instead of optim.lr), compared on the dev split if there are several (the paper's Table 4)."""
     dev_fraction: float = setting(0.1, above=0, below=1)
     """Dev split as a share of the training images (paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
@@ -120,21 +119,20 @@ class FinetuneConfig(TrainingConfig):
     out: str | None = setting(None, operational=True)
     """JSON file of the result. null: finetune.json in run.dir."""
     run: RunConfig = group(
-        lambda: RunConfig(dir="runs/birds_finetuned", steps=500, report=False),
+        RunConfig(dir="runs/birds_finetuned", steps=500, report=False),
         eval_every="each run of fine-tuning is evaluated once, at its end",
         keep_best="each run of fine-tuning is evaluated once, at its end",
         keep_at="no run branches from fine-tuning",
         branch_from="fine-tuning is several runs",
     )
-    data: DataConfig = group(lambda: DataConfig(eval_images=1_000_000), **OF_STREAMS)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    data: DataConfig = group(DataConfig(eval_images=1_000_000), **OF_STREAMS)
+    augment: AugmentConfig = group(AugmentConfig())
     optim: OptimConfig = group(
-        lambda: OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64),
+        OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64),
         lr="set the learning rates of fine-tuning with lrs (--lrs 0.01)",
     )
 
-    def __post_init__(self):
-        check_bounds(self)
+    def check(self):
         if self.init == "random":
             decay = self.optim.layer_decay
             require(decay is None, "optim.layer_decay", decay, "null with init random: all layers must be trained")
@@ -162,26 +160,25 @@ class OneRunConfig(FinetuneConfig):
 
 
 @dataclass(frozen=True)
-class ViewsConfig:
+class ViewsConfig(Settings):
     """Distortion of a view beyond crop and flip (SimCLR, appendix A; on CIFAR jitter 0.5 and no blur)."""
 
+    group_name: ClassVar[str] = "views"
     jitter: float = setting(1.0, at_least=0, at_most=2.5)
     """Strength s of colour jitter: brightness, contrast and saturation by up to 0.8 s, hue by up to 0.2 s."""
-    jitter_probability: float = setting(0.8, at_least=0, at_most=1, needs={"jitter": True})
+    jitter_probability: float = setting(0.8, at_least=0, at_most=1, needs={"views.jitter": True})
     """Share of the views with colour jitter."""
     grey: float = setting(0.2, at_least=0, at_most=1)
     """Share of the views converted to grey."""
     blur: float = setting(0.5, at_least=0, at_most=1)
     """Share of the views that are blurred, by a Gaussian of 0.1 to 2 pixels in a window of a tenth of the side."""
 
-    def __post_init__(self):
-        check_bounds(self, "views.")
-
 
 @dataclass(frozen=True)
-class ProjectionConfig:
+class ProjectionConfig(Settings):
     """The projection head: one hidden layer (ReLU). It is left out when the encoder is exported."""
 
+    group_name: ClassVar[str] = "head"
     pooling: Literal["class", "mean"] = "mean"
     """Pooling before the projection head: the `class` token, or the `mean` over patches or places."""
     hidden: int | None = setting(None, at_least=1)
@@ -189,37 +186,32 @@ class ProjectionConfig:
     outputs: int = setting(128, at_least=1)
     """Width of its output."""
 
-    def __post_init__(self):
-        check_bounds(self, "head.")
-
 
 @dataclass(frozen=True)
-class ContrastConfig:
+class ContrastConfig(Settings):
     """The loss, NT-Xent. All other views of a forward pass are negatives, so its size matters."""
 
+    group_name: ClassVar[str] = "contrast"
     temperature: float = setting(0.1, above=0)
     """Temperature: divisor of the similarities (SimCLR: 0.1; 0.5 on CIFAR-10)."""
-
-    def __post_init__(self):
-        check_bounds(self, "contrast.")
 
 
 @dataclass(frozen=True)
 class ContrastiveConfig(TrainingConfig):
     """Contrastive pre-training (SimCLR). Without the paper's LARS: `optim.name` is muon, adam or sgd."""
 
-    run: RunConfig = group(lambda: RunConfig(dir="runs/birds_simclr", steps=1200))
-    data: DataConfig = group(lambda: DataConfig(crop_area=(0.08, 1.0)), **OF_STREAMS)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    views: ViewsConfig = field(default_factory=ViewsConfig)
-    head: ProjectionConfig = field(default_factory=ProjectionConfig)
-    contrast: ContrastConfig = field(default_factory=ContrastConfig)
-    optim: OptimConfig = field(
-        default_factory=lambda: OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64)
+    run: RunConfig = group(RunConfig(dir="runs/birds_simclr", steps=1200))
+    data: DataConfig = group(DataConfig(crop_area=(0.08, 1.0)), **OF_STREAMS)
+    model: ModelConfig = group(ModelConfig())
+    views: ViewsConfig = group(ViewsConfig())
+    head: ProjectionConfig = group(ProjectionConfig())
+    contrast: ContrastConfig = group(ContrastConfig())
+    optim: OptimConfig = group(
+        OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64)
     )
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    probe: ProbeConfig = group(ProbeConfig())
 
-    def __post_init__(self):
+    def check(self):
         self.optim.check_length(self.run.steps)
         of_colours = {"views.jitter": self.views.jitter, "views.grey": self.views.grey}
         check_colour_changes(self.data.channels, of_colours, "crops, flips and blur")

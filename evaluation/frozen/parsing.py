@@ -13,9 +13,8 @@ from evaluation.frozen.run_images import (
     is_moved_copy,
     load_unchanged_splits,
 )
-from mpp.config import HOW_READ, DataConfig, check_places, refuse_idle
-from mpp.config.command_line import as_words, files_first
-from mpp.config.parsing import ConfigT, parse_unchecked
+from mpp.config import HOW_READ, DataConfig, rebuild
+from mpp.config.parsing import ConfigT, check_given, read
 from mpp.data.sources import image_arguments
 from mpp.models.descriptions import how_read
 from mpp.runtime.messages import tell
@@ -29,15 +28,14 @@ HowReadOf = Callable[[Any], dict[str, Any]]
 VIEW_SETTINGS = ("flip", "eval_crop")  # which fine-tuning inherits
 
 
-def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None, prog: str) -> ConfigT:
+def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -> ConfigT:
     """Read the config of a command, and compare the images of its encoder's run: see `parse_and_load`."""
-    return parse_and_load(config_class, arguments, prog)[0]
+    return parse_and_load(config_class, arguments)[0]
 
 
 def parse_and_load(
     config_class: type[ConfigT],
     arguments: Sequence[str] | None,
-    prog: str,
     encoder_of: EncoderOf = attrgetter("encoder"),
     how_read_of: HowReadOf = lambda config: {},
 ) -> tuple[ConfigT, LoadedSplits | None]:
@@ -46,13 +44,13 @@ def parse_and_load(
     Images that the command line names are not compared.
 
     Args:
-        config_class, arguments, prog, encoder_of, how_read_of: see `read_with_images`.
+        config_class, arguments, encoder_of, how_read_of: see `read_with_images`.
     Returns:
         The config, and the splits of its images if comparing has loaded them.
     Raises:
         UserError: the run's images are gone, or have changed.
     """
-    config, takes_run_images = read_with_images(config_class, arguments, prog, encoder_of, how_read_of)
+    config, takes_run_images = read_with_images(config_class, arguments, encoder_of, how_read_of)
     if not takes_run_images:
         return config, None
     return config, load_unchanged_splits(find_run(encoder_of(config)), config.data)
@@ -61,7 +59,6 @@ def parse_and_load(
 def read_with_images(
     config_class: type[ConfigT],
     arguments: Sequence[str] | None,
-    prog: str,
     encoder_of: EncoderOf = attrgetter("encoder"),
     how_read_of: HowReadOf = lambda config: {},
 ) -> tuple[ConfigT, bool]:
@@ -80,20 +77,16 @@ def read_with_images(
     Returns:
         The config, and whether its images are the run's because no others are named.
     """
-    words = files_first(sys.argv[1:] if arguments is None else arguments)
-    config: Any = parse_unchecked(config_class, words, prog)
-    check_places(config)
+    words = sys.argv[1:] if arguments is None else arguments
+    usual: Any = config_class()
+    config = read(usual, words)
     path_is_named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
     inherited = {}
     if not getattr(config, "features", None):
         inherited = inherited_settings(config, encoder_of(config), path_is_named) | how_read_of(config)
-    if not inherited:
-        refuse_idle(config)
-        return config, False
-
-    inherited_words = [f"--data.{name}={as_words(value)}" for name, value in inherited.items()]
-    config = parse_unchecked(config_class, [*inherited_words, *words], prog)
-    refuse_idle(config, usual=parse_unchecked(config_class, inherited_words, prog))
+    usual = rebuild(usual, {f"data.{name}": value for name, value in inherited.items()})
+    config = read(usual, words)
+    check_given(config, usual)
     run_arguments = image_arguments(config.data)
     if "path" in inherited and run_arguments:
         tell(f"the images of {find_run(encoder_of(config))}:{run_arguments}")

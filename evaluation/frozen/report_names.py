@@ -7,9 +7,7 @@ from typing import Any
 
 from evaluation.config import EncoderConfig
 from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
-from mpp.config import SourceConfig, sides
-from mpp.config.fields import default_of
-from mpp.config.keys import as_yaml_value, iterate_settings
+from mpp.config import SourceConfig, as_json, changed_settings, settings_of, sides
 from mpp.data.identity import short_digest
 from mpp.errors import UserError
 from mpp.runtime.weights import BEST, encoder_folder, run_of
@@ -99,7 +97,7 @@ def unusual_choices(data: SourceConfig, run: Path | None) -> dict[str, Any]:
     for key in IMAGE_SETTINGS:
         value = getattr(data, key)
         moves_along = key == "path" or (key == "labels" and data.path != usual.get("path"))
-        if not moves_along and as_yaml_value(value) != as_yaml_value(usual.get(key, getattr(type(data), key))):
+        if not moves_along and as_json(value) != as_json(usual.get(key, getattr(type(data), key))):
             unusual[key] = value
     return unusual
 
@@ -112,11 +110,9 @@ def settings_suffix(config: Any) -> str:
     named = {*NAMED_SETTINGS, *(f"data.{name}" for name in IMAGE_SETTINGS)}
     if config.random:
         named.add("seed")
-    others = {}
-    for key, field, value in iterate_settings(config):
-        is_default = value == default_of(field)
-        if not (is_default or field.metadata.get("operational") or key in named):
-            others[key.rpartition(".")[2]] = value
+    named |= {each.key for each in settings_of(config) if each.about["operational"]}
+    changed = changed_settings(config)
+    others = {key.rpartition(".")[2]: value for key, value in changed.items() if key not in named}
     return "".join(f"_{part}" for part in parts_of_name(others))
 
 
@@ -124,7 +120,7 @@ def parts_of_name(settings: dict[str, Any]) -> list[str]:
     """Settings as parts of a file's name, `shots_1-5`; a digest where they are many."""
     parts = []
     for key, value in settings.items():
-        text = re.sub(r"[^\w.]+", "-", str(as_yaml_value(value))).strip("-")
+        text = re.sub(r"[^\w.]+", "-", str(value)).strip("-")
         parts.append(f"{key}_{text}")
     if sum(map(len, parts)) > MAX_SETTINGS_LENGTH:
         return [short_digest([repr(settings).encode()])[:6]]

@@ -9,8 +9,7 @@ import torch
 
 import mpp
 from evaluation.pages.page import Block, Table, Text
-from mpp.config.command_line import as_words
-from mpp.config.keys import flatten
+from mpp.config import as_words, flatten
 from mpp.runtime.hardware import cores, uses_gpu
 
 LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")

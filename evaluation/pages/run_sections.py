@@ -18,9 +18,8 @@ from evaluation.pages.about import changed_settings_shown, settings_rows
 from evaluation.pages.curves import features_of_run
 from evaluation.pages.page import Block, Link, Missing, Table, Text, figure_as_picture
 from mpp.config import Config, TrainingConfig
-from mpp.config.command_line import as_command_line
 from mpp.config.imports import OPTION, saved_imports
-from mpp.config.saved import parse_saved
+from mpp.config.parsing import as_command_line, parse_saved
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
 from mpp.runtime.weights import BEST, ENCODER, fingerprint, has_encoder

@@ -8,7 +8,7 @@ from typing import Any
 from evaluation.config import CLASSIFIERS, config_class_of
 from evaluation.pages.page import Link, Section
 from evaluation.pages.run_sections import COMMANDS, begins_from_weights
-from mpp.config.saved import parse_saved
+from mpp.config.parsing import parse_saved
 from mpp.errors import UserError
 from mpp.training.cost import describe_cost
 from mpp.training.growth import describe_growth

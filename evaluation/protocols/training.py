@@ -25,8 +25,7 @@ from evaluation.frozen.extraction import (
 )
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.protocols.protocol import BASE_BATCH, Candidate, LinearProtocol, Plan
-from mpp.config import DataConfig
-from mpp.config.keys import flatten
+from mpp.config import DataConfig, flatten
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoded_cache import cache_decoded
 from mpp.data.loader import BatchLayout, training_loader

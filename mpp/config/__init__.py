@@ -1,13 +1,12 @@
 """Settings: typed, frozen, validated, and the only place where a default is written.
 
-The names are those of the command line (mpp/config/parsing.py): `--optim.lr 1e-3`. Bounds stand in the field. Fields
-marked `operational` change how a run is carried out and watched, not what it computes: only they may differ when a run
-is resumed. Fields with `needs` have an effect only together with certain others, and are refused without them.
+The names are those of the command line (mpp/config/parsing.py): `--optim.lr 1e-3`. Type and bounds stand in the field.
+Fields marked `operational` change how a run is carried out and watched, not what it computes: only they may differ when
+a run is resumed. Fields with `needs` have an effect only together with certain others, and are refused without them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from mpp.config.checks import check_bounds, check_places, describe_value, refuse_idle, require
 from mpp.config.data import (
     HOW_READ,
     WINDOW,
@@ -18,13 +17,26 @@ from mpp.config.data import (
     PrepareConfig,
     SourceConfig,
 )
-from mpp.config.fields import SEED_END, group, setting
+from mpp.config.fields import (
+    SEED_END,
+    Settings,
+    as_json,
+    as_words,
+    changed_settings,
+    flatten,
+    group,
+    rebuild,
+    require,
+    setting,
+    settings_of,
+    show,
+)
 from mpp.config.method import CorruptionConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.model import Grid, ImageSize, ModelConfig, Representation, check_grid, resized_side, sides
 from mpp.config.training import OptimConfig, ProbeConfig, RunConfig
 
 
-class TrainingConfig:
+class TrainingConfig(Settings):
     """Settings of a run of any kind. A group that a kind of run does not have is None."""
 
     run: RunConfig
@@ -47,23 +59,18 @@ class TrainingConfig:
 class Config(TrainingConfig):
     """Masked patch prediction pre-training. The defaults were found by a search on the birds: configs/search.md."""
 
-    # Config overrides the fields' defaults for pre-training: the number of steps, the crop area and the optimiser. An
-    # override wins over the default in the field.
-
-    run: RunConfig = field(default_factory=lambda: RunConfig(steps=1200))
-    data: DataConfig = field(default_factory=lambda: DataConfig(crop_area=(0.5, 1.0)))
-    model: ModelConfig = field(default_factory=ModelConfig)
-    corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    optim: OptimConfig = field(
-        default_factory=lambda: OptimConfig(
-            name="muon", lr=1e-2, adam_scale=3.0, betas=(0.9, 0.95), global_batch_size=64
-        )
+    run: RunConfig = group(RunConfig(steps=1200))
+    data: DataConfig = group(DataConfig(crop_area=(0.5, 1.0)))
+    model: ModelConfig = group(ModelConfig())
+    corruption: CorruptionConfig = group(CorruptionConfig())
+    network: NetworkConfig = group(NetworkConfig())
+    objective: ObjectiveConfig = group(ObjectiveConfig())
+    optim: OptimConfig = group(
+        OptimConfig(name="muon", lr=1e-2, adam_scale=3.0, betas=(0.9, 0.95), global_batch_size=64)
     )
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    probe: ProbeConfig = group(ProbeConfig())
 
-    def __post_init__(self):
+    def check(self):
         fits = self.corruption.mask == 1 or self.network.name != "autoencoder"
         allowed = "1 (random and keep: 0) with network.name=autoencoder, whose encoder does not see masked patches"
         require(fits, "corruption.mask", self.corruption.mask, allowed)

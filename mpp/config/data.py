@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from mpp.config.checks import check_bounds, require
-from mpp.config.fields import SEED_END, group, setting
+from mpp.config.fields import SEED_END, Settings, group, require, setting
 
 WINDOW = "window"
 """The value of `data.range` that takes the window of each file."""
@@ -14,7 +13,7 @@ HOW_READ = ("channels", "bands", "range", "nodata")
 
 
 @dataclass(frozen=True)
-class ImagesConfig:
+class ImagesConfig(Settings):
     """The images: location, and how a file becomes pixels."""
 
     group_name: ClassVar[str] = "data"
@@ -28,16 +27,16 @@ class ImagesConfig:
     path: str | None = None
     """Images: a hub dataset, a folder of images, or a folder, file or URL of shards (parquet, arrow, tar). null: the
     package's birds."""
-    name: str | None = setting(None, needs={"path": True})
+    name: str | None = setting(None, needs={"data.path": True})
     """Configuration of a hub dataset."""
-    revision: str | None = setting(None, needs={"path": True})
+    revision: str | None = setting(None, needs={"data.path": True})
     """Branch, tag or commit of a hub dataset. null: its main branch when the run begins."""
     image_column: str | None = None
     """Column of the images. null: the only image column."""
     label_column: str | None = None
     """Column of class labels in a table or list of images, or the ending of a shard's members. null: `label`, a shard's
     `cls`, or the names of folders. Images with a blank label, or a negative number in a table, have no label."""
-    labels: str | None = setting(None, needs={"path": True})
+    labels: str | None = setting(None, needs={"data.path": True})
     """List of the images in a folder or archive: a CSV, TSV, JSON lines or parquet file, with file names relative to
     `path`. null: a `metadata.csv`, `labels.csv` or similar list in the folder, if there is one."""
     labels_encoding: str = "utf-8"
@@ -51,7 +50,7 @@ class ImagesConfig:
     channels: int = setting(3, at_least=1)
     """Channels of an image. 3: files are converted to RGB; 1: to grey. Any other number: files with another number of
     bands are reported as unreadable."""
-    bands: int | tuple[int, ...] | None = setting(None, at_least=1, listed=True, repeats=True)
+    bands: tuple[int, ...] | int | None = setting(None, at_least=1)
     """Bands of the files used as channels, counted from 1: [4, 3, 2]. Nothing is converted then. null: all bands."""
     range: tuple[float, float] | tuple[tuple[float, float], ...] | Literal["window"] | None = None
     """[LOW, HIGH], or one pair per channel: values mapped to 0 and 255; values outside are clipped. null: 8-bit images
@@ -67,10 +66,9 @@ class ImagesConfig:
     read_retries: int = setting(6, at_least=0, at_most=20, operational=True)
     """Retries of a file that cannot be read, after 1, 2, 4, ... (at most 60) seconds; then the run ends."""
 
-    def __post_init__(self):
+    def check(self):
         if isinstance(self.nodata, float) and not math.isfinite(self.nodata):
             object.__setattr__(self, "nodata", "nan")  # a string, because nan != nan would make every resume differ
-        check_bounds(self, "data.")
         if self.bands is not None:
             allowed = f"{self.channels} numbers from 1, one per channel"
             require(len(self.bands) == self.channels, "data.bands", list(self.bands), allowed)
@@ -102,7 +100,7 @@ class SourceConfig(ImagesConfig):
     eval_split: str | None = "auto"
     """Held-out split. auto: `validation` (or `val`, `valid`, `dev`), or else `test`, if there is one; otherwise a
     seeded cut of the training split. null: always a seeded cut."""
-    eval_fraction: float = setting(0.05, above=0, below=1, needs={"eval_split": ("auto", None)})
+    eval_fraction: float = setting(0.05, above=0, below=1, needs={"data.eval_split": ("auto", None)})
     """Share of the images that the seeded cut holds out."""
     cut_seed: int = setting(0, at_least=0, below=SEED_END)
     """Seed of the held-out images: the cut, the choice of eval_images, and their corruption. Replicates share it."""
@@ -147,27 +145,28 @@ class DataConfig(SourceConfig):
     """Held-out images are resized so that a centre crop keeps this share of the shorter side (224 of 256: 0.875)."""
     eval_images: int = setting(2048, at_least=1)
     """Largest number of held-out images to evaluate on, a seeded choice."""
-    cache_gb: float = setting(0.5, at_least=0, needs={"streaming": False}, operational=True)
+    cache_gb: float = setting(0.5, at_least=0, needs={"data.streaming": False}, operational=True)
     """Largest size in GB of decoded training images that each process keeps in memory, decoded once at the start and
     shared with its loader processes (twice as much for a moment). 8-bit images take one byte per pixel and channel,
     others four. 0: no cache."""
     streaming: bool = False
     """Read shards (parquet, arrow, WebDataset tar) as a stream: no index, and only the images to evaluate on are
     downloaded. Masked patch prediction only."""
-    shuffle_block: int = setting(512, at_least=1, needs={"streaming": True})
+    shuffle_block: int = setting(512, at_least=1, needs={"data.streaming": True})
     """Rows of a stream's shard that are kept in memory and shuffled together."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self):
+        super().check()
         for name in ("crop_area", "crop_ratio"):
             low, high = getattr(self, name)
             require(low <= high, f"data.{name}", [low, high], "two ascending numbers")
 
 
 @dataclass(frozen=True)
-class AugmentConfig:
+class AugmentConfig(Settings):
     """Augmentation beyond crop and flip, for training with labels (DeiT, BEiT, MAE)."""
 
+    group_name: ClassVar[str] = "augment"
     randaugment: int = setting(0, at_least=0, at_most=30)
     """Magnitude of RandAugment, 1 to 30: two random operations an image (Cubuk et al., 2020). 0: none. The scale is
     torchvision's (to 30). DeiT and MAE use m9 on timm's scale (to 10), which is 27 here."""
@@ -179,12 +178,9 @@ class AugmentConfig:
     label_smoothing: float = setting(0.0, at_least=0, below=1)
     """Label smoothing: share of the target that is spread over all classes."""
 
-    def __post_init__(self):
-        check_bounds(self, "augment.")
-
 
 @dataclass(frozen=True)
-class PrepareConfig:
+class PrepareConfig(Settings):
     """Turn a dataset into parquet shards for training."""
 
     out: str = setting("prepared", operational=True)
@@ -203,10 +199,9 @@ class PrepareConfig:
     """Seed of the shuffle over all shards of a split."""
     workers: int = setting(0, at_least=0, operational=True)
     """Number of processes. 0: one for each core."""
-    data: ImagesConfig = group(ImagesConfig, range="values are kept as they are; set data.range in the run")
+    data: ImagesConfig = group(ImagesConfig(), range="values are kept as they are; set data.range in the run")
 
-    def __post_init__(self):
-        check_bounds(self)
+    def check(self):
         channels = self.data.channels
         channels_of_format = {"jpeg": (1, 3), "ppm": (3,), "npy": (channels,)}
         require(channels in channels_of_format[self.format], "format", self.format, f"npy with {channels} channels")

@@ -1,100 +1,223 @@
-"""Fields of settings: a default, its bounds, the settings it needs, and whether a resumed run may change it.
+"""Settings as fields of frozen dataclasses: their types, bounds, and the settings that they need.
 
     rate: float = setting(0.5, above=0, below=1)
     workers: int = setting(2, at_least=0, operational=True)
-    bits: int = setting(3, at_least=1, at_most=8, needs={"name": ("mean_color", "grid_color")})
+    bits: int = setting(3, at_least=1, at_most=8, needs={"objective.name": ("mean_color", "grid_color")})
 
-`checks.check_bounds` holds a config to its bounds, and `checks.refuse_idle` to its needs.
+A field whose default is a dataclass is a group: its settings have dotted names (`optim.lr`). The docstring below a
+field is its text in help and on the page of all settings.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field
-from typing import Any
+import json
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import field, fields, is_dataclass, replace
+from itertools import product
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+
+from mpp.errors import UserError
 
 SEED_END = 2**63
 """Seeds are below this number, so that they fit into numpy's and torch's signed integers."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Allowed values of a number, or of each number in a tuple. None: no bound, but infinity is still refused."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    listed: bool = False
-    """Whether the setting is a list of any length from 1, which may be given as one value."""
-    repeats: bool = False
-    """Whether such a list may have a value more than once."""
-
-    def contain(self, number: float) -> bool:
-        """Whether a number is within the bounds. NaN never is."""
-        if self.at_least is not None and not number >= self.at_least:
-            return False
-        if self.above is not None and not number > self.above:
-            return False
-        if self.at_most is not None:
-            return number <= self.at_most
-        if self.below is not None:
-            return number < self.below
-        return abs(number) < math.inf
-
-    def describe(self) -> str:
-        """The bounds in words: "above 0 and at most 1"; empty where there are none."""
-        if self.at_least is not None and self.at_most is not None:
-            return f"from {describe_bound(self.at_least)} to {describe_bound(self.at_most)}"
-        sides = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        given = [(words, bound) for words, bound in sides.items() if bound is not None and bound != math.inf]
-        return " and ".join(f"{words} {describe_bound(bound)}" for words, bound in given)
-
-
-def describe_bound(bound: float) -> str:
-    """A bound in an error message: large ones as the powers that they are."""
-    return "2**63" if bound == SEED_END else f"{bound:g}"
+BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+TYPES_IN_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
 
 
 def setting(
     default: Any,
     *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    listed: bool = False,
-    repeats: bool = False,
     needs: Mapping[str, Any] | None = None,
     operational: bool = False,
+    distinct: bool = False,
+    **bounds: float,
 ) -> Any:
     """A field of settings.
 
     Args:
-        at_least, above, at_most, below: bounds of the number, or of each number of a tuple.
-        listed: whether it is a list of any length from 1, which may be given as one value.
-        repeats: whether such a list may have a value more than once.
-        needs: other fields without which this one has no effect: a name -> the value or the tuple of values that it
-            must have (a field that is a list must hold one of them); True: it is set; False: it is not. A name with a
-            dot is of another group, such as "run.precision".
+        needs: other settings without which this one has no effect: a key -> the value or the tuple of values that it
+            must have (a list must hold one of them); True: it is set; False: it is not.
         operational: whether it changes how a run is carried out and not what it computes, so that it may differ when
             the run is resumed.
+        distinct: whether it is a list of at least one value, each once.
+        bounds: at_least, above, at_most, below: of the number, or of each number of a list.
     """
-    metadata: dict[str, Any] = {}
-    bounds = Bounds(at_least, above, at_most, below, listed, repeats)
-    if bounds != Bounds():
-        metadata["bounds"] = bounds
-    if needs:
-        metadata["needs"] = dict(needs)
-    if operational:
-        metadata["operational"] = True
+    metadata = {"needs": needs or {}, "operational": operational, "distinct": distinct, "bounds": bounds}
     return field(default=default, metadata=metadata)
 
 
-def group(default: Callable[[], Any], **unused: str) -> Any:
-    """A field that is a group of settings, some of which have no effect here: a setting's name -> why."""
-    return field(default_factory=default, metadata={"unused": unused})
+def group(default: Any, is_flat: bool = False, **unused: str) -> Any:
+    """A field that is a group of settings.
+
+    Args:
+        is_flat: whether its settings are named without it, as those that many commands share.
+        unused: name of a setting -> why it has no effect here.
+    """
+    return field(default=default, metadata={"unused": unused} | ({"prefix": ""} if is_flat else {}))
 
 
-def default_of(each: Field) -> Any:
-    """Default value of a field."""
-    return each.default if each.default_factory is MISSING else each.default_factory()
+class Setting(NamedTuple):
+    """A setting of a config."""
+
+    key: str
+    """With its group: optim.lr."""
+    value: Any
+    kind: Any
+    """Its type."""
+    about: Mapping[str, Any]
+    """The arguments of `setting`."""
+    owner: type
+    """The class that declares it."""
+    unused: str | None
+    """Why it has no effect; None: it may have one."""
+
+
+class Settings:
+    """Settings whose types and bounds are checked when they are made, by Python too."""
+
+    group_name: ClassVar[str] = ""
+    """Group in which commands have them."""
+
+    def __post_init__(self):
+        prefix = f"{self.group_name}." if self.group_name else ""
+        for each in settings_of(self, prefix):
+            if each.owner is type(self):
+                object.__setattr__(self, each.key.removeprefix(prefix), take(each, each.value))
+        self.check()
+
+    def check(self) -> None:
+        """Raise UserError where settings do not go together."""
+
+
+# --- all settings of a config ---
+
+
+def settings_of(config: Any, prefix: str = "", unused: Mapping[str, str] | None = None) -> Iterator[Setting]:
+    """All settings of a config, group by group."""
+    for each in fields(config):
+        value, about = getattr(config, each.name), each.metadata or setting(None).metadata
+        if is_dataclass(value):
+            yield from settings_of(value, prefix + about.get("prefix", f"{each.name}."), about.get("unused"))
+        else:
+            yield Setting(prefix + each.name, value, each.type, about, type(config), (unused or {}).get(each.name))
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Dotted key -> value."""
+    return {each.key: each.value for each in settings_of(config)}
+
+
+def changed_settings(config: Any) -> dict[str, Any]:
+    """Dotted key -> value of the settings that are not the defaults."""
+    defaults = flatten(type(config)())
+    return {key: value for key, value in flatten(config).items() if value != defaults[key]}
+
+
+def nested(config: Any) -> dict[str, Any]:
+    """The settings as a file has them: those of a group below its name."""
+    content: dict[str, Any] = {}
+    for each in fields(config):
+        value = getattr(config, each.name)
+        inner = nested(value) if is_dataclass(value) else value
+        content |= inner if "prefix" in each.metadata else {each.name: inner}
+    return content
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON and YAML have it: tuples become lists."""
+    return json.loads(json.dumps(value))
+
+
+def rebuild(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """The config with other values, by their dotted keys."""
+    parts = {}
+    for each in fields(config):
+        value, key = getattr(config, each.name), prefix + each.name
+        inner = prefix + each.metadata.get("prefix", f"{each.name}.")
+        parts[each.name] = rebuild(value, values, inner) if is_dataclass(value) else values.get(key, value)
+    return replace(config, **parts)
+
+
+# --- values ---
+
+
+def take(each: Setting, *values: Any) -> Any:
+    """The first of these values that a setting may have, as it has it.
+
+    Raises:
+        UserError: it may have none of them.
+    """
+    for value in values:
+        for reading in readings(each.kind, os.fspath(value) if isinstance(value, os.PathLike) else value):
+            if (value != "" or each.value == "") and fits(as_tuple(reading), **each.about):
+                return reading
+    raise UserError(f"{each.key} is {show(values[-1])}; it must be {allowed(each)}")
+
+
+def readings(kind: Any, value: Any) -> Iterator[Any]:
+    """The meanings that a value may have as one of a type: lists become tuples, and whole numbers floats.
+
+    The first one counts: one value of `tuple[int, ...] | int` becomes a tuple, and one of `int | tuple` does not.
+    A text is no list of texts: it may be a list that is misspelled.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        for part in parts:
+            yield from readings(part, value)
+    elif origin is tuple and (isinstance(value, list | tuple) or parts[0] is not str):
+        values = value if isinstance(value, list | tuple) else [value]
+        kinds = parts[:1] * len(values) if ... in parts else parts
+        if len(kinds) == len(values):
+            yield from product(*map(readings, kinds, values))
+    elif kind is float and type(value) is int:
+        yield float(value)
+    elif type(value) in (kind, origin) or (origin is Literal and value in parts):
+        yield value
+
+
+def fits(values: tuple[Any, ...], bounds: Mapping[str, float], distinct: bool, **_: Any) -> bool:
+    """Whether all numbers are within the bounds, and whether the values are distinct where they have to be."""
+    numbers = [value for value in values if isinstance(value, int | float)]
+    is_distinct = not distinct or values == (None,) or 0 < len(set(values)) == len(values)
+    return is_distinct and all(BOUNDS[name](number, bound) for name, bound in bounds.items() for number in numbers)
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """One value as a tuple of it."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def require(condition: object, key: str, value: Any, allowed: str) -> None:
+    """Raise the error of one line for a setting whose value is not allowed."""
+    if not condition:
+        raise UserError(f"{key} is {show(value)}; it must be {allowed}")
+
+
+# --- words ---
+
+
+def allowed(each: Setting) -> str:
+    """The values of a setting in words: "a number or null, above 0"."""
+    bounds = [f"{name.replace('_', ' ')} {bound}" for name, bound in each.about["bounds"].items()]
+    return ", ".join([describe_type(each.kind), *bounds, *["each once"] * each.about["distinct"]])
+
+
+def describe_type(kind: Any) -> str:
+    """The values of a type in words: "[a number, ...] or a number or auto or null"."""
+    if get_origin(kind) is dict:
+        return "{name: value}"
+    parts = ["..." if part is ... else describe_type(part) for part in get_args(kind)]
+    if get_origin(kind) is tuple:
+        return f"[{', '.join(parts)}]"
+    return TYPES_IN_WORDS.get(kind) or " or ".join(parts) or str(kind)
+
+
+def as_words(value: Any) -> str:
+    """A value as the command line takes it."""
+    return os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(value, default=str)
+
+
+def show(value: Any) -> str:
+    """A value in one line of a message."""
+    return " ".join(as_words(value).split()) or "empty"

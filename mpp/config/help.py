@@ -1,20 +1,16 @@
-"""Help of a command: its settings with defaults, allowed values and docstrings."""
+"""Help of a command, and the page of all settings: names with defaults, allowed values and docstrings."""
 
-import dataclasses
 import sys
 import textwrap
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
 from docstring_parser import parse_from_object
 
-from mpp.config.allowed import describe_allowed
-from mpp.config.command_line import as_words
-from mpp.config.fields import default_of
-from mpp.config.terms import names_elsewhere
-from mpp.errors import UserError
+from mpp.config.fields import Setting, allowed, as_tuple, require, settings_of, show
 
 CHANGED_FIRST = (
     "encoder",
@@ -41,152 +37,69 @@ CHANGED_FIRST = (
     "data.train_images",
     "out",
 )
-"""Settings that users change first; help begins with the first of these that a command has."""
-FIRST_SETTINGS = 10
-CONFIG_HELP = "YAML file of settings, or the name of a config in the package; several compose, later ones win."
-IMPORT_HELP = "your Python file or module that registers objectives, patterns, networks or evaluations."
-LINE_WIDTH = 110
-MOST_SHOWN_IN_FULL = 12
-"""Help of a command with so many settings at most shows all of them."""
-ALL = "all"
-FIRST_HEADING = "Often changed"
-UNGROUPED = "general"
-"""Heading of a command's settings that are in no group."""
+"""Settings that users change first; help begins with the first ten of these that a command has."""
 
 
-@dataclass(frozen=True)
-class DocumentedSetting:
-    """A setting with all that help and the page of settings say of it."""
+def show_help(config: Any, part: str = "-") -> NoReturn:
+    """Print the settings of a command, and end the process.
 
-    key: str
-    """With its group: optim.lr."""
-    default: Any
-    field: dataclasses.Field
-    text: str
-    """Its docstring in one line."""
-
-
-def show_help(text: str) -> NoReturn:
-    """Print a text and end the process."""
-    print(text)
+    Args:
+        part: all, or a group such as optim; another option: the settings that are often changed.
+    """
+    settings = {each.key: each for each in settings_of(config) if not each.unused}
+    groups = groups_of(settings)
+    shown = [key for key in settings if part in ("all", key.partition(".")[0])]
+    if part.startswith("-"):
+        shown = [key for key in CHANGED_FIRST if key in settings][:10]
+    require(shown, "--help", part, f"all, {', '.join(groups)}")
+    command = Path(sys.argv[0]).name
+    print(f"usage: {command} [--config FILE_OR_NAME ...] [--import FILE ...] [--SETTING VALUE ...]")
+    print(f"\n{show(config.__doc__)}\n")
+    for each in map(settings.get, shown):
+        print(f"  --{each.key} {show(each.value)}  ({allowed(each)})")
+        print(textwrap.fill(text_of(each), 110, initial_indent="      ", subsequent_indent="      "))
+    print(f"\nMore: --help with all, {', '.join(groups)}")
     sys.exit()
 
 
-def help_of(config_class: type, prog: str | None, part: str = "") -> str:
-    """Help of a command: the settings that users change first and the groups of all others, or a part of it.
+def groups_of(keys: Iterable[str]) -> list[str]:
+    """Groups of settings, and settings that are in none."""
+    return list(dict.fromkeys(key.partition(".")[0] for key in keys))
 
-    Args:
-        part: "all", or a group's name, of which all settings are shown. "": as described.
-    Raises:
-        UserError: there is no such part.
-    """
-    settings = list(documented_settings(config_class))
-    groups = by_group(settings)
-    if part in groups:
-        return "\n".join([title_of(part, config_class), *lines_of(groups[part])])
-    if part not in ("", ALL):
-        raise UserError(f"--help is {part}; it must be {ALL}, or a group of settings: {', '.join(groups)}")
-    settings_by_key = {each.key: each for each in settings}
-    first = [settings_by_key[key] for key in CHANGED_FIRST if key in settings_by_key][:FIRST_SETTINGS]
-    command = prog or Path(sys.argv[0]).name
-    lines = [
-        f"usage: {command} [--config FILE_OR_NAME ...] [--import FILE] [--SETTING VALUE ...]",
-        "",
-        " ".join((config_class.__doc__ or "").split()),
-        "",
-        f"--config: {CONFIG_HELP}",
-        f"--import: {IMPORT_HELP}",
-    ]
-    shows_all = part == ALL or len(settings) <= MOST_SHOWN_IN_FULL
-    lines += ["", f"{FIRST_HEADING}:", *lines_of(first, in_full=shows_all)]
-    if shows_all:
-        for name, members in groups.items():
-            others = [each for each in members if each not in first]
-            if others:
-                lines += ["", title_of(name, config_class), *lines_of(others)]
-        return "\n".join(lines)
-    lines += ["", f"All {len(settings)} settings: --help {ALL}. One group: --help {next(iter(groups))}."]
-    for name, members in groups.items():
-        lines.append(f"  {name:11} {len(members):3}  {first_sentence(about_group(name, config_class))}")
+
+def text_of(each: Setting) -> str:
+    """The docstring of a setting, in one line."""
+    return texts_of(each.owner)[each.key.rpartition(".")[2]]
+
+
+@cache
+def texts_of(owner: type) -> dict[str, str]:
+    """Name of each field of a class -> its docstring."""
+    bases = reversed(owner.__mro__[:-1])
+    return {each.arg_name: show(each.description) for base in bases for each in parse_from_object(base).params}
+
+
+def describe_needs(each: Setting) -> str:
+    """The settings that this one needs, in words: "objective.name is pixels or hog"."""
+    words = {True: ["set"], False: ["not set"]}
+    needs = {key: words.get(wanted) or map(show, as_tuple(wanted)) for key, wanted in each.about["needs"].items()}
+    return " and ".join(f"{key} is {' or '.join(wanted)}" for key, wanted in needs.items())
+
+
+def page(configs: Mapping[str, Any]) -> str:
+    """The page of all settings: those of each command (name -> config) that no earlier one has alike."""
+    lines: list[str] = []
+    for command, config in configs.items():
+        lines += ["", f"## mpp {command}"]
+        settings = [each for each in settings_of(config) if not each.unused and row_of(each) not in lines]
+        for group, members in groupby(settings, key=lambda each: each.key.rpartition(".")[0]):
+            heading = ["", f"### {group}"] if group else []
+            lines += [*heading, "", "| setting | default | allowed | needs | meaning |", "|-|-|-|-|-|"]
+            lines += map(row_of, members)
     return "\n".join(lines)
 
 
-def by_group(settings: Iterable[DocumentedSetting]) -> dict[str, list[DocumentedSetting]]:
-    """The settings by the name of their group, such as "optim"."""
-    groups: dict[str, list[DocumentedSetting]] = {}
-    for each in settings:
-        groups.setdefault(each.key.rpartition(".")[0] or UNGROUPED, []).append(each)
-    return groups
-
-
-def title_of(group: str, config_class: type) -> str:
-    """A group's heading: "--optim.*: The optimiser: ..."."""
-    name = group if group == UNGROUPED else f"--{group}.*"
-    return f"{name}: {about_group(group, config_class)}"
-
-
-def about_group(group: str, config_class: type) -> str:
-    """The subject of a group of settings, in a line."""
-    if group == UNGROUPED:
-        return "Settings of this command only."
-    return type(defaults_of(config_class)[group]).__doc__.splitlines()[0]
-
-
-def defaults_of(config_class: type) -> dict[str, Any]:
-    """Name of each field of a config -> its default."""
-    return {each.name: default_of(each) for each in dataclasses.fields(config_class)}
-
-
-def lines_of(settings: Iterable[DocumentedSetting], in_full: bool = True) -> list[str]:
-    """Help of settings: name, default and allowed values, then the docstring or its first sentence."""
-    lines = []
-    for each in settings:
-        text = each.text if in_full else first_sentence(each.text)
-        lines.append(f"  --{each.key} {as_words(each.default)}{describe_values(each)}")
-        lines += [f"      {line}" for line in textwrap.wrap(text, LINE_WIDTH)]
-    return lines
-
-
-def first_sentence(text: str) -> str:
-    """The first sentence of a text."""
-    return f"{text.partition('. ')[0].rstrip('.')}."
-
-
-def documented_settings(
-    config_class: type, defaults: dict[str, Any] | None = None, prefix: str = "", unused: Container[str] = ()
-) -> Iterator[DocumentedSetting]:
-    """The settings of a config.
-
-    Args:
-        defaults: of its fields; None: its own.
-        prefix: of the settings' names, such as "optim.".
-        unused: names of settings that have no effect in this command, and are left out.
-    """
-    docstrings = field_docstrings(config_class)
-    if defaults is None:
-        defaults = defaults_of(config_class)
-    for each in dataclasses.fields(config_class):
-        if each.name in unused:
-            continue
-        default = defaults[each.name]
-        key = f"{prefix}{each.name}"
-        if dataclasses.is_dataclass(default):
-            yield from documented_settings(type(default), vars(default), f"{key}.", each.metadata.get("unused", ()))
-            continue
-        yield DocumentedSetting(key, default, each, " ".join(docstrings[each.name].split()))
-
-
-def field_docstrings(config_class: type) -> dict[str, str]:
-    """The docstrings below a dataclass's fields, inherited ones too."""
-    docstrings = {}
-    for base in reversed(config_class.__mro__[:-1]):
-        for parameter in parse_from_object(base).params:
-            docstrings[parameter.arg_name] = parameter.description or ""
-    return docstrings
-
-
-def describe_values(setting: DocumentedSetting) -> str:
-    """Allowed values and names elsewhere of a setting in parentheses; empty for one that is any text."""
-    remarks = [] if setting.field.type is str else [describe_allowed(setting.field)]
-    remarks += [f"elsewhere: {name}" for name in names_elsewhere(setting.key)[:1]]
-    return f"  ({'; '.join(remarks)})" if remarks else ""
+def row_of(each: Setting) -> str:
+    """A setting's row on the page."""
+    cells = [f"`{each.key}`", f"`{show(each.value)}`", allowed(each), describe_needs(each), text_of(each)]
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

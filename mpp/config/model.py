@@ -4,10 +4,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from mpp.config.checks import check_bounds, require
-from mpp.config.fields import setting
+from mpp.config.fields import Settings, require, setting
 from mpp.errors import UserError
 
 Representation = Literal["class", "mean", "both"]
@@ -15,9 +14,10 @@ Representation = Literal["class", "mean", "both"]
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Settings):
     """The encoder: a timm transformer by name, or a plain ViT by its dimensions."""
 
+    group_name: ClassVar[str] = "model"
     name: str | None = None
     """A timm VisionTransformer, Eva or Beit (vit_base_patch16_224, vit_small_patch16_dinov3, ...), with random weights.
     null: a plain ViT with the five dimensions below."""
@@ -88,8 +88,7 @@ class ModelConfig:
         strided = self.stride not in (None, self.numbers()["patch_size"])
         return not at_stem or strided or self.mixing != "full"
 
-    def __post_init__(self):
-        check_bounds(self, "model.")
+    def check(self):
         self.check_train()
         self.check_variant()
         numbers = self.numbers()

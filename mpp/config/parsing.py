@@ -1,236 +1,280 @@
-"""Command line and YAML files to a config.
+"""Command line and YAML files to a config, and back.
 
-`parse(Config)` reads YAML files (`--config`, several compose, later ones win) and dotted overrides
-(`--optim.lr 1e-3`). Every mistake in them is an error of one line.
+`parse(Config)` reads YAML files (`--config`, several compose, later ones win) and settings (`--optim.lr 1e-3`), which
+win over files. Every mistake in them is an error of one line.
 """
 
-import difflib
 import re
 import sys
-from argparse import ArgumentError
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
 
-from mpp.config.allowed import describe_allowed
-from mpp.config.checks import check_places, refuse_idle
-from mpp.config.command_line import FILE_OPTION, as_words, files_first, join_files, join_numbers
-from mpp.config.help import CONFIG_HELP, help_of, show_help
-from mpp.config.imports import take_imports
-from mpp.config.keys import iterate_settings, known_keys
-from mpp.config.terms import NAMES_ELSEWHERE, REMARKS
-from mpp.config.wrong_values import explain_null, explain_value
-from mpp.config.yaml_files import read_yaml
-from mpp.errors import UserError
+import mpp
+from mpp.config.fields import Setting, as_tuple, as_words, flatten, nested, rebuild, require, settings_of, show, take
+from mpp.config.help import describe_needs, groups_of, show_help
+from mpp.config.imports import require_imports, take_imports
+from mpp.errors import UserError, did_you_mean
 
-SPELLED_ALIKE = 0.85
-"""Likeness of two names of which one is the other, misspelled."""
-WORDS_FOR_OTHER_FILES = ("base", "config", "defaults", "extends", "include", "inherit", "parent")
-"""Keys by which files of other tools name files that they build on."""
-OTHER_NUMBER = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
-"""Octal, or with a base of 60."""
-
+CONFIGS = next(folder / "configs" for folder in Path(mpp.__file__).parents if (folder / "configs").is_dir())
+"""Folder of the configs that mpp brings: in the installed package, or next to it in a checkout."""
+NAMES_ELSEWHERE = {
+    "mask_ratio": "corruption.rate",
+    "mask_patch_size": "corruption.block",
+    "embed_dim": "model.width",
+    "num_heads": "model.heads",
+    "model_kwargs": "model.arguments",
+    "pretrained": "model.init_from",
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip",
+    "ema_decay": "optim.average",
+    "batch_size": "optim.global_batch_size (over all processes; data.batch_size is the micro-batch of one)",
+    "epochs": "run.steps (epochs x images / optim.global_batch_size)",
+    "num_workers": "data.workers",
+    "scale": "data.crop_area",
+    "ratio": "data.crop_ratio",
+    "crop_pct": "data.eval_crop",
+    "report_to": "run.trackers",
+    "output_dir": "run.dir",
+    "pooling": "representation",
+}
+"""Names of settings in other libraries -> ours, which a remark may follow."""
+SCALARS = {
+    "null": "~|null|",
+    "bool": "true|false",
+    "int": r"[-+]?(0|[1-9][\d_]*|0x[\da-f]+)",
+    "float": r"[-+]?((0|[1-9][\d_]*)(\.\d*)?(e[-+]?\d+)?|\.\d+(e[-+]?\d+)?|\.inf|infinity)|\.?nan",
+    "merge": "<<",
+}
+"""Type of a word in YAML; all others are text. 1e-3 is a number; 010, 1:30, 2020-01-01 and no are text."""
+NOT_ON_THIS_MACHINE = re.compile(r"~|.*\$\{?[a-z_]|.*://", re.IGNORECASE)
 ConfigT = TypeVar("ConfigT")
 
 
-def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None, prog: str | None = None) -> ConfigT:
-    """Read a config from the command line.
+# --- the command line ---
+
+
+def parse(config_class: type[ConfigT], words: Sequence[str] | None = None) -> ConfigT:
+    """Read a config: defaults, then files in their order, then settings.
 
     Args:
-        config_class: a frozen dataclass with defaults; fields that are dataclasses are groups.
-        arguments: words of the command line; None: `sys.argv[1:]`.
-        prog: the command that `--help` shows.
+        config_class: a frozen dataclass with defaults.
+        words: of the command line; None: `sys.argv[1:]`.
     Raises:
-        UserError: one line that names the wrong key or value and what is allowed, or a setting that has no effect.
+        UserError: one line that names the wrong key or value, what is allowed, and the file; or a setting that has no
+            effect.
     """
-    words = sys.argv[1:] if arguments is None else arguments
-    config = parse_unchecked(config_class, files_first(words), prog)
-    check_places(config)
-    refuse_idle(config)
+    usual = config_class()
+    config = read(usual, sys.argv[1:] if words is None else words)
+    check_given(config, usual)
     return config
 
 
-def parse_unchecked(config_class: type[ConfigT], arguments: Sequence[str], prog: str | None = None) -> ConfigT:
-    """Read a config as `parse` does, with files where they stand, and without a look at settings that have no effect.
+def read(usual: ConfigT, words: Sequence[str]) -> ConfigT:
+    """Read a config as `parse` does, with settings that have no effect: a saved config has all.
 
-    Settings of a saved config may have no effect: not all of them were given.
+    Args:
+        usual: the config where nothing is given.
     """
-    words = join_numbers(join_files(take_imports(arguments)))
-    for option in ("-h", "--help"):
-        if option in words:
-            following = words[words.index(option) + 1 :]
-            is_part = bool(following) and not following[0].startswith("-")
-            show_help(help_of(config_class, prog, following[0] if is_part else ""))
-    parser = parser_of(config_class, prog)
-    check_files(config_class, words)
+    known = {each.key: each for each in settings_of(usual)}
+    values, places = {}, {}
     try:
-        values = parser.parse_args(words)
-    except ArgumentError as error:
-        message = explain_value(config_class, parser, words) or explain(config_class, str(error))
-        raise UserError(message) from None
-    values.pop("config")
-    problem = explain_null(config_class, vars(values.as_flat()), words)
-    if problem is not None:
-        raise UserError(problem)
-    config = config_class(**vars(parser.instantiate(values)))
-    for key, field, value in iterate_settings(config):
-        if value == "" and field.default != "":  # as of a shell's variable that is not set
-            raise UserError(f"{key} is empty; leave it out, or give it a value")
-    return config
+        for option, word in options(words, usual):
+            file = config_file(word) if option == "config" else None
+            for key, value in spread(read_yaml(file) if file else {option: value_of(word)}, known):
+                places[key] = f" (in {file})" if file else ""
+                values[key] = take(find(key, known), value, *[word] * (key == option))
+        return rebuild(usual, values)
+    except UserError as error:
+        place = next((places[word] for word in re.findall(r"[\w.]+", str(error)) if word in places), "")
+        raise UserError(show(f"{error}{place}")) from None
 
 
-@lru_cache
-def parser_of(config_class: type, prog: str | None) -> ArgumentParser:
-    """The parser of a config; it takes longer to make than to use."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False, prog=prog, description=config_class.__doc__)
-    parser.add_argument("--config", action="config", help=CONFIG_HELP)
-    parser.add_class_arguments(config_class)
-    return parser
+def options(words: Sequence[str], usual: Any) -> list[tuple[str, str]]:
+    """Names and words of options. Files come first: settings win over them, wherever they stand."""
+    words = take_imports(words)
+    for place, word in enumerate(words):
+        if word in ("-h", "--help"):
+            show_help(usual, *words[place + 1 : place + 2])
+    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    pairs = list(zip_longest(parts[::2], parts[1::2], fillvalue=""))
+    for name, _ in pairs:
+        if not name.startswith("--"):
+            raise UserError(f"unknown word {show(name)}: settings are --NAME VALUE, and a list is '[a, b]'")
+    return sorted(((name[2:], word) for name, word in pairs), key=lambda pair: pair[0] != "config")
+
+
+def value_of(word: str) -> Any:
+    """The value of a word as in a file, but text as it is."""
+    try:
+        value = yaml.load(word, Loader)
+    except (yaml.YAMLError, ValueError):
+        return word
+    return value if word.strip() and not isinstance(value, str) else word
+
+
+def spread(content: Mapping[Any, Any], known: Mapping[str, Setting], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings in groups one by one: dotted key, value."""
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if value and isinstance(value, dict) and key not in known:
+            yield from spread(value, known, f"{key}.")
+        else:
+            yield key, value
+
+
+def find(key: str, known: Mapping[str, Setting]) -> Setting:
+    """The setting of this key.
+
+    Raises:
+        UserError: there is none; with the nearest one and those that are allowed.
+    """
+    if key in known:
+        return known[key]
+    start = key[: key.find(".") + 1]
+    names = {name: name for name in known}
+    for other, ours in NAMES_ELSEWHERE.items():
+        if ours.split()[0] in known:
+            names |= {other: ours, f"{start}{other}": ours}
+    members = [name for name in known if name.startswith(start or f"{key}.")]
+    hint = did_you_mean(key, names) if start or not members else ", a group"
+    raise UserError(f"unknown setting {key}{hint}; allowed: {', '.join(members or groups_of(known))}")
+
+
+def check_given(config: Any, usual: Any) -> None:
+    """Raise UserError for a setting that was given and has no effect, or cannot be a place on this machine.
+
+    Args:
+        usual: the same config where nothing was given.
+    """
+    values, defaults = flatten(config), flatten(usual)
+    for each in settings_of(config):
+        default = defaults[each.key]
+        is_met = all(is_one_of(values[key], wanted) for key, wanted in each.about["needs"].items())
+        has_effect = each.value == default or (is_met and not each.unused)
+        why = each.unused or f"it has no effect unless {describe_needs(each)}"
+        require(has_effect, each.key, each.value, f"{show(default)} or left out: {why}")
+        is_output = each.key.rpartition(".")[2] in ("dir", "out")
+        is_elsewhere = is_output and NOT_ON_THIS_MACHINE.match(str(each.value))
+        require(not is_elsewhere, each.key, each.value, "a path on this machine, without ~ and variables of the shell")
+
+
+def is_one_of(value: Any, wanted: Any) -> bool:
+    """Whether a value is one that another setting needs."""
+    if isinstance(wanted, bool):
+        return bool(value) == wanted
+    return any(part in as_tuple(wanted) for part in as_tuple(value))
+
+
+def as_command_line(settings: Mapping[str, Any]) -> list[str]:
+    """Settings by their names as the words of a command line; `config` is a file, or several."""
+    several = {
+        name: value if name == "config" and isinstance(value, list) else [value] for name, value in settings.items()
+    }
+    return [f"--{name}={as_words(value)}" for name, values in several.items() for value in values]
 
 
 # --- files ---
 
 
-def check_files(config_class: type, words: Sequence[str]) -> None:
-    """Raise UserError at a key that is unknown, or that stands twice, in a file of the command line.
+class Loader(yaml.SafeLoader):
+    """Reads YAML in which no key stands twice."""
 
-    The parser accepts `modle: {}`, and of two `optim:` the first would not count. It stumbles over an empty `run:`.
+    yaml_implicit_resolvers: ClassVar = {}
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """A mapping as it is written."""
+        node = super().compose_mapping_node(anchor)
+        names = [name.value for name, _ in node.value if name.value != "<<"]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.MarkedYAMLError(problem=f"{name} occurs twice", problem_mark=node.end_mark)
+        return node
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes in quotes what `Loader` would not read as text."""
+
+    yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+
+
+for scalar, pattern in SCALARS.items():
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{scalar}", re.compile(f"({pattern})$", re.IGNORECASE), None)
+
+
+def config_file(name: str) -> Path:
+    """The file that `--config` names: itself, or one that mpp brings (`cifar10`, `rivals/mae`)."""
+    ours = [file for file in sorted(CONFIGS.rglob("*.yaml")) if file.parent.name != "accelerate"]
+    files = {file.relative_to(CONFIGS).with_suffix("").as_posix(): file for file in ours}
+    short = str(name).removeprefix("configs/").removesuffix(".yaml")
+    file = Path(name) if Path(name).is_file() else files.get(short)
+    near = did_you_mean(short, {part: each for each in reversed(files) for part in (each.rpartition("/")[2], each)})
+    require(file, "--config", name, f"a YAML file or a config of mpp{near}: {', '.join(files)}")
+    return file
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The settings of a YAML file."""
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{file}{line}: {show(getattr(error, 'problem', None) or str(error))}") from None
+    require(isinstance(content, dict), str(file), content, "settings by name")
+    return content
+
+
+def to_yaml(config: Any) -> str:
+    """The config as the YAML text that `parse` reads back."""
+    return yaml.dump(nested(config), Dumper=Dumper, sort_keys=False)
+
+
+def parse_saved(config_class: type[ConfigT], file: Path) -> ConfigT:
+    """The config that was saved in a file.
+
+    Raises:
+        UserError: it is none of this kind, or of a run with code of its own that is not imported.
     """
-    for word in words:
-        if word.startswith(FILE_OPTION):
-            file = Path(word.removeprefix(FILE_OPTION))
-            if file.is_file():
-                check_file(config_class, file)
+    require_imports(file.parent)
+    return read(config_class(), ["--config", str(file)])
 
 
-def check_file(config_class: type, file: Path) -> None:
-    """Raise UserError at a key that is unknown, or that stands twice, in a file."""
-    text, content = read_yaml(file)
-    if not isinstance(content, dict):
-        raise UserError(f"--config is {file}, without settings; it must have lines such as `optim: {{lr: 1e-3}}`")
-    check_keys(config_class, file, content)
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    for key in repeated_keys(node):
-        raise UserError(f"{file}: {key} occurs twice")
-    for key in content:
-        group = str(key).partition(".")[0]
-        if group != key and group in content:  # the parser would drop one that stands before its group
-            raise UserError(f"{file}: {key} occurs next to {group}; write it below {group}")
-    for number in other_numbers(node):
-        meant = yaml.safe_load(number.value)
-        problem = f"{number.value} is {meant} in YAML"
-        raise UserError(f"{file}, line {number.start_mark.line + 1}: {problem}; write {meant}, or text in quotes")
+def read_saved(file: Path) -> dict[str, Any]:
+    """Content of a saved config; empty where the file is missing or damaged."""
+    try:
+        return read_yaml(file)
+    except (OSError, UserError):
+        return {}
 
 
-def check_keys(config_class: type, file: Path, content: dict[Any, Any]) -> None:
-    """Raise UserError at an unknown key of a file, or at a group without settings."""
-    known = known_keys(config_class)
-    groups = {key.rpartition(".")[0] for key in known}
-    allowed = {*known, *groups}
-    for group, values in content.items():
-        keys = [str(group)]
-        if isinstance(values, dict) and group in groups:
-            keys += [f"{group}.{name}" for name in values]
-        for key in keys:
-            if key in allowed:
-                continue
-            if key.strip("_") in WORDS_FOR_OTHER_FILES:
-                advice = f"files compose on the command line: --config OTHER --config {file}"
-                raise UserError(f"unknown setting {key} (in {file}): {advice}")
-            raise UserError(f"{describe_unknown(config_class, key)} (in {file})")
-        if group in groups and not isinstance(values, dict):
-            problem = f"{group} is {as_words(values)}; it must have settings below it, or be left out"
-            raise UserError(f"{file}: {problem}")
+Changes = dict[str, tuple[Any, Any]]
+"""Key of a setting -> its value before, its value now."""
 
 
-def repeated_keys(node: yaml.Node | None) -> Iterator[str]:
-    """Keys that stand twice in a mapping, or in a mapping below it."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    names = [key.value for key, _ in node.value]
-    for name in names:
-        if names.count(name) > 1 and name != "<<":
-            yield str(name)
-    for _, value in node.value:
-        yield from repeated_keys(value)
+def changes_since(config: Any, file: Path, spelled: Callable[[Any], Any] = lambda config: config) -> Changes:
+    """Settings that are not operational in which a config differs from a saved one.
+
+    Args:
+        spelled: brings a config into the spelling in which the two are compared.
+    Raises:
+        UserError: the saved file is not a config of this kind.
+    """
+    try:
+        saved = flatten(spelled(parse_saved(type(config), file)))
+    except UserError as error:
+        raise UserError(f"{file} is not a config of this command ({error})") from None
+    relevant = [each for each in settings_of(spelled(config)) if not each.about["operational"]]
+    return {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
 
 
-def other_numbers(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
-    """Numbers that YAML 1.1 does not read as they look: 010 is 8, and 1:30 is 90."""
-    if isinstance(node, yaml.ScalarNode):
-        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-        if is_number and OTHER_NUMBER.fullmatch(node.value):
-            yield node
-        return
-    for part in node.value:
-        for each in part if isinstance(node, yaml.MappingNode) else (part,):
-            yield from other_numbers(each)
+def describe_changes(changes: Changes, saved_in: str) -> str:
+    """Changed settings with both values: "optim.lr (0.01 in the run, 0.02 now)".
 
-
-# --- errors ---
-
-
-def explain(config_class: type, message: str) -> str:
-    """The parser's message in one line, with the keys that exist or the values that are allowed."""
-    line = " ".join(message.split())
-    if "unrecognized arguments" in line:
-        return explain_word(config_class, line.split("arguments:", 1)[1].split()[0])
-    if "does not accept option" in line:
-        group, option = line.split("'")[1::2][:2]
-        return describe_unknown(config_class, f"{group}.{option}")
-    if "expected one argument" in line:
-        return explain_missing(config_class, line.removeprefix("argument --").split(":")[0])
-    return line
-
-
-def explain_missing(config_class: type, key: str) -> str:
-    """The message for an option without a value."""
-    fields = {name: field for name, field, _ in iterate_settings(config_class)}
-    allowed = describe_allowed(fields[key]) if key in fields else "a YAML file, or the name of a config"
-    return f"--{key} has no value; it must be {allowed}"
-
-
-def explain_word(config_class: type, word: str) -> str:
-    """The message for a word of the command line that is no setting."""
-    key = word.removeprefix("--").split("=")[0]
-    if not word.startswith("--") and key in known_keys(config_class):
-        return f"unknown word {word}: did you mean --{word}?"
-    if not word.startswith("-"):
-        return f"unknown word {word}: settings are --NAME VALUE, and a list is '[a, b]'"
-    return describe_unknown(config_class, key)
-
-
-def describe_unknown(config_class: type, key: str) -> str:
-    """The message for a setting that does not exist: the nearest one, and those that are allowed."""
-    known = known_keys(config_class)
-    groups = sorted({each.split(".")[0] for each in known})
-    in_group = [each for each in known if each.startswith(key.split(".")[0] + ".")]
-    nearest = nearest_key(key, known, groups)
-    name = key.rpartition(".")[2]
-    meaning = f" ({REMARKS[name]})" if name in REMARKS and nearest == NAMES_ELSEWHERE[name] else ""
-    hint = f"did you mean {nearest}{meaning}? " if nearest else ""
-    return f"unknown setting {key}: {hint}allowed: {', '.join(in_group or groups)}"
-
-
-def nearest_key(key: str, known: Sequence[str], groups: Sequence[str]) -> str | None:
-    """The setting that was probably meant: by its name in other libraries, or by its spelling."""
-    name = key.rsplit(".", 1)[-1]
-    by_name = NAMES_ELSEWHERE.get(name)
-    if by_name in known:
-        return by_name
-    misspelled = difflib.get_close_matches(key, known, n=1, cutoff=SPELLED_ALIKE)
-    if misspelled:
-        return misspelled[0]
-    elsewhere = difflib.get_close_matches(name, NAMES_ELSEWHERE, n=1, cutoff=SPELLED_ALIKE)
-    if elsewhere and NAMES_ELSEWHERE[elsewhere[0]] in known:
-        return NAMES_ELSEWHERE[elsewhere[0]]
-    for candidates in (known, groups):
-        matches = difflib.get_close_matches(key, candidates, n=1)
-        if matches:
-            return matches[0]
-    return None
+    Args:
+        saved_in: name of the thing made with the earlier values, such as "the run".
+    """
+    return ", ".join(f"{key} ({show(before)} in {saved_in}, {show(now)} now)" for key, (before, now) in changes.items())

@@ -1,17 +1,16 @@
 """Settings of training: the run, the optimiser, the probes."""
 
-import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
-from mpp.config.checks import check_bounds, require
-from mpp.config.fields import SEED_END, setting
+from mpp.config.fields import SEED_END, Settings, require, setting
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Settings):
     """The run: folder, length, precision, evaluations and checkpoints."""
 
+    group_name: ClassVar[str] = "run"
     dir: str = setting("runs/birds", operational=True)
     """Run folder. The same command with the same folder resumes from its newest complete checkpoint."""
     steps: int = setting(1600, at_least=1)
@@ -41,10 +40,10 @@ class RunConfig:
     """Steps between two checkpoints."""
     keep_checkpoints: int = setting(2, at_least=1, operational=True)
     """Number of the newest checkpoints that stay on disk."""
-    keep_at: tuple[int, ...] | None = setting(None, at_least=1, listed=True, operational=True)
+    keep_at: tuple[int, ...] | None = setting(None, at_least=1, distinct=True, operational=True)
     """Steps with a permanent checkpoint, for branches; they stay even if a later command does not repeat them. With
     optim.schedule wsd the checkpoint at the start of the cooldown stays, too."""
-    keep_best: bool = setting(False, needs={"eval_every": True}, operational=True)
+    keep_best: bool = setting(False, needs={"run.eval_every": True}, operational=True)
     """Keep the encoder with the best features in `encoder_best`, next to the last one: best by kNN accuracy on the
     held-out images or, without labels, by neighbour agreement. For a branch, since it began."""
     report: bool = setting(True, operational=True)
@@ -54,14 +53,13 @@ class RunConfig:
     processes."""
     trackers: tuple[str, ...] = setting(("tensorboard",), operational=True)
     """Trackers of accelerate that receive the metrics (tensorboard, wandb, ...); metrics.jsonl is always written."""
-    project: str = setting("mpp", needs={"trackers": "wandb"}, operational=True)
+    project: str = setting("mpp", needs={"run.trackers": "wandb"}, operational=True)
     """Project in wandb; each run folder is one run in it."""
     print_config: bool = setting(False, operational=True)
     """Print all settings when the run begins, instead of only those that differ from the defaults. config.yaml has
     all."""
 
-    def __post_init__(self):
-        check_bounds(self, "run.")
+    def check(self):
         for step in self.keep_at or ():
             require(step <= self.steps, "run.keep_at", step, f"at most run.steps ({self.steps})")
         if self.branch_from is not None:
@@ -76,12 +74,13 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(Settings):
     """The optimiser: warm-up, decay, clipping, averaging.
 
     The defaults in the fields are for Adam. `Config` overrides some of them for pre-training with Muon.
     """
 
+    group_name: ClassVar[str] = "optim"
     name: Literal["muon", "adam", "sgd"] = "adam"
     """muon: orthogonalised momentum for the blocks' matrices (Jordan et al., 2024), and timm's NAdamW for all else:
     Adam with Nesterov's momentum, decoupled weight decay and an eps of 1e-7; adam: with decoupled weight decay and an
@@ -89,12 +88,12 @@ class OptimConfig:
     lr: float = setting(3e-3, above=0)  # for Adam; pre-training has 1e-2 for Muon
     """Base learning rate, reached after the warm-up. It does not depend on the number of processes. Muon uses Adam's
     scale (Liu et al., 2025)."""
-    adam_scale: float = setting(1.0, above=0, needs={"name": "muon"})
+    adam_scale: float = setting(1.0, above=0, needs={"optim.name": "muon"})
     """Learning rate of Muon's NAdamW part, as a multiple of lr."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """cosine, linear: decay to 0 over the steps after the warm-up; constant: no decay; wsd (warm-up, stable, decay): no
     decay before the cooldown at the end, so the run can continue from any step before it."""
-    cooldown: float = setting(0.2, above=0, at_most=1, needs={"schedule": "wsd"})
+    cooldown: float = setting(0.2, above=0, at_most=1, needs={"optim.schedule": "wsd"})
     """Cooldown of wsd: share of run.steps in which the rate falls to 0, as 1 - sqrt(progress) (Haegele et al.,
     2024)."""
     warmup_steps: int | None = setting(None, at_least=0)
@@ -107,16 +106,16 @@ class OptimConfig:
     layer_decay: float | None = setting(None, above=0, at_most=1)
     """Layer-wise decay: each layer's learning rate as a share of the rate one layer above (BEiT and MAE fine-tune with
     0.65 to 0.75). null: one rate for all."""
-    betas: tuple[float, float] = setting((0.9, 0.999), at_least=0, below=1, needs={"name": ("muon", "adam")})
+    betas: tuple[float, float] = setting((0.9, 0.999), at_least=0, below=1, needs={"optim.name": ("muon", "adam")})
     """Adam's betas, also for the NAdamW part of muon."""
-    momentum: float | None = setting(None, at_least=0, below=1, needs={"name": ("muon", "sgd")})
+    momentum: float | None = setting(None, at_least=0, below=1, needs={"optim.name": ("muon", "sgd")})
     """Momentum of muon (Nesterov; null: 0.95) or sgd (null: 0.9)."""
-    clip: float | None = setting(1.0, above=0, at_most=math.inf)
+    clip: float | None = setting(1.0, above=0)
     """Largest global norm of the gradient. null: no clipping."""
     average: float | None = setting(None, above=0, below=1)
     """EMA decay of the weights (Polyak averaging; the paper's Table 2: 0.9999): the average is evaluated and exported.
     null: none."""
-    average_warmup: bool = setting(True, needs={"average": True})
+    average_warmup: bool = setting(True, needs={"optim.average": True})
     """Limit the EMA decay to (1 + t) / (10 + t) after t steps, so the first weights are soon forgotten. false:
     optim.average from the first step on."""
 
@@ -167,27 +166,22 @@ class OptimConfig:
             allowed = f"at most {stable}, where the cooldown begins ({key} {steps}, optim.cooldown {self.cooldown:g})"
             require(warmup <= stable, "optim.warmup_steps", warmup, allowed)
 
-    def __post_init__(self):
-        check_bounds(self, "optim.")
-
 
 @dataclass(frozen=True)
-class ProbeConfig:
+class ProbeConfig(Settings):
     """Probes of frozen features during training: effective rank and, with labels, kNN accuracy."""
 
+    group_name: ClassVar[str] = "probe"
     every: int = setting(400, at_least=0, operational=True)
     """Steps between two probes; a probe needs a step where run.eval_every is due too. 0: never."""
-    images: int = setting(2000, at_least=1, needs={"every": True}, operational=True)
+    images: int = setting(2000, at_least=1, needs={"probe.every": True}, operational=True)
     """Largest number of labelled training images to compare with, a seeded choice; likewise of general images."""
-    neighbours: int = setting(20, at_least=1, needs={"every": True}, operational=True)
+    neighbours: int = setting(20, at_least=1, needs={"probe.every": True}, operational=True)
     """Number of neighbours that vote."""
-    path: str | None = setting(None, needs={"every": True}, operational=True)
+    path: str | None = setting(None, needs={"probe.every": True}, operational=True)
     """General images with labels, such as uoft-cs/cifar10 (any kind that data.path takes), to probe kNN accuracy on;
     they are not trained on. Their validation or test split is classified, otherwise half of them."""
-    image_column: str | None = setting(None, needs={"path": True}, operational=True)
+    image_column: str | None = setting(None, needs={"probe.path": True}, operational=True)
     """Column of the general images. null: the only image column."""
-    label_column: str | None = setting(None, needs={"path": True}, operational=True)
+    label_column: str | None = setting(None, needs={"probe.path": True}, operational=True)
     """Column of the general images' class labels. null: as data.label_column null."""
-
-    def __post_init__(self):
-        check_bounds(self, "probe.")

@@ -9,8 +9,7 @@ from typing import Any
 import datasets
 from datasets.exceptions import DatasetsError
 
-from mpp.config import ImagesConfig, SourceConfig, require
-from mpp.config.command_line import as_words
+from mpp.config import ImagesConfig, SourceConfig, as_words, require
 from mpp.data.columns import find_image_column
 from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is_url
 from mpp.data.dataset import ImageDataset, images_only

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mpp.config import TrainingConfig, require
 from mpp.config.imports import refuse_other_code, require_imports
-from mpp.config.saved import describe_changes, parse_saved
+from mpp.config.parsing import describe_changes, parse_saved
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE
 from mpp.runtime.files import complete

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from mpp.config import TrainingConfig
-from mpp.config.keys import flatten
-from mpp.config.saved import to_yaml
+from mpp.config import TrainingConfig, flatten
+from mpp.config.parsing import to_yaml
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import write_complete
 from mpp.runtime.output import printable

@@ -12,10 +12,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, release_memory
 
-from mpp.config import DataConfig, RunConfig, TrainingConfig
+from mpp.config import DataConfig, RunConfig, TrainingConfig, changed_settings
 from mpp.config.imports import IMPORTS_FILE
-from mpp.config.keys import changed_settings
-from mpp.config.saved import to_yaml
+from mpp.config.parsing import to_yaml
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences
 from mpp.data.loader import BatchLayout

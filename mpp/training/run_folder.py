@@ -26,7 +26,7 @@ from accelerate import Accelerator
 
 from mpp.config import TrainingConfig, require
 from mpp.config.imports import IMPORTS_FILE, imports_as_json, refuse_other_code, require_imports
-from mpp.config.saved import Changes, changes_since, describe_changes, parse_saved, read_saved, to_yaml
+from mpp.config.parsing import Changes, changes_since, describe_changes, parse_saved, read_saved, to_yaml
 from mpp.data.data_path import is_local
 from mpp.errors import UserError
 from mpp.models.descriptions import exported_step
