@@ -206,9 +206,7 @@ class ContrastiveConfig(TrainingConfig):
     views: ViewsConfig = group(ViewsConfig())
     head: ProjectionConfig = group(ProjectionConfig())
     contrast: ContrastConfig = group(ContrastConfig())
-    optim: OptimConfig = group(
-        OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64)
-    )
+    optim: OptimConfig = group(OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64))
     probe: ProbeConfig = group(ProbeConfig())
 
     def check(self):
