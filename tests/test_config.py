@@ -89,7 +89,7 @@ MISTAKES = [  # the command, its words, and what the one line names: the setting
     (Config, "--model.img_size 128 1024", ["1024", "[a, b]"]),
     (Config, "--help optm", ["--help", "optm", "optim"]),
     (Config, "--config cifar11", ["--config", "cifar11", "cifar10?"]),
-    (Config, "--config maee", ["maee", "rivals/mae?"]),
+    (Config, "--config maee", ["maee", "rivals/mae"]),
     (Config, "--config nowhere.yaml", ["--config", "nowhere.yaml"]),
     (Config, "--run.steps=5 --config", ["--config", "empty"]),
     (Config, "--run.steps", ["run.steps", "empty", "at least 1"]),
@@ -297,5 +297,5 @@ def test_a_wrong_value_is_named_in_the_file_that_has_it(tmp_path):
     files = [f"--config={tmp_path / 'wrong.yaml'}", f"--config={tmp_path / 'right.yaml'}"]
     with pytest.raises(UserError, match=r"optim\.lr is fast; .*\(in .*wrong\.yaml\)$"):
         parse(Config, files)
-    with pytest.raises(UserError, match=r"wrong\.yaml is not a config of this command"):
+    with pytest.raises(UserError, match=r"optim\.lr is fast; .*\(in .*wrong\.yaml\)$"):
         changes_since(Config(), tmp_path / "wrong.yaml")

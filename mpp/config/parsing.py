@@ -13,13 +13,12 @@ from typing import Any, ClassVar, TypeVar
 
 import yaml
 
-import mpp
 from mpp.config.fields import Setting, as_tuple, as_words, flatten, nested, rebuild, require, settings_of, show, take
 from mpp.config.help import describe_needs, groups_of, show_help
 from mpp.config.imports import require_imports, take_imports
 from mpp.errors import UserError, did_you_mean
 
-CONFIGS = next(folder / "configs" for folder in Path(mpp.__file__).parents if (folder / "configs").is_dir())
+CONFIGS = next(folder / "configs" for folder in Path(__file__).parents[1:] if (folder / "configs").is_dir())
 """Folder of the configs that mpp brings: in the installed package, or next to it in a checkout."""
 NAMES_ELSEWHERE = {
     "mask_ratio": "corruption.rate",
@@ -150,15 +149,14 @@ def check_given(config: Any, usual: Any) -> None:
     Args:
         usual: the same config where nothing was given.
     """
-    values, defaults = flatten(config), flatten(usual)
-    for each in settings_of(config):
-        default = defaults[each.key]
+    values = flatten(config)
+    for each, default in zip(settings_of(config), settings_of(usual), strict=True):
+        if each.value == default.value:
+            continue
         is_met = all(is_one_of(values[key], wanted) for key, wanted in each.about["needs"].items())
-        has_effect = each.value == default or (is_met and not each.unused)
         why = each.unused or f"it has no effect unless {describe_needs(each)}"
-        require(has_effect, each.key, each.value, f"{show(default)} or left out: {why}")
-        is_output = each.key.rpartition(".")[2] in ("dir", "out")
-        is_elsewhere = is_output and NOT_ON_THIS_MACHINE.match(str(each.value))
+        require(is_met and not each.unused, each.key, each.value, f"{show(default.value)} or left out: {why}")
+        is_elsewhere = each.key.endswith(("dir", "out")) and NOT_ON_THIS_MACHINE.match(str(each.value))
         require(not is_elsewhere, each.key, each.value, "a path on this machine, without ~ and variables of the shell")
 
 
@@ -207,13 +205,13 @@ for scalar, pattern in SCALARS.items():
 
 def config_file(name: str) -> Path:
     """The file that `--config` names: itself, or one that mpp brings (`cifar10`, `rivals/mae`)."""
-    ours = [file for file in sorted(CONFIGS.rglob("*.yaml")) if file.parent.name != "accelerate"]
-    files = {file.relative_to(CONFIGS).with_suffix("").as_posix(): file for file in ours}
-    short = str(name).removeprefix("configs/").removesuffix(".yaml")
-    file = Path(name) if Path(name).is_file() else files.get(short)
-    near = did_you_mean(short, {part: each for each in reversed(files) for part in (each.rpartition("/")[2], each)})
-    require(file, "--config", name, f"a YAML file or a config of mpp{near}: {', '.join(files)}")
-    return file
+    short = name.removeprefix("configs/").removesuffix(".yaml")
+    for file in (Path(name), CONFIGS / f"{short}.yaml"):
+        if file.is_file():
+            return file
+    names = sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.rglob("*.yaml"))
+    allowed = f"a YAML file or a config of mpp{did_you_mean(short, names)}: {', '.join(names)}"
+    raise UserError(f"--config is {show(name)}; it must be {allowed}")
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
@@ -260,13 +258,8 @@ def changes_since(config: Any, file: Path, spelled: Callable[[Any], Any] = lambd
 
     Args:
         spelled: brings a config into the spelling in which the two are compared.
-    Raises:
-        UserError: the saved file is not a config of this kind.
     """
-    try:
-        saved = flatten(spelled(parse_saved(type(config), file)))
-    except UserError as error:
-        raise UserError(f"{file} is not a config of this command ({error})") from None
+    saved = flatten(spelled(parse_saved(type(config), file)))
     relevant = [each for each in settings_of(spelled(config)) if not each.about["operational"]]
     return {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
 
