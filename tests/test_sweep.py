@@ -129,9 +129,9 @@ def test_settings_that_change_no_result_are_no_further_trial_and_this_is_said(sm
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"settings": {"optim.lrr": 1}}, "unknown setting optim.lrr: did you mean optim.lr?"),
-        ({"vary": {"optim.lrr": [1]}}, "unknown setting optim.lrr: did you mean optim.lr?"),
-        ({"points": [{"modle.width": 1}]}, "unknown setting modle.width: did you mean model.width?"),
+        ({"settings": {"optim.lrr": 1}}, "unknown setting optim.lrr .did you mean optim.lr"),
+        ({"vary": {"optim.lrr": [1]}}, "unknown setting optim.lrr .did you mean optim.lr"),
+        ({"points": [{"modle.width": 1}]}, "unknown setting modle.width .did you mean model.width"),
         ({"vary": {LR: [0.01, -1]}}, "optim.lr is -1.0; it must be a number above 0"),
         ({"vary": {}}, "vary is empty"),
         ({"vary": {LR: []}}, r"vary: optim.lr is \[\]; it must be a list"),
@@ -140,7 +140,7 @@ def test_settings_that_change_no_result_are_no_further_trial_and_this_is_said(sm
         ({"compute": -1}, "compute is -1.0; it must be a number above 0"),
         ({"evaluate": {"command": "magic"}}, "evaluate: command is magic; it must be fewshot or knn"),
         ({"evaluate": {"command": "knn", "option": {}}}, "evaluate: .* is not {name, command, options}"),
-        ({"evaluate": {"command": "knn", "options": {"neighbour": 3}}}, "unknown setting neighbour: did you mean"),
+        ({"evaluate": {"command": "knn", "options": {"neighbour": 3}}}, "unknown setting neighbour .did you mean"),
         (
             {"evaluate": KNN | {"options": {"random": True}}},
             "evaluate: knn: options: random is true; it must be left out",

@@ -426,7 +426,7 @@ NO_SETTINGS_OF_A_FROZEN_TEACHER = {
     "objective.export=teacher": "objective.export is teacher; it must be student or left out",
     "objective.half_life=[0.1,0.2]": "objective.half_life is .* unless objective.teacher is ema",
     "objective.teacher_img_size=36": "teacher_img_size is 36; it must be a multiple of the patch size",
-    "objective.teacher_img_size=0": "objective.teacher_img_size is 0; it must be a whole number of at least 1",
+    "objective.teacher_img_size=0": "objective.teacher_img_size is 0; it must be a",
 }
 
 
