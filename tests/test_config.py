@@ -200,9 +200,9 @@ def test_a_list_may_be_one_value():
 
 
 def test_settings_of_python_are_checked_too():
-    with pytest.raises(UserError, match=r"^run\.steps is 0; "):
+    with pytest.raises(UserError, match=r"^steps is 0; "):
         RunConfig(steps=0)
-    with pytest.raises(UserError, match=r"^optim\.name is adamw; "):
+    with pytest.raises(UserError, match=r"^name is adamw; "):
         Config(optim=type(Config().optim)(name="adamw"))
 
 

@@ -147,9 +147,7 @@ RESNET = ("--encoder=resnet10t", "--random=true")
             "name ends in .pt2; the weights are already a file: RUN/encoder/model.safetensors",
             id="the weights",
         ),
-        pytest.param(
-            ["--batch=0"], "batch is 0; it must be", id="no such batch"
-        ),
+        pytest.param(["--batch=0"], "batch is 0; it must be", id="no such batch"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_words(options, message, tmp_path):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from evaluation.config.encoders import LabelTask, NumberLoss
 from mpp.config import (
@@ -32,7 +32,6 @@ OF_STREAMS = dict.fromkeys(("streaming", "shuffle_block"), "only masked patch pr
 class HeadConfig(Settings):
     """The classifier on top of the encoder, in supervised training."""
 
-    group_name: ClassVar[str] = "head"
     kind: HeadKind = "mlp_tanh"
     """Head. mlp_tanh: one tanh hidden layer as wide as the encoder (the paper's, for ViTs); linear: one layer."""
     pooling: Pooling = "auto"
@@ -44,7 +43,6 @@ class HeadConfig(Settings):
 class DistillConfig(Settings):
     """Distillation from a teacher through a distillation token with its own head (DeiT)."""
 
-    group_name: ClassVar[str] = "distill"
     teacher: str | None = setting(None, operational=True)  # it may move: teacher_sha256 says which it is
     """Teacher: the folder of a finished supervised or fine-tuned run, or of a timm model with a head (config.json,
     model.safetensors). null: no teacher, and no distillation token."""
@@ -163,7 +161,6 @@ class OneRunConfig(FinetuneConfig):
 class ViewsConfig(Settings):
     """Distortion of a view beyond crop and flip (SimCLR, appendix A; on CIFAR jitter 0.5 and no blur)."""
 
-    group_name: ClassVar[str] = "views"
     jitter: float = setting(1.0, at_least=0, at_most=2.5)
     """Strength s of colour jitter: brightness, contrast and saturation by up to 0.8 s, hue by up to 0.2 s."""
     jitter_probability: float = setting(0.8, at_least=0, at_most=1, needs={"views.jitter": True})
@@ -178,7 +175,6 @@ class ViewsConfig(Settings):
 class ProjectionConfig(Settings):
     """The projection head: one hidden layer (ReLU). It is left out when the encoder is exported."""
 
-    group_name: ClassVar[str] = "head"
     pooling: Literal["class", "mean"] = "mean"
     """Pooling before the projection head: the `class` token, or the `mean` over patches or places."""
     hidden: int | None = setting(None, at_least=1)
@@ -191,7 +187,6 @@ class ProjectionConfig(Settings):
 class ContrastConfig(Settings):
     """The loss, NT-Xent. All other views of a forward pass are negatives, so its size matters."""
 
-    group_name: ClassVar[str] = "contrast"
     temperature: float = setting(0.1, above=0)
     """Temperature: divisor of the similarities (SimCLR: 0.1; 0.5 on CIFAR-10)."""
 

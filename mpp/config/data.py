@@ -73,8 +73,7 @@ class ImagesConfig(Settings):
             allowed = f"{self.channels} numbers from 1, one per channel"
             require(len(self.bands) == self.channels, "data.bands", list(self.bands), allowed)
         pairs = self.limits()
-        ascending = all(len(pair) == 2 and -math.inf < pair[0] < pair[1] < math.inf for pair in pairs)
-        fits = len(pairs) in (0, 1, self.channels) and ascending
+        fits = len(pairs) in (0, 1, self.channels) and all(-math.inf < low < high < math.inf for low, high in pairs)
         require(fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs, or window")
 
     def how_read(self) -> dict[str, Any]:
@@ -166,7 +165,6 @@ class DataConfig(SourceConfig):
 class AugmentConfig(Settings):
     """Augmentation beyond crop and flip, for training with labels (DeiT, BEiT, MAE)."""
 
-    group_name: ClassVar[str] = "augment"
     randaugment: int = setting(0, at_least=0, at_most=30)
     """Magnitude of RandAugment, 1 to 30: two random operations an image (Cubuk et al., 2020). 0: none. The scale is
     torchvision's (to 30). DeiT and MAE use m9 on timm's scale (to 10), which is 27 here."""

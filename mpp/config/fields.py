@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field, fields, is_dataclass, replace
 from itertools import product
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from mpp.errors import UserError
 
@@ -76,14 +76,10 @@ class Setting(NamedTuple):
 class Settings:
     """Settings whose types and bounds are checked when they are made, by Python too."""
 
-    group_name: ClassVar[str] = ""
-    """Group in which commands have them."""
-
     def __post_init__(self):
-        prefix = f"{self.group_name}." if self.group_name else ""
-        for each in settings_of(self, prefix):
+        for each in settings_of(self):
             if each.owner is type(self):
-                object.__setattr__(self, each.key.removeprefix(prefix), take(each, each.value))
+                object.__setattr__(self, each.key, take(each, each.value))
         self.check()
 
     def check(self) -> None:

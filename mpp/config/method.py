@@ -1,7 +1,7 @@
 """Settings of masked patch prediction: masked patches, input of the encoder, target of the prediction."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from mpp.config.fields import Settings, require, setting
 
@@ -10,7 +10,6 @@ from mpp.config.fields import Settings, require, setting
 class CorruptionConfig(Settings):
     """Masking: which patch embeddings are corrupted, and how (paper, appendix B.1.2)."""
 
-    group_name: ClassVar[str] = "corruption"
     pattern: str = "random"
     """random: any patches; blocks: whole squares of patches (SimMIM); blockwise: rectangles of all sizes (BEiT);
     multiblock: a few large rectangles, with a context smaller than the rest (I-JEPA)."""
@@ -42,7 +41,6 @@ class CorruptionConfig(Settings):
 class NetworkConfig(Settings):
     """The pre-trained network: input of the encoder, and the part that predicts."""
 
-    group_name: ClassVar[str] = "network"
     name: str = "predictor"
     """predictor: the encoder sees every position, corrupted or not, and a linear head predicts; autoencoder: the
     encoder sees only the visible patches, and a decoder predicts (MAE)."""
@@ -64,7 +62,6 @@ class NetworkConfig(Settings):
 class ObjectiveConfig(Settings):
     """The prediction target of every corrupted patch (paper, appendix B.1.2)."""
 
-    group_name: ClassVar[str] = "objective"
     name: str = "mean_color"
     """Prediction target of a masked patch. mean_color: its mean colour; grid_color: its colours on a grid of cells;
     pixels: its pixels; hog: its histograms of oriented gradients (MaskFeat); features: a teacher's features (data2vec,
@@ -134,7 +131,6 @@ class ObjectiveConfig(Settings):
         start, end = self.half_life
         allowed = "two shares below 1, or two numbers of steps from 1"
         require((start < 1) == (end < 1), "objective.half_life", list(self.half_life), allowed)
-        require(self.teacher != "", "objective.teacher", "empty", "ema, a folder, or the name of a timm model")
         if self.teacher == "ema":
             for name in ("teacher_checkpoint", "teacher_img_size"):
                 value = getattr(self, name)

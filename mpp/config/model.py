@@ -1,10 +1,9 @@
 """Settings of the encoder."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from mpp.config.fields import Settings, require, setting
 from mpp.errors import UserError
@@ -13,11 +12,14 @@ Representation = Literal["class", "mean", "both"]
 """Of an image: the [class] token, the mean of the patches, or both side by side."""
 
 
+PLAIN = {"width": 128, "depth": 4, "heads": 4, "img_size": 64, "patch_size": 8}
+"""The numbers of a plain ViT that are not given."""
+
+
 @dataclass(frozen=True)
 class ModelConfig(Settings):
     """The encoder: a timm transformer by name, or a plain ViT by its dimensions."""
 
-    group_name: ClassVar[str] = "model"
     name: str | None = None
     """A timm VisionTransformer, Eva or Beit (vit_base_patch16_224, vit_small_patch16_dinov3, ...), with random weights.
     null: a plain ViT with the five dimensions below."""
@@ -62,7 +64,7 @@ class ModelConfig(Settings):
     """Means for normalising the input (pixels scaled to [0, 1]): one per channel, or one for all. auto: measured on
     1,024 training images when the run begins; null: those of the weights at model.init_from. config.yaml then has the
     numbers."""
-    std: float | tuple[float, ...] | Literal["auto"] | None = 0.5
+    std: float | tuple[float, ...] | Literal["auto"] | None = setting(0.5, above=0)
     """Standard deviations for normalising the input, given like the means."""
     activation_checkpointing: bool = setting(False, operational=True)
     """Keep one activation per block and recompute the rest in the backward pass: less memory, one more forward pass."""
@@ -78,9 +80,8 @@ class ModelConfig(Settings):
 
     def numbers(self) -> dict[str, Any]:
         """The five numbers, of which the size may be two; None: the named model's own."""
-        plain = dict(width=128, depth=4, heads=4, img_size=64, patch_size=8) if self.name is None else {}
-        given = {name: getattr(self, name) for name in ("width", "depth", "heads", "img_size", "patch_size")}
-        return {name: plain.get(name) if value is None else value for name, value in given.items()}
+        given = {name: getattr(self, name) for name in PLAIN}
+        return {name: PLAIN[name] if self.name is None and value is None else value for name, value in given.items()}
 
     def is_variant(self) -> bool:
         """Whether timm has no such plain ViT, and it is one of mpp/models/vit.py."""
@@ -97,8 +98,10 @@ class ModelConfig(Settings):
         width, heads = numbers["width"], numbers["heads"]
         if width and heads:
             require(width % heads == 0, "model.width", width, f"a multiple of model.heads ({heads})")
-        self.check_moments("mean", above=-math.inf, kind="numbers")
-        self.check_moments("std", above=0, kind="positive numbers")
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            is_known = value is not None or self.init_from is not None
+            require(is_known, f"model.{name}", value, "numbers or auto unless model.init_from is set")
 
     def check_train(self) -> None:
         """Raise UserError where `train` is no regular expression."""
@@ -114,36 +117,24 @@ class ModelConfig(Settings):
 
     def with_moments(self, mean: Any, std: Any) -> "ModelConfig":
         """With lists of numbers instead of `auto` and null, which stay where there is no list."""
-        measured = {}
-        if self.mean in ("auto", None) and isinstance(mean, list):
-            measured["mean"] = tuple(mean)
-        if self.std in ("auto", None) and isinstance(std, list):
-            measured["std"] = tuple(std)
+        measured = {"mean": mean, "std": std}
+        for name in ("mean", "std"):
+            if getattr(self, name) not in ("auto", None) or not isinstance(measured[name], list):
+                del measured[name]
         return replace(self, **measured)
-
-    def check_moments(self, name: str, above: float, kind: str) -> None:
-        """Raise UserError where `mean` or `std` has a number that is out of bounds."""
-        value = getattr(self, name)
-        allowed = "numbers or auto unless model.init_from is set"
-        require(value is not None or self.init_from is not None, f"model.{name}", "null", allowed)
-        if value in ("auto", None):
-            return
-        fits = all(above < number < math.inf for number in of_channels(value, 1))
-        require(fits, f"model.{name}", value, f"{kind}, one per channel or one for all, auto, or null")
 
     def normalization(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and deviation for each channel. Raises UserError if their number is not that of the channels.
 
         A run has replaced `auto` and null by numbers; FLOP counting uses 0.5.
         """
-        moments = []
-        for name in ("mean", "std"):
-            value = getattr(self, name)
-            numbers = of_channels(0.5 if value in ("auto", None) else value, channels)
-            require(len(numbers) == channels, f"model.{name}", list(numbers), f"{channels} numbers: data.channels")
-            moments.append(numbers)
-        mean, std = moments
-        return mean, std
+        moments = {"mean": self.mean, "std": self.std}
+        for name, value in moments.items():
+            moments[name] = of_channels(0.5 if value in ("auto", None) else value, channels)
+            require(
+                len(moments[name]) == channels, f"model.{name}", moments[name], f"{channels} numbers: data.channels"
+            )
+        return moments["mean"], moments["std"]
 
     def check_variant(self) -> None:
         """Raise UserError at settings of an encoder that do not go together."""

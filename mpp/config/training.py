@@ -1,7 +1,7 @@
 """Settings of training: the run, the optimiser, the probes."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from mpp.config.fields import SEED_END, Settings, require, setting
 
@@ -10,7 +10,6 @@ from mpp.config.fields import SEED_END, Settings, require, setting
 class RunConfig(Settings):
     """The run: folder, length, precision, evaluations and checkpoints."""
 
-    group_name: ClassVar[str] = "run"
     dir: str = setting("runs/birds", operational=True)
     """Run folder. The same command with the same folder resumes from its newest complete checkpoint."""
     steps: int = setting(1600, at_least=1)
@@ -80,7 +79,6 @@ class OptimConfig(Settings):
     The defaults in the fields are for Adam. `Config` overrides some of them for pre-training with Muon.
     """
 
-    group_name: ClassVar[str] = "optim"
     name: Literal["muon", "adam", "sgd"] = "adam"
     """muon: orthogonalised momentum for the blocks' matrices (Jordan et al., 2024), and timm's NAdamW for all else:
     Adam with Nesterov's momentum, decoupled weight decay and an eps of 1e-7; adam: with decoupled weight decay and an
@@ -171,7 +169,6 @@ class OptimConfig(Settings):
 class ProbeConfig(Settings):
     """Probes of frozen features during training: effective rank and, with labels, kNN accuracy."""
 
-    group_name: ClassVar[str] = "probe"
     every: int = setting(400, at_least=0, operational=True)
     """Steps between two probes; a probe needs a step where run.eval_every is due too. 0: never."""
     images: int = setting(2000, at_least=1, needs={"probe.every": True}, operational=True)
