@@ -6,7 +6,7 @@ B images, N patches on a grid of rows x columns, K corrupted patches, D width.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from enum import IntEnum
 from typing import NamedTuple
@@ -130,7 +130,7 @@ def multiblock(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) 
     return np.flatnonzero(corrupted)
 
 
-PATTERNS: Registry[Callable[[CorruptionConfig, Grid, DrawUniform], Positions]] = Registry(
+PATTERNS = Registry(
     "corruption.pattern",
     {
         "random": random_patches,
@@ -139,6 +139,7 @@ PATTERNS: Registry[Callable[[CorruptionConfig, Grid, DrawUniform], Positions]] =
         "multiblock": multiblock,
     },
 )
+"""Patterns by name: settings, grid and a source of uniform numbers -> positions."""
 
 
 def rectangle(grid: Grid, area: float, ratio: float, row_number: float, column_number: float) -> NDArray[np.bool_]:
@@ -196,11 +197,6 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     Raises:
         UserError: no such pattern, or one that does not fit the grid.
     """
-    if config.pattern not in PATTERNS:
-        known = ", ".join(PATTERNS)
-        raise UserError(
-            f"corruption.pattern is {config.pattern}; it must be one of {known}, or registered by --import FILE"
-        )
     draw_uniform = endless_uniforms(Stream.CORRUPTION, seed, epoch, index)
     patches = math.prod(grid)
     chosen = PATTERNS[config.pattern](config, grid, draw_uniform)

@@ -349,16 +349,17 @@ def build_pixels(config: ObjectiveConfig, patch_size: int, channels: int) -> Obj
     return Pixels(config, patch_size, channels)
 
 
-OBJECTIVES: Registry[Callable[[ObjectiveConfig, int, int], Objective]] = Registry(
+OBJECTIVES = Registry(
     "objective.name",
     {
         "mean_color": MeanColor,
         "grid_color": GridColor,
         "pixels": build_pixels,
         "hog": Hog,
+        "features": TeacherFeatures,
     },
-    reserved=["features"],
 )
+"""Objectives by name: settings, side of a patch and channels -> Objective; features also takes its teacher's width."""
 
 
 def build_objective(
@@ -373,9 +374,6 @@ def build_objective(
     """
     if config.name == "features":
         return TeacherFeatures(config, patch_size, channels, teacher_width)
-    if config.name not in OBJECTIVES:
-        known = ", ".join([*OBJECTIVES, "features"])
-        raise UserError(f"objective.name is {config.name}; it must be one of {known}, or registered by --import FILE")
     objective = OBJECTIVES[config.name](config, patch_size, channels)
     require_members(objective, config.name)
     refuse_own_weights(objective, config.name)

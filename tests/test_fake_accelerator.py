@@ -45,7 +45,7 @@ def side_by_side(**choices: list[str]) -> dict[str, list[str]]:
 UNSEEN = ["--corruption.mask=1", "--corruption.random=0", "--corruption.keep=0"]
 PRETRAIN = side_by_side(
     **{
-        "objective.name": [*OBJECTIVES],
+        "objective.name": [name for name in OBJECTIVES if name != "features"],
         "corruption.pattern": [name for name in PATTERNS if name != "random"],
         "model.position": choices(ModelConfig, "position")[1:],
         "optim.name": choices(OptimConfig, "name")[1:],

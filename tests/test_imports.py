@@ -1,10 +1,13 @@
 """Code of the user: `--import mine.py` registers it for every command, and a run folder never runs it."""
 
+import hashlib
 import json
+import multiprocessing
 import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 from conftest import ROOT, TINY
 from timm.models import _registry as registry
@@ -19,9 +22,10 @@ from evaluation.comparison.sweep_results import TrialResult, next_training
 from evaluation.comparison.trials import plan_sweep
 from evaluation.config import CompareConfig, SweepConfig
 from mpp.config import Config, imports
-from mpp.config.imports import import_words, take_imports, user_imports
+from mpp.config.imports import import_words, imported, take_imports
 from mpp.config.parsing import parse
 from mpp.corruption import PATTERNS
+from mpp.data.workers import start_worker
 from mpp.errors import UserError
 from mpp.models.networks import NETWORKS
 from mpp.objectives import OBJECTIVES
@@ -32,11 +36,13 @@ BRIGHTNESS = "--objective.name=brightness"
 @pytest.fixture(autouse=True)
 def no_imports(monkeypatch):
     """Every test begins like a new process, without imports, and leaves nothing registered."""
-    monkeypatch.setattr(imports, "_imports", {})
-    modules, registries = set(sys.modules), [dict(each) for each in (OBJECTIVES, PATTERNS, NETWORKS)]
+    monkeypatch.setattr(imports, "_modules", {})
+    imported.clear()
+    registries = [dict(each) for each in (OBJECTIVES, PATTERNS, NETWORKS)]
     yield
-    for name in {"brightness", "mine", "second"} & (set(sys.modules) - modules):
-        del sys.modules[name]
+    imported.clear()
+    for name in ("brightness", "mine", "first", "second"):
+        sys.modules.pop(name, None)
     for parts, before in zip((OBJECTIVES, PATTERNS, NETWORKS), registries, strict=True):
         parts.clear()
         parts.update(before)
@@ -44,9 +50,11 @@ def no_imports(monkeypatch):
 
 def start_a_new_process():
     """Forget the imports, as a new process does that has not yet read its command line."""
-    imports._imports.clear()
-    sys.modules.pop("brightness", None)
-    OBJECTIVES.pop("brightness", None)
+    imports._modules.clear()
+    imported.clear()
+    for name in ("brightness", "mine"):
+        sys.modules.pop(name, None)
+        OBJECTIVES.pop(name, None)
 
 
 @pytest.fixture
@@ -61,10 +69,11 @@ def brightness(tmp_path):
 
 def test_the_pages_example_trains_resumes_and_is_drawn(pretrain, brightness, capsys):
     own = f"--import={brightness}"
+    copies = brightness.parent / "run" / "imports"
+    copies.mkdir(parents=True)
+    (copies / "brightness.py").write_text("half")  # of a process that was killed before the run began
     folder = pretrain(own, BRIGHTNESS, "--run.steps=2")
-    (saved,) = json.loads((folder / "imports.json").read_text())
-    assert saved["name"] == str(brightness) and len(saved["sha256"]) == 64
-    assert not list(folder.rglob("*.py"))
+    assert (folder / "imports" / "brightness.py").read_bytes() == brightness.read_bytes()
 
     start_a_new_process()
     visualize.main([own, f"--encoder={folder}", "--pictures=[predictions]", "--precision=fp32", "--images=2"])
@@ -137,7 +146,7 @@ def test_mpps_own_parts_take_no_arguments(pretrain, group, words):
 def test_a_run_is_not_read_without_its_code(pretrain, brightness, command):
     folder = pretrain(f"--import={brightness}", BRIGHTNESS)
     start_a_new_process()
-    with pytest.raises(UserError, match=rf"run uses custom code: add --import {brightness} "):
+    with pytest.raises(UserError, match=r"run uses custom code: add --import brightness\.py "):
         if command == "resume":
             pretrain(BRIGHTNESS)
         elif command == "visualize":
@@ -151,12 +160,12 @@ def test_a_run_is_not_resumed_with_a_changed_file_and_its_pictures_come_with_a_w
     folder = pretrain(f"--import={brightness}", BRIGHTNESS)
     start_a_new_process()
     brightness.write_text(brightness.read_text() + "\n# changed\n")
-    with pytest.raises(UserError, match=r"brightness\.py has changed since .*run was started with it"):
+    with pytest.raises(UserError, match=r"run, a run with another config: --import brightness\.py .*another run\.dir"):
         pretrain(f"--import={brightness}", BRIGHTNESS)
     words = [f"--encoder={folder}", "--pictures=[filters]", "--precision=fp32"]
     visualize.main([f"--import={brightness}", *words])
     printed = capsys.readouterr()
-    assert f"brightness.py has changed since {folder} was started with it" in printed.out + printed.err
+    assert f"brightness.py is not as in {folder / 'imports'}" in printed.out + printed.err
 
 
 def test_a_file_in_another_folder_is_the_same_code(pretrain, brightness, tmp_path):
@@ -170,47 +179,101 @@ def test_a_file_in_another_folder_is_the_same_code(pretrain, brightness, tmp_pat
 
 def test_imports_that_a_run_does_not_use_do_not_count(pretrain, brightness):
     folder = pretrain(f"--import={brightness}")
-    assert not (folder / "imports.json").exists()
+    assert not (folder / "imports").exists()
     start_a_new_process()
     pretrain()
 
 
-def test_saved_code_is_named_and_never_run(finished_run, tmp_path):
-    """A run folder of a stranger names a file that is there: nobody runs it."""
-    trap = tmp_path / "mine.py"
-    trap.write_text(f"open({str(tmp_path / 'struck')!r}, 'w')\n")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_bytes((finished_run / "config.yaml").read_bytes())
-    (tmp_path / "run" / "imports.json").write_text(json.dumps([{"name": str(trap), "sha256": "0" * 64}]))
+def test_all_imports_of_a_run_count(pretrain, brightness, tmp_path):
+    """A base class in a file of its own, say: none may be changed, missing or additional."""
+    (tmp_path / "mine.py").write_text(
+        "from brightness import Brightness\nfrom mpp.objectives import OBJECTIVES\n\n\n"
+        "class Mine(Brightness):\n    pass\n\n\nOBJECTIVES['mine'] = Mine\n"
+    )
+    (tmp_path / "second.py").write_text("")
+    words = [f"--import={brightness}", f"--import={tmp_path / 'mine.py'}", "--objective.name=mine", "--run.steps=1"]
+    folder = pretrain(*words)
+    assert sorted(path.name for path in (folder / "imports").iterdir()) == ["brightness.py", "mine.py"]
+    with pytest.raises(UserError, match=r"--import second\.py"):
+        pretrain(*words, f"--import={tmp_path / 'second.py'}")
+    start_a_new_process()
+    with pytest.raises(UserError, match=r"add --import mine\.py"):
+        pretrain(words[0], "--objective.name=brightness", "--run.steps=1")
+
+
+def test_a_run_that_has_digests_and_no_copies_is_continued(pretrain, brightness):
+    """As earlier versions of mpp wrote it."""
+    folder = pretrain(f"--import={brightness}", BRIGHTNESS)
+    content = brightness.read_bytes()
+    (folder / "imports" / "brightness.py").unlink()
+    (folder / "imports.json").write_text(
+        json.dumps([{"name": str(brightness), "sha256": hashlib.sha256(content).hexdigest()}])
+    )
+    pretrain(f"--import={brightness}", BRIGHTNESS)
+    start_a_new_process()
+    brightness.write_bytes(content + b"# changed")
+    with pytest.raises(UserError, match=r"--import brightness\.py"):
+        pretrain(f"--import={brightness}", BRIGHTNESS)
+
+
+def test_a_branch_has_the_code_of_its_trunk(pretrain, brightness, tmp_path):
+    words = [f"--import={brightness}", BRIGHTNESS, "--run.steps=2"]
+    trunk = pretrain(*words, "--run.keep_at=[1]", dir=tmp_path / "trunk")
+    branch = pretrain(*words, f"--run.branch_from={trunk}@1", dir=tmp_path / "branch")
+    assert (branch / "imports" / "brightness.py").read_bytes() == brightness.read_bytes()
+    start_a_new_process()
+    brightness.write_text(brightness.read_text() + "\n# changed\n")
+    with pytest.raises(UserError, match=r"run\.branch_from .*--import brightness\.py"):
+        pretrain(*words, f"--run.branch_from={trunk}@1", dir=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_saved_code_is_never_run(finished_run, tmp_path):
+    """A run folder of a stranger has code: nobody runs it."""
     run = tmp_path / "run"
+    (run / "imports").mkdir(parents=True)
+    (run / "imports" / "mine.py").write_text(f"open({str(tmp_path / 'struck')!r}, 'w')\n")
+    (run / "config.yaml").write_bytes((finished_run / "config.yaml").read_bytes())
     for command in (visualize, report):
-        with pytest.raises(UserError, match="uses custom code: add --import"):
+        with pytest.raises(UserError, match=r"uses custom code: add --import mine\.py"):
             command.main([f"--encoder={run}"])
     assert not (tmp_path / "struck").exists()
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    "words",
     [
-        (["--import=missing.py"], r"--import is missing\.py, which is not a file"),
-        (["--import", "missing_module"], r"--import missing_module failed: ModuleNotFoundError"),
-        (["--import"], r"--import needs a Python file or the name of a module"),
-        (["--import", "--run.steps=3"], r"--import needs a Python file or the name of a module"),
+        ["--import=missing.py"],
+        ["--import", "missing_module"],
+        ["--import=sys"],
+        ["--import"],
+        ["--import", "--run.steps=3"],
     ],
 )
-def test_what_cannot_be_imported_is_named(words, message):
-    with pytest.raises(UserError, match=message):
+def test_what_cannot_be_imported_is_named(words):
+    with pytest.raises(UserError, match=rf"--import .*{words[-1].removeprefix('--import').removeprefix('=')} failed"):
         parse(Config, words)
 
 
-@pytest.mark.parametrize("name, code", [("json", ""), ("numpy", ""), ("mine", "1 / 0\n")])
+@pytest.mark.parametrize("name, code", [("json", ""), ("numpy", ""), ("datasets", ""), ("mine", "1 / 0\n")])
 def test_a_file_that_hides_another_module_or_fails_is_refused(tmp_path, name, code):
+    """Also a module that mpp imports later, such as datasets."""
     file = tmp_path / f"{name}.py"
     file.write_text(code)
-    expected = "is the name of another module" if not code else r"failed: ZeroDivisionError: division by zero"
-    with pytest.raises(UserError, match=expected):
+    expected = "division by zero" if code else "is the name of another module"
+    with pytest.raises(UserError, match=rf"{name}\.py failed: .*{expected}"):
         take_imports([f"--import={file}"])
-    assert not user_imports() and not import_words()
+    assert not imported and not import_words()
+
+
+def test_a_file_that_failed_may_be_mended_in_the_same_process(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("1 / 0\n")
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        take_imports([f"--import={file}"])
+    file.write_text("value = 1\n")
+    take_imports([f"--import={file}"])
+    assert sys.modules["mine"].value == 1
 
 
 def test_other_words_stay_and_a_file_is_imported_once(tmp_path):
@@ -222,17 +285,22 @@ def test_other_words_stay_and_a_file_is_imported_once(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pattern", "network"])
-def test_patterns_and_networks_are_registered_too(pretrain, tmp_path, kind):
+def test_patterns_and_networks_are_registered_too_and_loader_processes_keep_the_bits(pretrain, tmp_path, kind):
     code = {
         "pattern": "from mpp.corruption import PATTERNS, random_patches\n"
-        "PATTERNS['mine'] = lambda *a: random_patches(*a)\n",
+        "PATTERNS['mine'] = lambda *a: random_patches(*a)[::-1][:5]\n",
         "network": "from mpp.models.networks import NETWORKS\n"
         "NETWORKS['mine'] = lambda *parts, config: NETWORKS['predictor'](*parts, config=config)\n",
     }
     option = {"pattern": "--corruption.pattern=mine", "network": "--network.name=mine"}
     (tmp_path / "mine.py").write_text(code[kind])
-    folder = pretrain(f"--import={tmp_path / 'mine.py'}", option[kind], "--data.workers=1")
-    assert json.loads((folder / "imports.json").read_text())
+    weights = []
+    for workers in (0, 2):
+        words = [f"--import={tmp_path / 'mine.py'}", option[kind], f"--data.workers={workers}", "--run.steps=3"]
+        folder = pretrain(*words, dir=tmp_path / f"{workers}")
+        weights.append((folder / "encoder" / "model.safetensors").read_bytes())
+        assert (folder / "imports" / "mine.py").is_file()
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.faults
@@ -273,21 +341,11 @@ def test_a_comparison_tells_results_of_changed_code_apart(brightness, tmp_path):
         cases_of(read_entries(parse(CompareConfig, ["--config", str(tmp_path / "compare.yaml")])))
 
 
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        (
-            "corruption.pattern",
-            r"corruption\.pattern is mine; it must be one of random, .*, or registered by --im",
-        ),
-        ("network.name", r"network\.name is mine; it must be one of predictor, autoencoder, or registered by --import"),
-        ("model.name", r"model\.name is mine; it must be a timm model, or registered by --import FILE"),
-    ],
-)
-def test_a_plan_that_is_read_without_its_code_is_refused(setting, message):
+@pytest.mark.parametrize("setting", ["objective.name", "corruption.pattern", "network.name", "model.name"])
+def test_a_plan_that_is_read_without_its_code_is_refused(setting):
     """Its finished trainings would be taken for others, and its tables be written without them."""
     entry = EncoderEntry("own", "runs/own", train="pretrain", train_options={setting: "mine"})
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=rf"{setting} is mine; it must be .* registered by --import"):
         training_settings(entry, 0)
 
 
@@ -302,28 +360,15 @@ def test_the_next_command_of_a_sweep_imports_the_code(brightness, tmp_path):
 
 
 @pytest.fixture
-def two_patterns(tmp_path):
-    """Two files, each with a pattern of its name."""
-    for name in ("first", "second"):
-        code = f"def choose(*arguments):\n    return random_patches(*arguments)\n\n\nPATTERNS[{name!r}] = choose\n"
-        (tmp_path / f"{name}.py").write_text(f"from mpp.corruption import PATTERNS, random_patches\n\n\n{code}")
-    yield tmp_path / "first.py", tmp_path / "second.py"
-    for name in ("first", "second"):
-        sys.modules.pop(name, None)
+def first(tmp_path):
+    """A file with a pattern."""
+    code = "def choose(*arguments):\n    return random_patches(*arguments)\n\n\nPATTERNS['first'] = choose\n"
+    (tmp_path / "first.py").write_text(f"from mpp.corruption import PATTERNS, random_patches\n\n\n{code}")
+    return tmp_path / "first.py"
 
 
-def test_runs_with_other_code_in_one_process_keep_apart(pretrain, two_patterns, tmp_path):
-    first, second = two_patterns
-    one = pretrain(f"--import={first}", "--corruption.pattern=first", dir=tmp_path / "one")
-    two = pretrain(f"--import={second}", "--corruption.pattern=second", dir=tmp_path / "two")
-    names = [[each.name for each in imports.saved_imports(folder)] for folder in (one, two)]
-    assert names == [[str(first)], [str(second)]]
-    pretrain("--corruption.pattern=first", dir=one)  # resumed beside the other run's code
-
-
-def test_loader_processes_that_do_not_fork_import_the_code(two_patterns):
+def test_loader_processes_that_do_not_fork_import_the_code(first):
     """As on macOS: the process begins without the imports of its parent."""
-    first, _ = two_patterns
     command = f"""
 import sys, torch
 from mpp.corruption import PATTERNS
@@ -337,26 +382,37 @@ print("first" in PATTERNS)
     assert ended.stdout == "True\n", ended.stderr
 
 
-def test_a_file_that_changes_while_a_process_runs_is_not_taken_for_the_new_one(two_patterns):
-    first, _ = two_patterns
+def test_a_file_that_changes_is_not_taken_for_the_new_one_and_loader_processes_start(first):
+    """A fork has the code of its parent: to edit a file does not end the run that trains with it."""
     take_imports([f"--import={first}"])
-    first.write_text(first.read_text() + "\n# edited in a notebook\n")
-    with pytest.raises(UserError, match=r"first\.py has changed since this process imported it; start"):
+    first.write_text("1 / 0\n")
+    with pytest.raises(UserError, match=r"first\.py has changed since this process imported it"):
         take_imports([f"--import={first}"])
+    notes = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    process = multiprocessing.get_context("fork").Process(target=start_worker, args=(*notes, import_words(), 0))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
-def test_a_package_without_a_file_of_its_own_is_known_by_all_its_files(tmp_path, monkeypatch):
-    (tmp_path / "namespace").mkdir()
-    (tmp_path / "namespace" / "inside.py").write_text("value = 1\n")
+def test_a_package_is_known_by_all_its_python_files(pretrain, tmp_path, monkeypatch):
+    package = tmp_path / "mypackage"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("import mypackage.deep.patterns\n")
+    (package / "deep" / "patterns.py").write_text(
+        "from mpp.corruption import PATTERNS, random_patches\nPATTERNS['mine'] = lambda *a: random_patches(*a)\n"
+    )
+    (package / "deep" / "helpers.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    take_imports(["--import=namespace"])
-    (before,) = user_imports()
-    (tmp_path / "namespace" / "inside.py").write_text("value = 2\n")
-    imports._imports.clear()
-    take_imports(["--import=namespace"])
-    assert before.sha256 != user_imports()[0].sha256
-    with pytest.raises(UserError, match="--import is sys, a module without a Python file"):
-        take_imports(["--import=sys"])
+    words = ["--import=mypackage", "--corruption.pattern=mine", "--run.steps=1"]
+    folder = pretrain(*words)
+    copies = {path.relative_to(folder / "imports").as_posix() for path in (folder / "imports").rglob("*.py")}
+    assert copies == {f"mypackage/{name}.py" for name in ("__init__", "deep/patterns", "deep/helpers")}
+    pretrain(*words)
+    start_a_new_process()
+    (package / "deep" / "helpers.py").write_text("value = 2\n")
+    with pytest.raises(UserError, match=r"--import mypackage/deep/helpers\.py"):
+        pretrain(*words)
 
 
 REGRESSION = """
@@ -395,13 +451,13 @@ NETWORKS["mine"] = Network
 
 
 WRONG_OBJECTIVES = {
-    "no outputs": ("del Mine.outputs", r"mine, which defines no outputs; it must be a subclass of Objective that sets"),
-    "no targets": ("del Mine.targets", r"mine, which defines no targets; it must be a subclass of Objective that sets"),
-    "no loss": ("del Mine.loss", r"mine, which defines no loss; it must be a subclass of Objective that sets"),
-    "no classes": ("Mine.palette = Palette(3, 3, False)", r"mine, which defines no colour_classes; it must be"),
-    "a loss by patch": ("Mine.reduction = 'none'", r"loss of .* mine is of shape \(8, 8, 3\); it must be a scalar"),
-    "no gradient": ("Mine.detach = True", r"loss of .* mine is without a gradient; it must be a scalar tensor"),
-    "a number": ("Mine.loss = lambda *_: 0.0", r"loss of .* mine is a float; it must be a scalar tensor that depends"),
+    "no outputs": ("del Mine.outputs", "mine, which defines no outputs"),
+    "no targets": ("del Mine.targets", "mine, which defines no targets"),
+    "no loss": ("del Mine.loss", "mine, which defines no loss"),
+    "no classes": ("Mine.palette = Palette(3, 3, False)", "mine, which defines no colour_classes"),
+    "a loss by patch": ("Mine.reduction = 'none'", r"loss of objective\.name mine .*\[8, 8, 3\]; it must be a scalar"),
+    "no gradient": ("Mine.detach = True", r"loss of objective\.name mine .* scalar tensor that depends"),
+    "a number": ("Mine.loss = lambda *_: 0.0", r"loss of objective\.name mine .* float"),
 }
 
 
@@ -451,19 +507,20 @@ def test_the_numbers_of_patches_that_a_pattern_chooses_are_compared_before_the_r
 
 
 @pytest.mark.parametrize(
-    "line, message",
+    "line",
     [
-        ("OBJECTIVES['mine'] = Mine", r"objective\.name mine is already that of mine; register yours by another name"),
-        ("OBJECTIVES['pixels'] = Mine", r"objective\.name pixels is already that of mpp\.objectives; register yours"),
-        ("OBJECTIVES['features'] = Mine", r"objective\.name features is already that of mpp; register yours"),
-        ("NETWORKS['predictor'] = Network", r"network\.name predictor is already that of mpp\.models\.networks; reg"),
-        ("PATTERNS['random'] = Mine", r"corruption\.pattern random is already that of mpp\.corruption; register"),
+        "OBJECTIVES['mine'] = Mine",
+        "OBJECTIVES['pixels'] = Mine",
+        "OBJECTIVES['features'] = Mine",
+        "NETWORKS['predictor'] = Network",
+        "PATTERNS['random'] = Mine",
     ],
 )
-def test_a_name_that_is_taken_is_refused(tmp_path, line, message):
+def test_a_name_that_is_taken_is_refused(tmp_path, line):
     (tmp_path / "mine.py").write_text(REGRESSION)
     (tmp_path / "second.py").write_text(f"{REGRESSION.partition('OBJECTIVES[')[0]}\n{line}\n")
-    with pytest.raises(UserError, match=message):
+    name = line.split("'")[1]
+    with pytest.raises(UserError, match=rf"second\.py failed: .*\.\w+ {name} is already that of m"):
         take_imports([f"--import={tmp_path / 'mine.py'}", f"--import={tmp_path / 'second.py'}"])
 
 
@@ -472,30 +529,6 @@ def test_a_definition_that_is_run_again_keeps_its_name():
     for _ in range(2):
         exec(REGRESSION, {"__name__": "mine"})
     assert OBJECTIVES["mine"] and NETWORKS["mine"]
-
-
-def test_a_file_is_not_taken_for_a_package_that_is_imported_later(tmp_path):
-    (tmp_path / "datasets.py").write_text("")
-    command = f"from mpp.config.imports import take_imports; take_imports(['--import={tmp_path / 'datasets.py'}'])"
-    ended = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert "datasets is the name of another module; rename the file" in ended.stderr
-
-
-def test_an_import_that_another_one_builds_on_counts_too(pretrain, brightness, tmp_path):
-    """A base class in a file of its own: a run is not resumed where that one has changed."""
-    (tmp_path / "mine.py").write_text(
-        "from brightness import Brightness\nfrom mpp.objectives import OBJECTIVES\n\n\n"
-        "class Mine(Brightness):\n    pass\n\n\nOBJECTIVES['mine'] = Mine\n"
-    )
-    words = [f"--import={brightness}", f"--import={tmp_path / 'mine.py'}", "--objective.name=mine", "--run.steps=1"]
-    folder = pretrain(*words)
-    assert [each.name for each in imports.saved_imports(folder)] == [str(brightness), str(tmp_path / "mine.py")]
-    start_a_new_process()
-    OBJECTIVES.pop("mine")
-    sys.modules.pop("mine")
-    brightness.write_text(brightness.read_text() + "\n# changed\n")
-    with pytest.raises(UserError, match=r"brightness\.py has changed since .*run was started with it"):
-        pretrain(*words)
 
 
 ENCODERS = """
@@ -535,10 +568,10 @@ def test_an_encoder_of_an_import_is_loaded_with_it_and_refused_without(pretrain,
         with pytest.raises(UserError, match=message):
             pretrain(f"--model.name=mine_{name}", dir=tmp_path / name, without="--model")
 
-    imports._imports.clear()
+    start_a_new_process()
     registry._model_entrypoints.pop("mine_squares")
     for source in (folder, folder / "encoder"):
-        with pytest.raises(UserError, match=f"{folder} uses custom code: add --import {file}"):
+        with pytest.raises(UserError, match=f"{folder} uses custom code: add --import mine.py "):
             mpp.load_encoder(source)
     alone = (folder / "encoder").rename(tmp_path / "published")
     with pytest.raises(UserError, match=r"config\.json is mine_squares; it must be a timm model, or one that a file"):

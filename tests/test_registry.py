@@ -1,7 +1,6 @@
 """The registry of evaluations: what it names exists, and a file of a user adds another evaluation."""
 
 import json
-import shutil
 import sys
 from importlib import import_module
 
@@ -35,12 +34,12 @@ def test_a_name_is_given_once():
 
 
 @pytest.fixture
-def nearest_centroid(tmp_path, monkeypatch):
-    """The example of evaluation/README.md, in a user's folder."""
-    file = tmp_path / "nearest_centroid.py"
-    shutil.copy(ROOT / "tests" / file.name, file)
-    monkeypatch.setattr(imports, "_imports", {})
+def nearest_centroid(monkeypatch):
+    """The example of evaluation/README.md."""
+    file = ROOT / "tests" / "nearest_centroid.py"
+    monkeypatch.setattr(imports, "_modules", {})
     yield file
+    imports.imported.clear()
     del EVALUATIONS["centroid"]
     del sys.modules["nearest_centroid"]
 

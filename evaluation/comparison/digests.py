@@ -1,7 +1,7 @@
 """Digests that results are known by: of the settings of an evaluation, and of those of the encoder's training."""
 
+import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from evaluation.comparison.encoders import Encoder
 from evaluation.config import ContrastiveConfig, FinetuneConfig, MaskedDataConfig, SupervisedConfig
 from evaluation.frozen.run_images import record_images
 from mpp.config import Config, SourceConfig, changed_settings, settings_of
-from mpp.config.imports import UserImport, user_imports
+from mpp.config.imports import imported
 from mpp.data.data_path import is_local
 from mpp.data.identity import short_digest
 from mpp.runtime.weights import fingerprint
@@ -42,7 +42,7 @@ def case_digest(case: Case) -> str:
         "seed": encoder.seed,
     }
     if case.evaluation.module.partition(".")[0] != "evaluation":
-        content["imports"] = code_digests(user_imports())
+        content["imports"] = code_digests(imported)
     return digest_of(content)
 
 
@@ -61,9 +61,9 @@ def training_digest(encoder: Encoder) -> str | None:
     return digest_of(content)
 
 
-def code_digests(imports: Iterable[UserImport]) -> list[str]:
+def code_digests(imports: dict[str, bytes]) -> list[str]:
     """Digests of the user's files that a result depends on, in any order of their imports."""
-    return sorted(each.sha256 for each in imports)
+    return sorted(hashlib.sha256(content).hexdigest() for content in imports.values())
 
 
 def checkpoint_name(encoder: Encoder) -> str | None:

@@ -18,7 +18,7 @@ from evaluation.frozen.extraction import views_for
 from evaluation.frozen.run_images import LoadedSplits, load_images_of
 from evaluation.patches.features import patch_features
 from mpp.config import require
-from mpp.config.imports import changed_imports, require_imports
+from mpp.config.imports import COPIES, changed_imports, imported, require_imports
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch
@@ -108,8 +108,9 @@ def load_subject(config: VisualizeConfig, loaded: LoadedSplits | None = None) ->
     accelerator = start_alone(config.run_settings(), "pictures are drawn")
     run = run_of(Path(config.encoder))
     require_imports(run)
-    for name in changed_imports(run):
-        warn(f"{name} has changed since {run} was started with it: what is drawn comes from the code of today")
+    copied = imported if (run / COPIES).is_dir() else {}  # a run may use no code of the user
+    for name in changed_imports(run, copied):
+        warn(f"{name} is not as in {run / COPIES}: pictures come from the code of today")
     largest_band = max(config.bands or (1,))
     allowed = f"from 1 to {config.data.channels}: data.channels"
     require(largest_band <= config.data.channels, "bands", largest_band, allowed)

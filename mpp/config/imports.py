@@ -1,79 +1,55 @@
 """Python files of the user: `--import mine.py` registers objectives, patterns, networks and evaluations.
 
-A file is imported once in each process, before settings are read. Runs save its name and digest (`imports.json`), and
-never the code: the content of a run folder is compared, not executed.
+A file is imported once in each process, before settings are read. A run that uses code of the user has copies of all
+imported files in `imports/`. They are compared when the run is resumed, and never executed.
 """
 
 import hashlib
-import importlib
-import importlib.util
-import json
-import site
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.machinery import PathFinder
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from inspect import getsourcefile
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from mpp.errors import UserError, one_line
 
-PartT = TypeVar("PartT")
-
 OPTION = "--import"
-IMPORTS_FILE = "imports.json"
+COPIES = "imports"
+"""Folder of a run with copies of the imported files."""
+imported: dict[str, bytes] = {}
+"""Content of the files that this process imported, when it did: MODULE.py, or PACKAGE/FILE.py for each of a package."""
+_modules: dict[str, ModuleType] = {}
+"""The modules that this process imported, by the value of the option that imports them in any folder."""
 
 
-class UserImport(NamedTuple):
-    """A file or package that the user imported."""
+class Registry(dict[str, Any]):
+    """Functions and classes by the name that a setting gives them. A name that another module has taken is refused.
 
-    name: str
-    """As on the command line: a file or the dotted name of a module."""
-    sha256: str
-    """Digest of the file; of a package, of all its Python files."""
-
-
-class Registry(dict[str, PartT]):
-    """Functions and classes by the name that a setting gives them. A name that is taken is refused.
-
-    The same definition may come again, as from a notebook's cell.
-
-    Args:
-        setting: that names one of them.
-        reserved: further names that are taken.
+    The same module may define it again, as a notebook's cell does.
     """
 
-    def __init__(self, setting: str, parts: Mapping[str, PartT], reserved: Sequence[str] = ()):
+    def __init__(self, setting: str, parts: dict[str, Any]):
         super().__init__(parts)
         self.setting = setting
-        self.reserved = reserved
 
-    def __setitem__(self, name: str, part: PartT) -> None:
+    def __missing__(self, name: str) -> Any:
+        known = ", ".join(self)
+        raise UserError(f"{self.setting} is {name}; it must be one of {known}, or registered by {OPTION} FILE")
+
+    def __setitem__(self, name: str, part: Any) -> None:
         known = self.get(name)
-        is_taken = name in self.reserved or (known is not None and place_of(known) != place_of(part))
-        if is_taken:
-            owner = "mpp" if known is None else place_of(known)[0]
+        if known and known.__module__ != part.__module__:
+            owner = known.__module__
             raise UserError(f"{self.setting} {name} is already that of {owner}; register yours by another name")
         super().__setitem__(name, part)
 
 
-def place_of(part: Any) -> tuple[str, str]:
-    """Module and name of a function or class; those of its class, where it has none."""
-    named = part if hasattr(part, "__qualname__") else type(part)
-    return named.__module__, named.__qualname__
-
-
-_imports: dict[str, UserImport] = {}
-
-
-def user_imports() -> list[UserImport]:
-    """The imports of this process, in their order."""
-    return list(_imports.values())
-
-
 def import_words() -> list[str]:
     """The words of a command line that repeat the imports of this process, in any folder."""
-    return [f"{OPTION}={key}" for key in _imports]
+    return [f"{OPTION}={name}" for name in _modules]
 
 
 def take_imports(arguments: Sequence[str]) -> list[str]:
@@ -86,12 +62,10 @@ def take_imports(arguments: Sequence[str]) -> list[str]:
     words = iter(arguments)
     for word in words:
         option, equals, name = word.partition("=")
-        if option != OPTION:
+        if option == OPTION:
+            import_code(name if equals else next(words, ""))
+        else:
             others.append(word)
-            continue
-        if not equals:
-            name = next(words, "")
-        import_code(name)
     return others
 
 
@@ -99,79 +73,46 @@ def import_code(name: str) -> None:
     """Import a file (`mine.py`, `folder/mine.py`) or a module by its dotted name (`mine`, `package.targets`).
 
     Raises:
-        UserError: a file that is missing or fails, or whose name is that of another module.
+        UserError: a file that is missing or fails, whose name is that of another module, or that has changed since.
     """
-    if not name or name.startswith("-"):
-        raise UserError(f"{OPTION} needs a Python file or the name of a module")
-    key = str(Path(name).resolve()) if name.endswith(".py") else name
+    is_file = name.endswith(".py")
+    if is_file:
+        name = str(Path(name).resolve())
     try:
-        module = import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
-    except UserError:
-        raise
+        if name not in _modules:
+            _modules[name] = import_file(Path(name)) if is_file else import_module(name)
+        files = files_of(_modules[name])
     except Exception as error:
         raise UserError(f"{OPTION} {name} failed: {type(error).__name__}: {one_line(error)}") from error
-    digest = module_digest(module)
-    if not digest:
-        raise UserError(f"{OPTION} is {name}, a module without a Python file")
-    if key in _imports and _imports[key].sha256 != digest:
+    if files | imported != imported | files:
         raise UserError(f"{name} has changed since this process imported it; start the process again")
-    _imports.setdefault(key, UserImport(name, digest))
+    imported.update(files)
 
 
 def import_file(path: Path) -> ModuleType:
     """Import a file as a module of its name, so that its classes can be found and pickled by name."""
-    if not path.is_file():
-        raise UserError(f"{OPTION} is {path}, which is not a file")
-    known = sys.modules.get(path.stem)
-    if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == path.resolve():
-        return known
-    if known is not None or path.stem in sys.stdlib_module_names or is_installed(path.stem):
-        raise UserError(f"{OPTION} is {path}, but {path.stem} is the name of another module; rename the file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[path.stem]
-        raise
+    name = path.stem
+    spec = spec_from_file_location(name, path)
+    known = find_spec(name) or spec
+    if Path(known.origin or path).resolve() != path:
+        raise UserError(f"{name} is the name of another module, {known.origin}; rename the file")
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
     return module
 
 
-def is_installed(name: str) -> bool:
-    """Whether a package of this name is installed: mpp may import it later, and would get the user's file."""
-    return PathFinder.find_spec(name, [*site.getsitepackages(), site.getusersitepackages()]) is not None
+def files_of(module: ModuleType) -> dict[str, bytes]:
+    """Content of a module's Python file, or of all of a package."""
+    file = Path(getsourcefile(module))
+    if file.name != "__init__.py":
+        return {f"{module.__name__}.py": file.read_bytes()}
+    return {f"{module.__name__}/{name}": content for name, content in files_in(file.parent).items()}
 
 
-def module_digest(module: ModuleType) -> str:
-    """SHA-256 of a module's file, or of all Python files of a package in the order of their names; empty: none."""
-    file = getattr(module, "__file__", None)
-    if hasattr(module, "__path__"):
-        files = sorted(path for folder in module.__path__ for path in Path(folder).rglob("*.py"))
-    else:
-        files = [Path(file)] if file else []
-    if not files:
-        return ""
-    total = hashlib.sha256()
-    for each in files:
-        total.update(each.read_bytes())
-    return total.hexdigest()
-
-
-def imports_as_json(imports: Iterable[UserImport]) -> str:
-    """The content of a run's `imports.json`."""
-    return json.dumps([each._asdict() for each in imports], indent=2) + "\n"
-
-
-def saved_imports(folder: Path) -> list[UserImport]:
-    """The imports with which a run was started; none where its folder names none."""
-    try:
-        entries = json.loads((folder / IMPORTS_FILE).read_text(encoding="utf-8"))
-        return [UserImport(str(entry["name"]), str(entry["sha256"])) for entry in entries]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{folder / IMPORTS_FILE} is damaged: {one_line(error)}") from None
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Content of the Python files in a folder, by their places in it."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
 
 
 def require_imports(folder: Path) -> None:
@@ -180,40 +121,16 @@ def require_imports(folder: Path) -> None:
     Raises:
         UserError: the option to add.
     """
-    given = [module_name(each) for each in user_imports()]
-    missing = [each.name for each in saved_imports(folder) if module_name(each) not in given]
-    if missing:
-        words = " ".join(f"{OPTION} {name}" for name in missing)
-        raise UserError(f"{folder} uses custom code: add {words} (runs record such files, and never execute them)")
+    for name in files_in(folder / COPIES):
+        if name not in imported:
+            raise UserError(f"{folder} uses custom code: add {OPTION} {name} (copies in {COPIES}/ are never executed)")
 
 
-def changed_imports(folder: Path) -> list[str]:
-    """Names of the files imported here that a run was started with, and that have changed since."""
-    digests = {module_name(each): each.sha256 for each in user_imports()}
-    return [each.name for each in saved_imports(folder) if digests.get(module_name(each), each.sha256) != each.sha256]
-
-
-def refuse_other_code(folder: Path, imports: Iterable[UserImport]) -> None:
-    """Refuse to resume a run with other code than it was started with.
-
-    Args:
-        folder: of the run.
-        imports: the code that the run would use now.
-    Raises:
-        UserError: the file that changed, or that the run was started without.
-    """
-    digests = {module_name(each): each.sha256 for each in saved_imports(folder)}
-    for each in imports:
-        digest = digests.get(module_name(each))
-        if digest is None:
-            raise UserError(f"{folder} was started without {OPTION} {each.name}; choose another run.dir")
-        if digest != each.sha256:
-            raise UserError(
-                f"{each.name} has changed since {folder} was started with it (sha256 {digest[:12]}, now "
-                f"{each.sha256[:12]}); restore it, or choose another run.dir"
-            )
-
-
-def module_name(code: UserImport) -> str:
-    """The name by which an import is found again from another folder."""
-    return Path(code.name).stem if code.name.endswith(".py") else code.name
+def changed_imports(folder: Path, files: dict[str, bytes]) -> list[str]:
+    """Names of files that are others than those that a run was started with, are missing, or are additional."""
+    copies = files_in(folder / COPIES)
+    digests = folder / "imports.json"  # of a run that an earlier mpp started, which made no copies
+    if digests.is_file():
+        known = digests.read_text(encoding="utf-8")
+        copies |= {name: content for name, content in files.items() if hashlib.sha256(content).hexdigest() in known}
+    return [name for name in copies | files if copies.get(name) != files.get(name)]

@@ -118,7 +118,7 @@ def start_worker(reading: Tensor, warned: Tensor, imports: list[str], worker: in
         imports: words of the command line that import code of the user.
     """
     steady_output()  # a fork has it from its parent
-    take_imports(imports)  # likewise
+    take_imports([word for word in imports if word not in import_words()])  # likewise
     notes.reading = reading[worker].numpy()
     notes.warned = warned.numpy()
     notes.reading[:] = os.getpid(), NO_IMAGE

@@ -6,7 +6,7 @@ predictions (B, K, outputs). To add one, write such a module and name it in NETW
 network and a teacher, and returns targets with the predictions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 from torch import nn
@@ -33,13 +33,14 @@ def build_predictor(
     return MaskedPatchPredictor(encoder, outputs, mean, std)
 
 
-NETWORKS: Registry[Callable[..., nn.Module]] = Registry(
+NETWORKS = Registry(
     "network.name",
     {
         "predictor": build_predictor,
         "autoencoder": MaskedAutoencoder,
     },
 )
+"""Networks by name: encoder, outputs, mean, std and `config`, the settings of the network -> module."""
 
 
 def build_model(config: Config) -> tuple[nn.Module, Objective]:
@@ -73,9 +74,6 @@ def build_network(
     Raises:
         UserError: no such network, or one that does not fit the encoder.
     """
-    if config.name not in NETWORKS:
-        known = ", ".join(NETWORKS)
-        raise UserError(f"network.name is {config.name}; it must be one of {known}, or registered by --import FILE")
     network = NETWORKS[config.name](encoder, outputs, mean, std, config=config)
     for part in PARTS:
         try:

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from mpp.config import TrainingConfig, require
-from mpp.config.imports import refuse_other_code, require_imports
+from mpp.config.imports import require_imports
 from mpp.config.parsing import describe_changes, parse_saved
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE
@@ -22,7 +22,6 @@ from mpp.training.run_folder import (
     without_settings,
     write_config,
 )
-from mpp.training.user_code import imports_used
 
 COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
 
@@ -106,7 +105,6 @@ def refuse_other_trunk(config: TrainingConfig, trunk: Path, step: int) -> None:
     steps = config.run.steps
     require(steps >= step, "run.steps", steps, f"at least {step}, where the run branches from {trunk}")
     require_imports(trunk)
-    refuse_other_code(trunk, imports_used(config))
     different = without_settings(settings_changed_since(config, trunk), GROWING_SETTINGS)
     if different:
         allowed = f"a run that differs only in {', '.join(sorted(GROWING_SETTINGS))}"

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, release_memory
 
 from mpp.config import DataConfig, RunConfig, TrainingConfig, changed_settings
-from mpp.config.imports import IMPORTS_FILE
 from mpp.config.parsing import to_yaml
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences
@@ -50,7 +49,7 @@ from mpp.training.watch import VERDICT
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
-WRITTEN_WHOLE = (CONFIG_FILE, IMPORTS_FILE, RECORD_FILE, METRICS_FILE, VERDICT, START_FILE, ENCODER, BEST)
+WRITTEN_WHOLE = (CONFIG_FILE, RECORD_FILE, METRICS_FILE, VERDICT, START_FILE, ENCODER, BEST)
 """Files and folders of a run, besides checkpoints, that training writes aside and renames."""
 
 

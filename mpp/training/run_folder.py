@@ -1,7 +1,7 @@
 """The run folder: its files, whether a run may write there, and whether the run is finished.
 
 config.yaml                        the resolved config
-imports.json                       name and digest of the user's code (--import), where the run uses any
+imports/                           copies of the user's code (--import), where the run uses any; never executed
 data.json                          the images that it began with (mpp/training/record.py)
 metrics.jsonl, events.out.*        scalars; pictures
 start.safetensors                  weights and neighbours at the start of a run from weights (mpp/features/drift.py)
@@ -25,13 +25,13 @@ from typing import Any
 from accelerate import Accelerator
 
 from mpp.config import TrainingConfig, require
-from mpp.config.imports import IMPORTS_FILE, imports_as_json, refuse_other_code, require_imports
+from mpp.config.imports import COPIES, OPTION, changed_imports, require_imports
 from mpp.config.parsing import Changes, changes_since, describe_changes, parse_saved, read_saved, to_yaml
 from mpp.data.data_path import is_local
 from mpp.errors import UserError
 from mpp.models.descriptions import exported_step
 from mpp.runtime import lock
-from mpp.runtime.files import partial_path, write_complete
+from mpp.runtime.files import complete, partial_path, write_complete
 from mpp.runtime.output import printable
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
@@ -77,11 +77,9 @@ def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
     refuse_among_images("run.dir", folder, "probe", config.probe and config.probe.path)
     if not is_run_folder(folder):
         raise UserError(f"run.dir is {folder}, which holds other files but no run; choose another run.dir")
-    imports = imports_used(config)
     if not (folder / CONFIG_FILE).is_file():
         return
     require_imports(folder)
-    refuse_other_code(folder, imports)
     different = settings_changed_since(config, folder)
     if different and GROWING_SETTINGS.issuperset(different):
         refuse_other_rates(config, parse_saved(type(config), folder / CONFIG_FILE), folder, newest_step(folder))
@@ -104,7 +102,7 @@ def refuse_among_images(key: str, place: Path, group: str, path: str | None) -> 
 
 
 def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
-    """Settings in which a config differs from a run's, and with which the run may not continue.
+    """Settings in which a config differs from a run's, and with which the run may not continue; so with imported files.
 
     Images that have moved as a whole count as the same. Compiling changes only the rounding. A number that stands for
     null on both sides is left out where another setting made it differ.
@@ -113,6 +111,8 @@ def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
     before = parse_saved(type(config), folder / CONFIG_FILE)
     derived = derived_settings(config) & derived_settings(before)
     different = without_settings(different, derived) or different
+    for name in changed_imports(folder, imports_used(config)):
+        different[f"{OPTION} {name}"] = (f"as in {folder / COPIES}", "other code")
     if "data.path" not in different:
         return different
     before = group_of(saved_settings(folder), "data")
@@ -139,8 +139,7 @@ def is_run_folder(folder: Path) -> bool:
     """Whether a folder is new, or a run's, or has only the files of a check, or of a run that ended before it began."""
     if (folder / CONFIG_FILE).is_file() or not folder.is_dir():
         return True
-    before_config = {*lock.LOCK_FILES, MARKER, CHECK_CROPS, IMPORTS_FILE}
-    before_config |= {partial_path(folder / name).name for name in (IMPORTS_FILE, CONFIG_FILE)}
+    before_config = {*lock.LOCK_FILES, MARKER, CHECK_CROPS, COPIES, partial_path(folder / CONFIG_FILE).name}
     return {path.name for path in folder.iterdir()} <= before_config
 
 
@@ -167,9 +166,11 @@ def write_config(config: TrainingConfig, folder: Path) -> None:
     """
     refuse_other_run(config, folder)  # once more: building the task may have taken long
     folder.mkdir(parents=True, exist_ok=True)
-    imports = imports_used(config)
-    if imports:
-        write_complete(folder / IMPORTS_FILE, imports_as_json(imports))
+    for name, content in imports_used(config).items():
+        copy = folder / COPIES / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with complete(copy) as partial:
+            partial.write_bytes(content)
     write_complete(folder / CONFIG_FILE, to_yaml(make_paths_absolute(config)))
 
 

@@ -1,39 +1,38 @@
 """Code of the user: functions and classes that a file of `--import` registered under a name.
 
-Which of it a run uses, and whether what it returns fits.
+Whether a run uses any of it, and whether what it returns fits.
 """
 
-import sys
-from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import timm
 from torch import Tensor
 
-from mpp.config import TrainingConfig, require
-from mpp.config.imports import Registry, UserImport, module_name, user_imports
+from mpp.config import TrainingConfig, flatten, require
+from mpp.config.imports import imported
 from mpp.corruption import PATTERNS
 from mpp.models.networks import NETWORKS
 from mpp.objectives import OBJECTIVES
 
 OURS = ("mpp", "timm")
-REGISTERED: Mapping[str, tuple[str, Registry]] = {
-    "objective": ("name", OBJECTIVES),
-    "corruption": ("pattern", PATTERNS),
-    "network": ("name", NETWORKS),
-}
-"""Groups of settings that have `arguments` for parts of users: the setting that names a part, and the parts by name."""
+REGISTRIES = (OBJECTIVES, PATTERNS, NETWORKS)
+"""Parts by the name that a setting gives them. The group of the setting has `arguments` for parts of users."""
+
+
+def is_of_user(part: Any) -> bool:
+    """Whether a registered function or class is neither mpp's nor timm's."""
+    return part.__module__.partition(".")[0] not in OURS
 
 
 def refuse_idle_arguments(config: TrainingConfig) -> None:
     """Raise UserError for `arguments` of a part that is mpp's own: it takes none."""
-    for group, (setting, registered) in REGISTERED.items():
-        settings = getattr(config, group)
-        name = getattr(settings, setting)
-        allowed = f"null or left out: {group}.{setting} {name} has settings of its own; these are for code of --import"
-        takes_them = name in registered and is_of_user(registered[name])
-        require(takes_them or settings.arguments is None, f"{group}.arguments", settings.arguments, allowed)
+    settings = flatten(config)
+    for registry in REGISTRIES:
+        name = settings[registry.setting]
+        group, _ = registry.setting.split(".")
+        value = settings[f"{group}.arguments"]
+        allowed = f"null or left out: {registry.setting} {name} has settings of its own; these are for code of --import"
+        require(value is None or is_of_user(registry[name]), f"{group}.arguments", value, allowed)
 
 
 def refuse_unregistered(config: TrainingConfig) -> None:
@@ -41,71 +40,24 @@ def refuse_unregistered(config: TrainingConfig) -> None:
 
     For plans of trainings: without their --import, results would be taken for those of other settings.
     """
-    for group, (setting, registered) in REGISTERED.items():
-        name = getattr(getattr(config, group, None), setting, None)
-        known = [*registered, *registered.reserved]
-        allowed = f"one of {', '.join(known)}, or registered by --import FILE"
-        require(name is None or name in known, f"{group}.{setting}", name, allowed)
+    parts_named(config)
     model = config.model and config.model.name
     require(not model or timm.is_model(model), "model.name", model, "a timm model, or registered by --import FILE")
 
 
-def is_of_user(component: Any) -> bool:
-    """Whether a registered function or class is neither mpp's nor timm's."""
-    return defining_module(component).partition(".")[0] not in OURS
+def parts_named(config: TrainingConfig) -> list[Any]:
+    """The registered parts that settings name. UserError: one that nothing has registered."""
+    settings = flatten(config)
+    return [registry[settings[registry.setting]] for registry in REGISTRIES if registry.setting in settings]
 
 
-def defining_module(component: Any) -> str:
-    """Name of the module that defines a function or class; empty: it is unknown."""
-    return getattr(component, "__module__", None) or ""
-
-
-def imports_used(config: TrainingConfig) -> list[UserImport]:
-    """The imports that define a function or class which the settings name, and which is neither mpp's nor timm's.
-
-    Also those that such an import imports itself, as one that has a base class.
-
-    All imports of the process, where such a function or class is of a module that none of them is.
-    """
-    used: set[UserImport] = set()
-    for component in components_named(config):
-        if not is_of_user(component):
-            continue
-        defining = [each for each in user_imports() if defines(each, defining_module(component))]
-        used.update(defining or user_imports())
-    found = list(used)
-    while found:
-        code = found.pop()
-        new = [each for each in user_imports() if each not in used and takes_from(code, each)]
-        used.update(new)
-        found += new
-    return [each for each in user_imports() if each in used]
-
-
-def takes_from(code: UserImport, other: UserImport) -> bool:
-    """Whether the module of an import has another import, or something that it defines, among its names."""
-    values = list(vars(sys.modules[module_name(code)]).values())
-    modules = [each.__name__ if isinstance(each, ModuleType) else defining_module(each) for each in values]
-    return any(defines(other, name) for name in modules)
-
-
-def defines(code: UserImport, module: str) -> bool:
-    """Whether a module is this import, or is in this package."""
-    name = module_name(code)
-    return module == name or module.startswith(f"{name}.")
-
-
-def components_named(config: TrainingConfig) -> list[Any]:
-    """The registered functions and classes that a config of training names."""
-    components = []
-    for group, (setting, registered) in REGISTERED.items():
-        name = getattr(getattr(config, group, None), setting, None)
-        if name in registered:
-            components.append(registered[name])
+def imports_used(config: TrainingConfig) -> dict[str, bytes]:
+    """The imported files that a run depends on: all, if its settings name any part of the user, and else none."""
+    parts = parts_named(config)
     model = config.model and config.model.name
     if model and timm.is_model(model):
-        components.append(timm.model_entrypoint(model))
-    return components
+        parts.append(timm.model_entrypoint(model))
+    return imported if any(map(is_of_user, parts)) else {}
 
 
 def require_shape(predictions: Tensor, expected: tuple[int, ...], name: str) -> None:
@@ -125,9 +77,6 @@ def require_useful_loss(loss: Any, name: str) -> None:
     Args:
         name: of the objective.
     """
-    is_tensor = isinstance(loss, Tensor)
-    given = f"of shape {tuple(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
-    if is_tensor and not loss.requires_grad:
-        given = "without a gradient"
-    allowed = "a scalar tensor that depends on the predictions"
-    require(is_tensor and loss.requires_grad and loss.ndim == 0, f"the loss of objective.name {name}", given, allowed)
+    is_useful = isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad
+    given = f"a {type(loss).__name__} of shape {list(getattr(loss, 'shape', []))}"
+    require(is_useful, f"the loss of objective.name {name}", given, "a scalar tensor that depends on the predictions")
