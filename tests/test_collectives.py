@@ -98,7 +98,7 @@ def test_gradients_travel_in_bf16_where_it_is_asked_for(group_of):
     assert counted.calls[SCATTER, torch.bfloat16] == 5 and counted.calls[SCATTER, torch.float32] == 0
 
 
-@pytest.mark.parametrize("position", ["learned_1d", "relative", "none"])
+@pytest.mark.parametrize("position", ["learned", "relative", "none"])
 def test_parameters_that_autocast_does_not_round_are_computed_with_in_float32(group_of, position):
     """So are the tokens that blocks add to, also where no positions in float32 are added to them."""
     group_of(2)

@@ -137,7 +137,7 @@ def test_code_of_the_user_has_settings_of_its_own(pretrain, tmp_path):
 @pytest.mark.parametrize("group", ["objective", "corruption", "network"])
 @pytest.mark.parametrize("words", [[], ["--objective.name=features"]], ids=["as usual", "a teacher"])
 def test_mpps_own_parts_take_no_arguments(pretrain, group, words):
-    message = rf"{group}\.arguments is {{'levels': 8}}; it must be null or left out: {group}\.\w+ \w+ has settings"
+    message = rf"{group}\.arguments is .*levels.* it must be null or left out: {group}\.\w+ \w+ has settings"
     with pytest.raises(UserError, match=message):
         pretrain(*words, f"--{group}.arguments={{levels: 8}}")
 
@@ -251,7 +251,7 @@ def test_saved_code_is_never_run(finished_run, tmp_path):
     ],
 )
 def test_what_cannot_be_imported_is_named(words):
-    with pytest.raises(UserError, match=rf"--import .*{words[-1].removeprefix('--import').removeprefix('=')} failed"):
+    with pytest.raises(UserError, match=rf"--import.*{words[-1].removeprefix('--import').removeprefix('=')} failed"):
         parse(Config, words)
 
 

@@ -166,7 +166,7 @@ def readings(kind: Any, value: Any) -> Iterator[Any]:
         kinds = parts[:1] * len(values) if ... in parts else parts
         if len(kinds) == len(values):
             yield from product(*map(readings, kinds, values))
-    elif kind is float and type(value) is int:
+    elif kind is float and (type(value) is int or isinstance(value, float)):
         yield float(value)
     elif type(value) in (kind, origin) or (origin is Literal and value in parts):
         yield value
