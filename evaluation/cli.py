@@ -5,7 +5,6 @@
 Settings are read before torch is loaded, so that help and a misspelt setting do not wait for it.
 """
 
-import difflib
 import sys
 from importlib import import_module
 
@@ -15,7 +14,7 @@ from mpp.config.help import show_help
 from mpp.config.imports import take_imports
 from mpp.config.parsing import parse_unchecked
 from mpp.errors import UserError
-from mpp.runtime.output import steady_output, use_utf8
+from mpp.runtime.messages import did_you_mean, steady_output
 
 BEFORE_EVALUATIONS = {
     "pretrain": "pre-train by masked patch prediction",
@@ -69,7 +68,6 @@ def usage() -> str:
 
 def main() -> None:
     """Carry out the command that the command line names."""
-    use_utf8()
     steady_output()
     name, *words = sys.argv[1:] or ["--help"]
     try:
@@ -79,16 +77,15 @@ def main() -> None:
         if name == "--version":
             show_help(f"mpp {mpp.__version__}")
         if name not in commands():
-            near = difflib.get_close_matches(name, commands(), n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"unknown command {name}: {hint}allowed: {', '.join(commands())}")
+            allowed = f"allowed: {', '.join(commands())}"
+            raise UserError(f"unknown command {name}; {allowed}{did_you_mean(name, commands())}")
         module, configs, config = locate_command(name)
         parse_unchecked(getattr(import_module(configs), config), words, prog=f"mpp {name}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"mpp {name}", *words]
-    import_module("mpp.runtime.command").run_main(lambda: import_module(module).main())  # torch makes a cache on import
+    import_module("mpp.runtime.start").run_main(lambda: import_module(module).main())  # torch makes a cache on import
 
 
 if __name__ == "__main__":

@@ -68,10 +68,9 @@ from mpp.config import require
 from mpp.config.command_line import files_first
 from mpp.config.parsing import parse_unchecked
 from mpp.data.data_path import describe_source
-from mpp.runtime.command import run_main
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
-from mpp.runtime.start import start_alone
+from mpp.runtime.start import run_main, start_alone
 from mpp.training.run_folder import refuse_among_images
 
 MASKS_PER_PART = 256  # images, which take longer than those of a class each

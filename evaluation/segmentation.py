@@ -64,9 +64,8 @@ from evaluation.patches.tables import draw_predicted_masks, iou_table, reading_t
 from mpp.config import require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
-from mpp.runtime.command import run_main
 from mpp.runtime.hardware import device
-from mpp.runtime.start import start_alone
+from mpp.runtime.start import run_main, start_alone
 from mpp.training.log import event_writer
 
 MOST_FREQUENT = "the most frequent class"

@@ -23,7 +23,6 @@ LISTED = """
 import sys
 sys.argv = ["mpp", *sys.argv[1:]]
 from evaluation.cli import main
-from mpp.runtime.messages import counted
 try:
     main()
 finally:
@@ -48,7 +47,7 @@ def test_help_lists_every_command_and_loads_no_torch():
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("fewshto",), "error: unknown command fewshto: did you mean fewshot? allowed: pretrain, prepare, fewshot,"),
+        (("fewshto",), "error: unknown command fewshto; allowed: pretrain, prepare, fewshot,"),
         (("pretrain", "--optim.lrr=1"), "error: unknown setting optim.lrr: did you mean optim.lr? allowed: "),
         (("fewshot", "--shots=0"), "error: shots is [0]; it must be a whole number of at least 1, or a list of them"),
     ],

@@ -16,7 +16,7 @@ from mpp.config import Config, SourceConfig
 from mpp.config.imports import UserImport, user_imports
 from mpp.config.keys import as_yaml_value, changed_settings, iterate_settings
 from mpp.data.data_path import is_local
-from mpp.data.identity import short_digest
+from mpp.runtime.files import short_digest
 from mpp.runtime.weights import fingerprint
 from mpp.training.user_code import imports_used
 

@@ -10,8 +10,8 @@ from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_setting
 from mpp.config import SourceConfig, sides
 from mpp.config.fields import default_of
 from mpp.config.keys import as_yaml_value, iterate_settings
-from mpp.data.identity import short_digest
 from mpp.errors import UserError
+from mpp.runtime.files import short_digest
 from mpp.runtime.weights import BEST, encoder_folder, run_of
 
 NAMED_SETTINGS = ("encoder", "checkpoint", "random", "img_size", "representation", "depth", "features")

@@ -45,7 +45,7 @@ from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining, is_pretraining, reopen
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import progress_bar
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.weights import BEST
 
