@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.config import SegmentationConfig
-from evaluation.figures.style import DPI
+from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.encoder import (
     CELLS_PER_SIDE,
     ColorBaseline,
@@ -315,6 +315,7 @@ def results_at_chosen_depth(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [result for result in report["results"] if result["depth"] == chosen]
 
 
+@figure_style()
 def write_picture(
     report: Path,
     encoder: PatchEncoder,

@@ -23,7 +23,7 @@ from evaluation import fewshot
 from evaluation.config import EncoderConfig, FewshotConfig, PrecisionConfig
 from evaluation.figures import charts
 from evaluation.figures import images as image_figures
-from evaluation.figures.style import DPI
+from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.encoder import patch_grid
 from evaluation.frozen.extraction import extract_labelled_features, views_for
 from evaluation.frozen.probing import evaluate_by_depth
@@ -60,6 +60,7 @@ class Drawing(NamedTuple):
     figure: Figure
     numbers: dict[str, Any]
 
+    @figure_style()
     def write(self, folder: Path, name: str) -> None:
         """Write NAME.png, and NAME.npz where all numbers are arrays, otherwise NAME.json."""
         self.figure.savefig(folder / f"{name}.png", dpi=DPI)
