@@ -7,6 +7,7 @@ the model's input, are drawn to `check_crops.png` in the run folder.
 """
 
 import math
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,13 +31,10 @@ from mpp.data.shards import Shards
 from mpp.data.survey import Survey, survey
 from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained
-from mpp.errors import UserError
 from mpp.features.reconstructions import as_rgb, as_seen, stretch
 from mpp.pretrain import Pretraining
-from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted
-from mpp.runtime.resources import disk_shortage, free_disk
-from mpp.runtime.start import start_alone
+from mpp.runtime.start import run_main, start_alone
 from mpp.training.batches import training_batches
 from mpp.training.branch import refuse_other_trunk
 from mpp.training.checkpoint import newest_step
@@ -161,15 +159,15 @@ def encoder_bytes_on_disk(config: Config, step_cost: StepCost) -> int:
     return step_cost.encoder_bytes * copies
 
 
-def disk_warnings(config: Config, step_cost: StepCost) -> list[str]:
-    """A warning where the run folder does not fit on its disk."""
-    folder = Path(config.run.dir)
-    try:
-        encoders = encoder_bytes_on_disk(config, step_cost)
-        shortage = disk_shortage(folder, checkpoints_on_disk(config), step_cost.checkpoint_bytes, encoders)
-    except UserError as error:  # with which the run itself would end
-        shortage = str(error)
-    return [shortage] if shortage else []
+def bytes_on_disk(config: Config, step_cost: StepCost) -> int:
+    """Bytes that the checkpoints and encoders of a run take beside those that are there."""
+    return step_cost.checkpoint_bytes * checkpoints_on_disk(config) + encoder_bytes_on_disk(config, step_cost)
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes on the disk of a folder that may not exist yet."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    return shutil.disk_usage(existing).free
 
 
 def warnings_before_training(
@@ -184,7 +182,6 @@ def warnings_before_training(
     messages = [f"{name}: {message}" for name, message in find_warnings(history, facts)]
     if surveyed:
         messages += survey_warnings(surveyed, config)
-    messages += disk_warnings(config, step_cost)
     for name, value in searched_settings(config).items():
         low, high = SEARCHED.get(name, (-math.inf, math.inf))
         if not low <= value <= high:
@@ -268,8 +265,8 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
 
 def print_cost(config: Config, precision: str, layout: BatchLayout, step_cost: StepCost) -> None:
     """Print time, memory and disk of a step and of the run, and a GPU's memory at the precision that was asked for."""
-    free = free_disk(Path(config.run.dir))
-    taken = step_cost.checkpoint_bytes * checkpoints_on_disk(config) + encoder_bytes_on_disk(config, step_cost)
+    free = free_bytes(Path(config.run.dir))
+    taken = bytes_on_disk(config, step_cost)
     left = config.run.steps - steps_done(config)
     rows = [
         ["a step", f"{step_cost.seconds:.4g} s"],

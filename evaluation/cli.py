@@ -13,7 +13,7 @@ from evaluation.registry import EVALUATIONS
 from mpp.config.imports import take_imports
 from mpp.config.parsing import read
 from mpp.errors import UserError, did_you_mean
-from mpp.runtime.output import steady_output, use_utf8
+from mpp.runtime.messages import steady_output
 
 BEFORE_EVALUATIONS = {
     "pretrain": "pre-train by masked patch prediction",
@@ -67,7 +67,6 @@ def usage() -> str:
 
 def main() -> None:
     """Carry out the command that the command line names."""
-    use_utf8()
     steady_output()
     name, *words = sys.argv[1:] or ["--help"]
     try:
@@ -76,7 +75,7 @@ def main() -> None:
             print(f"mpp {mpp.__version__}" if name == "--version" else usage())
             return
         if name not in commands():
-            hint = did_you_mean(name, [*commands()])
+            hint = did_you_mean(name, commands())
             raise UserError(f"unknown command {name}{hint}; allowed: {', '.join(commands())}")
         module, configs, config = locate_command(name)
         sys.argv = [f"mpp {name}", *words]
@@ -84,7 +83,7 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    import_module("mpp.runtime.command").run_main(lambda: import_module(module).main())  # torch makes a cache on import
+    import_module("mpp.runtime.start").run_main(lambda: import_module(module).main())  # torch makes a cache on import
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from evaluation.comparison.trunks import compute_of_trunks
 from evaluation.config import CompareConfig
 from mpp.config import require
 from mpp.config.parsing import parse
-from mpp.runtime.command import run_main
-from mpp.runtime.lock import hold
+from mpp.runtime.files import hold
+from mpp.runtime.start import run_main
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:

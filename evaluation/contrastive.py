@@ -31,10 +31,10 @@ from mpp.features.metrics import Sums
 from mpp.features.reconstructions import prediction_panel, stretch
 from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
-from mpp.runtime.command import run_main
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
-from mpp.runtime.transfer import to_device
+from mpp.runtime.start import run_main
 from mpp.training.facts import facts_of_weights
+from mpp.training.feed import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker, last_evaluation
 from mpp.training.loop import due

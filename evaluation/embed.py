@@ -36,9 +36,8 @@ from evaluation.tables.images import (
 from evaluation.tables.parts import write_table
 from mpp.config import require
 from mpp.data.dataset import ImageDataset
-from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted
-from mpp.runtime.start import start_alone
+from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import fingerprint
 
 

@@ -40,9 +40,8 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError, one_line
 from mpp.models.descriptions import how_read
 from mpp.models.timm_models import set_attention
-from mpp.runtime.command import run_main
 from mpp.runtime.files import complete, partial_path
-from mpp.runtime.start import start_alone
+from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import SAFETENSORS_SUFFIX, encoder_folder, fingerprint, zoo_folder
 from mpp.training.card import card_of_file
 

@@ -14,9 +14,8 @@ from evaluation.frozen.labelled_features import save_features
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.report_names import report_path_of_command
 from mpp.config import require
-from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted
-from mpp.runtime.start import start
+from mpp.runtime.start import run_main, start
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,8 +20,8 @@ from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
 from mpp.runtime.arrays import in_blocks, select
-from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted, note
+from mpp.runtime.start import run_main
 
 BIAS = 100.0
 STD_OFFSET = 1e-5  # added to the deviation of a feature: a constant one is not divided by 0

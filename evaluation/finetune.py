@@ -45,8 +45,8 @@ from mpp.data.loader import BatchLayout
 from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.errors import Diverged, Unavailable
 from mpp.models.timm_models import checkpoint_activations
-from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted, note
+from mpp.runtime.start import run_main
 from mpp.runtime.weights import fingerprint
 from mpp.training.card import HEAD_LEFT_OUT
 from mpp.training.cost import DEVICE_HOURS, PFLOP

@@ -45,8 +45,8 @@ from mpp.config import Config, ModelConfig, OptimConfig, RunConfig
 from mpp.config.parsing import parse
 from mpp.data.workers import MAX_DEFAULT_WORKERS
 from mpp.errors import UserError
-from mpp.runtime.command import run_main
 from mpp.runtime.hardware import cores
+from mpp.runtime.start import run_main
 
 ROOT = Path(__file__).parent.parent
 TESTS = ("pytest", "-m", "gpu", "-k", "not compiled", "-v", "--no-header", "--tb=short", "tests/test_gpu.py")

@@ -17,9 +17,9 @@ from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.learners import learner_of
 from mpp.data.label_kinds import LABEL_READERS
-from mpp.runtime.command import run_main
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import counted, note
+from mpp.runtime.start import run_main
 
 
 def run(config: KnnConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:

@@ -41,9 +41,9 @@ from mpp.config import require
 from mpp.data.dataset import names_by_number
 from mpp.data.label_kinds import LABEL_READERS
 from mpp.runtime.arrays import in_blocks
-from mpp.runtime.command import run_main
 from mpp.runtime.hardware import device
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import progress_bar
+from mpp.runtime.start import run_main
 
 LOGITS_PER_BLOCK = 2**24  # computed at a time, which bounds the memory
 IMAGES_PER_BLOCK = 2**14  # whose features are copied at a time

@@ -21,8 +21,8 @@ from mpp.config import require
 from mpp.config.parsing import parse
 from mpp.errors import Unavailable
 from mpp.features.masked_counts import COUNTED, load_masked_counts
-from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted, note
+from mpp.runtime.start import run_main
 from mpp.training.log import last_evaluation
 
 METRIC_OF_LINE = {

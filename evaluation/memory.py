@@ -20,7 +20,7 @@ from mpp.data.loader import BatchLayout
 from mpp.models.networks import build_model
 from mpp.models.timm_models import cell_grid
 from mpp.objectives import Objective
-from mpp.runtime.command import run_main
+from mpp.runtime.start import run_main
 from mpp.training.optim import build_optimizer
 
 BYTES_PER_GB = 1e9

@@ -67,10 +67,9 @@ from evaluation.tables.parts import IDENTITY_ENTRIES, about_file, is_begun, read
 from mpp.config import require
 from mpp.config.parsing import read
 from mpp.data.data_path import describe_source
-from mpp.runtime.command import run_main
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
-from mpp.runtime.start import start_alone
+from mpp.runtime.start import run_main, start_alone
 from mpp.training.run_folder import refuse_among_images
 
 MASKS_PER_PART = 256  # images, which take longer than those of a class each

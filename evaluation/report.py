@@ -22,7 +22,7 @@ from evaluation.pages.run_sections import features_blocks, settings_blocks, unre
 from evaluation.pages.run_words import subtitle, verdict_points
 from mpp.config import require
 from mpp.config.imports import require_imports
-from mpp.runtime.command import run_main
+from mpp.runtime.start import run_main
 from mpp.training.log import read_history
 from mpp.training.phases import saved_phases
 from mpp.training.run_folder import REPORT_PAGE

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.config import SegmentationConfig
-from evaluation.figures.style import DPI
+from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.encoder import (
     CELLS_PER_SIDE,
     ColorBaseline,
@@ -64,9 +64,8 @@ from evaluation.patches.tables import draw_predicted_masks, iou_table, reading_t
 from mpp.config import require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
-from mpp.runtime.command import run_main
 from mpp.runtime.hardware import device
-from mpp.runtime.start import start_alone
+from mpp.runtime.start import run_main, start_alone
 from mpp.training.log import event_writer
 
 MOST_FREQUENT = "the most frequent class"
@@ -316,6 +315,7 @@ def results_at_chosen_depth(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [result for result in report["results"] if result["depth"] == chosen]
 
 
+@figure_style()
 def write_picture(
     report: Path,
     encoder: PatchEncoder,

@@ -32,8 +32,8 @@ from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.data.views import collate
 from mpp.models.descriptions import licence_of
-from mpp.runtime.command import run_main
 from mpp.runtime.randomness import FIXED_VIEW
+from mpp.runtime.start import run_main
 from mpp.training.card import BOTH_HEADS_LEFT_OUT, HEAD_LEFT_OUT
 from mpp.training.facts import facts_of_weights
 from mpp.training.flops import executed_flops

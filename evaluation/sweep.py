@@ -14,8 +14,8 @@ from evaluation.comparison.sweep_results import write_sweep
 from evaluation.comparison.trials import plan_sweep
 from evaluation.config import SweepConfig
 from mpp.config.parsing import parse
-from mpp.runtime.command import run_main
-from mpp.runtime.lock import hold
+from mpp.runtime.files import hold
+from mpp.runtime.start import run_main
 
 
 def sweep(config: SweepConfig) -> str:

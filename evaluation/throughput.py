@@ -36,8 +36,8 @@ from evaluation.figures.markdown import markdown_table
 from evaluation.frozen.results import write_json
 from mpp.config import ModelConfig, require
 from mpp.config.parsing import parse
-from mpp.runtime.command import run_main
 from mpp.runtime.hardware import bf16_is_native
+from mpp.runtime.start import run_main
 
 WARMUP_ROUNDS = 3
 CROPS_PER_ROUND = 32

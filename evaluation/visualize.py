@@ -24,7 +24,7 @@ from evaluation.pictures.subject import load_subject
 from mpp.config import require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
-from mpp.runtime.command import run_main
+from mpp.runtime.start import run_main
 from mpp.training.log import event_writer
 
 

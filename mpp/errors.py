@@ -1,8 +1,9 @@
 """Errors that the user can mend; every other exception is a bug."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 """Begin of the system's messages."""
@@ -25,15 +26,16 @@ def one_line(error: BaseException) -> str:
     return ERROR_NUMBER.sub("", message) or type(error).__name__
 
 
-def did_you_mean(word: object, names: Iterable[str] | Mapping[str, str]) -> str:
-    """The end of a message about a misspelled word: the name that was probably meant; empty: none is near.
+def did_you_mean(word: str, names: Iterable[str] | None = None) -> str:
+    """The end of a message about a word that does not exist: the most similar name; empty: none is near.
 
     Args:
-        names: that exist, perhaps each with another one that is said in its place.
+        names: of all that there is; None: of the files and folders next to the path `word`.
     """
-    near = get_close_matches(str(word), names, n=1)
-    meant = [names[name] if isinstance(names, Mapping) else name for name in near]
-    return f" (did you mean {meant[0]}?)" if meant else ""
+    if names is None:
+        missing = Path(word)
+        word, names = missing.name, [neighbour.name for neighbour in missing.parent.glob("*")]
+    return "".join(f" (did you mean {name}?)" for name in get_close_matches(word, [*names], n=1))
 
 
 class Undecodable(UserError):

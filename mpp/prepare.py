@@ -30,22 +30,18 @@ from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
 from mpp.data.hub import resolve_commit
-from mpp.data.identity import differences, short_digest, split_fingerprint
+from mpp.data.identity import differences, split_fingerprint
 from mpp.data.label_columns import column_of, find_label_column
 from mpp.data.listing.split_names import split_of_cell, split_of_shard
 from mpp.data.overview import announce_splits
 from mpp.data.prepared_image import prepare_image
 from mpp.data.sources import label_images, load_splits
 from mpp.errors import UnreadableImage, UserError
-from mpp.runtime import lock
-from mpp.runtime.command import run_main
-from mpp.runtime.files import complete, write_complete
+from mpp.runtime.files import LOCK, complete, hold, short_digest, write_complete
 from mpp.runtime.hardware import cores
-from mpp.runtime.lock import hold
-from mpp.runtime.messages import counted, note
-from mpp.runtime.output import printable
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import counted, note, printable, progress_bar
 from mpp.runtime.randomness import Stream, permutation
+from mpp.runtime.start import run_main
 
 NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files next to the shards for data
 IMAGES_FILE = "images.json"
@@ -218,7 +214,7 @@ def check_settings(config: PrepareConfig) -> Path:
         if different:
             described = describe_changes(different, "the folder")
             raise UserError(f"out is {out}, prepared with other settings: {described}; choose another out")
-    elif out.is_dir() and any(path.name not in lock.LOCK_FILES for path in out.iterdir()):
+    elif out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
         raise UserError(f"out is {out}, which holds something else; choose another out")
     return saved
 

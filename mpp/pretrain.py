@@ -20,7 +20,6 @@ from mpp.config import Config, ModelConfig, SourceConfig, as_json, require
 from mpp.config.parsing import as_command_line, check_given, parse, parse_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.dataset import ImageDataset
-from mpp.data.identity import short_digest
 from mpp.data.loader import BatchLayout
 from mpp.data.shards import Shards
 from mpp.data.sources import load_image_datasets
@@ -42,12 +41,13 @@ from mpp.models.descriptions import how_read, learned_labels, licence_of
 from mpp.models.networks import build_model
 from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
 from mpp.models.timm_models import cell_grid, has_class
-from mpp.runtime.command import run_main
+from mpp.runtime.files import short_digest
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
-from mpp.runtime.transfer import to_device
+from mpp.runtime.start import run_main
 from mpp.training.checkpoint import restore_trained
 from mpp.training.facts import facts_of_weights
+from mpp.training.feed import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.learning_warnings import describe_collapse
 from mpp.training.log import Tracker

@@ -86,8 +86,7 @@ def fresh_messages():
     """A message is printed once in a process: every test starts as a new process does."""
     from mpp.runtime import messages
 
-    for print_once in (messages.tell, messages.note, messages.warn):
-        print_once.cache_clear()
+    messages.tell.cache_clear()
 
 
 COUNTED: dict[str, int] = {}

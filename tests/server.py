@@ -52,7 +52,7 @@ def act(module: str, arguments: list[str], environment: dict[str, str], group: i
     os.environ.update(environment)
     if name := os.environ.pop("NETWORK_NAMESPACE", ""):
         enter(name)
-    from mpp.runtime.command import run_main
+    from mpp.runtime.start import run_main
 
     try:
         main = importlib.import_module(MODULES[module]).main

@@ -1,5 +1,7 @@
 """Arrays that may be larger than memory: the same wherever they lie, and bounded."""
 
+import errno
+import os
 import tempfile
 import tracemalloc
 import zipfile
@@ -15,7 +17,13 @@ from evaluation import fewshot, knn, linear
 from evaluation.frozen.labelled_features import ARRAY_NAMES, LabelledFeatures, load_features, save_features
 from mpp.data.views import Batch
 from mpp.features.frozen import extract
-from mpp.runtime.arrays import Rows, in_blocks, select
+from mpp.runtime.arrays import empty_array, in_blocks, let_go, select
+
+
+def in_memory_up_to(monkeypatch, size: int) -> None:
+    """Arrays of more bytes are mapped."""
+    for module in ("mpp.runtime.arrays", "evaluation.frozen.labelled_features"):
+        monkeypatch.setattr(f"{module}.IN_MEMORY", size)
 
 
 @pytest.fixture
@@ -27,23 +35,24 @@ def peak():
 
 
 @pytest.mark.parametrize("in_file", [False, True])
-def test_rows_are_collected(tmp_path, monkeypatch, in_file):
+@pytest.mark.parametrize("count", [0, 50])
+def test_arrays_to_be_filled(tmp_path, monkeypatch, in_file, count):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    whole = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
-    rows = Rows(whole.shape, whole.dtype, in_file)
-    for part in np.split(whole[:, ::-1][:, ::-1], [1, 20, 20]):
-        rows.append(part)
-    collected = rows.array()
-    assert (collected == whole).all() and collected.dtype == np.float32
-    assert isinstance(collected, np.memmap) == in_file
+    whole = np.random.default_rng(0).normal(size=(count, 3))
+    array = empty_array(whole.shape, np.float32, in_file)
+    array[:] = whole
+    assert (array == whole.astype(np.float32)).all() and array.dtype == np.float32
+    assert isinstance(array, np.memmap) == (in_file and count > 0)
     assert not list(tmp_path.iterdir())  # nothing is left, however the process ends
 
 
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    with open("/dev/full", "wb", buffering=0) as full:
-        monkeypatch.setattr(tempfile, "TemporaryFile", lambda: full)
-        with pytest.raises(ValueError, match=r"TMPDIR is .*: .*No space left.*; choose another"):
-            Rows((10, 10), np.float32, True).append(np.zeros((10, 10)))
+def test_a_full_disk_is_named(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"TMPDIR is .*No space left.*; choose another"):
+        empty_array((10, 10), np.float32, in_file=True)
 
 
 def test_features_of_all_depths_are_collected_in_files_where_they_are_large(monkeypatch, peak):
@@ -71,7 +80,7 @@ def test_probes_find_the_same_in_files(tmp_path, monkeypatch):
     save_features(tmp_path / "f.npz", data)
     configs = [(fewshot, fewshot.FewshotConfig()), (knn, knn.KnnConfig()), (linear, linear.LinearConfig())]
     held = [without_outcomes(module.evaluate(data, config)) for module, config in configs]
-    monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", 0)
+    in_memory_up_to(monkeypatch, 0)
     mapped = load_features(tmp_path / "f.npz")
     assert all(isinstance(part, np.memmap) for part in (mapped.train, mapped.test, mapped.dev_split().train))
     assert [without_outcomes(module.evaluate(mapped, config)) for module, config in configs] == held
@@ -82,7 +91,7 @@ def without_outcomes(results):
 
 
 def test_a_choice_of_rows_is_bounded(monkeypatch, peak):
-    monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", 10**6)
+    in_memory_up_to(monkeypatch, 10**6)
     array = np.random.default_rng(0).normal(size=(60_000, 32)).astype(np.float32)  # 7.7 MB
     indices = np.random.default_rng(1).permutation(50_000)
     held = peak()
@@ -99,9 +108,10 @@ def resident() -> int:
 
 @pytest.mark.parametrize("way", [in_blocks, lambda array: [select(array, np.arange(0, len(array), 7))]])
 def test_what_was_read_of_a_mapped_array_is_let_go(way):
-    rows = Rows((2**14, 2**10), np.float32, True)  # 67 MB
-    rows.append(np.ones(rows.shape, np.float32))
-    mapped, before = rows.array(), resident()
+    mapped = empty_array((2**14, 2**10), np.float32, in_file=True)  # 67 MB
+    mapped[:] = 1
+    let_go(mapped)
+    before = resident()
     assert sum(block.sum(dtype=np.float64) for block in way(mapped)) in (mapped.size, 2**10 * len(range(0, 2**14, 7)))
     assert resident() - before < 10**7
     assert mapped[-1, -1] == 1  # it can be read again
@@ -117,7 +127,7 @@ def test_saved_features_are_mapped_where_they_are_large(tmp_path, monkeypatch, d
     save_features(tmp_path / "f.npz", data)
     np.savez_compressed(tmp_path / "small.npz", **dict(zip(ARRAY_NAMES, data[:4], strict=True)))
     for in_memory in (10**9, 0):
-        monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", in_memory)
+        in_memory_up_to(monkeypatch, in_memory)
         for name in ("f.npz", "small.npz"):
             loaded = load_features(tmp_path / name)
             for ours, saved in zip(loaded[:4], data[:4], strict=True):
@@ -126,7 +136,7 @@ def test_saved_features_are_mapped_where_they_are_large(tmp_path, monkeypatch, d
 
 
 def test_loading_large_features_takes_no_memory_for_them(tmp_path, monkeypatch, peak):
-    monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", 10**6)
+    in_memory_up_to(monkeypatch, 10**6)
     data = features(per_class=5000, width=64)
     save_features(tmp_path / "f.npz", data)
     held, _ = tracemalloc.get_traced_memory()
@@ -140,7 +150,7 @@ def test_loading_large_features_takes_no_memory_for_them(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("in_memory", [0, 10**9])
 @pytest.mark.parametrize("name", ARRAY_NAMES)
 def test_a_flipped_bit_is_noticed(tmp_path, monkeypatch, name, in_memory):
-    monkeypatch.setattr("mpp.runtime.arrays.IN_MEMORY", in_memory)
+    in_memory_up_to(monkeypatch, in_memory)
     path = tmp_path / "f.npz"
     save_features(path, features())
     content = bytearray(path.read_bytes())

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from mpp.errors import UserError
-from mpp.runtime.lock import Held, hold
+from mpp.runtime.files import Held, hold
 from mpp.training import checkpoint
 from mpp.training.checkpoint import (
     complete_checkpoints,
@@ -47,7 +47,7 @@ def restored_step(folder):
 def test_one_process_verifies_a_checkpoint_for_all(tmp_path, monkeypatch):
     file = save(tmp_path, 3)
     accelerator = Accelerator(cpu=True)
-    monkeypatch.setattr(checkpoint, "broadcast_from_main", lambda accelerator, get: file)  # as on the other processes
+    monkeypatch.setattr(checkpoint, "on_main_process", lambda accelerator, get: file)  # as on the other processes
     monkeypatch.setattr(checkpoint, "sha256_of", None)
     assert checkpoint.resume(accelerator, tmp_path, *trained(1, steps=0)) == (3, {})
 

@@ -22,7 +22,7 @@ from evaluation.frozen.run_images import record_source
 from evaluation.registry import Evaluation
 from mpp.config import SourceConfig
 from mpp.errors import Diverged, UserError
-from mpp.runtime.lock import Held, hold
+from mpp.runtime.files import Held, hold
 
 KNN = {"name": "kNN", "command": "knn", "options": FAST}
 

@@ -9,7 +9,7 @@ from torch._inductor.exc import InductorError
 from mpp.config import Config, RunConfig
 from mpp.config.parsing import parse_saved
 from mpp.errors import UserError
-from mpp.runtime.command import OUT_OF_MEMORY, user_message
+from mpp.runtime.start import OUT_OF_MEMORY, user_message
 from mpp.training import compilation
 from mpp.training.compilation import explaining_failures, is_compiled
 

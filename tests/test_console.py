@@ -19,7 +19,6 @@ LISTED = """
 import sys
 sys.argv = ["mpp", *sys.argv[1:]]
 from evaluation.cli import main
-from mpp.runtime.messages import counted
 try:
     main()
 finally:

@@ -50,13 +50,13 @@ def test_all_or_nothing_of_a_file_is_loaded(name, tmp_path):
     file = tmp_path / "weights.safetensors"
     for lacking in ("cls_token", "patch_embed.proj.weight", "blocks.1.attn.qkv.weight", "blocks.0.norm2.bias"):
         save_file({each: tensor for each, tensor in weights.items() if each != lacking}, file)
-        with pytest.raises(UserError, match=rf"^model\.init_from is .*; it lacks 1 weight \({lacking}\)$"):
+        with pytest.raises(UserError, match=rf"^model\.init_from is .*; it lacks {lacking}$"):
             begun(name, file)
     save_file(weights | {"blocks.2.norm1.bias": torch.zeros(32)}, file)
-    with pytest.raises(UserError, match=r"it has 1 weight \(blocks\.2\.norm1\.bias\) that the model does not have$"):
+    with pytest.raises(UserError, match=r"it has blocks\.2\.norm1\.bias, which the model does not have$"):
         begun(name, file)
     save_file({each: tensor for each, tensor in weights.items() if each.startswith("blocks.")}, file)
-    with pytest.raises(UserError, match=r"it lacks \d+ weights"):
+    with pytest.raises(UserError, match=r"it lacks .* more"):
         begun(name, file)
 
 
@@ -74,8 +74,7 @@ def test_heads_and_decoders_may_be_left_over_and_a_wrapper_is_said(name, wrapper
     assert holds(begun(name, file), weights)
     said = capsys.readouterr().out
     if wrapper:
-        assert f"begin with `{wrapper}` are taken" in said
-        assert "5 weights (head.weight" in said or "5 weights (" in said
+        assert f"begin with `{wrapper}` are taken" in said and "and 2 more left out" in said
     save_file(wrapped | {f"{wrapper}{each}": tensor for each, tensor in others.items()}, file)
     assert holds(begun(name, file), weights)
     if wrapper:

@@ -23,7 +23,7 @@ from mpp.data.listing.images import list_images
 from mpp.data.listing.split_names import SPLIT_WORDS
 from mpp.data.listing.tree import walk_folder
 from mpp.errors import UserError
-from mpp.runtime.output import printable
+from mpp.runtime.messages import printable
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
 

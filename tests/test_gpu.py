@@ -18,10 +18,9 @@ from mpp.errors import Diverged
 from mpp.models.encoder import build_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.pretrain import main
-from mpp.runtime.command import run_main
 from mpp.runtime.processes import set_timeout
-from mpp.runtime.start import start
-from mpp.runtime.transfer import copy_stream, to_device
+from mpp.runtime.start import run_main, start
+from mpp.training.feed import copy_stream, to_device
 from mpp.training.optim import build_optimizer
 from mpp.training.step import TrainingStep
 

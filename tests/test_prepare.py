@@ -31,7 +31,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import IMAGES_FILE, NOTES_FOLDER, Shard, main
-from mpp.runtime.lock import hold
+from mpp.runtime.files import hold
 
 ORIENTATION = 274  # TIFF's tag
 UPSIDE_DOWN = 3

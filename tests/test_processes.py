@@ -25,9 +25,9 @@ from evaluation.supervision.classification import Classification
 from mpp.config import RunConfig
 from mpp.features import frozen as frozen
 from mpp.pretrain import main as pretrain_main
-from mpp.runtime import files, start
-from mpp.runtime.command import run_main
+from mpp.runtime import start
 from mpp.runtime.processes import maximum_of_all
+from mpp.runtime.start import run_main
 from mpp.training.checkpoint import newest_step
 
 
@@ -51,7 +51,7 @@ def test_two_processes_are_one_run(tmp_path):
 
 def apart(folder: Path) -> None:
     """Each process has a place of its own for the run's folder, as nodes have that do not share it."""
-    files.APPEARS_WITHIN_S = 0.5
+    mpp.training.run.APPEARS_WITHIN_S = 0.5
     os.chdir(tempfile.mkdtemp(dir=folder))
 
 

@@ -17,7 +17,7 @@ from evaluation import contrastive
 from mpp.config import OptimConfig, RunConfig
 from mpp.errors import UserError
 from mpp.pretrain import main as pretrain_main
-from mpp.runtime.launcher import check_sharding
+from mpp.runtime.processes import check_sharding
 from mpp.runtime.start import start
 from mpp.training.checkpoint import load_checkpoint, newest_step, save_checkpoint, snapshot
 from mpp.training.optim import build_optimizer, skips_nonfinite_steps
@@ -294,16 +294,16 @@ def test_the_configs_of_two_cpu_processes(tmp_path, name):
         ("FSDP_VERSION", "1", r"fsdp_version is 1; it must be 2 \(--fsdp_version 2\)"),
         ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params is true; it must be false"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "use_parallelism_config is true; it must be false"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", r"it must be false: --model\.activation_checkpointing true does"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "activation_checkpointing is true; it must be false"),
     ],
 )
 def test_what_is_not_there_is_refused(monkeypatch, variable, value, message):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
-    check_sharding()
+    check_sharding(RunConfig())
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=message):
-        check_sharding()
+        check_sharding(RunConfig())
 
 
 @pytest.mark.parametrize("shards", [True, False])

@@ -518,7 +518,7 @@ def test_the_error_of_the_hub_names_the_folder_that_was_meant(tmp_path, monkeypa
     )
     with pytest.raises(UserError, match=words):
         from_a_server(raise_connection_error, config)
-    with pytest.raises(UserError, match=rf"{tmp_path}/photo, which does not exist; did you mean {tmp_path}/photos\?"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/photo, which does not exist; did you mean photos\?"):
         load_image_datasets(DataConfig(path=f"{tmp_path}/photo"))
 
 

@@ -23,7 +23,7 @@ from mpp.data.decoding.decode import decode
 from mpp.data.sources import load_splits
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
-from mpp.runtime.output import printable
+from mpp.runtime.messages import printable
 
 FEW = settings(max_examples=4, deadline=None, derandomize=True)
 KEYS = FILE_NAMES.filter(lambda name: "." not in name and "\\" not in name and len(os.fsencode(name)) < 90)

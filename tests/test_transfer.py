@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpp.runtime.transfer import copy_stream, to_device
+from mpp.training.feed import copy_stream, to_device
 
 GPU = torch.device("cuda", 0)
 

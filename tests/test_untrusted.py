@@ -19,7 +19,7 @@ from mpp.errors import UnreadableImage
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.pretrain import is_pretraining
-from mpp.runtime.hashing import sha256_of
+from mpp.runtime.files import sha256_of
 from mpp.training.checkpoint import load_checkpoint, newest_whole, save_checkpoint, snapshot
 
 

@@ -1,6 +1,5 @@
 """Files of weights, wherever one is given: what cannot be read is named with its reason, and nothing is left random."""
 
-import logging
 import shutil
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,8 @@ from mpp.config import ModelConfig
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder, load_encoder
 from mpp.models.exporting import export_encoder
-from mpp.runtime.weights import PICKLES, wrapper_of
+from mpp.models.loading import wrapper_of
+from mpp.runtime.weights import PICKLES
 
 SMALL = dict(img_size=32, patch_size=8, width=16, depth=2, heads=2)
 NAME = "vit_tiny_patch16_224"
@@ -73,31 +73,22 @@ def refused(way, folder) -> str:
 
 
 FAULTS = {
-    "it is empty": lambda whole: b"",
-    "incomplete, or no .safetensors file (3 bytes)": lambda whole: whole[:3],
-    "incomplete, or no .safetensors file (500 bytes)": lambda whole: whole[:500],
-    "incomplete, or no .safetensors file": lambda whole: whole[:-1],
+    "empty": lambda whole: b"",
+    "cut off": lambda whole: whole[:500],
+    "a byte short": lambda whole: whole[:-1],
     "a Git LFS pointer": lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
     "an error page": lambda whole: b"<!DOCTYPE html><html>" + bytes(100),
+    "a pickle": lambda whole: b"PK\x03\x04" + bytes(100),
 }
 
 
 @every_way
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(folder, way, fault):
+def test_a_file_that_cannot_be_read_is_named(folder, way, fault):
     file = folder / "model.safetensors"
     file.write_bytes(FAULTS[fault](file.read_bytes()))
     said = refused(way, folder)
-    assert "which cannot be read" in said
-    assert "\n" not in said
-    assert (fault if fault != "an error page" else "no .safetensors file (121 bytes)") in said
-
-
-@every_way
-def test_pickled_weights_under_another_name_are_known(folder, way):
-    weights = weights_in(folder / "model.safetensors")
-    torch.save(weights, folder / "model.safetensors")
-    assert "because loading them can run code" in refused(way, folder)
+    assert "which cannot be read: " in said and "it must be a whole .safetensors file" in said and "\n" not in said
 
 
 PICKLED_WAYS = {
@@ -160,7 +151,7 @@ def test_the_lines_of_the_refusal_make_a_file_that_is_read(source, tmp_path, bel
 
 
 def test_weights_alone_are_no_encoder(folder):
-    with pytest.raises(UserError, match=r"no encoder at .*model\.safetensors: it has weights only; give the folder"):
+    with pytest.raises(UserError, match=r"no encoder at .*; encoder must be an encoder folder .* is a checkpoint"):
         mpp.load_encoder(folder / "model.safetensors")
 
 
@@ -177,22 +168,6 @@ def test_one_beginning_of_all_names_is_left_out_and_said(folder, way, wrapper, c
     assert said.count(f"note: the names of all weights in {file} begin with `{wrapper}`, which is left out") == 1
 
 
-@pytest.mark.parametrize("quiet", ["level", "all"])
-def test_weights_left_over_are_refused_by_a_program_without_warnings(folder, quiet, monkeypatch):
-    """timm only logs them."""
-    logger = logging.getLogger("timm")
-    monkeypatch.setattr(logging.root.manager, "disable", logging.WARNING if quiet == "all" else logging.NOTSET)
-    monkeypatch.setattr(logger, "level", logging.ERROR if quiet == "level" else logging.NOTSET)
-    logging.root.manager._clear_cache()
-    file = folder / "model.safetensors"
-    save_file(weights_in(file) | {"blocks.2.norm1.bias": torch.zeros(16)}, file)
-    with pytest.raises(UserError, match=r"it has 1 weight \(blocks\.2\.norm1\.bias\) that the model does not have$"):
-        mpp.load_encoder(folder)
-    assert not logging.getLogger("timm.models._builder").isEnabledFor(logging.WARNING)
-    monkeypatch.undo()
-    logging.root.manager._clear_cache()
-
-
 @every_way
 def test_weights_that_are_missing_or_left_over_are_counted_and_named(folder, way, capsys):
     file = folder / "model.safetensors"
@@ -201,14 +176,13 @@ def test_weights_that_are_missing_or_left_over_are_counted_and_named(folder, way
         fewer = {f"{wrapper}{name}": each for name, each in weights.items() if not name.startswith("blocks.1.")}
         save_file(fewer, file)
         said = refused(way, folder)
-        assert "it lacks 12 weights (blocks.1." in said
+        assert "it lacks blocks.1." in said and said.endswith(" and 9 more")
         assert said.count("blocks.1.") == 3
         assert "\n" not in said
         more = {f"{wrapper}{name}": each for name, each in weights.items()}
         save_file(more | {f"{wrapper}decoder.weight": torch.zeros(1), f"{wrapper}decoder.bias": torch.zeros(1)}, file)
         said = refused(way, folder)
-        assert "it has 2 weights (decoder." in said
-        assert "that the model does not have" in said
+        assert "it has decoder." in said and "which the model does not have" in said
         assert "lacks" not in said
 
 
@@ -220,7 +194,7 @@ def test_no_weight_is_left_random_below_a_new_head(folder, name):
     weights = weights_in(file)
     del weights[name]
     save_file(weights, file)
-    with pytest.raises(UserError, match=rf"it lacks 1 weight \({name}\)$"):
+    with pytest.raises(UserError, match=rf"it lacks {name}$"):
         mpp.load_encoder(folder, num_classes=3)
     save_file({f"what.{each}": tensor for each, tensor in enumerate(weights.values())}, file)
     with pytest.raises(UserError, match="it lacks"):
@@ -238,9 +212,7 @@ def test_a_head_that_is_not_asked_for_is_no_weight_left_over(folder, tmp_path):
 
 def test_weights_of_other_shapes_are_named(folder):
     for settings in (dict(width=32), dict(heads=2, width=48)):
-        with pytest.raises(
-            UserError, match=r"it must be the weights .* size mismatch for cls_token.* more\)$"
-        ) as error:
+        with pytest.raises(UserError, match=r"it must be the weights .* size mismatch for cls_token.* more$") as error:
             build_encoder(ModelConfig(**SMALL | settings, init_from=str(folder)))
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 1000
@@ -257,13 +229,13 @@ def test_hybrids_are_checked_too(tmp_path):
     assert torch.equal(mpp.load_encoder(folder, img_size=96).norm.weight, hybrid.norm.weight)
     del wrapped["module.norm.weight"]
     save_file(wrapped, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"it lacks 1 weight \(norm\.weight\)"):
+    with pytest.raises(UserError, match=r"it lacks norm\.weight"):
         mpp.load_encoder(folder, img_size=96)
 
 
 def test_a_network_that_is_no_vit_is_no_beginning_of_one(tmp_path):
     export_encoder(timm.create_model("resnet10t", num_classes=0), tmp_path, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
-    with pytest.raises(UserError, match=r"model\.init_from is .*; it lacks \d+ weights .* and has \d+ weights"):
+    with pytest.raises(UserError, match=r"model\.init_from is .*; it lacks .* more"):
         build_encoder(ModelConfig(**SMALL, init_from=str(tmp_path)))
 
 

@@ -19,7 +19,7 @@ from mpp.data.loader import training_loader
 from mpp.models.attention import attention_kernel
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
-from mpp.runtime.command import is_out_of_memory
+from mpp.runtime.start import is_out_of_memory
 from mpp.training.step import TrainingStep
 
 Device = Literal["auto", "cpu"]

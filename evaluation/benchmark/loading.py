@@ -21,8 +21,9 @@ from mpp.data.loader import BatchLayout, training_loader
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.pretrain import Pretraining
-from mpp.runtime.resources import PREFETCHED_BATCHES
 
+PREFETCHED_BATCHES = 2
+"""Of each loader process, waiting or being loaded: torch's prefetch_factor."""
 IMAGE_FILES = 256
 """Images that are loaded, again and again."""
 LOADED_BATCH = 16

@@ -15,7 +15,7 @@ from evaluation.frozen.run_images import record_images
 from mpp.config import Config, SourceConfig, changed_settings, settings_of
 from mpp.config.imports import imported
 from mpp.data.data_path import is_local
-from mpp.data.identity import short_digest
+from mpp.runtime.files import short_digest
 from mpp.runtime.weights import fingerprint
 from mpp.training.user_code import imports_used
 

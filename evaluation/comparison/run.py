@@ -36,17 +36,18 @@ from evaluation.frozen.run_images import record_images, record_source
 from mpp.config import TrainingConfig
 from mpp.data.identity import differences
 from mpp.errors import Diverged, Unavailable, UserError
-from mpp.runtime.caches import is_full_disk
-from mpp.runtime.command import user_message
+from mpp.runtime.files import Held, hold
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.lock import Held, hold
 from mpp.runtime.messages import note
+from mpp.runtime.start import user_message
 from mpp.training.checkpoint import kept_steps, newest_step
 from mpp.training.log import read_history
 from mpp.training.record import read_record
 from mpp.training.run import fingerprint_first_weights, train
 from mpp.training.run_folder import is_finished
 
+FULL_DISK = ("No space left", "quota exceeded")
+"""Words of errors, or of those that they come from, where a disk or a user's share of it is full."""
 RETRY_S = 10
 """Seconds until cases that other processes work at are tried again."""
 
@@ -133,7 +134,7 @@ def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
             except Diverged as error:  # a finding
                 print(f"warning: {case.slug} diverged: {error}", file=sys.stderr)
             except Exception as error:  # missing images, a bug: the other cases continue
-                if is_full_disk(error):
+                if any(words in "".join(traceback.format_exception(error)) for words in FULL_DISK):
                     way = "finished work is kept: free space, then start the same command again"
                     raise UserError(f"{case.slug}: {reason_of(error)}; {way}") from error
                 failures.append(f"{case.slug}: {reason_of(error)}")

@@ -17,6 +17,7 @@ from evaluation.figures.style import (
     WIDTH,
     color_of_line,
     drawable,
+    figure_style,
     legend_name,
     marker_of_line,
 )
@@ -51,6 +52,7 @@ ScoreAxes = Mapping[str, ScoreAxis]
 """Panel -> the axis of its score; of those that are not named it is accuracy."""
 
 
+@figure_style()
 def plot_series(
     lines: dict[str, dict[float, float]],
     y_label: str,
@@ -94,6 +96,7 @@ def plot_series(
     return figure
 
 
+@figure_style()
 def plot_map(places: NDArray, labels: NDArray[np.int64], names: Sequence[str] = ()) -> Figure:
     """Images as dots on a plane, coloured by their classes.
 
@@ -120,6 +123,7 @@ def plot_map(places: NDArray, labels: NDArray[np.int64], names: Sequence[str] = 
     return figure
 
 
+@figure_style()
 def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str, score_axis: ScoreAxis) -> Figure:
     """Score by depth, a line for each case.
 
@@ -134,6 +138,7 @@ def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str, score_a
     return plot_depths({"": lines}, {"": score_axis})
 
 
+@figure_style()
 def plot_depths(curves: Curves, score_axes: ScoreAxes | None = None) -> Figure:
     """Evaluation -> encoder -> depth -> score; an encoder with one depth is a horizontal line.
 
@@ -160,6 +165,7 @@ def plot_depths(curves: Curves, score_axes: ScoreAxes | None = None) -> Figure:
     return figure
 
 
+@figure_style()
 def plot_lines(curves: Curves, x_label: str, score_axes: ScoreAxes | None = None) -> Figure:
     """Evaluation -> case -> x -> score, with a logarithmic x-axis; scores at 0 are horizontal lines."""
     score_axes = score_axes or {}
@@ -228,6 +234,7 @@ def readable_ticks(places: list[float]) -> list[float]:
     return ticks
 
 
+@figure_style()
 def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure:
     """A confusion matrix: the share of each true class (rows) that each class (columns) is predicted for.
 
@@ -298,6 +305,7 @@ def draw_level(panel: Axes, accuracies: dict[float, Statistics], name: str, numb
     panel.axhline(factor * accuracy["mean"], linestyle="--", color=color_of_line(number), label=legend_name(name))
 
 
+@figure_style()
 def plot_bars(accuracies: dict[str, dict[str, Statistics]], score_axes: ScoreAxes | None = None) -> Figure:
     """Encoder -> column -> score: a panel for each column, a bar for each encoder with its standard deviation."""
     score_axes = score_axes or {}

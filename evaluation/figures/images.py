@@ -17,12 +17,13 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from evaluation.figures.style import MIN_HEIGHT, VALUE_COLORS, WIDTH
+from evaluation.figures.style import MIN_HEIGHT, VALUE_COLORS, WIDTH, figure_style
 from mpp.features.reconstructions import COLUMNS
 
 MAX_COLORS_OF_CLASSES = 20
 
 
+@figure_style()
 def plot_predictions(columns: NDArray[np.uint8], entropies: NDArray | None, target: str) -> Figure:
     """A row for each image: original, corrupted, predicted, true, and the entropy of the prediction.
 
@@ -53,6 +54,7 @@ def plot_predictions(columns: NDArray[np.uint8], entropies: NDArray | None, targ
     return figure
 
 
+@figure_style()
 def plot_filters(filters: NDArray[np.uint8], variance_shares: NDArray) -> Figure:
     """Principal components of the patch embedding's filters, each in its own range.
 
@@ -75,6 +77,7 @@ def plot_filters(filters: NDArray[np.uint8], variance_shares: NDArray) -> Figure
     return figure
 
 
+@figure_style()
 def plot_positions(similarity: NDArray, label: str) -> Figure:
     """Similarity of each patch's position to all positions, as a map in the place of the patch.
 
@@ -100,6 +103,7 @@ def plot_positions(similarity: NDArray, label: str) -> Figure:
     return figure
 
 
+@figure_style()
 def plot_attention_distance(distances: NDArray, uniform: float, image_count: int) -> Figure:
     """Mean attention distance by depth, a dot for each head.
 
@@ -123,6 +127,7 @@ def plot_attention_distance(distances: NDArray, uniform: float, image_count: int
     return figure
 
 
+@figure_style()
 def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residual: bool) -> Figure:
     """Attention rollout laid over each image.
 
@@ -153,6 +158,7 @@ def plot_rollout(images: NDArray[np.uint8], rollout: NDArray, start: str, residu
     return figure
 
 
+@figure_style()
 def plot_components(
     images: NDArray[np.uint8],
     colors: NDArray,
@@ -196,6 +202,7 @@ def plot_components(
     return figure
 
 
+@figure_style()
 def plot_similarity(images: NDArray[np.uint8], similarity: NDArray, patches: Sequence[int]) -> Figure:
     """A row for each image: the image, and the similarity of its patches to the patch in the frame.
 
@@ -220,6 +227,7 @@ def plot_similarity(images: NDArray[np.uint8], similarity: NDArray, patches: Seq
     return figure
 
 
+@figure_style()
 def plot_neighbours(
     queries: NDArray[np.uint8],
     images: NDArray[np.uint8],
@@ -265,6 +273,7 @@ def plot_neighbours(
     return figure
 
 
+@figure_style()
 def plot_segmentation(images: NDArray[np.uint8], columns: dict[str, NDArray[np.int64]], classes: int) -> Figure:
     """A row for each image: the image, its mask, and the predicted classes.
 

@@ -4,6 +4,8 @@ Colours of values are cividis's, and colours of lines those of tableau-colorblin
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -14,10 +16,6 @@ from matplotlib.figure import Figure
 
 from mpp.runtime.files import complete
 
-matplotlib.rcParams["svg.hashsalt"] = "mpp"  # the same figure is the same file
-matplotlib.rcParams["pdf.fonttype"] = 42  # fonts that journals accept
-warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)  # `drawable` replaces such letters
-matplotlib.rcParams["text.parse_math"] = False  # a user's name with two dollars is not a formula
 VALUE_COLORS = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
 LINE_COLORS = [style["color"] for style in matplotlib.style.library["tableau-colorblind10"]["axes.prop_cycle"]]
 MARKERS = "osD^vPX"  # of lines, besides their colours
@@ -33,14 +31,28 @@ FALLBACK_FONTS = (
 )
 """Fonts of other scripts, of Linux, macOS and Windows, for letters that matplotlib's own font lacks."""
 INSTALLED_FONTS = {font.name for font in font_manager.fontManager.ttflist}
-matplotlib.rcParams["font.family"] = ["DejaVu Sans", *(name for name in FALLBACK_FONTS if name in INSTALLED_FONTS)]
+FONTS = ["DejaVu Sans", *(name for name in FALLBACK_FONTS if name in INSTALLED_FONTS)]
+STYLE = {
+    "font.family": FONTS,
+    "text.parse_math": False,  # a user's name with two dollars is not a formula
+    "svg.hashsalt": "mpp",  # the same figure is the same file
+    "pdf.fonttype": 42,  # fonts that journals accept
+}
+
+
+@contextmanager
+def figure_style() -> Iterator[None]:
+    """While open, or around a function that draws or writes a figure: our style, instead of the program's."""
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)  # see `drawable`
+        yield
 
 
 @cache
 def drawable_letters() -> frozenset[int]:
     """Code points of the letters that the fonts of figures have."""
     letters: set[int] = set()
-    for family in matplotlib.rcParams["font.family"]:
+    for family in FONTS:
         letters |= set(font_manager.get_font(font_manager.findfont(family)).get_charmap())
     return frozenset(letters)
 
@@ -65,6 +77,7 @@ def marker_of_line(number: int) -> str:
     return MARKERS[number % len(MARKERS)]
 
 
+@figure_style()
 def write_plot(figure: Figure, folder: Path, name: str) -> list[str]:
     """Write NAME.png for screens and NAME.pdf for papers, and return these file names."""
     files = [f"{name}.png", f"{name}.pdf"]

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from evaluation.figures.charts import plot_confusion
-from evaluation.figures.style import DPI
+from evaluation.figures.style import DPI, figure_style
 from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.kinds import three_digits
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
@@ -70,6 +70,7 @@ def describe_shown(report: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in named.items())
 
 
+@figure_style()
 def write_details(path: Path, outcomes: Outcomes, by_class: ClassTable | None) -> list[Path]:
     """Write the table by class and the confusion matrix of these outcomes, next to the report at `path`."""
     written = []

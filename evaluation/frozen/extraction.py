@@ -23,8 +23,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
 from mpp.features.frozen import extract
 from mpp.runtime.arrays import select
-from mpp.runtime.messages import warn
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import progress_bar, warn
 
 DEFAULT_BATCH_SIZE = 64  # where data.batch_size is not set
 MAX_IMAGES_NAMED = 20  # in a message on images that cannot be decoded

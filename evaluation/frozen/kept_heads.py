@@ -143,7 +143,7 @@ def load_head(folder: Path) -> KeptHead:
         return KeptHead(folder, head, load_file(file))
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"classifier is {folder}, which cannot be read: {describe_unreadable_weights(file, error)}"
+            f"classifier is {folder}, which cannot be read: {describe_unreadable_weights(error)}"
         ) from error
 
 

@@ -3,11 +3,13 @@
 N training images, M test images, D width.
 """
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from evaluation.metrics.outcomes import Outcomes
@@ -15,7 +17,7 @@ from evaluation.metrics.scoring import KINDS
 from mpp.config import require
 from mpp.data.dataset import has_label, names_by_number
 from mpp.errors import UserError
-from mpp.runtime.arrays import NPZ_ERRORS, in_blocks, let_go, load_member, select
+from mpp.runtime.arrays import IN_MEMORY, NPZ_ERRORS, in_blocks, let_go, select
 from mpp.runtime.files import complete
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import Stream, permutation
@@ -214,3 +216,16 @@ def load_texts(arrays: np.lib.npyio.NpzFile, name: str) -> list[str]:
     if texts.ndim != 1 or texts.dtype.kind != "U":
         raise ValueError(f"{name} must be a list of texts")
     return texts.tolist()
+
+
+def load_member(arrays: NpzFile, name: str) -> NDArray:
+    """An array of an .npz file: in memory, or, where it is large, mapped from a temporary copy.
+
+    numpy maps only .npy files. Checksums are compared either way, and no pickled object is loaded.
+    """
+    member = arrays.zip.getinfo(f"{name}.npy")
+    if member.file_size <= IN_MEMORY:
+        return arrays[name]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(arrays.zip.extract(member, folder))
+        return np.load(copy, mmap_mode="r", allow_pickle=False)  # it can be read when its name is gone

@@ -26,7 +26,7 @@ from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
 from mpp.runtime.arrays import evenly_spaced
 from mpp.runtime.hardware import device
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import progress_bar
 from mpp.runtime.start import start
 from mpp.runtime.weights import fingerprint
 

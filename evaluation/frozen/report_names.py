@@ -8,8 +8,8 @@ from typing import Any
 from evaluation.config import EncoderConfig
 from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
 from mpp.config import SourceConfig, as_json, changed_settings, settings_of, sides
-from mpp.data.identity import short_digest
 from mpp.errors import UserError
+from mpp.runtime.files import short_digest
 from mpp.runtime.weights import BEST, encoder_folder, run_of
 
 NAMED_SETTINGS = ("encoder", "checkpoint", "random", "img_size", "representation", "depth", "features")

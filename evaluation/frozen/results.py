@@ -7,7 +7,7 @@ from typing import Any
 
 from evaluation.figures.charts import ScoreAxis, plot_by_depth
 from evaluation.figures.markdown import markdown_table, without_empty_columns
-from evaluation.figures.style import DPI
+from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
 from evaluation.frozen.random_weights import describe_random_weights
 from evaluation.frozen.report_names import events_folder
@@ -31,6 +31,7 @@ def write_json(path: Path, value: Any) -> None:
         partial.write_text(json.dumps(without_nan(value), indent=1), encoding="utf-8")
 
 
+@figure_style()
 def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dict[str, Any]:
     """Write a probe's JSON, outcomes, TensorBoard scalars and, of several depths, the plot; print the tables.
 

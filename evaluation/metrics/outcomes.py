@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mpp.errors import UserError
 from mpp.runtime.arrays import NPZ_ERRORS
 from mpp.runtime.files import complete
-from mpp.runtime.output import printable
+from mpp.runtime.messages import printable
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from PIL import Image
 
-from evaluation.figures.style import DPI
+from evaluation.figures.style import DPI, figure_style
 from mpp.runtime.files import write_complete
 
 TEMPLATE = "page.html"
@@ -148,6 +148,7 @@ def write_page(path: Path, page: Page) -> None:
     write_complete(path, render(page))
 
 
+@figure_style()
 def chart(title: str, figure: Figure, table: Table | None = None) -> Chart:
     """A figure as an SVG image, with the numbers behind it."""
     buffer = io.BytesIO()
@@ -161,6 +162,7 @@ def data_uri(kind: str, content: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
+@figure_style()
 def figure_as_picture(figure: Figure, alt: str, caption: str = "") -> Picture:
     """A figure as a picture, on white."""
     buffer = io.BytesIO()

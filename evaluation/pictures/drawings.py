@@ -23,7 +23,7 @@ from evaluation import fewshot
 from evaluation.config import EncoderConfig, FewshotConfig, PrecisionConfig
 from evaluation.figures import charts
 from evaluation.figures import images as image_figures
-from evaluation.figures.style import DPI
+from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.encoder import patch_grid
 from evaluation.frozen.extraction import extract_labelled_features, views_for
 from evaluation.frozen.probing import evaluate_by_depth
@@ -45,7 +45,7 @@ from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining, is_pretraining, reopen
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import progress_bar
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.weights import BEST
 
@@ -60,6 +60,7 @@ class Drawing(NamedTuple):
     figure: Figure
     numbers: dict[str, Any]
 
+    @figure_style()
     def write(self, folder: Path, name: str) -> None:
         """Write NAME.png, and NAME.npz where all numbers are arrays, otherwise NAME.json."""
         self.figure.savefig(folder / f"{name}.png", dpi=DPI)

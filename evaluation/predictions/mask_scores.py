@@ -19,8 +19,7 @@ from evaluation.patches.statistics import warn_of_turned_images
 from evaluation.predictions.pixels import PixelRows
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage, UserError
-from mpp.runtime.messages import counted, warn
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import counted, progress_bar, warn
 
 PixelCounts = dict[tuple[int, int], int]
 """Numbers of a true class and of the predicted one, as in the files of masks -> pixels of an image."""

@@ -42,8 +42,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
 from mpp.features.reconstructions import as_one_picture
 from mpp.runtime.arrays import evenly_spaced
-from mpp.runtime.messages import counted
-from mpp.runtime.output import printable
+from mpp.runtime.messages import counted, printable
 
 EXTREMES = 12  # of the surest images, of the least sure, of those that are wrong
 IMAGES_OF_A_CLASS = 6

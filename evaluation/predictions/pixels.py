@@ -36,7 +36,7 @@ from mpp.data.crops import MAX_RELATIVE_ASPECT, covering_size
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
 from mpp.features.reconstructions import as_one_picture
-from mpp.runtime.output import printable
+from mpp.runtime.messages import printable
 
 WINDOWS_PER_FORWARD = 16
 

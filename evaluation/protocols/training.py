@@ -31,7 +31,7 @@ from mpp.data.decoded_cache import cache_decoded
 from mpp.data.loader import BatchLayout, training_loader
 from mpp.data.views import ViewDataset
 from mpp.data.workers import WORKERS_ARE_FORKS
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import progress_bar
 
 CROP_AREA = (0.08, 1.0)
 CROP_RATIO = (3 / 4, 4 / 3)

@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from evaluation.tables.parts import RowsOf
 from mpp.data.dataset import ImageDataset
-from mpp.data.identity import short_digest
 from mpp.data.label_kinds import SEPARATOR
 from mpp.data.tables import can_hold_images
+from mpp.runtime.files import short_digest
 from mpp.runtime.messages import note, shortened
 
 PREFIX = "given_"

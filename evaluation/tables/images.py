@@ -25,8 +25,7 @@ from mpp.data.listing.archives import is_archive, unpack_archive
 from mpp.data.sources import label_images, load_splits
 from mpp.data.workers import WatchedLoader, loader_processes, note_reading
 from mpp.errors import UnreadableImage, UserError
-from mpp.runtime.messages import counted, tell, warn
-from mpp.runtime.output import printable
+from mpp.runtime.messages import counted, printable, tell, warn
 
 MAX_UNREADABLE_NAMED = 20
 

@@ -16,12 +16,10 @@ import pyarrow.parquet as pq
 
 from mpp.config import require
 from mpp.data.dataset import ImageDataset
-from mpp.data.identity import SAMPLED_FILES, short_digest
+from mpp.data.identity import SAMPLED_FILES
 from mpp.data.workers import deaths_explained
-from mpp.runtime.files import complete, write_complete
-from mpp.runtime.lock import hold
-from mpp.runtime.messages import note
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.files import complete, hold, short_digest, write_complete
+from mpp.runtime.messages import note, progress_bar
 
 IDENTITY_KEY = b"mpp"  # of the metadata of parquet
 IDENTITY_ENTRIES = ("identity", "bytes")  # by which the file next to a CSV knows it

@@ -133,14 +133,12 @@ def find(key: str, known: Mapping[str, Setting]) -> Setting:
     """
     if key in known:
         return known[key]
-    start = key[: key.find(".") + 1]
-    names = {name: name for name in known}
-    for other, ours in NAMES_ELSEWHERE.items():
-        if ours.split()[0] in known:
-            names |= {other: ours, f"{start}{other}": ours}
-    members = [name for name in known if name.startswith(start or f"{key}.")]
-    hint = did_you_mean(key, names) if start or not members else ", a group"
-    raise UserError(f"unknown setting {key}{hint}; allowed: {', '.join(members or groups_of(known))}")
+    group, _, name = key.rpartition(".")
+    members = [name for name in known if name.startswith(f"{group or key}.")]
+    ours = NAMES_ELSEWHERE.get(name, "none")
+    hint = f" (did you mean {ours}?)" if ours.split()[0] in known else did_you_mean(key, known)
+    allowed = ", ".join(members or groups_of(known))
+    raise UserError(f"unknown setting {key}{hint if group or not members else ', a group'}; allowed: {allowed}")
 
 
 def check_given(config: Any, usual: Any) -> None:

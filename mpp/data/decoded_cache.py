@@ -13,9 +13,6 @@ from mpp.data.dataset import DecodedImages, ImageDataset
 from mpp.data.views import ViewDataset
 from mpp.data.workers import WORKERS_ARE_FORKS, WatchedLoader, loader_processes, note_reading
 from mpp.errors import UnreadableImage
-from mpp.runtime.hardware import local_processes
-from mpp.runtime.messages import warn
-from mpp.runtime.resources import available_memory, in_units, loader_room
 
 IMAGES_PER_BATCH = 64  # that a loader process hands over at a time, at most
 BYTES_PER_BATCH = 4 * 2**20  # in shared memory, unless a single image takes more
@@ -91,13 +88,12 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = 
         return dataset
     batches = BatchesBySize(len(dataset))
     sample_size = min(IMAGES_PER_BATCH, len(dataset))  # tells how much memory all will take
-    looked = False  # at the memory that is available
     parts: list[Tensor] = []
     loader = WatchedLoader(
         WholeImages(dataset, data, marks_nodata),
         dataset.image_name,
         batch_sampler=batches,
-        num_workers=loader_room(loader_processes(data), 0, BYTES_PER_BATCH).workers,
+        num_workers=loader_processes(data),
         collate_fn=join_by_type,
         pin_memory=False,
     )
@@ -110,25 +106,11 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = 
             expected = batches.size * len(dataset) / len(batches.shapes)
         if batches.size > limit or expected > 2 * limit:
             return dataset
-        if not looked and len(batches.shapes) >= sample_size:
-            looked = True
-            warn_of_memory(data, min(expected, limit))
         if len({part.dtype for part in parts}) > 1:
             return dataset
     sizes = np.array(batches.shapes)
     pixels = torch.cat(parts) if parts else torch.empty(0)
     return replace(dataset, decoded=DecodedImages(pixels, sizes.prod(1).cumsum(), sizes, marks_nodata))
-
-
-def warn_of_memory(data: DataConfig, size: float) -> None:
-    """Warn where memory has no room for decoded images of so many bytes, which are held twice while they are joined."""
-    processes = local_processes()
-    available = available_memory()
-    if 2 * size * processes > available:
-        warn(
-            f"data.cache_gb is {data.cache_gb:g}: decoded images take {in_units(size)} in each of {processes} "
-            f"processes, twice that for a moment, and {in_units(available)} of memory are available; lower it (0: none)"
-        )
 
 
 def join_by_type(samples: list[tuple[Tensor, torch.Size]]) -> tuple[list[Tensor], list[torch.Size]]:

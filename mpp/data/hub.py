@@ -13,8 +13,8 @@ from huggingface_hub.utils import validate_repo_id
 from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.retry import NETWORK_ERRORS, is_temporary, read_with_retries, server_response
-from mpp.errors import ReadFailed, UserError, one_line
-from mpp.runtime.messages import did_you_mean, tell
+from mpp.errors import ReadFailed, UserError, did_you_mean, one_line
+from mpp.runtime.messages import tell
 
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 HUB_TIMEOUT_S = 30

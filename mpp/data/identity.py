@@ -6,7 +6,7 @@ images would be trained on. So a run saves a record of its images, and continues
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -19,6 +19,7 @@ from mpp.data.columns import is_encoded, read_encoded
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
 from mpp.runtime.arrays import evenly_spaced
+from mpp.runtime.files import short_digest
 
 SAMPLED_FILES = 64  # image files of a split whose bytes enter its record
 NAMES_PER_PIECE = 100_000  # file names in memory at a time
@@ -78,14 +79,6 @@ def identify_images(
 def digest_indices(indices: NDArray[np.int64]) -> str:
     """The digest of the indices of images that are chosen from a split, (n,)."""
     return short_digest([indices.astype(np.int64).tobytes()])
-
-
-def short_digest(pieces: Iterable[bytes]) -> str:
-    """The first 16 digits of the SHA-256 of all pieces."""
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()[:16]
 
 
 def split_fingerprint(rows: datasets.Dataset, column: str, retries: int) -> Iterator[bytes]:

@@ -6,7 +6,6 @@ library's `Dataset.from_generator` keeps rows there, too, but does not notice a 
 cut short.
 """
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterable
@@ -22,8 +21,7 @@ from mpp.config import ImagesConfig
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.listing.formats import SHARD_BUILDERS
 from mpp.errors import UserError, one_line
-from mpp.runtime.files import complete, write_complete
-from mpp.runtime.lock import hold
+from mpp.runtime.files import complete, hold, short_digest, write_complete
 
 CACHE_FOLDER = "mpp_stream_samples"  # in the cache: one folder for each sample, and nothing else
 ROWS_FILE = "rows.arrow"
@@ -49,8 +47,7 @@ def keep_rows(
         UserError: they cannot be written.
     """
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-    folder = cache / CACHE_FOLDER / digest
+    folder = cache / CACHE_FOLDER / short_digest([json.dumps(identity).encode()], digits=32)
     try:
         if not is_complete(folder):
             with hold(folder, "HF_DATASETS_CACHE", wait=True):

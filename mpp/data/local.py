@@ -34,8 +34,7 @@ from mpp.data.tables import (
     resolve_relative_paths,
 )
 from mpp.errors import UserError
-from mpp.runtime.messages import counted, shortened, warn
-from mpp.runtime.output import printable
+from mpp.runtime.messages import counted, printable, shortened, warn
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
 MAX_STAND_IN_BYTES = 1 << 12

@@ -30,8 +30,8 @@ from mpp.data.local import (
     warn_of_incomplete_sets,
 )
 from mpp.data.retry import SERVER_ERRORS, read_with_retries
-from mpp.errors import UserError
-from mpp.runtime.messages import did_you_mean, shortened
+from mpp.errors import UserError, did_you_mean
+from mpp.runtime.messages import shortened
 
 
 def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.data.columns import cell_file_name, decode_cell, find_array_dtype
-from mpp.data.identity import digest_listing, short_digest, split_fingerprint
+from mpp.data.identity import digest_listing, split_fingerprint
 from mpp.data.kept_samples import FileStamps
 from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
 from mpp.errors import UserError, one_line
+from mpp.runtime.files import short_digest
 from mpp.runtime.randomness import Stream, permutation
 
 SHARDS_PER_TURN = 16  # shards from whose beginnings a sample is drawn in turn

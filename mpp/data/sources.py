@@ -21,9 +21,8 @@ from mpp.data.local import QUIET, load_local
 from mpp.data.overview import announce_splits, warn_of_labels
 from mpp.data.remote import from_a_server, load_from_hub, load_url
 from mpp.data.retry import LOADING_ERRORS
-from mpp.errors import UserError, one_line
-from mpp.runtime.caches import unwritable_cache
-from mpp.runtime.messages import did_you_mean, note
+from mpp.errors import UserError, did_you_mean, one_line
+from mpp.runtime.messages import note
 
 
 def load_image_datasets(
@@ -150,12 +149,9 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     except UserError:
         raise
     except LOADING_ERRORS as error:
-        message = unwritable_cache(error)
-        if message is None:
-            not_local = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
-            cause = f"{describe_cause(error)}{not_local}"
-            message = f"{config.group_name}.path is {config.path}, which cannot be loaded: {cause}"
-        raise UserError(message) from error
+        not_local = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
+        cause = f"{describe_cause(error)}{not_local}"
+        raise UserError(f"{config.group_name}.path is {config.path}, which cannot be loaded: {cause}") from error
 
 
 def describe_cause(error: BaseException) -> str:

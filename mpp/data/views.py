@@ -6,7 +6,6 @@ step determines which images come next; there is no partial batch and no padding
 """
 
 import math
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from mpp import corruption
@@ -164,11 +162,3 @@ def collate(samples: list[Batch]) -> Batch:
     return Batch(
         torch.stack(images), drawn, torch.stack(labels), torch.stack(indices), all_unreadable, has_value=has_value
     )
-
-
-def batch_bytes(views: ViewDataset, image_count: int) -> int:
-    """Shared memory that a batch of so many images takes on its way from a loader process: whole pages a tensor."""
-    sample = collate([views[FIXED_VIEW, 0]])
-    all_bytes = sum(leaf.nbytes for leaf in tree_leaves(sample) if isinstance(leaf, Tensor))
-    sent = (sample.images.nbytes, all_bytes - sample.images.nbytes)
-    return sum(math.ceil(image_count * size / mmap.PAGESIZE) * mmap.PAGESIZE for size in sent)

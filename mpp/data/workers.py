@@ -41,13 +41,12 @@ from mpp.config import SourceConfig
 from mpp.config.imports import import_words, take_imports
 from mpp.errors import UserError
 from mpp.runtime.hardware import cores, share_of_cores, uses_gpu
-from mpp.runtime.output import steady_output
+from mpp.runtime.messages import steady_output
 from mpp.runtime.signals import SIGNALS
 
 WORKERS_ARE_FORKS = sys.platform == "linux"
 """Whether loader processes are forks, which share the images that are kept decoded: elsewhere, each has its copy."""
 DEATH_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)")
-BUS_ERROR = "Bus error"  # of a page of shared memory for which there is no room
 FULL_SHARED_MEMORY = re.compile("(shared memory|write to file).*No space left")  # torch 2.14's, and 2.9's
 FEWER_OR_LARGER = "use fewer data.workers, or start the container with `docker run --shm-size=8g`"
 SHARED_MEMORY_IS_FULL = f"shared memory (/dev/shm) has no room for its batch; {FEWER_OR_LARGER}"
@@ -123,7 +122,6 @@ def start_worker(reading: Tensor, warned: Tensor, imports: list[str], worker: in
     notes.warned = warned.numpy()
     notes.reading[:] = os.getpid(), NO_IMAGE
     sys.excepthook = hide_closed_connections
-    signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -269,9 +267,6 @@ def deaths_explained() -> Iterator[None]:
         for loader in loaders:
             images += loader.images_read_by(dead)
         reason = death[2].strip(" .")
-        if BUS_ERROR in reason:
-            place = f" while it read {', '.join(images)}" if images else ""
-            raise UserError(f"a loader process died of a bus error{place}: {SHARED_MEMORY_IS_FULL}") from error
         place = "between two images; if"
         if images:
             place = f"while it read {', '.join(images)}; take this image out or, if"

@@ -26,7 +26,7 @@ from mpp.data.views import Batch
 from mpp.errors import Unavailable
 from mpp.models.encoder import Normalize
 from mpp.models.timm_models import has_class
-from mpp.runtime.arrays import IN_MEMORY, Rows, in_blocks
+from mpp.runtime.arrays import IN_MEMORY, empty_array, in_blocks, let_go
 from mpp.runtime.processes import gloo_group
 
 IMAGES_PER_FORWARD = 64
@@ -221,18 +221,20 @@ def extract(
     rank = accelerator.process_index
     processes = accelerator.num_processes
     own_count = len(range(rank, count, processes))
-    collected: list[Rows] = []  # of each depth; of the labels
+    own: list[NDArray] = []  # of each depth; of the labels
+    filled = 0
     for batch in batches:
         with torch.no_grad(), accelerator.autocast():
             encoded = encode(batch.images.to(accelerator.device, non_blocking=True))
         arrays = [features.float().cpu().numpy() for features in encoded]
         arrays.append(batch.labels.numpy())
-        if not collected:
+        if not own:
             in_files = are_large(arrays, count)
-            collected = [Rows((own_count, *array.shape[1:]), array.dtype, in_files) for array in arrays]
-        for rows, array in zip(collected, arrays, strict=True):
-            rows.append(array)
-    own = [rows.array() for rows in collected]
+            own = [empty_array((own_count, *array.shape[1:]), array.dtype, in_files) for array in arrays]
+        for rows, array in zip(own, arrays, strict=True):
+            rows[filled : filled + len(array)] = array
+            let_go(rows)
+        filled += len(batch.labels)
     if not accelerator.is_main_process:
         for array in own:
             send_rows(array)
@@ -261,16 +263,18 @@ def interleave(own: NDArray, count: int, processes: int, in_file: bool = False) 
     Args:
         own: the rows of this process, the main one.
         count: rows of all.
-        in_file: see `Rows`.
+        in_file: see `empty_array`.
     """
-    whole = Rows((count, *own.shape[1:]), own.dtype, in_file)
+    whole = empty_array((count, *own.shape[1:]), own.dtype, in_file)
+    filled = 0
     for block in in_blocks(own, ROWS_PER_MESSAGE):
-        received = min(ROWS_PER_MESSAGE * processes, count - whole.row_count)  # of all processes
-        rows = np.empty((received, *own.shape[1:]), own.dtype)
+        received = min(ROWS_PER_MESSAGE * processes, count - filled)  # of all processes
+        rows = whole[filled : filled + received]
         rows[::processes] = block
         for rank in range(1, min(processes, len(rows))):
             part = torch.from_numpy(np.empty(rows[rank::processes].shape, rows.dtype))
             torch.distributed.recv(part, rank, gloo_group())
             rows[rank::processes] = part.numpy()
-        whole.append(rows)
-    return whole.array()
+        filled += received
+        let_go(whole)
+    return whole

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpp.runtime.arrays import in_blocks
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import progress_bar
 
 QUERIES_PER_BLOCK = 1024  # with BANK_ROWS_PER_BLOCK, bounds the memory of similarities
 BANK_ROWS_PER_BLOCK = 2**15

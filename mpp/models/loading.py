@@ -1,6 +1,8 @@
 """Load the weights of a file into a model: all that the model has and no others, resampled where sizes differ."""
 
-from collections.abc import Callable, Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +27,8 @@ from mpp.models.descriptions import (
 )
 from mpp.models.plain import build_without_memory
 from mpp.models.vit import VariantViT, resample
-from mpp.runtime.messages import note
-from mpp.runtime.weights import NAMED_WEIGHTS, describe_weights, misfit, weight_names, weights_file, wrapper_of
-from mpp.runtime.workarounds import collect_unexpected_weights
+from mpp.runtime.messages import note, shortened
+from mpp.runtime.weights import weight_names, weights_file
 
 NOT_OF_ENCODERS = ("head.", "head_dist.", "attn_pool.", "decoder_", "mask_token")
 """Beginnings of the names of weights that an encoder may lack: heads, MAE's decoder, and [mask]."""
@@ -67,7 +68,7 @@ class WeightsFile(NamedTuple):
         wrapper = checkpoint_wrapper(names, model_names) or wrapper_of(of_encoder, model_names)
         if not wrapper or all(name.startswith(wrapper) for name in names):
             return self.tensors(self.wrapper(model_names))
-        others = describe_weights([name for name in names if not name.startswith(wrapper)])
+        others = shortened([name for name in names if not name.startswith(wrapper)])
         note(f"the weights in {self.path} whose names begin with `{wrapper}` are taken, and {others} left out")
         return {
             name.removeprefix(wrapper): tensor
@@ -81,9 +82,10 @@ class WeightsFile(NamedTuple):
 
     def require_fit(self, missing: Collection[str], left_over: Collection[str]) -> None:
         """Raise UserError where the model has weights that the file lacks, or the other way round."""
-        problem = misfit(missing, left_over)
-        if problem:
-            raise self.refusal(problem)
+        if missing:
+            raise self.refusal(f"it lacks {shortened([*missing])}")
+        if left_over:
+            raise self.refusal(f"it has {shortened([*left_over])}, which the model does not have")
 
     def require_names(self, model_names: Collection[str], names: Collection[str]) -> None:
         """Raise UserError where the file's names (without wrapper) are not those of the model."""
@@ -94,6 +96,27 @@ class WeightsFile(NamedTuple):
     def refusal(self, problem: str) -> UserError:
         """The error of weights that do not fit."""
         return UserError(f"{self.setting} is {self.path}; it must be the weights {self.model}; {problem}")
+
+
+def wrapper_of(names: Sequence[str], model_names: Collection[str]) -> str:
+    """The prefix of all names without which most of them are the model's; empty where there is none.
+
+    Weights that were saved from within a larger module have one, such as `module.` or `student.backbone.`.
+
+    Args:
+        names: of the weights in a file.
+        model_names: of the model's weights.
+    """
+    prefixes = [""]
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):  # the parts of all names at one level
+        if len(set(parts)) > 1:
+            break
+        prefixes.append(f"{prefixes[-1]}{parts[0]}.")
+
+    def matches(prefix: str) -> int:
+        return sum(name.removeprefix(prefix) in model_names for name in names)
+
+    return max(prefixes, key=matches)
 
 
 def checkpoint_wrapper(names: Collection[str], model_names: Collection[str]) -> str:
@@ -277,6 +300,27 @@ def load_timm_model(create: Callable[..., nn.Module], file: WeightsFile, overlay
     return model
 
 
+@contextmanager
+def collect_unexpected_weights() -> Iterator[list[str]]:
+    """Collect the names of weights that a file has and the model does not: timm only logs them."""
+    unexpected: list[str] = []
+    logger = logging.getLogger("timm.models._builder")
+    level = logger.level
+
+    def collect(record: logging.LogRecord) -> bool:
+        _, begins, names = record.getMessage().partition("Unexpected keys (")
+        unexpected.extend(names.partition(") found")[0].split(", ") if begins else [])
+        return not begins
+
+    logger.addFilter(collect)
+    logger.setLevel(logging.WARNING)  # a program may have turned warnings off
+    try:
+        yield unexpected
+    finally:
+        logger.removeFilter(collect)
+        logger.setLevel(level)
+
+
 def missing_weights(model: nn.Module, names: Collection[str], load: Callable[[], nn.Module]) -> list[str]:
     """Names of a loaded model's weights that its file, with these names, did not have. A new head's do not count.
 
@@ -321,5 +365,4 @@ def first_lines(error: Exception) -> str:
     lines = str(error).splitlines()[1:]
     if not lines:
         return one_line(error)
-    shown = "; ".join(line.strip() for line in lines[:NAMED_WEIGHTS])
-    return shown if len(lines) <= NAMED_WEIGHTS else f"{shown} (and {len(lines) - NAMED_WEIGHTS} more)"
+    return shortened([line.strip() for line in lines])

@@ -1,15 +1,14 @@
 """Arrays that may be larger than memory: large ones lie in temporary files, from which they are mapped."""
 
+import math
 import mmap
+import os
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
-from numpy.lib.npyio import NpzFile
 from numpy.typing import DTypeLike, NDArray
 
 from mpp.errors import UserError
@@ -24,56 +23,27 @@ NPZ_ERRORS = (OSError, EOFError, ValueError, KeyError, BadZipFile, zlib.error)
 """Errors of numpy for an .npz file that was cut off, is damaged, or is another kind of file."""
 
 
-@contextmanager
-def temporary_files_explained() -> Iterator[None]:
-    """Turn an error of a temporary file, such as a full disk, into a UserError that names their folder."""
-    try:
-        yield
-    except OSError as error:
-        message = f"TMPDIR is {tempfile.gettempdir()}, where what is too large for memory cannot be kept"
-        raise UserError(f"{message}: {error}; choose another") from error
-
-
-class Rows:
-    """An array that is collected block by block: in memory, or in a file that is then mapped.
+def empty_array(shape: tuple[int, ...], dtype: DTypeLike, in_file: bool) -> NDArray:
+    """An array to be filled: in memory, or mapped from a file.
 
     The file lies in the folder of temporary files (TMPDIR). It has no name, and goes with the last array that maps it.
 
     Args:
-        shape: of the whole array.
         in_file: whether it, or all that is collected with it, is too large for memory.
+    Raises:
+        UserError: the disk has no room for it.
     """
-
-    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, in_file: bool):
-        self.shape = shape
-        self.dtype = np.dtype(dtype)
-        self.row_count = 0
-        self.file = None
-        self.in_memory = np.empty(0 if in_file else shape, dtype)
-        if in_file:
-            open_file = tempfile.TemporaryFile  # without `with`: it is open for as long as the array is used
-            self.file = open_file()
-
-    def append(self, block: NDArray) -> None:
-        """Add rows.
-
-        Raises:
-            UserError: the disk is full.
-        """
-        end = self.row_count + len(block)
-        if self.file is None:
-            self.in_memory[self.row_count : end] = block
-        else:
-            with temporary_files_explained():
-                self.file.write(np.ascontiguousarray(block, self.dtype).data)
-                self.file.flush()
-        self.row_count = end
-
-    def array(self) -> NDArray:
-        """All rows."""
-        if self.file is None:
-            return self.in_memory
-        return np.memmap(self.file, self.dtype, "r+", shape=self.shape)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if not in_file or size == 0:
+        return np.empty(shape, dtype)
+    with tempfile.TemporaryFile() as file:
+        try:
+            if hasattr(os, "posix_fallocate"):  # not on macOS
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            problem = f"where {size / 1e9:.3g} GB cannot be kept ({error})"
+            raise UserError(f"TMPDIR is {tempfile.gettempdir()}, {problem}; choose another") from error
+        return np.memmap(file, dtype, "r+", shape=shape)  # it is open for as long as the array is used
 
 
 def in_blocks(array: NDArray, rows: int = ROWS_PER_BLOCK) -> Iterator[NDArray]:
@@ -86,12 +56,13 @@ def in_blocks(array: NDArray, rows: int = ROWS_PER_BLOCK) -> Iterator[NDArray]:
 def select(array: NDArray, indices: NDArray[np.int64]) -> NDArray:
     """`array[indices]`, in a file where it is large; of a mapped array only a block takes memory."""
     shape = (len(indices), *array.shape[1:])
-    size = array[:1].nbytes * len(indices)
-    chosen = Rows(shape, array.dtype, in_file=size > IN_MEMORY)
-    for block in in_blocks(indices, CHOSEN_ROWS_PER_BLOCK):
-        chosen.append(array[block])
+    chosen = empty_array(shape, array.dtype, in_file=array[:1].nbytes * len(indices) > IN_MEMORY)
+    for first in range(0, len(indices), CHOSEN_ROWS_PER_BLOCK):
+        rows = slice(first, first + CHOSEN_ROWS_PER_BLOCK)
+        chosen[rows] = array[indices[rows]]
         let_go(array)
-    return chosen.array()
+        let_go(chosen)
+    return chosen
 
 
 def evenly_spaced(length: int, count: int) -> NDArray[np.int64]:
@@ -107,16 +78,3 @@ def let_go(array: NDArray) -> None:
     mapping = getattr(array, "base", None)
     if isinstance(mapping, mmap.mmap):
         mapping.madvise(mmap.MADV_DONTNEED)
-
-
-def load_member(arrays: NpzFile, name: str) -> NDArray:
-    """An array of an .npz file: in memory, or, where it is large, mapped from a temporary copy.
-
-    numpy maps only .npy files. Checksums are compared either way, and no pickled object is loaded.
-    """
-    member = arrays.zip.getinfo(f"{name}.npy")
-    if member.file_size <= IN_MEMORY:
-        return arrays[name]
-    with temporary_files_explained(), tempfile.TemporaryDirectory() as folder:
-        copy = Path(arrays.zip.extract(member, folder))
-        return np.load(copy, mmap_mode="r", allow_pickle=False)  # it can be read when its name is gone

@@ -1,16 +1,29 @@
-"""Crash-safe writes: to a temporary path next to the final one, sync, then rename."""
+"""Files: crash-safe writes (a temporary path, sync, rename), locks of folders, digests.
 
+The lock is filelock's: the kernel releases it when the process dies, and loader processes do not inherit it. A folder
+on a file system without such locks is refused: filelock's substitute, a file that names the holder, would outlive a
+killed process.
+"""
+
+import hashlib
 import os
 import shutil
-import stat
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mpp.runtime.output import printable
+from filelock import FileLock, Timeout
 
-APPEARS_WITHIN_S = 90  # NFS looks for new files of other machines after a minute at the latest
+from mpp.errors import UserError
+from mpp.runtime.messages import printable
+
+BLOCK_BYTES = 2**20  # of a file that are read at a time
+LOCK = ".lock"
+"""File of the lock in a folder that is or was held."""
+
+
+class Held(UserError):
+    """Another process holds the folder."""
 
 
 @contextmanager
@@ -27,19 +40,18 @@ def complete(path: Path, shared: bool = False) -> Iterator[Path]:
     Raises:
         OSError: the file or folder cannot be written.
     """
-    partial = partial_path(path)
-    if shared:
-        partial = partial_path(path.with_name(f"{path.name}.{os.getpid()}"))
+    partial = partial_path(path.with_name(f"{path.name}.{os.getpid()}") if shared else path)
     delete(partial)
     try:
         yield partial
         if partial.is_dir():
             finish_folder(partial)
-            replace_folder(partial, path)
+            move_aside(path)
         else:
             sync(partial)
-            os.replace(partial, path)
-            sync(path.parent)
+        os.replace(partial, path)
+        sync(path.parent)
+        delete(earlier_path(path))
     except BaseException:
         delete(partial)
         raise
@@ -82,15 +94,11 @@ def finish_folder(folder: Path) -> None:
         sync(path)
 
 
-def replace_folder(partial: Path, folder: Path) -> None:
-    """Rename a finished folder to `folder`, and delete the one that was there."""
-    earlier = earlier_path(folder)
-    shutil.rmtree(earlier, ignore_errors=True)
+def move_aside(folder: Path) -> None:
+    """Move a folder that is to be replaced: deleted where it lies, a crash could leave half of it."""
+    delete(earlier_path(folder))
     if folder.exists():
-        os.replace(folder, earlier)  # not deleted where it lies: a crash could leave half of it
-    os.replace(partial, folder)
-    sync(folder.parent)
-    shutil.rmtree(earlier, ignore_errors=True)
+        os.replace(folder, earlier_path(folder))
 
 
 def delete(path: Path) -> None:
@@ -114,15 +122,49 @@ def use_default_permissions(file: Path) -> None:
     """Give a file the permissions of any new file next to it: safetensors writes for the owner only."""
     probe = file.with_name(f".{file.name}.usual")
     probe.touch()  # asks the umask, which other threads may not see changed, and the folder's access control list
-    mode = probe.stat().st_mode
+    with suppress(OSError):  # not all file systems let modes be set
+        shutil.copymode(probe, file)
     probe.unlink()
-    if file.stat().st_mode != mode:  # not all file systems let modes be set
-        file.chmod(stat.S_IMODE(mode))
 
 
-def appears(file: Path) -> bool:
-    """Whether a file that another machine may have written is there; waits for it up to APPEARS_WITHIN_S."""
-    deadline = time.monotonic() + APPEARS_WITHIN_S
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return file.exists()
+@contextmanager
+def hold(folder: Path, key: str, wait: bool = False) -> Iterator[None]:
+    """Hold a folder for the `with` block.
+
+    Args:
+        key: the setting that names the folder.
+        wait: wait until another process that holds it releases it.
+    Raises:
+        Held: another process holds it.
+        UserError: the folder cannot be locked.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=-1 if wait else 0, is_singleton=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        problem = f"{key} is {folder}, which another process is writing"
+        raise Held(f"{problem}; wait for it, or choose another {key}") from None
+    except OSError as error:  # Lustre mounted without flock, say, or a folder of another user
+        allowed = "a folder that you may write to, on a file system that has locks"
+        raise UserError(f"{key} is {folder}, which cannot be locked ({error}); it must be {allowed}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def short_digest(pieces: Iterable[bytes], digits: int = 16) -> str:
+    """The first hexadecimal digits of the SHA-256 of all pieces."""
+    total = hashlib.sha256()
+    for piece in pieces:
+        total.update(piece)
+    return total.hexdigest()[:digits]
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file as 64 hexadecimal digits; empty where the file is missing."""
+    if not file.is_file():
+        return ""
+    with file.open("rb") as opened:
+        return short_digest(iter(lambda: opened.read(BLOCK_BYTES), b""), digits=64)

@@ -1,36 +1,76 @@
-"""The processes of a run together: values that they exchange on their hosts, and timeouts of waiting."""
+"""The processes of a run together: what they were launched as, what they exchange, how long they wait."""
 
+import os
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
-from torch.distributed import ProcessGroup
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list
+from torch.distributed import ProcessGroup, distributed_c10d
 
+from mpp.config import RunConfig, require
 from mpp.errors import UserError
-from mpp.runtime.workarounds import set_group_timeout
+from mpp.runtime.hardware import is_set, local_processes
 
 BUILDING_TIMEOUT = timedelta(hours=6)
 """Long enough for one process to download and prepare images while the others wait."""
 TRAINING_TIMEOUT = timedelta(minutes=20)
 """Longer than any step, evaluation or checkpoint: a process that does not answer by then hangs."""
-HANGS = "another process does not answer: it hangs, or its machine is gone; run the same command to resume"
-GONE = "another process is gone, or its machine; run the same command to resume"
+NO_ANSWER = "another process does not answer: it hangs, or it or its machine is gone; run the same command to resume"
+LOST_CONNECTIONS = ("gloo/transport", "ncclRemoteError", "client socket")
+"""Words of torch's errors where a process has died, hangs or never joined: of gloo, of NCCL, of the first meeting."""
+
+SHARDED = "ACCELERATE_USE_FSDP"
+"""Variable by which the launcher asks for `distributed_type: FSDP`."""
+LOCAL_HOSTS = (None, "localhost", "127.0.0.1")
+DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+REFUSED = ("FSDP_OFFLOAD_PARAMS", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_ACTIVATION_CHECKPOINTING")
+"""Variables of the launcher's options of sharding that mpp does not carry out."""
+T = TypeVar("T")
+
+
+def check_address() -> None:
+    """Refuse several machines where this one's name leads to itself: gloo would tell the others to find it there."""
+    several_machines = int(os.environ.get("WORLD_SIZE", 1)) > local_processes()
+    if not several_machines or os.environ.get("MASTER_ADDR") in LOCAL_HOSTS or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    name = socket.gethostname()
+    with suppress(OSError):  # a name of IPv6 alone
+        address = socket.gethostbyname(name)
+        allowed = f"the network interface that all machines share, such as eth0: the name {name} leads to {address}"
+        require(not address.startswith("127."), "GLOO_SOCKET_IFNAME", "not set", allowed)
+
+
+def check_sharding(run: RunConfig) -> None:
+    """Refuse options of sharding that would be dropped without a word, and settings of it where there is none."""
+    if not is_set(SHARDED):
+        for name in ("shard_over", "sync_gradients"):
+            value = getattr(run, name)
+            default = getattr(RunConfig, name)
+            allowed = f"{default}, unless the launcher shards the model (distributed_type: FSDP)"
+            require(value == default, f"run.{name}", value, allowed)
+        return
+    version = os.environ.get("FSDP_VERSION", "1")
+    require(version == "2", "the launcher's fsdp_version", version, "2 (--fsdp_version 2)")
+    for variable in REFUSED:
+        require(not is_set(variable), f"the launcher's {variable.lower()}", os.environ.get(variable), "false")
+
+
+def sharding(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
+    """The launcher's settings for sharding; None: it did not ask for it, or there is only one process."""
+    shards = is_set(SHARDED) and accelerator.num_processes > 1
+    return FullyShardedDataParallelPlugin() if shards else None
 
 
 def no_answer(error: BaseException | None) -> str | None:
     """Message for the user where another process does not answer any more; None: it is another error."""
-    if isinstance(error, RuntimeError) and "gloo/transport" in str(error):  # how its connection ended: in many ways
-        return HANGS if "Timed out waiting" in str(error) else GONE
-    if isinstance(error, torch.distributed.DistBackendError) and "ncclRemoteError" in str(error):
-        return GONE  # where NCCL itself gives up waiting, it ends the process
-    at_first = isinstance(error, torch.distributed.DistNetworkError) and "client socket" in str(error)
-    if at_first or isinstance(error, torch.distributed.DistStoreError):
-        return HANGS  # it did not join
-    return None
+    is_lost = isinstance(error, RuntimeError) and any(words in str(error) for words in LOST_CONNECTIONS)
+    return NO_ANSWER if is_lost or isinstance(error, torch.distributed.DistStoreError) else None
 
 
 def gloo_group() -> ProcessGroup:
@@ -39,6 +79,12 @@ def gloo_group() -> ProcessGroup:
     The first call builds the group. All processes have to make that call at the same place.
     """
     return gloo_group_like(torch.distributed.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def gloo_group_like(world: ProcessGroup) -> ProcessGroup:
+    """A group of the same processes, by gloo."""
+    return torch.distributed.new_group(backend="gloo", timeout=TRAINING_TIMEOUT)
 
 
 def maximum_of_all(value: float) -> float:
@@ -50,38 +96,30 @@ def maximum_of_all(value: float) -> float:
     return float(maximum)
 
 
-@lru_cache(maxsize=1)
-def gloo_group_like(world: ProcessGroup) -> ProcessGroup:
-    """A group of the same processes, by gloo."""
-    return torch.distributed.new_group(backend="gloo", timeout=TRAINING_TIMEOUT)
+def on_main_process(accelerator: Accelerator, act: Callable[[], T]) -> T:
+    """The result of `act`, called on the main process only, for all processes.
 
-
-def on_main_process(accelerator: Accelerator, act: Callable[[], object]) -> None:
-    """Call `act` on the main process only; if it raises a ValueError or OSError, raise a UserError on every process."""
-    problem = None
+    Raises:
+        UserError: on every process, if it raises a ValueError or OSError.
+    """
+    outcome: Any = None
     if accelerator.is_main_process:
         try:
-            act()
+            outcome = act(), None
         except (ValueError, OSError) as error:
-            problem = (type(error) if isinstance(error, UserError) else UserError, str(error))
-    problems = [each for each in gather_object([problem]) if each]
-    if problems:
-        kind, message = problems[0]
-        raise kind(message)
-
-
-def broadcast_from_main(accelerator: Accelerator, get: Callable[[], Any]) -> Any:
-    """The result of `get`, called on the main process, for all processes."""
-    results: list[Any] = []
-    on_main_process(accelerator, lambda: results.append(get()))
-    return broadcast_object_list(results or [None])[0]
+            outcome = None, error if isinstance(error, UserError) else UserError(str(error))
+    result, error = broadcast_object_list([outcome])[0]
+    if error is not None:
+        raise error
+    return result
 
 
 def set_timeout(timeout: timedelta) -> None:
     """Set the time that this process waits, from now on, for another one before it gives up with an error."""
+    set_of_group = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before 2.10
     if torch.distributed.is_initialized():
         for group in (torch.distributed.group.WORLD, gloo_group()):
-            set_group_timeout(timeout, group)
+            set_of_group(timeout, group)
 
 
 def leave_the_others() -> None:

@@ -1,22 +1,18 @@
 """Stopping a run from outside: a signal, the step finished on all processes, a checkpoint, a marker, an exit code.
 
-accelerate and torch leave this to the training loop. Why each part has to be (tests/test_faults.py breaks a run
-without it):
+accelerate and torch leave this to the training loop. A signal's handler sets a flag, and the processes agree by step
+(tests/test_faults.py breaks a run without each part):
 
-- The thread and its pipe. Python runs a signal's handler between two steps of the main thread's own code. While that
-  waits in C, for a GPU or for another process, no handler runs, and a second Ctrl-C would do nothing. The interpreter
-  writes the signal's number into the pipe at once, and the thread reads it there.
-- The handler. Before the first step there is nothing to finish: it ends the run where it stands. Nor is there while
-  images are waited for, whose server may be away for minutes: it ends the wait. It is installed where SIGINT was
-  ignored too, as in a command that a script starts in the background (`command &`). SIGHUP stays ignored: that is
-  what `nohup` is for.
-- The echo. A launcher passes on to its processes a signal that they have had already. That is no second signal. Nor is
-  SIGHUP ever: a closed terminal sends it, its shell passes it on, and it comes again when the shell ends.
 - The agreement in each step, before processes wait for each other. Signals do not reach all processes in the same step,
   and images can be missing on only one. A process that stops by itself leaves the others waiting for its gradients.
   They agree over gloo, on the host: no step waits for a GPU.
-- The early marker. Many steps of a GPU are compiled, checkpoints are compared, datasets are indexed before processes
-  agree for the first time, and a launcher kills after 30 seconds: a run that was asked to stop has the marker at once.
+- Before the first step there is nothing to finish: the handler ends the run where it stands. It ends a wait for images,
+  too, whose server may be away for minutes.
+- The marker is left at once. Many steps are compiled, checkpoints compared, datasets indexed before processes agree for
+  the first time, and a launcher kills after 30 seconds.
+- The echo. A launcher passes on to its processes a signal that they have had already: that is no second signal. Nor is
+  SIGHUP ever: a closed terminal sends it, its shell passes it on, and it comes again when the shell ends.
+- SIGHUP stays ignored where it was: that is what `nohup` is for. SIGINT does not: a shell starts `command &` so.
 """
 
 import os
@@ -24,6 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
@@ -37,8 +34,8 @@ from mpp.runtime.processes import maximum_of_all, no_answer
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 MARKER = "preempted"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-T = TypeVar("T")
 ECHO = 1.0  # seconds: launchers pass on a signal that their processes were also sent, and that is no second signal
+T = TypeVar("T")
 
 
 class Ending(IntEnum):
@@ -61,12 +58,9 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """While open, SIGTERM, SIGINT and SIGHUP stop the run: at once, or after the step, once `finish_steps` is
-    called.
+    """While open, SIGTERM, SIGINT and SIGHUP stop the run: at once, or after the step, once it `finishes_steps`.
 
-    A second signal never waits, unless it is SIGHUP.
-
-    A thread listens, so that the second signal works while the main thread waits for a GPU or for another process.
+    A second signal ends the process at once, unless it is SIGHUP: as soon as Python's own code runs.
 
     Args:
         folder: the run's, where the marker is left.
@@ -74,79 +68,46 @@ class Preemption:
 
     def __init__(self, accelerator: Accelerator, folder: Path):
         self.accelerator, self.folder = accelerator, folder
-        self.finishes_steps = False
+        self.finishes_steps = False  # whether there is a step to finish, after which a signal stops the run
         self.waiting = False  # whether the step waits for its batch
         self.asked = ""  # the first signal's name
-        self.marked = False
-        self.marking = threading.RLock()  # a signal may come while the marker is written
+        self.asked_at = 0.0  # by time.monotonic
+        self.handlers = {}  # before: signal -> its handler
 
     def __enter__(self) -> "Preemption":
         if threading.current_thread() is threading.main_thread():  # only the main thread may handle signals
-            self.reader, self.writer = os.pipe()
-            os.set_blocking(self.writer, False)
-            self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-            self.handlers = {number: signal.signal(number, self.handle) for number in {*SIGNALS} - ignored}
-            self.listener = threading.Thread(target=self.listen, daemon=True)
-            self.listener.start()
+            for number in SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self.handlers[number] = signal.signal(number, self.handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         stopped = error is None or isinstance(error, Preempted | ReadFailed) or no_answer(error)  # others may go first
-        if self.asked and not stopped:  # a run that fails by itself is not repeated for ever
-            self.unmark()
-        if hasattr(self, "listener"):
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(self.wakeup)
-            os.write(self.writer, bytes(1))  # the listener's last: loader processes may hold the pipe open
-            self.listener.join()
-            os.close(self.writer)
-            os.close(self.reader)
-
-    def finish_steps(self) -> None:
-        """From now on there is a step to finish: a signal stops the run after it."""
-        self.finishes_steps = True
+        if self.asked and not stopped and self.accelerator.is_main_process:  # it fails by itself: not repeated for ever
+            (self.folder / MARKER).unlink(missing_ok=True)
 
     def handle(self, number: int, _: object) -> None:
-        """End a run that has not begun its first step, or is done: there is nothing to save. Or end a wait."""
-        if self.waiting:
-            self.waiting = False
-            raise CutShort
-        if not self.finishes_steps:
-            self.mark(signal.Signals(number).name, "between steps")
-            raise Preempted
-
-    def mark(self, reason: str, where: str) -> None:
-        """Leave the marker."""
-        with self.marking:
-            self.marked = True
-            if self.accelerator.is_main_process:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / MARKER).write_text(f"{reason}, {where}\n", encoding="utf-8")
-
-    def unmark(self) -> None:
-        """Take the marker away, for good."""
-        with self.marking:
-            self.marked = True
-            if self.accelerator.is_main_process:
-                (self.folder / MARKER).unlink(missing_ok=True)
-
-    def mark_early(self) -> None:
-        """Leave the marker before the run has stopped, unless it has."""
-        with self.marking:
-            if not self.marked:
-                self.mark(self.asked, "not stopped yet")
-
-    def listen(self) -> None:
-        """Read the numbers of signals as they come; 0 is the end."""
-        first = 0.0
-        while number := os.read(self.reader, 1)[0]:
-            if number in SIGNALS and not self.asked:
-                self.asked, first = signal.Signals(number).name, time.monotonic()
-                threading.Thread(target=self.mark_early, daemon=True).start()  # the disk may hang
-            elif number in SIGNALS and number != signal.SIGHUP and time.monotonic() - first > ECHO:
+        """Note the first signal, and end what has nothing to save; end the process at the second."""
+        now = time.monotonic()
+        if self.asked:
+            if number != signal.SIGHUP and now - self.asked_at > ECHO:
                 os._exit(128 + number)
+            return
+        self.asked, self.asked_at = signal.Signals(number).name, now
+        with suppress(OSError):  # of a full disk: what is under way may still be saved
+            self.mark("not stopped yet" if self.finishes_steps else "between steps")
+        if not self.finishes_steps:
+            raise Preempted
+        if self.waiting:
+            raise CutShort
+
+    def mark(self, where: str) -> None:
+        """Leave the marker."""
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / MARKER).write_text(f"{self.asked}, {where}\n", encoding="utf-8")
 
     def wait_for(self, get: Callable[[], T]) -> T | None:
         """The value of `get`; None where a signal came first."""
@@ -156,8 +117,6 @@ class Preemption:
             self.waiting = False  # in here, since a signal may come between any two lines
             return got
         except CutShort:
-            while not self.asked:  # the listener is about to read it
-                time.sleep(0.001)
             return None
 
     def agreed(self, own: Ending = Ending.NONE) -> Ending:
@@ -175,8 +134,9 @@ class Preemption:
 
     def leave(self, where: str) -> None:
         """Leave the marker and end the process; everything worth saving is saved."""
-        reason = self.asked or "another process's signal"
-        self.mark(reason, where)
+        if not self.asked:  # a signal that still comes is the same one
+            self.asked, self.asked_at = "another process's signal", time.monotonic()
+        self.mark(where)
         self.accelerator.wait_for_everyone()
-        self.accelerator.print(f"stopped by {reason} {where}; the same command continues (exit code {EXIT_CODE})")
+        self.accelerator.print(f"stopped by {self.asked} {where}; the same command continues (exit code {EXIT_CODE})")
         raise Preempted

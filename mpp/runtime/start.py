@@ -1,54 +1,103 @@
-"""The start of a process: threads, precision, trackers, and the other processes by Accelerate."""
+"""Begin and end of a command: one line for errors that the user can mend; threads, precision, processes."""
 
 import os
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker, get_available_trackers
 from accelerate.utils import (
     AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     gather_object,
+    patch_environment,
 )
+from tqdm import tqdm
 
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
-from mpp.runtime.hardware import bf16_is_native, reuse_memory, share_of_cores, uses_gpu
-from mpp.runtime.launcher import (
-    ACCUMULATION,
+from mpp.runtime.hardware import bf16_is_native, is_set, reuse_memory, share_of_cores, uses_gpu
+from mpp.runtime.messages import counted, process_rank, steady_output
+from mpp.runtime.processes import (
+    BUILDING_TIMEOUT,
+    DATA_PARALLEL,
     SHARDED,
-    asks_for_sharding,
-    check_distributed_type,
-    check_launcher,
-    check_sharding_settings,
+    TRAINING_TIMEOUT,
+    check_address,
+    check_sharding,
+    leave_the_others,
+    no_answer,
+    set_timeout,
     sharding,
 )
-from mpp.runtime.messages import counted
-from mpp.runtime.processes import BUILDING_TIMEOUT, TRAINING_TIMEOUT, set_timeout
-from mpp.runtime.workarounds import correct_thread_count, stop_progress_thread, without_variables
+from mpp.runtime.signals import Preempted
+
+USER_ERROR_CODE = 2
+INTERRUPTED_CODE = 130
+OUT_OF_MEMORY = (
+    "the GPU is out of memory; lower data.batch_size (accumulation makes up for it, so training stays the same; "
+    "only contrastive training gets fewer negatives), or set model.activation_checkpointing (in fine-tuning: "
+    "activation_checkpointing). `mpp memory` estimates the memory of pre-training"
+)
+OUT_OF_MEMORY_WORDS = ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""Messages where memory is short: torch's, which a compiler hands on as its own, and those of CUDA's libraries."""
+OWN_WORK = {SHARDED: "false", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
+"""Variables by which Accelerate would do by itself what mpp does: sharding and accumulation."""
+
+
+def run_main(main: Callable[[], object]) -> None:
+    """Run a command's main function. An error that the user can mend ends it with one line on stderr, exit code 2."""
+    steady_output()
+    try:
+        main()
+    except KeyboardInterrupt:  # before or after training, which handles it itself
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED_CODE)
+    except Preempted:
+        leave_the_others()
+        raise
+    except Exception as error:
+        message = user_message(error)
+        if message is None:
+            raise
+        label = f"error (process {process_rank()})" if process_rank() else "error"
+        sys.stderr.write(f"{label}: {message}\n")  # in one piece, as other processes write too
+        sys.stderr.flush()
+        sys.exit(USER_ERROR_CODE)
+    leave_the_others()
+
+
+def user_message(error: Exception) -> str | None:
+    """The message of an error that the user can mend, in one line; None: it is a bug and keeps its traceback."""
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    if isinstance(error, UserError | OSError):  # an OSError is a full disk or the like, and no bug
+        return str(error)
+    return no_answer(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory did not suffice."""
+    return any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
 
 
 def start(run: RunConfig) -> Accelerator:
     """Set threads and precision and join the other processes.
 
     Raises:
-        UserError: the launcher promised several processes and started one, or wants a precision or a parallelism
-            that mpp does not have; a tracker is not installed.
+        UserError: the launcher wants a precision or a parallelism
+            that mpp does not have.
     """
-    require(sys.platform != "win32", "the system", "Windows", "Linux or macOS; WSL (wsl --install) is a Linux")
-    correct_thread_count()
-    stop_progress_thread()
-    check_launcher()
-    check_sharding_settings(run)
-    check_trackers(run)
+    tqdm.monitor_interval = 0  # no thread that watches its bars: loader processes would be forked while it runs
+    check_address()
+    check_sharding(run)
     precision, reason = choose_precision(run)
     accelerator = join_processes(run, precision)
-    check_distributed_type(accelerator)
+    kind = accelerator.distributed_type
+    require(kind in DATA_PARALLEL, "the launcher's distributed_type", kind.value, "MULTI_GPU, or FSDP of version 2")
     check_alike(precision, "run.precision must name one")
     threads = choose_threads(run)
     torch.set_num_threads(threads)
@@ -86,40 +135,18 @@ def join_processes(run: RunConfig, precision: str) -> Accelerator:
         InitProcessGroupKwargs(timeout=TRAINING_TIMEOUT),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=sent),  # else gradients are held twice
         # With its cache, autocast would hold a bf16 copy of all shards that were gathered.
-        AutocastKwargs(cache_enabled=not asks_for_sharding()),
+        AutocastKwargs(cache_enabled=not is_set(SHARDED)),
     ]
-    with without_variables(SHARDED, ACCUMULATION):  # mpp shards and accumulates by itself
+    with patch_environment(**OWN_WORK):
         accelerator = Accelerator(
             cpu=not uses_gpu(),
             mixed_precision="bf16" if precision == "bf16" else "no",
-            log_with=trackers(run) or None,
             project_dir=run.dir,
             dynamo_backend="no",  # run.compile decides; the launcher's wrapper would rename the weights of checkpoints
             kwargs_handlers=options,
         )
     set_timeout(BUILDING_TIMEOUT)
     return accelerator
-
-
-def trackers(run: RunConfig) -> list[GeneralTracker | str]:
-    """Accelerate's trackers: by name, or as objects where a resumed run needs other options (see `Tracker`)."""
-    chosen: list[GeneralTracker | str] = []
-    for name in run.trackers:
-        if name == "tensorboard":
-            chosen.append(TensorBoardTracker(run_name="", logging_dir=run.dir))
-        elif name == "wandb":
-            chosen.append(WandBTracker(run.project, name=Path(run.dir).name, resume="allow"))
-        else:
-            chosen.append(name)
-    return chosen
-
-
-def check_trackers(run: RunConfig) -> None:
-    """Refuse trackers that do not exist or are not installed: Accelerate would drop the latter without a word."""
-    installed = sorted(map(str, get_available_trackers()))
-    missing = [name for name in run.trackers if name not in installed]
-    if missing:
-        raise UserError(f"run.trackers: {', '.join(missing)} not installed; installed are {', '.join(installed)}")
 
 
 def check_alike(precision: str, allowed: str) -> None:
@@ -132,21 +159,13 @@ def check_alike(precision: str, allowed: str) -> None:
 def choose_precision(run: RunConfig) -> tuple[str, str]:
     """The precision, "bf16" or "fp32", and why: the config decides, else the launcher, else the hardware."""
     launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    wanted = launcher if run.precision == "auto" else run.precision
-    if wanted == "bf16" and uses_gpu() and not bf16_is_native():
-        mend = "leave out run.precision" if run.precision == "bf16" else "run.precision fp32 overrules the launcher"
-        raise UserError(f"bf16 is emulated on this GPU, slower than fp32: {mend}")
     if run.precision != "auto":
-        if launcher in ("no", run.precision):
-            return run.precision, "run.precision"
-        return run.precision, f"run.precision; the launcher's choice was {launcher}"
+        overruled = "" if launcher in ("no", run.precision) else f"; the launcher's choice was {launcher}"
+        return run.precision, f"run.precision{overruled}"
+    require(launcher in ("bf16", "no"), "the launcher's mixed precision", launcher, "bf16 or no")
     if launcher == "bf16":
         return "bf16", "the launcher's choice"
-    if launcher != "no":
-        raise UserError(f"the launcher's mixed precision is {launcher}; it must be bf16 or no")
-    if bf16_is_native():
-        return "bf16", "computed by this hardware"
-    return "fp32", "no bf16 in this hardware"
+    return ("bf16", "computed by this hardware") if bf16_is_native() else ("fp32", "no bf16 in this hardware")
 
 
 def choose_threads(run: RunConfig) -> int:
@@ -156,7 +175,5 @@ def choose_threads(run: RunConfig) -> int:
     """
     if run.threads:
         return run.threads
-    from_environment = int(os.environ.get("OMP_NUM_THREADS") or 1)
-    if from_environment > 1:
-        return from_environment
-    return share_of_cores()
+    from_environment = os.environ.get("OMP_NUM_THREADS", "")
+    return int(from_environment) if from_environment.isdecimal() and from_environment != "1" else share_of_cores()

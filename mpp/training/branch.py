@@ -8,8 +8,7 @@ from mpp.config.imports import require_imports
 from mpp.config.parsing import describe_changes, parse_saved
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE
-from mpp.runtime.files import complete
-from mpp.runtime.lock import hold
+from mpp.runtime.files import complete, hold
 from mpp.training.checkpoint import checkpoint_path, damaged_files, kept_steps, newest_step
 from mpp.training.growth import GROWING_SETTINGS, branch_point, refuse_other_rates
 from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after

@@ -21,9 +21,8 @@ from torch import nn
 
 from mpp.config import OptimConfig
 from mpp.errors import UserError
-from mpp.runtime.files import clear_leftovers, complete, delete, partial_path
-from mpp.runtime.hashing import sha256_of
-from mpp.runtime.processes import broadcast_from_main, on_main_process
+from mpp.runtime.files import clear_leftovers, complete, delete, partial_path, sha256_of
+from mpp.runtime.processes import on_main_process
 from mpp.training.averaging import parameters_of, swap_averages
 from mpp.training.optim import build_optimizer
 from mpp.training.parallel import gather_tensors, read_tensors
@@ -48,7 +47,7 @@ def resume(
     Raises:
         UserError: the processes do not see the same folder, or a stream was read by another number of them.
     """
-    checkpoint = broadcast_from_main(accelerator, lambda: newest_whole(folder))  # one process reads all of it
+    checkpoint = on_main_process(accelerator, lambda: newest_whole(folder))  # one process reads all of it
     if not all(gather_object([checkpoint is None or checkpoint.is_dir()])):
         raise UserError(f"run.dir is {folder}, which differs between processes; all nodes must share it")
     start, cursors_by_process = load_checkpoint(checkpoint, model, optimizer)

@@ -12,8 +12,8 @@ import torch
 
 from mpp.config import RunConfig
 from mpp.errors import UserError
-from mpp.runtime.command import user_message
 from mpp.runtime.hardware import uses_gpu
+from mpp.runtime.start import user_message
 from mpp.training.checkpoint import newest_step
 from mpp.training.run_folder import group_of, saved_settings
 

@@ -14,16 +14,17 @@ from unittest.mock import patch
 
 import numpy as np
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker, get_available_trackers
 from tensorboard.summary.writer import event_file_writer
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from mpp.config import TrainingConfig, flatten
+from mpp.config import RunConfig, TrainingConfig, flatten, require
 from mpp.config.parsing import to_yaml
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import write_complete
-from mpp.runtime.output import printable
+from mpp.runtime.messages import printable
 from mpp.training.history import EVALUATED, Line
 
 METRICS_FILE = "metrics.jsonl"
@@ -37,6 +38,22 @@ TENSORBOARD_CHARTS = {
     }
 }
 """Scalars that are drawn together: title -> chart -> kind, and patterns of their tags."""
+
+
+def check_trackers(run: RunConfig) -> None:
+    """Refuse trackers that do not exist or are not installed: Accelerate would drop the latter without a word."""
+    installed = sorted(map(str, get_available_trackers()))
+    for name in run.trackers:
+        require(name in installed, "run.trackers", name, f"installed: {', '.join(installed)}")
+
+
+def named_tracker(name: str, run: RunConfig) -> GeneralTracker | str:
+    """One of Accelerate's trackers: its name, or an object where a resumed run needs other options (see `Tracker`)."""
+    if name == "tensorboard":
+        return TensorBoardTracker(run_name="", logging_dir=run.dir)
+    if name == "wandb":
+        return WandBTracker(run.project, name=Path(run.dir).name, resume="allow")
+    return name
 
 
 class Tracker:
@@ -53,6 +70,7 @@ class Tracker:
         last_kept = step or -1  # without a checkpoint the untrained model is logged again
         if accelerator.is_main_process:
             drop_after(folder, last_kept)
+        accelerator.log_with = [named_tracker(name, config.run) for name in config.run.trackers]
         self.open_trackers(last_kept)
         for tracker in accelerator.trackers:
             if tracker.name != "tensorboard":

@@ -4,6 +4,7 @@ The loop works for any task. A checkpoint holds all its state, so a killed run r
 the optimiser's state and, for a stream, how far it is read.
 """
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,14 +13,12 @@ from typing import NoReturn
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 
-from mpp.config import TrainingConfig
+from mpp.config import TrainingConfig, require
 from mpp.data.views import Batch
 from mpp.errors import ReadFailed, UserError
 from mpp.features.metrics import Sums, sum_over_processes
-from mpp.runtime.messages import note, warn
+from mpp.runtime.messages import note, progress_bar
 from mpp.runtime.processes import maximum_of_all, on_main_process
-from mpp.runtime.progress import progress_bar
-from mpp.runtime.resources import disk_shortage
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.averaging import averaged_weights
@@ -113,7 +112,7 @@ class Loop:
             self.evaluate_untrained()
         elif due(self.start, run.eval_every, run.steps) and not self.has_evaluation(self.start):
             self.evaluate(self.start)  # it failed when this step was done
-        self.preemption.finish_steps()
+        self.preemption.finishes_steps = True
         for step in range(self.start, run.steps):
             done = step + 1
             logged = due(done, run.log_every, run.steps)
@@ -178,21 +177,14 @@ class Loop:
         self.bar.update()
 
     def look_at_disk(self) -> None:
-        """Warn where the disk has no room for all checkpoints; UserError, on all processes, where not one fits.
+        """Raise UserError, on all processes, where the disk has no room for a checkpoint.
 
         After a first step, since the optimiser has its tensors then; those of a frozen encoder come later.
         """
         size = self.training_step.checkpoint_bytes()
-        encoder_bytes = self.run_config.encoders_on_disk * self.training_step.encoder_bytes()
-
-        def look() -> None:
-            keep = self.run_config.keep_checkpoints + len(self.steps_to_keep)
-            kept = min(keep, len(kept_steps(self.folder)))
-            shortage = disk_shortage(self.folder, keep + 1 - kept, size, encoder_bytes)
-            if shortage:
-                warn(shortage)
-
-        on_main_process(self.accelerator, look)
+        free = on_main_process(self.accelerator, lambda: shutil.disk_usage(self.folder).free)
+        allowed = f"on a disk that has room for a checkpoint of {size / 1e6:.3g} MB"
+        require(free >= size, "run.dir", self.folder, allowed)
 
     def log_step(self, done: int, values: dict[str, Tensor | float], sums: Sums) -> dict[str, float]:
         """Log the scalars of the step that was done last, and return them."""

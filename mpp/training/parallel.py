@@ -24,12 +24,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mpp.config import OptimConfig, RunConfig
+from mpp.config import OptimConfig, RunConfig, require
 from mpp.errors import UserError
 from mpp.models.adaptation import has_low_rank_changes
-from mpp.runtime.hardware import share_of_cores
-from mpp.runtime.launcher import processes_per_node, sharding
-from mpp.runtime.workarounds import compile_blocks_apart
+from mpp.runtime.hardware import local_processes, share_of_cores
+from mpp.runtime.processes import sharding
 from mpp.training.muon import Muon, sharding_group
 from mpp.training.optim import build_optimizer
 
@@ -225,14 +224,28 @@ def sharding_mesh(accelerator: Accelerator, run: RunConfig) -> DeviceMesh:
     """The processes, over the last dimension of which a tensor is sharded; over another one it is replicated.
 
     Raises:
-        UserError: the processes are to share tensors within nodes, and the nodes differ.
+        UserError: the processes are to share tensors within nodes, which have one, or do not have as many each.
     """
     processes = accelerator.num_processes
-    per_node = processes if run.shard_over == "all" else processes_per_node()
+    per_node = processes if run.shard_over == "all" else local_processes()
+    allowed = f"all, unless each node has as many processes, above 1 (LOCAL_WORLD_SIZE is {per_node} of {processes})"
+    require(per_node > 1 and processes % per_node == 0, "run.shard_over", run.shard_over, allowed)
     if per_node == processes:
         return init_device_mesh(accelerator.device.type, (processes,))
     shape = (processes // per_node, per_node)
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("nodes", "processes"))
+
+
+def compile_blocks_apart(count: int) -> None:
+    """Let torch compile a graph for each of `count` blocks, which differ in their rate of drop path.
+
+    They are one function to torch, which compiles it again only so often. From its cache of autograd graphs, torch 2.15
+    takes the graph of a block with another rate, without a word.
+    """
+    from torch._functorch import config as functorch_config
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count + 1)
+    functorch_config.enable_autograd_cache = False
 
 
 def sharding_units(model: nn.Module) -> list[nn.Module]:

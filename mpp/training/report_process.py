@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mpp.config.imports import import_words
-from mpp.runtime.launcher import SHARDED
+from mpp.runtime.processes import SHARDED
 
 REPORT_TIMEOUT_S = 600  # other processes of the run wait meanwhile, for at most 20 minutes
 REPORT_SCRIPT = Path(__file__).parents[2] / "evaluation" / "report.py"  # `-m` might find another `evaluation` here

@@ -1,10 +1,12 @@
 """From a config to a finished run folder: the parts around the loop that all training commands share."""
 
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,10 @@ from mpp.errors import UserError, one_line
 from mpp.features.drift import START_FILE
 from mpp.models.attention import attention_kernel
 from mpp.models.loading import moments_of_weights
-from mpp.runtime.files import appears, clear_leftovers
-from mpp.runtime.hardware import arithmetic, uses_gpu
-from mpp.runtime.launcher import note_idle_settings
-from mpp.runtime.lock import exclusive
+from mpp.runtime.files import clear_leftovers, hold
+from mpp.runtime.hardware import bf16_is_native, uses_gpu
 from mpp.runtime.messages import note
-from mpp.runtime.processes import TRAINING_TIMEOUT, broadcast_from_main, on_main_process, set_timeout
+from mpp.runtime.processes import TRAINING_TIMEOUT, on_main_process, set_timeout
 from mpp.runtime.signals import Preemption
 from mpp.runtime.start import check_alike, start
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
@@ -38,7 +38,7 @@ from mpp.training.compilation import compiled_before, describe_compiling, explai
 from mpp.training.cost import describe_cost
 from mpp.training.flops import flops_of_step
 from mpp.training.growth import SAME_HALF_LIFE, describe_growth, follows_length
-from mpp.training.log import METRICS_FILE, read_history
+from mpp.training.log import METRICS_FILE, check_trackers, read_history
 from mpp.training.loop import Loop
 from mpp.training.phases import note_growth
 from mpp.training.record import RECORD_FILE, recorded_commit, write_record
@@ -51,6 +51,7 @@ Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
 WRITTEN_WHOLE = (CONFIG_FILE, RECORD_FILE, METRICS_FILE, VERDICT, START_FILE, ENCODER, BEST)
 """Files and folders of a run, besides checkpoints, that training writes aside and renames."""
+APPEARS_WITHIN_S = 90  # NFS looks for new files of other machines after a minute at the latest
 
 
 def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Path:
@@ -63,6 +64,7 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
         The run folder, finished.
     """
     accelerator = start(config.run)
+    check_trackers(config.run)
     if config.optim.name == "muon":
         refuse_unlike_arithmetic()
     resolved = resolve_config(config, accelerator)
@@ -70,7 +72,7 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
     folder = open_run(resolved, accelerator)
     if resolved.run.branch_from is not None:
         on_main_process(accelerator, lambda: begin_branch(resolved, folder))
-    if broadcast_from_main(accelerator, lambda: is_finished(folder, resolved.run.steps)):
+    if on_main_process(accelerator, lambda: is_finished(folder, resolved.run.steps)):
         accelerator.print(f"{folder} is finished: {resolved.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder
     with Preemption(accelerator, folder) as preemption:
@@ -103,6 +105,14 @@ def refuse_unlike_arithmetic() -> None:
         f"{arithmetic()}{threads} (Muon's products)",
         "all machines must have the same hardware and run.threads, or optim.name be adam",
     )
+
+
+def arithmetic() -> str:
+    """The arithmetic of matrix products: two processes with the same compute the same bits."""
+    kind = "bf16" if bf16_is_native() else "fp32"
+    if not uses_gpu():
+        return f"{kind} by {torch.backends.cpu.get_cpu_capability()}"
+    return f"{kind} by {torch.cuda.get_device_name()}"
 
 
 def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
@@ -146,7 +156,6 @@ def build_and_train(
 ) -> None:
     """Build the task, and train it in the run's folder, which no other process may write to meanwhile."""
     layout = share_out_batch(config, accelerator)
-    note_idle_settings(config.run, accelerator.num_processes, layout.accumulation_steps)
     data = pin_commit(config.data, folder, accelerator)
     config = with_moments_of_images(config, data, accelerator)
     # config.yaml keeps data.revision as it was given, so that the same command resumes; data.json has the commit.
@@ -162,10 +171,23 @@ def build_and_train(
         flops = flops_of_step(task, layout.global_batch_size, config.optim)
         set_timeout(TRAINING_TIMEOUT)
         if accelerator.num_processes > 1:  # several agree before their first step
-            preemption.finish_steps()
+            preemption.finishes_steps = True
         with explaining_failures(config.run):
             Loop(task, config, folder, flops, preemption).train()
         accelerator.wait_for_everyone()
+
+
+@contextmanager
+def exclusive(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the run folder for the `with` block, for all processes of this run.
+
+    Raises:
+        Held: on every process, where another run holds it.
+        UserError: on every process, where it cannot be locked.
+    """
+    with ExitStack() as stack:
+        on_main_process(accelerator, partial(stack.enter_context, hold(folder, "run.dir")))
+        yield
 
 
 def share_out_batch(config: TrainingConfig, accelerator: Accelerator) -> BatchLayout:
@@ -183,7 +205,7 @@ def with_moments_of_images(config: TrainingConfig, data: DataConfig, accelerator
     """The config with the mean and deviation of the images of `data`, measured where they are not known yet."""
     if config.is_fine_tuning or not config.model.needs_moments():
         return config
-    mean, std = broadcast_from_main(accelerator, lambda: channel_moments(data))
+    mean, std = on_main_process(accelerator, lambda: channel_moments(data))
     config = replace(config, model=config.model.with_moments(mean, std))
     mean, std = config.model.normalization(config.data.channels)
     accelerator.print(f"measured: model.mean {list(mean)}, model.std {list(std)}")
@@ -225,6 +247,14 @@ def write_beginning(config: TrainingConfig, folder: Path, task: ImageTask, accel
     on_main_process(accelerator, lambda: write_record(folder, record | fingerprint_first_weights(config)))
 
 
+def appears(file: Path) -> bool:
+    """Whether a file that another machine may have written is there; waits for it up to APPEARS_WITHIN_S."""
+    deadline = time.monotonic() + APPEARS_WITHIN_S
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return file.exists()
+
+
 def identify_on_all_nodes(identify: Callable[[], dict[str, Any]], accelerator: Accelerator) -> dict[str, Any]:
     """The record of a run's images, which is the same on each node.
 
@@ -258,7 +288,7 @@ def pin_commit(data: DataConfig, folder: Path, accelerator: Accelerator) -> Data
 
     It is one for all processes, and that with which the run began: a branch may move in between.
     """
-    commit = broadcast_from_main(accelerator, lambda: resolve_commit(data, recorded_commit(folder)))
+    commit = on_main_process(accelerator, lambda: resolve_commit(data, recorded_commit(folder)))
     return replace(data, revision=commit) if commit else data
 
 

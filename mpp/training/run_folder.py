@@ -15,7 +15,7 @@ preempted                          the marker of a run that a signal stopped (mp
 check_crops.png                    training crops, drawn by `mpp check` before the run (evaluation/check.py)
 report.html                        the page on the run (evaluation/report.py)
 verdict.json                       verdict and warnings of the last evaluation (mpp/training/watch.py)
-.lock                              held while a process writes here (mpp/runtime/lock.py)
+.lock                              held while a process writes here (mpp/runtime/files.py)
 """
 
 from dataclasses import replace
@@ -30,9 +30,8 @@ from mpp.config.parsing import Changes, changes_since, describe_changes, parse_s
 from mpp.data.data_path import is_local
 from mpp.errors import UserError
 from mpp.models.descriptions import exported_step
-from mpp.runtime import lock
-from mpp.runtime.files import complete, partial_path, write_complete
-from mpp.runtime.output import printable
+from mpp.runtime.files import LOCK, complete, partial_path, write_complete
+from mpp.runtime.messages import printable
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
 from mpp.training.checkpoint import newest_step
@@ -139,7 +138,7 @@ def is_run_folder(folder: Path) -> bool:
     """Whether a folder is new, or a run's, or has only the files of a check, or of a run that ended before it began."""
     if (folder / CONFIG_FILE).is_file() or not folder.is_dir():
         return True
-    before_config = {*lock.LOCK_FILES, MARKER, CHECK_CROPS, COPIES, partial_path(folder / CONFIG_FILE).name}
+    before_config = {LOCK, MARKER, CHECK_CROPS, COPIES, partial_path(folder / CONFIG_FILE).name}
     return {path.name for path in folder.iterdir()} <= before_config
 
 

@@ -26,7 +26,7 @@ from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.exporting import EncoderFacts, export_encoder
 from mpp.models.timm_models import width_of
 from mpp.runtime.messages import note
-from mpp.runtime.processes import broadcast_from_main
+from mpp.runtime.processes import on_main_process
 from mpp.training.card import model_card
 from mpp.training.history import last_logged_step
 from mpp.training.log import Tracker, read_history
@@ -134,7 +134,7 @@ class ImageTask:
         folder = Path(self.run.dir)
         has_same_path = group_of(saved_settings(folder), "probe").get("path") == config.path
         begun_with = recorded_commit(folder, REFERENCE) if has_same_path else None
-        commit = broadcast_from_main(self.accelerator, lambda: resolve_commit(source, begun_with))
+        commit = on_main_process(self.accelerator, lambda: resolve_commit(source, begun_with))
         with self.accelerator.main_process_first():
             return load_general_images(general_source(config, self.data, commit))
 

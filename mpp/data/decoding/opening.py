@@ -4,7 +4,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from PIL import Image
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from tifffile import TiffFile
 
 PIL_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of all that PIL knows: EPS runs a program
-Image.MAX_IMAGE_PIXELS = None  # data.max_pixels is the limit, and is checked before decoding, too
 
 
 @contextlib.contextmanager
@@ -29,7 +28,16 @@ def ignoring_warnings_as_errors() -> Iterator[None]:
 
 def open_with_pil(data: bytes) -> Image.Image:
     """An image file whose header PIL has read."""
-    return Image.open(io.BytesIO(data), formats=PIL_FORMATS)
+    return open_of_any_size(data, PIL_FORMATS)
+
+
+def open_of_any_size(data: bytes, formats: Sequence[str]) -> Image.Image:
+    """An image file whose header PIL has read, without PIL's limit: data.max_pixels is checked before decoding."""
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        return Image.open(io.BytesIO(data), formats=formats)
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
 
 
 def open_avif(data: bytes) -> Image.Image:
@@ -37,7 +45,7 @@ def open_avif(data: bytes) -> Image.Image:
     from PIL import AvifImagePlugin  # of Pillow from 11.3 on
 
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # loader processes share the cores
-    image = Image.open(io.BytesIO(data), formats=("AVIF",))
+    image = open_of_any_size(data, ("AVIF",))
     image.info.pop("xmp", None)
     return image
 

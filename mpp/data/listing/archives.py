@@ -1,6 +1,5 @@
 """Archives of image files: unpacked once, into the cache of `datasets`."""
 
-import hashlib
 import os
 import shutil
 import zipfile
@@ -8,8 +7,7 @@ from pathlib import Path
 
 import datasets
 
-from mpp.runtime.files import write_complete
-from mpp.runtime.lock import hold
+from mpp.runtime.files import hold, short_digest, write_complete
 
 ARCHIVE_EXTENSIONS = (".zip", ".tar.gz", ".tgz")
 COUNT_FILE = "count"  # next to the files: how many there are
@@ -77,7 +75,7 @@ def unpack_archive(archive: Path) -> Path | None:
     status = archive.stat()
     identity = (archive.resolve(), status.st_size, status.st_mtime_ns)
     cache = Path(datasets.config.EXTRACTED_DATASETS_PATH).absolute()
-    place = cache / hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    place = cache / short_digest([repr(identity).encode()])
     complete = place / "files"
     partial = place / "partial"
     if is_whole(place):  # perhaps in a cache of others, where nothing can be locked

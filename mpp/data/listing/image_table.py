@@ -14,8 +14,7 @@ import pyarrow.compute as pc
 from mpp.data.listing.left_out import LeftOutFiles
 from mpp.data.listing.shared_table import share_table
 from mpp.data.listing.split_names import split_order
-from mpp.runtime.messages import tell, warn
-from mpp.runtime.output import printable
+from mpp.runtime.messages import printable, tell, warn
 
 IMAGE = "image"
 LABEL = "label"

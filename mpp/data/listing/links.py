@@ -1,11 +1,12 @@
 """Links to paths that `datasets` would take for patterns or URLs."""
 
-import hashlib
 import os
 import re
 from pathlib import Path
 
 import datasets
+
+from mpp.runtime.files import short_digest
 
 LINKS_FOLDER = "mpp_links"  # in the cache of `datasets`
 PLAIN_PATH = re.compile(r"[\w./+,=@ -]+", re.ASCII)
@@ -19,8 +20,7 @@ def plain_path(path: Path) -> str:
     target = os.path.abspath(path)
     if PLAIN_PATH.fullmatch(target):
         return target
-    digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / LINKS_FOLDER / digest
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / LINKS_FOLDER / short_digest([os.fsencode(target)])
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / (path.name if PLAIN_PATH.fullmatch(path.name) else f"images{path.suffix}")
     if not link.is_symlink():

@@ -17,8 +17,7 @@ from mpp.data.listing.lists import ImageList, named_label_columns, to_label_colu
 from mpp.data.listing.split_names import split_of_cell
 from mpp.data.listing.tree import Tree, first_bytes
 from mpp.errors import UserError
-from mpp.runtime.messages import shortened
-from mpp.runtime.output import printable
+from mpp.runtime.messages import printable, shortened
 
 
 @dataclass

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -18,8 +19,7 @@ import pyarrow.parquet as pq
 
 from mpp.config import ImagesConfig
 from mpp.data.listing.formats import extension_of
-from mpp.errors import UserError, one_line
-from mpp.runtime.messages import did_you_mean
+from mpp.errors import UserError, did_you_mean, one_line
 
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "image")
 """Usual names of the column that names the files, in order of preference, in small or capital letters."""
@@ -29,7 +29,7 @@ OTHER_FILES_SUFFIX = "_file_name"
 DELIMITERS = (",", ";", "\t")
 TABLE_FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-csv.field_size_limit(2**31 - 1)
+LONGEST_CELL = 2**31 - 1
 Column = list[Any]
 
 
@@ -164,9 +164,19 @@ def find_delimiter(file: TextIO, file_column: str | None) -> str:
     return delimiter
 
 
+@contextmanager
+def long_cells() -> Iterator[None]:
+    """While open, csv reads cells of any length."""
+    limit = csv.field_size_limit(LONGEST_CELL)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
 def read_csv(path: str, encoding: str, file_column: str | None) -> dict[str, Column]:
     """The columns of a CSV file, all of text; a blank cell is None."""
-    with open(path, encoding=skipping_mark(encoding), newline="") as file:
+    with open(path, encoding=skipping_mark(encoding), newline="") as file, long_cells():
         rows = csv.reader(file, delimiter=find_delimiter(file, file_column), strict=True)
         numbered_rows = read_rows(rows)
         names = [name.strip() for name in next(numbered_rows, [])]

@@ -4,7 +4,6 @@ It lies in a temporary file, which goes with the process that wrote it. Nothing 
 """
 
 import atexit
-import hashlib
 import os
 import socket
 import tempfile
@@ -19,6 +18,7 @@ import pyarrow as pa
 from filelock import FileLock
 
 from mpp.errors import UserError
+from mpp.runtime.files import short_digest
 
 TABLE_PREFIX = "mpp-images"
 ROWS_PER_BATCH = 10_000
@@ -43,7 +43,7 @@ def share_table(make: Callable[[], pa.Table], key: str) -> tuple[datasets.Datase
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     start = os.getpid() if is_alone else tuple(os.environ.get(name) for name in LAUNCH_VARIABLES)
     identity = repr((start, key, calls_by_key[key]))
-    digest = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:16]
+    digest = short_digest([identity.encode(errors="surrogateescape")])
     place = Path(tempfile.gettempdir()) / f"{TABLE_PREFIX}-{os.getuid()}-{socket.gethostname()}-{digest}"
     lock = FileLock(f"{place}.lock")
     with naming_folder(place):

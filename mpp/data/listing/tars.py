@@ -27,9 +27,7 @@ from mpp.data.listing.tar_members import (
 )
 from mpp.data.listing.tar_samples import LABEL_ENDINGS, cuts_at_last_dot, read_samples
 from mpp.errors import UserError
-from mpp.runtime.messages import shortened
-from mpp.runtime.output import printable
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import printable, progress_bar, shortened
 
 
 def content_of(shard: str, member: Member) -> bytes:

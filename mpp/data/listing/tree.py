@@ -22,7 +22,7 @@ from mpp.data.listing.formats import (
 )
 from mpp.data.listing.left_out import LeftOutFiles, other_files, without_decoder
 from mpp.data.listing.split_names import SPLIT_WORDS
-from mpp.runtime.progress import progress_bar
+from mpp.runtime.messages import progress_bar
 
 PICTURE_HEAD_BYTES = 256  # of a file without an extension, by which a picture is known
 Parts = tuple[str, ...]
