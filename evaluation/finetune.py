@@ -40,7 +40,7 @@ from evaluation.metrics.scoring import (
 )
 from evaluation.supervision.classification import Classification, score_of_run
 from evaluation.supervision.heads import HeadedEncoder, zero_head
-from mpp.config import require
+from mpp.config import nested, require
 from mpp.data.loader import BatchLayout
 from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.errors import Diverged, Unavailable
@@ -142,8 +142,7 @@ def finetune_once(
         where it did.
     """
     steps = config.dev_steps if on_dev and config.dev_steps else config.run.steps
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    settings |= {
+    settings = vars(config) | {
         "lrs": (lr,),
         "dev_steps": None,
         "test": True,
@@ -202,7 +201,7 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     report = {
         "results": add_figures(results),
         "dev": [{"lr": lr, "accuracy": reported(result["accuracy"])} for lr, result in dev_results.items()],
-        "protocol": dataclasses.asdict(config),
+        "protocol": nested(config),
     }
     if not config.test:
         report |= labels_of_dev(list(dev_results.values()))

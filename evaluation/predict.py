@@ -64,7 +64,7 @@ from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables.given import given_columns
 from evaluation.tables.images import folder_of, identify_splits, images_of_splits, load_all_splits
 from evaluation.tables.parts import IDENTITY_ENTRIES, about_file, is_begun, read_about, write_table
-from mpp.config import require
+from mpp.config import RunConfig, flatten, rebuild, require
 from mpp.config.parsing import read
 from mpp.data.data_path import describe_source
 from mpp.runtime.command import run_main
@@ -82,7 +82,9 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     Raises:
         UserError: no such classifier or images, or the file is another table.
     """
-    accelerator = start_alone(config.run_settings(), "a table is written")
+    accelerator = start_alone(
+        RunConfig(precision=config.precision, trackers=(), threads=config.threads), "a table is written"
+    )
     find_named_classifier.cache_clear()  # the classifier may be another one than at the last call of this process
     classifier_source = find_classifier(config)
     note_precision(classifier_source, accelerator)
@@ -150,8 +152,7 @@ def image_settings(config: PredictConfig, crop_pct: float, settings: type[ProbeD
     Args:
         settings: with masks, or without: a column `mask` of a list of images then is one as any other.
     """
-    values = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(settings)}
-    return settings(**values | {"eval_crop": config.data.eval_crop or crop_pct})
+    return rebuild(settings(), flatten(config.data) | {"eval_crop": config.data.eval_crop or crop_pct})
 
 
 def write_predicted_masks(

@@ -377,9 +377,9 @@ def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypa
     extracted = []
     extract = probing.extract_labelled_features
 
-    def noted(config, accelerator, loaded, **options):
-        extracted.append(config.encoder)
-        return extract(config, accelerator, loaded, **options)
+    def noted(frozen, *groups, **options):
+        extracted.append(frozen.encoder)
+        return extract(frozen, *groups, **options)
 
     monkeypatch.setattr(probing, "extract_labelled_features", noted)
     small.compare()

@@ -58,13 +58,13 @@ def picture_sections(config: ReportConfig, folder: Path, history: History) -> li
     if not (folder / "encoder").is_dir():
         pictures.blocks = [Missing("Pictures", "there is no encoder yet: it is written when the run ends")]
         return [pictures]
-    visualize_config = VisualizeConfig(
+    visualize_config = VisualizeConfig.of(
         encoder=str(folder), data=config.data, images=config.images, precision=config.precision, threads=config.threads
     )
     pictures_folder = folder / "evaluation" / f"pictures{report_suffix(visualize_config)}"
     subject = None
     try:
-        subject = load_subject(visualize_config, load_unchanged_splits_of(config))
+        subject = load_subject(visualize_config, load_unchanged_splits_of(config.encoder, config.data))
     except (UserError, OSError) as error:
         pictures.blocks = [Missing("Pictures", str(error))]
     with deaths_explained():

@@ -17,7 +17,7 @@ from itertools import product
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
-from mpp.errors import UserError
+from mpp.errors import UserError, did_you_mean
 
 SEED_END = 2**63
 """Seeds are below this number, so that they fit into numpy's and torch's signed integers."""
@@ -88,6 +88,24 @@ class Settings:
 
     def check(self) -> None:
         """Raise UserError where settings do not go together."""
+
+    @classmethod
+    def of(cls, **values: Any) -> Any:
+        """The config with these settings by their names, and a group by its own: `of(shots=5, data=DataConfig(...))`.
+
+        Raises:
+            UserError: there is no such setting, or it may not have the value.
+        """
+        given = {}
+        for name, value in values.items():
+            is_group = is_dataclass(value)
+            given |= {f"{name}.{key}": each for key, each in flatten(value).items()} if is_group else {name: value}
+        known = list(flatten(cls()))
+        allowed = ", ".join(dict.fromkeys(key.partition(".")[0] for key in known))
+        for key in given:
+            if key not in known:
+                raise UserError(f"unknown setting {key}{did_you_mean(key, known)}; allowed: {allowed}")
+        return rebuild(cls(), given)
 
 
 # --- all settings of a config ---
