@@ -7,7 +7,6 @@ cannot be decoded has no features, and its error says why. After an interruption
 trained classifier are in the table of `mpp predict`.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +33,7 @@ from evaluation.tables.images import (
     read_crops,
 )
 from evaluation.tables.parts import write_table
-from mpp.config import flatten, require
+from mpp.config import flatten, rebuild, require
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.command import run_main
 from mpp.runtime.messages import counted
@@ -51,7 +50,7 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
     accelerator = start_alone(config.frozen.run_settings(config.precision), "a table is written")
     encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
     eval_crop = config.data.eval_crop or encoder.crop_pct
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=eval_crop))
+    config = rebuild(config, {"data.eval_crop": eval_crop})
     embedder = Embedder(encoder, config, accelerator)
     splits = load_all_splits(config.data, loaded)
     images = images_of_splits(config.data, splits)

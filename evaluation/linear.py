@@ -94,16 +94,15 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, 
     """Write a head to its folder next to the report."""
     path = report_path_of_command(config, "linear")
     protocol = report["protocol"]
-    extraction = config.probe.extraction
     description = HeadDescription(
         task=fitted.task,
         class_names=names_by_number(report["class_names"], fitted.class_numbers),
         class_numbers=fitted.class_numbers,
-        representation=extraction.representation,
+        representation=config.probe.representation,
         depth=protocol["chosen_depth"],
         input=protocol["input"],
         **describe_encoder(config.frozen),
-        learned=None if config.probe.features else describe_learned(config.data, loaded, extraction.task),
+        learned=None if config.probe.features else describe_learned(config.data, loaded, config.probe.task),
     )
     seeds = list(dict.fromkeys(result["seed"] for result in report["results"]))
     save_head(path.with_name(f"{path.stem}_head"), fitted.head, description, seeds)

@@ -8,11 +8,9 @@ the same command continues. The classifier is a fine-tuned or supervised run, a 
 `mpp segmentation --save true` kept, or a model from timm with its head.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +62,7 @@ from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables.given import given_columns
 from evaluation.tables.images import folder_of, identify_splits, images_of_splits, load_all_splits
 from evaluation.tables.parts import IDENTITY_ENTRIES, about_file, is_begun, read_about, write_table
-from mpp.config import RunConfig, flatten, rebuild, require
+from mpp.config import RunConfig, changed_settings, flatten, rebuild, require
 from mpp.config.parsing import read
 from mpp.data.data_path import describe_source
 from mpp.runtime.command import run_main
@@ -99,9 +97,9 @@ def refuse_settings_of_others(config: PredictConfig, is_of_pixels: bool) -> None
     of_images = ("top", "probabilities")
     of_pixels = ("overlays", "data.mask_column", "data.ignore_index")
     kind = "the class of each pixel" if is_of_pixels else "a class for each image"
-    for name in of_images if is_of_pixels else of_pixels:
-        value, usual = (attrgetter(name)(each) for each in (config, PredictConfig()))
-        require(value == usual, name, value, f"left out: {config.classifier} predicts {kind}")
+    for name, value in changed_settings(config).items():
+        is_of_others = name in (of_images if is_of_pixels else of_pixels)
+        require(not is_of_others, name, value, f"left out: {config.classifier} predicts {kind}")
 
 
 def write_predicted_classes(
@@ -306,7 +304,7 @@ def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, Loade
     is_inherited = named.data.label_column is None and config.data.label_column is not None
     learned_column = learned_label_column(find_classifier(config))
     if is_inherited and learned_column is not None:  # which stands before the run's column
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, label_column=None))
+        config = rebuild(config, {"data.label_column": None})
     return config, loaded
 
 

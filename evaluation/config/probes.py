@@ -20,17 +20,14 @@ Reading = Literal["linear", "knn"]
 ProtocolName = Literal["logistic", "mae", "dinov2"]
 OF_LBFGS = {"protocol": "logistic", "solver": "lbfgs"}
 OF_SGD = {"protocol": "logistic", "solver": "sgd"}
-FIXED_BY_PROTOCOLS = {"logistic": (), "mae": ("features",), "dinov2": ("features", "depth", "representation", "save")}
-"""Settings that a linear probe's protocol does not let choose."""
 OF_LINEAR = {"readings": "linear"}
 OF_KNN = {"readings": "knn"}
 
 
 @dataclass(frozen=True)
-class FrozenProbeConfig(Settings):
+class FrozenProbeConfig(ExtractionConfig):
     """The settings of all probes of frozen features, besides the encoder and the images."""
 
-    extraction: ExtractionConfig = group(ExtractionConfig(), is_flat=True)
     features: str | None = None
     """Saved features (.npz, of `mpp features` or another program) instead of an encoder."""
     test: bool = True
@@ -101,11 +98,12 @@ class LinearConfig(Settings):
         allowed = "l2 with solver lbfgs, which needs a smooth loss; l1 is for sgd"
         require(self.loss == "l2" or self.solver == "sgd", "loss", self.loss, allowed)
         if self.protocol != "logistic":
-            task, allowed = self.probe.extraction.task, f"class with protocol {self.protocol}; logistic takes all kinds"
+            task, allowed = self.probe.task, f"class with protocol {self.protocol}; logistic takes all kinds"
             require(task in ("auto", "class"), "task", task, allowed)
-        changed = changed_settings(self) if self.protocol != "logistic" else {}
-        for name in FIXED_BY_PROTOCOLS[self.protocol]:
-            require(name not in changed, name, changed.get(name), f"left out with protocol {self.protocol}")
+            fixed = ("features", "depth", "representation", "save")
+            for name, value in changed_settings(self).items():
+                is_free = name not in (fixed if self.protocol == "dinov2" else fixed[:1])
+                require(is_free, name, value, f"left out with protocol {self.protocol}")
 
 
 @dataclass(frozen=True)

@@ -135,9 +135,9 @@ class FinetuneConfig(TrainingConfig):
     )
 
     def check(self):
-        for key, value in {"layer_decay": self.optim.layer_decay, "frozen_steps": self.optim.frozen_steps}.items():
-            allowed = "left out with init random: all layers must be trained"
-            require(self.init == "encoder" or not value, f"optim.{key}", value, allowed)
+        trains_all = self.optim.layer_decay is None and self.optim.frozen_steps == 0
+        allowed = "encoder with optim.layer_decay or frozen_steps: random weights must all be trained"
+        require(trains_all or self.init == "encoder", "init", self.init, allowed)
         self.optim.check_length(self.run.steps)
         check_colours(self, "augment.randaugment")
         require(self.test or len(self.lrs) > 1, "test", self.test, "true with one of lrs: nothing would be trained")

@@ -21,7 +21,7 @@ from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error_of
 from evaluation.metrics.summaries import summarize_accuracies
-from mpp.config import Settings, changed_settings, flatten, nested, require
+from mpp.config import Settings, changed_settings, nested, require
 from mpp.data.label_kinds import AUTO
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
@@ -31,8 +31,8 @@ from mpp.runtime.progress import progress_bar
 from mpp.runtime.start import start
 from mpp.runtime.weights import fingerprint
 
-OF_AN_ENCODER = {key for key in flatten(FeaturesConfig()) if key not in ("out", "threads")}
-"""Settings that have no effect on saved features."""
+OF_AN_ENCODER = nested(FeaturesConfig()).keys() - {"out", "threads"}
+"""Settings, and the group `data`, that have no effect on saved features."""
 SHOW_BAR_AFTER = 5  # seconds; most probes have evaluated all depths by then
 
 LATEST_FEATURES: ContextVar[dict[str, ExtractedFeatures] | None] = ContextVar("LATEST_FEATURES", default=None)
@@ -66,14 +66,15 @@ def run_probe(
     Returns:
         The report: results, summary, protocol.
     """
-    probe, extraction = config.probe, config.probe.extraction
+    probe = config.probe
     check_kind = partial(refuse_other_kinds, command, kinds)
-    if extraction.task != AUTO:
-        check_kind(extraction.task)
+    if probe.task != AUTO:
+        check_kind(probe.task)
     if probe.features:
         for key, value in changed_settings(config).items():
-            require(key not in OF_AN_ENCODER, key, value, "left out: saved features need no encoder")
-    accelerator = start(config.frozen.run_settings(extraction.precision))
+            is_used = key.partition(".")[0] not in OF_AN_ENCODER
+            require(is_used, key, value, "left out: saved features need no encoder")
+    accelerator = start(config.frozen.run_settings(probe.precision))
     path = report_path_of_command(config, command)
     if probe.features:
         saved = load_features(Path(probe.features))
@@ -114,12 +115,13 @@ def extract_once(
         check_kind: see `extract_labelled_features`.
     """
     latest = LATEST_FEATURES.get()
-    groups = config.frozen, config.data, replace(config.probe.extraction, out=None)
-    on_dev = not config.probe.test
-    extract = partial(extract_labelled_features, *groups, accelerator, loaded, on_dev=on_dev, check_kind=check_kind)
+    groups = config.frozen, config.data, replace(config.probe, out=None)
+    extract = partial(
+        extract_labelled_features, *groups, accelerator, loaded, on_dev=not config.probe.test, check_kind=check_kind
+    )
     if latest is None:
         return extract()
-    key = repr((groups, on_dev, fingerprint(Path(config.frozen.checkpoint or config.frozen.encoder))))
+    key = repr((groups, fingerprint(Path(config.frozen.checkpoint or config.frozen.encoder))))
     if key not in latest:
         latest.clear()
         latest[key] = extract()
@@ -192,7 +194,7 @@ def choose_depths(
     protocol = nested(config)
     features = protocol.get("features")
     if features:
-        protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER and name != "data"}
+        protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
     chosen = max(by_depth)
     if protocol.get("depth") == "dev":
         dev_accuracies = {}

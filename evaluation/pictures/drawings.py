@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation import fewshot
-from evaluation.config import ExtractionConfig, FewshotConfig, FrozenProbeConfig
+from evaluation.config import FewshotConfig
 from evaluation.figures import charts
 from evaluation.figures import images as image_figures
 from evaluation.figures.style import DPI
@@ -35,7 +35,7 @@ from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity
 from evaluation.pictures.similarity import patch_similarity, search_gallery, spread_patches
 from evaluation.pictures.subject import Subject, concatenate
-from mpp.config import Grid, require
+from mpp.config import Grid, flatten, rebuild, require
 from mpp.data.label_kinds import AUTO
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
@@ -294,9 +294,9 @@ def draw_rank(subject: Subject) -> Drawing:
 def draw_accuracy_by_depth(subject: Subject) -> Drawing:
     """Few-shot accuracy by depth."""
     require_classes(subject)
-    config = fewshot_config(subject)
+    config = rebuild(FewshotConfig(), flatten(subject.config) | {"depth": "all", "out": None})
     try:
-        groups = config.frozen, config.data, config.probe.extraction
+        groups = config.frozen, config.data, config.probe
         by_depth = extract_labelled_features(*groups, subject.accelerator).by_depth
     except UserError as error:  # such as several labels an image
         raise Unavailable(str(error)) from error
@@ -321,13 +321,6 @@ def require_classes(subject: Subject) -> None:
         raise Unavailable("the labels are numbers, and not classes")
     if labelled is None or len(np.unique(labelled.labels)) < 2:
         raise Unavailable("all training images are of one class, or have no labels")
-
-
-def fewshot_config(subject: Subject) -> FewshotConfig:
-    """Settings of a few-shot evaluation of the subject at all depths."""
-    config = subject.config
-    extraction = ExtractionConfig(precision=config.precision, representation=config.representation, depth="all")
-    return FewshotConfig(config.frozen, config.data, FrozenProbeConfig(extraction))
 
 
 PICTURES: dict[str, Callable[[Subject], Drawing]] = {

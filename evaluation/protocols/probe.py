@@ -47,13 +47,12 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
         UserError: the images have no labels, are too few, or there is no such encoder or depth.
         Unavailable: the encoder lacks the features that the protocol reads.
     """
-    frozen, data, on_dev = config.frozen, config.data, not config.probe.test
-    run_settings = frozen.run_settings(config.probe.extraction.precision)
-    accelerator = start_alone(run_settings, f"protocol {config.protocol} is carried out")
+    frozen, data, probe = config.frozen, config.data, config.probe
+    accelerator = start_alone(frozen.run_settings(probe.precision), f"protocol {config.protocol} is carried out")
     path = report_path_of_command(config, "linear")
     encoder = open_frozen_encoder(frozen, data)
     protocol = open_protocol(config, encoder)
-    train, test, _ = load_labelled(data, accelerator, frozen.weights, loaded=loaded, on_dev=on_dev)
+    train, test, _ = load_labelled(data, accelerator, frozen.weights, loaded=loaded, on_dev=not probe.test)
     trainer = HeadTrainer(protocol, encoder, config, accelerator, classes_of(train, test))
     plan = protocol.plan(len(train))
     print(describe_plan(protocol, plan))
@@ -73,7 +72,7 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
     report["protocol"] |= settings | {"input": describe_input(encoder, data, accelerator)}
     report["class_names"] = train.class_names
     if unreadable:
-        report["left_out"] = {"train": 0, "dev" if on_dev else "test": len(unreadable)}
+        report["left_out"] = {"train": 0, "test" if probe.test else "dev": len(unreadable)}
     report = write_probe_report(path, report, "protocol")
     return ProbedProtocol(report, heads[-1], trainer.classes.numbers)
 
@@ -85,9 +84,8 @@ def open_protocol(config: LinearConfig, encoder: FrozenEncoder) -> LinearProtoco
             return Dinov2(encoder)
         except Unavailable as error:
             raise Unavailable(f"encoder is {config.frozen.encoder}; protocol dinov2 needs a ViT: {error}") from None
-    extraction = config.probe.extraction
-    depths = resolve_depths(extraction.depth, len(encoder.stages))
-    return Mae(extraction.representation, depths, chooses=extraction.depth == "dev")
+    depths = resolve_depths(config.probe.depth, len(encoder.stages))
+    return Mae(config.probe.representation, depths, chooses=config.probe.depth == "dev")
 
 
 def classes_of(train: ImageDataset, test: ImageDataset) -> Classes:

@@ -68,7 +68,7 @@ class HeadTrainer:
         self.encoder = encoder.to(accelerator.device)
         self.data = config.data
         self.seed = config.frozen.seed
-        self.strict = config.probe.extraction.strict
+        self.strict = config.probe.strict
         self.accelerator = accelerator
         self.classes = classes
 
