@@ -134,7 +134,7 @@ def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, mon
 )
 def test_a_report_that_a_table_cannot_show_is_named(floor, monkeypatch, report, message):
     """Of an evaluation of a user's. Results that are not told apart would be one mean."""
-    monkeypatch.setattr(fewshot, "run", lambda config: report and Path(config.out).write_text(report))
+    monkeypatch.setattr(fewshot, "run", lambda config: report and Path(config.probe.out).write_text(report))
     with pytest.raises(UserError, match=rf"1 of 1 evaluations failed, such as floor-0-few-shot-one: {message}"):
         floor.compare()
     assert floor.results()["results"] == []
