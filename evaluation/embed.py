@@ -7,7 +7,6 @@ cannot be decoded has no features, and its error says why. After an interruption
 trained classifier are in the table of `mpp predict`.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +33,7 @@ from evaluation.tables.images import (
     read_crops,
 )
 from evaluation.tables.parts import write_table
-from mpp.config import require
+from mpp.config import flatten, rebuild, require
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start_alone
@@ -47,10 +46,10 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
     Raises:
         UserError: no such encoder, images or depth, or the file is another table.
     """
-    accelerator = start_alone(config.run_settings(), "a table is written")
-    encoder = open_frozen_encoder(config).to(accelerator.device)
+    accelerator = start_alone(config.frozen.run_settings(config.precision), "a table is written")
+    encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
     eval_crop = config.data.eval_crop or encoder.crop_pct
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval_crop=eval_crop))
+    config = rebuild(config, {"data.eval_crop": eval_crop})
     embedder = Embedder(encoder, config, accelerator)
     splits = load_all_splits(config.data, loaded)
     images = images_of_splits(config.data, splits)
@@ -101,12 +100,13 @@ class Embedder:
 def identify_table(config: EmbedConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
     """The settings, the weights and the images that the numbers of a table depend on."""
     names = ["random", "img_size", "representation", "depth"]
-    weights = fingerprint(Path(config.checkpoint or config.encoder), on_hub=True)
-    if config.random or not weights:
+    frozen = config.frozen
+    weights = fingerprint(Path(frozen.checkpoint or frozen.encoder), on_hub=True)
+    if frozen.random or not weights:
         names += ["encoder", "seed"]
-    elif config.checkpoint:
+    elif frozen.checkpoint:
         names.append("encoder")  # the name of a timm model, which says how the weights are used
-    identity = {name: getattr(config, name) for name in names}
+    identity = {name: flatten(config)[name] for name in names}
     return identity | {"weights": weights} | identify_splits(config.data, splits)
 
 

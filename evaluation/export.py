@@ -9,7 +9,6 @@ The file is run on held-out images, and kept if its numbers are PyTorch's.
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
 from evaluation.frozen.training_reports import tested_encoder
 from evaluation.supervision.classifiers import Classifier, load_classifier
-from mpp.config import RunConfig, as_json, require
+from mpp.config import as_json, rebuild, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError, one_line
 from mpp.models.descriptions import how_read
@@ -66,14 +65,15 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
         missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
         install = f"installed first: pip install {' '.join(missing)}"
         require(not missing, "format", f"onnx without {', '.join(missing)}", install)
-    accelerator = start_alone(RunConfig(precision="fp32", trackers=(), threads=config.threads), "a file is written")
-    encoder = open_frozen_encoder(config)
+    accelerator = start_alone(config.frozen.run_settings("fp32"), "a file is written")
+    encoder = open_frozen_encoder(config.frozen, config.data)
     classifier = None
     if config.representation == "logits":
-        classifier = load_classifier(config.encoder, config.data.channels, "encoder")
+        classifier = load_classifier(config.frozen.encoder, config.data.channels, "encoder")
     module = exported_module(config, encoder, classifier)
     with deaths_explained():
-        train, held_out = load_images_of(config, loaded, config.images if config.quantize else 0)
+        count = config.images if config.quantize else 0
+        train, held_out = load_images_of(config.frozen.encoder, config.data, loaded, count)
         verification = Verification(config, encoder, accelerator, train, held_out)
         return write_verified(config, module, verification, classifier)
 
@@ -85,7 +85,7 @@ def exported_module(config: ExportConfig, encoder: FrozenEncoder, classifier: Cl
         if config.representation == "tokens":
             patch_grid(model)
     except Unavailable as error:
-        raise UserError(f"encoder is {config.encoder}, which cannot be exported: {error}") from None
+        raise UserError(f"encoder is {config.frozen.encoder}, which cannot be exported: {error}") from None
     network = classifier.network if classifier else None
     return ExportedModule(encoder, config.representation, config.normalize, network).eval()
 
@@ -156,7 +156,7 @@ def write_file(
         raise
     except Exception as error:  # exporters raise errors of any class
         reason = one_line(error.__cause__ or error)
-        raise UserError(f"{config.encoder} cannot be exported as {config.format}: {reason}") from error
+        raise UserError(f"{config.frozen.encoder} cannot be exported as {config.format}: {reason}") from error
 
 
 def verify(
@@ -219,8 +219,8 @@ def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) 
         images: some, as the file takes them.
     """
     height, width = encoder.img_size
-    path = Path(config.encoder)
-    run = find_run(config.encoder) or path
+    path = Path(config.frozen.encoder)
+    run = find_run(config.frozen.encoder) or path
     weights, card = weights_and_card(config)
     kind = "from 0 to 255" if config.normalize else "(pixels / 255 - mean) / std"
     batch = "batch" if config.batch == "dynamic" else config.batch
@@ -257,19 +257,20 @@ def how_read_for_file(config: ExportConfig) -> dict[str, Any]:
 
     They are the encoder's own where it is verified on the package's birds, for want of its images.
     """
-    own = how_read(config.encoder) if config.data.path is None else {}
+    own = how_read(config.frozen.encoder) if config.data.path is None else {}
     return {name: as_json(own.get(name, getattr(config.data, name))) for name in ("range", "bands", "nodata")}
 
 
 def weights_and_card(config: ExportConfig) -> tuple[str, str]:
     """The name or fingerprint of the weights, and their model card, or "" where they have none."""
-    path = zoo_folder(Path(config.encoder))
-    if config.random:
-        return f"random, seed {config.seed}", ""
-    if config.checkpoint:
-        return Path(config.checkpoint).name, ""
+    frozen = config.frozen
+    path = zoo_folder(Path(frozen.encoder))
+    if frozen.random:
+        return f"random, seed {frozen.seed}", ""
+    if frozen.checkpoint:
+        return Path(frozen.checkpoint).name, ""
     if not path.exists():
-        return config.encoder, ""  # timm's name, or the hub's
+        return frozen.encoder, ""  # timm's name, or the hub's
     file = encoder_folder(path) / "README.md"
     card = file.read_text(encoding="utf-8") if file.is_file() else ""
     return fingerprint(path), card_of_file(card, has_head=config.representation == "logits")
@@ -278,7 +279,7 @@ def weights_and_card(config: ExportConfig) -> tuple[str, str]:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Export as the command line, or `arguments`, say."""
     config, loaded = parse_and_load(ExportConfig, arguments, encoder_of=tested_encoder)
-    return export(replace(config, encoder=tested_encoder(config)), loaded)
+    return export(rebuild(config, {"encoder": tested_encoder(config)}), loaded)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,12 @@ from mpp.runtime.start import run_main, start
 def main(arguments: Sequence[str] | None = None) -> None:
     """Extract features with the settings of the command line, or of `arguments`, and write them."""
     config, loaded = parse_and_load(FeaturesConfig, arguments)
-    require(config.depth != "dev", "depth", config.depth, "a number, last or all: `mpp features` cannot choose a depth")
-    accelerator = start(config.run_settings())
+    depth = config.extraction.depth
+    require(depth != "dev", "depth", depth, "a number, last or all: `mpp features` cannot choose a depth")
+    accelerator = start(config.frozen.run_settings(config.extraction.precision))
     path = report_path_of_command(config, "features", ".npz")
-    by_depth = extract_labelled_features(config, accelerator, loaded).by_depth  # empty except on the main process
+    extracted = extract_labelled_features(config.frozen, config.data, config.extraction, accelerator, loaded)
+    by_depth = extracted.by_depth  # empty except on the main process
     for depth, features in by_depth.items():
         file = path.with_stem(f"{path.stem}_depth_{depth:02d}") if len(by_depth) > 1 else path
         save_features(file, features)

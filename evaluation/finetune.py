@@ -9,7 +9,6 @@ other. Where `--data.train_images` leaves training images out, the last run is e
 choose between fine-tunings by this dev accuracy.
 """
 
-import dataclasses
 import math
 import sys
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from evaluation.metrics.scoring import (
 )
 from evaluation.supervision.classification import Classification, score_of_run
 from evaluation.supervision.heads import HeadedEncoder, zero_head
-from mpp.config import require
+from mpp.config import flatten, nested, rebuild, require
 from mpp.data.loader import BatchLayout
 from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.errors import Diverged, Unavailable
@@ -142,17 +141,18 @@ def finetune_once(
         where it did.
     """
     steps = config.dev_steps if on_dev and config.dev_steps else config.run.steps
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    settings |= {
+    settings = flatten(config) | {
         "lrs": (lr,),
         "dev_steps": None,
         "test": True,
         "on_dev": on_dev,
         "encoder_sha256": hash_initial_weights(config),
-        "run": dataclasses.replace(config.run, dir=str(Path(config.run.dir) / name), steps=steps, eval_every=steps),
-        "optim": dataclasses.replace(config.optim, lr=lr),
+        "run.dir": str(Path(config.run.dir) / name),
+        "run.steps": steps,
+        "run.eval_every": steps,
+        "optim.lr": lr,
     }
-    folder = train(OneRunConfig(**settings), partial(Finetuning, loaded=loaded), writes_page=on_dev)
+    folder = train(rebuild(OneRunConfig(), settings), partial(Finetuning, loaded=loaded), writes_page=on_dev)
     PartialState().wait_for_everyone()
     last = last_evaluation(folder)
     scalars = last_scalars(folder, PFLOP)
@@ -202,7 +202,7 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     report = {
         "results": add_figures(results),
         "dev": [{"lr": lr, "accuracy": reported(result["accuracy"])} for lr, result in dev_results.items()],
-        "protocol": dataclasses.asdict(config),
+        "protocol": nested(config),
     }
     if not config.test:
         report |= labels_of_dev(list(dev_results.values()))

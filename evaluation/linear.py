@@ -64,7 +64,7 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
     """Probe the features, write the report, and return it."""
     if config.save:
         allowed = "left out: a colour baseline has no weights, so its head is not kept"
-        require(not is_colour_baseline(config.encoder), "save", True, allowed)
+        require(not is_colour_baseline(config.frozen.encoder), "save", True, allowed)
     if config.protocol != "logistic":
         return run_published(config, loaded)
     heads: list[FittedHead] = []  # of the features that were evaluated last
@@ -98,11 +98,11 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, 
         task=fitted.task,
         class_names=names_by_number(report["class_names"], fitted.class_numbers),
         class_numbers=fitted.class_numbers,
-        representation=config.representation,
+        representation=config.probe.representation,
         depth=protocol["chosen_depth"],
         input=protocol["input"],
-        **describe_encoder(config),
-        learned=None if config.features else describe_learned(config.data, loaded, config.task),
+        **describe_encoder(config.frozen),
+        learned=None if config.probe.features else describe_learned(config.data, loaded, config.probe.task),
     )
     seeds = list(dict.fromkeys(result["seed"] for result in report["results"]))
     save_head(path.with_name(f"{path.stem}_head"), fitted.head, description, seeds)

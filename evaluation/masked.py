@@ -6,7 +6,6 @@ The numbers are those of the run's last evaluation, which kept counts of each im
 computed again.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from evaluation.frozen.report_names import report_path
 from evaluation.frozen.results import write_report
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, add_figures
-from mpp.config import require
+from mpp.config import nested, require
 from mpp.config.parsing import parse
 from mpp.errors import Unavailable
 from mpp.features.masked_counts import COUNTED, load_masked_counts
@@ -55,7 +54,7 @@ def run(config: MaskedConfig) -> dict[str, Any]:
             result = {"case": line, "accuracy": last[metric]}
             results.append(result | {"outcomes": outcomes[line]} if line in outcomes else result)
     results = add_figures(results)
-    report = {"results": results, "protocol": dataclasses.asdict(config) | {"step": last["step"]}}
+    report = {"results": results, "protocol": nested(config) | {"step": last["step"]}}
     path = report_path(config.out, config.encoder, "masked.json")
     report = write_report(path, report)
     kind = KINDS["patches"]

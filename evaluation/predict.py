@@ -8,11 +8,9 @@ the same command continues. The classifier is a fine-tuned or supervised run, a 
 `mpp segmentation --save true` kept, or a model from timm with its head.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +62,7 @@ from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables.given import given_columns
 from evaluation.tables.images import folder_of, identify_splits, images_of_splits, load_all_splits
 from evaluation.tables.parts import IDENTITY_ENTRIES, about_file, is_begun, read_about, write_table
-from mpp.config import require
+from mpp.config import RunConfig, changed_settings, flatten, rebuild, require
 from mpp.config.parsing import read
 from mpp.data.data_path import describe_source
 from mpp.runtime.files import write_complete
@@ -81,7 +79,9 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     Raises:
         UserError: no such classifier or images, or the file is another table.
     """
-    accelerator = start_alone(config.run_settings(), "a table is written")
+    accelerator = start_alone(
+        RunConfig(precision=config.precision, trackers=(), threads=config.threads), "a table is written"
+    )
     find_named_classifier.cache_clear()  # the classifier may be another one than at the last call of this process
     classifier_source = find_classifier(config)
     note_precision(classifier_source, accelerator)
@@ -96,9 +96,9 @@ def refuse_settings_of_others(config: PredictConfig, is_of_pixels: bool) -> None
     of_images = ("top", "probabilities")
     of_pixels = ("overlays", "data.mask_column", "data.ignore_index")
     kind = "the class of each pixel" if is_of_pixels else "a class for each image"
-    for name in of_images if is_of_pixels else of_pixels:
-        value, usual = (attrgetter(name)(each) for each in (config, PredictConfig()))
-        require(value == usual, name, value, f"left out: {config.classifier} predicts {kind}")
+    for name, value in changed_settings(config).items():
+        is_of_others = name in (of_images if is_of_pixels else of_pixels)
+        require(not is_of_others, name, value, f"left out: {config.classifier} predicts {kind}")
 
 
 def write_predicted_classes(
@@ -149,8 +149,7 @@ def image_settings(config: PredictConfig, crop_pct: float, settings: type[ProbeD
     Args:
         settings: with masks, or without: a column `mask` of a list of images then is one as any other.
     """
-    values = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(settings)}
-    return settings(**values | {"eval_crop": config.data.eval_crop or crop_pct})
+    return rebuild(settings(), flatten(config.data) | {"eval_crop": config.data.eval_crop or crop_pct})
 
 
 def write_predicted_masks(
@@ -304,7 +303,7 @@ def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, Loade
     is_inherited = named.data.label_column is None and config.data.label_column is not None
     learned_column = learned_label_column(find_classifier(config))
     if is_inherited and learned_column is not None:  # which stands before the run's column
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, label_column=None))
+        config = rebuild(config, {"data.label_column": None})
     return config, loaded
 
 

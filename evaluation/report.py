@@ -7,7 +7,6 @@ JSON. Pictures that do not exist yet are drawn; the page lists missing content w
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from evaluation.config import ReportConfig
@@ -20,7 +19,7 @@ from evaluation.pages.page import Page, Section, without_missing, write_page
 from evaluation.pages.picture_sections import picture_sections
 from evaluation.pages.run_sections import features_blocks, settings_blocks, unreadable_blocks
 from evaluation.pages.run_words import subtitle, verdict_points
-from mpp.config import require
+from mpp.config import rebuild, require
 from mpp.config.imports import require_imports
 from mpp.runtime.start import run_main
 from mpp.training.log import read_history
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page with the settings of the command line, or of `arguments`."""
     # without its images a run still has curves, so other images than the run's are not refused here
     config, _ = read_with_images(ReportConfig, arguments, encoder_of=tested_encoder)
-    report(replace(config, encoder=tested_encoder(config)))
+    report(rebuild(config, {"encoder": tested_encoder(config)}))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ Two readings: a batch norm and a linear layer on each patch, trained as DINOv2's
 the mask. The score is the mean IoU over the classes, of all held-out pixels together.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.config import SegmentationConfig
+from evaluation.config import EncoderConfig, MaskedDataConfig, SegmentationConfig
 from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.encoder import (
     CELLS_PER_SIDE,
@@ -90,13 +90,13 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     Raises:
         UserError: an encoder without patches, or images without masks.
     """
-    accelerator = start_alone(config.run_settings(), "patches are evaluated")
+    accelerator = start_alone(config.frozen.run_settings(config.precision), "patches are evaluated")
     path = report_path_of_command(config, "segmentation")
     splits = load_masked_images(config.data, loaded)
-    check_labels_unseen(config.weights, config.data, splits.train.images, splits.test.images)
+    check_labels_unseen(config.frozen.weights, config.data, splits.train.images, splits.test.images)
     print(describe_masked_images(splits, config.data))
     warn_of_turned_images(splits, config.data)
-    encoder = open_patch_encoder(config)
+    encoder = open_patch_encoder(config.frozen, config.data)
     if config.save:
         allowed = "left out: a colour baseline has no weights, so its head is not kept"
         require(isinstance(encoder, FrozenEncoder), "save", True, allowed)
@@ -241,7 +241,7 @@ def keep_reading(
         representation="patches",
         depth=report["protocol"]["chosen_depth"],
         input=describe_input(encoder, config.data, accelerator),
-        **describe_encoder(config),
+        **describe_encoder(config.frozen),
         learned=learned,
     )
     save_head(path.with_name(f"{path.stem}_head"), reading, description, config.seeds)
@@ -270,21 +270,21 @@ def mask_class_names(config: SegmentationConfig, numbers: Sequence[int]) -> list
     return [names[number] for number in numbers]
 
 
-def open_patch_encoder(config: SegmentationConfig) -> PatchEncoder:
+def open_patch_encoder(frozen: EncoderConfig, data: MaskedDataConfig) -> PatchEncoder:
     """The encoder that the settings name; for floor:pixels, the colours and positions of patches.
 
     Raises:
         Unavailable: it has no patches.
     """
-    encoder = open_frozen_encoder(config)
+    encoder = open_frozen_encoder(frozen, data)
     if isinstance(encoder, ColorBaseline):
         if encoder.kind != "pixels":
-            raise Unavailable(f"encoder is {config.encoder}; it must be floor:pixels; floor:colors has no patches")
+            raise Unavailable(f"encoder is {frozen.encoder}; it must be floor:pixels; floor:colors has no patches")
         return PatchBaseline(encoder.img_size, encoder.crop_pct, (CELLS_PER_SIDE, CELLS_PER_SIDE))
     try:
         patch_grid(encoder.model)
     except Unavailable as error:
-        raise Unavailable(f"encoder is {config.encoder}, which has no patches to evaluate: {error}") from None
+        raise Unavailable(f"encoder is {frozen.encoder}, which has no patches to evaluate: {error}") from None
     return encoder.to(device())
 
 
@@ -293,8 +293,8 @@ def open_baselines(config: SegmentationConfig, encoder: PatchEncoder) -> dict[st
     if not config.baselines or isinstance(encoder, PatchBaseline):
         return {}
     baselines: dict[str, PatchEncoder] = {}
-    if not config.random:
-        baselines["random weights"] = open_patch_encoder(dataclasses.replace(config, random=True))
+    if not config.frozen.random:
+        baselines["random weights"] = open_patch_encoder(replace(config.frozen, random=True), config.data)
     grid = patch_grid(encoder.model)
     baselines["colour and position"] = PatchBaseline(encoder.img_size, encoder.crop_pct, grid)
     return baselines
@@ -302,11 +302,11 @@ def open_baselines(config: SegmentationConfig, encoder: PatchEncoder) -> dict[st
 
 def print_tables(report: dict[str, Any], config: SegmentationConfig) -> None:
     """Print the scores of the encoder and its baselines, and the IoU of each class."""
-    lines = {config.encoder: results_at_chosen_depth(report)}
+    lines = {config.frozen.encoder: results_at_chosen_depth(report)}
     for name, baseline in report["baselines"].items():
         lines[name] = baseline if name == MOST_FREQUENT else results_at_chosen_depth(baseline)
     print(reading_table(lines, config.readings))
-    print(iou_table(lines[config.encoder], known_names(config)))
+    print(iou_table(lines[config.frozen.encoder], known_names(config)))
 
 
 def results_at_chosen_depth(report: dict[str, Any]) -> list[dict[str, Any]]:

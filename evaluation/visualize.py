@@ -35,7 +35,7 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> li
         UserError: no such encoder or images, or nothing to draw.
     """
     name = f"pictures{report_suffix(config)}"
-    folder = Path(config.out) if config.out else report_path(None, config.encoder, name)
+    folder = Path(config.out) if config.out else report_path(None, config.frozen.encoder, name)
     require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
     subject = load_subject(config, loaded)
     drawn = []

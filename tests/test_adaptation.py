@@ -261,7 +261,7 @@ def test_other_trainings_refuse_what_they_do_not_do():
     for option in ("--model.train=norm", "--model.lora_rank=2"):
         with pytest.raises(UserError, match="supervised training trains the whole encoder"):
             parse(SupervisedConfig, [option])
-    with pytest.raises(UserError, match="0 with init random"):
+    with pytest.raises(UserError, match=r"init is random; it must be encoder with optim\.layer_decay or frozen_steps"):
         parse(FinetuneConfig, ["--init=random", "--optim.frozen_steps=2"])
     with pytest.raises(UserError, match=r"optim.frozen_steps is 2; .* must be 0: the batch norms"):
         build_optimizer(timm.create_model("resnet18", num_classes=0), OptimConfig(frozen_steps=2))

@@ -134,7 +134,7 @@ def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, mon
 )
 def test_a_report_that_a_table_cannot_show_is_named(floor, monkeypatch, report, message):
     """Of an evaluation of a user's. Results that are not told apart would be one mean."""
-    monkeypatch.setattr(fewshot, "run", lambda config: report and Path(config.out).write_text(report))
+    monkeypatch.setattr(fewshot, "run", lambda config: report and Path(config.probe.out).write_text(report))
     with pytest.raises(UserError, match=rf"1 of 1 evaluations failed, such as floor-0-few-shot-one: {message}"):
         floor.compare()
     assert floor.results()["results"] == []
@@ -377,9 +377,9 @@ def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypa
     extracted = []
     extract = probing.extract_labelled_features
 
-    def noted(config, accelerator, loaded, **options):
-        extracted.append(config.encoder)
-        return extract(config, accelerator, loaded, **options)
+    def noted(frozen, *groups, **options):
+        extracted.append(frozen.encoder)
+        return extract(frozen, *groups, **options)
 
     monkeypatch.setattr(probing, "extract_labelled_features", noted)
     small.compare()

@@ -17,6 +17,7 @@ from evaluation.config import (
     KnnConfig,
     LinearConfig,
     MaskedConfig,
+    MaskedDataConfig,
     PredictConfig,
     ProbeDataConfig,
     ReportConfig,
@@ -243,7 +244,22 @@ def test_a_mistake_ends_the_command_with_one_line_and_no_traceback(monkeypatch, 
 def test_a_path_of_python_is_text(config_class, setting):
     """As `pretrain` returns one; reports hold settings as JSON."""
     value = Path("runs") / "mine.parquet"
-    assert getattr(config_class(**{setting: value}), setting) == "runs/mine.parquet"
+    assert flatten(config_class.of(**{setting: value}))[setting] == "runs/mine.parquet"
+
+
+def test_a_config_of_python_has_the_settings_by_their_names():
+    others = ProbeDataConfig(path="images", workers=0)
+    words = ["--encoder=runs/mine", "--shots=5", "--test=false", "--data.path=images", "--data.workers=0"]
+    given = {"encoder": "runs/mine", "shots": 5, "test": False}
+    assert FewshotConfig.of(**given, data=others) == parse(FewshotConfig, words)
+    assert FewshotConfig.of(**given, **{"data.path": "images", "data.workers": 0}) == parse(FewshotConfig, words)
+    for values, message in (
+        ({"shot": 5}, r"unknown setting shot \(did you mean shots\?\); allowed: encoder, "),
+        ({"data": MaskedDataConfig()}, "unknown setting data.mask_column"),
+        ({"depth": "first"}, "depth is first; it must be a whole number or last or all or dev"),
+    ):
+        with pytest.raises(UserError, match=message):
+            FewshotConfig.of(**values)
 
 
 def help_of(config_class, words, capsys):

@@ -13,7 +13,7 @@ from test_growth import WSD, encoder_of
 from test_verdict import FACTS, evaluation
 
 from evaluation import check, finetune
-from evaluation.config import EncoderConfig
+from evaluation.config import EncoderConfig, ProbeDataConfig
 from evaluation.frozen.encoder import open_frozen_encoder
 from evaluation.pages.curves import curves_of_run
 from evaluation.pages.run_sections import command_to_repeat
@@ -142,14 +142,14 @@ def test_a_run_that_is_not_cooled_down_is_advised_to(pretrain):
 
 def test_an_evaluation_notes_an_encoder_that_is_older_than_its_run_or_not_cooled_down(pretrain, capsys):
     run = pretrain(*CONSTANT)
-    open_frozen_encoder(EncoderConfig(encoder=str(run)))
+    open_frozen_encoder(EncoderConfig(str(run)), ProbeDataConfig())
     out = capsys.readouterr().out
     assert f"note: {run}/encoder is not cooled down yet: a branch of its run" in out and "has continued" not in out
     pretrain(*CONSTANT, "--run.steps=8")
     (run / "encoder" / "config.json").write_text(
         (run / "encoder" / "config.json").read_text().replace('"step": 8', '"step": 4')
     )
-    open_frozen_encoder(EncoderConfig(encoder=str(run)))
+    open_frozen_encoder(EncoderConfig(str(run)), ProbeDataConfig())
     assert f"note: {run}/encoder is of step 4, and its run has continued to step 8" in capsys.readouterr().out
 
 
@@ -169,8 +169,8 @@ def test_a_run_that_begins_from_an_encoder_older_than_its_run_notes_it(pretrain,
 
 
 def test_an_evaluation_of_a_cosine_run_notes_nothing(trained, capsys):
-    open_frozen_encoder(EncoderConfig(encoder=str(trained)))
-    open_frozen_encoder(EncoderConfig(encoder="floor:pixels"))
+    open_frozen_encoder(EncoderConfig(str(trained)), ProbeDataConfig())
+    open_frozen_encoder(EncoderConfig("floor:pixels"), ProbeDataConfig())
     assert "note" not in capsys.readouterr().out
 
 

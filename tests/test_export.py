@@ -82,7 +82,7 @@ def test_a_file_has_the_card_of_trained_weights_and_none_of_random_ones(finished
 def described(finished_run, **settings):
     """The weights and the card that a file's metadata has."""
     frozen = load_frozen_encoder(str(finished_run))
-    about = export.describe_file(ExportConfig(**settings), frozen, torch.zeros(0))
+    about = export.describe_file(ExportConfig.of(**settings), frozen, torch.zeros(0))
     return about["weights"], about["card"]
 
 

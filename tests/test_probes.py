@@ -336,7 +336,7 @@ def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
     [
         ("depth", "--depth=dev"),
         ("representation", "--representation=class"),
-        ("data", "--data.eval_crop=1"),
+        ("data.eval_crop", "--data.eval_crop=1"),
         ("encoder", "--encoder=runs/other"),
     ],
 )
@@ -444,7 +444,7 @@ def test_choosing_a_depth_takes_results_without_outcomes(vit):
     def evaluate(split):
         return [{"seed": 0, "accuracy": 0.5 if split.train is data.train else float(split.train.mean() < 0)}]
 
-    config = KnnConfig(encoder=str(vit[1]), depth="dev")
+    config = KnnConfig.of(encoder=str(vit[1]), depth="dev")
     deeper = data._replace(train=-np.abs(data.train))
     report = evaluate_by_depth(config, {1: data._replace(train=np.abs(data.train)), 2: deeper}, evaluate, "seed")
     assert report["protocol"]["chosen_depth"] == 2
@@ -452,14 +452,14 @@ def test_choosing_a_depth_takes_results_without_outcomes(vit):
 
 def test_a_report_of_random_weights_belongs_to_that_of_the_best_encoder(tmp_path):
     best = str(tmp_path / "run" / "encoder_best")
-    report = report_path_of_command(FewshotConfig(encoder=best), "fewshot")
-    of_random = report_path_of_command(FewshotConfig(encoder=best, random=True), "fewshot")
+    report = report_path_of_command(FewshotConfig.of(encoder=best), "fewshot")
+    of_random = report_path_of_command(FewshotConfig.of(encoder=best, random=True), "fewshot")
     assert of_random != report and of_learned_weights(of_random) == report
 
 
 def test_weights_of_the_same_file_name_have_reports_of_their_own():
     files = ("dino/model.safetensors", "mae/model.safetensors", "mae/../mae/model.safetensors")
-    configs = [FewshotConfig(encoder="vit_tiny_patch16_224", checkpoint=file) for file in files]
+    configs = [FewshotConfig.of(encoder="vit_tiny_patch16_224", checkpoint=file) for file in files]
     one, other, same = (report_path_of_command(config, "fewshot").name for config in configs)
     assert one.startswith("fewshot_model_") and one != other == same
 
@@ -594,7 +594,7 @@ def test_a_linear_probe_that_takes_long_says_how_far_it_is(solver, monkeypatch, 
 
 def test_a_probe_of_depths_that_takes_long_says_how_many_are_done(monkeypatch, capsys):
     monkeypatch.setattr(probing, "SHOW_BAR_AFTER", 0)
-    config = LinearConfig(depth="dev", l2=(1e-2,), iterations=3)
+    config = LinearConfig.of(depth="dev", l2=(1e-2,), iterations=3)
     by_depth = {1: features(seed=1), 2: features(seed=2)}
     evaluate_by_depth(config, by_depth, lambda data: linear.evaluate(data, config), "solver")
     assert re.findall(r"depths:.* (\d)/(\d) ", capsys.readouterr().err)[-1] == ("2", "2")

@@ -145,7 +145,7 @@ def test_dinov2_of_other_encoders():
     assert [each.shape for each in protocol.encode(shallow, torch.zeros(1, 3, 32, 32))] == [(1, 16), (1, 32)]
     with pytest.raises(Unavailable, match="encoder is floor:pixels; protocol dinov2 needs a ViT"):
         probe.open_protocol(
-            LinearConfig(encoder="floor:pixels", protocol="dinov2"), load_frozen_encoder("floor:pixels")
+            LinearConfig.of(encoder="floor:pixels", protocol="dinov2"), load_frozen_encoder("floor:pixels")
         )
 
 
@@ -246,10 +246,10 @@ def test_maes_head_is_kept(short, trained, report_of, image_folder, tmp_path, mo
         (("--protocol=mae", "--l2=1"), r"l2 is \[1.0\]; .* no effect unless protocol is logistic"),
         (("--protocol=mae", "--solver=sgd"), "solver is sgd; .* no effect unless protocol is logistic"),
         (("--protocol=dinov2", "--epochs=3"), "epochs is 3; .* no effect unless protocol is logistic"),
-        (("--protocol=dinov2", "--depth=1"), "depth is 1; it must be last or left out: protocol dinov2 chooses"),
+        (("--protocol=dinov2", "--depth=1"), "depth is 1; it must be left out with protocol dinov2"),
         (("--protocol=dinov2", "--representation=class"), "representation is class; it must be left out"),
         (("--protocol=dinov2", "--save=true"), "save is true; it must be left out"),
-        (("--protocol=mae", "--features=f.npz"), "protocol is mae; it must be logistic or left out"),
+        (("--protocol=mae", "--features=f.npz"), "features is f.npz; it must be left out with protocol mae"),
     ],
 )
 def test_what_a_protocol_fixes_is_refused_beside_it(words, message):

@@ -605,7 +605,7 @@ def test_images_that_cannot_be_decoded_have_no_neighbours_and_no_loss(finished_r
     for number in (3, 7):
         (tmp_path / "images" / f"{number}.png").write_bytes(b"broken")
     data = ProbeDataConfig(path=str(tmp_path / "images"), eval_split=None, eval_fraction=0.9, workers=0)
-    subject = load_subject(VisualizeConfig(encoder=str(finished_run), data=data, precision="fp32"))
+    subject = load_subject(VisualizeConfig.of(encoder=str(finished_run), data=data, precision="fp32"))
     names = extract_gallery(subject, subject.held_out, 2, "mean").names
     broken = {str(tmp_path / "images" / f"{number}.png") for number in (3, 7)}
     held_out = {subject.held_out.image_name(index) for index in range(len(subject.held_out))}

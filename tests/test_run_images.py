@@ -63,7 +63,7 @@ def test_reports_on_other_images_than_the_runs_are_named_after_them(tmp_path):
     assert suffix() == ""
     elsewhere = suffix("--data.path=elsewhere")
     other_labels = suffix("--data.path=elsewhere", "--data.label_column=kind")
-    from_python = report_suffix(KnnConfig(encoder=str(tmp_path)))  # the package's images
+    from_python = report_suffix(KnnConfig.of(encoder=str(tmp_path)))  # the package's images
     assert [name.rpartition("_")[0] for name in (elsewhere, other_labels)] == ["_elsewhere", "_elsewhere"]
     assert elsewhere != other_labels
     assert from_python.rpartition("_")[0] == "_birds"
@@ -116,7 +116,7 @@ def test_settings_from_python_take_over_nothing_and_a_note_says_so(pretrain, ima
     others = ProbeDataConfig(path=str(image_folder), workers=0)
     birds = "note: data.path is null: these are the package's birds, and not the images of"
     read = f"{folder} learned from images that were read with data.range [0.0, 51.0] (here null), data.nodata 7"
-    fewshot.run(FewshotConfig(encoder=str(folder), data=others, **few))
+    fewshot.run(FewshotConfig.of(encoder=str(folder), data=others, **few))
     said = capsys.readouterr().out
     assert read in said and birds not in said
     note_other_images(str(folder), replace(others, path=None))
@@ -164,7 +164,7 @@ def test_a_run_is_evaluated_on_its_own_images_from_any_folder(of_a_relative_path
     images = own_images(of_a_relative_path)
     assert (images.path, images.cut_seed) == (str(image_folder), 3)
     others = replace(KnnConfig().data, path="images")
-    assert report_suffix(KnnConfig(encoder=str(of_a_relative_path), data=others)) != ""
+    assert report_suffix(KnnConfig.of(encoder=str(of_a_relative_path), data=others)) != ""
 
 
 def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path, image_folder):
@@ -260,7 +260,7 @@ def test_images_that_one_command_compared_are_not_those_of_the_next(of_a_relativ
     own_images(of_a_relative_path)
     (image_folder / "cat").rename(image_folder / "lion")
     data = own_images(of_a_relative_path, f"--data.path={image_folder}", *CUT, "--data.cut_seed=3")
-    train, _ = load_images_of(KnnConfig(encoder=str(of_a_relative_path), data=data))
+    train, _ = load_images_of(str(of_a_relative_path), data)
     names = [train.image_name(index) for index in range(len(train))]
     assert any("lion" in name for name in names) and not any("cat" in name for name in names)
 
@@ -274,7 +274,7 @@ def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder,
         own_images(of_a_relative_path)
     images = own_images(of_a_relative_path, f"--data.path={moved}")
     assert (images.path, images.cut_seed, images.eval_split) == (str(moved), 3, None)
-    assert report_suffix(KnnConfig(encoder=str(of_a_relative_path), data=images)) == ""
+    assert report_suffix(KnnConfig.of(encoder=str(of_a_relative_path), data=images)) == ""
     other = shutil.copytree(moved, tmp_path / "other")
     (other / "cat" / "00.png").write_bytes(encoded(picture(99)))
     capsys.readouterr()

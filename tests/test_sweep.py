@@ -26,7 +26,7 @@ from evaluation.comparison.reports import describe_missing_seeds
 from evaluation.comparison.sweep_results import advice, next_value, plot_sweep, ranking, trials_table, write_sweep
 from evaluation.comparison.trainings import step_flops
 from evaluation.comparison.trials import plan_sweep
-from evaluation.config import KnnConfig, ProbeDataConfig, SweepConfig
+from evaluation.config import EncoderConfig, ProbeDataConfig, SweepConfig
 from evaluation.frozen.encoder import open_frozen_encoder
 from evaluation.frozen.labelled_features import LabelledFeatures, save_features
 from evaluation.metrics.scoring import KINDS
@@ -514,7 +514,7 @@ def features_of_the_cut(images):
     train, _ = load_image_datasets(SourceConfig(path=str(images)))
     order = permutation(Stream.CUT, 0, 0, len(train))
     held, rest = np.sort(order[:2]), np.sort(order[2:])
-    encoder = open_frozen_encoder(KnnConfig(encoder="floor:pixels"))
+    encoder = open_frozen_encoder(EncoderConfig("floor:pixels"), ProbeDataConfig())
     views = ViewDataset(train, ProbeDataConfig(eval_crop=encoder.crop_pct), encoder.img_size)
     shown = collate([views[FIXED_VIEW, index] for index in range(len(train))]).images
     (features,) = encoder(shown, representation="mean", depths=[1])

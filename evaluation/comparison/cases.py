@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,15 @@ from evaluation.comparison.entries import (
     Question,
 )
 from evaluation.config import is_colour_baseline
-from evaluation.frozen.run_images import absolute_path
+from evaluation.frozen.run_images import EVALUATED_SETTINGS, absolute_path
 from evaluation.registry import EVALUATIONS, Evaluation
-from mpp.config import HOW_READ, SourceConfig, require
+from mpp.config import HOW_READ, SourceConfig, changed_settings, flatten, rebuild, require
 from mpp.config.parsing import as_command_line
 from mpp.runtime.messages import note, tell
 
 MAX_NAME_BYTES = 180
 IMAGES_SETTING = "data.path"
 """The option of an evaluation that names images of its own."""
-OF_THE_ENCODER = (*HOW_READ, "train_images")
-"""Settings of the images that an encoder learned from which are none of a dataset: each encoder reads in its own way,
-and its share of the images to pre-train on is none of the labels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,19 +204,14 @@ def names_images(case: Case) -> bool:
         return False
     options = case.entry.options | case.encoder.entry.options
     settings = parsed(case.evaluation.config_class(), tuple(command_line(options, case.encoder.seed)))
-    return getattr(getattr(settings, "data", None), "path", "no such setting") is not None
+    return flatten(settings).get("data.path", "no such setting") is not None
 
 
 def image_options(data: SourceConfig) -> Options:
-    """The settings of images that are not the defaults, as options of a dataset."""
-    options: Options = {}
-    for each in fields(SourceConfig):
-        value = getattr(data, each.name)
-        if each.metadata.get("operational") or each.name in OF_THE_ENCODER:
-            continue
-        if value != getattr(SourceConfig, each.name):
-            options[f"data.{each.name}"] = value
-    return options
+    """The settings of images that are not the defaults, as options of a dataset: each encoder reads in its own way."""
+    changed = changed_settings(rebuild(SourceConfig(), flatten(data)))
+    names = [name for name in changed if name in EVALUATED_SETTINGS and name not in HOW_READ]
+    return {f"data.{name}": changed[name] for name in names}
 
 
 def described(options: Options) -> str:

@@ -12,7 +12,7 @@ from evaluation.comparison.cases import Case, evaluation_settings
 from evaluation.comparison.encoders import Encoder
 from evaluation.config import ContrastiveConfig, FinetuneConfig, MaskedDataConfig, SupervisedConfig
 from evaluation.frozen.run_images import record_images
-from mpp.config import Config, SourceConfig, changed_settings, settings_of
+from mpp.config import Config, SourceConfig, changed_settings, flatten, settings_of
 from mpp.config.imports import imported
 from mpp.data.data_path import is_local
 from mpp.runtime.files import short_digest
@@ -97,7 +97,7 @@ def depends_on_images_of_a_pass(config: Any) -> bool:
 
 def label_task(config: Any) -> str:
     """The kind of label that a command's settings ask for; of a command without labels the usual one."""
-    return getattr(config, "task", "class")
+    return flatten(config).get("task", "class")
 
 
 def provenance(case: Case) -> dict[str, Any]:

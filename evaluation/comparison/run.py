@@ -33,7 +33,7 @@ from evaluation.comparison.trainings import TRAININGS, with_compute
 from evaluation.frozen.probing import features_shared, forget_features
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import record_images, record_source
-from mpp.config import TrainingConfig
+from mpp.config import TrainingConfig, rebuild
 from mpp.data.identity import differences
 from mpp.errors import Diverged, Unavailable, UserError
 from mpp.runtime.files import Held, hold
@@ -186,11 +186,11 @@ def settings_to_evaluate(case: Case, folder: Path) -> Any:
 
     Fine-tuning has a run folder for only these images and weights: a finished run with others is not taken for it.
     """
-    config = replace(evaluation_settings(case), out=str(report_path_of_case(case, folder)))
-    if case.evaluation.kind != "fine-tuning":
-        return config
-    run_folder = folder / "finetuned" / f"{case.file_name}-{case_digest(case)}-{digest_of(provenance(case))}"
-    return replace(config, run=replace(config.run, dir=str(run_folder)))
+    places = {"out": str(report_path_of_case(case, folder))}
+    if case.evaluation.kind == "fine-tuning":
+        name = f"{case.file_name}-{case_digest(case)}-{digest_of(provenance(case))}"
+        places["run.dir"] = str(folder / "finetuned" / name)
+    return rebuild(evaluation_settings(case), places)
 
 
 def train_encoder(encoder: Encoder, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The trials of a sweep, as encoders of a comparison, each evaluated on a dev split."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -194,7 +194,7 @@ def evaluation_entries(config: SweepConfig, is_cut: bool) -> list[EvaluationEntr
 
 def has_test(config_class: type) -> bool:
     """Whether an evaluation can be done on a dev split."""
-    return "test" in {each.name for each in fields(config_class)}
+    return "test" in flatten(config_class())
 
 
 def refuse_test_images(case: Case) -> None:
@@ -204,7 +204,7 @@ def refuse_test_images(case: Case) -> None:
     if not not_looking:
         split = training.data.eval_split
         require(split is None, f"{case.encoder.entry.name}: data.eval_split", split, "null, as it is in settings")
-    evaluation = evaluation_settings(case)
-    if getattr(evaluation, "test", True) and hasattr(evaluation, "data"):
-        split = evaluation.data.eval_split
+    evaluation = flatten(evaluation_settings(case))
+    if evaluation.get("test", True):
+        split = evaluation.get("data.eval_split")
         require(split is None, "evaluate: data.eval_split", split, "null, as it is in settings")

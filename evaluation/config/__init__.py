@@ -7,11 +7,11 @@ from evaluation.config.encoders import (
     EmbedConfig,
     EncoderConfig,
     ExportConfig,
+    ExtractionConfig,
     FeaturesConfig,
     LabelTask,
     MaskedDataConfig,
     NumberLoss,
-    PrecisionConfig,
     PredictConfig,
     ProbeDataConfig,
     ReportConfig,
@@ -19,7 +19,6 @@ from evaluation.config.encoders import (
     is_colour_baseline,
 )
 from evaluation.config.probes import (
-    OF_AN_ENCODER,
     FewshotConfig,
     FrozenProbeConfig,
     KnnConfig,
@@ -37,6 +36,5 @@ from evaluation.config.training import (
     Pooling,
     SupervisedConfig,
     ViewsConfig,
-    check_colour_changes,
     config_class_of,
 )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from evaluation.config.encoders import Integers, Precision
 from mpp.config import Settings, setting
 
 
@@ -16,7 +17,7 @@ class ThroughputConfig(Settings):
     """Side of its images, a multiple of its patch size. null: its own."""
     batch_size: int = setting(16, at_least=1)
     """Images per step."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    precision: Precision = "auto"
     """Compute type. auto: bf16 where the hardware computes in it."""
     compile: bool = False
     """Compile all models that are trained with torch.compile."""
@@ -89,7 +90,7 @@ class SweepConfig(Settings):
     """Further trials, each a mapping of settings. With run.seed, a point is one more seed of that trial."""
     compute: float | None = setting(None, above=0)
     """Compute of each trial in PFLOP; its number of steps follows. null: run.steps of settings."""
-    seeds: tuple[int, ...] | int = setting((0,), at_least=0, distinct=True)
+    seeds: Integers = setting((0,), at_least=0, distinct=True)
     """Seeds of each trial of the grid, and of points without run.seed: the spread is over them."""
     evaluate: dict[str, Any] | tuple[dict[str, Any], ...] = field(default_factory=lambda: {"command": "linear"})
     """Evaluation that ranks the trials: {command, options}, or several, of which the first one ranks. It needs a

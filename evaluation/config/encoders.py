@@ -1,13 +1,23 @@
 """Settings of commands that read a frozen encoder.
 
-Groups of settings that several commands have are classes of their own, which commands combine: EncoderConfig,
-PrecisionConfig, FeatureConfig. Their settings stand on the command line without a prefix, so they are base classes.
+A command's config has groups of settings that others have, too: EncoderConfig, ExtractionConfig. These are flat: their
+settings stand on the command line and in files without a prefix.
 """
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mpp.config import Representation, RunConfig, Settings, SourceConfig, group, require, setting
+from mpp.config import (
+    ImageSize,
+    Representation,
+    RunConfig,
+    Settings,
+    SourceConfig,
+    changed_settings,
+    group,
+    require,
+    setting,
+)
 
 PictureName = Literal[
     "predictions",
@@ -28,6 +38,12 @@ OF_SPLITS = (*OF_CUTS, "label_column", "eval_label_column")
 
 COLOUR_BASELINE = "floor:"
 """Beginning of the names of colour baselines, which take an encoder's place."""
+Integers = tuple[int, ...] | int
+"""Several whole numbers, or one."""
+Numbers = tuple[float, ...] | float
+"""Several numbers, or one."""
+Precision = Literal["auto", "bf16", "fp32"]
+Depth = int | Literal["last", "all", "dev"]
 LabelTask = Literal["auto", "class", "several", "number"]
 NumberLoss = Literal["l2", "l1"]
 
@@ -59,12 +75,7 @@ class MaskedDataConfig(ProbeDataConfig):
 
 @dataclass(frozen=True)
 class EncoderConfig(Settings):
-    """A frozen encoder and its images."""
-
-    # Settings that only some commands have. Without a type they are no fields: for all others these are the values.
-    representation = "mean"
-    depth = "last"
-    features = None
+    """A frozen encoder."""
 
     encoder: str = "runs/birds"
     """Encoder: a run folder, encoder folder, zoo:NAME (it comes with mpp), hf-hub:NAME, the name of a timm model (with
@@ -75,38 +86,31 @@ class EncoderConfig(Settings):
     """Use random weights in the same architecture: the baseline of pre-training."""
     seed: int = 0
     """Seed of the random weights."""
-    img_size: int | tuple[int, int] | None = None
+    img_size: int | ImageSize | None = None
     """Input size, a side or height and width; position embeddings are resampled. null: the encoder's own."""
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
-    data: ProbeDataConfig = group(ProbeDataConfig())
 
     @property
     def weights(self) -> str:
         """Place or name of the encoder's weights; empty: they are random."""
         return "" if self.random else self.checkpoint or self.encoder
 
+    def run_settings(self, precision: Precision) -> RunConfig:
+        """The settings by which a command with it starts: there is no run, and no tracker."""
+        return RunConfig(precision=precision, trackers=(), threads=self.threads)
+
 
 @dataclass(frozen=True)
-class PrecisionConfig(Settings):
-    """Arithmetic of a frozen encoder."""
+class ExtractionConfig(Settings):
+    """Extraction of features from labelled images: the encoder's output to use, and the file to write."""
 
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    precision: Precision = "auto"
     """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
-
-    def run_settings(self) -> RunConfig:
-        """The settings by which a command with these starts: there is no run, and no tracker."""
-        return RunConfig(precision=self.precision, trackers=(), threads=self.threads)
-
-
-@dataclass(frozen=True)
-class FeatureConfig(Settings):
-    """Features of images: the encoder's output to use, and the file to write."""
-
     representation: Representation = "mean"
     """Pooling: `class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of
     its own."""
-    depth: int | Literal["last", "all", "dev"] = "last"
+    depth: Depth = "last"
     """Number of blocks before the features are taken. last: the encoder's output; all: every depth; dev: the best depth
     on a tenth of the training images."""
     task: LabelTask = "auto"
@@ -119,33 +123,41 @@ class FeatureConfig(Settings):
 
 
 @dataclass(frozen=True)
-class FeaturesConfig(FeatureConfig, PrecisionConfig, EncoderConfig):
+class FeaturesConfig(Settings):
     """Frozen features of an encoder on labelled images."""
+
+    frozen: EncoderConfig = group(EncoderConfig(), is_flat=True)
+    data: ProbeDataConfig = group(ProbeDataConfig())
+    extraction: ExtractionConfig = group(ExtractionConfig(), is_flat=True)
 
 
 @dataclass(frozen=True)
-class EmbedConfig(PrecisionConfig, EncoderConfig):
+class EmbedConfig(Settings):
     """The features of all images of a dataset, as a table."""
 
+    frozen: EncoderConfig = group(EncoderConfig(), is_flat=True)
+    data: ProbeDataConfig = group(
+        ProbeDataConfig(), **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
+    )
+    precision: Precision = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     representation: Representation = "mean"
     """Pooling: `class` token, `mean` of the patches, or `both`. For predictions of a classifier use `mpp predict`."""
     depth: int | Literal["last"] = "last"
     """Number of blocks before the features are taken. last: the encoder's output."""
     out: str = setting("features.parquet", operational=True)
     """Parquet file to write: a row for each image of all splits."""
-    data: ProbeDataConfig = group(
-        ProbeDataConfig(), **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
-    )
 
     def check(self):
-        super().check()
         require(self.out.endswith(".parquet"), "out", self.out, "a file whose name ends in .parquet")
 
 
 @dataclass(frozen=True)
-class PredictConfig(PrecisionConfig):
+class PredictConfig(Settings):
     """Predictions of a classifier for new images, as a table, or as masks with the class of each pixel."""
 
+    precision: Precision = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     classifier: str = "runs/birds_finetuned"
     """Classifier: the folder of a fine-tuned or supervised run, of a head kept by `mpp linear --save true` or `mpp
     segmentation --save true`, or in timm's layout with a head; or the name of a timm model."""
@@ -175,9 +187,11 @@ class PredictConfig(PrecisionConfig):
 
 
 @dataclass(frozen=True)
-class ExportConfig(EncoderConfig):
+class ExportConfig(Settings):
     """An encoder as a file that needs neither mpp nor, as ONNX, Python."""
 
+    frozen: EncoderConfig = group(EncoderConfig(), is_flat=True)
+    data: ProbeDataConfig = group(ProbeDataConfig())
     out: str = setting("encoder.onnx", operational=True)
     """File to write; an existing one is replaced. FILE.json next to it has the same metadata, and the results of its
     verification."""
@@ -200,16 +214,20 @@ class ExportConfig(EncoderConfig):
     int8."""
 
     def check(self):
-        names = ("checkpoint", "random", "img_size", "normalize")
-        changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
-        allowed = f"another one with {' and '.join(changed)}: logits need the run as it was trained"
-        require(self.representation != "logits" or not changed, "representation", "logits", allowed)
+        if self.representation == "logits":
+            changed = changed_settings(self).keys() & {"checkpoint", "random", "img_size", "normalize"}
+            allowed = f"another one with {' and '.join(changed)}: logits need the run as it was trained"
+            require(not changed, "representation", "logits", allowed)
 
 
 @dataclass(frozen=True)
-class VisualizeConfig(PrecisionConfig, EncoderConfig):
+class VisualizeConfig(Settings):
     """Pictures of an encoder's features, attention, positions and predictions."""
 
+    frozen: EncoderConfig = group(EncoderConfig(), is_flat=True)
+    data: ProbeDataConfig = group(ProbeDataConfig())
+    precision: Precision = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     out: str | None = None
     """Folder to write. null: evaluation/pictures in the run folder, or runs/NAME/evaluation/pictures."""
     pictures: tuple[PictureName, ...] | PictureName = setting(EVERY, distinct=True)
@@ -218,7 +236,7 @@ class VisualizeConfig(PrecisionConfig, EncoderConfig):
         6, at_least=1, needs={"pictures": ("predictions", "attention_rollout", "pca", "similarity", "neighbours")}
     )
     """Number of held-out images in pictures that show examples, a choice by data.cut_seed."""
-    patches: tuple[int, ...] | int | None = setting(
+    patches: Integers | None = setting(
         None, at_least=0, distinct=True, needs={"pictures": ("similarity", "neighbours")}
     )
     """Query patches of similarity, counted row by row from 0; the first one is also the query of neighbours. null:
@@ -229,7 +247,7 @@ class VisualizeConfig(PrecisionConfig, EncoderConfig):
     """Average each layer of the rollout with the identity, for the residual connection."""
     rollout_from: Literal["auto", "class", "patches"] = setting("auto", needs={"pictures": "attention_rollout"})
     """Start of the rollout. auto: [class], or the mean of the patches if [class] was not trained on its own."""
-    bands: tuple[int, ...] | int | None = setting(None, at_least=1)
+    bands: Integers | None = setting(None, at_least=1)
     """Channels shown as red, green and blue, or one shown as grey, counted from 1: [3, 2, 1]. null: RGB and grey as
     they are; other channels side by side, or their mean under an overlay."""
     representation: Representation = setting("mean", needs={"pictures": ("rank", "accuracy_by_depth")})
@@ -241,9 +259,11 @@ class VisualizeConfig(PrecisionConfig, EncoderConfig):
 
 
 @dataclass(frozen=True)
-class ReportConfig(PrecisionConfig):
+class ReportConfig(Settings):
     """A page about a run: its verdict, curves and pictures."""
 
+    precision: Precision = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     encoder: str = "runs/birds"
     """Run folder."""
     threads: int = setting(0, operational=True)

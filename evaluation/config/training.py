@@ -1,20 +1,21 @@
 """Settings of commands that train: supervised, fine-tuning, contrastive."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from evaluation.config.encoders import LabelTask, NumberLoss
+from evaluation.config.encoders import LabelTask, NumberLoss, Numbers
 from mpp.config import (
     AugmentConfig,
     Config,
     DataConfig,
+    ImageSize,
     ModelConfig,
     OptimConfig,
     ProbeConfig,
     RunConfig,
     Settings,
     TrainingConfig,
+    flatten,
     group,
     require,
     setting,
@@ -25,6 +26,7 @@ HeadKind = Literal["mlp_tanh", "linear"]
 DEIT_WEIGHTS = {"hard": 0.5, "soft": 0.1}
 """The teacher's share of the loss by kind of distillation (DeiT, equation 3 and section 6)."""
 TRAIN_WHOLE = "supervised training trains the whole encoder"
+WITH_TEACHER = {"distill.teacher": True}
 OF_STREAMS = dict.fromkeys(("streaming", "shuffle_block"), "only masked patch prediction reads a stream of images")
 
 
@@ -46,13 +48,13 @@ class DistillConfig(Settings):
     teacher: str | None = setting(None, operational=True)  # it may move: teacher_sha256 says which it is
     """Teacher: the folder of a finished supervised or fine-tuned run, or of a timm model with a head (config.json,
     model.safetensors). null: no teacher, and no distillation token."""
-    kind: Literal["hard", "soft"] = setting("hard", needs={"distill.teacher": True})
+    kind: Literal["hard", "soft"] = setting("hard", needs=WITH_TEACHER)
     """Target from the teacher. hard: its most likely class; soft: its probabilities."""
     temperature: float = setting(3.0, above=0, needs={"distill.teacher": True, "distill.kind": "soft"})
     """Temperature of soft distillation: divisor of both logits (DeiT: 3)."""
-    weight: float | None = setting(None, at_least=0, at_most=1, needs={"distill.teacher": True})
+    weight: float | None = setting(None, at_least=0, at_most=1, needs=WITH_TEACHER)
     """Weight of the teacher's loss; the labels get the rest. null: as in DeiT, 0.5 for hard and 0.1 for soft."""
-    teacher_sha256: str | None = setting(None, needs={"distill.teacher": True})
+    teacher_sha256: str | None = setting(None, needs=WITH_TEACHER)
     """Checksum of the teacher's weights; a run cannot be resumed with others. null: computed when the run begins."""
 
     @property
@@ -79,7 +81,7 @@ class SupervisedConfig(TrainingConfig):
 
     def check(self):
         self.optim.check_length(self.run.steps)
-        check_colour_changes(self.data.channels, {"augment.randaugment": self.augment.randaugment}, "crops and flips")
+        check_colours(self, "augment.randaugment")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class FinetuneConfig(TrainingConfig):
     """Local .safetensors file with the weights of a timm model, instead of its published ones."""
     init: Literal["encoder", "random"] = "encoder"
     """Initial weights. random: the same architecture and recipe from random weights."""
-    img_size: int | tuple[int, int] | None = None
+    img_size: int | ImageSize | None = None
     """Input size, a side or height and width; position embeddings are interpolated in 2-D (paper: 384). null: the
     encoder's own."""
     pooling: Pooling = "auto"
@@ -102,7 +104,7 @@ class FinetuneConfig(TrainingConfig):
     """Stochastic depth rate of the last block, rising linearly from 0. null: the encoder's own (mostly 0)."""
     activation_checkpointing: bool = setting(False, operational=True)
     """Keep one activation per block and recompute the rest in the backward pass: less memory, one more forward pass."""
-    lrs: tuple[float, ...] | float = setting((0.001, 0.003, 0.01, 0.03), above=0, distinct=True)
+    lrs: Numbers = setting((0.001, 0.003, 0.01, 0.03), above=0, distinct=True)
     """Learning rates (instead of optim.lr), compared on the dev split if there are several (the paper's Table 4)."""
     dev_fraction: float = setting(0.1, above=0, below=1)
     """Dev split as a share of the training images (paper: 10 % Pets and Flowers, 2 % CIFAR, 1 % ImageNet)."""
@@ -131,12 +133,11 @@ class FinetuneConfig(TrainingConfig):
     )
 
     def check(self):
-        if self.init == "random":
-            decay = self.optim.layer_decay
-            require(decay is None, "optim.layer_decay", decay, "null with init random: all layers must be trained")
-            frozen = self.optim.frozen_steps
-            require(frozen == 0, "optim.frozen_steps", frozen, "0 with init random: all layers must be trained")
+        trains_all = self.optim.layer_decay is None and self.optim.frozen_steps == 0
+        allowed = "encoder with optim.layer_decay or frozen_steps: random weights must all be trained"
+        require(trains_all or self.init == "encoder", "init", self.init, allowed)
         self.optim.check_length(self.run.steps)
+        check_colours(self, "augment.randaugment")
         require(self.test or len(self.lrs) > 1, "test", self.test, "true with one of lrs: nothing would be trained")
         if self.dev_steps is not None:
             self.optim.check_length(self.dev_steps, "dev_steps")
@@ -206,8 +207,7 @@ class ContrastiveConfig(TrainingConfig):
 
     def check(self):
         self.optim.check_length(self.run.steps)
-        of_colours = {"views.jitter": self.views.jitter, "views.grey": self.views.grey}
-        check_colour_changes(self.data.channels, of_colours, "crops, flips and blur")
+        check_colours(self, "views.jitter", "views.grey")
 
 
 CONFIG_BY_SETTING: dict[str, type[TrainingConfig]] = {
@@ -223,19 +223,12 @@ CLASSIFIERS = (SupervisedConfig, OneRunConfig)
 
 def config_class_of(settings: dict[str, Any]) -> type[TrainingConfig] | None:
     """Class of the settings of a run, by a setting that only such runs have; None where it is not known."""
-    for name, config_class in CONFIG_BY_SETTING.items():
-        if name in settings:
-            return config_class
-    return None
+    return next((kind for name, kind in CONFIG_BY_SETTING.items() if name in settings), None)
 
 
-def check_colour_changes(channels: int, strengths: Mapping[str, float], instead: str) -> None:
-    """Raise UserError for augmentation of colours on images that are not RGB.
-
-    Args:
-        strengths: setting -> its value; 0 is off.
-        instead: augmentation that such images can have, in words.
-    """
-    for name, strength in strengths.items():
-        allowed = f"0 with {channels} channels: it changes colours; use {instead}"
-        require(channels == 3 or strength == 0, name, strength, allowed)
+def check_colours(config: TrainingConfig, *keys: str) -> None:
+    """Raise UserError for augmentation of colours, by these settings, on images that are not RGB."""
+    values, channels = flatten(config), config.data.channels
+    for key in keys:
+        allowed = f"0 with {channels} channels: it changes colours"
+        require(channels == 3 or values[key] == 0, key, values[key], allowed)

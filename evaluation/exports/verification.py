@@ -82,7 +82,7 @@ class Verification(NamedTuple):
         of_train = self.extract(train, compute)
         of_test = self.extract(test, compute)
         features = LabelledFeatures(of_train.by_depth[0], of_train.labels, of_test.by_depth[0], of_test.labels)
-        results = fewshot.evaluate(features.checked(self.config.encoder), FewshotConfig(shots=(SHOTS,)))
+        results = fewshot.evaluate(features.checked(self.config.frozen.encoder), FewshotConfig(shots=(SHOTS,)))
         return float(np.mean([result["accuracy"] for result in add_scores(results)]))
 
     def extract(self, dataset: ImageDataset, compute: Computation):

@@ -144,19 +144,14 @@ def load_frozen_encoder(
     return frozen
 
 
-def open_frozen_encoder(settings: EncoderConfig) -> FrozenEncoder | ColorBaseline:
+def open_frozen_encoder(frozen: EncoderConfig, data: ProbeDataConfig) -> FrozenEncoder | ColorBaseline:
     """Load the encoder that a command's settings name, for the channels of its images."""
-    if not settings.random and settings.checkpoint is None:
-        note_growth(settings.encoder)
+    if not frozen.random and frozen.checkpoint is None:
+        note_growth(frozen.encoder)
     encoder = load_frozen_encoder(
-        settings.encoder,
-        settings.checkpoint,
-        settings.random,
-        settings.img_size,
-        settings.seed,
-        settings.data.channels,
+        frozen.encoder, frozen.checkpoint, frozen.random, frozen.img_size, frozen.seed, data.channels
     )
-    note_other_images(settings.encoder, settings.data)
+    note_other_images(frozen.encoder, data)
     return encoder
 
 

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.config import FeaturesConfig, FrozenProbeConfig, ProbeDataConfig
+from evaluation.config import EncoderConfig, ExtractionConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.labelled_features import DEV, LabelledFeatures
@@ -135,13 +135,15 @@ class ExtractedFeatures(NamedTuple):
 
 
 def extract_labelled_features(
-    config: FeaturesConfig | FrozenProbeConfig,
+    frozen: EncoderConfig,
+    data: ProbeDataConfig,
+    extraction: ExtractionConfig,
     accelerator: Accelerator,
     loaded: LoadedSplits | None = None,
     on_dev: bool = False,
     check_kind: Callable[[str], object] = lambda kind: None,
 ) -> ExtractedFeatures:
-    """Extract features of the labelled images at the depths that `config.depth` means.
+    """Extract features of the labelled images at the depths that `extraction.depth` means.
 
     Args:
         on_dev: take a tenth of the training images as the test images.
@@ -149,16 +151,16 @@ def extract_labelled_features(
     Raises:
         UserError: the images have no labels, or there is no such encoder, image or depth.
     """
-    encoder = open_frozen_encoder(config)
-    depths = resolve_depths(config.depth, len(encoder.stages))
+    encoder = open_frozen_encoder(frozen, data)
+    depths = resolve_depths(extraction.depth, len(encoder.stages))
     learned, tested, _ = load_labelled(
-        config.data, accelerator, config.weights, loaded=loaded, on_dev=on_dev, task=config.task, check_kind=check_kind
+        data, accelerator, frozen.weights, loaded=loaded, on_dev=on_dev, task=extraction.task, check_kind=check_kind
     )
     encoder.to(accelerator.device)
-    encode = partial(encoder, representation=config.representation, depths=depths)
+    encode = partial(encoder, representation=extraction.representation, depths=depths)
     with deaths_explained():
         train, test = (
-            extract_split(views_for(encoder, split, config.data), encode, accelerator, config.strict, "features")
+            extract_split(views_for(encoder, split, data), encode, accelerator, extraction.strict, "features")
             for split in (learned, tested)
         )
     left_out = {"train": len(train.unreadable), DEV if on_dev else "test": len(test.unreadable)}
@@ -172,8 +174,8 @@ def extract_labelled_features(
         features = LabelledFeatures(
             of_train, train.labels, of_test, test.labels, learned.class_names, test_images, learned.label_kind
         )
-        by_depth[depth] = features.checked(config.encoder)
-    return ExtractedFeatures(by_depth, left_out, describe_input(encoder, config.data, accelerator))
+        by_depth[depth] = features.checked(frozen.encoder)
+    return ExtractedFeatures(by_depth, left_out, describe_input(encoder, data, accelerator))
 
 
 def describe_input(

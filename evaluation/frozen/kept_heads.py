@@ -93,14 +93,14 @@ class KeptHead:
         return None if learned is None else LabelledImages(SourceConfig(**learned["source"]), learned["train"])
 
 
-def describe_encoder(config: EncoderConfig) -> dict[str, Any]:
+def describe_encoder(frozen: EncoderConfig) -> dict[str, Any]:
     """The entries of a description that name the encoder of a command's settings."""
     return {
-        "encoder": config.encoder,
-        "weights": fingerprint(Path(config.weights), on_hub=True) if config.weights else "",
-        "checkpoint": config.checkpoint,
-        "random": config.random,
-        "seed": config.seed,
+        "encoder": frozen.encoder,
+        "weights": fingerprint(Path(frozen.weights), on_hub=True) if frozen.weights else "",
+        "checkpoint": frozen.checkpoint,
+        "random": frozen.random,
+        "seed": frozen.seed,
     }
 
 

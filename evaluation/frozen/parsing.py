@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from evaluation.frozen.run_images import (
     is_moved_copy,
     load_unchanged_splits,
 )
-from mpp.config import HOW_READ, DataConfig, rebuild
+from mpp.config import HOW_READ, DataConfig, flatten, rebuild
 from mpp.config.parsing import ConfigT, check_given, read
 from mpp.data.sources import image_arguments
 from mpp.models.descriptions import how_read
@@ -28,6 +27,11 @@ HowReadOf = Callable[[Any], dict[str, Any]]
 VIEW_SETTINGS = ("flip", "eval_crop")  # which fine-tuning inherits
 
 
+def named_encoder(config: Any) -> str:
+    """The setting `encoder`."""
+    return flatten(config)["encoder"]
+
+
 def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -> ConfigT:
     """Read the config of a command, and compare the images of its encoder's run: see `parse_and_load`."""
     return parse_and_load(config_class, arguments)[0]
@@ -36,7 +40,7 @@ def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | No
 def parse_and_load(
     config_class: type[ConfigT],
     arguments: Sequence[str] | None,
-    encoder_of: EncoderOf = attrgetter("encoder"),
+    encoder_of: EncoderOf = named_encoder,
     how_read_of: HowReadOf = lambda config: {},
 ) -> tuple[ConfigT, LoadedSplits | None]:
     """Read the config of a command, and compare the images of its encoder's run with those that the run began with.
@@ -59,7 +63,7 @@ def parse_and_load(
 def read_with_images(
     config_class: type[ConfigT],
     arguments: Sequence[str] | None,
-    encoder_of: EncoderOf = attrgetter("encoder"),
+    encoder_of: EncoderOf = named_encoder,
     how_read_of: HowReadOf = lambda config: {},
 ) -> tuple[ConfigT, bool]:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
@@ -82,7 +86,7 @@ def read_with_images(
     config = read(usual, words)
     path_is_named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
     inherited = {}
-    if not getattr(config, "features", None):
+    if not flatten(config).get("features"):
         inherited = inherited_settings(config, encoder_of(config), path_is_named) | how_read_of(config)
     usual = rebuild(usual, {f"data.{name}": value for name, value in inherited.items()})
     config = read(usual, words)

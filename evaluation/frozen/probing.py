@@ -1,18 +1,18 @@
 """The common course of all probes: features, evaluation at each depth, the choice of a depth, the report."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from accelerate import Accelerator
 
-from evaluation.config import OF_AN_ENCODER, FeaturesConfig, FrozenProbeConfig, SegmentationConfig
+from evaluation.config import EncoderConfig, FeaturesConfig, FrozenProbeConfig, ProbeDataConfig
 from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_features
 from evaluation.frozen.labelled import refuse_other_kinds
 from evaluation.frozen.labelled_features import LabelledFeatures, load_features
@@ -21,6 +21,7 @@ from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error_of
 from evaluation.metrics.summaries import summarize_accuracies
+from mpp.config import Settings, changed_settings, nested, require
 from mpp.data.label_kinds import AUTO
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
@@ -30,14 +31,24 @@ from mpp.runtime.messages import progress_bar
 from mpp.runtime.start import start
 from mpp.runtime.weights import fingerprint
 
+OF_AN_ENCODER = nested(FeaturesConfig()).keys() - {"out", "threads"}
+"""Settings, and the group `data`, that have no effect on saved features."""
 SHOW_BAR_AFTER = 5  # seconds; most probes have evaluated all depths by then
 
 LATEST_FEATURES: ContextVar[dict[str, ExtractedFeatures] | None] = ContextVar("LATEST_FEATURES", default=None)
 """The features that were extracted last, for the other probes of a comparison: at most one entry; None: of none."""
 
 
+class ProbeSettings(Protocol):
+    """The groups of settings that the config of a probe has, besides settings of its own."""
+
+    frozen: EncoderConfig
+    data: ProbeDataConfig
+    probe: FrozenProbeConfig
+
+
 def run_probe(
-    config: FrozenProbeConfig,
+    config: ProbeSettings,
     command: str,
     evaluate: Callable[[LabelledFeatures], list[dict]],
     group_by: str,
@@ -55,14 +66,19 @@ def run_probe(
     Returns:
         The report: results, summary, protocol.
     """
+    probe = config.probe
     check_kind = partial(refuse_other_kinds, command, kinds)
-    if config.task != AUTO:
-        check_kind(config.task)
-    accelerator = start(config.run_settings())
+    if probe.task != AUTO:
+        check_kind(probe.task)
+    if probe.features:
+        for key, value in changed_settings(config).items():
+            is_used = key.partition(".")[0] not in OF_AN_ENCODER
+            require(is_used, key, value, "left out: saved features need no encoder")
+    accelerator = start(config.frozen.run_settings(probe.precision))
     path = report_path_of_command(config, command)
-    if config.features:
-        saved = load_features(Path(config.features))
-        saved = saved if config.test else saved.dev_split()
+    if probe.features:
+        saved = load_features(Path(probe.features))
+        saved = saved if probe.test else saved.dev_split()
         KINDS[saved.kind].note_tested(saved.train_labels, saved.test_labels, saved.class_names)
         extracted = ExtractedFeatures({0: saved}, {})
     else:
@@ -88,7 +104,7 @@ def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
 
 
 def extract_once(
-    config: FrozenProbeConfig,
+    config: ProbeSettings,
     accelerator: Accelerator,
     loaded: LoadedSplits | None,
     check_kind: Callable[[str], object],
@@ -99,15 +115,13 @@ def extract_once(
         check_kind: see `extract_labelled_features`.
     """
     latest = LATEST_FEATURES.get()
+    groups = config.frozen, config.data, replace(config.probe, out=None)
     extract = partial(
-        extract_labelled_features, config, accelerator, loaded, on_dev=not config.test, check_kind=check_kind
+        extract_labelled_features, *groups, accelerator, loaded, on_dev=not config.probe.test, check_kind=check_kind
     )
     if latest is None:
         return extract()
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(FeaturesConfig)}
-    settings["out"] = None
-    weights = fingerprint(Path(config.checkpoint or config.encoder))
-    key = repr((settings, config.test, weights))
+    key = repr((groups, fingerprint(Path(config.frozen.checkpoint or config.frozen.encoder))))
     if key not in latest:
         latest.clear()
         latest[key] = extract()
@@ -135,7 +149,7 @@ def forget_features() -> None:
 
 
 def evaluate_by_depth(
-    config: FrozenProbeConfig,
+    config: Settings,
     by_depth: dict[int, Any],
     evaluate: Callable[[Any], list[dict]],
     group_by: str,
@@ -171,17 +185,18 @@ class EvaluatedDepths(NamedTuple):
 
 
 def choose_depths(
-    config: FrozenProbeConfig | SegmentationConfig,
+    config: Settings,
     by_depth: dict[int, Any],
     evaluate: Callable[[Any], list[dict]],
     group_by: str,
 ) -> EvaluatedDepths:
     """All depths or, with `depth` dev, the best one on the dev split; for arguments see `evaluate_by_depth`."""
-    protocol: dict[str, Any] = dataclasses.asdict(config)
-    if config.features:
+    protocol = nested(config)
+    features = protocol.get("features")
+    if features:
         protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
     chosen = max(by_depth)
-    if config.depth == "dev" and not config.features:
+    if protocol.get("depth") == "dev":
         dev_accuracies = {}
         errors = {}
         for depth, features in each_depth(by_depth):

@@ -5,9 +5,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from evaluation.config import EncoderConfig
 from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
-from mpp.config import SourceConfig, as_json, changed_settings, settings_of, sides
+from mpp.config import Settings, SourceConfig, as_json, changed_settings, flatten, settings_of, sides
 from mpp.errors import UserError
 from mpp.runtime.files import short_digest
 from mpp.runtime.weights import BEST, encoder_folder, run_of
@@ -44,32 +43,35 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
         raise UserError(f"{path} cannot be written ({error.strerror}); choose another place with --out") from error
 
 
-def report_path_of_command(config: EncoderConfig, command: str, ending: str = ".json") -> Path:
+def report_path_of_command(config: Settings, command: str, ending: str = ".json") -> Path:
     """The file of a command's report, whose name says which settings are unusual: see `report_path`."""
-    of_encoder = "" if config.features else report_suffix(config)
+    values = flatten(config)
+    features = values.get("features")
+    of_encoder = "" if features else report_suffix(config)
     name = f"{command}{of_encoder}{settings_suffix(config)}{ending}"
-    return report_path(config.out, config.encoder, name, config.features)
+    return report_path(values["out"], values["encoder"], name, features)
 
 
-def report_suffix(config: EncoderConfig) -> str:
+def report_suffix(config: Settings) -> str:
     """The end of a name: encoder, images and features where they are not the usual ones.
 
     Other encoders, images and features have files of their own. For a report, see `settings_suffix` too.
     """
     parts = []
-    if config.random:
-        parts.append(f"random_{config.seed}")
-    if Path(config.encoder).name == BEST:
+    frozen = config.frozen
+    if frozen.random:
+        parts.append(f"random_{frozen.seed}")
+    if Path(frozen.encoder).name == BEST:
         parts.append("best")
-    if config.checkpoint:
-        place = str(Path(config.checkpoint).resolve())
-        parts += [Path(config.checkpoint).stem, short_digest([place.encode()])[:6]]  # many are called model
-    if config.img_size:
-        different_sides = dict.fromkeys(sides(config.img_size))
+    if frozen.checkpoint:
+        place = str(Path(frozen.checkpoint).resolve())
+        parts += [Path(frozen.checkpoint).stem, short_digest([place.encode()])[:6]]  # many are called model
+    if frozen.img_size:
+        different_sides = dict.fromkeys(sides(frozen.img_size))
         parts.append(f"{'x'.join(map(str, different_sides))}px")
 
     path = config.data.path
-    run = find_run(config.encoder)
+    run = find_run(frozen.encoder)
     has_usual_images = holds_run_images(path, run) if run else path is None
     if not has_usual_images:
         name = re.sub(r"[^\w.-]+", "_", Path(path).name) if path else "birds"
@@ -79,10 +81,11 @@ def report_suffix(config: EncoderConfig) -> str:
     else:
         parts += parts_of_name(unusual_choices(config.data, run))
 
-    if config.representation != "mean":
-        parts.append(config.representation)
-    if config.depth != "last":
-        parts.append(f"depth_{config.depth}")
+    values = {"representation": "mean", "depth": "last"} | flatten(config)
+    if values["representation"] != "mean":
+        parts.append(values["representation"])
+    if values["depth"] != "last":
+        parts.append(f"depth_{values['depth']}")
     return "".join(f"_{part}" for part in parts)
 
 
@@ -108,7 +111,7 @@ def settings_suffix(config: Any) -> str:
     The file of saved features begins the name.
     """
     named = {*NAMED_SETTINGS, *(f"data.{name}" for name in IMAGE_SETTINGS)}
-    if config.random:
+    if config.frozen.random:
         named.add("seed")
     named |= {each.key for each in settings_of(config) if each.about["operational"]}
     changed = changed_settings(config)

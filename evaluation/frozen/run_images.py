@@ -3,7 +3,6 @@
 An encoder is evaluated on the images that its run held out; this prevents results on images that have changed since.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,8 +14,7 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from evaluation.config import EncoderConfig
-from mpp.config import HOW_READ, SourceConfig, as_json, as_words
+from mpp.config import HOW_READ, SourceConfig, as_json, as_words, flatten, rebuild, settings_of
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
@@ -39,8 +37,7 @@ from mpp.training.run_folder import saved_settings
 LoadedSplits = dict[str, Dataset]
 """Rows of a dataset's splits, by name: a large folder takes long to list. Functions that get None load them."""
 
-SOURCE_SETTINGS = [field.name for field in dataclasses.fields(SourceConfig)]
-IMAGE_SETTINGS = [field.name for field in dataclasses.fields(SourceConfig) if not field.metadata.get("operational")]
+IMAGE_SETTINGS = [each.key for each in settings_of(SourceConfig()) if not each.about["operational"]]
 """Names of the settings that say which images these are."""
 EVALUATED_SETTINGS = [name for name in IMAGE_SETTINGS if name != "train_images"]
 """Those that an evaluation takes over from the run. A share of the images to pre-train on is none of the labels."""
@@ -134,11 +131,11 @@ def without_masks(splits: LoadedSplits, data: SourceConfig) -> LoadedSplits:
     return unmasked
 
 
-def load_unchanged_splits_of(config: EncoderConfig) -> LoadedSplits | None:
+def load_unchanged_splits_of(encoder: str, data: SourceConfig) -> LoadedSplits | None:
     """Apply `load_unchanged_splits` if a command reads the images of its encoder's run from the run's path."""
-    run = find_run(config.encoder)
-    if run and absolute_path(config.data.path) == absolute_path(run_image_settings(run).get("path")):
-        return load_unchanged_splits(run, config.data)
+    run = find_run(encoder)
+    if run and absolute_path(data.path) == absolute_path(run_image_settings(run).get("path")):
+        return load_unchanged_splits(run, data)
     return None
 
 
@@ -198,16 +195,16 @@ def absolute_path(path: str | None) -> str | None:
     return str(Path(path).expanduser().resolve())
 
 
-def is_stream_of_run(config: EncoderConfig) -> bool:
+def is_stream_of_run(encoder: str, data: SourceConfig) -> bool:
     """Whether the images are those of the encoder's run, which read them as a stream."""
-    run = find_run(config.encoder)
+    run = find_run(encoder)
     if run is None or not saved_settings(run)["data"].get("streaming"):
         return False
-    return holds_run_images(config.data.path, run)
+    return holds_run_images(data.path, run)
 
 
 def load_images_of(
-    config: EncoderConfig, loaded: LoadedSplits | None = None, stream_images: int = 0
+    encoder: str, data: SourceConfig, loaded: LoadedSplits | None = None, stream_images: int = 0
 ) -> tuple[ImageDataset, ImageDataset]:
     """Load the training and the held-out images of a command.
 
@@ -215,10 +212,10 @@ def load_images_of(
         stream_images: number of training images to load where the encoder's run read them as a stream; the held-out
             images are those that it was evaluated on.
     """
-    if not is_stream_of_run(config):
-        return load_image_datasets(config.data, loaded, AUTO)
-    eval_images = saved_settings(find_run(config.encoder))["data"]["eval_images"]
-    _, train, held_out = load_streamed(config.data, stream_images, eval_images)
+    if not is_stream_of_run(encoder, data):
+        return load_image_datasets(data, loaded, AUTO)
+    eval_images = saved_settings(find_run(encoder))["data"]["eval_images"]
+    _, train, held_out = load_streamed(data, stream_images, eval_images)
     return train, held_out
 
 
@@ -233,7 +230,7 @@ def record_images(data: SourceConfig, label_kind: str = "class") -> dict[str, An
     """The record of the images that these settings mean now. None: a stream, which is not read through."""
     if data.streaming:
         return None
-    return record_source(SourceConfig(**{name: getattr(data, name) for name in SOURCE_SETTINGS}), label_kind)
+    return record_source(rebuild(SourceConfig(), flatten(data)), label_kind)
 
 
 @lru_cache

@@ -7,8 +7,8 @@ FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the b
 import json
 from pathlib import Path
 
-from evaluation.config import EncoderConfig, ReportConfig
 from evaluation.frozen.run_images import find_run
+from mpp.config import Settings, flatten
 from mpp.errors import UserError
 
 SUPERVISED_REPORT = "supervised.json"
@@ -36,9 +36,10 @@ def find_tested_run(folder: Path, setting: str) -> Path | None:
     return folder / f"lr_{rates[0]:g}"
 
 
-def tested_encoder(config: EncoderConfig | ReportConfig) -> str:
+def tested_encoder(config: Settings) -> str:
     """The encoder that settings name: of the folder of a fine-tuning its tested run, otherwise the setting itself."""
-    return str(find_tested_run(Path(config.encoder), "encoder") or config.encoder)
+    encoder = flatten(config)["encoder"]
+    return str(find_tested_run(Path(encoder), "encoder") or encoder)
 
 
 def reports_of_training(run: Path) -> list[Path]:

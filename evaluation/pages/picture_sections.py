@@ -25,6 +25,7 @@ from evaluation.pictures.gallery import (
     project_to_plane,
 )
 from evaluation.pictures.subject import Subject, load_subject
+from mpp.config import flatten, rebuild
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError
 from mpp.features.neighbours import Neighbours, find_other_neighbours
@@ -58,13 +59,11 @@ def picture_sections(config: ReportConfig, folder: Path, history: History) -> li
     if not (folder / "encoder").is_dir():
         pictures.blocks = [Missing("Pictures", "there is no encoder yet: it is written when the run ends")]
         return [pictures]
-    visualize_config = VisualizeConfig(
-        encoder=str(folder), data=config.data, images=config.images, precision=config.precision, threads=config.threads
-    )
+    visualize_config = rebuild(VisualizeConfig(), flatten(config) | {"encoder": str(folder), "out": None})
     pictures_folder = folder / "evaluation" / f"pictures{report_suffix(visualize_config)}"
     subject = None
     try:
-        subject = load_subject(visualize_config, load_unchanged_splits_of(config))
+        subject = load_subject(visualize_config, load_unchanged_splits_of(config.encoder, config.data))
     except (UserError, OSError) as error:
         pictures.blocks = [Missing("Pictures", str(error))]
     with deaths_explained():

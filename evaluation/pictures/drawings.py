@@ -6,7 +6,6 @@ with the reason where an encoder does not allow it.
 B images, h x w patches, K corrupted patches.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation import fewshot
-from evaluation.config import EncoderConfig, FewshotConfig, PrecisionConfig
+from evaluation.config import FewshotConfig
 from evaluation.figures import charts
 from evaluation.figures import images as image_figures
 from evaluation.figures.style import DPI, figure_style
@@ -36,7 +35,7 @@ from evaluation.pictures.pca import components_by_depth
 from evaluation.pictures.positions import filter_components, position_similarity
 from evaluation.pictures.similarity import patch_similarity, search_gallery, spread_patches
 from evaluation.pictures.subject import Subject, concatenate
-from mpp.config import Grid, require
+from mpp.config import Grid, flatten, rebuild, require
 from mpp.data.label_kinds import AUTO
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
@@ -115,7 +114,8 @@ def draw_predictions(subject: Subject) -> Drawing:
 def open_pretraining(subject: Subject) -> Pretraining:
     """The pre-training task of the subject's run, with the head that predicts, and the images to draw held out."""
     config = subject.config
-    has_other_weights = config.random or config.checkpoint or Path(config.encoder).name == BEST
+    frozen = config.frozen
+    has_other_weights = frozen.random or frozen.checkpoint or Path(frozen.encoder).name == BEST
     if has_other_weights or not is_pretraining(subject.run):
         raise Unavailable("only the folder of a pre-training run has the head that predicts")
     try:
@@ -194,7 +194,7 @@ def rollout_start(subject: Subject) -> Literal["class", "patches"]:
     config = subject.config
     if config.rollout_from != "auto":
         return config.rollout_from
-    return "class" if subject.has_trained_class_token and not config.random else "patches"
+    return "class" if subject.has_trained_class_token and not config.frozen.random else "patches"
 
 
 def draw_pca(subject: Subject) -> Drawing:
@@ -295,9 +295,10 @@ def draw_rank(subject: Subject) -> Drawing:
 def draw_accuracy_by_depth(subject: Subject) -> Drawing:
     """Few-shot accuracy by depth."""
     require_classes(subject)
-    config = fewshot_config(subject)
+    config = rebuild(FewshotConfig(), flatten(subject.config) | {"depth": "all", "out": None})
     try:
-        by_depth = extract_labelled_features(config, subject.accelerator).by_depth
+        groups = config.frozen, config.data, config.probe
+        by_depth = extract_labelled_features(*groups, subject.accelerator).by_depth
     except UserError as error:  # such as several labels an image
         raise Unavailable(str(error)) from error
     if len(by_depth) == 1:
@@ -311,7 +312,7 @@ def draw_accuracy_by_depth(subject: Subject) -> Drawing:
 
 def require_classes(subject: Subject) -> None:
     """Raise Unavailable unless there are labels to evaluate features with."""
-    if is_stream_of_run(subject.config):
+    if is_stream_of_run(subject.config.frozen.encoder, subject.config.data):
         raise Unavailable("the images are a stream; `mpp fewshot` loads all of them")
     if subject.held_out.labelled() is None:
         raise Unavailable("the images have no labels")
@@ -321,13 +322,6 @@ def require_classes(subject: Subject) -> None:
         raise Unavailable("the labels are numbers, and not classes")
     if labelled is None or len(np.unique(labelled.labels)) < 2:
         raise Unavailable("all training images are of one class, or have no labels")
-
-
-def fewshot_config(subject: Subject) -> FewshotConfig:
-    """Settings of a few-shot evaluation of the subject at all depths."""
-    shared_fields = (*dataclasses.fields(EncoderConfig), *dataclasses.fields(PrecisionConfig))
-    shared = {field.name: getattr(subject.config, field.name) for field in shared_fields}
-    return FewshotConfig(**shared, representation=subject.config.representation, depth="all")
 
 
 PICTURES: dict[str, Callable[[Subject], Drawing]] = {

@@ -43,7 +43,7 @@ class Subject(NamedTuple):
     @property
     def run(self) -> Path:
         """The run folder, also where `encoder` names the encoder/ in it."""
-        return run_of(Path(self.config.encoder))
+        return run_of(Path(self.config.frozen.encoder))
 
     @property
     def has_trained_class_token(self) -> bool:
@@ -105,8 +105,8 @@ def load_subject(config: VisualizeConfig, loaded: LoadedSplits | None = None) ->
     Raises:
         UserError: there is no such encoder, or there are no such images.
     """
-    accelerator = start_alone(config.run_settings(), "pictures are drawn")
-    run = run_of(Path(config.encoder))
+    accelerator = start_alone(config.frozen.run_settings(config.precision), "pictures are drawn")
+    run = run_of(Path(config.frozen.encoder))
     require_imports(run)
     copied = imported if (run / COPIES).is_dir() else {}  # a run may use no code of the user
     for name in changed_imports(run, copied):
@@ -114,6 +114,6 @@ def load_subject(config: VisualizeConfig, loaded: LoadedSplits | None = None) ->
     largest_band = max(config.bands or (1,))
     allowed = f"from 1 to {config.data.channels}: data.channels"
     require(largest_band <= config.data.channels, "bands", largest_band, allowed)
-    encoder = open_frozen_encoder(config).to(accelerator.device)
-    _, held_out = load_images_of(config, loaded)
+    encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
+    _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
     return Subject(config, accelerator, encoder, held_out)

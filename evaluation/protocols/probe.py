@@ -1,6 +1,5 @@
 """A linear probe by a published protocol: random crops, heads, the choice on dev images, one test, the report."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from evaluation.protocols.dinov2 import Dinov2
 from evaluation.protocols.mae import Mae
 from evaluation.protocols.protocol import Candidate, LinearProtocol, Plan, describe_plan
 from evaluation.protocols.training import Classes, HeadTrainer
+from mpp.config import nested
 from mpp.data.dataset import ImageDataset, names_by_number
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError
@@ -47,15 +47,16 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
         UserError: the images have no labels, are too few, or there is no such encoder or depth.
         Unavailable: the encoder lacks the features that the protocol reads.
     """
-    accelerator = start_alone(config.run_settings(), f"protocol {config.protocol} is carried out")
+    frozen, data, probe = config.frozen, config.data, config.probe
+    accelerator = start_alone(frozen.run_settings(probe.precision), f"protocol {config.protocol} is carried out")
     path = report_path_of_command(config, "linear")
-    encoder = open_frozen_encoder(config)
+    encoder = open_frozen_encoder(frozen, data)
     protocol = open_protocol(config, encoder)
-    train, test, _ = load_labelled(config.data, accelerator, config.weights, loaded=loaded, on_dev=not config.test)
+    train, test, _ = load_labelled(data, accelerator, frozen.weights, loaded=loaded, on_dev=not probe.test)
     trainer = HeadTrainer(protocol, encoder, config, accelerator, classes_of(train, test))
     plan = protocol.plan(len(train))
     print(describe_plan(protocol, plan))
-    settings = dataclasses.asdict(config) | {"plan": plan._asdict() | {"epochs": plan.epochs}}
+    settings = nested(config) | {"plan": plan._asdict() | {"epochs": plan.epochs}}
     candidates = protocol.candidates
     with deaths_explained():
         dev_accuracies = None
@@ -68,10 +69,10 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> Pr
         outcomes, unreadable = trainer.predict(test, heads, candidates)
     warn_left_out(unreadable)
     report = report_on(protocol, config, candidates, outcomes, dev_accuracies)
-    report["protocol"] |= settings | {"input": describe_input(encoder, config.data, accelerator)}
+    report["protocol"] |= settings | {"input": describe_input(encoder, data, accelerator)}
     report["class_names"] = train.class_names
     if unreadable:
-        report["left_out"] = {"train": 0, "test" if config.test else "dev": len(unreadable)}
+        report["left_out"] = {"train": 0, "test" if probe.test else "dev": len(unreadable)}
     report = write_probe_report(path, report, "protocol")
     return ProbedProtocol(report, heads[-1], trainer.classes.numbers)
 
@@ -82,9 +83,9 @@ def open_protocol(config: LinearConfig, encoder: FrozenEncoder) -> LinearProtoco
         try:
             return Dinov2(encoder)
         except Unavailable as error:
-            raise Unavailable(f"encoder is {config.encoder}; protocol dinov2 needs a ViT: {error}") from None
-    depths = resolve_depths(config.depth, len(encoder.stages))
-    return Mae(config.representation, depths, chooses=config.depth == "dev")
+            raise Unavailable(f"encoder is {config.frozen.encoder}; protocol dinov2 needs a ViT: {error}") from None
+    depths = resolve_depths(config.probe.depth, len(encoder.stages))
+    return Mae(config.probe.representation, depths, chooses=config.probe.depth == "dev")
 
 
 def classes_of(train: ImageDataset, test: ImageDataset) -> Classes:
@@ -124,7 +125,7 @@ def report_on(
     """
     by_depth = {}
     for candidate, of_head in zip(tested, outcomes, strict=True):
-        result = {"protocol": protocol.name, "seed": config.seed, **candidate.about, "outcomes": of_head}
+        result = {"protocol": protocol.name, "seed": config.frozen.seed, **candidate.about, "outcomes": of_head}
         if dev_accuracies is not None:
             result["dev_accuracy"] = max(dev_accuracies)
         by_depth[candidate.about.get("depth", 0)] = add_figures([result])

@@ -25,7 +25,7 @@ from evaluation.frozen.extraction import (
 )
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.protocols.protocol import BASE_BATCH, Candidate, LinearProtocol, Plan
-from mpp.config import DataConfig, flatten
+from mpp.config import DataConfig, flatten, rebuild
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoded_cache import cache_decoded
 from mpp.data.loader import BatchLayout, training_loader
@@ -66,16 +66,18 @@ class HeadTrainer:
     ):
         self.protocol = protocol
         self.encoder = encoder.to(accelerator.device)
-        self.config = config
+        self.data = config.data
+        self.seed = config.frozen.seed
+        self.strict = config.probe.strict
         self.accelerator = accelerator
         self.classes = classes
 
     def crops_of(self, train: ImageDataset) -> ViewDataset:
         """Random resized crops and flips of images, a function of (seed, epoch, index)."""
-        data = crop_settings(self.config.data)
+        data = crop_settings(self.data)
         if data.workers == 0 or WORKERS_ARE_FORKS:
             train = cache_decoded(train, data)
-        return ViewDataset(train, data, self.encoder.img_size, self.config.seed)
+        return ViewDataset(train, data, self.encoder.img_size, self.seed)
 
     def train(self, train: ImageDataset, candidates: Sequence[Candidate], plan: Plan) -> list[nn.Module]:
         """Train the heads of some candidates at once, on the same crops of the images.
@@ -86,7 +88,7 @@ class HeadTrainer:
         crops = self.crops_of(train)
         limit = crops.data.batch_size or DEFAULT_BATCH_SIZE
         layout = BatchLayout.of(plan.batch, limit, world_size=1, rank=0)
-        batches = RecordedBatches(training_loader(crops, layout, 0, plan.steps), train.split, self.config.strict)
+        batches = RecordedBatches(training_loader(crops, layout, 0, plan.steps), train.split, self.strict)
         steps = self.features_by_step(batches, layout.accumulation_steps)
 
         heads: list[nn.Module] = []
@@ -112,7 +114,7 @@ class HeadTrainer:
         Args:
             inputs: some of each kind, which give the widths.
         """
-        generator = torch.Generator().manual_seed(self.config.seed)
+        generator = torch.Generator().manual_seed(self.seed)
         heads = []
         for candidate in candidates:
             width = inputs[candidate.input].shape[1]
@@ -142,8 +144,8 @@ class HeadTrainer:
             The outcomes of each head; names of the images that cannot be decoded.
         """
         classify = self.classifier(heads, candidates)
-        views = views_for(self.encoder, images, self.config.data)
-        split = extract_split(views, classify, self.accelerator, self.config.strict, "centre crops")
+        views = views_for(self.encoder, images, self.data)
+        split = extract_split(views, classify, self.accelerator, self.strict, "centre crops")
         targets = self.classes.outputs_of(split.labels)
         all_names = images.image_names()
         names = [all_names[index] for index in split.kept]
@@ -172,4 +174,4 @@ def crop_settings(data: ProbeDataConfig) -> DataConfig:
     settings = flatten(data)
     if settings["eval_crop"] is None:
         del settings["eval_crop"]  # the encoder's own, which random crops do not need
-    return DataConfig(**settings, crop_area=CROP_AREA, crop_ratio=CROP_RATIO, flip=True)
+    return rebuild(DataConfig(crop_area=CROP_AREA, crop_ratio=CROP_RATIO, flip=True), settings)

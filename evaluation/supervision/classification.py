@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from evaluation.config import NumberLoss, check_colour_changes
+from evaluation.config import NumberLoss
 from evaluation.metrics.outcomes import Outcomes, load_outcomes, save_outcomes
 from evaluation.metrics.scoring import KINDS, kind_of
 from evaluation.supervision.learners import Learner, learner_of
@@ -59,7 +59,6 @@ class Classification(ImageTask):
     ):
         super().__init__(accelerator, layout, run, data)
         self.augment = augment
-        check_colour_changes(data.channels, {"augment.randaugment": augment.randaugment}, "crops and flips")
         train, held_out = splits
         self.train = train
         self.held_out = held_out.choose(data.eval_images, data.cut_seed)

@@ -25,6 +25,7 @@ from mpp.config.fields import (
     changed_settings,
     flatten,
     group,
+    nested,
     rebuild,
     require,
     setting,

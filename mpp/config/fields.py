@@ -17,7 +17,7 @@ from itertools import product
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from mpp.errors import UserError
+from mpp.errors import UserError, did_you_mean
 
 SEED_END = 2**63
 """Seeds are below this number, so that they fit into numpy's and torch's signed integers."""
@@ -84,6 +84,23 @@ class Settings:
 
     def check(self) -> None:
         """Raise UserError where settings do not go together."""
+
+    @classmethod
+    def of(cls, **values: Any) -> Any:
+        """The config with these settings by their names, and a group by its own: `of(shots=5, data=DataConfig(...))`.
+
+        Raises:
+            UserError: there is no such setting, or it may not have the value.
+        """
+        given = {}
+        for name, value in values.items():
+            parts = {f"{name}.{key}": part for key, part in flatten(value).items()} if is_dataclass(value) else {}
+            given |= parts or {name: value}
+        known = flatten(cls())
+        for key in given:
+            if key not in known:
+                raise UserError(f"unknown setting {key}{did_you_mean(key, known)}")
+        return rebuild(cls(), given)
 
 
 # --- all settings of a config ---
