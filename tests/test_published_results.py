@@ -28,7 +28,7 @@ from evaluation.config import (
 )
 from evaluation.metrics.intervals import wilson
 from evaluation.registry import EVALUATIONS
-from mpp.config import Config
+from mpp.config import Config, flatten
 from mpp.config.parsing import parse
 from mpp.corruption import draw, stack
 from mpp.models.networks import build_model
@@ -98,7 +98,7 @@ def test_every_case_of_a_comparison_file_parses(path):
         if pairs <= known:
             continue
         known |= pairs
-        assert evaluation_settings(case).encoder
+        assert flatten(evaluation_settings(case))["encoder"]
         assert (case.encoder.settings is None) == (entry.train is None)
 
 
