@@ -26,7 +26,7 @@ from mpp.config.parsing import parse
 from mpp.data.data_path import describe_source
 from mpp.data.decoding.optional import describe_packages
 from mpp.data.loader import BatchLayout
-from mpp.data.moments import channel_moments
+from mpp.data.moments import channel_moments, with_moments
 from mpp.data.shards import Shards
 from mpp.data.survey import Survey, survey
 from mpp.data.views import Batch
@@ -41,7 +41,7 @@ from mpp.training.checkpoint import newest_step
 from mpp.training.data_warnings import MAX_UNREADABLE_SHARE
 from mpp.training.facts import facts_of
 from mpp.training.feed import Feed
-from mpp.training.growth import branch_point
+from mpp.training.growth import branch_point, steps_to_keep
 from mpp.training.health import find_warnings
 from mpp.training.history import RECENT_LINES
 from mpp.training.phases import Phases
@@ -92,8 +92,8 @@ def check(config: Config) -> Path:
         refuse_other_trunk(config, *branch_point(config.run.branch_from))
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
     with deaths_explained():
-        if config.model.needs_moments():
-            config = replace(config, model=config.model.with_moments(*channel_moments(config.data)))
+        if "auto" in (config.model.mean, config.model.std):
+            config = replace(config, model=with_moments(config.model, *channel_moments(config.data)))
         task = Pretraining(config, accelerator, layout)
         surveyed = None
         if not isinstance(task.train, Shards):
@@ -148,12 +148,12 @@ def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[StepCost,
 
 def checkpoints_on_disk(config: Config) -> int:
     """The largest number of checkpoints that a run has at once: those that are kept, and the one being written."""
-    return config.run.keep_checkpoints + len(config.optim.steps_to_keep(config.run)) + 1
+    return config.run.keep_checkpoints + len(steps_to_keep(config.optim, config.run)) + 1
 
 
 def encoder_bytes_on_disk(config: Config, step_cost: StepCost) -> int:
     """Bytes of the exported encoders, and of the weights that a run from weights keeps of its start."""
-    copies = config.run.encoders_on_disk
+    copies = 3 if config.run.keep_best else 1  # the last; the best, and one in its place
     if config.model.init_from is not None:
         copies += 1
     return step_cost.encoder_bytes * copies

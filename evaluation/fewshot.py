@@ -19,7 +19,7 @@ from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
-from mpp.runtime.arrays import in_blocks, select
+from mpp.features.arrays import in_blocks, select
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
 

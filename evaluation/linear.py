@@ -40,7 +40,7 @@ from evaluation.supervision.learners import Learner, learner_of
 from mpp.config import require
 from mpp.data.dataset import names_by_number
 from mpp.data.label_kinds import LABEL_READERS
-from mpp.runtime.arrays import in_blocks
+from mpp.features.arrays import in_blocks
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import progress_bar
 from mpp.runtime.start import run_main

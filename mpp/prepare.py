@@ -25,7 +25,7 @@ import datasets
 import torch
 
 from mpp.config import PrepareConfig, require
-from mpp.config.parsing import changes_since, describe_changes, parse, to_yaml
+from mpp.config.parsing import changes, describe_changes, parse, parse_saved, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
@@ -210,7 +210,7 @@ def check_settings(config: PrepareConfig) -> Path:
     out = Path(config.out)
     saved = out / NOTES_FOLDER / "config.yaml"
     if saved.is_file():
-        different = changes_since(config, saved)
+        different = changes(parse_saved(PrepareConfig, saved), config)
         if different:
             described = describe_changes(different, "the folder")
             raise UserError(f"out is {out}, prepared with other settings: {described}; choose another out")

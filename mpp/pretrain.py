@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
-from mpp.config import Config, ModelConfig, SourceConfig, as_json, require
+from mpp.config import Config, ModelConfig, SourceConfig, as_words, require
 from mpp.config.parsing import as_command_line, check_given, parse, parse_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.dataset import ImageDataset
@@ -318,8 +318,8 @@ def counted_patches(batch: Batch) -> Tensor | None:
 def note_other_reading(config: Config) -> None:
     """Note that the teacher learned from images that were read in another way."""
     teachers = how_read(config.objective.frozen_teacher)
-    ours = as_json(config.data.how_read())
-    if teachers and teachers != ours:
+    ours = config.data.how_read()
+    if teachers and as_words(teachers) != as_words(ours):
         note(f"objective.teacher learned from images of data {teachers}; here they are {ours or 'as usual'}")
 
 

@@ -16,13 +16,13 @@ from test_fewshot import features
 from evaluation import fewshot, knn, linear
 from evaluation.frozen.labelled_features import ARRAY_NAMES, LabelledFeatures, load_features, save_features
 from mpp.data.views import Batch
+from mpp.features.arrays import empty_array, in_blocks, let_go, select
 from mpp.features.frozen import extract
-from mpp.runtime.arrays import empty_array, in_blocks, let_go, select
 
 
 def in_memory_up_to(monkeypatch, size: int) -> None:
     """Arrays of more bytes are mapped."""
-    for module in ("mpp.runtime.arrays", "evaluation.frozen.labelled_features"):
+    for module in ("mpp.features.arrays", "evaluation.frozen.labelled_features"):
         monkeypatch.setattr(f"{module}.IN_MEMORY", size)
 
 

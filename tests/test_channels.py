@@ -23,7 +23,7 @@ from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.provenance import find_labelled_images
 from evaluation.memory import peak_memory
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
-from mpp.config.parsing import parse, read_saved
+from mpp.config.parsing import parse, read_yaml
 from mpp.corruption import Corruption, draw
 from mpp.data.crops import augment
 from mpp.data.moments import channel_moments
@@ -251,7 +251,7 @@ def test_two_processes_are_one(four, tmp_path):
     assert again.wait() == [0, 0], again.said
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
     assert one == pytest.approx(two, rel=1e-5)
-    means = [read_saved(tmp_path / name / "config.yaml")["model"]["mean"] for name in ("one", "two")]
+    means = [read_yaml(tmp_path / name / "config.yaml")["model"]["mean"] for name in ("one", "two")]
     assert means[0] == means[1]
     assert len(means[0]) == 4
     assert f"measured: model.mean {means[0]}" in dying.said
@@ -274,7 +274,7 @@ def test_moments_by_hand(bands):
 def test_measured_moments_stay_when_a_run_goes_on(pretrain, monkeypatch, four, bands):
     words = [*four, "--model.mean=auto", "--model.std=auto"]
     folder = pretrain(*words)
-    mean = read_saved(folder / "config.yaml")["model"]["mean"]
+    mean = read_yaml(folder / "config.yaml")["model"]["mean"]
     config = json.loads((folder / "encoder" / "config.json").read_text())
     assert config["pretrained_cfg"]["mean"] == mean
     shutil.rmtree(folder / "encoder")
@@ -292,7 +292,7 @@ def test_measured_moments_stay_when_a_run_goes_on(pretrain, monkeypatch, four, b
 
 def test_one_of_both_may_be_measured(pretrain, four, capsys):
     folder = pretrain(*four, "--model.mean=auto")
-    model = read_saved(folder / "config.yaml")["model"]
+    model = read_yaml(folder / "config.yaml")["model"]
     assert len(model["mean"]) == 4
     assert model["std"] == 0.5
     assert f"measured: model.mean {model['mean']}, model.std [0.5, 0.5, 0.5, 0.5]" in capsys.readouterr().out

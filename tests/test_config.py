@@ -25,7 +25,7 @@ from evaluation.config import (
     VisualizeConfig,
 )
 from mpp.config import Config, ModelConfig, RunConfig, as_words, flatten, settings_of
-from mpp.config.parsing import NAMES_ELSEWHERE, changes_since, describe_changes, parse, to_yaml
+from mpp.config.parsing import NAMES_ELSEWHERE, changes, describe_changes, parse, parse_saved, to_yaml
 from mpp.errors import UserError
 
 
@@ -69,11 +69,11 @@ def test_only_plumbing_may_change(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text(to_yaml(Config()))
     operational = ["--data.workers=7", "--run.log_every=3", "--data.batch_size=2", "--run.checkpoint_every=9"]
-    assert changes_since(parse(Config, operational), saved) == {}
+    assert changes(parse_saved(Config, saved), parse(Config, operational)) == {}
     science = ["--optim.lr=0.5", "--run.seed=1", "--corruption.rate=0.3"]
-    changes = changes_since(parse(Config, science), saved)
-    assert changes == {"run.seed": (0, 1), "corruption.rate": (0.5, 0.3), "optim.lr": (0.01, 0.5)}
-    assert describe_changes(changes, "the run").endswith("optim.lr (0.01 in the run, 0.5 now)")
+    different = changes(parse_saved(Config, saved), parse(Config, science))
+    assert different == {"run.seed": (0, 1), "corruption.rate": (0.5, 0.3), "optim.lr": (0.01, 0.5)}
+    assert describe_changes(different, "the run").endswith("optim.lr (0.01 in the run, 0.5 now)")
 
 
 MISTAKES = [  # the command, its words, and what the one line names: the setting, the value, what is meant or allowed
@@ -314,4 +314,4 @@ def test_a_wrong_value_is_named_in_the_file_that_has_it(tmp_path):
     with pytest.raises(UserError, match=r"optim\.lr is fast; .*\(in .*wrong\.yaml\)$"):
         parse(Config, files)
     with pytest.raises(UserError, match=r"optim\.lr is fast; .*\(in .*wrong\.yaml\)$"):
-        changes_since(Config(), tmp_path / "wrong.yaml")
+        parse_saved(Config, tmp_path / "wrong.yaml")

@@ -119,8 +119,8 @@ def test_what_is_valid_is_taken_and_reads_back(tmp_path, overrides):
 
 
 def test_a_value_of_several_lines_is_refused_in_one():
-    with pytest.raises(UserError, match=r"^run\.branch_from is false \.\.\.; it must be FOLDER@STEP"):
-        parse(Config, ["--run.branch_from=false\n..."])
+    with pytest.raises(UserError, match=r"^run\.steps is false \.\.\.; it must be "):
+        parse(Config, ["--run.steps=false\n..."])
 
 
 @settings(few, max_examples=50)

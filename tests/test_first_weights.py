@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from evaluation.supervision.deit import build_student
 from mpp.config import ModelConfig
-from mpp.config.parsing import read_saved
+from mpp.config.parsing import read_yaml
 from mpp.errors import UserError
 from mpp.models.descriptions import licence_of
 from mpp.models.encoder import build_encoder
@@ -87,7 +87,7 @@ def test_a_runs_checkpoint_has_the_encoder_that_it_trained(pretrain, options):
     folder = pretrain(*options, "--run.steps=2", "--optim.name=adam")
     sizes = ModelConfig(width=16, depth=2, heads=2, img_size=32)
     checkpoint = folder / "checkpoints" / "step_00000002" / "model.safetensors"
-    position = read_saved(folder / "config.yaml")["model"]["position"]
+    position = read_yaml(folder / "config.yaml")["model"]["position"]
     encoder = build_encoder(replace(sizes, position=position, init_from=str(checkpoint)))
     assert holds(encoder, load_file(folder / "encoder" / "model.safetensors"))
 
@@ -229,7 +229,7 @@ def test_a_run_takes_moments_and_licence_of_its_weights(tmp_path, pretrain):
     null = (f"--model.init_from={tmp_path / 'encoder'}", "--model.mean=null", "--model.std=null")
     numbers = ("--model.name=vit_tiny_patch16_224", "--model.width=32", "--model.img_size=32")
     first = pretrain(*null, *numbers, "--run.steps=1", dir=tmp_path / "first")
-    assert read_saved(first / "config.yaml")["model"]["mean"] == list(MOMENTS[0])
+    assert read_yaml(first / "config.yaml")["model"]["mean"] == list(MOMENTS[0])
     pretrain(*null, *numbers, "--run.steps=1", dir=tmp_path / "first")  # finished: the same settings
     second = pretrain(f"--model.init_from={first}", *numbers, "--run.steps=1", dir=tmp_path / "second")
     for run, mean in ((first, 0.1), (second, 0.5)):

@@ -249,7 +249,7 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     on_dev = report["protocol"]["dev_accuracy_by_depth"]
     assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))
 
-    for module in ("mpp.features.frozen", "mpp.runtime.arrays"):
+    for module in ("mpp.features.frozen", "mpp.features.arrays"):
         monkeypatch.setattr(f"{module}.IN_MEMORY", 0)
     fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'files.json'}"])
     from_files = read_json(tmp_path / "files.json")

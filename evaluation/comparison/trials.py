@@ -24,7 +24,7 @@ from evaluation.comparison.entries import (
 from evaluation.comparison.trainings import TRAININGS
 from evaluation.config import SweepConfig
 from evaluation.registry import EVALUATIONS
-from mpp.config import as_json, as_words, flatten, require
+from mpp.config import as_words, flatten, require
 from mpp.runtime.messages import note
 
 NOT_LOOKING: Options = {"run.eval_every": 0, "run.report": False}
@@ -154,7 +154,7 @@ def trial_of(config: SweepConfig, options: Options, seeds: tuple[int, ...]) -> T
     training = training_settings(entry, 0)
     digest = training_digest(Encoder(entry, 0, training))
     values = flatten(training)
-    tried = {key: as_json(values[key]) if key in values else options.get(key) for key in varied_settings(config)}
+    tried = {key: values.get(key, options.get(key)) for key in varied_settings(config)}
     name = " ".join(f"{key}={as_words(value)}" for key, value in tried.items())
     folder = f"{config.dir}/trials/{digest}_{{seed}}"
     return Trial(replace(entry, name=name, encoder=folder), tried)

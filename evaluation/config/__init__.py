@@ -1,7 +1,7 @@
 """Settings of the evaluation's commands: typed, frozen, validated, and without torch, so that they are read at once."""
 
 from evaluation.config.comparing import CompareConfig, GpuReportConfig, SweepConfig, ThroughputConfig
-from evaluation.config.encoders import (
+from evaluation.config.frozen import (
     COLOUR_BASELINE,
     EVERY,
     EmbedConfig,
@@ -9,25 +9,22 @@ from evaluation.config.encoders import (
     ExportConfig,
     ExtractionConfig,
     FeaturesConfig,
+    FewshotConfig,
+    FrozenProbeConfig,
+    KnnConfig,
     LabelTask,
+    LinearConfig,
+    MaskedConfig,
     MaskedDataConfig,
     NumberLoss,
     PredictConfig,
     ProbeDataConfig,
     ReportConfig,
+    SegmentationConfig,
     VisualizeConfig,
     is_colour_baseline,
 )
-from evaluation.config.probes import (
-    FewshotConfig,
-    FrozenProbeConfig,
-    KnnConfig,
-    LinearConfig,
-    MaskedConfig,
-    SegmentationConfig,
-)
 from evaluation.config.training import (
-    CLASSIFIERS,
     ContrastiveConfig,
     DistillConfig,
     FinetuneConfig,
@@ -36,5 +33,4 @@ from evaluation.config.training import (
     Pooling,
     SupervisedConfig,
     ViewsConfig,
-    config_class_of,
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from evaluation.config.encoders import Integers, Precision
+from evaluation.config.frozen import Integers, Precision
 from mpp.config import Settings, setting
 
 

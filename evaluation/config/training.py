@@ -1,12 +1,11 @@
 """Settings of commands that train: supervised, fine-tuning, contrastive."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from evaluation.config.encoders import LabelTask, NumberLoss, Numbers
+from evaluation.config.frozen import LabelTask, NumberLoss, Numbers
 from mpp.config import (
     AugmentConfig,
-    Config,
     DataConfig,
     ImageSize,
     ModelConfig,
@@ -71,13 +70,13 @@ class SupervisedConfig(TrainingConfig):
     """Kind of label: see `mpp linear --help`. Mixup, CutMix, label smoothing and a teacher are for one class."""
     loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
     """Loss of numbers. l2: squared error; l1: absolute error."""
-    run: RunConfig = group(RunConfig(dir="runs/birds_supervised"))
+    run: RunConfig = RunConfig(dir="runs/birds_supervised")
     data: DataConfig = group(DataConfig(eval_images=1_000_000), **OF_STREAMS)
-    augment: AugmentConfig = group(AugmentConfig())
+    augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = group(ModelConfig(), train=TRAIN_WHOLE, lora_rank=TRAIN_WHOLE)
-    head: HeadConfig = group(HeadConfig())
-    distill: DistillConfig = group(DistillConfig())
-    optim: OptimConfig = group(OptimConfig(lr=1e-3))
+    head: HeadConfig = HeadConfig()
+    distill: DistillConfig = DistillConfig()
+    optim: OptimConfig = OptimConfig(lr=1e-3)
 
     def check(self):
         self.optim.check_length(self.run.steps)
@@ -126,7 +125,7 @@ class FinetuneConfig(TrainingConfig):
         branch_from="fine-tuning is several runs",
     )
     data: DataConfig = group(DataConfig(eval_images=1_000_000), **OF_STREAMS)
-    augment: AugmentConfig = group(AugmentConfig())
+    augment: AugmentConfig = AugmentConfig()
     optim: OptimConfig = group(
         OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64),
         lr="set the learning rates of fine-tuning with lrs (--lrs 0.01)",
@@ -196,34 +195,18 @@ class ContrastConfig(Settings):
 class ContrastiveConfig(TrainingConfig):
     """Contrastive pre-training (SimCLR). Without the paper's LARS: `optim.name` is muon, adam or sgd."""
 
-    run: RunConfig = group(RunConfig(dir="runs/birds_simclr", steps=1200))
+    run: RunConfig = RunConfig(dir="runs/birds_simclr", steps=1200)
     data: DataConfig = group(DataConfig(crop_area=(0.08, 1.0)), **OF_STREAMS)
-    model: ModelConfig = group(ModelConfig())
-    views: ViewsConfig = group(ViewsConfig())
-    head: ProjectionConfig = group(ProjectionConfig())
-    contrast: ContrastConfig = group(ContrastConfig())
-    optim: OptimConfig = group(OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64))
-    probe: ProbeConfig = group(ProbeConfig())
+    model: ModelConfig = ModelConfig()
+    views: ViewsConfig = ViewsConfig()
+    head: ProjectionConfig = ProjectionConfig()
+    contrast: ContrastConfig = ContrastConfig()
+    optim: OptimConfig = OptimConfig(name="muon", lr=1e-3, betas=(0.9, 0.95), global_batch_size=64)
+    probe: ProbeConfig = ProbeConfig()
 
     def check(self):
         self.optim.check_length(self.run.steps)
         check_colours(self, "views.jitter", "views.grey")
-
-
-CONFIG_BY_SETTING: dict[str, type[TrainingConfig]] = {
-    "objective": Config,
-    "contrast": ContrastiveConfig,
-    "lrs": OneRunConfig,
-    "head": SupervisedConfig,
-}
-"""A setting that only one kind of run has -> the class of the run's settings."""
-CLASSIFIERS = (SupervisedConfig, OneRunConfig)
-"""Classes of the settings of runs that learn labels."""
-
-
-def config_class_of(settings: dict[str, Any]) -> type[TrainingConfig] | None:
-    """Class of the settings of a run, by a setting that only such runs have; None where it is not known."""
-    return next((kind for name, kind in CONFIG_BY_SETTING.items() if name in settings), None)
 
 
 def check_colours(config: TrainingConfig, *keys: str) -> None:

@@ -21,8 +21,8 @@ from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
+from mpp.features.arrays import select
 from mpp.features.frozen import extract
-from mpp.runtime.arrays import select
 from mpp.runtime.messages import progress_bar, warn
 
 DEFAULT_BATCH_SIZE = 64  # where data.batch_size is not set

@@ -17,7 +17,7 @@ from evaluation.metrics.scoring import KINDS
 from mpp.config import require
 from mpp.data.dataset import has_label, names_by_number
 from mpp.errors import UserError
-from mpp.runtime.arrays import IN_MEMORY, NPZ_ERRORS, in_blocks, let_go, select
+from mpp.features.arrays import IN_MEMORY, NPZ_ERRORS, in_blocks, let_go, select
 from mpp.runtime.files import complete
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import Stream, permutation

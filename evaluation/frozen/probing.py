@@ -23,9 +23,9 @@ from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choi
 from evaluation.metrics.summaries import summarize_accuracies
 from mpp.config import Settings, changed_settings, nested, require
 from mpp.data.label_kinds import AUTO
+from mpp.features.arrays import evenly_spaced
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks
-from mpp.runtime.arrays import evenly_spaced
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import progress_bar
 from mpp.runtime.start import start

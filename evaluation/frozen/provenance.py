@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from timm import is_model
 
-from evaluation.config import CLASSIFIERS, config_class_of
 from evaluation.frozen.labelled_features import DEV
 from evaluation.frozen.run_images import absolute_path, find_run, indices_in_split, run_source
+from evaluation.frozen.training_reports import CLASSIFIERS, config_class_of
 from mpp.config import SourceConfig
 from mpp.data.columns import is_encoded, read_encoded
 from mpp.data.data_path import describe_source, is_local

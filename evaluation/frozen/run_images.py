@@ -14,7 +14,7 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from mpp.config import HOW_READ, SourceConfig, as_json, as_words, flatten, rebuild, settings_of
+from mpp.config import HOW_READ, SourceConfig, as_words, flatten, rebuild, settings_of
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
@@ -152,10 +152,10 @@ def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, An
         with suppress(UserError):  # a hub that does not answer now: the encoder is loaded already
             learned = how_read(encoder)
     ways = {name: getattr(SourceConfig, name) for name in HOW_READ} | dict(learned)
-    ours = {name: as_json(getattr(data, name)) for name in HOW_READ}
-    others = [name for name in HOW_READ if ours[name] != as_json(ways[name])]
+    ours = {name: as_words(getattr(data, name)) for name in HOW_READ}
+    others = [name for name in HOW_READ if ours[name] != as_words(ways[name])]
     if learned and others:
-        described = ", ".join(f"data.{name} {as_words(ways[name])} (here {as_words(ours[name])})" for name in others)
+        described = ", ".join(f"data.{name} {as_words(ways[name])} (here {ours[name]})" for name in others)
         note(f"{encoder} learned from images that were read with {described}")
     run = find_run(encoder)
     if run is not None and data.path is None and run_image_settings(run).get("path") is not None:

@@ -1,4 +1,4 @@
-"""Reports of training with labels: where they are, and which run they are about.
+"""Kinds of runs, and reports of training with labels: where they are, and which run they are about.
 
 RUN/supervised.json       of the run itself
 FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the best one
@@ -6,14 +6,30 @@ FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the b
 
 import json
 from pathlib import Path
+from typing import Any
 
+from evaluation.config import ContrastiveConfig, OneRunConfig, SupervisedConfig
 from evaluation.frozen.run_images import find_run
-from mpp.config import Settings, flatten
+from mpp.config import Config, Settings, TrainingConfig, flatten
 from mpp.errors import UserError
 
 SUPERVISED_REPORT = "supervised.json"
 FINETUNING_REPORT = "finetune.json"
 REPORTS_OF_TRAINING = (SUPERVISED_REPORT, FINETUNING_REPORT)
+CONFIG_BY_SETTING: dict[str, type[TrainingConfig]] = {
+    "objective": Config,
+    "contrast": ContrastiveConfig,
+    "lrs": OneRunConfig,
+    "head": SupervisedConfig,
+}
+"""A setting that only one kind of run has -> the class of the run's settings."""
+CLASSIFIERS = (SupervisedConfig, OneRunConfig)
+"""Classes of the settings of runs that learn labels."""
+
+
+def config_class_of(settings: dict[str, Any]) -> type[TrainingConfig] | None:
+    """Class of the settings of a run, by a setting that only such runs have; None where it is not known."""
+    return next((kind for name, kind in CONFIG_BY_SETTING.items() if name in settings), None)
 
 
 def find_tested_run(folder: Path, setting: str) -> Path | None:

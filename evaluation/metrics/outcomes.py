@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpp.errors import UserError
-from mpp.runtime.arrays import NPZ_ERRORS
+from mpp.features.arrays import NPZ_ERRORS
 from mpp.runtime.files import complete
 from mpp.runtime.messages import printable
 

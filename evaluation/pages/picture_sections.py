@@ -28,9 +28,9 @@ from evaluation.pictures.subject import Subject, load_subject
 from mpp.config import flatten, rebuild
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError
+from mpp.features.arrays import NPZ_ERRORS, evenly_spaced
 from mpp.features.neighbours import Neighbours, find_other_neighbours
 from mpp.pretrain import Pretraining, is_pretraining, reopen
-from mpp.runtime.arrays import NPZ_ERRORS, evenly_spaced
 from mpp.training.history import History, after_training_began, best_depth, probe_lines
 
 NEIGHBOURS_OF_A_QUERY = 5

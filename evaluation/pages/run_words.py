@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evaluation.config import CLASSIFIERS, config_class_of
+from evaluation.frozen.training_reports import CLASSIFIERS, config_class_of
 from evaluation.pages.page import Link, Section
 from evaluation.pages.run_sections import COMMANDS, begins_from_weights
 from mpp.config.parsing import parse_saved

@@ -15,8 +15,8 @@ from torch import Tensor
 from evaluation.frozen.encoder import FrozenEncoder, patch_grid
 from evaluation.frozen.labelled_features import cut_dev_split
 from mpp.config import ImageSize
+from mpp.features.arrays import select
 from mpp.features.frozen import tokens_at
-from mpp.runtime.arrays import select
 
 
 class PatchBaseline(NamedTuple):

@@ -15,8 +15,8 @@ from evaluation.metrics.summaries import summarize_values
 from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchEncoder
 from evaluation.patches.masks import MaskedImages
+from mpp.features.arrays import evenly_spaced
 from mpp.features.reconstructions import as_one_picture
-from mpp.runtime.arrays import evenly_spaced
 from mpp.runtime.randomness import FIXED_VIEW
 
 MEAN_IOU = PixelClasses()

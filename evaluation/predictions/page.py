@@ -40,8 +40,8 @@ from evaluation.predictions.summary import (
 from mpp.data.crops import limit_aspect
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
+from mpp.features.arrays import evenly_spaced
 from mpp.features.reconstructions import as_one_picture
-from mpp.runtime.arrays import evenly_spaced
 from mpp.runtime.messages import counted, printable
 
 EXTREMES = 12  # of the surest images, of the least sure, of those that are wrong

@@ -20,7 +20,6 @@ from mpp.config.data import (
 from mpp.config.fields import (
     SEED_END,
     Settings,
-    as_json,
     as_words,
     changed_settings,
     flatten,
@@ -60,16 +59,14 @@ class TrainingConfig(Settings):
 class Config(TrainingConfig):
     """Masked patch prediction pre-training. The defaults were found by a search on the birds: configs/search.md."""
 
-    run: RunConfig = group(RunConfig(steps=1200))
-    data: DataConfig = group(DataConfig(crop_area=(0.5, 1.0)))
-    model: ModelConfig = group(ModelConfig())
-    corruption: CorruptionConfig = group(CorruptionConfig())
-    network: NetworkConfig = group(NetworkConfig())
-    objective: ObjectiveConfig = group(ObjectiveConfig())
-    optim: OptimConfig = group(
-        OptimConfig(name="muon", lr=1e-2, adam_scale=3.0, betas=(0.9, 0.95), global_batch_size=64)
-    )
-    probe: ProbeConfig = group(ProbeConfig())
+    run: RunConfig = RunConfig(steps=1200)
+    data: DataConfig = DataConfig(crop_area=(0.5, 1.0))
+    model: ModelConfig = ModelConfig()
+    corruption: CorruptionConfig = CorruptionConfig()
+    network: NetworkConfig = NetworkConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optim: OptimConfig = OptimConfig(name="muon", lr=1e-2, adam_scale=3.0, betas=(0.9, 0.95), global_batch_size=64)
+    probe: ProbeConfig = ProbeConfig()
 
     def check(self):
         fits = self.corruption.mask == 1 or self.network.name != "autoencoder"

@@ -12,10 +12,10 @@ import json
 import operator
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import field, fields, is_dataclass, replace
+from dataclasses import Field, field, fields, is_dataclass, replace
 from itertools import product
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 from mpp.errors import UserError, did_you_mean
 
@@ -47,14 +47,9 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-def group(default: Any, is_flat: bool = False, **unused: str) -> Any:
-    """A field that is a group of settings.
-
-    Args:
-        is_flat: whether its settings are named without it, as those that many commands share.
-        unused: name of a setting -> why it has no effect here.
-    """
-    return field(default=default, metadata={"unused": unused} | ({"prefix": ""} if is_flat else {}))
+def group(default: Any, **unused: str) -> Any:
+    """A field that is a group of settings, some of which have no effect here: name of a setting -> why."""
+    return field(default=default, metadata={"unused": unused})
 
 
 class Setting(NamedTuple):
@@ -76,6 +71,9 @@ class Setting(NamedTuple):
 class Settings:
     """Settings whose types and bounds are checked when they are made, by Python too."""
 
+    is_flat: ClassVar[bool] = False
+    """Whether a group of them is named without the group, as those that many commands share."""
+
     def __post_init__(self):
         for each in settings_of(self):
             if each.owner is type(self):
@@ -92,15 +90,12 @@ class Settings:
         Raises:
             UserError: there is no such setting, or it may not have the value.
         """
-        given = {}
-        for name, value in values.items():
-            parts = {f"{name}.{key}": part for key, part in flatten(value).items()} if is_dataclass(value) else {}
-            given |= parts or {name: value}
-        known = flatten(cls())
-        for key in given:
-            if key not in known:
-                raise UserError(f"unknown setting {key}{did_you_mean(key, known)}")
-        return rebuild(cls(), given)
+        config = cls()
+        names = [*flatten(config), *(each.name for each in fields(config))]
+        for name in values:
+            if name not in names:
+                raise UserError(f"unknown setting {name}{did_you_mean(name, names)}")
+        return rebuild(config, values)
 
 
 # --- all settings of a config ---
@@ -111,9 +106,14 @@ def settings_of(config: Any, prefix: str = "", unused: Mapping[str, str] | None 
     for each in fields(config):
         value, about = getattr(config, each.name), each.metadata or setting(None).metadata
         if is_dataclass(value):
-            yield from settings_of(value, prefix + about.get("prefix", f"{each.name}."), about.get("unused"))
+            yield from settings_of(value, prefix_of(each, value, prefix), about.get("unused"))
         else:
             yield Setting(prefix + each.name, value, each.type, about, type(config), (unused or {}).get(each.name))
+
+
+def prefix_of(each: Field, value: Settings, prefix: str) -> str:
+    """The beginning of the keys of a group's settings, in a config whose keys begin with `prefix`."""
+    return prefix if value.is_flat else f"{prefix}{each.name}."
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -133,22 +133,17 @@ def nested(config: Any) -> dict[str, Any]:
     for each in fields(config):
         value = getattr(config, each.name)
         inner = nested(value) if is_dataclass(value) else value
-        content |= inner if "prefix" in each.metadata else {each.name: inner}
+        content |= inner if is_dataclass(value) and value.is_flat else {each.name: inner}
     return content
-
-
-def as_json(value: Any) -> Any:
-    """A value as JSON and YAML have it: tuples become lists."""
-    return json.loads(json.dumps(value))
 
 
 def rebuild(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     """The config with other values, by their dotted keys."""
     parts = {}
     for each in fields(config):
-        value, key = getattr(config, each.name), prefix + each.name
-        inner = prefix + each.metadata.get("prefix", f"{each.name}.")
-        parts[each.name] = rebuild(value, values, inner) if is_dataclass(value) else values.get(key, value)
+        value = getattr(config, each.name)
+        part = rebuild(value, values, prefix_of(each, value, prefix)) if is_dataclass(value) else value
+        parts[each.name] = values.get(prefix + each.name, part)
     return replace(config, **parts)
 
 

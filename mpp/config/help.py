@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NoReturn
 
 from docstring_parser import parse_from_object
@@ -20,21 +19,13 @@ CHANGED_FIRST = (
     "optim.lr",
     "lrs",
     "optim.global_batch_size",
-    "data.batch_size",
     "model.width",
     "model.depth",
     "model.img_size",
     "model.patch_size",
     "objective.name",
-    "network.name",
-    "dir",
     "shots",
-    "neighbours",
-    "solver",
-    "pictures",
     "depth",
-    "representation",
-    "data.train_images",
     "out",
 )
 """Settings that users change first; help begins with the first ten of these that a command has."""
@@ -52,11 +43,9 @@ def show_help(config: Any, part: str = "-") -> NoReturn:
     if part.startswith("-"):
         shown = [key for key in CHANGED_FIRST if key in settings][:10]
     require(shown, "--help", part, f"all, {', '.join(groups)}")
-    command = Path(sys.argv[0]).name
-    print(f"usage: {command} [--config FILE_OR_NAME ...] [--import FILE ...] [--SETTING VALUE ...]")
-    print(f"\n{show(config.__doc__)}\n")
+    print(f"{show(config.__doc__)}\n\n  --config FILE_OR_NAME ... --import FILE ... --SETTING VALUE ...\n")
     for each in map(settings.get, shown):
-        print(f"  --{each.key} {show(each.value)}  ({allowed(each)})")
+        print(f"  {heading(each)}")
         print(textwrap.fill(text_of(each), 110, initial_indent="      ", subsequent_indent="      "))
     print(f"\nMore: --help with all, {', '.join(groups)}")
     sys.exit()
@@ -65,6 +54,12 @@ def show_help(config: Any, part: str = "-") -> NoReturn:
 def groups_of(keys: Iterable[str]) -> list[str]:
     """Groups of settings, and settings that are in none."""
     return list(dict.fromkeys(key.partition(".")[0] for key in keys))
+
+
+def heading(each: Setting) -> str:
+    """A setting with its default, the values that it may have, and what it needs."""
+    needs = describe_needs(each)
+    return f"--{each.key} {show(each.value)}  ({allowed(each)}{needs and f'; has an effect if {needs}'})"
 
 
 def text_of(each: Setting) -> str:
@@ -91,15 +86,13 @@ def page(configs: Mapping[str, Any]) -> str:
     lines: list[str] = []
     for command, config in configs.items():
         lines += ["", f"## mpp {command}"]
-        settings = [each for each in settings_of(config) if not each.unused and row_of(each) not in lines]
-        for group, members in groupby(settings, key=lambda each: each.key.rpartition(".")[0]):
-            heading = ["", f"### {group}"] if group else []
-            lines += [*heading, "", "| setting | default | allowed | needs | meaning |", "|-|-|-|-|-|"]
-            lines += map(row_of, members)
+        new = [each for each in settings_of(config) if not each.unused and row_of(each) not in lines]
+        for group, members in groupby(new, key=lambda each: each.key.rpartition(".")[0]):
+            lines += ["", f"### {group}"] if group else []
+            lines += ["", *map(row_of, members)]
     return "\n".join(lines)
 
 
 def row_of(each: Setting) -> str:
-    """A setting's row on the page."""
-    cells = [f"`{each.key}`", f"`{show(each.value)}`", allowed(each), describe_needs(each), text_of(each)]
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+    """A setting on the page."""
+    return f"- `{heading(each)}` {text_of(each)}"

@@ -4,7 +4,6 @@ A file is imported once in each process, before settings are read. A run that us
 imported files in `imports/`. They are compared when the run is resumed, and never executed.
 """
 
-import hashlib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -129,8 +128,4 @@ def require_imports(folder: Path) -> None:
 def changed_imports(folder: Path, files: dict[str, bytes]) -> list[str]:
     """Names of files that are others than those that a run was started with, are missing, or are additional."""
     copies = files_in(folder / COPIES)
-    digests = folder / "imports.json"  # of a run that an earlier mpp started, which made no copies
-    if digests.is_file():
-        known = digests.read_text(encoding="utf-8")
-        copies |= {name: content for name, content in files.items() if hashlib.sha256(content).hexdigest() in known}
     return [name for name in copies | files if copies.get(name) != files.get(name)]

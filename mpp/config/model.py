@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpp.config.fields import Settings, require, setting
+from mpp.config.fields import Settings, as_tuple, require, setting
 from mpp.errors import UserError
 
 Representation = Literal["class", "mean", "both"]
@@ -111,34 +111,22 @@ class ModelConfig(Settings):
             allowed = "a regular expression, or null"
             raise UserError(f"model.train is {self.train}; it must be {allowed}: {error}") from None
 
-    def needs_moments(self) -> bool:
-        """Whether `mean` or `std` is to be measured."""
-        return "auto" in (self.mean, self.std)
-
-    def with_moments(self, mean: Any, std: Any) -> "ModelConfig":
-        """With lists of numbers instead of `auto` and null, which stay where there is no list."""
-        measured = {"mean": mean, "std": std}
-        for name in ("mean", "std"):
-            if getattr(self, name) not in ("auto", None) or not isinstance(measured[name], list):
-                del measured[name]
-        return replace(self, **measured)
-
     def normalization(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and deviation for each channel. Raises UserError if their number is not that of the channels.
 
         A run has replaced `auto` and null by numbers; FLOP counting uses 0.5.
         """
-        moments = {"mean": self.mean, "std": self.std}
-        for name, value in moments.items():
-            moments[name] = of_channels(0.5 if value in ("auto", None) else value, channels)
-            require(
-                len(moments[name]) == channels, f"model.{name}", moments[name], f"{channels} numbers: data.channels"
-            )
-        return moments["mean"], moments["std"]
+        moments = []
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            numbers = as_tuple(0.5 if value in ("auto", None) else value)
+            require(len(numbers) in (1, channels), f"model.{name}", numbers, f"{channels} numbers: data.channels")
+            moments.append(numbers if len(numbers) == channels else numbers * channels)
+        mean, std = moments
+        return mean, std
 
     def check_variant(self) -> None:
         """Raise UserError at settings of an encoder that do not go together."""
-        require(self.name != "mpp_vit", "model.name", self.name, "null: its settings describe it")
         allowed = "null with model.position_at, model.stride, model.mixing and this model.position: give width, depth, "
         allowed += "heads, img_size and patch_size instead"
         require(self.name is None or not self.is_variant(), "model.name", self.name, allowed)
@@ -153,11 +141,6 @@ Grid = tuple[int, int]
 """Rows and columns of patches."""
 ImageSize = tuple[int, int]
 """Height and width of an image, in pixels."""
-
-
-def of_channels(value: float | Sequence[float], channels: int) -> tuple[float, ...]:
-    """A number for each channel: one number is that of all."""
-    return (float(value),) * channels if isinstance(value, int | float) else tuple(value)
 
 
 def sides(img_size: int | Sequence[int]) -> ImageSize:

@@ -6,7 +6,7 @@ win over files. Every mistake in them is an error of one line.
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -22,21 +22,15 @@ CONFIGS = next(folder / "configs" for folder in Path(__file__).parents[1:] if (f
 """Folder of the configs that mpp brings: in the installed package, or next to it in a checkout."""
 NAMES_ELSEWHERE = {
     "mask_ratio": "corruption.rate",
-    "mask_patch_size": "corruption.block",
     "embed_dim": "model.width",
     "num_heads": "model.heads",
-    "model_kwargs": "model.arguments",
-    "pretrained": "model.init_from",
     "learning_rate": "optim.lr",
     "max_grad_norm": "optim.clip",
     "ema_decay": "optim.average",
     "batch_size": "optim.global_batch_size (over all processes; data.batch_size is the micro-batch of one)",
     "epochs": "run.steps (epochs x images / optim.global_batch_size)",
     "num_workers": "data.workers",
-    "scale": "data.crop_area",
-    "ratio": "data.crop_ratio",
     "crop_pct": "data.eval_crop",
-    "report_to": "run.trackers",
     "output_dir": "run.dir",
     "pooling": "representation",
 }
@@ -167,10 +161,10 @@ def is_one_of(value: Any, wanted: Any) -> bool:
 
 def as_command_line(settings: Mapping[str, Any]) -> list[str]:
     """Settings by their names as the words of a command line; `config` is a file, or several."""
-    several = {
-        name: value if name == "config" and isinstance(value, list) else [value] for name, value in settings.items()
-    }
-    return [f"--{name}={as_words(value)}" for name, values in several.items() for value in values]
+    pairs = []
+    for name, value in settings.items():
+        pairs += [(name, part) for part in (value if name == "config" and isinstance(value, list) else [value])]
+    return [f"--{name}={as_words(value)}" for name, value in pairs]
 
 
 # --- files ---
@@ -239,26 +233,14 @@ def parse_saved(config_class: type[ConfigT], file: Path) -> ConfigT:
     return read(config_class(), ["--config", str(file)])
 
 
-def read_saved(file: Path) -> dict[str, Any]:
-    """Content of a saved config; empty where the file is missing or damaged."""
-    try:
-        return read_yaml(file)
-    except (OSError, UserError):
-        return {}
-
-
 Changes = dict[str, tuple[Any, Any]]
 """Key of a setting -> its value before, its value now."""
 
 
-def changes_since(config: Any, file: Path, spelled: Callable[[Any], Any] = lambda config: config) -> Changes:
-    """Settings that are not operational in which a config differs from a saved one.
-
-    Args:
-        spelled: brings a config into the spelling in which the two are compared.
-    """
-    saved = flatten(spelled(parse_saved(type(config), file)))
-    relevant = [each for each in settings_of(spelled(config)) if not each.about["operational"]]
+def changes(before: Any, now: Any) -> Changes:
+    """Settings that are not operational in which two configs of one kind differ."""
+    saved = flatten(before)
+    relevant = [each for each in settings_of(now) if not each.about["operational"]]
     return {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
 
 

@@ -61,15 +61,6 @@ class RunConfig(Settings):
     def check(self):
         for step in self.keep_at or ():
             require(step <= self.steps, "run.keep_at", step, f"at most run.steps ({self.steps})")
-        if self.branch_from is not None:
-            folder, _, step = self.branch_from.rpartition("@")
-            allowed = "FOLDER@STEP, such as runs/trunk@8000"
-            require(bool(folder) and step.isdecimal(), "run.branch_from", self.branch_from, allowed)
-
-    @property
-    def encoders_on_disk(self) -> int:
-        """The largest number of exported encoders that a run has at once: the last; the best, and one in its place."""
-        return 3 if self.keep_best else 1
 
 
 @dataclass(frozen=True)
@@ -133,13 +124,6 @@ class OptimConfig(Settings):
             return steps - round(self.cooldown * steps)
         return None
 
-    def steps_to_keep(self, run: RunConfig) -> set[int]:
-        """Steps of a run whose checkpoints are written and always stay."""
-        kept = set(run.keep_at or ())
-        if self.schedule == "wsd":
-            kept.add(self.stable_steps(run.steps))
-        return kept - {0}
-
     def momentum_or_default(self) -> float | None:
         """The momentum, given or usual; None: adam has none."""
         return {"muon": 0.95, "sgd": 0.9}.get(self.name) if self.momentum is None else self.momentum
@@ -147,11 +131,6 @@ class OptimConfig(Settings):
     def resolved(self, steps: int) -> "OptimConfig":
         """The same settings for a run of `steps`, with numbers instead of null."""
         return replace(self, warmup_steps=self.warmup(steps), momentum=self.momentum_or_default())
-
-    def derived(self, steps: int) -> set[str]:
-        """Names of settings whose value is the one that null stands for in a run of `steps`."""
-        usual = replace(self, warmup_steps=None, momentum=None).resolved(steps)
-        return {name for name in ("warmup_steps", "momentum") if getattr(self, name) == getattr(usual, name)}
 
     def check_length(self, steps: int, key: str = "run.steps") -> None:
         """Raise UserError if a run of `steps`, the value of the setting `key`, never leaves its warm-up or start."""

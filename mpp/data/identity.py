@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from mpp.data.columns import is_encoded, read_encoded
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
-from mpp.runtime.arrays import evenly_spaced
 from mpp.runtime.files import short_digest
 
 SAMPLED_FILES = 64  # image files of a split whose bytes enter its record
@@ -87,7 +86,7 @@ def split_fingerprint(rows: datasets.Dataset, column: str, retries: int) -> Iter
     Arrays, which have no names, are known by the values of some.
     """
     yield f"{len(rows)}\n".encode()
-    sampled = evenly_spaced(len(rows), SAMPLED_FILES).tolist()
+    sampled = np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_FILES)).astype(int).tolist()
     if not is_encoded(rows.features[column]):
         for index in sampled:
             cell = rows[index][column]

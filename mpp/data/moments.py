@@ -1,11 +1,12 @@
 """Mean and standard deviation of the channels, measured on a sample of the training images."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
-from mpp.config import DataConfig
+from mpp.config import DataConfig, ModelConfig
 from mpp.data.columns import decode_cell
 from mpp.data.sources import load_image_datasets
 from mpp.data.stream_sources import load_streamed
@@ -13,6 +14,13 @@ from mpp.errors import UnreadableImage, UserError
 
 SAMPLED_IMAGES = 1024
 MIN_DEVIATION = 1e-6  # below it a channel counts as the same everywhere
+
+
+def with_moments(model: ModelConfig, mean: object, std: object) -> ModelConfig:
+    """The settings with lists of numbers instead of `auto` and null, which stay where there is no list."""
+    unknown = [name for name in ("mean", "std") if getattr(model, name) in ("auto", None)]
+    measured = {"mean": mean, "std": std}
+    return replace(model, **{name: measured[name] for name in unknown if isinstance(measured[name], list)})
 
 
 def channel_moments(config: DataConfig) -> tuple[list[float], list[float]]:

@@ -24,9 +24,9 @@ from mpp.data.decoding.channels import select_channels
 from mpp.data.decoding.pictures import from_pil
 from mpp.data.views import Batch
 from mpp.errors import Unavailable
+from mpp.features.arrays import IN_MEMORY, empty_array, in_blocks, let_go
 from mpp.models.encoder import Normalize
 from mpp.models.timm_models import has_class
-from mpp.runtime.arrays import IN_MEMORY, empty_array, in_blocks, let_go
 from mpp.runtime.processes import gloo_group
 
 IMAGES_PER_FORWARD = 64

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpp.runtime.arrays import in_blocks
+from mpp.features.arrays import in_blocks
 from mpp.runtime.messages import progress_bar
 
 QUERIES_PER_BLOCK = 1024  # with BANK_ROWS_PER_BLOCK, bounds the memory of similarities

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from mpp.errors import ReadFailed
 from mpp.runtime.processes import maximum_of_all, no_answer
@@ -127,10 +126,6 @@ class Preemption:
         """
         own = max(own, Ending.SIGNAL if self.asked else Ending.NONE)
         return Ending(int(maximum_of_all(own)))
-
-    def asked_of_any(self) -> bool:
-        """Whether any process was asked to stop, now: for places where a GPU may be waited for."""
-        return any(gather_object([self.asked]))
 
     def leave(self, where: str) -> None:
         """Leave the marker and end the process; everything worth saving is saved."""

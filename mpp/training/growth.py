@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
-from mpp.config import TrainingConfig
+from mpp.config import OptimConfig, RunConfig, TrainingConfig, require
 from mpp.errors import UserError
 from mpp.models.teachers import moving_average_decay
 from mpp.runtime.weights import ENCODER
@@ -23,7 +23,16 @@ SAME_HALF_LIFE = "two equal numbers of steps, such as [40, 40], suit runs of any
 def branch_point(branch_from: str) -> tuple[Path, int]:
     """The trunk's folder, absolute, and the step: of "runs/trunk@8000"."""
     folder, _, step = branch_from.rpartition("@")
+    require(folder and step.isdecimal(), "run.branch_from", branch_from, "FOLDER@STEP, such as runs/trunk@8000")
     return Path(folder).expanduser().absolute(), int(step)
+
+
+def steps_to_keep(optim: OptimConfig, run: RunConfig) -> set[int]:
+    """Steps of a run whose checkpoints are written and always stay: of `run.keep_at`, and where a cooldown begins."""
+    kept = set(run.keep_at or ())
+    if optim.schedule == "wsd":
+        kept.add(optim.stable_steps(run.steps))
+    return kept - {0}
 
 
 def refuse_other_rates(config: TrainingConfig, before: TrainingConfig, folder: Path, done: int) -> None:

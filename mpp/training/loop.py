@@ -26,6 +26,7 @@ from mpp.training.batches import training_batches
 from mpp.training.checkpoint import Cursors, kept_steps, resume, save
 from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.feed import Feed
+from mpp.training.growth import steps_to_keep
 from mpp.training.history import EVALUATED, last_value, series
 from mpp.training.log import Tracker, read_history
 from mpp.training.parallel import start_compilers
@@ -57,7 +58,7 @@ class Loop:
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.torch_optimizer)
         self.look_at_checkpoints()
         self.saved_step = self.start  # of the newest checkpoint
-        self.steps_to_keep = self.optim_config.steps_to_keep(self.run_config)
+        self.steps_to_keep = steps_to_keep(self.optim_config, self.run_config)
         self.feed = Feed(training_batches(task, self.start, self.cursors))  # forks: before any threads
         self.cursors_of_step: Cursors = {}
         """Position of each worker of a stream when the step is done."""
@@ -276,7 +277,7 @@ class Loop:
     def fail(self, done: int, failure: UserError | None) -> NoReturn:
         """Write a checkpoint, then raise on every process the failure of any of them to read images."""
         self.close_with_checkpoint(done)
-        if self.preemption.asked_of_any():  # the images may be there when the run is started again
+        if self.preemption.agreed():  # the images may be there when the run is started again
             self.preemption.leave(f"after step {done}, while images could not be read")
         error = next(each for each in gather_object([failure]) if each)
         saved = f"a checkpoint after step {done} is written, " if done else ""

@@ -19,7 +19,7 @@ from mpp.config.parsing import to_yaml
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences
 from mpp.data.loader import BatchLayout
-from mpp.data.moments import channel_moments
+from mpp.data.moments import channel_moments, with_moments
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
 from mpp.features.drift import START_FILE
@@ -90,7 +90,7 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
         accelerator.print(f"longer: {describe_growth(resolved, folder)}")
         if writes_page and config.run.report and accelerator.is_main_process:
             write_run_page(folder)
-        if preemption.asked_of_any():
+        if preemption.agreed():
             preemption.leave("when this run was finished")  # there may be others to come
     return folder
 
@@ -132,7 +132,7 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     if precision == "fp32" and config.model.residual == "bf16":  # run.precision was left to the launcher or the machine
         note("model.residual bf16 has no effect here: run.precision is fp32")
     measured = saved.get("model", {})  # when the run began
-    model = config.model.with_moments(measured.get("mean"), measured.get("std"))
+    model = with_moments(config.model, measured.get("mean"), measured.get("std"))
     return replace(resolved, model=moments_of_weights(model, config.data.channels))
 
 
@@ -203,10 +203,10 @@ def share_out_batch(config: TrainingConfig, accelerator: Accelerator) -> BatchLa
 
 def with_moments_of_images(config: TrainingConfig, data: DataConfig, accelerator: Accelerator) -> TrainingConfig:
     """The config with the mean and deviation of the images of `data`, measured where they are not known yet."""
-    if config.is_fine_tuning or not config.model.needs_moments():
+    if config.is_fine_tuning or "auto" not in (config.model.mean, config.model.std):
         return config
     mean, std = on_main_process(accelerator, lambda: channel_moments(data))
-    config = replace(config, model=config.model.with_moments(mean, std))
+    config = replace(config, model=with_moments(config.model, mean, std))
     mean, std = config.model.normalization(config.data.channels)
     accelerator.print(f"measured: model.mean {list(mean)}, model.std {list(std)}")
     return config

@@ -18,6 +18,7 @@ verdict.json                       verdict and warnings of the last evaluation (
 .lock                              held while a process writes here (mpp/runtime/files.py)
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from accelerate import Accelerator
 
 from mpp.config import TrainingConfig, require
 from mpp.config.imports import COPIES, OPTION, changed_imports, require_imports
-from mpp.config.parsing import Changes, changes_since, describe_changes, parse_saved, read_saved, to_yaml
+from mpp.config.parsing import Changes, changes, describe_changes, parse_saved, read_yaml, to_yaml
 from mpp.data.data_path import is_local
 from mpp.errors import UserError
 from mpp.models.descriptions import exported_step
@@ -106,8 +107,9 @@ def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
     Images that have moved as a whole count as the same. Compiling changes only the rounding. A number that stands for
     null on both sides is left out where another setting made it differ.
     """
-    different = without_settings(changes_since(config, folder / CONFIG_FILE, make_paths_absolute), {"run.compile"})
     before = parse_saved(type(config), folder / CONFIG_FILE)
+    different = changes(make_paths_absolute(before), make_paths_absolute(config))
+    different.pop("run.compile", None)
     derived = derived_settings(config) & derived_settings(before)
     different = without_settings(different, derived) or different
     for name in changed_imports(folder, imports_used(config)):
@@ -126,12 +128,14 @@ def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
 
 def derived_settings(config: TrainingConfig) -> set[str]:
     """Keys of settings whose value is the one that null stands for in this config."""
-    return {f"optim.{name}" for name in config.optim.derived(config.run.steps)}
+    optim = config.optim
+    usual = replace(optim, warmup_steps=None, momentum=None).resolved(config.run.steps)
+    return {f"optim.{name}" for name in ("warmup_steps", "momentum") if getattr(optim, name) == getattr(usual, name)}
 
 
-def without_settings(changes: Changes, keys: set[str]) -> Changes:
-    """The changes of all other settings."""
-    return {key: values for key, values in changes.items() if key not in keys}
+def without_settings(different: Changes, keys: set[str]) -> Changes:
+    """The differences in all other settings."""
+    return {key: values for key, values in different.items() if key not in keys}
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -150,7 +154,9 @@ def is_finished(folder: Path, steps: int) -> bool:
 
 def saved_settings(folder: Path) -> dict[str, Any]:
     """The settings of a run folder's config.yaml, whatever command wrote it; {} if there is none."""
-    return read_saved(folder / CONFIG_FILE)
+    with suppress(OSError, UserError):  # missing or damaged
+        return read_yaml(folder / CONFIG_FILE)
+    return {}
 
 
 def group_of(saved: dict[str, Any], name: str) -> dict[str, Any]:

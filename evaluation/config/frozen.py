@@ -1,4 +1,4 @@
-"""Settings of commands that read a frozen encoder.
+"""Settings of commands that read a frozen encoder: features, probes, pictures, exports.
 
 A command's config has groups of settings that others have, too: EncoderConfig, ExtractionConfig. These are flat: their
 settings stand on the command line and in files without a prefix.
@@ -46,6 +46,12 @@ Precision = Literal["auto", "bf16", "fp32"]
 Depth = int | Literal["last", "all", "dev"]
 LabelTask = Literal["auto", "class", "several", "number"]
 NumberLoss = Literal["l2", "l1"]
+Reading = Literal["linear", "knn"]
+ProtocolName = Literal["logistic", "mae", "dinov2"]
+OF_LBFGS = {"protocol": "logistic", "solver": "lbfgs"}
+OF_SGD = {"protocol": "logistic", "solver": "sgd"}
+OF_LINEAR = {"readings": "linear"}
+OF_KNN = {"readings": "knn"}
 
 
 def is_colour_baseline(encoder: str) -> bool:
@@ -77,6 +83,8 @@ class MaskedDataConfig(ProbeDataConfig):
 class EncoderConfig(Settings):
     """A frozen encoder."""
 
+    is_flat = True
+
     encoder: str = "runs/birds"
     """Encoder: a run folder, encoder folder, zoo:NAME (it comes with mpp), hf-hub:NAME, the name of a timm model (with
     its published weights), floor:pixels or floor:colors."""
@@ -105,6 +113,8 @@ class EncoderConfig(Settings):
 class ExtractionConfig(Settings):
     """Extraction of features from labelled images: the encoder's output to use, and the file to write."""
 
+    is_flat = True
+
     precision: Precision = "auto"
     """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     representation: Representation = "mean"
@@ -126,16 +136,16 @@ class ExtractionConfig(Settings):
 class FeaturesConfig(Settings):
     """Frozen features of an encoder on labelled images."""
 
-    frozen: EncoderConfig = group(EncoderConfig(), is_flat=True)
-    data: ProbeDataConfig = group(ProbeDataConfig())
-    extraction: ExtractionConfig = group(ExtractionConfig(), is_flat=True)
+    frozen: EncoderConfig = EncoderConfig()
+    data: ProbeDataConfig = ProbeDataConfig()
+    extraction: ExtractionConfig = ExtractionConfig()
 
 
 @dataclass(frozen=True)
 class EmbedConfig(Settings):
     """The features of all images of a dataset, as a table."""
 
-    frozen: EncoderConfig = group(EncoderConfig(), is_flat=True)
+    frozen: EncoderConfig = EncoderConfig()
     data: ProbeDataConfig = group(
         ProbeDataConfig(), **dict.fromkeys(OF_SPLITS, "the images of all splits are embedded, whatever their labels")
     )
@@ -190,8 +200,8 @@ class PredictConfig(Settings):
 class ExportConfig(Settings):
     """An encoder as a file that needs neither mpp nor, as ONNX, Python."""
 
-    frozen: EncoderConfig = group(EncoderConfig(), is_flat=True)
-    data: ProbeDataConfig = group(ProbeDataConfig())
+    frozen: EncoderConfig = EncoderConfig()
+    data: ProbeDataConfig = ProbeDataConfig()
     out: str = setting("encoder.onnx", operational=True)
     """File to write; an existing one is replaced. FILE.json next to it has the same metadata, and the results of its
     verification."""
@@ -224,8 +234,8 @@ class ExportConfig(Settings):
 class VisualizeConfig(Settings):
     """Pictures of an encoder's features, attention, positions and predictions."""
 
-    frozen: EncoderConfig = group(EncoderConfig(), is_flat=True)
-    data: ProbeDataConfig = group(ProbeDataConfig())
+    frozen: EncoderConfig = EncoderConfig()
+    data: ProbeDataConfig = ProbeDataConfig()
     precision: Precision = "auto"
     """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
     out: str | None = None
@@ -268,10 +278,150 @@ class ReportConfig(Settings):
     """Run folder."""
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
-    data: ProbeDataConfig = group(ProbeDataConfig())
+    data: ProbeDataConfig = ProbeDataConfig()
     out: str | None = setting(None, operational=True)
     """File to write. null: report.html in the run folder."""
     images: int = setting(4, at_least=1)
     """Number of held-out images in pictures that show examples, a choice by data.cut_seed."""
     compared: int = setting(1024, at_least=2)
     """Largest number of held-out images for neighbours and the map."""
+
+
+@dataclass(frozen=True)
+class FrozenProbeConfig(ExtractionConfig):
+    """The settings of all probes of frozen features, besides the encoder and the images."""
+
+    features: str | None = None
+    """Saved features (.npz, of `mpp features` or another program) instead of an encoder."""
+    test: bool = True
+    """Evaluate on the held-out images. false: evaluate on the dev split, a tenth of the training images, to choose
+    settings; the held-out images are not used."""
+
+
+@dataclass(frozen=True)
+class FewshotConfig(Settings):
+    """Few-shot accuracy of frozen features."""
+
+    frozen: EncoderConfig = EncoderConfig()
+    data: ProbeDataConfig = ProbeDataConfig()
+    probe: FrozenProbeConfig = FrozenProbeConfig()
+    shots: Integers = setting((1, 5, 10, 25), at_least=1, distinct=True)
+    """Images per class in the support set; 5 is the standard."""
+    seeds: Integers = setting((0, 1, 2), at_least=0, distinct=True)
+    """Seeds of the draws."""
+    l2: Numbers = setting((2.0**10,), above=0, distinct=True)
+    """L2 penalties. Each of several has its own line: none is chosen on test labels."""
+
+
+@dataclass(frozen=True)
+class KnnConfig(Settings):
+    """Weighted kNN accuracy of frozen features."""
+
+    frozen: EncoderConfig = EncoderConfig()
+    data: ProbeDataConfig = ProbeDataConfig()
+    probe: FrozenProbeConfig = FrozenProbeConfig()
+    neighbours: Integers = setting((10, 20, 100, 200), at_least=1, distinct=True)
+    """Number of nearest training images that vote."""
+    temperature: float = setting(0.07, above=0)
+    """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
+
+
+@dataclass(frozen=True)
+class LinearConfig(Settings):
+    """Linear probe of frozen features, with all labels."""
+
+    frozen: EncoderConfig = EncoderConfig()
+    data: ProbeDataConfig = ProbeDataConfig()
+    probe: FrozenProbeConfig = FrozenProbeConfig()
+    protocol: ProtocolName = "logistic"
+    """logistic: logistic regression, by `solver`, on standardised features of one centre crop per image. mae, dinov2:
+    the linear probes of these papers, trained on random crops; these fix the solver, rates, batch and length. `--seed`
+    is also the seed of their crops and first weights."""
+    solver: Literal["lbfgs", "sgd"] = setting("lbfgs", needs={"protocol": "logistic"})
+    """lbfgs: to convergence, or for `iterations`, with an l2 penalty; sgd: momentum 0.9, cosine decay, no penalty."""
+    l2: Numbers = setting((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), at_least=0, distinct=True, needs=OF_LBFGS)
+    """Penalties of the mean loss for L-BFGS to choose from."""
+    lr: Numbers = setting((0.01, 0.03, 0.1, 0.3), above=0, distinct=True, needs=OF_SGD)
+    """Learning rates for SGD to choose from."""
+    epochs: int = setting(100, at_least=1, needs=OF_SGD)
+    """Epochs of SGD."""
+    sgd_batch_size: int = setting(1024, at_least=1, needs=OF_SGD)
+    """Batch of SGD."""
+    seeds: Integers = setting((0, 1, 2), at_least=0, distinct=True, needs=OF_SGD)
+    """Seeds of the order of images in SGD; L-BFGS has no randomness."""
+    iterations: int = setting(500, at_least=1, needs=OF_LBFGS)
+    """Largest number of iterations of L-BFGS."""
+    loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
+    """Loss of numbers. l2: squared error; l1: absolute error (by SGD: it has kinks)."""
+    save: bool = setting(False, operational=True, needs={"features": False})
+    """Keep the classifier for `mpp predict`, in a folder next to the report: the one of the deepest depth and the first
+    seed."""
+
+    def check(self):
+        allowed = "l2 with solver lbfgs, which needs a smooth loss; l1 is for sgd"
+        require(self.loss == "l2" or self.solver == "sgd", "loss", self.loss, allowed)
+        if self.protocol != "logistic":
+            task, allowed = self.probe.task, f"class with protocol {self.protocol}; logistic takes all kinds"
+            require(task in ("auto", "class"), "task", task, allowed)
+            fixed = ("features", "depth", "representation", "save")
+            for name, value in changed_settings(self).items():
+                is_free = name not in (fixed if self.protocol == "dinov2" else fixed[:1])
+                require(is_free, name, value, f"left out with protocol {self.protocol}")
+
+
+@dataclass(frozen=True)
+class SegmentationConfig(Settings):
+    """Features of patches, evaluated on segmentation masks."""
+
+    frozen: EncoderConfig = EncoderConfig()
+    data: MaskedDataConfig = group(
+        MaskedDataConfig(), label_column="masks are the labels", eval_label_column="masks are the labels"
+    )
+    precision: Precision = "auto"
+    """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
+    depth: Depth = "last"
+    """Number of blocks before the features are taken. last: the encoder's output; all: every depth; dev: the best depth
+    on a tenth of the training images."""
+    readings: tuple[Reading, ...] | Reading = setting(("linear", "knn"), distinct=True)
+    """Classifier of patch features. linear: a batch norm and a linear layer, trained (DINOv2); knn: the classes of the
+    nearest training patches, without training."""
+    lr: Numbers = setting((1e-3, 3e-3, 1e-2), above=0, distinct=True, needs=OF_LINEAR)
+    """Learning rates of AdamW, compared on the dev split if there are several."""
+    weight_decay: float = setting(1e-4, at_least=0, needs=OF_LINEAR)
+    """Weight decay of AdamW."""
+    steps: int = setting(1000, at_least=1, needs=OF_LINEAR)
+    """Optimiser steps; the rate rises over the first 4 % of them, then falls linearly."""
+    images_a_step: int = setting(16, at_least=1, needs=OF_LINEAR)
+    """Images per step."""
+    seeds: Integers = setting((0, 1, 2), at_least=0, distinct=True, needs=OF_LINEAR)
+    """Seeds of the layer and of the order."""
+    neighbours: int = setting(20, at_least=1, needs=OF_KNN)
+    """Number of nearest training patches that vote."""
+    temperature: float = setting(0.07, above=0, needs=OF_KNN)
+    """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
+    patches: int = setting(1_000_000, at_least=1, needs=OF_KNN)
+    """Largest number of training patches to compare with, a choice by data.cut_seed."""
+    baselines: bool = True
+    """Also evaluate the baselines: random weights, and the patch's mean colour and position."""
+    save: bool = setting(False, operational=True, needs=OF_LINEAR)
+    """Keep the linear classifier for `mpp predict`, in a folder next to the report: the one of the deepest depth and
+    the first seed."""
+    class_names: tuple[str, ...] | None = setting(None, operational=True)
+    """Names of the classes by their number in the masks, from 0, in tables and predictions. null: class 0, class 1 and
+    so on; for the package's birds background and bird."""
+    images: int = setting(6, at_least=0)
+    """Number of held-out images in the picture. 0: no picture."""
+    strict: bool = False
+    """Refuse images or masks that cannot be decoded. false: leave them out and list them."""
+    out: str | None = setting(None, operational=True)
+    """File to write. null: in evaluation/ of the run folder, or in runs/NAME/evaluation/."""
+
+
+@dataclass(frozen=True)
+class MaskedConfig(Settings):
+    """Held-out accuracy on masked patches."""
+
+    encoder: str = "runs/birds"
+    """Folder of a pre-training run."""
+    out: str | None = setting(None, operational=True)
+    """File to write. null: in evaluation/ of the run folder."""
