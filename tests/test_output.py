@@ -17,6 +17,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 NAMES = "± Vögel caf\udce9"
 SAYS = f"""
 import sys
+from mpp.runtime.messages import steady_output
 steady_output()
 for stream in (sys.stdout, sys.stderr):
     print({NAMES!a}, file=stream)
@@ -46,6 +47,7 @@ def test_what_a_terminal_cannot_show_is_an_escape(environment, line):
 
 WRITES_ON = """
 import os, signal, sys
+from mpp.runtime.messages import steady_output
 steady_output()
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 print("begun", flush=True)

@@ -40,13 +40,8 @@ def test_a_batch_without_room_in_shared_memory_is_an_error_and_not_waited_for():
 
 def test_a_bus_error_is_explained_by_shared_memory():
     message = "DataLoader worker (pid 1) is killed by signal: Bus error. It is possible that dataloader's workers are "
-    with (
-        pytest.raises(
-            UserError,
-            match=r"died \(.*Bus error.*\) between two images; if memory or shared memory ran out, .*--shm-size",
-        ),
-        deaths_explained(),
-    ):
+    words = r"died \(.*Bus error.*\) between two images; if memory or shared memory ran out, .*--shm-size"
+    with pytest.raises(UserError, match=words), deaths_explained():
         raise RuntimeError(message)
 
 
