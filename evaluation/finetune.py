@@ -20,8 +20,9 @@ import numpy as np
 from accelerate import Accelerator, PartialState
 from torch import nn
 
-from evaluation.config import FinetuneConfig, OneRunConfig, is_colour_baseline
+from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.figures.markdown import markdown_table, without_empty_columns
+from evaluation.frozen.colour_baselines import is_colour_baseline
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.labelled import load_labelled
 from evaluation.frozen.parsing import parse_and_load

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evaluation.config import LinearConfig, is_colour_baseline
+from evaluation.config import LinearConfig
+from evaluation.frozen.colour_baselines import is_colour_baseline
 from evaluation.frozen.kept_heads import (
     HEAD_TASKS,
     HeadDescription,

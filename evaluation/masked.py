@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluation.config import MaskedConfig, is_colour_baseline
+from evaluation.config import MaskedConfig
 from evaluation.figures.markdown import markdown_table
+from evaluation.frozen.colour_baselines import is_colour_baseline
 from evaluation.frozen.report_names import report_path
 from evaluation.frozen.results import write_report
 from evaluation.metrics.outcomes import Outcomes

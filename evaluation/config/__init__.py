@@ -2,7 +2,6 @@
 
 from evaluation.config.comparing import CompareConfig, GpuReportConfig, SweepConfig, ThroughputConfig
 from evaluation.config.frozen import (
-    COLOUR_BASELINE,
     EVERY,
     EmbedConfig,
     EncoderConfig,
@@ -22,7 +21,6 @@ from evaluation.config.frozen import (
     ReportConfig,
     SegmentationConfig,
     VisualizeConfig,
-    is_colour_baseline,
 )
 from evaluation.config.training import (
     ContrastiveConfig,

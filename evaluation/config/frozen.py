@@ -36,8 +36,6 @@ OF_CUTS = ("split", "eval_split", "eval_fraction", "train_images", "eval_seed")
 OF_SPLITS = (*OF_CUTS, "label_column", "eval_label_column")
 
 
-COLOUR_BASELINE = "floor:"
-"""Beginning of the names of colour baselines, which take an encoder's place."""
 Integers = tuple[int, ...] | int
 """Several whole numbers, or one."""
 Numbers = tuple[float, ...] | float
@@ -52,11 +50,6 @@ OF_LBFGS = {"protocol": "logistic", "solver": "lbfgs"}
 OF_SGD = {"protocol": "logistic", "solver": "sgd"}
 OF_LINEAR = {"readings": "linear"}
 OF_KNN = {"readings": "knn"}
-
-
-def is_colour_baseline(encoder: str) -> bool:
-    """Whether the setting `encoder` names a colour baseline, which has no weights."""
-    return encoder.startswith(COLOUR_BASELINE)
 
 
 @dataclass(frozen=True)
@@ -265,7 +258,7 @@ class VisualizeConfig(Settings):
 
     def check(self):
         if self.bands is not None:
-            require(len(self.bands) in (1, 3), "bands", list(self.bands), "one or three numbers from 1")
+            require(len(self.bands) in (1, 3), "bands", self.bands, "one or three numbers from 1")
 
 
 @dataclass(frozen=True)

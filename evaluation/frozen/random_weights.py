@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from evaluation.config import is_colour_baseline
+from evaluation.frozen.colour_baselines import is_colour_baseline
 from evaluation.frozen.training_reports import FINETUNING_REPORT
 from evaluation.metrics.scoring import kind_of_report
 

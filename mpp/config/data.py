@@ -71,7 +71,7 @@ class ImagesConfig(Settings):
             object.__setattr__(self, "nodata", "nan")  # a string, because nan != nan would make every resume differ
         if self.bands is not None:
             allowed = f"{self.channels} numbers from 1, one per channel"
-            require(len(self.bands) == self.channels, "data.bands", list(self.bands), allowed)
+            require(len(self.bands) == self.channels, "data.bands", self.bands, allowed)
         pairs = self.limits()
         fits = len(pairs) in (0, 1, self.channels) and all(-math.inf < low < high < math.inf for low, high in pairs)
         require(fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs, or window")
@@ -82,9 +82,9 @@ class ImagesConfig(Settings):
 
     def limits(self) -> tuple[tuple[float, float], ...]:
         """The pairs of `range`: one for all channels, or one for each; none where it is null or `window`."""
-        if not self.range or self.range == WINDOW:
+        if self.range in (None, WINDOW):
             return ()
-        return self.range if isinstance(self.range[0], tuple | list) else (self.range,)
+        return self.range if isinstance(self.range[0], tuple) else (self.range,)
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,8 @@ class SourceConfig(ImagesConfig):
     the global batch; otherwise 64 (pictures: 4)."""
     workers: int | None = setting(None, at_least=0, operational=True)
     """Loader processes of each training process; up to four more serve its evaluations. null: on a GPU the process's
-    share of the cores minus one, at most 16; on a CPU 2; fewer if shared memory has no room for their batches. 0: the
-    training process loads images itself, as it also does when it trains with one or two CPU threads on decoded images
-    (data.cache_gb)."""
+    share of the cores minus one, at most 16; on a CPU 2. 0: the training process loads images itself, as it also does
+    when it trains with one or two CPU threads on decoded images (data.cache_gb)."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class DataConfig(SourceConfig):
         super().check()
         for name in ("crop_area", "crop_ratio"):
             low, high = getattr(self, name)
-            require(low <= high, f"data.{name}", [low, high], "two ascending numbers")
+            require(low <= high, f"data.{name}", (low, high), "two ascending numbers")
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class ObjectiveConfig(Settings):
             require(self.loss in ("l1", "l2", None), "objective.loss", self.loss, allowed)
         start, end = self.half_life
         allowed = "two shares below 1, or two numbers of steps from 1"
-        require((start < 1) == (end < 1), "objective.half_life", list(self.half_life), allowed)
+        require((start < 1) == (end < 1), "objective.half_life", self.half_life, allowed)
         if self.teacher == "ema":
             for name in ("teacher_checkpoint", "teacher_img_size"):
                 value = getattr(self, name)

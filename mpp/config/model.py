@@ -108,8 +108,7 @@ class ModelConfig(Settings):
         try:
             re.compile(self.train or "")
         except re.error as error:
-            allowed = "a regular expression, or null"
-            raise UserError(f"model.train is {self.train}; it must be {allowed}: {error}") from None
+            raise UserError(f"model.train is {self.train}; it must be a regular expression: {error}") from None
 
     def normalization(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and deviation for each channel. Raises UserError if their number is not that of the channels.

@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 READER_IS_GONE = (errno.EIO, errno.EPIPE)
 """Errors of a closed terminal, and of a pipe without a reader."""
-SECONDS_BETWEEN_LINES = 30  # of a progress bar in a log file, where it cannot be redrawn
 
 
 def process_rank() -> str:
@@ -62,8 +61,7 @@ def progress_bar(*iterable: Any, **options: Any) -> Any:
     """tqdm's bar; in a log file, where it cannot be redrawn, a line every half minute."""
     from tqdm import tqdm
 
-    mininterval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-    return tqdm(*iterable, mininterval=mininterval, dynamic_ncols=True, **options)
+    return tqdm(*iterable, mininterval=0.1 if sys.stderr.isatty() else 30, dynamic_ncols=True, **options)
 
 
 def printable(text: str) -> str:
