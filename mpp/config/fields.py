@@ -91,7 +91,7 @@ class Settings:
             UserError: there is no such setting, or it may not have the value.
         """
         config = cls()
-        names = [*flatten(config), *(each.name for each in fields(config))]
+        names = flatten(config) | vars(config)
         for name in values:
             if name not in names:
                 raise UserError(f"unknown setting {name}{did_you_mean(name, names)}")
