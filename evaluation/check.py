@@ -160,7 +160,7 @@ def encoder_bytes_on_disk(config: Config, step_cost: StepCost) -> int:
 
 
 def bytes_on_disk(config: Config, step_cost: StepCost) -> int:
-    """Bytes that the checkpoints and encoders of a run take beside those that are there."""
+    """Bytes that the checkpoints and encoders of a run take in addition to those that are there."""
     return step_cost.checkpoint_bytes * checkpoints_on_disk(config) + encoder_bytes_on_disk(config, step_cost)
 
 

@@ -240,7 +240,7 @@ def test_each_trained_parameter_is_in_one_group_and_no_frozen_one(name, options,
 
 REFUSED = {
     "--model.train=attn.porj": "matches no parameter of the encoder; it has attn.proj",
-    "--model.train=(": "model.train is (; it must be a regular expression, or null",
+    "--model.train=(": "model.train is (; it must be a regular expression",
     "--model.train=.": "null: it matches all parameters",
     "--model.lora_rank=0": "model.lora_rank is 0",
     "--model.lora_rank=17": "at most 16, the narrow side of blocks.0.attn.qkv's matrix",

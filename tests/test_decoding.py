@@ -466,8 +466,8 @@ def test_an_npz_whose_header_lies_takes_no_memory():
     ("settings", "says"),
     [
         (dict(bands=(1, 2)), r"data\.bands is \[1, 2\]; it must be 3 numbers from 1, one per channel"),
-        (dict(channels=1, bands=(0,)), r"data\.bands is \[0\]"),
-        (dict(channels=0), r"data\.channels is 0"),
+        (dict(channels=1, bands=(0,)), r"bands is \[0\]"),
+        (dict(channels=0), r"channels is 0"),
         (dict(range=(5.0, 5.0)), r"data\.range is \[5\.0, 5\.0\]; it must be \[LOW, HIGH\], or 3 such pairs"),
         (dict(range=((0.0, 1.0), (0.0, 1.0))), r"data\.range is .*; it must be \[LOW, HIGH\], or 3 such pairs"),
     ],

@@ -16,6 +16,7 @@ from evaluation import embed
 from evaluation.tables import given, parts
 from evaluation.tables.given import given_columns
 from mpp.errors import UserError
+from mpp.runtime import messages
 
 SITES = ("river, north", 'the "old" mill', None, "ü")
 
@@ -103,7 +104,7 @@ def rows_of_types() -> datasets.Dataset:
 @pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
 def test_columns_of_all_types_are_taken_over(name, capsys):
     """Of two splits, one of which has other columns; classes have their names, and files are left out by name."""
-    given.note.cache_clear()  # which prints a line once
+    messages.tell.cache_clear()  # which prints a line once
     other = rows_of_types().select_columns(["image", "count"]).cast_column("count", Value("string"))
     splits = {"train": rows_of_types(), "test": other}
     columns = given_columns(splits, Path(name), {"image"})

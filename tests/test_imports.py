@@ -1,6 +1,5 @@
 """Code of the user: `--import mine.py` registers it for every command, and a run folder never runs it."""
 
-import hashlib
 import json
 import multiprocessing
 import subprocess
@@ -199,21 +198,6 @@ def test_all_imports_of_a_run_count(pretrain, brightness, tmp_path):
     start_a_new_process()
     with pytest.raises(UserError, match=r"add --import mine\.py"):
         pretrain(words[0], "--objective.name=brightness", "--run.steps=1")
-
-
-def test_a_run_that_has_digests_and_no_copies_is_continued(pretrain, brightness):
-    """As earlier versions of mpp wrote it."""
-    folder = pretrain(f"--import={brightness}", BRIGHTNESS)
-    content = brightness.read_bytes()
-    (folder / "imports" / "brightness.py").unlink()
-    (folder / "imports.json").write_text(
-        json.dumps([{"name": str(brightness), "sha256": hashlib.sha256(content).hexdigest()}])
-    )
-    pretrain(f"--import={brightness}", BRIGHTNESS)
-    start_a_new_process()
-    brightness.write_bytes(content + b"# changed")
-    with pytest.raises(UserError, match=r"--import brightness\.py"):
-        pretrain(f"--import={brightness}", BRIGHTNESS)
 
 
 def test_a_branch_has_the_code_of_its_trunk(pretrain, brightness, tmp_path):

@@ -273,7 +273,7 @@ def test_a_name_that_is_there_is_no_other_form_of_a_name(tmp_path):
 
 def test_a_list_that_is_not_there_is_named_with_the_nearest_file(tmp_path):
     (tmp_path / "labels.csv").write_text("file,label\n0.png,cat\n")
-    with pytest.raises(UserError, match=r"lables\.csv, which does not exist; did you mean labels\.csv\?"):
+    with pytest.raises(UserError, match=r"lables\.csv, which does not exist \(did you mean labels\.csv\?\)"):
         read_list(str(tmp_path / "lables.csv"), str(tmp_path), ImagesConfig())
 
 

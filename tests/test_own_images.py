@@ -10,9 +10,10 @@ from classified_images import FAST, NAMES, predict_to, read_csv
 from conftest import dataset_of, encoded, picture
 
 from evaluation import linear, predict
-from evaluation.predictions import classes, learned
+from evaluation.predictions import learned
 from mpp.data import identity
 from mpp.data.dataset import ImageDataset, images_only
+from mpp.runtime import messages
 
 
 def write_sites(folder: Path, count: int = 15) -> Path:
@@ -41,8 +42,7 @@ def headed(finished_run, tmp_path_factory):
 
 def forget_messages() -> None:
     """Of messages that are printed once."""
-    for message in (learned.tell, learned.note, classes.warn):
-        message.cache_clear()
+    messages.tell.cache_clear()
 
 
 def splits_of(out: Path) -> dict[str, set[str]]:

@@ -502,7 +502,7 @@ def test_a_name_of_the_hub_is_announced_at_once_and_other_names_are_refused(tmp_
     (tmp_path / "photos").mkdir()
     monkeypatch.chdir(tmp_path)
     announce_hub_lookup(ImagesConfig(path="photo"))
-    assert "looking for it on the hub; did you mean photos?" in capsys.readouterr().out
+    assert "looking for it on the hub (did you mean photos?)" in capsys.readouterr().out
     for path in ("my photos", "photos/a b", "x" * 200):
         with pytest.raises(UserError, match=r"does not exist: .* has no such file or folder"):
             announce_hub_lookup(ImagesConfig(path=path))
@@ -513,12 +513,10 @@ def test_the_error_of_the_hub_names_the_folder_that_was_meant(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mpp.data.remote.finds_host", lambda url: False)
     config = DataConfig(path="photo", read_retries=0)
-    words = (
-        rf"the server of data\.path photo \(not a file or folder in {tmp_path}; did you mean photos\?\) cannot be read"
-    )
+    words = rf"the server of data\.path photo \(not a file or folder in {tmp_path}\) \(did you mean photos\?\) cannot be read"
     with pytest.raises(UserError, match=words):
         from_a_server(raise_connection_error, config)
-    with pytest.raises(UserError, match=rf"{tmp_path}/photo, which does not exist; did you mean photos\?"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/photo, which does not exist \(did you mean photos\?\)"):
         load_image_datasets(DataConfig(path=f"{tmp_path}/photo"))
 
 

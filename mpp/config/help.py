@@ -43,7 +43,7 @@ def show_help(config: Any, part: str = "-") -> NoReturn:
     if part.startswith("-"):
         shown = [key for key in CHANGED_FIRST if key in settings][:10]
     require(shown, "--help", part, f"all, {', '.join(groups)}")
-    print(f"{show(config.__doc__)}\n\n  --config FILE_OR_NAME ... --import FILE ... --SETTING VALUE ...\n")
+    print(f"{show(config.__doc__)}\n\noptions: --config FILE_OR_NAME ..., --import FILE ..., --SETTING VALUE ...\n")
     for each in map(settings.get, shown):
         print(f"  {heading(each)}")
         print(textwrap.fill(text_of(each), 110, initial_indent="      ", subsequent_indent="      "))

@@ -93,7 +93,7 @@ def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> d
     retries = config.read_retries
     source = describe_source(config)
     if is_hub_dataset(config):
-        source += f" (not a file or folder in {Path.cwd()}{did_you_mean(config.path)})"
+        source += f" (not a file or folder in {Path.cwd()}){did_you_mean(config.path)}"
         if not finds_host(huggingface_hub.constants.ENDPOINT):
             retries = 0
     return read_with_retries(load, f"the server of {source}", retries, SERVER_ERRORS)

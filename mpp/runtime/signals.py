@@ -95,7 +95,7 @@ class Preemption:
                 os._exit(128 + number)
             return
         self.asked, self.asked_at = signal.Signals(number).name, now
-        with suppress(OSError):  # of a full disk: what is under way may still be saved
+        with suppress(OSError):  # of a full disk: the step may still be saved
             self.mark("not stopped yet" if self.finishes_steps else "between steps")
         if not self.finishes_steps:
             raise Preempted
