@@ -513,7 +513,7 @@ def test_the_error_of_the_hub_names_the_folder_that_was_meant(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mpp.data.remote.finds_host", lambda url: False)
     config = DataConfig(path="photo", read_retries=0)
-    words = rf"the server of data\.path photo \(not a file or folder in {tmp_path}\) \(did you mean photos\?\) cannot be read"
+    words = rf"data\.path photo \(not a file or folder in {tmp_path}\) \(did you mean photos\?\) cannot be read"
     with pytest.raises(UserError, match=words):
         from_a_server(raise_connection_error, config)
     with pytest.raises(UserError, match=rf"{tmp_path}/photo, which does not exist \(did you mean photos\?\)"):
