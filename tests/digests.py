@@ -31,6 +31,8 @@ COMMANDS = {
     "probe": [*PRETRAIN, "--probe.every=12"],
     "adam": [*PRETRAIN, *NO_PROBE, "--optim.name=adam", "--optim.average=0.9"],
     "accumulation": [*PRETRAIN, *NO_PROBE, "--optim.global_batch_size=24", "--data.batch_size=10"],
+    "fp32": [*PRETRAIN, *NO_PROBE, "--run.precision=fp32"],
+    "mae_mean_color": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/mae_mean_color.yaml"],
     "mae_bf16": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/mae.yaml", "--run.precision=bf16"],
     "simmim": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/simmim.yaml"],
     "maskfeat": [*PRETRAIN, *NO_PROBE, "--config=configs/rivals/maskfeat.yaml"],
