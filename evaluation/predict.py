@@ -65,6 +65,7 @@ from evaluation.tables.parts import IDENTITY_ENTRIES, about_file, is_begun, read
 from mpp.config import RunConfig, changed_settings, flatten, rebuild, require
 from mpp.config.parsing import read
 from mpp.data.data_path import describe_source
+from mpp.data.decoding.opening import without_size_limit
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
 from mpp.runtime.start import run_main, start_alone
@@ -192,7 +193,8 @@ def write_predicted_masks(
     row_images = RowImages(images, data)
 
     def overlay(row: int) -> Image.Image:
-        return Image.open(rows.overlay_file(*row_images.place(row)))
+        with without_size_limit():
+            return Image.open(rows.overlay_file(*row_images.place(row)))
 
     predictions = read_predictions(out, classifier.class_names, class_numbers=classifier.class_numbers)
     write_summary_and_page(config, about, predictions, outcomes, row_images, overlay if config.overlays else None)

@@ -25,7 +25,7 @@ import datasets
 import torch
 
 from mpp.config import PrepareConfig, require
-from mpp.config.parsing import changes, describe_changes, parse, parse_saved, to_yaml
+from mpp.config.parsing import parse, parse_saved, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
@@ -42,6 +42,7 @@ from mpp.runtime.hardware import cores
 from mpp.runtime.messages import counted, note, printable, progress_bar
 from mpp.runtime.randomness import Stream, permutation
 from mpp.runtime.start import run_main
+from mpp.training.run_folder import changes, describe_changes
 
 NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files next to the shards for data
 IMAGES_FILE = "images.json"
@@ -214,7 +215,7 @@ def check_settings(config: PrepareConfig) -> Path:
         if different:
             described = describe_changes(different, "the folder")
             raise UserError(f"out is {out}, prepared with other settings: {described}; choose another out")
-    elif out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
+    elif out.is_dir() and any(path.name not in (LOCK, ".lock.holder") for path in out.iterdir()):
         raise UserError(f"out is {out}, which holds something else; choose another out")
     return saved
 

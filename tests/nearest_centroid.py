@@ -11,16 +11,16 @@ from evaluation.config import EncoderConfig, FrozenProbeConfig, ProbeDataConfig
 from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import run_probe
 from evaluation.registry import Evaluation, register
-from mpp.config import Settings, group
+from mpp.config import Settings
 
 
 @dataclass(frozen=True)
 class CentroidConfig(Settings):
     """Nearest-centroid accuracy of frozen features."""
 
-    frozen: EncoderConfig = group(EncoderConfig(), is_flat=True)
-    data: ProbeDataConfig = group(ProbeDataConfig())
-    probe: FrozenProbeConfig = group(FrozenProbeConfig(), is_flat=True)
+    frozen: EncoderConfig = EncoderConfig()
+    data: ProbeDataConfig = ProbeDataConfig()
+    probe: FrozenProbeConfig = FrozenProbeConfig()
     order: int = 2
     """Order of the norm that measures distances: 1 or 2."""
 

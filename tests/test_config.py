@@ -24,8 +24,9 @@ from evaluation.config import (
     VisualizeConfig,
 )
 from mpp.config import Config, ModelConfig, RunConfig, as_words, flatten, settings_of
-from mpp.config.parsing import NAMES_ELSEWHERE, changes, describe_changes, parse, parse_saved, to_yaml
+from mpp.config.parsing import NAMES_ELSEWHERE, parse, parse_saved, to_yaml
 from mpp.errors import UserError
+from mpp.training.run_folder import changes, describe_changes
 
 
 def test_birds_yaml_is_the_defaults():

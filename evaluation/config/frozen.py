@@ -257,8 +257,7 @@ class VisualizeConfig(Settings):
     """Pooling of the features for rank and accuracy_by_depth."""
 
     def check(self):
-        if self.bands is not None:
-            require(len(self.bands) in (1, 3), "bands", self.bands, "one or three numbers from 1")
+        require(len(self.bands or (1,)) in (1, 3), "bands", self.bands, "one or three numbers from 1")
 
 
 @dataclass(frozen=True)

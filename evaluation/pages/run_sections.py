@@ -18,7 +18,7 @@ from evaluation.pages.about import changed_settings_shown, settings_rows
 from evaluation.pages.curves import features_of_run
 from evaluation.pages.page import Block, Link, Missing, Table, Text, figure_as_picture
 from mpp.config import Config, TrainingConfig
-from mpp.config.imports import import_words
+from mpp.config.imports import COPIES, OPTION, files_in, name_of_import
 from mpp.config.parsing import as_command_line, parse_saved
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
@@ -27,7 +27,6 @@ from mpp.training.history import History, evaluations
 from mpp.training.phases import saved_phases
 from mpp.training.record import recorded_commit
 from mpp.training.run_folder import CONFIG_FILE, group_of, saved_settings
-from mpp.training.user_code import imports_used
 from mpp.training.verdict import name_of_start
 
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
@@ -173,7 +172,8 @@ def command_to_repeat(config: TrainingConfig, folder: Path) -> str:
     commit = recorded_commit(folder)
     if commit:
         settings["data.revision"] = commit
-    imports = import_words() if imports_used(config) else []
+    names = dict.fromkeys(map(name_of_import, files_in(folder / COPIES)))
+    imports = [f"{OPTION}={name}" for name in names]
     command = COMMANDS[type(config)]
     return shlex.join(["mpp", command, *imports, *as_command_line(settings), f"--run.dir={folder}_again"])
 

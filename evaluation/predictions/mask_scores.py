@@ -18,6 +18,7 @@ from evaluation.patches.masks import IGNORED_CLASS, MaskedImages, attach_masks, 
 from evaluation.patches.statistics import warn_of_turned_images
 from evaluation.predictions.pixels import PixelRows
 from mpp.data.dataset import ImageDataset
+from mpp.data.decoding.opening import without_size_limit
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime.messages import counted, progress_bar, warn
 
@@ -91,7 +92,8 @@ def count_pairs(true: NDArray[np.int16], file: Path) -> PixelCounts:
     Raises:
         UnreadableImage: the two differ in size.
     """
-    predicted = np.array(Image.open(file)).astype(np.int64)
+    with without_size_limit():
+        predicted = np.array(Image.open(file)).astype(np.int64)
     if predicted.shape != true.shape:
         sizes = [f"{width} x {height}" for height, width in (true.shape, predicted.shape)]
         raise UnreadableImage(f"its mask has {sizes[0]} pixels, and the image {sizes[1]}")

@@ -18,7 +18,6 @@ from mpp.config.data import (
     SourceConfig,
 )
 from mpp.config.fields import (
-    SEED_END,
     Settings,
     as_words,
     changed_settings,
@@ -72,7 +71,7 @@ class Config(TrainingConfig):
         fits = self.corruption.mask == 1 or self.network.name != "autoencoder"
         allowed = "1 (random and keep: 0) with network.name=autoencoder, whose encoder does not see masked patches"
         require(fits, "corruption.mask", self.corruption.mask, allowed)
-        follows = self.objective.name == "features" and self.objective.export == "teacher"
+        follows = self.objective.export == "teacher"
         allowed = "null with objective.export=teacher (a moving average already)"
         require(not follows or self.optim.average is None, "optim.average", self.optim.average, allowed)
         self.optim.check_length(self.run.steps)

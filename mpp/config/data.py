@@ -69,9 +69,8 @@ class ImagesConfig(Settings):
     def check(self):
         if isinstance(self.nodata, float) and not math.isfinite(self.nodata):
             object.__setattr__(self, "nodata", "nan")  # a string, because nan != nan would make every resume differ
-        if self.bands is not None:
-            allowed = f"{self.channels} numbers from 1, one per channel"
-            require(len(self.bands) == self.channels, "data.bands", self.bands, allowed)
+        fits = self.bands is None or len(self.bands) == self.channels
+        require(fits, "data.bands", self.bands, f"{self.channels} numbers from 1, one per channel")
         pairs = self.limits()
         fits = len(pairs) in (0, 1, self.channels) and all(-math.inf < low < high < math.inf for low, high in pairs)
         require(fits, "data.range", self.range, f"[LOW, HIGH], or {self.channels} such pairs, or window")

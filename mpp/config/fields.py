@@ -13,9 +13,10 @@ import operator
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass, replace
+from functools import cache
 from itertools import product
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from mpp.errors import UserError, did_you_mean
 
@@ -45,6 +46,10 @@ def setting(
     """
     metadata = {"needs": needs or {}, "operational": operational, "distinct": distinct, "bounds": bounds}
     return field(default=default, metadata=metadata)
+
+
+USUAL = setting(None).metadata
+"""What `setting` says of a field that is declared without it."""
 
 
 def group(default: Any, **unused: str) -> Any:
@@ -103,12 +108,21 @@ class Settings:
 
 def settings_of(config: Any, prefix: str = "", unused: Mapping[str, str] | None = None) -> Iterator[Setting]:
     """All settings of a config, group by group."""
+    types = types_of(type(config))
     for each in fields(config):
-        value, about = getattr(config, each.name), each.metadata or setting(None).metadata
+        value, about = getattr(config, each.name), USUAL | each.metadata
         if is_dataclass(value):
             yield from settings_of(value, prefix_of(each, value, prefix), about.get("unused"))
         else:
-            yield Setting(prefix + each.name, value, each.type, about, type(config), (unused or {}).get(each.name))
+            yield Setting(
+                prefix + each.name, value, types[each.name], about, type(config), (unused or {}).get(each.name)
+            )
+
+
+@cache
+def types_of(config_class: type) -> dict[str, Any]:
+    """Name of each field -> its type, also where annotations are text."""
+    return get_type_hints(config_class)
 
 
 def prefix_of(each: Field, value: Settings, prefix: str) -> str:

@@ -64,7 +64,7 @@ def heading(each: Setting) -> str:
 
 def text_of(each: Setting) -> str:
     """The docstring of a setting, in one line."""
-    return texts_of(each.owner)[each.key.rpartition(".")[2]]
+    return texts_of(each.owner).get(each.key.rpartition(".")[2], "")
 
 
 @cache

@@ -97,7 +97,11 @@ def import_file(path: Path) -> ModuleType:
         raise UserError(f"{name} is the name of another module, {known.origin}; rename the file")
     module = module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
@@ -122,7 +126,15 @@ def require_imports(folder: Path) -> None:
     """
     for name in files_in(folder / COPIES):
         if name not in imported:
-            raise UserError(f"{folder} uses custom code: add {OPTION} {name} (copies in {COPIES}/ are never executed)")
+            raise UserError(
+                f"{folder} uses custom code: add {OPTION} {name_of_import(name)} (copies are never executed)"
+            )
+
+
+def name_of_import(copy: str) -> str:
+    """The value of the option that imports a copied file, without its folder: mine.py, package, package.module."""
+    name = copy.partition("/")[0]
+    return name.removesuffix(".py") if name.count(".") > 1 else name
 
 
 def changed_imports(folder: Path, files: dict[str, bytes]) -> list[str]:

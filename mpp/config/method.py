@@ -54,8 +54,7 @@ class NetworkConfig(Settings):
     """Settings of a network of your own (--import), which reads them here."""
 
     def check(self):
-        width = self.decoder_width
-        require(width is None or width % 4 == 0, "network.decoder_width", width, "a multiple of 4")
+        require((self.decoder_width or 0) % 4 == 0, "network.decoder_width", self.decoder_width, "a multiple of 4")
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,7 @@ ImageSize = tuple[int, int]
 
 def sides(img_size: int | Sequence[int]) -> ImageSize:
     """Height and width of an image: one number means a square."""
-    height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
-    return height, width
+    return (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
 
 
 def resized_side(side: int, crop: float) -> int:
@@ -155,6 +154,5 @@ def resized_side(side: int, crop: float) -> int:
 
 def check_grid(img_size: int | Sequence[int], patch_size: int, key: str = "model.img_size") -> None:
     """An image is a whole number of patches."""
-    height, width = sides(img_size)
-    shown = height if height == width else [height, width]
-    require(height % patch_size == 0 == width % patch_size, key, shown, f"a multiple of the patch size ({patch_size})")
+    fits = all(side % patch_size == 0 for side in sides(img_size))
+    require(fits, key, img_size, f"a multiple of the patch size ({patch_size})")

@@ -20,7 +20,9 @@ from mpp.errors import UserError, did_you_mean
 
 CONFIGS = next(folder / "configs" for folder in Path(__file__).parents[1:] if (folder / "configs").is_dir())
 """Folder of the configs that mpp brings: in the installed package, or next to it in a checkout."""
+UNKNOWN = "unknown setting "
 NAMES_ELSEWHERE = {
+    "lr": "optim.lr",
     "mask_ratio": "corruption.rate",
     "embed_dim": "model.width",
     "num_heads": "model.heads",
@@ -39,7 +41,7 @@ SCALARS = {
     "null": "~|null|",
     "bool": "true|false",
     "int": r"[-+]?(0|[1-9][\d_]*|0x[\da-f]+)",
-    "float": r"[-+]?((0|[1-9][\d_]*)(\.\d*)?(e[-+]?\d+)?|\.\d+(e[-+]?\d+)?|\.inf|infinity)|\.?nan",
+    "float": r"[-+]?((0|[1-9][\d_]*)(\.\d*)?(e[-+]?\d+)?|\.\d+(e[-+]?\d+)?|\.inf|(?-i:Infinity))|\.nan|(?-i:NaN)",
     "merge": "<<",
 }
 """Type of a word in YAML; all others are text. 1e-3 is a number; 010, 1:30, 2020-01-01 and no are text."""
@@ -60,17 +62,15 @@ def parse(config_class: type[ConfigT], words: Sequence[str] | None = None) -> Co
         UserError: one line that names the wrong key or value, what is allowed, and the file; or a setting that has no
             effect.
     """
-    usual = config_class()
-    config = read(usual, sys.argv[1:] if words is None else words)
-    check_given(config, usual)
-    return config
+    return read(config_class(), sys.argv[1:] if words is None else words, refuse_idle=True)
 
 
-def read(usual: ConfigT, words: Sequence[str]) -> ConfigT:
-    """Read a config as `parse` does, with settings that have no effect: a saved config has all.
+def read(usual: ConfigT, words: Sequence[str], refuse_idle: bool = False) -> ConfigT:
+    """Read a config as `parse` does.
 
     Args:
         usual: the config where nothing is given.
+        refuse_idle: whether settings must have an effect: a saved config has all.
     """
     known = {each.key: each for each in settings_of(usual)}
     values, places = {}, {}
@@ -79,11 +79,14 @@ def read(usual: ConfigT, words: Sequence[str]) -> ConfigT:
             file = config_file(word) if option == "config" else None
             for key, value in spread(read_yaml(file) if file else {option: value_of(word)}, known):
                 places[key] = f" (in {file})" if file else ""
-                values[key] = take(find(key, known), value, *[word] * (key == option))
-        return rebuild(usual, values)
+                values[key] = take(find(key, known), value, word if key == option else value_of(value))
+        config = rebuild(usual, values)
+        if refuse_idle:
+            check_given(config, usual)
+        return config
     except UserError as error:
-        place = next((places[word] for word in re.findall(r"[\w.]+", str(error)) if word in places), "")
-        raise UserError(show(f"{error}{place}")) from None
+        key = str(error).removeprefix(UNKNOWN).split()[0].strip(";")  # with which messages begin
+        raise UserError(show(f"{error}{places.get(key, '')}")) from None
 
 
 def options(words: Sequence[str], usual: Any) -> list[tuple[str, str]]:
@@ -94,17 +97,21 @@ def options(words: Sequence[str], usual: Any) -> list[tuple[str, str]]:
             show_help(usual, *words[place + 1 : place + 2])
     parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     pairs = list(zip_longest(parts[::2], parts[1::2], fillvalue=""))
-    for name, _ in pairs:
+    for name, word in pairs:
         if not name.startswith("--"):
             raise UserError(f"unknown word {show(name)}: settings are --NAME VALUE, and a list is '[a, b]'")
+        if word.startswith("--"):
+            raise UserError(f"{name} has no value; {word} follows")
     return sorted(((name[2:], word) for name, word in pairs), key=lambda pair: pair[0] != "config")
 
 
-def value_of(word: str) -> Any:
-    """The value of a word as in a file, but text as it is."""
+def value_of(word: Any) -> Any:
+    """The value of a word as in a file, but text as it is; any other value as it is."""
+    if not isinstance(word, str):
+        return word
     try:
         value = yaml.load(word, Loader)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return word
     return value if word.strip() and not isinstance(value, str) else word
 
@@ -132,7 +139,7 @@ def find(key: str, known: Mapping[str, Setting]) -> Setting:
     ours = NAMES_ELSEWHERE.get(name, "none")
     hint = f" (did you mean {ours}?)" if ours.split()[0] in known else did_you_mean(key, known)
     allowed = ", ".join(members or groups_of(known))
-    raise UserError(f"unknown setting {key}{hint if group or not members else ', a group'}; allowed: {allowed}")
+    raise UserError(f"{UNKNOWN}{key}{hint if group or not members else ', a group'}; allowed: {allowed}")
 
 
 def check_given(config: Any, usual: Any) -> None:
@@ -163,7 +170,7 @@ def as_command_line(settings: Mapping[str, Any]) -> list[str]:
     """Settings by their names as the words of a command line; `config` is a file, or several."""
     pairs = []
     for name, value in settings.items():
-        pairs += [(name, part) for part in (value if name == "config" and isinstance(value, list) else [value])]
+        pairs += [(name, part) for part in (value if name == "config" and isinstance(value, list | tuple) else [value])]
     return [f"--{name}={as_words(value)}" for name, value in pairs]
 
 
@@ -201,7 +208,8 @@ def config_file(name: str) -> Path:
     for file in (Path(name), CONFIGS / f"{short}.yaml"):
         if file.is_file():
             return file
-    names = sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in CONFIGS.rglob("*.yaml"))
+    files = [file for file in CONFIGS.rglob("*.yaml") if file.parent.name != "accelerate"]
+    names = sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in files)
     allowed = f"a YAML file or a config of mpp{did_you_mean(short, names)}: {', '.join(names)}"
     raise UserError(f"--config is {show(name)}; it must be {allowed}")
 
@@ -210,7 +218,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     """The settings of a YAML file."""
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise UserError(f"{file}{line}: {show(getattr(error, 'problem', None) or str(error))}") from None
@@ -231,23 +239,3 @@ def parse_saved(config_class: type[ConfigT], file: Path) -> ConfigT:
     """
     require_imports(file.parent)
     return read(config_class(), ["--config", str(file)])
-
-
-Changes = dict[str, tuple[Any, Any]]
-"""Key of a setting -> its value before, its value now."""
-
-
-def changes(before: Any, now: Any) -> Changes:
-    """Settings that are not operational in which two configs of one kind differ."""
-    saved = flatten(before)
-    relevant = [each for each in settings_of(now) if not each.about["operational"]]
-    return {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
-
-
-def describe_changes(changes: Changes, saved_in: str) -> str:
-    """Changed settings with both values: "optim.lr (0.01 in the run, 0.02 now)".
-
-    Args:
-        saved_in: name of the thing made with the earlier values, such as "the run".
-    """
-    return ", ".join(f"{key} ({show(before)} in {saved_in}, {show(now)} now)" for key, (before, now) in changes.items())

@@ -118,11 +118,7 @@ class OptimConfig(Settings):
 
     def stable_steps(self, steps: int) -> int | None:
         """Steps of a run of `steps` up to the cooldown, in which the rate does not fall. None: it always falls."""
-        if self.schedule == "constant":
-            return steps
-        if self.schedule == "wsd":
-            return steps - round(self.cooldown * steps)
-        return None
+        return {"constant": steps, "wsd": steps - round(self.cooldown * steps)}.get(self.schedule)
 
     def momentum_or_default(self) -> float | None:
         """The momentum, given or usual; None: adam has none."""

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-TRUE = ("1", "true", "yes")
+TRUE = ("1", "true", "yes", "y", "t", "on")
 """Values of Accelerate's variables that mean yes."""
 M_TRIM_THRESHOLD = -1  # options of mallopt, in glibc's malloc.h
 M_MMAP_THRESHOLD = -3

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from mpp.config import RunConfig, require
 from mpp.errors import UserError
-from mpp.runtime.hardware import is_set, local_processes
+from mpp.runtime.hardware import is_set
 
 BUILDING_TIMEOUT = timedelta(hours=6)
 """Long enough for one process to download and prepare images while the others wait."""
@@ -36,7 +36,8 @@ T = TypeVar("T")
 
 def check_address() -> None:
     """Refuse several machines where this one's name leads to itself: gloo would tell the others to find it there."""
-    several_machines = int(os.environ.get("WORLD_SIZE", 1)) > local_processes()
+    processes = os.environ.get("WORLD_SIZE", "1")
+    several_machines = int(processes) > int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     if not several_machines or os.environ.get("MASTER_ADDR") in LOCAL_HOSTS or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     name = socket.gethostname()

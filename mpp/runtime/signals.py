@@ -52,9 +52,6 @@ class CutShort(BaseException):
 class Preempted(SystemExit):
     """The run was asked to stop and has saved all it had: exit code 75."""
 
-    def __init__(self):
-        super().__init__(EXIT_CODE)
-
 
 class Preemption:
     """While open, SIGTERM, SIGINT and SIGHUP stop the run: at once, or after the step, once it `finishes_steps`.
@@ -98,7 +95,7 @@ class Preemption:
         with suppress(OSError):  # of a full disk: the step may still be saved
             self.mark("not stopped yet" if self.finishes_steps else "between steps")
         if not self.finishes_steps:
-            raise Preempted
+            raise Preempted(EXIT_CODE)
         if self.waiting:
             raise CutShort
 
@@ -134,4 +131,4 @@ class Preemption:
         self.mark(where)
         self.accelerator.wait_for_everyone()
         self.accelerator.print(f"stopped by {self.asked} {where}; the same command continues (exit code {EXIT_CODE})")
-        raise Preempted
+        raise Preempted(EXIT_CODE)

@@ -88,8 +88,7 @@ def start(run: RunConfig) -> Accelerator:
     """Set threads and precision and join the other processes.
 
     Raises:
-        UserError: the launcher wants a precision or a parallelism
-            that mpp does not have.
+        UserError: the launcher wants a precision or a parallelism that mpp does not have.
     """
     tqdm.monitor_interval = 0  # no thread that watches its bars: loader processes would be forked while it runs
     check_address()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mpp.config import TrainingConfig, require
 from mpp.config.imports import require_imports
-from mpp.config.parsing import describe_changes, parse_saved
+from mpp.config.parsing import parse_saved
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE
 from mpp.runtime.files import complete, hold
@@ -15,6 +15,7 @@ from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after
 from mpp.training.record import RECORD_FILE
 from mpp.training.run_folder import (
     CONFIG_FILE,
+    describe_changes,
     group_of,
     saved_settings,
     settings_changed_since,

@@ -112,7 +112,8 @@ def arithmetic() -> str:
     kind = "bf16" if bf16_is_native() else "fp32"
     if not uses_gpu():
         return f"{kind} by {torch.backends.cpu.get_cpu_capability()}"
-    return f"{kind} by {torch.cuda.get_device_name()}"
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{kind} by CUDA {card.major}.{card.minor} with {card.multi_processor_count} multiprocessors"
 
 
 def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:

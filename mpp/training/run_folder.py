@@ -25,13 +25,13 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from mpp.config import TrainingConfig, require
+from mpp.config import TrainingConfig, flatten, require, settings_of, show
 from mpp.config.imports import COPIES, OPTION, changed_imports, require_imports
-from mpp.config.parsing import Changes, changes, describe_changes, parse_saved, read_yaml, to_yaml
+from mpp.config.parsing import parse_saved, read_yaml, to_yaml
 from mpp.data.data_path import is_local
 from mpp.errors import UserError
 from mpp.models.descriptions import exported_step
-from mpp.runtime.files import LOCK, complete, partial_path, write_complete
+from mpp.runtime.files import LOCK, complete, delete, partial_path, write_complete
 from mpp.runtime.messages import printable
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
@@ -101,6 +101,26 @@ def refuse_among_images(key: str, place: Path, group: str, path: str | None) -> 
         raise UserError(f"{key} is {place}, inside {group}.path {images}: its pictures would join the images")
 
 
+Changes = dict[str, tuple[Any, Any]]
+"""Key of a setting -> its value before, its value now."""
+
+
+def changes(before: Any, now: Any) -> Changes:
+    """Settings that are not operational in which two configs of one kind differ."""
+    saved = flatten(before)
+    relevant = [each for each in settings_of(now) if not each.about["operational"]]
+    return {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
+
+
+def describe_changes(changes: Changes, saved_in: str) -> str:
+    """Changed settings with both values: "optim.lr (0.01 in the run, 0.02 now)".
+
+    Args:
+        saved_in: name of the thing made with the earlier values, such as "the run".
+    """
+    return ", ".join(f"{key} ({show(before)} in {saved_in}, {show(now)} now)" for key, (before, now) in changes.items())
+
+
 def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
     """Settings in which a config differs from a run's, and with which the run may not continue; so with imported files.
 
@@ -142,7 +162,7 @@ def is_run_folder(folder: Path) -> bool:
     """Whether a folder is new, or a run's, or has only the files of a check, or of a run that ended before it began."""
     if (folder / CONFIG_FILE).is_file() or not folder.is_dir():
         return True
-    before_config = {LOCK, MARKER, CHECK_CROPS, COPIES, partial_path(folder / CONFIG_FILE).name}
+    before_config = {LOCK, ".lock.holder", MARKER, CHECK_CROPS, COPIES, partial_path(folder / CONFIG_FILE).name}
     return {path.name for path in folder.iterdir()} <= before_config
 
 
@@ -171,6 +191,8 @@ def write_config(config: TrainingConfig, folder: Path) -> None:
     """
     refuse_other_run(config, folder)  # once more: building the task may have taken long
     folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / CONFIG_FILE).is_file():
+        delete(folder / COPIES)  # of a start that was killed before it wrote the config
     for name, content in imports_used(config).items():
         copy = folder / COPIES / name
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -26,28 +26,32 @@ def ignoring_warnings_as_errors() -> Iterator[None]:
         yield
 
 
-def open_with_pil(data: bytes) -> Image.Image:
-    """An image file whose header PIL has read."""
-    return open_of_any_size(data, PIL_FORMATS)
-
-
-def open_of_any_size(data: bytes, formats: Sequence[str]) -> Image.Image:
-    """An image file whose header PIL has read, without PIL's limit: data.max_pixels is checked before decoding."""
+@contextlib.contextmanager
+def without_size_limit() -> Iterator[None]:
+    """Lift PIL's own limit on pixels: data.max_pixels is checked before decoding."""
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
-        return Image.open(io.BytesIO(data), formats=formats)
+        yield
     finally:
         Image.MAX_IMAGE_PIXELS = limit
 
 
-def open_avif(data: bytes) -> Image.Image:
+@contextlib.contextmanager
+def open_with_pil(data: bytes, formats: Sequence[str] = PIL_FORMATS) -> Iterator[Image.Image]:
+    """An image file whose header PIL has read."""
+    with without_size_limit(), Image.open(io.BytesIO(data), formats=formats) as image:  # TIFFs are checked again later
+        yield image
+
+
+@contextlib.contextmanager
+def open_avif(data: bytes) -> Iterator[Image.Image]:
     """An AVIF file whose header PIL has read. Only the file's own properties say how it is turned, not its XMP."""
     from PIL import AvifImagePlugin  # of Pillow from 11.3 on
 
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # loader processes share the cores
-    image = open_of_any_size(data, ("AVIF",))
-    image.info.pop("xmp", None)
-    return image
+    with open_with_pil(data, ("AVIF",)) as image:
+        image.info.pop("xmp", None)
+        yield image
 
 
 def open_with_tifffile(data: bytes) -> "TiffFile":
