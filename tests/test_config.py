@@ -1,5 +1,6 @@
 """Settings: one source of defaults, files that compose, errors of one line."""
 
+import dataclasses
 import runpy
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from evaluation.config import (
     SegmentationConfig,
     VisualizeConfig,
 )
-from mpp.config import Config, ModelConfig, RunConfig, as_words, flatten, settings_of
-from mpp.config.parsing import NAMES_ELSEWHERE, parse, parse_saved, to_yaml
+from mpp.config import Config, ModelConfig, RunConfig, Settings, as_words, flatten, setting, settings_of
+from mpp.config.parsing import NAMES_ELSEWHERE, Loader, parse, parse_saved, to_yaml
 from mpp.errors import UserError
 from mpp.training.run_folder import changes, describe_changes
 
@@ -94,6 +95,8 @@ MISTAKES = [  # the command, its words, and what the one line names: the setting
     (Config, "--config nowhere.yaml", ["--config", "nowhere.yaml"]),
     (Config, "--run.steps=5 --config", ["--config", "empty"]),
     (Config, "--run.steps", ["run.steps", "empty", "at least 1"]),
+    (Config, "--run.dir --data.path x", ["--run.dir", "no value"]),
+    (Config, "--lr 3", ["lr", "optim.lr"]),
     (Config, "--run.steps=many", ["run.steps", "many", "a whole number", "at least 1"]),
     (Config, "--run.steps=1e3", ["run.steps", "1e3", "a whole number"]),
     (Config, "--run.steps=0", ["run.steps", "0", "at least 1"]),
@@ -161,12 +164,16 @@ IN_FILES = [
     ("run: {steps: 3, steps: 4}", ["steps occurs twice", "bad.yaml"]),
     ("_base_: [a.yaml]", ["_base_", "bad.yaml"]),
     ("data: {revision: 1e5}", ["data.revision", "text or null", "bad.yaml"]),
+    ("my-key: 1", ["my-key", "bad.yaml"]),
+    ("objective: {normalize: patch}", ["objective.normalize", "objective.name is pixels", "bad.yaml"]),
+    ("run: {dir: ~/x}", ["run.dir", "without ~", "bad.yaml"]),
+    (f"data: {{range: {'[' * 3000}", ["bad.yaml"]),
     ("model: {width: 100, heads: 3}", ["model.width", "multiple of model.heads (3)", "bad.yaml"]),
     (b"\xff\xd8\xff\xe0", ["bad.yaml"]),
 ]
 
 
-@pytest.mark.parametrize(("text", "named"), IN_FILES, ids=[str(case[0]) for case in IN_FILES])
+@pytest.mark.parametrize(("text", "named"), IN_FILES, ids=[str(case[0])[:30] for case in IN_FILES])
 def test_a_mistake_in_a_file_is_one_line_that_names_the_file(tmp_path, text, named):
     file = tmp_path / "bad.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -174,6 +181,38 @@ def test_a_mistake_in_a_file_is_one_line_that_names_the_file(tmp_path, text, nam
         parse(Config, ["--config", str(file), "--run.seed=3"])
     assert "\n" not in str(error.value)
     assert [part for part in named if part not in str(error.value)] == []
+
+
+def test_an_error_names_the_file_of_the_wrong_key_and_not_that_of_another(tmp_path):
+    (tmp_path / "other.yaml").write_text("encoder: x")
+    (tmp_path / "wrong.yaml").write_text("my-key: 1")
+    with pytest.raises(UserError, match=r"^unknown setting my-key; .*encoder.*\(in .*wrong\.yaml\)$"):
+        parse(KnnConfig, [f"--config={tmp_path / name}.yaml" for name in ("other", "wrong")])
+
+
+def test_numbers_in_quotes_are_numbers_where_no_text_is_allowed(tmp_path):
+    file = tmp_path / "quoted.yaml"
+    file.write_text('optim: {lr: "1e-3"}\ndata: {flip: "false", revision: "010", path: x}')
+    config = parse(Config, ["--config", str(file)])
+    assert (config.optim.lr, config.data.flip, config.data.revision) == (1e-3, False, "010")
+
+
+def test_what_earlier_versions_saved_as_nan_is_text():
+    assert yaml.load("{nodata: nan, label: nan, number: .nan}", Loader)["nodata"] == "nan"
+
+
+def test_annotations_may_be_text():
+    """As `from __future__ import annotations` makes them."""
+
+    @dataclasses.dataclass(frozen=True)
+    class OwnConfig(Settings):
+        """Settings of a user."""
+
+        power: "float" = setting(1.0, above=0)
+
+    assert parse(OwnConfig, ["--power=2"]).power == 2.0
+    with pytest.raises(UserError, match=r"^power is 0; it must be a number, above 0$"):
+        parse(OwnConfig, ["--power=0"])
 
 
 def test_words_that_yaml_takes_for_something_else_are_text(tmp_path):

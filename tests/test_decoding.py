@@ -462,6 +462,16 @@ def test_an_npz_whose_header_lies_takes_no_memory():
         decode_with(bomb.getvalue(), channels=5)
 
 
+@pytest.mark.parametrize("form", ["TIFF", "PNG", "JPEG"])
+def test_pils_own_limit_on_pixels_does_not_hold(monkeypatch, form):
+    """TIFF is checked once more when its pixels are read; data.max_pixels decides instead."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    stored = io.BytesIO()
+    Image.new("RGB", (30, 20), (9, 8, 7)).save(stored, form)
+    assert decode_with(stored.getvalue()).shape[-2:] == (20, 30)
+    assert Image.MAX_IMAGE_PIXELS == 10
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -21,7 +21,7 @@ from evaluation.comparison.sweep_results import TrialResult, next_training
 from evaluation.comparison.trials import plan_sweep
 from evaluation.config import CompareConfig, SweepConfig
 from mpp.config import Config, imports
-from mpp.config.imports import import_words, imported, take_imports
+from mpp.config.imports import import_words, imported, name_of_import, take_imports
 from mpp.config.parsing import parse
 from mpp.corruption import PATTERNS
 from mpp.data.workers import start_worker
@@ -222,6 +222,22 @@ def test_saved_code_is_never_run(finished_run, tmp_path):
         with pytest.raises(UserError, match=r"uses custom code: add --import mine\.py"):
             command.main([f"--encoder={run}"])
     assert not (tmp_path / "struck").exists()
+
+
+def test_a_file_that_fails_leaves_no_half_of_a_module(tmp_path):
+    file = tmp_path / "half_done.py"
+    file.write_text("first = 1\nraise RuntimeError('stop')\n")
+    with pytest.raises(UserError, match=r"half_done\.py failed: RuntimeError: stop"):
+        take_imports([f"--import={file}"])
+    assert "half_done" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("copy", "name"),
+    [("mine.py", "mine.py"), ("package/deep/part.py", "package"), ("package.part.py", "package.part")],
+)
+def test_a_copy_is_imported_by_the_name_that_its_option_had(copy, name):
+    assert name_of_import(copy) == name
 
 
 @pytest.mark.parametrize(

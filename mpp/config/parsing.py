@@ -85,7 +85,7 @@ def read(usual: ConfigT, words: Sequence[str], refuse_idle: bool = False) -> Con
             check_given(config, usual)
         return config
     except UserError as error:
-        key = str(error).removeprefix(UNKNOWN).split()[0].strip(";")  # with which messages begin
+        key = str(error).removeprefix(UNKNOWN).split()[0].strip(",;")  # with which messages begin
         raise UserError(show(f"{error}{places.get(key, '')}")) from None
 
 
