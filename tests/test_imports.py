@@ -79,7 +79,7 @@ def test_the_pages_example_trains_resumes_and_is_drawn(pretrain, brightness, cap
     report.main([own, f"--encoder={folder}"])
     assert "predictions.png" in capsys.readouterr().out
     page = (folder / "report.html").read_text()
-    assert f"--import={brightness}" in page and "brightness" in page
+    assert f"--import={brightness.name}" in page and str(brightness) not in page
 
 
 PLACES = """

@@ -440,7 +440,7 @@ def test_the_compiler_follows_each_whole(kind):
         (dict(arguments={"reg_tokens": 2}, mixing="axial"), ["model.arguments is reg_tokens"]),
         (dict(arguments={"reg_tokens": -1}), ["model.arguments is {'reg_tokens': -1}"]),
         (dict(arguments={"act_layer": "xyz"}), ["model.arguments", "xyz"]),
-        (dict(HYBRID, name="vit_small_r26_s32_224", img_size=100), ["model.img_size is 100", "(32)"]),
+        (dict(HYBRID, name="vit_small_r26_s32_224", img_size=100), ["model.img_size is", "100", "(32)"]),
         (dict(HYBRID, name="deit_tiny_distilled_patch16_224", position="none"), ["model.position is none"]),
     ],
 )

@@ -49,7 +49,7 @@ def setting(
 
 
 USUAL = setting(None).metadata
-"""What `setting` says of a field that is declared without it."""
+"""Metadata of a field that is declared without `setting`."""
 
 
 def group(default: Any, **unused: str) -> Any:
