@@ -34,10 +34,10 @@ from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
 from evaluation.frozen.training_reports import tested_encoder
 from evaluation.supervision.classifiers import Classifier, load_classifier
-from mpp.config import as_words, rebuild, require
+from mpp.config import rebuild, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError, one_line
-from mpp.models.descriptions import how_read
+from mpp.models.descriptions import as_saved, how_read
 from mpp.models.timm_models import set_attention
 from mpp.runtime.files import complete, partial_path
 from mpp.runtime.start import run_main, start_alone
@@ -100,7 +100,7 @@ def write_verified(
     """
     out = Path(config.out)
     images = verification.example(TRACED_IMAGES if config.batch == "dynamic" else config.batch)
-    if as_words(how_read_for_file(config)["range"]) != as_words(config.data.range):  # by which values become float32
+    if how_read_for_file(config)["range"] != as_saved(config.data.range):  # by which values become float32
         images = images.float()
     verification = verification._replace(dtype=images.dtype)
     metadata = describe_file(config, verification.encoder, images)
@@ -258,7 +258,7 @@ def how_read_for_file(config: ExportConfig) -> dict[str, Any]:
     They are the encoder's own where it is verified on the package's birds, for want of its images.
     """
     own = how_read(config.frozen.encoder) if config.data.path is None else {}
-    return {name: own.get(name, getattr(config.data, name)) for name in ("range", "bands", "nodata")}
+    return {name: as_saved(own.get(name, getattr(config.data, name))) for name in ("range", "bands", "nodata")}
 
 
 def weights_and_card(config: ExportConfig) -> tuple[str, str]:

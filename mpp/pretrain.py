@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
-from mpp.config import Config, ModelConfig, SourceConfig, as_words, require
+from mpp.config import Config, ModelConfig, SourceConfig, require
 from mpp.config.parsing import as_command_line, check_given, parse, parse_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.dataset import ImageDataset
@@ -37,7 +37,7 @@ from mpp.features.metrics import (
 )
 from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction_panel
 from mpp.models.adaptation import describe_adaptation
-from mpp.models.descriptions import how_read, learned_labels, licence_of
+from mpp.models.descriptions import as_saved, how_read, learned_labels, licence_of
 from mpp.models.networks import build_model
 from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
 from mpp.models.timm_models import cell_grid, has_class
@@ -318,8 +318,8 @@ def counted_patches(batch: Batch) -> Tensor | None:
 def note_other_reading(config: Config) -> None:
     """Note that the teacher learned from images that were read in another way."""
     teachers = how_read(config.objective.frozen_teacher)
-    ours = config.data.how_read()
-    if teachers and as_words(teachers) != as_words(ours):
+    ours = as_saved(config.data.how_read())
+    if teachers and teachers != ours:
         note(f"objective.teacher learned from images of data {teachers}; here they are {ours or 'as usual'}")
 
 

@@ -415,7 +415,7 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
 
 NO_TEACHERS = {  # settings -> the message
     "objective.teacher=nowhere": "objective.teacher is nowhere: no folder of that name, and no timm model",
-    "objective.half_life=[0,0.2]": "objective.half_life is .* two numbers above 0",
+    "objective.half_life=[0,0.2]": "objective.half_life is .* above 0",
     "objective.teacher_img_size=64": "objective.teacher_img_size is 64; it must be null with .*teacher=ema",
     "optim.average=0.9 objective.export=teacher": "optim.average is 0.9; it must be null with objective.exp",
     "objective.teacher=resnet18 objective.teacher_checkpoint=x.pt": "must be a .safetensors file",
@@ -424,8 +424,8 @@ NO_SETTINGS_OF_A_FROZEN_TEACHER = {
     "data.channels=1": "objective.teacher's input channels is 3; it must be 1",
     "objective.teacher_depths=9": "objective.teacher_depths is 9; it must be at most 2",
     "objective.export=teacher": "objective.export is teacher; it must be student or left out",
-    "objective.half_life=[0.1,0.2]": "objective.half_life is .* unless objective.teacher is ema",
-    "objective.teacher_img_size=36": "teacher_img_size is 36; it must be a multiple of the patch size",
+    "objective.half_life=[0.1,0.2]": "objective.half_life is .* objective.teacher is ema",
+    "objective.teacher_img_size=36": "teacher_img_size is .* it must be a multiple of the patch size",
     "objective.teacher_img_size=0": "objective.teacher_img_size is 0; it must be a",
 }
 

@@ -6,8 +6,9 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from evaluation.frozen.run_images import IMAGE_SETTINGS, evaluated_image_settings, find_run, holds_run_images
-from mpp.config import Settings, SourceConfig, as_words, changed_settings, flatten, settings_of, sides
+from mpp.config import Settings, SourceConfig, changed_settings, flatten, settings_of, sides
 from mpp.errors import UserError
+from mpp.models.descriptions import as_saved
 from mpp.runtime.files import short_digest
 from mpp.runtime.weights import BEST, encoder_folder, run_of
 
@@ -100,7 +101,7 @@ def unusual_choices(data: SourceConfig, run: Path | None) -> dict[str, Any]:
     for key in IMAGE_SETTINGS:
         value = getattr(data, key)
         moves_along = key == "path" or (key == "labels" and data.path != usual.get("path"))
-        if not moves_along and as_words(value) != as_words(usual.get(key, getattr(type(data), key))):
+        if not moves_along and as_saved(value) != as_saved(usual.get(key, getattr(type(data), key))):
             unusual[key] = value
     return unusual
 

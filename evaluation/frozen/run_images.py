@@ -22,7 +22,7 @@ from mpp.data.label_kinds import AUTO
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
-from mpp.models.descriptions import how_read
+from mpp.models.descriptions import as_saved, how_read
 from mpp.runtime.messages import is_first_process, note
 from mpp.runtime.weights import run_of
 from mpp.training.record import (
@@ -152,10 +152,10 @@ def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, An
         with suppress(UserError):  # a hub that does not answer now: the encoder is loaded already
             learned = how_read(encoder)
     ways = {name: getattr(SourceConfig, name) for name in HOW_READ} | dict(learned)
-    ours = {name: as_words(getattr(data, name)) for name in HOW_READ}
-    others = [name for name in HOW_READ if ours[name] != as_words(ways[name])]
+    ours = {name: as_saved(getattr(data, name)) for name in HOW_READ}
+    others = [name for name in HOW_READ if ours[name] != as_saved(ways[name])]
     if learned and others:
-        described = ", ".join(f"data.{name} {as_words(ways[name])} (here {ours[name]})" for name in others)
+        described = ", ".join(f"data.{name} {as_words(ways[name])} (here {as_words(ours[name])})" for name in others)
         note(f"{encoder} learned from images that were read with {described}")
     run = find_run(encoder)
     if run is not None and data.path is None and run_image_settings(run).get("path") is not None:

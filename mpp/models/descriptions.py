@@ -22,6 +22,11 @@ TAGS_WITHOUT_LABELS |= {"in1k_ijepa", "in22k_ijepa"}
 """Tags of published weights that learned from images alone."""
 
 
+def as_saved(value: Any) -> Any:
+    """A setting as JSON and YAML have it, to be compared with a saved one: tuples become lists."""
+    return json.loads(json.dumps(value))
+
+
 def saved_config(folder: Path) -> dict[str, Any]:
     """The config.json of an encoder folder; empty where it is missing or cannot be read."""
     try:
