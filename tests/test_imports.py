@@ -213,7 +213,7 @@ def test_a_branch_has_the_code_of_its_trunk(pretrain, brightness, tmp_path):
 
 
 def test_saved_code_is_never_run(finished_run, tmp_path):
-    """A run folder of a stranger has code: nobody runs it."""
+    """The code in the run folder of a stranger is not executed."""
     run = tmp_path / "run"
     (run / "imports").mkdir(parents=True)
     (run / "imports" / "mine.py").write_text(f"open({str(tmp_path / 'struck')!r}, 'w')\n")
