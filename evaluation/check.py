@@ -24,7 +24,7 @@ from evaluation.pictures.gallery import arrange_in_rows
 from mpp.config import Config, as_words
 from mpp.config.parsing import parse
 from mpp.data.data_path import describe_source
-from mpp.data.decoding.optional import describe_packages
+from mpp.data.decoding.formats import describe_packages
 from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments, with_moments
 from mpp.data.shards import Shards

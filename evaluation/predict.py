@@ -65,7 +65,7 @@ from evaluation.tables.parts import IDENTITY_ENTRIES, about_file, is_begun, read
 from mpp.config import RunConfig, changed_settings, flatten, rebuild, require
 from mpp.config.parsing import read
 from mpp.data.data_path import describe_source
-from mpp.data.decoding.opening import without_size_limit
+from mpp.data.decoding.pictures import without_size_limit
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import note
 from mpp.runtime.start import run_main, start_alone

@@ -110,13 +110,16 @@ def counted_once(monkeypatch, request):
 
 @pytest.fixture
 def without_module(monkeypatch):
-    """without_module(name): a decoder's module is taken for absent, as `optional.OptionalFormat` names it."""
-    from mpp.data.decoding import optional
+    """without_module(name): a decoder's module is taken for absent."""
+    from mpp.data.decoding import formats
 
     def take_away(module: str) -> None:
-        monkeypatch.setattr(optional, "has_module", lambda name: name != module)
+        monkeypatch.setitem(sys.modules, module, None)
+        formats.is_installed.cache_clear()
 
-    return take_away
+    yield take_away
+    monkeypatch.undo()
+    formats.is_installed.cache_clear()
 
 
 @pytest.fixture

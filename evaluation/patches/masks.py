@@ -15,7 +15,7 @@ from mpp.data.columns import read_cell, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.decode import read_mask
-from mpp.data.decoding.kinds import JPEG_START
+from mpp.data.decoding.formats import JPEG
 from mpp.data.sources import find_held_out_split, load_image_datasets
 from mpp.errors import UnreadableImage, UserError
 
@@ -93,7 +93,7 @@ def refuse_jpeg_masks(masks: datasets.Dataset, data: MaskedDataConfig) -> None:
     with contextlib.suppress(UnreadableImage):
         file = read_cell(masks[0]["mask"], data.read_retries)
         allowed = "a column of lossless masks, such as PNG or TIFF: JPEG changes the numbers"
-        require(not file.startswith(JPEG_START), "data.mask_column", f"{data.mask_column}, of JPEG files", allowed)
+        require(not JPEG.begins(file), "data.mask_column", f"{data.mask_column}, of JPEG files", allowed)
 
 
 def decode_mask(cell: Any, config: MaskedDataConfig) -> Tensor:

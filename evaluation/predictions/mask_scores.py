@@ -18,7 +18,7 @@ from evaluation.patches.masks import IGNORED_CLASS, MaskedImages, attach_masks, 
 from evaluation.patches.statistics import warn_of_turned_images
 from evaluation.predictions.pixels import PixelRows
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoding.opening import without_size_limit
+from mpp.data.decoding.pictures import without_size_limit
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime.messages import counted, progress_bar, warn
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source
 from mpp.data.decoding import decode
-from mpp.data.decoding.checks import check_numbers
+from mpp.data.decoding.arrays import check_numbers
 from mpp.data.listing.formats import ARRAY_EXTENSIONS
 from mpp.data.listing.image_table import decode_path
 from mpp.data.listing.tar_members import is_member_path, member_name, read_member

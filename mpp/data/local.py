@@ -17,7 +17,7 @@ from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
 from mpp.data.data_path import describe_source, is_url
-from mpp.data.decoding.kinds import LFS_POINTER, STAND_IN_STARTS, kind_of_file
+from mpp.data.decoding.formats import LFS_POINTER, STAND_IN_STARTS, kind_of_file
 from mpp.data.listing.archives import ARCHIVE_EXTENSIONS, is_archive, unpack_archive
 from mpp.data.listing.formats import LIST_EXTENSIONS, SHARD_BUILDERS, TABLE_EXTENSIONS, extension_of
 from mpp.data.listing.image_table import Listing, SharedListing, share_listing

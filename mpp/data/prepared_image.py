@@ -1,7 +1,7 @@
-"""An image file that is no larger than training needs, for the shards of `mpp prepare`."""
+"""An image file that is no larger than training needs, for the shards of `mpp prepare`: pixels alone, no metadata."""
 
-import contextlib
 import io
+import re
 
 import numpy as np
 import torch
@@ -10,13 +10,19 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig
-from mpp.data.decoding.decode import read_values
-from mpp.data.decoding.kinds import optional_format
-from mpp.data.decoding.metadata import without_metadata
-from mpp.data.decoding.optional import DICOM
+from mpp.data.decoding.decode import read_channels, read_values
+from mpp.data.decoding.formats import JPEG, PPM
 from mpp.data.decoding.pictures import to_ppm
-from mpp.data.decoding.tiff import has_fewer_bits, white_is_zero
 from mpp.errors import UnreadableImage, UserError
+
+JPEG_MARKER = re.compile(rb"\xff+([^\0\xff])")
+SCAN_END = re.compile(rb"\xff+[^\0\xff\xd0-\xd7]")
+"""The first marker behind the coded values of a JPEG, among which markers of restarts stand."""
+START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
+CODING_MARKERS = {*range(0xC0, 0xD0), *range(0xDA, 0xDE)} - {0xC8}
+"""Of frames, tables and scans of JPEG."""
+NOTE_MARKERS = {*range(0xE0, 0xF0), 0xFE}
+"""Of segments of applications, and of comments."""
 
 
 def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | None = None) -> bytes:
@@ -26,57 +32,69 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
         UnreadableImage: it cannot be decoded.
         UserError: the format cannot hold it.
     """
-    values = np.ascontiguousarray(read_values(image, config.data))  # an upright view may run backwards
+    values, _, limits = read_channels(image, config.data)
+    values = np.ascontiguousarray(values)  # an upright view may run backwards
     is_small = min(values.shape[1:]) <= config.short_side
-    if is_small and config.format == "jpeg" and may_stay(image, values, config):
-        return pixels_alone(image, values, config)
-    if config.format != "npy" and values.dtype != np.uint8:
-        image_name = name or "an image"
-        allowed = f"npy for {image_name}, which has {values.dtype} values"
+    stays = is_small and config.format == "jpeg"
+    if config.format != "npy" and values.dtype != np.uint8 and (limits or not stays):  # arrays do not say their bits
+        allowed = f"npy for {name or 'an image'}, which has {values.dtype} values"
         raise UserError(f"format is {config.format}, which holds 8 bits; it must be {allowed}")
+    if stays:
+        return without_loss(image, values, config)
     if not is_small:
         values = shrink(values, config.short_side)
     if config.format == "ppm":
         return to_ppm(torch.from_numpy(values))
-    if config.format == "npy":
-        return to_npy(values)
-    return to_jpeg(values, config.quality)
+    return to_npy(values) if config.format == "npy" else to_jpeg(values, config.quality)
 
 
-def may_stay(image: bytes | NDArray, values: NDArray, config: PrepareConfig) -> bool:
-    """Whether an image that is not shrunk shows the same as one that is, and so may stay the file that it is."""
-    reads_all = config.data.bands is None and config.data.nodata is None
-    if not reads_all or not isinstance(image, bytes) or white_is_zero(image):
-        return False
-    form = optional_format(image)
-    if values.dtype == np.uint8:
-        return form is not DICOM
-    return not form and not has_fewer_bits(image)  # their values use some bits of a type, which arrays do not say
-
-
-def pixels_alone(image: bytes, values: NDArray, config: PrepareConfig) -> bytes:
-    """An image file with nothing but its pixels, which are `values`; if it can, the same bytes."""
-    stripped = without_metadata(image, config.data)
-    if stripped == image:
-        return image
-    with contextlib.suppress(UnreadableImage):
-        if stripped and np.array_equal(read_values(stripped, config.data), values, equal_nan=values.dtype.kind == "f"):
-            return stripped  # else the metadata changed the pixels, such as an orientation
-    return to_lossless(values)
-
-
-def to_lossless(values: NDArray) -> bytes:
-    """A file of values (C, H, W) that loses nothing of them: PNG of 8 bits, and numpy's of all others."""
+def without_loss(image: bytes | NDArray, values: NDArray, config: PrepareConfig) -> bytes:
+    """An image file of all that `values` (C, H, W) show: of a JPEG the same coded values, else PNG or `.npy`."""
     if values.dtype != np.uint8:
         return to_npy(values)
-    buffer = io.BytesIO()
-    to_pil(values).save(buffer, "PNG")
-    return buffer.getvalue()
+    if isinstance(image, bytes) and PPM.begins(image) and len(values) == 3:
+        return to_ppm(torch.from_numpy(values))
+    if isinstance(image, bytes) and JPEG.begins(image):
+        stripped = jpeg_segments(image)
+        # EXIF may have turned it, and settings may have chosen or filled values.
+        if stripped and (stripped == image or np.array_equal(read_values(stripped, config.data), values)):
+            return stripped
+    return to_coded(values, "PNG")
 
 
-def to_pil(values: NDArray) -> Image.Image:
-    """Values (C, H, W) of 8 bits as PIL's image."""
-    return Image.fromarray(values[0] if len(values) == 1 else values.transpose(1, 2, 0))
+def jpeg_segments(data: bytes) -> bytes | None:
+    """A JPEG up to its first end, without notes but the numbers of JFIF and Adobe; None: its parts are not known."""
+    kept = [data[:2]]
+    position = 2
+    while found := JPEG_MARKER.match(data, position):
+        marker = found[1][0]
+        if marker == END_OF_IMAGE:
+            return b"".join(kept) + bytes([0xFF, END_OF_IMAGE])
+        start = found.end()
+        position = start + int.from_bytes(data[start : start + 2], "big")
+        content = data[start + 2 : position]
+        if marker in NOTE_MARKERS:
+            content = numbers_of_note(content)
+        elif marker not in CODING_MARKERS:
+            return None
+        if content or marker in CODING_MARKERS:
+            kept += [bytes([0xFF, marker]), (len(content) + 2).to_bytes(2, "big"), content]
+        if marker == START_OF_SCAN:
+            scan_end = SCAN_END.search(data, position)
+            if scan_end is None:
+                return None
+            kept.append(data[position : scan_end.start()])
+            position = scan_end.start()
+    return None
+
+
+def numbers_of_note(content: bytes) -> bytes:
+    """The fixed numbers of JFIF (without a preview) or Adobe, which say how colours are stored; else nothing."""
+    if content.startswith(b"JFIF\0") and len(content) >= 14:
+        return content[:12] + bytes(2)  # width and height of the preview
+    if content.startswith(b"Adobe") and len(content) >= 12:
+        return content[:12]
+    return b""
 
 
 def shrink(values: NDArray, side: int) -> NDArray:
@@ -97,10 +115,15 @@ def to_npy(values: NDArray) -> bytes:
 
 def to_jpeg(values: NDArray, quality: int) -> bytes:
     """A JPEG file of values (C, H, W) of 8 bits; raises UnreadableImage where it is longer than JPEG allows."""
-    buffer = io.BytesIO()
     try:
-        to_pil(values).save(buffer, "JPEG", quality=quality)
+        return to_coded(values, "JPEG", quality=quality)
     except OSError as error:  # over 65,500 pixels long
         height, width = values.shape[1:]
         raise UnreadableImage(f"JPEG does not hold {width} x {height} pixels; --format ppm or npy does") from error
+
+
+def to_coded(values: NDArray, form: str, **options) -> bytes:
+    """A file by PIL of values (C, H, W) of 8 bits."""
+    buffer = io.BytesIO()
+    Image.fromarray(values[0] if len(values) == 1 else values.transpose(1, 2, 0)).save(buffer, form, **options)
     return buffer.getvalue()

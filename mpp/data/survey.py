@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mpp.config import DataConfig
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoding.decode import count_frames
-from mpp.data.decoding.tiff import nodata_tag
+from mpp.data.decoding.channels import is_picture
+from mpp.data.decoding.decode import describe
 from mpp.errors import MissingDecoder, UnreadableImage
 
 THUMBNAIL_SIDE = 16  # pixels
@@ -147,16 +147,15 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float) -> Samp
             break
         try:
             image = dataset.decode(index, data)  # (C, H, W)
+            description = describe(dataset.encoded(index, data))
         except UnreadableImage as error:
             unreadable.append(f"{dataset.image_name(index)}: {error}")
             if isinstance(error, MissingDecoder):
                 without_decoder[str(error)] += 1
             continue
-        encoded = dataset.encoded(index, data)
-        nodata.update(other_nodata(encoded, data))
-        count = count_frames(encoded, data)
-        if count > 1:
-            frames[count] += 1
+        nodata.update(other_nodata(description.nodata, data))
+        if description.frames > 1 and is_picture(data):
+            frames[description.frames] += 1
         height, width = image.shape[-2:]
         sizes[height, width] += 1
         grey = image.float().mean(0, keepdim=True)
@@ -186,13 +185,11 @@ def share_of_duplicates(
     return duplicates, visible
 
 
-def other_nodata(image: bytes | NDArray, data: DataConfig) -> list[float]:
+def other_nodata(value: float | None, data: DataConfig) -> list[float]:
     """The value of nodata by an image's own tag, if `data.nodata` is another one."""
-    if data.nodata is None:
+    if data.nodata is None or value is None or value == data.nodata or (data.nodata == "nan" and math.isnan(value)):
         return []
-    value = nodata_tag(image) if isinstance(image, bytes) else None
-    agrees = value is None or value == data.nodata or (data.nodata == "nan" and math.isnan(value))
-    return [] if agrees else [value]
+    return [value]
 
 
 def find_copies(some: Thumbnails, others: Thumbnails) -> list[tuple[int, int]]:

@@ -1,36 +1,82 @@
-"""Decoded values (H, W) or (H, W, bands) of HEIC, AVIF, JPEG XL and JPEG 2000, as pictures or bands."""
+"""JPEG XL and JPEG 2000 by imagecodecs (libjxl and OpenJPEG), in their own files or as bare codestreams."""
+
+import struct
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.channels import bands_to_front, lay_on_white
+from mpp.data.decoding.channels import (
+    Limits,
+    Stored,
+    bands_to_front,
+    check_size,
+    is_picture,
+    lay_on_white,
+    limits_of_bits,
+)
 from mpp.data.decoding.pictures import stored_pixels
-from mpp.data.decoding.wanted import StoredPixels, Wanted
+from mpp.errors import UnreadableImage
+
+CODESTREAM_START = b"\xff\x4f\xff\x51"  # of JPEG 2000
+OPACITY, PREMULTIPLIED = 1, 2  # kinds of channels
+MOST_OF_12_BITS = 4095
+
+
+def read_jpegxl(data: bytes, config: ImagesConfig) -> Stored:
+    """The first frame of a JPEG XL file, which libjxl turns upright; its last band may be opacity.
+
+    imagecodecs does not say how many bits its values have.
+    """
+    from imagecodecs import jpegxl_decode  # takes a fifth of a second
+
+    values = jpegxl_decode(data, index=0, numthreads=1)
+    if values.dtype == np.uint16 and values.max() <= MOST_OF_12_BITS and not config.range:
+        raise UnreadableImage("JPEG XL of perhaps 10 or 12 bits; data.range says which, such as [0, 1023]")
+    return to_stored(values, None, config, values.shape[2:] in ((2,), (4,)))
+
+
+def read_jpeg2000(data: bytes, config: ImagesConfig) -> Stored:
+    """The bands of a JPEG 2000 file; of a picture, opacity is a band that the file declares as such."""
+    from imagecodecs import jpeg2k_decode
+
+    start = data.index(CODESTREAM_START)
+    right, lower, left, upper, bands, bits = struct.unpack_from(">4I16xHB", data, start + 8)
+    check_size((lower - upper, right - left, bands), config)
+    values = jpeg2k_decode(data)
+    has_palette = len(bands_to_front(values)) != bands
+    limits = None if has_palette else limits_of_bits((bits & 0x7F) + 1, values.dtype.kind == "i")
+    kinds = kinds_of_channels(data[:start])
+    return to_stored(values, limits, config, bool(kinds & {OPACITY, PREMULTIPLIED}), PREMULTIPLIED in kinds)
+
+
+def kinds_of_channels(header: bytes) -> set[int]:
+    """The kinds of channels that the header of a JPEG 2000 file declares; OpenJPEG brings the colours to the front."""
+    start = header.find(b"cdef") + 6
+    if start < 6:
+        return set()
+    count = int.from_bytes(header[start - 2 : start], "big")
+    return {kind for _, kind, _ in struct.iter_unpack(">3H", header[start : start + 6 * count])}
 
 
 def to_stored(
-    values: NDArray, bits: int, wanted: Wanted, config: ImagesConfig, opacity: bool = False, premultiplied: bool = False
-) -> StoredPixels:
-    """Upright values as pixels with their limits. Pictures of 8 bits are converted as PNG is, bit by bit.
+    values: NDArray, limits: Limits | None, config: ImagesConfig, has_opacity: bool, premultiplied: bool = False
+) -> Stored:
+    """Values (H, W) or (H, W, bands). Pictures of 8 bits are converted as PNG is, bit by bit.
 
     Args:
-        values: (H, W) or (H, W, bands), integers or floating-point numbers.
-        bits: that integers use: 10 of 16, say.
-        opacity: whether the last band is opacity.
+        limits: the smallest and the largest value. None: those of the type.
+        has_opacity: whether the last band is opacity.
         premultiplied: whether the other bands are multiplied by it already.
     """
-    bands = 1 if values.ndim == 2 else values.shape[2]
-    is_picture = wanted is Wanted.PICTURE and values.dtype == np.uint8 and bits == 8 and not premultiplied
-    if is_picture and (bands in (1, 3) or opacity):
-        return StoredPixels(
-            stored_pixels(Image.fromarray(values[..., 0] if values.shape[2:] == (1,) else values), config)
-        )
-    pixels = bands_to_front(values)
-    most = 2**bits - 1
-    if opacity and wanted is Wanted.PICTURE:
-        pixels = lay_on_white(pixels, premultiplied=premultiplied, most=most)
-    type_bits = 8 * values.dtype.itemsize
-    has_limits = values.dtype.kind == "u" and bits < type_bits <= 16
-    return StoredPixels(pixels, limits=(0, most) if has_limits else None)
+    check_size(values.shape, config)
+    bands = bands_to_front(values)
+    if not is_picture(config):
+        return Stored(bands, limits)
+    is_plain = values.dtype == np.uint8 and limits in (None, (0, 255)) and not premultiplied
+    if is_plain and (has_opacity or len(bands) in (1, 3)):
+        return Stored(stored_pixels(Image.fromarray(values.squeeze()), config))
+    if has_opacity:
+        bands = lay_on_white(bands, limits[1] if limits else np.iinfo(values.dtype).max, premultiplied)
+    return Stored(bands, limits)

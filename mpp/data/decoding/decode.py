@@ -1,13 +1,17 @@
 """Image files and arrays to pixels: uint8 where they have 8 bits, else float32 from 0 to 255, (C, H, W) throughout.
 
 Pictures are files that PIL shows in 8 bits, converted to RGB or grey; colour profiles (ICC) are ignored. All else has
-bands: TIFF by tifffile, DICOM by pydicom, `.npy` and `.npz` by numpy, PNG, HEIC, AVIF, JPEG XL and JPEG 2000 of more
-than 8 bits, and everything where `data.bands` or another `data.channels` asks for bands. Their values become [0, 255]
+bands: TIFF by tifffile, DICOM by pydicom, `.npy` and `.npz` by numpy, PNG, JPEG XL and JPEG 2000 of more than 8 bits by
+imagecodecs, and everything where `data.bands` or another `data.channels` asks for bands. Their values become [0, 255]
 by `data.range`.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,45 +20,40 @@ from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from mpp.config import WINDOW, ImagesConfig
-from mpp.data.decoding.channels import bands_first, invert, scale_to_255, select_channels
-from mpp.data.decoding.checks import check_size, refuse_lossy_mask
+from mpp.data.decoding.arrays import read_array, read_array_file
+from mpp.data.decoding.channels import Limits, Stored, invert, scale_to_255, select_channels
+from mpp.data.decoding.coded import read_jpeg2000, read_jpegxl
 from mpp.data.decoding.dicom import read_dicom
-from mpp.data.decoding.heif import heif_orientation, read_avif, read_heic
-from mpp.data.decoding.jpeg2000 import read_jpeg2000
-from mpp.data.decoding.jpegxl import read_header, read_jpegxl
-from mpp.data.decoding.kinds import (
-    NPY_START,
-    PNG_START,
-    ZIP_START,
-    is_tiff,
-    kind_of_file,
-    optional_format,
-    unidentified,
+from mpp.data.decoding.formats import DICOM, Format, format_of, what_is
+from mpp.data.decoding.pictures import Description, describe_picture, read_pil_mask, read_ppm, read_with_pil
+from mpp.data.decoding.tiff import describe_tiff, read_tiff, read_tiff_mask
+from mpp.errors import MissingDecoder, UnreadableImage, one_line
+
+Reader = Callable[[bytes, ImagesConfig], Stored]
+READERS: dict[str, Reader] = {
+    **{"DICOM": read_dicom, "TIFF": read_tiff, "PPM": read_ppm, "JPEG XL": read_jpegxl, "JPEG 2000": read_jpeg2000},
+    **dict.fromkeys((".npy", ".npz"), read_array_file),
+    **dict.fromkeys(("JPEG", "PNG", "WebP", "GIF", "BMP", "AVIF", "HEIC"), read_with_pil),
+}
+"""Name of a format -> its reader."""
+MASK_READERS: dict[str, Reader] = {
+    **{"TIFF": read_tiff_mask, ".npy": read_array_file, ".npz": read_array_file},
+    **dict.fromkeys(("PNG", "GIF", "BMP", "PPM"), read_pil_mask),
+}
+"""The same, of formats that keep numbers."""
+DESCRIBERS = {
+    "TIFF": describe_tiff,
+    **dict.fromkeys(("JPEG", "PNG", "WebP", "GIF", "AVIF", "HEIC"), describe_picture),
+}
+DECODER_ERRORS = (
+    *(OSError, SyntaxError, ValueError, RuntimeError),  # PIL, torchvision and imagecodecs
+    *(TypeError, LookupError, ArithmeticError, MemoryError, struct.error),  # tifffile, too
+    *(AttributeError, zlib.error),  # pydicom, too
+    *(EOFError, tokenize.TokenError, zipfile.BadZipFile),  # numpy, too
 )
-from mpp.data.decoding.numpy_files import read_numpy_file
-from mpp.data.decoding.opening import ignoring_warnings_as_errors, open_with_pil
-from mpp.data.decoding.optional import AVIF, DICOM, HEIC, JPEG_2000, JPEG_XL, require_package
-from mpp.data.decoding.orientation import UPRIGHT, pil_orientation, png_orientation
-from mpp.data.decoding.pictures import DEEP_PNG_HEADER, PPM_HEADER, read_deep_png, read_ppm, read_with_pil
-from mpp.data.decoding.tiff import count_pages, read_tiff, tiff_orientation
-from mpp.data.decoding.wanted import Limits, StoredPixels, Wanted, wanted_by
-from mpp.errors import UnreadableImage
-
-OPTIONAL_READERS = {
-    DICOM: read_dicom,
-    HEIC: read_heic,
-    AVIF: read_avif,
-    JPEG_XL: read_jpegxl,
-    JPEG_2000: read_jpeg2000,
-}
-ORIENTATION_READERS = {
-    HEIC: heif_orientation,
-    AVIF: heif_orientation,
-    JPEG_XL: lambda image: read_header(image).orientation,
-}
+"""Errors that decoders raised on files that were broken on purpose."""
 
 
-@ignoring_warnings_as_errors()
 def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
     """An image file, or an array, as pixels.
 
@@ -62,7 +61,7 @@ def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = Fa
     white unless nothing is opaque, the EXIF orientation is applied. See `ImagesConfig` for all else.
 
     Args:
-        image: a file: one of PIL_FORMATS or OPTIONAL_READERS, `.npy` or `.npz`; or an array (H, W), (H, W, bands) or
+        image: a file of one of the formats of `mpp.data.decoding.formats`; or an array (H, W), (H, W, bands) or
             (bands, H, W).
         marks_nodata: whether one more channel follows, with 0 where pixels had no value in any channel, and else 255.
     Returns:
@@ -70,128 +69,89 @@ def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = Fa
     Raises:
         UnreadableImage: with the reason.
     """
-    values = read_channels(image, config)
-    pixels = scale_to_255(values.pixels, limits_of(values, config))
+    values, missing, limits = read_channels(image, config)
+    pixels = scale_to_255(values, limits)
     if not marks_nodata:
         return pixels
     mark = torch.full_like(pixels[:1], 255)
-    if values.missing is not None:
-        mark[:, torch.from_numpy(values.missing)] = 0
+    if missing is not None:
+        mark[:, torch.from_numpy(missing)] = 0
     return torch.cat([pixels, mark])
 
 
-@ignoring_warnings_as_errors()
 def read_values(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
     """The channels (C, H, W) of an image as `decode` has them, but with the values and the type of the file."""
-    return read_channels(image, config).pixels
+    values, _, _ = read_channels(image, config)
+    return values
 
 
-def read_channels(image: bytes | NDArray, config: ImagesConfig) -> StoredPixels:
-    """The channels (C, H, W) of an image with the values of the file, black below white."""
-    with unreadable_named(image):
-        stored = read_stored(image, wanted_by(config), config)
-        if config.range == WINDOW and stored.window is None:
-            raise UnreadableImage("no window in the file, which data.range window asks for")
-        pixels, missing = select_channels(stored.pixels, config, stored.nodata)
-        if stored.inverted:
-            pixels = invert(pixels, limits_of(stored, config) or [stored.inverted])
-        return stored._replace(pixels=pixels, inverted=None, missing=missing)
+def read_channels(
+    image: bytes | NDArray, config: ImagesConfig
+) -> tuple[NDArray, NDArray[np.bool_] | None, Sequence[Limits]]:
+    """The channels of an image, black below white.
+
+    Returns:
+        Their values (C, H, W); where none had one before they were filled, (H, W), or None: nowhere; and the values
+        that become 0 and 255, for all channels or each, empty: those of the type.
+    """
+    stored = read_array(image, config) if isinstance(image, np.ndarray) else read_file(image, config, READERS)
+    if config.range == WINDOW and stored.window is None:
+        raise UnreadableImage("no window in the file, which data.range window asks for")
+    limits = [limits for limits in (stored.window, *config.limits()) if limits]
+    if not limits and stored.limits:
+        limits = [stored.limits]
+    values, missing = select_channels(stored.values, config, stored.nodata)
+    if stored.is_inverted:
+        values = invert(values, limits)
+    return values, missing, limits
 
 
-def limits_of(stored: StoredPixels, config: ImagesConfig) -> Sequence[Limits]:
-    """The values that become 0 and 255, for all channels or each; none: those of the type."""
-    if config.range == WINDOW:
-        return [stored.window]
-    return config.limits() or ([stored.limits] if stored.limits else [])
-
-
-@ignoring_warnings_as_errors()
 def read_mask(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
     """The whole numbers of a mask (H, W), or the indices of its palette; turned only by its own file's orientation.
 
     Raises:
         UnreadableImage: it has colours, fractions or several bands, was compressed with losses, or cannot be decoded.
     """
-    with unreadable_named(image):
-        stored = read_stored(image, Wanted.MASK, config).pixels
-        numbers = stored[0] if len(stored) == 1 else stored
-        if numbers.ndim != 2 or numbers.dtype.kind not in "uib":
-            is_float = numbers.dtype.kind == "f"
-            content = "floating-point numbers" if is_float else f"{numbers.dtype} values {numbers.shape}"
-            raise UnreadableImage(f"it has {content}; a mask has one whole number a pixel")
-        return numbers
-
-
-def read_stored(image: bytes | NDArray, wanted: Wanted, config: ImagesConfig) -> StoredPixels:
-    """The values (n, H, W) of an image by the reader of its format."""
+    as_stored = ImagesConfig(channels=1, bands=(1,), max_pixels=config.max_pixels)
     if isinstance(image, np.ndarray):
-        check_size(image.shape, config)
-        return StoredPixels(array_bands(image, wanted, config))
-    if form := optional_format(image):  # first, because DICOM may begin as another file
-        if wanted is Wanted.MASK and form.is_lossy:
-            refuse_lossy_mask(form.name)
-        require_package(form)
-        return OPTIONAL_READERS[form](image, wanted, config)
-    if image.startswith((NPY_START, ZIP_START)):
-        return StoredPixels(array_bands(read_numpy_file(image, config), wanted, config))
-    if is_tiff(image):
-        return read_tiff(image, wanted, config)
-    if wanted is not Wanted.MASK:  # which has one number a pixel, and PIL's modes tell it from colours
-        if header := PPM_HEADER.match(image):
-            return StoredPixels(read_ppm(image, header, config))
-        if header := DEEP_PNG_HEADER.match(image):
-            return StoredPixels(read_deep_png(image, header, config))
-    return StoredPixels(read_with_pil(image, wanted, config))
+        values = read_array(image, as_stored).values
+    else:
+        values = read_file(image, as_stored, MASK_READERS).values
+    if len(values) > 1 or values.dtype.kind not in "uib":
+        raise UnreadableImage(f"it has {len(values)} x {values.dtype} a pixel; a mask has one whole number")
+    return values[0]
 
 
-@ignoring_warnings_as_errors()
-def stored_orientation(image: bytes | NDArray) -> int:
-    """The orientation in which an image is stored, and from which `read_values` and `read_mask` turn it upright."""
-    if isinstance(image, np.ndarray):
-        return UPRIGHT
-    try:
-        if image.startswith(PNG_START):
-            return png_orientation(image)
-        if form := optional_format(image):
-            return ORIENTATION_READERS[form](image) if form in ORIENTATION_READERS else UPRIGHT
-        if is_tiff(image):
-            return tiff_orientation(image)
-        with open_with_pil(image) as opened:
-            return pil_orientation(opened)
-    except Exception:  # decoding the image gives the reason
-        return UPRIGHT
-
-
-@ignoring_warnings_as_errors()
-def count_frames(image: bytes | NDArray, config: ImagesConfig) -> int:
-    """The frames of a picture, of which only the first counts: pages of a TIFF, or those of an animation; 1: no others.
-
-    The second one of a JPEG is a preview or for a second eye, and is not counted.
-    """
-    if wanted_by(config) is not Wanted.PICTURE or isinstance(image, np.ndarray):
-        return 1
-    if is_tiff(image):
-        return count_pages(image)
-    if not image.startswith((PNG_START, b"GIF8", b"RIFF")):
-        return 1
-    with open_with_pil(image) as opened:
-        return getattr(opened, "n_frames", 1)
-
-
-def array_bands(array: NDArray, wanted: Wanted, config: ImagesConfig) -> NDArray:
-    """An array as (bands, H, W); a mask, whose shape is still to be checked, as its only band."""
-    return array[None] if wanted is Wanted.MASK else bands_first(array, config)
+def read_file(data: bytes, config: ImagesConfig, readers: dict[str, Reader]) -> Stored:
+    """The values of an image file by the reader of its format."""
+    with errors_named(data) as form:
+        if form.name not in readers:
+            raise UnreadableImage(f"{form} may have changed numbers; a mask must be lossless, such as PNG or TIFF")
+        return readers[form.name](data, config)
 
 
 @contextlib.contextmanager
-def unreadable_named(image: bytes | NDArray) -> Iterator[None]:
-    """Raise each error of decoding an image as UnreadableImage, with the reason."""
+def errors_named(data: bytes) -> Iterator[Format]:
+    """The format of an image file, whose decoder's errors become UnreadableImage with their cause."""
+    form = format_of(data)
+    if form is None:
+        raise UnreadableImage(f"{what_is(data) or 'a file of an unknown kind'}, which is no image that mpp reads")
     try:
-        yield
-    except UnreadableImage:
-        raise
+        yield form
+    except ImportError as error:
+        package = form.package or "imagecodecs"
+        raise MissingDecoder(f"{form.name} files need {package}: pip install {package}") from error
     except UnidentifiedImageError:
-        raise UnreadableImage(unidentified(image)) from None
-    except Exception as error:  # decoders raise any exception on broken files, and none may end a run
-        kind = "an array" if isinstance(image, np.ndarray) else kind_of_file(image) or "a file of an unknown sort"
-        raise UnreadableImage(f"{kind} that cannot be decoded: it may be damaged, or end early") from error
+        raise UnreadableImage(f"{form} whose header cannot be read") from None
+    except DECODER_ERRORS as error:
+        cause = type(error).__name__ if form is DICOM else one_line(error)  # pydicom may quote tags
+        raise UnreadableImage(f"{form} that cannot be decoded: {cause}") from None
+
+
+def describe(image: bytes | NDArray) -> Description:
+    """What an image file says of its image."""
+    form = None if isinstance(image, np.ndarray) else format_of(image)
+    if form is None or form.name not in DESCRIBERS:
+        return Description()
+    with errors_named(image):
+        return DESCRIBERS[form.name](image)

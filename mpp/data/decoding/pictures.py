@@ -1,6 +1,10 @@
 """Image files that PIL reads, and faster or deeper readers for some: JPEG by torchvision, PPM, PNG of 16 bits."""
 
+import contextlib
+import io
 import re
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,11 +13,16 @@ from PIL import Image
 from torch import Tensor
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.channels import bands_to_front, lay_on_white
-from mpp.data.decoding.checks import check_size, refuse_lossy_mask
-from mpp.data.decoding.opening import open_with_pil
-from mpp.data.decoding.orientation import pil_orientation, png_orientation, turn_upright
-from mpp.data.decoding.wanted import Wanted, wanted_by
+from mpp.data.decoding.channels import (
+    UPRIGHT,
+    Stored,
+    bands_to_front,
+    check_size,
+    is_picture,
+    lay_on_white,
+    turn_upright,
+)
+from mpp.data.decoding.formats import AVIF, HEIC, PNG, format_of
 from mpp.errors import UnreadableImage
 
 try:
@@ -22,89 +31,140 @@ except ImportError:  # torchvision 0.29 announces their removal: PIL then decode
     decode_jpeg = None
 
 PPM_HEADER = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # as PIL and `to_ppm` write it
-DEEP_PNG_HEADER = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(....)(....)\x10[\x02\x04\x06]", re.DOTALL)
-"""Of a PNG of 16 bits and several bands, of which PIL would read 8 bits."""
-WHOLE_NUMBER_MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")  # of PIL, with one number a pixel
-TRANSPARENT_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
+PNG_BITS = 24  # byte of a PNG with the bits of a value
+PNG_NOTES = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+MASK_MODES = ("1", "L", "P", "I", "I;16")  # of PIL, with one whole number a pixel
+ANIMATIONS = ("PNG", "GIF", "WEBP")
+ORIENTATION_TAG = 274  # of TIFF and of EXIF
 
 
-def read_with_pil(data: bytes, wanted: Wanted, config: ImagesConfig) -> NDArray:
-    """The first frame of an image file, upright, (n, H, W): see `from_pil` for pictures and bands."""
+class Description(NamedTuple):
+    """What a file says of its image."""
+
+    orientation: int = UPRIGHT
+    """In which it is stored, and from which it is turned upright: EXIF's, 1 to 8."""
+    frames: int = 1
+    """Pages of a TIFF, or frames of an animation, of which only the first counts."""
+    nodata: float | None = None
+    """Value of pixels without a value."""
+
+
+@contextlib.contextmanager
+def without_size_limit() -> Iterator[None]:
+    """Lift PIL's own limit on pixels: data.max_pixels is checked before decoding."""
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+@contextlib.contextmanager
+def open_with_pil(data: bytes) -> Iterator[Image.Image]:
+    """An image file whose header PIL has read, as the format that its first bytes say: EPS would run a program."""
+    form = format_of(data)
+    name = form.name.upper()
+    if form is HEIC:
+        import pi_heif
+
+        pi_heif.register_heif_opener()
+        pi_heif.options.DECODE_THREADS = 1  # loader processes share the cores
+        name = "HEIF"
+    elif form is AVIF:
+        from PIL import AvifImagePlugin
+
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+    with without_size_limit(), Image.open(io.BytesIO(data), formats=[name]) as image:  # TIFFs are checked again later
+        if form is AVIF:
+            image.info.pop("xmp", None)  # only the file's own properties say how it is turned
+        if form is PNG and not any(note in data for note in PNG_NOTES):
+            image.info["exif"] = b""  # PIL would decode the whole PNG to find none
+        yield image
+
+
+def read_with_pil(data: bytes, config: ImagesConfig) -> Stored:
+    """The first frame of an image file: see `from_pil`."""
     with open_with_pil(data) as image:
         check_size(image.size, config)
-        if wanted is Wanted.MASK:
-            return mask_numbers(image)
-        is_plain_jpeg = image.format == "JPEG" and image.mode in ("L", "RGB")
-        if decode_jpeg and is_plain_jpeg and wanted is Wanted.PICTURE:
+        if image.format == "JPEG" and image.mode in ("L", "RGB") and is_picture(config) and decode_jpeg:
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             mode = ImageReadMode.RGB if config.channels == 3 else ImageReadMode.GRAY
             pixels = decode_jpeg(encoded, mode=mode).numpy()  # it finds an orientation in the first segment only
-            return turn_upright(pixels, pil_orientation(image))
-        return from_pil(image, config)
+            return Stored(turn_upright(pixels, orientation_of(image)))
+        if image.format == "PNG" and data[PNG_BITS] == 16 and not image.mode.startswith("I"):
+            return Stored(turn_upright(read_deep_png(data, config), orientation_of(image)))
+        return Stored(from_pil(image, config))
 
 
-def mask_numbers(image: Image.Image) -> NDArray:
-    """The whole numbers, or the indices of the palette, (1, H, W), upright."""
-    if image.format in ("JPEG", "MPO"):
-        refuse_lossy_mask("compressed as JPEG")
-    if image.mode not in WHOLE_NUMBER_MODES:
-        content = "floating-point numbers" if image.mode == "F" else f"colours ({image.mode})"
-        raise UnreadableImage(f"it has {content}; a mask has one whole number a pixel")
-    image.load()
-    return turn_upright(np.asarray(image)[None], pil_orientation(image))
+def read_deep_png(data: bytes, config: ImagesConfig) -> NDArray[np.uint16]:
+    """A PNG of 16 bits and several bands, (bands, H, W), of which PIL would read 8 bits."""
+    from imagecodecs import png_decode  # takes a fifth of a second
+
+    values = bands_to_front(png_decode(data))
+    has_opacity = len(values) in (2, 4)
+    return lay_on_white(values, 65535) if has_opacity and is_picture(config) else values
+
+
+def read_pil_mask(data: bytes, config: ImagesConfig) -> Stored:
+    """The whole numbers of a mask, or the indices of its palette, as they are stored."""
+    with open_with_pil(data) as image:
+        check_size(image.size, config)
+        if image.mode not in MASK_MODES:
+            raise UnreadableImage(f"it has colours or fractions ({image.mode}); a mask has one whole number a pixel")
+        numbers = np.asarray(image)[None]
+        if image.format == "PNG" and image.mode == "L":
+            numbers = numbers // (255 // (2 ** data[PNG_BITS] - 1))  # PIL spreads 2 and 4 bits over 8
+        return Stored(turn_upright(numbers, orientation_of(image)))
 
 
 def from_pil(image: Image.Image, config: ImagesConfig) -> NDArray:
     """The first frame of a PIL image, upright, (n, H, W): 8 bits of RGB or grey, or its bands, as the settings ask."""
     image.seek(0)
     image.load()  # PIL turns a TIFF then, and forgets its orientation
-    return turn_upright(stored_pixels(image, config), pil_orientation(image))
+    return turn_upright(stored_pixels(image, config), orientation_of(image))
 
 
 def stored_pixels(image: Image.Image, config: ImagesConfig) -> NDArray:
     """The bands of a PIL image as in `from_pil`, in the orientation in which it is stored."""
     if image.mode.startswith("I"):
-        return to_16_bits(np.asarray(image))[None]
-    transparent = "transparency" in image.info or image.mode in TRANSPARENT_MODES
-    if wanted_by(config) is Wanted.PICTURE and image.mode != "F":
-        if transparent:
+        return np.asarray(image)[None].astype(np.uint16)
+    is_transparent = image.has_transparency_data
+    if is_picture(config) and image.mode != "F":
+        if is_transparent:
             image = image.convert("RGBA")
             if image.getextrema()[-1] != (0, 0):  # if nothing is opaque, colours stay: see `lay_on_white`
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("RGB" if config.channels == 3 else "L")
-    elif image.mode == "1":
-        image = image.convert("L")
     elif image.mode in ("P", "PA"):
-        image = image.convert("RGBA" if transparent else "RGB")
+        image = image.convert("RGBA" if is_transparent else "RGB")
     return bands_to_front(np.array(image))
 
 
-def to_16_bits(pixels: NDArray) -> NDArray[np.uint16]:
-    """16-bit greyscale (H, W), which some versions of PIL widen to 32 bits."""
-    if pixels.min() < 0 or pixels.max() > 65535:
-        raise UnreadableImage("integer pixels outside 16 bits have no agreed range")
-    return pixels.astype(np.uint16)
+def orientation_of(image: Image.Image) -> int:
+    """The orientation that PIL finds in EXIF, anywhere in the file, or else in XMP, as PIL.ImageOps.exif_transpose."""
+    try:
+        return image.getexif().get(ORIENTATION_TAG, UPRIGHT)
+    except Exception:  # a broken tag does not make the image unreadable
+        return UPRIGHT
 
 
-def read_deep_png(data: bytes, header: re.Match[bytes], config: ImagesConfig) -> NDArray:
-    """A PNG of 16 bits and several bands, (bands, H, W)."""
-    size = [int.from_bytes(side, "big") for side in header.groups()]
-    check_size(size, config)
-    from imagecodecs import png_decode  # takes a fifth of a second
-
-    pixels = turn_upright(png_decode(data).transpose(2, 0, 1), png_orientation(data))
-    has_opacity = len(pixels) in (2, 4)
-    if has_opacity and wanted_by(config) is Wanted.PICTURE:
-        return lay_on_white(pixels)
-    return pixels
+def describe_picture(data: bytes) -> Description:
+    """What a file that PIL reads says of its image. The second frame of a JPEG is a preview or for a second eye."""
+    with open_with_pil(data) as image:
+        turned_by_libheif = image.info.get("original_orientation")
+        frames = getattr(image, "n_frames", 1) if image.format in ANIMATIONS else 1
+        return Description(turned_by_libheif or orientation_of(image), frames)
 
 
-def read_ppm(data: bytes, header: re.Match[bytes], config: ImagesConfig) -> NDArray[np.uint8]:
-    """The pixels of a PPM file, (3, H, W), as they are stored. PIL takes fifty times as long."""
+def read_ppm(data: bytes, config: ImagesConfig) -> Stored:
+    """The pixels of a PPM file, (3, H, W). PIL takes fifty times as long."""
+    header = PPM_HEADER.match(data)
+    if header is None:
+        return read_with_pil(data, config)
     width, height = map(int, header.groups())
     check_size((width, height), config)
     pixels = np.frombuffer(bytearray(data), np.uint8, offset=header.end(), count=3 * width * height)
-    return pixels.reshape(height, width, 3).transpose(2, 0, 1)
+    return Stored(pixels.reshape(height, width, 3).transpose(2, 0, 1))
 
 
 def to_ppm(pixels: Tensor) -> bytes:

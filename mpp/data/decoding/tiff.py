@@ -1,23 +1,20 @@
 """TIFF files of any bands and depth, by tifffile, and by PIL where a picture of 8 bits is wanted."""
 
 import contextlib
+import io
+import logging
 from typing import TYPE_CHECKING
 
 from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.channels import lay_on_white
-from mpp.data.decoding.checks import check_size, refuse_lossy_mask
-from mpp.data.decoding.kinds import is_tiff
-from mpp.data.decoding.opening import open_with_tifffile
-from mpp.data.decoding.orientation import ORIENTATION_TAG, UPRIGHT, turn_upright
-from mpp.data.decoding.pictures import read_with_pil
-from mpp.data.decoding.wanted import StoredPixels, Wanted
+from mpp.data.decoding.channels import UPRIGHT, Stored, check_size, is_picture, lay_on_white, turn_upright
+from mpp.data.decoding.pictures import ORIENTATION_TAG, Description, read_with_pil
 from mpp.errors import UnreadableImage
 
 if TYPE_CHECKING:
-    from tifffile import TiffPage, TiffPageSeries
+    from tifffile import TiffFile, TiffPage, TiffPageSeries
 
 PREMULTIPLIED, OPACITY = 1, 2  # kinds of extra samples
 WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, PALETTE = range(4)  # photometric interpretations
@@ -26,80 +23,53 @@ SIGNED_INTEGERS = 2  # a sample format
 JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
 
 
-def read_tiff(data: bytes, wanted: Wanted, config: ImagesConfig) -> StoredPixels:
+def open_tiff(data: bytes) -> "TiffFile":
+    """A TIFF whose header tifffile has read."""
+    import tifffile  # needed for TIFF only, and takes a tenth of a second
+
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # unreadable images have a message of ours
+    return tifffile.TiffFile(io.BytesIO(data))
+
+
+def read_tiff(data: bytes, config: ImagesConfig) -> Stored:
     """The samples of the first page; or the channels or pages, where each has one sample.
 
     Of a picture, the pages are frames, of which the first counts, and a sample may be opacity, which is laid on white.
     """
-    with open_with_tifffile(data) as file:
+    with open_tiff(data) as file:
         series = file.series[0]
         page = series.pages[0]
-        extra_samples = set(page.extrasamples or ())
-        is_inverted = page.photometric == WHITE_IS_ZERO
         nodata = nodata_of(page)
-        if wanted is Wanted.MASK:
-            if page.compression in JPEG_COMPRESSIONS:
-                refuse_lossy_mask("compressed as JPEG")
-            if page.bitspersample == 1 or is_inverted:
-                return StoredPixels(read_with_pil(data, wanted, config))
-        elif is_for_pil(series, page, wanted, config, nodata):
+        opacity = {*(page.extrasamples or ())} & {PREMULTIPLIED, OPACITY}
+        if is_for_pil(series, page, nodata, config):
             with contextlib.suppress(UnidentifiedImageError):  # some compressions
-                pixels = read_with_pil(data, wanted, config)
-                if pixels.any() or PREMULTIPLIED not in extra_samples:
-                    return StoredPixels(pixels, nodata=nodata)  # else PIL may have dropped colours: nothing is opaque
-        pixels = read_bands(series, page, wanted, config)
-        orientation = page.tags.valueof(ORIENTATION_TAG, UPRIGHT)
-
-    pixels = turn_upright(pixels, orientation)
+                values = read_with_pil(data, config).values
+                if values.any() or PREMULTIPLIED not in opacity:
+                    return Stored(values, nodata=nodata)
+                # else PIL may have dropped colours: nothing is opaque
+        values = turn_upright(read_bands(series, page, config), page.tags.valueof(ORIENTATION_TAG, UPRIGHT))
     most = 2**page.bitspersample - 1
-    limits = (0, most) if uses_part_of_type(page) else None
-    if wanted is not Wanted.PICTURE:
-        return StoredPixels(pixels, limits=limits, nodata=nodata)
-    is_inverted = is_inverted and pixels.dtype.kind == "u"
-    if extra_samples & {PREMULTIPLIED, OPACITY}:
-        is_premultiplied = PREMULTIPLIED in extra_samples
-        pixels = lay_on_white(pixels, not is_inverted, is_premultiplied, most=most if limits else None)
-    return StoredPixels(pixels, (0, most) if is_inverted else None, limits, nodata=nodata)
-
-
-def uses_part_of_type(page: "TiffPage") -> bool:
-    """Whether a page's whole numbers have fewer bits than their type: 10 of 16, say. Indices of a palette do not count.
-
-    Numbers of 12 bits that are stored as 16 say nothing of it.
-    """
-    is_whole = page.dtype is not None and page.dtype.kind == "u" and page.photometric != PALETTE
-    return is_whole and page.bitspersample < 8 * page.dtype.itemsize <= 16
+    uses_part_of_type = page.bitspersample < 8 * values.dtype.itemsize <= 16
+    has_limits = uses_part_of_type and values.dtype.kind == "u" and page.photometric != PALETTE
+    is_inverted = page.photometric == WHITE_IS_ZERO and is_picture(config) and values.dtype.kind == "u"
+    if opacity and is_picture(config):
+        values = lay_on_white(values, most, PREMULTIPLIED in opacity, white=0 if is_inverted else most)
+    return Stored(values, (0, most) if has_limits else None, nodata, is_inverted=is_inverted)
 
 
 def nodata_of(page: "TiffPage") -> float | None:
     """The value of pixels without a value by GDAL's tag; None: there is none, or not of grey or colour values."""
     text = page.tags.valueof(NODATA_TAG)
-    is_plain = page.photometric in (BLACK_IS_ZERO, RGB) and not set(page.extrasamples or ()) & {PREMULTIPLIED, OPACITY}
-    if text is None or not is_plain:
-        return None
-    try:
-        return float(str(text).strip(" \0"))
-    except ValueError:
-        return None
+    is_plain = page.photometric in (BLACK_IS_ZERO, RGB) and not {*(page.extrasamples or ())} & {PREMULTIPLIED, OPACITY}
+    with contextlib.suppress(ValueError):
+        return float(str(text).strip(" \0")) if is_plain else None
+    return None
 
 
-def nodata_tag(image: bytes) -> float | None:
-    """The value of pixels without a value by a TIFF's own tag; None: there is none, or the file is no TIFF."""
-    if not is_tiff(image):
-        return None
-    with open_with_tifffile(image) as file:
-        return nodata_of(file.pages[0])
-
-
-def is_for_pil(
-    series: "TiffPageSeries", page: "TiffPage", wanted: Wanted, config: ImagesConfig, nodata: float | None
-) -> bool:
+def is_for_pil(series: "TiffPageSeries", page: "TiffPage", nodata: float | None, config: ImagesConfig) -> bool:
     """Whether PIL reads the file: pictures of up to 8 bits, and faxes, which older releases of tifffile cannot read."""
-    if wanted is not Wanted.PICTURE and page.bitspersample != 1:
-        return False
-    if page.bitspersample > 8 or "C" in series.axes:
-        return False
-    if page.sampleformat == SIGNED_INTEGERS:  # PIL takes them for unsigned
+    most_bits = 8 if is_picture(config) else 1
+    if page.bitspersample > most_bits or "C" in series.axes or page.sampleformat == SIGNED_INTEGERS:
         return False
     has_nodata = nodata is not None or config.nodata is not None
     if has_nodata and page.photometric == RGB and config.channels == 1:  # grey may be nodata where no colour is
@@ -108,17 +78,15 @@ def is_for_pil(
     return not (page.bitspersample == 8 and page.photometric == WHITE_IS_ZERO and means_stored_values)
 
 
-def read_bands(series: "TiffPageSeries", page: "TiffPage", wanted: Wanted, config: ImagesConfig) -> NDArray:
+def read_bands(series: "TiffPageSeries", page: "TiffPage", config: ImagesConfig) -> NDArray:
     """The bands (n, H, W) of a page, or of a series of pages with one band each, as they are stored."""
     check_size(page.chunks, config)  # strips or tiles, which are decoded one by one
-    is_frame = wanted is Wanted.PICTURE and "C" not in series.axes
-    if page.samplesperpixel > 1 or len(series.pages) == 1 or is_frame:
-        check_size(page.shape, config)
-        return to_bands_first(page.asarray(), page.axes)
-    if None in series.pages:
+    is_frame = is_picture(config) and "C" not in series.axes
+    source = page if page.samplesperpixel > 1 or len(series.pages) == 1 or is_frame else series
+    check_size(source.shape, config)
+    if source is series and None in series.pages:
         raise UnreadableImage("some of its channels are in other files")
-    check_size(series.shape, config)
-    return to_bands_first(series.asarray(), series.axes)
+    return to_bands_first(source.asarray(), source.axes)
 
 
 def to_bands_first(pixels: NDArray, axes: str) -> NDArray:
@@ -136,30 +104,17 @@ def to_bands_first(pixels: NDArray, axes: str) -> NDArray:
     return transpose_axes(pixels[first_entries], remaining, kept)  # adds an axis for a single band
 
 
-def tiff_orientation(image: bytes) -> int:
-    """The orientation in which a TIFF is stored."""
-    with open_with_tifffile(image) as file:
-        return file.pages[0].tags.valueof(ORIENTATION_TAG, UPRIGHT)
+def describe_tiff(data: bytes) -> Description:
+    """What a TIFF says of its image; of pages that are channels of one image, there is one frame."""
+    with open_tiff(data) as file:
+        series, page = file.series[0], file.pages[0]
+        frames = 1 if "C" in series.axes else len(series.pages)
+        return Description(page.tags.valueof(ORIENTATION_TAG, UPRIGHT), frames, nodata_of(page))
 
 
-def count_pages(image: bytes) -> int:
-    """The pages of a TIFF that are of one size; 1 where they are channels of one image."""
-    with open_with_tifffile(image) as file:
-        series = file.series[0]
-        return 1 if "C" in series.axes else len(series.pages)
-
-
-def white_is_zero(image: bytes) -> bool:
-    """Whether an image file is a TIFF whose values run from white to black."""
-    if not is_tiff(image):
-        return False
-    with open_with_tifffile(image) as file:
-        return file.pages[0].photometric == WHITE_IS_ZERO
-
-
-def has_fewer_bits(image: bytes) -> bool:
-    """Whether an image file is a TIFF whose numbers have fewer bits than their type."""
-    if not is_tiff(image):
-        return False
-    with open_with_tifffile(image) as file:
-        return uses_part_of_type(file.pages[0])
+def read_tiff_mask(data: bytes, config: ImagesConfig) -> Stored:
+    """The numbers of a mask as they are stored."""
+    with open_tiff(data) as file:
+        if file.pages[0].compression in JPEG_COMPRESSIONS:
+            raise UnreadableImage("JPEG in a TIFF may change numbers; a mask must be lossless")
+    return read_tiff(data, config)

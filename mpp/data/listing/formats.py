@@ -3,7 +3,7 @@
 import os
 import re
 
-from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS
+from mpp.data.decoding.formats import OPTIONAL_EXTENSIONS
 
 ALWAYS_READ_EXTENSIONS = frozenset(
     (

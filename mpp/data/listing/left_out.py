@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mpp.data.decoding.kinds import is_picture, optional_format
-from mpp.data.decoding.optional import OPTIONAL_EXTENSIONS, how_to_install, missing_package
+from mpp.data.decoding.formats import OPTIONAL_EXTENSIONS, how_to_install, is_picture, missing_package, optional_format
 from mpp.data.listing.formats import LIST_EXTENSIONS, extension_of
 
 NAMES_PER_REASON = 3

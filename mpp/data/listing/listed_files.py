@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.kinds import is_picture
+from mpp.data.decoding.formats import is_picture
 from mpp.data.listing.file_index import FileIndex
 from mpp.data.listing.formats import IMAGE_EXTENSIONS, extension_of
 from mpp.data.listing.image_table import LABEL, SPLIT

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.kinds import is_picture
+from mpp.data.decoding.formats import is_picture
 from mpp.data.listing.formats import IMAGE_EXTENSIONS, extension_of
 from mpp.data.listing.image_table import IMAGE
 from mpp.data.listing.lists import to_label

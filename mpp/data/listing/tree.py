@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mpp.data.decoding.kinds import is_picture
+from mpp.data.decoding.formats import is_picture
 from mpp.data.listing.archives import archive_stem, is_archive, unpack_archive
 from mpp.data.listing.formats import (
     ALWAYS_READ_EXTENSIONS,
