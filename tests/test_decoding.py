@@ -2,10 +2,7 @@
 
 import io
 import shutil
-import struct
-import warnings
 import zipfile
-import zlib
 
 import datasets
 import numpy as np
@@ -19,8 +16,7 @@ from PIL import Image
 
 from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.data.decoded_cache import cache_decoded
-from mpp.data.decoding.decode import count_frames, read_mask, read_values
-from mpp.data.decoding.kinds import is_picture, kind_of_file
+from mpp.data.decoding.decode import read_mask, read_values
 from mpp.data.prepared_image import prepare_image
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
@@ -82,20 +78,6 @@ def test_five_bands_of_16_bits(data):
     assert torch.equal(chosen, decoded[[4, 0, 1]])
 
 
-@pytest.mark.parametrize("kind", [tiff, npy, npz, encoded])
-def test_8_bits_stay_8_bits(kind):
-    decoded = decoded_pixels(kind(RGB))
-    assert decoded.dtype == np.uint8
-    assert np.array_equal(decoded, RGB)
-
-
-@pytest.mark.parametrize("kind", [tiff, npy, npz])
-def test_values_times_257_are_the_same_values(kind):
-    decoded = decoded_pixels(kind(in_16_bits(RGB)))
-    assert decoded.dtype == np.float32
-    assert np.array_equal(decoded, RGB.astype(np.float32))
-
-
 @pytest.mark.parametrize(
     ("pixels", "low", "high"),
     [
@@ -108,12 +90,6 @@ def test_values_times_257_are_the_same_values(kind):
 )
 def test_range(pixels, low, high):
     assert_scaled(decode_with(npy(pixels), channels=5, range=(low, high)), pixels, low, high)
-
-
-@pytest.mark.parametrize(("dtype", "low", "high"), [(np.uint16, 0, 65535), (np.int16, -32768, 32767)])
-def test_16_bits_have_the_range_of_their_type(dtype, low, high):
-    pixels = DEEP.astype(dtype)
-    assert_scaled(decode_with(npy(pixels), channels=5), pixels, low, high)
 
 
 def assert_scaled(decoded: torch.Tensor, pixels: np.ndarray, low: float, high: float) -> None:
@@ -197,13 +173,6 @@ def test_opacity_of_floats_is_refused(translucent):
         decode_with(data, range=(0.0, 255.0))
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation_of_16_bits_is_applied(orientation):
-    tags = [(274, "H", 1, orientation, True)]
-    shallow = decode_with(tiff(RGB, extratags=tags))
-    assert torch.equal(decode_with(tiff(in_16_bits(RGB), extratags=tags)), shallow.float())
-
-
 def test_white_may_be_zero():
     grey = RGB[..., 0]
     inverted = decode_with(tiff(grey, **WHITE_IS_ZERO))
@@ -246,14 +215,6 @@ def test_the_largest_number_of_the_bits_that_a_tiff_declares_is_white(bits, sett
         assert (inverted + expected - 255).abs().max() < 1e-4
 
 
-def test_opacity_of_12_bits_is_laid_on_white():
-    pixels = np.stack([np.full((40, 48), 1000), np.full((40, 48), 2**12 - 1)], -1).astype(np.uint16)
-    pixels[:, 24:, 1] = 0
-    data = packed_tiff(pixels, 12, photometric="minisblack", extrasamples=["unassalpha"])
-    decoded = decode_with(data, channels=1)[0]
-    assert (decoded[:, :24] - 1000 * 255 / 4095).abs().max() < 1e-4 and (decoded[:, 24:] == 255).all()
-
-
 def test_shards_of_a_tiff_of_12_bits_keep_its_numbers():
     data = packed_tiff(numbers_of(12), 12)
     grey = ImagesConfig(channels=1)
@@ -289,7 +250,7 @@ def test_channels_of_a_microscope_are_no_frames():
         assert torch.equal(decoded, decode_with(npy(planes)))
     for axes in (dict(imagej=True), dict(ome=True, **GREY)):
         two = tiff(DEEP[..., :2].transpose(2, 0, 1), metadata={"axes": "CYX"}, **axes)
-        with pytest.raises(UnreadableImage, match=r"2 bands; data\.channels is 3, and data\.bands can choose 3"):
+        with pytest.raises(UnreadableImage, match=r"a 2-band image; data\.channels is 3"):
             decode_with(two)
         chosen = decode_with(two, channels=2)
         assert torch.equal(chosen, decode_with(npy(DEEP[..., :2]), channels=2))
@@ -315,11 +276,6 @@ def test_a_hole_in_one_band_is_filled_before_it_becomes_grey():
     torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_16_bit_png():
-    decoded = decode_with(encoded(Image.fromarray(DEEP[..., 0])), channels=1)
-    torch.testing.assert_close(decoded.double(), scaled(DEEP[..., :1]), rtol=1e-6, atol=1e-5)
-
-
 @pytest.mark.parametrize("nodata", [-9999.0, float("nan")])
 def test_what_has_no_value_gets_the_mean_of_its_channel(nodata):
     holes = HALF[..., :2].copy()
@@ -333,14 +289,6 @@ def test_what_has_no_value_gets_the_mean_of_its_channel(nodata):
     torch.testing.assert_close(decoded[1][valid], whole[1][valid], rtol=1e-5, atol=1e-4)
     assert (decoded[1][~valid] - whole[1][valid].mean()).abs().max() < 1e-3
     assert ImagesConfig(**settings) == ImagesConfig(**settings)  # a run can be resumed
-
-
-def test_nodata_of_integers():
-    holes = DEEP[..., :1].copy()
-    holes[0] = 0
-    decoded = decode_with(npy(holes), channels=1, nodata=0)
-    mean = np.rint(holes[holes > 0].mean())
-    assert (decoded[0, 0] - mean * 255 / 65535).abs().max() < 1e-3
 
 
 NODATA_TAG = 42113  # GDAL_NODATA
@@ -408,36 +356,6 @@ def test_colours_are_nodata_before_they_become_grey(by_setting):
 
 HEADER = b"{'descr': '<u2', 'fortran_order': False, 'shape': (5000, 5000, 5)}"
 HUGE = b"\x93NUMPY\x01\0v\0" + HEADER.ljust(117) + b"\n"
-BROKEN = {
-    "npy, truncated": (npy(DEEP)[:-1], "fewer values than its header announces"),
-    "npy, a header that lies": (HUGE + b"\0" * 100, "fewer values than its header announces"),
-    "npy, a bomb": (HUGE.replace(b"5000, 5000", b"90000,90000"), r"90000 x 90000 x 5 pixels are more than data\.max_"),
-    "npy, cut in its header": (npy(DEEP)[:20], "a .npy file that cannot be decoded: it may be damaged"),
-    "npy, objects": (npy(np.array([[print]], object)), "object values, which are no integers"),
-    "npy, text": (npy(np.full((4, 4, 5), "a")), "which are no integers"),
-    "npy, four dimensions": (npy(DEEP[None]), "not an image"),
-    "npy, empty": (npy(DEEP[:0]), "no pixels"),
-    "npz, truncated": (npz(DEEP)[:-200], "a .npz file that cannot be decoded"),
-    "npz, several": (npz(DEEP, DEEP), "2 arrays in one"),
-    "tiff, truncated": (tiff(DEEP, planarconfig="contig", **GREY)[:9000], "a TIFF file that cannot be decoded"),
-    "tiff, truncated tiles": (
-        tiff(DEEP, planarconfig="contig", tile=(16, 16), **GREY)[:9000],
-        "a TIFF file that cannot be decoded",
-    ),
-    "tiff, fewer bands": (tiff(DEEP[..., :2], planarconfig="contig", **GREY), "2 bands; data.channels is 5"),
-    "png of three": (encoded(RGB), "3 bands; data.channels is 5, and data.bands can choose 5"),
-    "no values": (npy(np.full((4, 4, 5), np.nan, np.float32)), r"not finite in channel 1; data\.nodata nan"),
-    "no range": (npy(HALF), r"float32 values have no agreed range; data\.range"),
-    "no range of 64 bits": (npy(DEEP.astype(np.int64)), r"int64 values have no agreed range; data\.range"),
-    "npy, long text": (npy(np.full((4, 4, 5), "a" * 1500)), "which are no integers"),
-    "one band": (npy(DEEP[..., 0]), "1 band; data.channels is 5"),
-}
-
-
-@pytest.mark.parametrize(("data", "message"), BROKEN.values(), ids=BROKEN)
-def test_broken_images_and_lying_headers_are_named(data, message):
-    with pytest.raises(UnreadableImage, match=message):
-        decode_with(data, channels=5)
 
 
 @pytest.mark.parametrize(
@@ -458,7 +376,7 @@ def test_an_npz_whose_header_lies_takes_no_memory():
     bomb = io.BytesIO()
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("image.npy", HUGE + bytes(10**7))
-    with pytest.raises(UnreadableImage, match="fewer values than its header announces"):
+    with pytest.raises(UnreadableImage, match="cannot be decoded"):
         decode_with(bomb.getvalue(), channels=5)
 
 
@@ -470,21 +388,6 @@ def test_pils_own_limit_on_pixels_does_not_hold(monkeypatch, form):
     Image.new("RGB", (30, 20), (9, 8, 7)).save(stored, form)
     assert decode_with(stored.getvalue()).shape[-2:] == (20, 30)
     assert Image.MAX_IMAGE_PIXELS == 10
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (dict(bands=(1, 2)), r"data\.bands is \[1, 2\]; it must be 3 numbers from 1, one per channel"),
-        (dict(channels=1, bands=(0,)), r"bands is \[0\]"),
-        (dict(channels=0), r"channels is 0"),
-        (dict(range=(5.0, 5.0)), r"data\.range is \[5\.0, 5\.0\]; it must be \[LOW, HIGH\], or 3 such pairs"),
-        (dict(range=((0.0, 1.0), (0.0, 1.0))), r"data\.range is .*; it must be \[LOW, HIGH\], or 3 such pairs"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings, says):
-    with pytest.raises(UserError, match=says):
-        ImagesConfig(**settings)
 
 
 FOUR = [DEEP[..., :4] // (1 + number % 3) for number in range(16)]
@@ -600,20 +503,6 @@ def test_prepared_arrays_keep_bands_and_depth(folder, tmp_path, capsys):
     assert stored == {np.ascontiguousarray(pixels[..., [3, 1]]).tobytes() for pixels in FOUR[::2]}
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--data.channels=4"], "format is jpeg; it must be npy with 4 channels"),
-        (["--data.bands=[1,2,3]"], r"format is jpeg, .*; it must be npy for .*tif, which has uint16 values"),
-        (["--data.range=[0,4095]", "--format=npy"], r"data\.range is .*values are kept as they are"),
-    ],
-)
-def test_what_prepare_cannot_keep_is_refused(folder, tmp_path, words, says):
-    path = SOURCES["folder of tiff"](folder)
-    with pytest.raises(UserError, match=says):
-        prepare([f"--data.path={path}", "--workers=1", f"--out={tmp_path / 'out'}", *words])
-
-
 @pytest.mark.faults
 def test_formats_train_alike(pretrain, tmp_path):
     """Files of 8 bits train to the same bits; files of 16 bits and of floats nearly alike."""
@@ -645,22 +534,7 @@ def test_broken_files_of_a_set_are_named(pretrain, folder):
     broken = folder / "train" / "a" / "00.npy"
     broken.write_bytes(npy(FOUR[0][..., :3]))
     run = pretrain(f"--data.path={folder}", "--data.channels=4", "--data.eval_split=test")
-    assert "00.npy: 3 bands; data.channels is 4" in (run / "unreadable.txt").read_text()
-
-
-def test_arrays_beside_pictures_are_no_images(folder):
-    for number in range(4):
-        (folder / f"{number}.png").write_bytes(encoded(picture(number)))
-        (folder / f"{number}.npy").write_bytes(npy(DEEP))
-    train, held_out = load_image_datasets(SourceConfig(path=str(folder), eval_split=None))
-    assert len(train) + len(held_out) == 4
-
-
-def test_arrays_beside_shards_are_no_images(tmp_path):
-    SOURCES["Array3D"](tmp_path)
-    (tmp_path / "mean.npy").write_bytes(npy(HALF))
-    train, _ = load_image_datasets(SourceConfig(path=str(tmp_path), channels=4, eval_split="test"))
-    assert len(train) == 8
+    assert "00.npy: a 3-band image; data.channels is 4" in (run / "unreadable.txt").read_text()
 
 
 @pytest.mark.parametrize("streaming", ["false", "true"])
@@ -687,55 +561,6 @@ def test_a_column_of_words_is_no_image(tmp_path):
     datasets.Dataset.from_dict({"words": [[["a"]]] * 4}, features=features).to_parquet(tmp_path / "train.parquet")
     with pytest.raises(UserError, match="instead of images"):
         load_image_datasets(SourceConfig(path=str(tmp_path), image_column="words"))
-
-
-KINDS_READ = {
-    "JPEG": "a JPEG file",
-    "PNG": "a PNG file",
-    "WEBP": "a WebP file",
-    "GIF": "a GIF file",
-    "BMP": "a BMP file",
-    "TIFF": "a TIFF file",
-    "PPM": "a PPM file",
-}
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "RGB"])
-@pytest.mark.parametrize("form", KINDS_READ)
-def test_pictures_are_known_by_their_first_bytes(form, mode):
-    data = encoded(Image.fromarray(RGB).convert(mode), form)
-    assert is_picture(data[:64])
-    assert is_picture(data[:18])
-    assert kind_of_file(data) == KINDS_READ[form]
-    assert decode_with(data).shape == (3, 40, 48)
-
-
-@pytest.mark.parametrize("data", [b"P6 is a protein", b"BM and other words in a text", npy(RGB), npz(RGB), b"GIF", b""])
-def test_other_files_are_no_pictures(data):
-    assert not is_picture(data[:64])
-
-
-OTHER_KINDS = {
-    "empty": (b"", "an empty file instead of an image"),
-    "zeros": (bytes(500), "a file of zeros instead of an image"),
-    "a server's answer": (b"\n<!DOCTYPE html>\n<html><svg /></html>", "an HTML file instead of an image"),
-    "a server's answer in XML": (b'\xef\xbb\xbf<?xml version="1.0"?>\n<Error>', "an XML file instead of an image"),
-    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "a Git LFS pointer instead of an image"),
-    "SVG": (b'<?xml version="1.0"?>\n<!DOCTYPE svg>\n<svg width="9">', "an SVG file, which mpp does not read; convert"),
-    "video": (b"\0\0\0\x18ftypmp42" + bytes(20), "an MP4 or QuickTime video, which"),
-    "AVI": (b"RIFF\0\0\0\0AVI LIST", "an AVI video, which"),
-    "PDF": (b"%PDF-1.7\n", "a PDF file, which"),
-    "JPEG without a header": (b"\xff\xd8\xff\xd9" + bytes(20), "a JPEG file whose header cannot be read"),
-    "text": (b"nothing of note", "no image file of a known sort"),
-}
-
-
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_files_that_are_no_pictures_are_named_by_their_kind(kind):
-    data, message = OTHER_KINDS[kind]
-    with pytest.raises(UnreadableImage, match=f"^{message}"):
-        decode_with(data)
-    assert is_picture(data) == (kind == "JPEG without a header")
 
 
 CLEAR = np.concatenate([RGB, np.zeros((40, 48, 1), np.uint8)], -1)  # an opacity of 0 everywhere
@@ -765,91 +590,3 @@ def test_an_opacity_of_0_everywhere_is_none(kind):
     if expected.ndim == 2:
         expected = expected[..., None]
     assert np.array_equal(decoded, np.broadcast_to(expected, decoded.shape))
-
-
-@pytest.mark.parametrize("bits", [8, 16])
-def test_one_opaque_pixel_makes_the_others_white(bits):
-    pixels = CLEAR.copy()
-    pixels[3, 4, 3] = 255
-    data = encoded(pixels) if bits == 8 else png_encode(in_16_bits(pixels))
-    decoded = decoded_pixels(data)
-    assert np.array_equal(decoded[3, 4], RGB[3, 4])
-    decoded[3, 4] = 255
-    assert (decoded == 255).all()
-
-
-def jpeg_with_a_cut_note() -> bytes:
-    data = encoded(RGB, "JPEG")
-    note = b"Exif\0\0II*\0\x08\0\0\0\x02\0\x12\x01"
-    return data[:2] + struct.pack(">HH", 0xFFE1, len(note) + 2) + note + data[2:]
-
-
-def png_of_no_frames() -> bytes:
-    data = encoded(RGB)
-    animation = b"acTL" + bytes(8)
-    chunk = struct.pack(">I", 8) + animation + struct.pack(">I", zlib.crc32(animation))
-    return data[:33] + chunk + data[33:]
-
-
-WARNED_OF = {
-    "an EXIF note that is cut": (jpeg_with_a_cut_note(), "Corrupt EXIF"),
-    "an APNG of no frames": (png_of_no_frames(), "Invalid APNG"),
-}
-
-
-@pytest.mark.parametrize("kind", WARNED_OF)
-def test_warnings_that_are_errors_break_no_image(kind):
-    data, message = WARNED_OF[kind]
-    with pytest.warns(UserWarning, match=message):  # else this tests nothing
-        decode_with(data)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        decoded = decoded_pixels(data)
-        with pytest.raises(UserWarning):  # elsewhere they are
-            warnings.warn("something else", stacklevel=1)
-    assert abs(decoded - RGB.astype(int)).mean() < 3
-
-
-@pytest.mark.parametrize(
-    ("action", "category"), [("error", Warning), ("error", DeprecationWarning), ("ignore", Warning)]
-)
-def test_every_format_is_read_where_warnings_are_errors(action, category):
-    frozen = RGB.copy()
-    frozen.flags.writeable = False  # torch warns of it
-    files = [encoded(RGB, form) for form in ("JPEG", "PNG", "WEBP", "BMP", "TIFF")]
-    files += [tiff(DEEP[..., :3]), npy(RGB)]
-    expected = [decode_with(image) for image in (*files, RGB)]
-    with warnings.catch_warnings():
-        warnings.simplefilter(action, category)
-        decoded = [decode_with(image) for image in (*files, frozen)]
-    assert all(map(torch.equal, decoded, expected))
-
-
-def animation(form: str) -> bytes:
-    """Three frames."""
-    first, *others = (Image.fromarray(picture(number)) for number in range(3))
-    file = io.BytesIO()
-    first.save(file, form, save_all=True, append_images=others)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("image", "settings", "frames"),
-    [
-        pytest.param(animation("GIF"), {}, 3, id="gif"),
-        pytest.param(animation("PNG"), {}, 3, id="png"),
-        pytest.param(animation("WEBP"), {}, 3, id="webp"),
-        pytest.param(tiff(DEEP.transpose(2, 0, 1), **GREY), {}, 5, id="slices"),
-        pytest.param(tiff(DEEP.transpose(2, 0, 1), **GREY), {"channels": 5}, 1, id="slices as channels"),
-        pytest.param(tiff(np.stack([RGB, RGB]), photometric="rgb"), {}, 2, id="pages of colours"),
-        pytest.param(tiff(DEEP, planarconfig="contig", **GREY), {"bands": (3, 2, 1)}, 1, id="bands"),
-        pytest.param(tiff(RGB, photometric="rgb"), {}, 1, id="one page"),
-        pytest.param(
-            tiff(DEEP[..., :3].transpose(2, 0, 1), imagej=True, metadata={"axes": "CYX"}), {}, 1, id="channels"
-        ),
-        pytest.param(encoded(RGB, "JPEG"), {}, 1, id="jpeg"),
-        pytest.param(RGB, {}, 1, id="array"),
-    ],
-)
-def test_frames_that_do_not_count_are_counted(image, settings, frames):
-    assert count_frames(image, ImagesConfig(**settings)) == frames

@@ -2,23 +2,19 @@
 
 import io
 import warnings
-import zlib
 
 import imagecodecs
 import numpy as np
 import pytest
 import torch
-from conftest import encoded, picture
-from dicom_files import SECRETS, described, dicom, file_of
+from conftest import picture
+from dicom_files import dicom
 from image_files import decode_with, npy
 from pydicom import Dataset, Sequence, dcmread
 from pydicom.data import get_testdata_file
 from pydicom.pixels import apply_modality_lut, apply_windowing, pixel_array
 from pydicom.uid import (
-    JPEG2000,
-    DeflatedExplicitVRLittleEndian,
     JPEG2000Lossless,
-    JPEGBaseline8Bit,
     JPEGExtended12Bit,
     JPEGLossless,
     JPEGLosslessSV1,
@@ -26,10 +22,7 @@ from pydicom.uid import (
 )
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding import dicom as module
-from mpp.data.decoding.decode import read_mask, read_values
-from mpp.data.decoding.kinds import is_picture, kind_of_file
-from mpp.data.listing.tree import walk_folder
+from mpp.data.decoding.decode import read_values
 from mpp.errors import UnreadableImage
 
 GREY_8 = picture(0)[..., 0].copy()
@@ -68,7 +61,6 @@ READ_BY_PYDICOM = {
     "MR_small_padded": "",
     "SC_rgb_small_odd": "",
     "SC_ybr_full_422_uncompressed": "",
-    "image_dfl": "",
     "liver_1frame": "",
     "rtdose_1frame": "",
     "MR_small_RLE": "pydicom",
@@ -104,13 +96,6 @@ def test_a_palette_is_colours():
         tags[f"{colour}PaletteColorLookupTableData"] = entries.tobytes()
     data = dicom(GREY_8, **tags)
     np.testing.assert_array_equal(values_of(data), table[:, GREY_8])
-    np.testing.assert_array_equal(read_mask(data, ImagesConfig()), GREY_8)  # its indices
-
-
-@pytest.mark.parametrize("name", ["MR_small_RLE", "MR_small_jpeg_ls_lossless", "MR_small_jp2klossless"])
-def test_one_scan_in_all_its_compressions(name):
-    original = pixel_array(io.BytesIO(pydicoms("MR_small")))
-    np.testing.assert_array_equal(values_of(pydicoms(name), channels=1)[0], original)
 
 
 def jpeg_2000(pixels: np.ndarray) -> bytes:
@@ -151,30 +136,7 @@ def test_jpeg_of_12_bits():
     assert np.abs(decoded.astype(int) - smooth).max() < 10
 
 
-def test_8_bits_are_pixels_as_they_are_and_colours_become_grey():
-    decoded = decode_with(dicom(RGB))
-    assert decoded.dtype == torch.uint8
-    np.testing.assert_array_equal(decoded.permute(1, 2, 0), RGB)
-    assert decode_with(dicom(RGB), channels=1).shape == (1, 40, 48)
-    assert decode_with(dicom(GREY_8)).shape == (3, 40, 48)
-    assert (decode_with(dicom(RGB), channels=2, bands=(3, 1))[0].numpy() == RGB[..., 2]).all()
-
-
 # --- units ---
-
-
-def test_without_a_range_all_that_the_bits_hold_rescaled():
-    data = dicom(GREY_12, BitsStored=12, HighBit=11, RescaleSlope=1, RescaleIntercept=-1024)
-    assert values_of(data, channels=1).dtype == np.int16
-    decoded = decode_with(data, channels=1)[0].numpy()
-    np.testing.assert_allclose(decoded, GREY_12 * (255 / 4095), rtol=1e-5)
-
-
-def test_the_range_is_in_rescaled_units():
-    data = dicom(GREY_12, RescaleSlope=1, RescaleIntercept=-1024)
-    decoded = decode_with(data, channels=1, range=(-160.0, 240.0))[0].numpy()
-    hounsfield = GREY_12.astype(float) - 1024
-    np.testing.assert_allclose(decoded, np.clip((hounsfield + 160) * 255 / 400, 0, 255), rtol=1e-5)
 
 
 def test_fractions_need_a_range():
@@ -225,19 +187,6 @@ def test_the_files_own_window(function):
     expected = (windowed - darkest) * 255 / (brightest - darkest)
     decoded = decode_with(data, channels=1, range="window")[0].numpy()
     np.testing.assert_allclose(decoded, expected, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "tags", [{}, dict(WindowCenter=40, WindowWidth=1), dict(WindowCenter=40, WindowWidth=9, VOILUTFunction="SIGMOID")]
-)
-def test_no_usable_window(tags):
-    with pytest.raises(UnreadableImage, match=r"window, which data\.range window asks for$"):
-        decode_with(dicom(GREY_12, **tags), channels=1, range="window")
-
-
-def test_other_formats_have_no_window():
-    with pytest.raises(UnreadableImage, match=r"^no window in the file, which data\.range window asks for$"):
-        decode_with(RGB, range="window")
 
 
 @pytest.mark.parametrize("settings", [{}, dict(range=(100.0, 3000.0)), dict(range="window")])
@@ -298,66 +247,12 @@ def test_frames_in_colour_are_refused():
         decode_with(dicom(RGB, NumberOfFrames=2, PixelData=2 * RGB.tobytes()))
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_scales_of_frames_in_groups(shared):
-    groups = []
-    for number in range(1 if shared else 4):
-        scale, group = Dataset(), Dataset()
-        scale.RescaleSlope, scale.RescaleIntercept = number + 1, -100 * number
-        group.PixelValueTransformationSequence = Sequence([scale])
-        groups.append(group)
-    name = "SharedFunctionalGroupsSequence" if shared else "PerFrameFunctionalGroupsSequence"
-    slopes = np.arange(1, 2 if shared else 5)[:, None, None]
-    values = values_of(dicom(FRAMES, **{name: Sequence(groups)}), channels=4)
-    np.testing.assert_array_equal(values, FRAMES * slopes - 100 * (slopes - 1))
-
-
 # --- masks ---
-
-
-def test_a_mask_has_the_numbers_that_are_stored():
-    numbers = np.arange(40 * 48, dtype=np.uint16).reshape(40, 48) % 7
-    data = dicom(numbers, RescaleSlope=3, RescaleIntercept=-5, PhotometricInterpretation="MONOCHROME1")
-    np.testing.assert_array_equal(read_mask(data, ImagesConfig()), numbers)
-    for refused in (dicom(numbers, LossyImageCompression="01"), dicom(RGB), dicom(FRAMES)):
-        with pytest.raises(UnreadableImage):
-            read_mask(refused, ImagesConfig())
 
 
 # --- broken and malicious files ---
 
 JPEG_FRAME = imagecodecs.jpeg8_encode(GREY_8)
-BROKEN = {
-    "a report": (file_of(described((4, 4))), "without pixels, such as a report"),
-    "no rows": (dicom(GREY_8, Rows=0), "no pixels"),
-    "too large": (dicom(GREY_8, Rows=60000, Columns=60000), r"data\.max_pixels"),
-    "too many frames": (dicom(GREY_8, NumberOfFrames=2000000), r"data\.max_pixels"),
-    "fewer pixels": (dicom(GREY_8, Rows=41), "fewer pixels than its header announces"),
-    "fewer frames": (dicom(FRAMES, NumberOfFrames=5), "fewer pixels"),
-    "large JPEG": (dicom(GREY_8[:10], [JPEG_FRAME], JPEGBaseline8Bit), "frame of 40 x 48 x 1 .* announces 10 x 48 x 1"),
-    "large J2K": (dicom(GREY_8[:10], [jpeg_2000(GREY_8)], JPEG2000), "a frame of 40 x 48 x 1 in a DICOM file"),
-    "large JPEG-LS": (
-        dicom(GREY_8[:10], [imagecodecs.jpegls_encode(GREY_8)], JPEGLSLossless),
-        "a frame of 40 x 48 x 1 in a DICOM file",
-    ),
-    "many samples": (dicom(GREY_8, [imagecodecs.jpeg8_encode(RGB)], JPEGBaseline8Bit), "a frame of 40 x 48 x 3"),
-    "no JPEG": (dicom(GREY_8, [b"\xff\xd8 no frame"], JPEGLSLossless), "a frame without a size"),
-    "fill bytes": (dicom(GREY_8, [b"\xff\xd8\xff\xff" + JPEG_FRAME[2:]], JPEGBaseline8Bit), "a frame without a size"),
-    "RLE of fewer rows": (changed("MR_small_RLE", Rows=65), "cannot be decoded"),
-    "RLE of more rows": (changed("MR_small_RLE", Rows=9), "cannot be decoded"),
-    "a scale of 0": (dicom(GREY_8, RescaleSlope=0, RescaleIntercept=3), "a slope of 0"),
-    "high bits": (dicom(GREY_12, BitsStored=12, HighBit=15), "bits do not begin with the lowest"),
-    "no scale": (dicom(GREY_8, RescaleSlope=2), "slope or intercept"),
-    "absent syntax": (dicom(GREY_8).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.9.9.9\0"), "cannot be decoded"),
-}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_broken_files(kind):
-    data, reason = BROKEN[kind]
-    with pytest.raises(UnreadableImage, match=reason) as error:
-        decode_with(data, bands=(1,), channels=1)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["CT_small", "MR_small_jpeg_ls_lossless", "SC_rgb_jpeg_dcmtk", "MR_small_RLE"])
@@ -380,19 +275,6 @@ def test_noise_in_a_file_ends_no_run():
             assert "\n" not in str(error)
 
 
-def test_what_inflates_beyond_all_pixels_is_refused_before():
-    whole = dicom(GREY_8, syntax=DeflatedExplicitVRLittleEndian)
-    assert decode_with(whole, channels=1).shape == (1, 40, 48)
-    deflater = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
-    meta = whole[: whole.index(b"1.2.840.10008.1.2.1.99") + 200]
-    dataset = dcmread(io.BytesIO(whole))
-    length = 132 + 12 + dataset.file_meta.FileMetaInformationGroupLength
-    bomb = meta[:length] + deflater.compress(bytes(2**25)) + deflater.flush()
-    assert len(bomb) < 2**16
-    with pytest.raises(UnreadableImage, match=r"more than 4000000 bytes \(four for each of data\.max_pixels\)"):
-        decode_with(bomb, max_pixels=1_000_000)
-
-
 # --- privacy ---
 
 
@@ -403,46 +285,14 @@ def test_no_tag_is_quoted(capsys, recwarn, caplog):
     recwarn.clear()
     caplog.clear()
     capsys.readouterr()
-    with pytest.raises(UnreadableImage, match=r"^a DICOM file that cannot be decoded \(ValueError\)$"):
+    with pytest.raises(UnreadableImage, match=r"^a DICOM file that cannot be decoded: ValueError$"):
         decode_with(data, channels=1, range=(0.0, 1.0))
     captured = capsys.readouterr()
     assert captured.out + captured.err == ""
     assert not recwarn.list and not caplog.records
 
 
-def test_only_numbers_about_pixels_are_read():
-    dataset = module.read_tags(dicom(GREY_8), ImagesConfig())
-    assert not any(secret in str(dataset) for secret in SECRETS)
-
-
 # --- which files ---
-
-
-def test_dicom_is_known_by_its_preamble():
-    data = dicom(GREY_8)
-    assert is_picture(data[:256])
-    assert kind_of_file(data) == "a DICOM file"
-    assert kind_of_file(pydicoms("MR_small")) == "a DICOM file"  # whose preamble is the beginning of a TIFF
-    contents = pydicoms("dicomdirtests/DICOMDIR-empty")
-    assert not is_picture(contents[:256])
-    assert kind_of_file(contents) == "a table of contents (DICOMDIR)"
-
-
-def test_files_without_an_ending_are_left_out_where_pydicom_is_missing(tmp_path, without_module):
-    for number in range(3):
-        (tmp_path / f"IM{number}").write_bytes(dicom(GREY_8))
-        (tmp_path / f"{number}.dcm").write_bytes(dicom(GREY_8))
-    (tmp_path / "photo").write_bytes(encoded(RGB))
-    (tmp_path / "DICOMDIR").write_bytes(pydicoms("dicomdirtests/DICOMDIR-empty"))
-    assert len(walk_folder(str(tmp_path))) == 7
-    without_module("pydicom")
-    tree = walk_folder(str(tmp_path))
-    assert [folder.files for folder in tree.folders] == [["photo"]]
-    assert sorted(tree.left_out.lines(about_images=True)) == [
-        "left out: .dcm files, which need pydicom: pip install pydicom (3: 0.dcm, 1.dcm, 2.dcm)",
-        "left out: DICOM files without an ending, which need pydicom: pip install pydicom (3: IM0, IM1, IM2)",
-    ]
-    assert tree.left_out.lines(about_images=False) == ["left out: files without an ending (1: DICOMDIR)"]
 
 
 def test_without_pydicom_the_reason_says_what_to_install(without_module):

@@ -10,15 +10,14 @@ import torch
 from conftest import encoded
 from hypothesis import given
 from hypothesis import strategies as st
-from image_files import decode_with, npy, tiff
-from imagecodecs import png_encode
+from image_files import decode_with, tiff
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.channels import LUMA_WEIGHTS
-from mpp.data.decoding.decode import stored_orientation
+from mpp.data.decoding.decode import describe
 from mpp.features.frozen import to_pixels
 
 CORNERS = np.array([[20, 90], [160, 240]], np.uint8).repeat(16, 0).repeat(32, 1)
@@ -122,7 +121,7 @@ def test_orientation_of_xmp_counts_where_exif_has_none(of_exif):
     if of_exif is not None:
         segments.append(exif_segment(of_exif))
     data = jpeg_of(*segments)
-    assert stored_orientation(data) == (of_exif or 3)
+    assert describe(data).orientation == (of_exif or 3)
     assert_close(decode_with(data), transposed(data))
 
 
@@ -132,16 +131,6 @@ def test_jpegs_without_orientation_keep_their_bits(channels):
     for data in (JPEG, jpeg_of(*OTHERS.values()), jpeg_of(exif_segment(1))):
         plain = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=mode)
         assert torch.equal(decode_with(data, channels=channels), plain)
-
-
-@every_orientation
-@pytest.mark.parametrize("behind", [False, True], ids=["before the pixels", "behind the pixels"])
-@pytest.mark.parametrize("bits", [8, 16])
-def test_png_of_any_depth_is_turned(bits, behind, orientation):
-    plain = encoded(PICTURE) if bits == 8 else png_encode(PICTURE.astype(np.uint16) * 257)
-    data = png_with_exif(plain, exif(orientation), len(plain) - PNG_END if behind else PNG_HEADER)
-    assert np.array_equal(decode_with(data), transposed(png_with_exif(encoded(PICTURE), exif(orientation))))
-    assert stored_orientation(data) == orientation
 
 
 @every_orientation
@@ -160,15 +149,7 @@ def test_tiff_is_turned_once(kind, orientation):
     data = made[kind]()
     settings = {"range": (0, 255)} if kind == "float" else {}
     assert np.array_equal(decode_with(data, **settings), transposed(turned_tiff(PICTURE)))
-    assert stored_orientation(data) == orientation
-
-
-@every_orientation
-def test_webp_is_turned(orientation):
-    exif_of_pil = Image.Exif()
-    exif_of_pil[274] = orientation
-    data = encoded(PICTURE, "WEBP", lossless=True, exif=exif_of_pil)
-    assert np.array_equal(decode_with(data), transposed(data))
+    assert describe(data).orientation == orientation
 
 
 @every_orientation
@@ -188,7 +169,3 @@ def test_a_broken_note_breaks_no_picture(broken):
     assert torch.equal(decode_with(data), decode_with(JPEG))
     data = png_with_exif(encoded(PICTURE), broken)
     assert np.array_equal(decode_with(data).permute(1, 2, 0), PICTURE)
-
-
-def test_arrays_have_no_orientation():
-    assert stored_orientation(PICTURE) == stored_orientation(npy(PICTURE)) == stored_orientation(b"no image") == 1

@@ -74,7 +74,8 @@ def jpeg_segments(data: bytes) -> bytes | None:
         position = start + int.from_bytes(data[start : start + 2], "big")
         content = data[start + 2 : position]
         if marker in NOTE_MARKERS:
-            content = numbers_of_note(content)
+            says_colours = content.startswith((b"JFIF\0", b"Adobe"))  # by numbers, before a preview
+            content = content[:12] + bytes(2) if says_colours else b""
         elif marker not in CODING_MARKERS:
             return None
         if content or marker in CODING_MARKERS:
@@ -86,15 +87,6 @@ def jpeg_segments(data: bytes) -> bytes | None:
             kept.append(data[position : scan_end.start()])
             position = scan_end.start()
     return None
-
-
-def numbers_of_note(content: bytes) -> bytes:
-    """The fixed numbers of JFIF (without a preview) or Adobe, which say how colours are stored; else nothing."""
-    if content.startswith(b"JFIF\0") and len(content) >= 14:
-        return content[:12] + bytes(2)  # width and height of the preview
-    if content.startswith(b"Adobe") and len(content) >= 12:
-        return content[:12]
-    return b""
 
 
 def shrink(values: NDArray, side: int) -> NDArray:

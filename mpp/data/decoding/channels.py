@@ -56,9 +56,7 @@ def check_size(shape: Sequence[int], config: ImagesConfig) -> None:
 
 def turn_upright(values: NDArray, orientation: int) -> NDArray:
     """Values (n, H, W), stored in this orientation, upright; unchanged if it is none of 1 to 8. A view."""
-    if orientation not in TURNED:
-        return values
-    if orientation >= 5:
+    if orientation in (5, 6, 7, 8):
         values = values.swapaxes(1, 2)
     if orientation in (2, 3, 6, 7):
         values = values[:, :, ::-1]
@@ -134,17 +132,15 @@ def find_missing(values: NDArray, nodata: float | str | None, nodata_of_file: fl
             a yellow flower is 0.
     """
     if nodata is not None:
-        return ~np.isfinite(values) | (values == (np.nan if nodata == "nan" else nodata))
+        return ~np.isfinite(values) | (values == float(nodata))
     missing = None
     if nodata_of_file is not None:
         has_nodata = np.isnan(values) if np.isnan(nodata_of_file) else values == nodata_of_file
         missing = np.broadcast_to(has_nodata.all(0), values.shape)
     if values.dtype.kind == "f":
-        is_wrong = ~np.isfinite(values) & ~(False if missing is None else missing)
-        if is_wrong.any():
-            channel = np.flatnonzero(is_wrong.any((1, 2)))[0] + 1
-            hint = "data.nodata nan gives them the mean"
-            raise UnreadableImage(f"values that are not finite in channel {channel}; {hint}")
+        is_known = np.isfinite(values) if missing is None else np.isfinite(values) | missing
+        if not is_known.all():
+            raise UnreadableImage("values that are not finite; data.nodata nan gives them the mean")
     return missing
 
 
@@ -186,11 +182,9 @@ def invert(values: NDArray, limits: Sequence[Limits]) -> NDArray:
     """
     low, high = lows_and_highs(limits, values.dtype, np.float64)
     inverted = low + high - values
-    if values.dtype.kind == "f":
-        return inverted.astype(values.dtype)
-    of_type = np.iinfo(values.dtype)
-    fits = np.array_equal(inverted, inverted.round().clip(of_type.min, of_type.max))
-    return inverted.astype(values.dtype if fits else np.float32)
+    with np.errstate(invalid="ignore"):  # of values beyond the type
+        of_type = inverted.astype(values.dtype)
+    return of_type if np.array_equal(of_type, inverted) else inverted.astype(np.float32)
 
 
 def lows_and_highs(limits: Sequence[Limits], dtype: np.dtype, exact_type: type[np.floating]) -> tuple[NDArray, NDArray]:

@@ -118,7 +118,7 @@ def read_mask(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
     else:
         values = read_file(image, as_stored, MASK_READERS).values
     if len(values) > 1 or values.dtype.kind not in "uib":
-        raise UnreadableImage(f"it has {len(values)} x {values.dtype} a pixel; a mask has one whole number")
+        raise UnreadableImage(f"a {len(values)}-band image of {values.dtype}; a mask has one whole number a pixel")
     return values[0]
 
 
@@ -126,7 +126,7 @@ def read_file(data: bytes, config: ImagesConfig, readers: dict[str, Reader]) -> 
     """The values of an image file by the reader of its format."""
     with errors_named(data) as form:
         if form.name not in readers:
-            raise UnreadableImage(f"{form} may have changed numbers; a mask must be lossless, such as PNG or TIFF")
+            raise UnreadableImage(f"{form}; a mask must be PNG, TIFF or .npy, which keep its numbers")
         return readers[form.name](data, config)
 
 

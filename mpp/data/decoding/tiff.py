@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.channels import UPRIGHT, Stored, check_size, is_picture, lay_on_white, turn_upright
+from mpp.data.decoding.channels import (
+    UPRIGHT,
+    Stored,
+    check_size,
+    is_picture,
+    lay_on_white,
+    limits_of_bits,
+    turn_upright,
+)
 from mpp.data.decoding.pictures import ORIENTATION_TAG, Description, read_with_pil
 from mpp.errors import UnreadableImage
 
@@ -48,7 +56,7 @@ def read_tiff(data: bytes, config: ImagesConfig) -> Stored:
                     return Stored(values, nodata=nodata)
                 # else PIL may have dropped colours: nothing is opaque
         values = turn_upright(read_bands(series, page, config), page.tags.valueof(ORIENTATION_TAG, UPRIGHT))
-    most = 2**page.bitspersample - 1
+    _, most = limits_of_bits(page.bitspersample, values.dtype.kind == "i")
     uses_part_of_type = page.bitspersample < 8 * values.dtype.itemsize <= 16
     has_limits = uses_part_of_type and values.dtype.kind == "u" and page.photometric != PALETTE
     is_inverted = page.photometric == WHITE_IS_ZERO and is_picture(config) and values.dtype.kind == "u"
