@@ -163,7 +163,7 @@ def test_files_that_end_early_are_named(name):
     for length in (13, 40, len(data) // 2, len(data) - 30):
         with pytest.raises(UnreadableImage) as error:
             decode_with(data[:length])
-        assert re.search(r"^an? (HEIC|AVIF|JPEG XL|JPEG 2000|unknown)|^a file of an unknown kind", str(error.value))
+        assert re.search(r"^an? (HEIC|AVIF|JPEG XL|JPEG 2000|MP4)|^no image file of a known", str(error.value))
 
 
 # folders, shards, and decoders that are not there ---------------------------------------------------------------------

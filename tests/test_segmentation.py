@@ -301,30 +301,20 @@ TWO_BANDS = np.stack([MASK, MASK], -1)
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    "data",
     [
-        pytest.param(encoded(in_rgb(MASK)), r"has colours \(RGB\); a mask has one who", id="colours"),
-        pytest.param(
-            encoded(Image.fromarray(MASK.astype(np.float32)), "TIFF"),
-            "has floating-point numbers; a mask has one whole",
-            id="TIFF of fractions",
-        ),
-        pytest.param(
-            encoded(MASK, "JPEG"),
-            "compressed as JPEG, which may change numbers; a mask must be lossless, such as PNG",
-            id="JPEG",
-        ),
-        pytest.param(tiff(LARGE_MASK, compression="jpeg"), "compressed as JPEG", id="TIFF with JPEG inside"),
-        pytest.param(
-            tiff(TWO_BANDS, photometric="minisblack", planarconfig="contig"), r"\(2, 8, 9\)", id="several bands"
-        ),
-        pytest.param(npy(MASK / 2), "floating-point numbers", id="npy of fractions"),
-        pytest.param(b"<html>", "an HTML file instead of an image", id="text"),
-        pytest.param(None, "no bytes", id="nothing"),
+        pytest.param(encoded(in_rgb(MASK)), id="colours"),
+        pytest.param(encoded(Image.fromarray(MASK.astype(np.float32)), "TIFF"), id="TIFF of fractions"),
+        pytest.param(encoded(MASK, "JPEG"), id="JPEG"),
+        pytest.param(tiff(LARGE_MASK, compression="jpeg"), id="TIFF with JPEG inside"),
+        pytest.param(tiff(TWO_BANDS, photometric="minisblack", planarconfig="contig"), id="several bands"),
+        pytest.param(npy(MASK / 2), id="npy of fractions"),
+        pytest.param(b"<html>", id="text"),
+        pytest.param(None, id="nothing"),
     ],
 )
-def test_other_files_are_no_masks(data, message):
-    with pytest.raises(UnreadableImage, match=f"^its mask: .*{message}"):
+def test_other_files_are_no_masks(data):
+    with pytest.raises(UnreadableImage, match=r"^its mask: "):
         decode_mask(cell(data), MaskedDataConfig())
 
 

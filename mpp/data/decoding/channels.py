@@ -109,7 +109,7 @@ def select_channels(
         values = values.astype(np.uint8) * 255
     if config.bands:
         if max(config.bands) > len(values):
-            raise UnreadableImage(f"a {len(values)}-band image; data.bands asks for {max(config.bands)}")
+            raise UnreadableImage(f"{len(values)} bands; data.bands asks for {max(config.bands)}")
         values = values[[band - 1 for band in config.bands]]
     missing = find_missing(values, config.nodata, nodata_of_file)
     if missing is None or not missing.any():
@@ -155,8 +155,7 @@ def convert_channels(values: NDArray, channels: int) -> NDArray:
         if values.dtype.kind != "f":
             grey = grey.round()
         return grey.astype(values.dtype)
-    choice = f"data.channels is {channels}, and data.bands can choose {channels}"
-    raise UnreadableImage(f"a {len(values)}-band image; {choice}")
+    raise UnreadableImage(f"{len(values)} bands; data.channels is {channels}, and data.bands can choose {channels}")
 
 
 def scale_to_255(values: NDArray, limits: Sequence[Limits]) -> Tensor:

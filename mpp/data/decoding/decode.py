@@ -46,10 +46,20 @@ DESCRIBERS = {
     **dict.fromkeys(("JPEG", "PNG", "WebP", "GIF", "AVIF", "HEIC"), describe_picture),
 }
 DECODER_ERRORS = (
-    *(OSError, SyntaxError, ValueError, RuntimeError),  # PIL, torchvision and imagecodecs
-    *(TypeError, LookupError, ArithmeticError, MemoryError, struct.error),  # tifffile, too
-    *(AttributeError, zlib.error),  # pydicom, too
-    *(EOFError, tokenize.TokenError, zipfile.BadZipFile),  # numpy, too
+    OSError,
+    SyntaxError,
+    ValueError,
+    RuntimeError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    MemoryError,
+    AttributeError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
 )
 """Errors that decoders raised on files that were broken on purpose."""
 
@@ -135,7 +145,8 @@ def errors_named(data: bytes) -> Iterator[Format]:
     """The format of an image file, whose decoder's errors become UnreadableImage with their cause."""
     form = format_of(data)
     if form is None:
-        raise UnreadableImage(f"{what_is(data) or 'a file of an unknown kind'}, which is no image that mpp reads")
+        kind = what_is(data)
+        raise UnreadableImage(f"{kind} instead of an image" if kind else "no image file of a known sort")
     try:
         yield form
     except ImportError as error:

@@ -39,7 +39,8 @@ DECODERS = {
     **dict.fromkeys([f"1.2.840.10008.1.2.4.{number}" for number in (90, 91, 201, 202, 203)], "jpeg2k_decode"),
 }
 """Transfer syntax -> the function of imagecodecs for what pydicom decodes by no free and exact package."""
-DECODER_DEPENDENCIES = dict.fromkeys(DECODERS, ("imagecodecs",))  # pydicom reads it
+DECODER_DEPENDENCIES = dict.fromkeys(DECODERS, ("imagecodecs",))  # pydicom reads it, and calls the next
+is_available = DECODERS.__contains__
 PLUGIN = "imagecodecs"
 
 
@@ -105,11 +106,6 @@ def decode_frames(dataset: "Dataset") -> NDArray:
     pixels, _ = decoder.as_array(dataset, decoding_plugin=plugin, allow_excess_frames=False)
     pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
     return bands_to_front(pixels) if pixels.ndim == 2 or dataset.SamplesPerPixel > 1 else pixels
-
-
-def is_available(syntax: str) -> bool:
-    """Whether `decode_frame` decodes a transfer syntax; pydicom asks."""
-    return syntax in DECODERS
 
 
 def decode_frame(frame: bytes, runner: "DecodeRunner") -> bytes:

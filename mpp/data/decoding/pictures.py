@@ -92,17 +92,12 @@ def read_with_pil(data: bytes, config: ImagesConfig) -> Stored:
             pixels = decode_jpeg(encoded, mode=mode).numpy()  # it finds an orientation in the first segment only
             return Stored(turn_upright(pixels, orientation_of(image)))
         if image.format == "PNG" and data[PNG_BITS] == 16 and not image.mode.startswith("I"):
-            return Stored(turn_upright(read_deep_png(data, config), orientation_of(image)))
+            from imagecodecs import png_decode  # takes a fifth of a second
+
+            values = turn_upright(bands_to_front(png_decode(data)), orientation_of(image))  # PIL would read 8 bits
+            has_opacity = is_picture(config) and len(values) in (2, 4)
+            return Stored(lay_on_white(values, 65535) if has_opacity else values)
         return Stored(from_pil(image, config))
-
-
-def read_deep_png(data: bytes, config: ImagesConfig) -> NDArray[np.uint16]:
-    """A PNG of 16 bits and several bands, (bands, H, W), of which PIL would read 8 bits."""
-    from imagecodecs import png_decode  # takes a fifth of a second
-
-    values = bands_to_front(png_decode(data))
-    has_opacity = len(values) in (2, 4)
-    return lay_on_white(values, 65535) if has_opacity and is_picture(config) else values
 
 
 def read_pil_mask(data: bytes, config: ImagesConfig) -> Stored:
