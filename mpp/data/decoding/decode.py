@@ -55,6 +55,8 @@ DECODER_ERRORS = (
     ArithmeticError,
     MemoryError,
     AttributeError,
+    AssertionError,
+    StopIteration,
     EOFError,
     struct.error,
     zlib.error,

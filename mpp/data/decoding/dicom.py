@@ -6,6 +6,7 @@ Messages are of this module: pydicom's may quote a patient's name.
 import io
 import logging
 import math
+import struct
 import warnings
 from typing import TYPE_CHECKING
 
@@ -34,14 +35,15 @@ READ_TAGS = [
 """All tags that are read: pixels, and numbers about them."""
 DEFLATED = b"1.2.840.10008.1.2.1.99"  # a transfer syntax, as are the next
 DECODERS = {
-    **dict.fromkeys(("1.2.840.10008.1.2.4.51", "1.2.840.10008.1.2.4.57", "1.2.840.10008.1.2.4.70"), "jpeg8_decode"),
-    **dict.fromkeys(("1.2.840.10008.1.2.4.80", "1.2.840.10008.1.2.4.81"), "jpegls_decode"),
+    **dict.fromkeys([f"1.2.840.10008.1.2.4.{number}" for number in (50, 51, 57, 70)], "jpeg8_decode"),
+    **dict.fromkeys([f"1.2.840.10008.1.2.4.{number}" for number in (80, 81)], "jpegls_decode"),
     **dict.fromkeys([f"1.2.840.10008.1.2.4.{number}" for number in (90, 91, 201, 202, 203)], "jpeg2k_decode"),
 }
-"""Transfer syntax -> the function of imagecodecs for what pydicom decodes by no free and exact package."""
+"""Transfer syntax -> the function of imagecodecs that decodes its frames."""
 DECODER_DEPENDENCIES = dict.fromkeys(DECODERS, ("imagecodecs",))  # pydicom reads it, and calls the next
 is_available = DECODERS.__contains__
 PLUGIN = "imagecodecs"
+FRAME_MARKERS = (0xC0, 0xC1, 0xC2, 0xC3, 0xF7)  # of JPEG and JPEG-LS
 
 
 def read_dicom(data: bytes, config: ImagesConfig) -> Stored:
@@ -85,7 +87,7 @@ def check_header(dataset: "Dataset", config: ImagesConfig) -> None:
         dataset.BitsStored, dataset.PixelRepresentation = dataset.BitsAllocated, 0
     if dataset.get("HighBit", dataset.BitsStored - 1) != dataset.BitsStored - 1:
         raise UnreadableImage("a DICOM file whose bits do not begin with the lowest")
-    if frames > 1 and dataset.SamplesPerPixel > 1:
+    if frames > 1 and not dataset.PhotometricInterpretation.startswith("MONOCHROME"):
         raise UnreadableImage(f"a DICOM file of {frames} frames in colour; mpp reads one")
     if frames > 1 and is_picture(config) and frames != config.channels:
         choice = "data.bands chooses those that are the channels"
@@ -97,12 +99,10 @@ def decode_frames(dataset: "Dataset") -> NDArray:
     from pydicom.pixels import get_decoder
 
     syntax = dataset.file_meta.TransferSyntaxUID
-    plugin = PLUGIN if syntax in DECODERS else ""
-    if syntax.endswith(".4.50") or (syntax.endswith(".4.51") and dataset.BitsStored == 8):
-        plugin = "pillow"
     decoder = get_decoder(syntax)
-    if plugin == PLUGIN and PLUGIN not in decoder.available_plugins:
-        decoder.add_plugin(PLUGIN, (__name__, decode_frame.__name__))
+    plugin = PLUGIN if syntax in DECODERS else ""
+    if plugin and plugin not in decoder.available_plugins:
+        decoder.add_plugin(plugin, (__name__, decode_frame.__name__))
     pixels, _ = decoder.as_array(dataset, decoding_plugin=plugin, allow_excess_frames=False)
     pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
     return bands_to_front(pixels) if pixels.ndim == 2 or dataset.SamplesPerPixel > 1 else pixels
@@ -113,6 +113,8 @@ def decode_frame(frame: bytes, runner: "DecodeRunner") -> bytes:
     import imagecodecs
 
     name = DECODERS[runner.transfer_syntax]
+    if name != "jpeg2k_decode" and jpeg_sides(frame) != (runner.rows, runner.columns):
+        raise ValueError("a frame of another size than its file announces")
     has_colours = name == "jpeg8_decode" and runner.samples_per_pixel == 3
     as_stored = {"colorspace": "RGB", "outcolorspace": "RGB"} if has_colours else {}  # pydicom converts colours itself
     values = getattr(imagecodecs, name)(frame, **as_stored)
@@ -121,6 +123,14 @@ def decode_frame(frame: bytes, runner: "DecodeRunner") -> bytes:
     if runner.photometric_interpretation in ("YBR_ICT", "YBR_RCT"):  # JPEG 2000's own, which its decoder undoes
         runner.set_option("photometric_interpretation", "RGB")
     return values.tobytes()
+
+
+def jpeg_sides(frame: bytes) -> tuple[int, int]:
+    """Height and width by the header of a JPEG or JPEG-LS frame, which could be of any size."""
+    place = 2
+    while frame[place + 1] not in FRAME_MARKERS:
+        place += 2 + int.from_bytes(frame[place + 2 : place + 4], "big")
+    return struct.unpack_from(">HH", frame, place + 5)
 
 
 def rescale(stored: NDArray, dataset: "Dataset") -> tuple[NDArray, Limits | None]:
