@@ -7,10 +7,10 @@ import datasets
 import pytest
 import torch
 from conftest import dataset_of, encoded, picture
+from mpp.data.decoded_cache import BatchesBySize, cache_decoded
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoded_cache import BatchesBySize, cache_decoded
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage
 

@@ -18,9 +18,9 @@ from imagecodecs import png_encode
 from PIL import Image
 
 from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
-from mpp.data.decoded_cache import cache_decoded
 from mpp.data.decoding.decode import count_frames, read_mask, read_values
 from mpp.data.decoding.kinds import is_picture, kind_of_file
+from mpp.data.loader import cache_decoded
 from mpp.data.prepared_image import prepare_image
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError

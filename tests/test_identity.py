@@ -170,7 +170,7 @@ def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, two_shards, mo
     options = (f"--data.path={two_shards}", "--data.streaming=true")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         if unlisted == "when the run began":
-            patch.setattr("mpp.data.kept_samples.list_files", no_files)
+            patch.setattr("mpp.data.shards.list_files", no_files)
         kill_at(patch, 3)
         pretrain(*options)
     run = two_shards.parent / "run"
@@ -179,7 +179,7 @@ def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, two_shards, mo
     capsys.readouterr()
     with monkeypatch.context() as patch:
         if unlisted == "now":
-            patch.setattr("mpp.data.kept_samples.list_files", unreachable)
+            patch.setattr("mpp.data.shards.list_files", unreachable)
         pretrain(*options)
     warnings = [line for line in capsys.readouterr().err.splitlines() if "they may differ from those" in line]
     assert len(warnings) == 1

@@ -17,9 +17,7 @@ from conftest import Killed, encoded
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset
-from mpp.data.kept_samples import CACHE_FOLDER, NOTES_FILE, ROWS_FILE
-from mpp.data.shards import Shards
-from mpp.data.stream_sources import load_streamed
+from mpp.data.shards import CACHE_FOLDER, NOTES_FILE, ROWS_FILE, Shards, load_streamed
 from mpp.errors import ReadFailed, UserError
 from mpp.runtime.randomness import Stream, permutation
 
@@ -224,7 +222,7 @@ def test_reads_of_a_sample_that_fail_are_tried_again(shards, cache, monkeypatch)
 
 @pytest.mark.parametrize(("error", "words"), [(Killed("killed"), "killed"), (ReadFailed("gone"), "^gone$")])
 def test_a_sample_that_was_not_read_to_its_end_is_not_used(shards, cache, monkeypatch, error, words):
-    monkeypatch.setattr("mpp.data.kept_samples.ROWS_PER_WRITE", 2)
+    monkeypatch.setattr("mpp.data.shards.ROWS_PER_WRITE", 2)
     blocks = Shards.blocks
 
     def breaks_off(self, shard, size, **options):
@@ -269,7 +267,7 @@ def test_what_cannot_be_listed_is_read_at_every_start(shards, cache, monkeypatch
     def unreachable(*_):
         raise RuntimeError("the hub is\nout of reach")
 
-    monkeypatch.setattr("mpp.data.kept_samples.list_files", unreachable)
+    monkeypatch.setattr("mpp.data.shards.list_files", unreachable)
     _, *second = load(shards)
     assert_same_rows(first, second)
     assert len(load(shards, probed=0)[1]) == 0

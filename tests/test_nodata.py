@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from mpp.config import Config, CorruptionConfig, DataConfig, ImagesConfig, ObjectiveConfig
 from mpp.corruption import Corruption, Kind
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoded_cache import cache_decoded
 from mpp.data.decoding.decode import decode
+from mpp.data.loader import cache_decoded
 from mpp.data.sources import load_image_datasets
 from mpp.data.survey import survey
 from mpp.data.views import ViewDataset, collate, patches_with_value

@@ -25,11 +25,9 @@ from server import Command
 import mpp.training.run
 from evaluation import export, visualize
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
-from mpp.data.kept_samples import list_stream_files
 from mpp.data.loader import BatchLayout
-from mpp.data.shards import ROW_BITS, Shards
+from mpp.data.shards import ROW_BITS, Shards, list_stream_files, load_streamed
 from mpp.data.stream import Cursor, StreamedBatches, stream_workers, streaming_loader
-from mpp.data.stream_sources import load_streamed
 from mpp.data.views import ViewDataset
 from mpp.errors import UserError
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mpp.config import DataConfig, ModelConfig
 from mpp.data.columns import decode_cell
+from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
-from mpp.data.stream_sources import load_streamed
 from mpp.errors import UnreadableImage, UserError
 
 SAMPLED_IMAGES = 1024
