@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -281,15 +280,11 @@ def in_memory(views: ViewDataset, images_left: int, device: torch.device) -> Vie
 
 
 def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = False) -> ImageDataset:
-    """The same images, decoded and kept in memory, if they take at most `data.cache_gb`; else unchanged.
-
-    Images of different types, such as of 8 bits and more, stay unchanged, too: crops of 8 bits are rounded.
-    """
+    """The same images, decoded and kept in memory, if they take at most `data.cache_gb`; else unchanged."""
     limit = int(data.cache_gb * 1e9)  # bytes
     if limit == 0:
         return dataset
     images: list[Tensor | None] = [None] * len(dataset)
-    types: set[np.dtype] = set()
     seen, size = 0, 0
     loader = WatchedLoader(
         WholeImages(dataset, data, marks_nodata),
@@ -302,10 +297,9 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = 
     for chunk in loader:
         for index, pixels in chunk:
             images[index] = torch.from_numpy(pixels).permute(2, 0, 1)
-            types.add(pixels.dtype)
             seen += 1
             size += pixels.nbytes
         expected = size / seen * len(dataset) if seen >= IMAGES_PER_CHUNK else size
-        if size > limit or expected > 2 * limit or len(types) > 1:
+        if size > limit or expected > 2 * limit:
             return dataset
     return replace(dataset, decoded=images)

@@ -22,14 +22,14 @@ from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.data.caches import cached
 from mpp.data.columns import cell_file_name, decode_cell, find_array_dtype, find_image_column, without_decoding
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
-from mpp.data.dataset import ImageDataset, rows_in_memory
+from mpp.data.dataset import ImageDataset
 from mpp.data.identity import digest_listing
 from mpp.data.label_columns import find_label_column
 from mpp.data.listing.formats import SHARD_BUILDERS
 from mpp.data.overview import announce_stream
 from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
 from mpp.data.sources import find_held_out_split, hint_at_labels, label_images, label_setting, load_splits
-from mpp.errors import UserError, one_line
+from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.files import short_digest
 from mpp.runtime.messages import warn
 from mpp.runtime.randomness import Stream, permutation
@@ -60,8 +60,8 @@ class Shards:
     """Its name, for messages."""
     numbers: list[int]
     """Numbers of these shards in `stream`."""
-    files: FileStamps | None
-    """Files of the stream; None: they could not be listed."""
+    files: FileStamps
+    """Files of the stream."""
 
     @property
     def count(self) -> int:
@@ -138,8 +138,13 @@ class Shards:
     def identify(self, revision: str | None = None) -> dict[str, Any]:
         """The record of these images: see mpp/data/identity.py. Shards are known by names and sizes of their files."""
         numbers = short_digest(f"{number}\n".encode() for number in self.numbers)
-        record = {"split": self.split, "shards": self.count, "chosen": numbers, "revision": revision}
-        return record | {"files": digest_listing(self.files)}
+        return {
+            "split": self.split,
+            "shards": self.count,
+            "chosen": numbers,
+            "revision": revision,
+            "files": digest_listing(self.files),
+        }
 
     def describe(self) -> str:
         return f"a stream of {self.count} shards"
@@ -228,7 +233,7 @@ def open_shards(config: SourceConfig) -> tuple[Shards, Shards]:
 def sample_rows(
     config: SourceConfig, shards: Shards, limit: int, seed: int, is_held_out: bool = False
 ) -> datasets.Dataset:
-    """A sample of the rows, images and labels, mapped from disk; in memory where the stream's files are not known.
+    """A sample of the rows, images and labels, mapped from disk.
 
     Of images to train on, the sample is for probes of their labels: without any, it is empty.
     """
@@ -246,12 +251,9 @@ def sample_rows(
                 writer.write(row)
             writer.finalize()
 
-    if shards.files:
-        identity = [shards.files, config.name, config.split, shards.split, shards.numbers, [*features], limit, seed]
-        key = short_digest([json.dumps(identity).encode()], digits=32)
-        sample = datasets.Dataset.from_file(str(cached(f"stream-{key}", write) / ROWS_FILE))
-    else:
-        sample = rows_in_memory([*rows], features)
+    identity = [shards.files, config.name, config.split, shards.split, shards.numbers, [*features], limit, seed]
+    key = short_digest([json.dumps(identity).encode()], digits=32)
+    sample = datasets.Dataset.from_file(str(cached(f"stream-{key}", write) / ROWS_FILE))
     order = np.argsort(sample[POSITION][:])
     return sample.select(order[:limit])
 
@@ -269,20 +271,16 @@ def is_sorted_by_class(sample: datasets.Dataset, images: ImageDataset) -> bool:
     return all(len(labels) >= MIN_TELLING_ROWS and len(np.unique(labels)) == 1 for labels in labels_of_shards)
 
 
-def list_stream_files(config: ImagesConfig) -> FileStamps | None:
-    """The files of a stream, whose contents are not read; None, with a warning, where they cannot be listed.
+def list_stream_files(config: ImagesConfig) -> FileStamps:
+    """The files of a stream, whose contents are not read.
 
-    The library streams files of a hub that is out of reach from its cache.
+    Raises:
+        ReadFailed: they cannot be listed.
     """
     try:
         files = list_files(as_url(config))
-        reason = "no files there"
     except Exception as error:  # clients of file systems raise errors of any type
-        files = []
-        reason = one_line(error)
-    if not files:
-        warn(f"{describe_source(config)} cannot be listed ({reason}); images to evaluate on are read at every start")
-        return None
+        raise ReadFailed(f"{describe_source(config)} cannot be listed: {one_line(error)}") from error
     shards = [file for file in files if file[0].endswith(tuple(SHARD_BUILDERS))]
     return shards or files  # a folder of shards may have other files that change
 
