@@ -549,7 +549,7 @@ def test_all_sources_hold_the_same_images(folder, source):
         assert first_pixels == expected
         assert dataset.labels is not None
         held = cache_decoded(dataset, DataConfig(channels=4, workers=0))
-        assert held.decoded.pixels.nbytes == 8 * 40 * 48 * 4 * 4  # four bytes for each value
+        assert sum(image.nbytes for image in held.decoded) == 8 * 40 * 48 * 4 * 4  # four bytes for each value
         assert torch.equal(held.decode(3, config), dataset.decode(3, config))
 
 

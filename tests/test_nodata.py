@@ -188,10 +188,10 @@ def test_all_patches_count_unless_the_setting_says_so():
     assert Config().objective.predict_nodata
 
 
-@pytest.mark.parametrize("nodata, others", [(0.0, {-9999.0: 8}), (-9999.0, {}), (None, {})])
+@pytest.mark.parametrize("nodata, others", [(0.0, [8]), (-9999.0, []), (None, [])])
 def test_tags_that_say_otherwise_are_counted(tmp_path, nodata, others):
     for number in range(8):
         tile = picture(number, (20, 20)).astype(np.float32)
         (tmp_path / f"{number}.tif").write_bytes(tiff(tile, photometric="rgb", extratags=[NODATA_TAG]))
     data = DataConfig(path=str(tmp_path), nodata=nodata, range=(0.0, 255.0), workers=0)
-    assert survey(*load_image_datasets(data), data, 20).other_nodata == others
+    assert list(survey(*load_image_datasets(data), data, 20).peculiarities.values()) == others
