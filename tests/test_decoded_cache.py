@@ -35,7 +35,7 @@ def test_images_that_are_held_in_memory_are_the_same(one_broken, workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_are_held_in_memory_where_all_fit(one_broken, workers, monkeypatch):
-    monkeypatch.setattr(loader, "IMAGES_PER_CHUNK", 2)
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 2 * IMAGE_BYTES)
     size = IMAGE_BYTES * (len(one_broken) - 1)
     assert cache_decoded(one_broken, DataConfig(workers=workers, cache_gb=size / 1e9)).decoded
     assert not cache_decoded(one_broken, DataConfig(workers=workers, cache_gb=(size - 1) / 1e9)).decoded
@@ -47,6 +47,7 @@ def test_images_that_will_not_fit_are_not_all_decoded(one_broken, monkeypatch):
     decoded = []
     decode = ImageDataset.decode
     monkeypatch.setattr(ImageDataset, "decode", lambda self, *given: decoded.append(given) or decode(self, *given))
-    monkeypatch.setattr(loader, "IMAGES_PER_CHUNK", 2)
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 2 * IMAGE_BYTES)
+    monkeypatch.setattr(loader, "TELLING_IMAGES", 2)
     assert not cache_decoded(one_broken, DataConfig(workers=0, cache_gb=4 * IMAGE_BYTES / 1e9)).decoded
     assert len(decoded) <= 3

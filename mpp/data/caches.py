@@ -7,13 +7,14 @@ processes of a machine share them. A lock of the kernel's says who makes one and
 import fcntl
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 import datasets
 
 from mpp.errors import UserError
-from mpp.runtime.files import complete, delete
+from mpp.runtime.files import complete, delete, partial_path
 
 CACHE_NAME = "mpp"
 MAX_BYTES = 20e9
@@ -27,7 +28,7 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
 
     Args:
         key: the name of the folder, which tells its content from any other.
-        make: fills an empty folder with files. One process calls it, and the others wait.
+        make: fills an empty folder with files, none of them in folders. One process calls it, and the others wait.
     Raises:
         UserError: the cache cannot be written, or it is not the user's own.
     """
@@ -35,7 +36,7 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
     folder = cache / key
     try:
         require_own(cache)
-        lock = locks.setdefault(folder, folder.with_suffix(".lock").open("a"))
+        lock = locks.setdefault(folder, (cache / f"{key}.lock").open("a+"))
         fcntl.flock(lock, fcntl.LOCK_SH)
         while not folder.exists():
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -62,16 +63,24 @@ def require_own(cache: Path) -> None:
 def remove_unused(cache: Path) -> None:
     """Remove the folders that were used longest ago, until all take MAX_BYTES; none that a process uses."""
     lock_files = sorted(cache.glob("*.lock"), key=lambda file: file.stat().st_mtime)
-    sizes = {file: sum(each.stat().st_size for each in cache.glob(f"*{file.stem}*/*")) for file in lock_files}
+    folders = {file: (cache / file.stem, partial_path(cache / file.stem)) for file in lock_files}
+    sizes = {file: sum(map(size_of, folders[file])) for file in lock_files}
     excess = sum(sizes.values()) - MAX_BYTES
-    for file, size in sizes.items():
+    for file in lock_files:
         if excess <= 0:
             return
-        with file.open() as lock:
+        with file.open("a+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            for folder in cache.glob(f"*{file.stem}*/"):  # whole, or left by a process that was killed
+            for folder in folders[file]:  # whole, or left by a process that was killed
                 delete(folder)
-            excess -= size
+            excess -= sizes[file]
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of a folder's files; 0: it is not there, or goes away meanwhile."""
+    with suppress(FileNotFoundError):
+        return sum(file.stat().st_size for file in folder.iterdir())
+    return 0

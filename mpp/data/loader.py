@@ -19,8 +19,8 @@ from mpp.data.workers import WORKERS_ARE_FORKS, WatchedLoader, loader_processes,
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 
-IMAGES_PER_CHUNK = 64  # that a loader process hands over at a time, at most
-BYTES_PER_CHUNK = 4 * 2**20  # after which a chunk ends
+CHUNK_BYTES = 4 * 2**20  # of decoded images, after which a loader process hands them over
+TELLING_IMAGES = 64  # whose mean size tells how much memory all will take
 MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
 
 
@@ -254,7 +254,7 @@ class WholeImages(IterableDataset):
             # (H, W, C) is cropped in half the time of (C, H, W); arrays come through a pipe, tensors each as a file
             chunk.append((index, pixels.permute(1, 2, 0).contiguous().numpy()))
             size += pixels.nbytes
-            if len(chunk) == IMAGES_PER_CHUNK or size >= BYTES_PER_CHUNK:
+            if size >= CHUNK_BYTES:
                 yield chunk
                 chunk, size = [], 0
         note_reading(None)
@@ -299,7 +299,7 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = 
             images[index] = torch.from_numpy(pixels).permute(2, 0, 1)
             seen += 1
             size += pixels.nbytes
-        expected = size / seen * len(dataset) if seen >= IMAGES_PER_CHUNK else size
+        expected = size * len(dataset) / seen if seen >= TELLING_IMAGES else size
         if size > limit or expected > 2 * limit:
             return dataset
     return replace(dataset, decoded=images)

@@ -220,10 +220,8 @@ def open_shards(config: SourceConfig) -> tuple[Shards, Shards]:
     if held_out is not None:
         stream = without_decoding(streams[held_out], column)
         return train, replace(train, stream=stream, split=held_out, numbers=list(range(stream.num_shards)))
-    if len(numbers) == 1:  # the fraction is not at fault
-        raise UserError(f"{source} has one shard and no held-out split; name a split with data.eval_split")
     count = max(1, round(config.eval_fraction * len(numbers)))
-    allowed = f"smaller: of {len(numbers)} shards it leaves none to train on"
+    allowed = f"smaller: {source} has {len(numbers)} shards, of which some must be left; or name data.eval_split"
     require(count < len(numbers), "data.eval_fraction", config.eval_fraction, allowed)
     order = permutation(Stream.CUT, config.cut_seed, 0, len(numbers)).tolist()
     held_out_shards = replace(train, split="held out", numbers=sorted(order[:count]))

@@ -43,14 +43,20 @@ class StreamedBatches(IterableDataset):
 
     Args:
         views: of Shards; each block of rows becomes their dataset in turn.
-        cursors: worker -> its Cursor; a worker without one begins at the beginning.
+        cursors: worker -> number of workers and its Cursor; a worker without one begins at the beginning.
         workers: number of loader processes, or 1 where the training process loads.
     Raises:
         UserError: fewer shards than workers on all processes.
     """
 
     def __init__(
-        self, views: ViewDataset, layout: BatchLayout, start: int, stop: int, cursors: dict[int, Cursor], workers: int
+        self,
+        views: ViewDataset,
+        layout: BatchLayout,
+        start: int,
+        stop: int,
+        cursors: dict[int, list[int]],
+        workers: int,
     ):
         self.views = views
         self.shards: Shards = views.dataset
@@ -71,7 +77,8 @@ class StreamedBatches(IterableDataset):
         info = get_worker_info()
         worker_id = info.id if info else 0
         worker = (self.first + worker_id) % self.workers  # torch takes the first batch from its worker 0
-        samples = self.samples(worker, self.cursors.get(worker, Cursor()))
+        _, *cursor = self.cursors.get(worker, [self.workers])
+        samples = self.samples(worker, Cursor(*cursor))
         for forward in range(self.first + worker_id, self.last, self.workers):
             images = len(self.layout.share(forward % self.layout.accumulation_steps))
             taken = list(islice(samples, images))
@@ -136,19 +143,17 @@ def streaming_loader(
         UserError: too few shards, or the checkpoint is of another number of workers.
     """
     workers = stream_workers(views, layout, cursors)
-    resumed = {worker: Cursor(*cursor) for worker, (_, *cursor) in cursors.items()}
-    batches = StreamedBatches(views, layout, start, stop, resumed, max(1, workers))
+    batches = StreamedBatches(views, layout, start, stop, cursors, max(1, workers))
     return WatchedLoader(batches, views.dataset.image_name, batch_size=None, num_workers=workers)
 
 
 def stream_workers(views: ViewDataset, layout: BatchLayout, cursors: dict[int, list[int]]) -> int:
     """Number of loader processes: `data.workers`, else as many as before, or as the device and the shards allow."""
     workers = views.data.workers
-    for before, *_ in cursors.values():
-        allowed = f"{before}: a stream is resumed with as many as before"
-        require(workers is None or max(1, workers) == before, "data.workers", workers, allowed)
-        return before if workers is None else workers
-    if workers is not None:
-        return workers
-    shards_of_process = max(1, views.dataset.count // layout.world_size)
-    return min(loader_processes(views.data), shards_of_process)
+    workers_before = {before for before, *_ in cursors.values()}
+    if workers is None:
+        shards_of_process = max(1, views.dataset.count // layout.world_size)
+        return max(workers_before, default=min(loader_processes(views.data), shards_of_process))
+    allowed = f"{max(workers_before, default=0)}: a stream is resumed with as many as before"
+    require(workers_before <= {max(1, workers)}, "data.workers", workers, allowed)
+    return workers
