@@ -554,7 +554,7 @@ def test_all_sources_hold_the_same_images(folder, source):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("source", ["folder of npy", "tar of npz", "Array3D", "lists"])
+@pytest.mark.parametrize("source", ["tar of npz", "Array3D", "lists"])
 def test_they_are_streamed_and_resumed(pretrain, folder, source):
     options = [f"--data.path={SOURCES[source](folder)}", "--data.streaming=true", "--data.channels=4"]
     options += ["--data.eval_split=test", "--data.eval_images=8"]

@@ -2,12 +2,10 @@
 
 from multiprocessing.reduction import ForkingPickler
 
-import numpy as np
 import pytest
 import torch
 from conftest import views_of
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 
 from mpp.config import CorruptionConfig, DataConfig
 from mpp.corruption import Corruption, draw
@@ -40,12 +38,6 @@ def test_unreadable_images_are_named_and_replaced(image_folder):
         assert torch.equal(sample.images, views[0, index].images)  # always replaced by the same
     readable = set(range(len(train))) - broken
     assert views[0, readable.pop()].unreadable == []
-
-
-def test_views_fit_torchs_own_loader():
-    _, test = load_image_datasets(DataConfig())
-    loader = DataLoader(views_of(test), sampler=[(0, 0), (0, 1)], batch_size=None)
-    assert np.shape([sample.images for sample in loader]) == (2, 3, 32, 32)
 
 
 # --- batches that loader processes send ---
