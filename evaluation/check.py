@@ -26,9 +26,8 @@ from mpp.config.parsing import parse
 from mpp.data.data_path import describe_source
 from mpp.data.decoding.formats import describe_packages
 from mpp.data.loader import BatchLayout
-from mpp.data.moments import channel_moments, with_moments
 from mpp.data.shards import Shards
-from mpp.data.survey import Survey, survey
+from mpp.data.survey import Survey, channel_moments, survey, with_moments
 from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_rgb, as_seen, stretch
@@ -181,7 +180,7 @@ def warnings_before_training(
     history = [{"step": step, "speed/data_wait": waiting} for step in range(RECENT_LINES)]
     messages = [f"{name}: {message}" for name, message in find_warnings(history, facts)]
     if surveyed:
-        messages += survey_warnings(surveyed, config)
+        messages += survey_warnings(surveyed)
     for name, value in searched_settings(config).items():
         low, high = SEARCHED.get(name, (-math.inf, math.inf))
         if not low <= value <= high:
@@ -192,7 +191,7 @@ def warnings_before_training(
     return messages
 
 
-def survey_warnings(surveyed: Survey, config: Config) -> list[str]:
+def survey_warnings(surveyed: Survey) -> list[str]:
     """Warnings of images that are read otherwise than they are meant, or not at all."""
     messages = []
     if len(surveyed.unreadable) > MAX_UNREADABLE_SHARE * surveyed.sample_size:
@@ -200,21 +199,8 @@ def survey_warnings(surveyed: Survey, config: Config) -> list[str]:
         messages.append(
             f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.unreadable[0]}"
         )
-    if surveyed.other_nodata:
-        value, _ = surveyed.other_nodata.most_common(1)[0]
-        messages.append(
-            f"data.nodata is {config.data.nodata}: {surveyed.other_nodata.total()} of {surveyed.sample_size} images "
-            f"in the sample have another value in their own tag (GDAL_NODATA), such as {value:g}; null takes the tags'"
-        )
-    if surveyed.frames:
-        frames, _ = surveyed.frames.most_common(1)[0]
-        messages.append(
-            f"frames: {surveyed.frames.total()} of {surveyed.sample_size} images in the sample have several frames or "
-            f"pages, such as {frames}, of which only the first counts; write the others to files of their own, or name "
-            "pages of TIFF that are channels in data.bands"
-        )
-    for reason, count in surveyed.without_decoder.items():
-        messages.append(f"decoders: {count} of {surveyed.sample_size} images in the sample: {reason}")
+    for peculiarity, count in surveyed.peculiarities.items():
+        messages.append(f"{count} of {surveyed.sample_size} images in the sample {peculiarity}")
     return messages
 
 
@@ -240,14 +226,11 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
         print_table("Images", rows)
         print("Copies, sizes and classes are not surveyed in streams.")
         return
-    unsure = ""
-    if surveyed.duplicate_share < surveyed.smallest_visible_share:
-        unsure = f" (the sample cannot show a share below {surveyed.smallest_visible_share:.1%})"
     rows += [
         ["in the sample", f"{surveyed.train_images} training, {surveyed.held_out_images} held out"],
         ["besides, cannot be decoded", str(len(surveyed.unreadable))],
         ["of one colour", f"{surveyed.one_colour_share:.1%}"],
-        ["held-out copies of training images", f"{surveyed.duplicate_share:.1%}{unsure}"],
+        ["held-out copies of training images", f"{surveyed.duplicate_share:.1%}"],
         ["training copies of training images", f"{surveyed.double_share:.1%}"],
     ]
     for (height, width), count in surveyed.sizes.most_common(8):

@@ -21,9 +21,8 @@ from mpp.config.parsing import as_command_line, check_given, parse, parse_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
-from mpp.data.shards import Shards
+from mpp.data.shards import Shards, load_streamed
 from mpp.data.sources import load_image_datasets
-from mpp.data.stream_sources import load_streamed
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.masked_counts import MaskedCounts

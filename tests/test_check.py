@@ -26,9 +26,9 @@ def test_classes_are_shown_by_name_largest_first(names, shown, capsys):
     assert "75.0% of the labelled images" in rows[0]
 
 
-def test_images_of_several_frames_are_warned_of():
+def test_peculiar_images_are_warned_of():
     (warning,) = check.survey_warnings(
-        Survey(train_images=9, held_out_images=1, frames=Counter({50: 3, 2: 1})), Config()
+        Survey(train_images=9, held_out_images=1, peculiarities=Counter({"have several frames": 4}))
     )
-    assert warning.startswith("frames: 4 of 10 images in the sample have several frames or pages, such as 50, of which")
-    assert check.survey_warnings(Survey(train_images=9), Config()) == []
+    assert "4 of 10 images in the sample have several frames" in warning
+    assert check.survey_warnings(Survey(train_images=9)) == []

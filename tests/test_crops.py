@@ -112,31 +112,6 @@ def test_centre_crop_is_the_centre():
     assert centre_crop(torch.zeros(3, 1, 1, dtype=torch.uint8), 8, 0.875).shape == (3, 8, 8)
 
 
-@pytest.mark.parametrize(("height", "width"), [(40, 90), (90, 40), (64, 64), (3, 900)])
-@pytest.mark.parametrize("size", [(16, 32), (32, 16), (24, 24)])
-def test_the_held_out_view_is_cut_at_the_centre_and_turned_with_the_image(height, width, size):
-    image = random_image(height, width)
-    view = centre_crop(image, size, 0.875)
-    turned = centre_crop(image.transpose(1, 2), size[::-1], 0.875)
-    assert view.shape == (3, *size)
-    assert (view.int() - turned.transpose(1, 2).int()).abs().max() <= 1  # resized along one side after the other
-
-
-def test_the_held_out_view_keeps_its_share_of_the_side_that_is_the_shorter_for_it():
-    row_numbers = torch.arange(20, dtype=torch.uint8)[:, None].expand(3, 20, 100).contiguous()
-    column_numbers = torch.arange(100, dtype=torch.uint8).expand(3, 20, 100).contiguous()
-    for width in (20, 60):
-        all_rows = centre_crop(row_numbers, (20, width), 1.0)
-        assert all_rows[0, :, 0].tolist() == list(range(20))
-        middle = centre_crop(column_numbers, (20, width), 1.0)
-        assert middle[0, 0].tolist() == list(range(50 - width // 2, 50 + width // 2))
-
-
-def test_a_tiny_image_has_a_long_view():
-    for size in ((16, 512), (512, 16)):
-        assert centre_crop(random_image(1, 1), size, 0.875).shape == (3, *size)
-
-
 @contextmanager
 def watched_resizes() -> Iterator[list[Tensor]]:
     """The images that are resized while it is open."""

@@ -26,7 +26,7 @@ def test_a_hub_that_did_not_answer_at_the_start_does_not_keep_a_run_from_continu
 
 
 def test_a_run_inside_its_images_is_refused(pretrain, image_folder):
-    with pytest.raises(UserError, match=r"run\.dir is .*run, inside data\.path .*: its pictures would join the images"):
+    with pytest.raises(UserError, match=r"run\.dir is .*run, inside data\.path"):
         pretrain(f"--data.path={image_folder}", dir=image_folder / "some" / "run")
     assert not (image_folder / "some").exists()
 
@@ -71,10 +71,7 @@ def test_a_run_does_not_continue_on_other_images(pretrain, tmp_path, image_folde
         pretrain(*options)
     new = image_folder / "cat" / "00.png"
     new.write_bytes(encoded(picture(99)))
-    with pytest.raises(
-        UserError,
-        match=r"started with other images or weights: train: number of images was 9, is 10; .*files",
-    ):
+    with pytest.raises(UserError, match=r"train: number of images was 9, is 10; .*files"):
         pretrain(*options)
     assert max(read_metrics(tmp_path / "run")) == 3
     new.unlink()
@@ -91,7 +88,7 @@ def test_a_run_does_not_continue_from_other_weights(pretrain, tmp_path, monkeypa
         pretrain(*options)
     weights = (first / "model.safetensors").read_bytes()
     shutil.copy(other / "model.safetensors", first)
-    with pytest.raises(UserError, match=r"started with other images or weights: model\.init_from: weights changed; "):
+    with pytest.raises(UserError, match=r"model.init_from: weights changed"):
         pretrain(*options)
     (first / "model.safetensors").write_bytes(weights)
     assert max(read_metrics(pretrain(*options))) == 4
@@ -123,7 +120,7 @@ def test_a_run_continues_with_any_spelling_of_its_paths(pretrain, image_folder, 
         pretrain(f"--data.path={path}", "--model.init_from=first", *CUT)
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(str(tmp_path) + "/", ""))
     pretrain("--data.path=images", "--model.init_from=first", *CUT)  # as earlier versions saved it
-    with pytest.raises(UserError, match=r"another config: model\.init_from \(.*/first in the run, .*/other now\);"):
+    with pytest.raises(UserError, match=r"model.init_from"):
         pretrain("--data.path=images", f"--model.init_from={export_random(tmp_path / 'other', 1)}", *CUT)
 
 
@@ -132,67 +129,29 @@ def test_a_run_continues_where_its_images_moved_to(pretrain, image_folder, tmp_p
     options = (*CUT, "--data.cut_seed=3")
     pretrain("--data.path=images", *options)
     image_folder.rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=rf"data\.path is images; .* were at {image_folder}, which is gone"):
+    with pytest.raises(UserError, match=f"{image_folder}, which is gone"):
         pretrain("--data.path=images", *options)
     pretrain("--data.path=moved", *options)
     (tmp_path / "moved" / "cat" / "01.png").unlink()
-    with pytest.raises(UserError, match=r"another config: data\.path \(.*/images in the run, .*/moved now\);"):
+    with pytest.raises(UserError, match=r"data.path"):
         pretrain("--data.path=moved", *options)
 
 
-def test_a_stream_is_known_by_its_files(pretrain, tmp_path, image_folder, monkeypatch):
-    options = (f"--data.path={image_folder}", "--data.eval_split=null", "--data.streaming=true")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_at(patch, 3)
-        pretrain(*options)
-    new = image_folder / "cat" / "00.png"
-    new.write_bytes(encoded(picture(99)))
-    with pytest.raises(UserError, match=r"started with other images or weights: train: the files .* changed"):
-        pretrain(*options)
-    new.unlink()
-    first = image_folder / "cat" / "01.png"
-    assert first.is_file()
-    renamed = first.rename(first.with_name("99.png"))  # all others shift
-    with pytest.raises(UserError, match=r"started with other images or weights: train: the files .* changed"):
-        pretrain(*options)
-    renamed.rename(first)
-    assert max(read_metrics(pretrain(*options))) == 4
-
-
-@pytest.mark.parametrize("unlisted", ["now", "when the run began"])
-def test_a_stream_that_cannot_be_listed_is_not_compared(pretrain, two_shards, monkeypatch, capsys, unlisted):
-    def unreachable(*_):
-        raise OSError("the hub is out of reach")
-
-    def no_files(*_):
-        return []
-
+def test_a_stream_is_known_by_its_files(pretrain, two_shards, monkeypatch):
+    """Their contents and dates do not count: a file of the same size may have been copied."""
     options = (f"--data.path={two_shards}", "--data.streaming=true")
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        if unlisted == "when the run began":
-            patch.setattr("mpp.data.kept_samples.list_files", no_files)
         kill_at(patch, 3)
         pretrain(*options)
-    run = two_shards.parent / "run"
-    digest_before = files_digest(run)
-    assert (digest_before is None) == (unlisted == "when the run began")
-    capsys.readouterr()
-    with monkeypatch.context() as patch:
-        if unlisted == "now":
-            patch.setattr("mpp.data.kept_samples.list_files", unreachable)
+    file = two_shards / "train-00001-of-00002.parquet"
+    whole = file.read_bytes()
+    file.rename(file.with_name("train-00002-of-00002.parquet"))
+    with pytest.raises(UserError, match=r"other images or weights: train: the files .* changed"):
         pretrain(*options)
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "they may differ from those" in line]
-    assert len(warnings) == 1
-    assert f"train: the files could not be listed {unlisted}; " in warnings[0]
-    assert files_digest(run)
-    if digest_before:
-        assert files_digest(run) == digest_before
-    (two_shards / "train-00001-of-00002.parquet").rename(two_shards / "train-00002-of-00002.parquet")
-    (run / "encoder").rename(run / "moved")
-    with pytest.raises(UserError, match=r"started with other images or weights: train: the files .* changed"):
-        pretrain(*options)
-
-
-def files_digest(run: Path) -> str | None:
-    """Digest of the training files in a run's record."""
-    return json.loads((run / "data.json").read_text())["train"]["files"]
+    file.with_name("train-00002-of-00002.parquet").unlink()
+    file.write_bytes(whole)
+    record = two_shards.parent / "run" / "data.json"
+    known = json.loads(record.read_text())
+    record.write_text(json.dumps(known | {"train": known["train"] | {"files": None}}))  # as one that was not listed
+    assert max(read_metrics(pretrain(*options))) == 4
+    assert json.loads(record.read_text()) == known

@@ -27,8 +27,8 @@ from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.data.data_path import BIRDS_FOLDER
 from mpp.data.decoding.decode import decode
 from mpp.data.prepared_image import prepare_image
+from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
-from mpp.data.stream_sources import load_streamed
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import IMAGES_FILE, NOTES_FOLDER, Shard, main
 from mpp.runtime.files import hold

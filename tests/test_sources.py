@@ -16,8 +16,8 @@ from mpp.config import DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset
 from mpp.data.hub import announce_hub_lookup
 from mpp.data.remote import from_a_server
+from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets, load_splits
-from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
 from mpp.runtime.randomness import FIXED_VIEW
 

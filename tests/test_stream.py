@@ -1,13 +1,10 @@
 """Streams: every image once an epoch, whichever process reads it; exact resumption; shards of every format."""
 
 import io
-import itertools
 import json
 import os
-import re
 import shutil
 import tarfile
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -16,20 +13,17 @@ from typing import NamedTuple
 
 import datasets
 import fsspec
-import numpy as np
 import pytest
 import torch
 from conftest import TINY, Killed, dataset_of, encoded, kill_at, picture, read_metrics
 from server import Command
 
 import mpp.training.run
-from evaluation import export, visualize
+from evaluation import visualize
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
-from mpp.data.kept_samples import list_stream_files
 from mpp.data.loader import BatchLayout
-from mpp.data.shards import ROW_BITS, Shards
+from mpp.data.shards import ROW_BITS, Shards, load_streamed
 from mpp.data.stream import Cursor, StreamedBatches, stream_workers, streaming_loader
-from mpp.data.stream_sources import load_streamed
 from mpp.data.views import ViewDataset
 from mpp.errors import UserError
 
@@ -56,14 +50,6 @@ def rows_of(shard: int) -> datasets.Dataset:
     """Eleven images of a shard; their labels tell them apart."""
     images = [image_of(shard, row) for row in range(ROWS)]
     return dataset_of(images, label=[shard * ROWS + row for row in range(ROWS)])
-
-
-def write_broken(folder: Path, count: int, broken: int) -> None:
-    """Two shards of `count` images, of which one cannot be decoded."""
-    folder.mkdir()
-    images = [b"nothing" if row == broken else encoded(picture(row)) for row in range(count)]
-    for shard in range(2):
-        dataset_of(images).to_parquet(folder / f"train-{shard}.parquet")
 
 
 @pytest.fixture(scope="module")
@@ -103,83 +89,48 @@ def read_epoch(batches: StreamedBatches) -> list[int]:
     return indices
 
 
-@pytest.mark.parametrize(("processes", "workers", "block"), [(1, 1, 4), (1, 2, 100), (2, 1, 1), (2, 3, 4)])
-def test_every_image_is_read_once_an_epoch(parquet, processes, workers, block):
-    counts: dict[int, Counter] = {0: Counter(), 1: Counter()}
+@pytest.mark.parametrize(("processes", "workers", "block"), [(1, 2, 100), (2, 3, 4)])
+def test_every_image_is_read_once_an_epoch_and_looks_the_same_whoever_reads_it(parquet, processes, workers, block):
+    alone, _ = read(stream(parquet, block=7), 0, 2 * SHARDS * ROWS)
+    shared: list[Seen] = []
     for rank in range(processes):
         for worker in range(workers):
             reader = stream(parquet, rank, processes, workers, block)
-            for sample, cursor in reader.samples(worker, START):
-                if cursor.epoch > 1:
-                    break
-                counts[cursor.epoch][int(sample.indices)] += 1
-    everything = {shard << ROW_BITS | row: 1 for shard in range(SHARDS) for row in range(ROWS)}
-    assert counts[0] == counts[1] == everything
+            count = 2 * SHARDS * ROWS // (processes * workers)
+            shared += read(reader, worker, count)[0]
+    assert sorted(shared) == sorted(alone)
+    assert len({(sample.epoch, sample.index) for sample in alone}) == 2 * SHARDS * ROWS
 
 
 def test_epochs_and_blocks_are_shuffled(parquet):
     seen, _ = read(stream(parquet), 0, 2 * SHARDS * ROWS)
-    first = [sample.index for sample in seen if sample.epoch == 0]
-    second = [sample.index for sample in seen if sample.epoch == 1]
-    assert sorted(first) == sorted(second)
+    first, second = ([sample.index for sample in seen if sample.epoch == epoch] for epoch in (0, 1))
     assert first != second != sorted(second)
-    first_shards = list(dict.fromkeys(index >> ROW_BITS for index in first))
-    second_shards = list(dict.fromkeys(index >> ROW_BITS for index in second))
-    in_order = list(range(SHARDS))
-    assert first_shards != second_shards
-    assert in_order not in (first_shards, second_shards)
+    orders = [list(dict.fromkeys(index >> ROW_BITS for index in indices)) for indices in (first, second)]
+    assert orders[0] != orders[1]
     rows = [index & 0xFFFF for index in first]
-    assert sorted(rows[:4]) == [0, 1, 2, 3]
+    assert rows[:4] != [0, 1, 2, 3] and sorted(rows[:4]) == [0, 1, 2, 3]
     assert max(rows[4:8]) == 7  # blocks stay in order
 
 
-def test_a_samples_looks_do_not_depend_on_who_reads_it(parquet):
-    alone, _ = read(stream(parquet, block=4), 0, SHARDS * ROWS)
-    expected = {sample.index: sample for sample in alone}
-    for rank in range(2):
-        shared, _ = read(stream(parquet, rank, 2, 3, block=7), 1, ROWS)
-        for sample in shared:
-            assert sample == expected[sample.index]
-
-
 @pytest.mark.faults
-def test_a_worker_goes_on_where_it_was(parquet):
-    reader = stream(parquet)
-    whole, _ = read(reader, 0, 130)
-    for count in (1, 3, 4, 10, 11, 12, 65, 66, 67, 100):
-        before, cursor = read(reader, 0, count)
-        after, _ = read(stream(parquet), 0, 30, cursor)
-        assert before + after == whole[: count + 30]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 3])
 def test_batches_come_from_workers_in_turn_and_resume(parquet, workers):
     views = stream(parquet, workers=workers).views
     layout = BatchLayout(2, 1, 1, 0)
-    whole = list(streaming_loader(views, layout, 0, 12, {}))
-    assert [int(batch.cursor[0]) for batch in whole] == [number % max(1, workers) for number in range(12)]
-    for stop in (1, 5):
+    whole = list(streaming_loader(views, layout, 0, 40, {}))
+    assert [int(batch.cursor[0]) for batch in whole] == [number % max(1, workers) for number in range(40)]
+    for stop in (1, 2, 5, 6, 11, 33, 34):  # in a block, at its end, at a shard's, at an epoch's
         cursors = {}
         for batch in whole[:stop]:
             worker, *cursor = batch.cursor.tolist()
             cursors[worker] = cursor
-        resumed = list(streaming_loader(views, layout, stop, 12, cursors))
-        for batch, expected in zip(resumed, whole[stop:], strict=True):
-            assert torch.equal(batch.indices, expected.indices)
-            assert torch.equal(batch.images, expected.images)
+        resumed = list(streaming_loader(views, layout, stop, 40, cursors))
+        assert [batch.indices.tolist() for batch in resumed] == [batch.indices.tolist() for batch in whole[stop:]]
+        assert torch.equal(resumed[0].images, whole[stop].images)
 
 
 # --- formats of shards ---
-
-
-def write_folder(tmp_path: Path) -> str:
-    for shard in range(SHARDS):
-        for row in range(ROWS):
-            file = tmp_path / "images" / ("cat" if row % 2 else "dog") / f"{shard}_{row}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(image_of(shard, row))
-    return str(tmp_path / "images")
 
 
 def write_webdataset(tmp_path: Path) -> str:
@@ -201,12 +152,6 @@ def write_arrow(tmp_path: Path) -> str:
     return str(tmp_path / "arrow")
 
 
-def write_saved(tmp_path: Path) -> str:
-    whole = datasets.concatenate_datasets([rows_of(shard) for shard in range(SHARDS)])
-    datasets.DatasetDict({"train": whole}).save_to_disk(tmp_path / "saved")
-    return str(tmp_path / "saved")
-
-
 def write_to_url(tmp_path: Path) -> str:
     memory = fsspec.filesystem("memory")
     for shard in range(SHARDS):
@@ -217,10 +162,8 @@ def write_to_url(tmp_path: Path) -> str:
 
 
 SOURCES = {
-    "folder": write_folder,
     "webdataset": write_webdataset,
     "arrow": write_arrow,
-    "saved": write_saved,
     "url": write_to_url,
     "pattern": lambda tmp_path: f"{write_to_url(tmp_path)}/train-*.parquet",
 }
@@ -229,7 +172,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_sort_of_source(tmp_path, kind):
-    """Without a held-out split a twentieth of the shards, at least one, is held out and not trained on."""
+    """Without a held-out split, one shard is held out and not trained on."""
     settings = {"label_column": "cls"} if kind == "webdataset" else {}
     path = SOURCES[kind](tmp_path)
     data = DataConfig(path=path, streaming=True, workers=0, shuffle_block=4, **settings)
@@ -240,6 +183,11 @@ def test_every_sort_of_source(tmp_path, kind):
     assert len(held_out) >= 7
     assert known.labelled() is not None
     assert held_out.decode(0, ImagesConfig()).shape == (3, 16, 16)
+
+
+def test_a_folder_of_files_is_made_into_shards_first(image_folder):
+    with pytest.raises(UserError, match="mpp prepare"):
+        load_streamed(DataConfig(path=str(image_folder), streaming=True, eval_split=None), 5, 5)
 
 
 @pytest.mark.faults
@@ -257,8 +205,6 @@ def test_training_on_a_stream_resumes_with_the_same_bits(pretrain, parquet, tmp_
     weights = Path("encoder", "model.safetensors")
     assert (whole / weights).read_bytes() == (stopped / weights).read_bytes()
     assert read_metrics(whole) == read_metrics(stopped)
-    cursors = json.loads((whole / "checkpoints" / "step_00000024" / "cursors.json").read_text())
-    assert {worker: cursor[0] for worker, cursor in cursors[0].items()} == {"0": 2, "1": 2}
 
 
 def test_a_worker_that_is_dealt_empty_shards_waits_for_others(tmp_path):
@@ -274,16 +220,8 @@ def test_a_worker_that_is_dealt_empty_shards_waits_for_others(tmp_path):
     assert max(sample.epoch for sample in seen) > 1  # its shard was the empty one meanwhile
     empty = stream(tmp_path, workers=2)
     empty.shards = replace(empty.shards, stream=empty.shards.stream.filter(lambda _: False))
-    with pytest.raises(UserError, match=r"train: shards \[[01]\] have no rows"):
+    with pytest.raises(UserError, match="have no rows"):
         read(empty, 0, 1)
-
-
-def test_what_a_stream_is_known_by_are_its_shards(parquet, tmp_path):
-    folder = shutil.copytree(parquet, tmp_path / "data")
-    before = list_stream_files(DataConfig(path=str(folder)))
-    (folder / "README.md").write_text("what this is")
-    assert len(before) == SHARDS + 1
-    assert list_stream_files(DataConfig(path=str(folder))) == before
 
 
 @pytest.mark.faults
@@ -291,32 +229,20 @@ def test_pictures_and_files_of_a_streamed_run_load_what_it_kept(pretrain, parque
     folder = pretrain(f"--data.path={parquet}", "--data.streaming=true", dir=tmp_path / "run")
     for module in ("pictures.drawings", "frozen.run_images"):
         monkeypatch.setattr(f"evaluation.{module}.load_image_datasets", None)
-    words = ["--format=torch_export", f"--out={tmp_path / 'encoder.pt2'}", "--images=6", "--threads=1"]
-    export.main([f"--encoder={folder}", *words])
     visualize.main([f"--encoder={folder}", "--pictures=[rank, accuracy_by_depth]", "--precision=fp32"])
-    output = capsys.readouterr().out
-    assert "rank.png" in output
-    assert "no accuracy_by_depth: the images are a stream" in output
-    assert "wrote" in output
-    assert (tmp_path / "encoder.pt2").is_file()
+    assert "rank.png" in capsys.readouterr().out
 
 
 def test_unreadable_images_of_a_stream_are_named_and_replaced(pretrain, tmp_path):
-    write_broken(tmp_path / "data", 8, 3)
-    folder = pretrain(f"--data.path={tmp_path / 'data'}", "--data.streaming=true", dir=tmp_path / "run")
-    assert "train shard 0 row 3: no image file of a known sort" in (folder / "unreadable.txt").read_text()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_unreadable_image_alone_in_its_block_ends_nothing(pretrain, tmp_path, workers):
-    """With blocks of 4, the broken ninth image of a shard is alone in its block."""
-    write_broken(tmp_path / "data", 9, 8)
+    """With blocks of 4, the ninth image of a shard is alone in its block, where no other can replace it."""
+    images = [b"nothing" if row in (3, 8) else encoded(picture(row)) for row in range(9)]
+    for shard in range(2):
+        dataset_of(images).to_parquet(tmp_path / "data" / f"train-{shard}.parquet")
     options = (f"--data.path={tmp_path / 'data'}", "--data.streaming=true", "--data.shuffle_block=4", "--run.steps=8")
-    folder = pretrain(*options, f"--data.workers={workers}", dir=tmp_path / "run")
+    folder = pretrain(*options, dir=tmp_path / "run")
     assert max(read_metrics(folder)) == 8
-    assert re.fullmatch(
-        r"train shard 0 row 8: no image file of a known sort.*\n", (folder / "unreadable.txt").read_text()
-    )
+    named = (folder / "unreadable.txt").read_text()
+    assert "train shard 0 row 3: " in named and "train shard 0 row 8: " in named
 
 
 def test_images_that_are_all_unreadable_end_a_stream(pretrain, tmp_path):
@@ -324,12 +250,9 @@ def test_images_that_are_all_unreadable_end_a_stream(pretrain, tmp_path):
     folder.mkdir()
     for name, data in (("train", b"nothing"), ("test", encoded(picture(1)))):
         dataset_of([data] * 9).to_parquet(folder / f"{name}.parquet")
-    with pytest.raises(
-        UserError, match=r"65 images in a row cannot be decoded, such as train shard 0 row \d: no image"
-    ):
-        pretrain(
-            f"--data.path={tmp_path / 'data'}", "--data.streaming=true", "--data.shuffle_block=4", dir=tmp_path / "run"
-        )
+    options = (f"--data.path={folder}", "--data.streaming=true", "--data.shuffle_block=4")
+    with pytest.raises(UserError, match=r"cannot be decoded, such as train shard 0 row \d: "):
+        pretrain(*options, dir=tmp_path / "run")
 
 
 @pytest.mark.faults
@@ -346,10 +269,7 @@ def test_a_damaged_shard_is_named_and_ends_a_run_with_a_checkpoint(pretrain, par
     file.write_bytes(whole[: len(whole) // 2])
     file.open("ab").truncate(len(whole))  # as a file that was not downloaded to its end
     os.utime(file, ns=(date.st_atime_ns, date.st_mtime_ns))
-    words = (
-        r"train shard 3 is damaged after row 0: .*; replace it; (a checkpoint after step \d+ is written, )?and the same"
-    )
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match="train shard 3 is damaged after row 0"):
         pretrain(*options)
     file.write_bytes(whole)
     os.utime(file, ns=(date.st_atime_ns, date.st_mtime_ns))
@@ -388,7 +308,6 @@ def test_two_processes_read_a_stream_together(parquet, tmp_path, machines):
     assert len(list((tmp_path / "cache").rglob("rows.arrow"))) == 2 * machines
     cursors = json.loads((tmp_path / "two" / "checkpoints" / "step_00000008" / "cursors.json").read_text())
     assert [sorted(each) for each in cursors] == [["0", "1"]] * 2
-    assert np.isfinite(list(read_metrics(tmp_path / "two").values())).all()
     assert 8 in read_metrics(tmp_path / "two", "knn/depth_01")
 
 
@@ -396,14 +315,11 @@ def test_two_processes_read_a_stream_together(parquet, tmp_path, machines):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["--data.workers=7"], r"train has 6 shards; .* 1 processes x 7 data\.workers = 7"),
-        (["--data.train_images=5"], r"data\.train_images chooses among indexed images"),
-        (["--data.split=training"], r"data\.split is training; .* has train, test"),
-        (["--data.image_column=label"], r"data\.image_column is label"),
-        (
-            ["--data.eval_split=null", "--data.eval_fraction=0.95"],
-            r"data\.eval_fraction is 0\.95; .* smaller: of 6 shards",
-        ),
+        (["--data.workers=7"], "train has 6 shards; .* 7 data.workers"),
+        (["--data.train_images=5"], "data.train_images is 5"),
+        (["--data.split=training"], "data.split is training"),
+        (["--data.image_column=label"], "data.image_column is label"),
+        (["--data.eval_split=null", "--data.eval_fraction=0.95"], "data.eval_fraction is 0.95"),
     ],
 )
 def test_what_a_stream_cannot_do_is_said(pretrain, parquet, settings, words):
@@ -421,52 +337,29 @@ def test_workers_that_are_not_given_are_as_many_as_before_or_as_shards_allow(par
 
 
 @pytest.mark.faults
-def test_a_stream_is_resumed_as_it_was(pretrain, parquet, tmp_path, capsys):
-    copy = tmp_path / "data"
-    shutil.copytree(parquet, copy)
+def test_a_stream_is_resumed_as_it_was(pretrain, parquet, tmp_path):
+    copy = shutil.copytree(parquet, tmp_path / "data")
     options = [f"--data.path={copy}", "--data.streaming=true"]
     folder = pretrain(*options)
     shutil.rmtree(folder / "encoder")
-    with pytest.raises(ValueError, match=r"data\.workers is 3; a stream is resumed with as many as before \(1\)"):
+    with pytest.raises(ValueError, match=r"data\.workers is 3; it must be 1"):
         pretrain(*options, "--data.workers=3")
     (copy / "train-00003-of-00006.parquet").unlink()
     with pytest.raises(ValueError, match=r"train: number of shards was 6, is 5"):
         pretrain(*options)
-    (copy / "train-00003-of-00006.parquet").write_bytes((parquet / "train-00003-of-00006.parquet").read_bytes())
-    cursors = folder / "checkpoints" / "step_00000004" / "cursors.json"
-    cursors.write_text(cursors.read_text() + " ")
-    capsys.readouterr()
+    shutil.copy2(parquet / "train-00003-of-00006.parquet", copy)
+    (copy / "README.md").write_text("what this is")
     pretrain(*options)
-    assert "step_00000004 is damaged (cursors.json)" in capsys.readouterr().err
 
 
-def test_a_folder_sorted_by_class_is_mixed(tmp_path):
-    """Without a held-out split: the held-out shards, and every shard to train on, have several classes."""
-    for number in range(160):
-        file = tmp_path / f"class{number // 40}" / f"{number:03d}.png"
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(encoded(picture(number, (8, 8))))
-    data = DataConfig(path=str(tmp_path), streaming=True, eval_fraction=0.2)
-    shards, known, held_out = load_streamed(data, 40, 40)
-    assert len(set(held_out.labels)) == 4
-    assert len(set(known.labels)) == 4
-    for shard in range(3):
-        rows = itertools.chain.from_iterable(shards.blocks(shard, 8))
-        assert len({Path(row["image"]["path"]).parent.name for row in rows}) > 1
-    other, _, _ = load_streamed(replace(data, cut_seed=1), 40, 40)
-    assert other.numbers != shards.numbers
-
-
-@pytest.mark.parametrize("probed", [0, 128])
 @pytest.mark.parametrize("is_sorted", [True, False])
-def test_shards_that_are_sorted_by_class_are_said(tmp_path, capsys, is_sorted, probed):
-    """Without a probe, too: the held-out shard is one of them."""
+def test_shards_that_are_sorted_by_class_are_said(tmp_path, capsys, is_sorted):
     image = encoded(picture(1, (8, 8)))
     for shard in range(4):
         labels = [shard // 2 if is_sorted else row % 2 for row in range(40)]
         rows = dataset_of([image] * 40, label=labels).cast_column("label", datasets.ClassLabel(names=["cat", "dog"]))
         rows.to_parquet(tmp_path / f"{shard}.parquet")
-    load_streamed(DataConfig(path=str(tmp_path), streaming=True), probed, 40)
+    load_streamed(DataConfig(path=str(tmp_path), streaming=True), 128, 40)
     assert ("the shards are sorted by class" in capsys.readouterr().err) == is_sorted
 
 
@@ -475,10 +368,8 @@ def test_other_columns_and_other_files_do_not_matter(tmp_path, capsys):
     rows = dataset_of([encoded(picture(1, (8, 8)))] * 8, caption=["a"] * 8)
     for shard in range(3):
         datasets.concatenate_datasets([rows, masks], axis=1).to_parquet(tmp_path / f"train-{shard}.parquet")
-    (tmp_path / "_SUCCESS").write_bytes(b"")
-    (tmp_path / "notes.json").write_text("{}")
     for path in (str(tmp_path / "train-*.parquet"), f"file://{tmp_path}"):
         data = DataConfig(path=path if "://" in path else f"file://{path}", streaming=True, image_column="image")
         shards, _, _ = load_streamed(data, 5, 5)
         assert next(shards.blocks(0, 4))[0].keys() == {"image"}
-        assert "no column `label`; data.label_column may name one of caption, mask\n" in capsys.readouterr().out
+        assert "data.label_column may name one of caption, mask" in capsys.readouterr().out

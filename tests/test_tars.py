@@ -20,8 +20,8 @@ from image_files import write_tar
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.decoding.decode import decode
+from mpp.data.shards import load_streamed
 from mpp.data.sources import load_splits
-from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
 from mpp.runtime.messages import printable
 

@@ -443,11 +443,7 @@ def test_copies_and_images_of_one_colour_are_found():
     smaller = np.asarray(Image.fromarray(picture(3)).resize((32, 26)))
     test = [picture(100), smaller, picture(7), grey, picture(9) // 2 + 40]  # the last: a copy of less contrast
     found = survey(images_of([*training, training[0], grey], [0] * 15 + [1] * 7), images_of(test), DataConfig(), 60)
-    assert (
-        found.duplicate_share == pytest.approx(3 / 5)
-        and len(found.duplicate_pairs) == 3
-        and found.smallest_visible_share == 0
-    )
+    assert found.duplicate_share == pytest.approx(3 / 5) and len(found.duplicate_pairs) == 3
     assert found.double_share == pytest.approx(1 / 22) and found.one_colour_share == pytest.approx(2 / 27)
     assert found.class_shares == {"0": pytest.approx(15 / 22), "1": pytest.approx(7 / 22)}
     assert found.sizes[(40, 48)] == 26 and found.unreadable == []
@@ -465,7 +461,7 @@ def test_images_that_share_a_horizon_are_no_copies():
 def test_what_cannot_be_decoded_is_counted():
     rows = without_decoding(dataset_of([encoded(picture(0)), b"no image", encoded(picture(1))]), "image")
     found = survey(ImageDataset(rows, "image", None, "train"), images_of([picture(5)]), DataConfig(), 60)
-    assert len(found.unreadable) == 1 and found.train_images == 2 and not found.frames
+    assert len(found.unreadable) == 1 and found.train_images == 2 and not found.peculiarities
 
 
 def test_images_of_several_frames_are_counted():
@@ -474,7 +470,7 @@ def test_images_of_several_frames_are_counted():
     Image.fromarray(picture(0)).save(file, "GIF", save_all=True, append_images=[Image.fromarray(picture(1))])
     rows = without_decoding(dataset_of([file.getvalue(), encoded(picture(0)), file.getvalue()]), "image")
     found = survey(ImageDataset(rows, "image", None, "train"), images_of([picture(5)]), DataConfig(), 60)
-    assert found.frames == {2: 2}
+    assert list(found.peculiarities.values()) == [2] and "several frames" in str(found.peculiarities)
 
 
 # --- tiny runs ---

@@ -19,8 +19,8 @@ from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_u
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
 from mpp.data.label_kinds import AUTO
+from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets, load_splits
-from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError
 from mpp.models.descriptions import as_saved, how_read
 from mpp.runtime.messages import is_first_process, note

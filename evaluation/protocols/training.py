@@ -27,8 +27,7 @@ from evaluation.metrics.outcomes import Outcomes
 from evaluation.protocols.protocol import BASE_BATCH, Candidate, LinearProtocol, Plan
 from mpp.config import DataConfig, flatten, rebuild
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoded_cache import cache_decoded
-from mpp.data.loader import BatchLayout, training_loader
+from mpp.data.loader import BatchLayout, cache_decoded, training_loader
 from mpp.data.views import ViewDataset
 from mpp.data.workers import WORKERS_ARE_FORKS
 from mpp.runtime.messages import progress_bar

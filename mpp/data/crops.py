@@ -45,8 +45,8 @@ def random_crop(image: Tensor, size: int | ImageSize, config: DataConfig, seed: 
     height, width = image.shape[-2:]
     view_height, view_width = sides(size)
     flip_number, *box_numbers = uniform(Stream.CROP, seed, epoch, index, 4 * CROP_ATTEMPTS + 1).tolist()
-    box = crop_box(height, width, config, box_numbers, view_width / view_height)
-    crop = functional.crop_image(image, *box)
+    top, left, height, width = crop_box(height, width, config, box_numbers, view_width / view_height)
+    crop = image[:, top : top + height, left : left + width]
     # torchvision's resize without its dispatch
     crop = F.interpolate(crop[None], (view_height, view_width), mode="bilinear", antialias=True)[0]
     if config.flip and flip_number < 0.5:

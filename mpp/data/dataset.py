@@ -53,24 +53,6 @@ class Selection(NamedTuple):
         return self._replace(indices=indices if self.indices is None else self.indices[indices])
 
 
-class DecodedImages(NamedTuple):
-    """Decoded images in one piece of memory, which loader processes inherit and share."""
-
-    pixels: Tensor  # each image flat, as (H, W, C), which is cropped in half the time of (C, H, W)
-    ends: NDArray[np.int64]  # (n,): where each image ends
-    shapes: NDArray[np.int64]  # (n, 3): C, H, W; H is 0 where an image cannot be decoded
-    marks_nodata: bool  # whether they were decoded with a mark: see `mpp.data.decoding.decode.decode`
-
-    def get(self, index: int) -> Tensor | None:
-        """The image as (C, H, W); None where it cannot be decoded."""
-        channels, height, width = self.shapes[index].tolist()
-        if height == 0:
-            return None
-        end = self.ends[index]
-        pixels = self.pixels[end - channels * height * width : end]
-        return pixels.view(height, width, channels).permute(2, 0, 1)
-
-
 @dataclass(eq=False)
 class ImageDataset:
     """Images of one split, still encoded, and their labels."""
@@ -90,8 +72,8 @@ class ImageDataset:
     """Number of classes that occur in training, or are declared."""
     origin: Selection | None = None
     """The split that the images were selected from; None: this one."""
-    decoded: DecodedImages | None = None
-    """The same images in memory, if they are kept there."""
+    decoded: list[Tensor | None] | None = None
+    """The same images as (C, H, W), if they are kept in memory; None for one that cannot be decoded."""
     label_kind: str = "class"
     """A key of `mpp.data.label_kinds.LABEL_READERS`."""
 
@@ -108,12 +90,9 @@ class ImageDataset:
         Args:
             marks_nodata: see `mpp.data.decoding.decode.decode`. Of images in memory, as they were decoded.
         """
-        if self.decoded is not None:
-            if marks_nodata != self.decoded.marks_nodata:
-                raise ValueError(f"marks_nodata is {marks_nodata}; the images in memory were decoded otherwise")
-            pixels = self.decoded.get(index)
-            if pixels is not None:
-                return pixels
+        pixels = None if self.decoded is None else self.decoded[index]
+        if pixels is not None:
+            return pixels
         return decode_cell(self.rows[index][self.image_column], config, self.array_dtype, marks_nodata)
 
     def encoded(self, index: int, config: ImagesConfig) -> bytes | NDArray:

@@ -35,13 +35,9 @@ FIELDS_IN_WORDS = {
     "revision": "revision on the hub",
     "weights": "weights",
 }
-PLAIN_FIELDS = (
-    "split",
-    "images",
-    "shards",
-    "revision",
-    "label_kind",
-)  # values that a person can read: the others are digests
+PLAIN_FIELDS = ("split", "images", "shards", "revision", "label_kind")
+"""Values that a person can read: the others are digests."""
+MAY_BE_UNKNOWN = ("files", "revision")  # None where the server did not answer when the run began
 LABEL_KIND_FIELD = "label_kind"  # of a run that learned labels of another kind than one class an image
 CLASS_NAMES_FIELD = "classes"  # not compared: the digest of the labels is
 
@@ -112,14 +108,12 @@ def names_from_common_folder(paths: pa.ChunkedArray) -> Iterator[bytes]:
         yield "\n".join((name or "")[start:] for name in names).encode()
 
 
-def digest_listing(files: list[list[str]] | None) -> str | None:
-    """Digest of the names and sizes of a stream's files; None: they are unknown.
+def digest_listing(files: list[list[str]]) -> str:
+    """Digest of the names and sizes of a stream's files.
 
     Args:
-        files: name, size and stamp of each: see `mpp.data.kept_samples`.
+        files: name, size and stamp of each: see `mpp.data.shards.list_files`.
     """
-    if not files:
-        return None
     return short_digest(f"{name}\t{size}\n".encode() for name, size, *_ in files)
 
 
@@ -129,30 +123,13 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     Args:
         before, now: part, such as `train` -> its record.
     """
-    unlisted = unlisted_parts(before) | unlisted_parts(now)
     changed = []
     for part, record in before.items():
         for field, value in now.get(part, {}).items():
             value_before = record.get(field)
-            if value == value_before or field == CLASS_NAMES_FIELD:
-                continue
-            if field == "files" and part in unlisted:
-                continue
-            if field == "revision" and value_before is None:  # the hub did not answer when the run began
+            was_unknown = value_before is None and field in MAY_BE_UNKNOWN
+            if value == value_before or was_unknown or field == CLASS_NAMES_FIELD:
                 continue
             change = f"was {value_before}, is {value}" if field in PLAIN_FIELDS else "changed"
             changed.append(f"{part}: {FIELDS_IN_WORDS[field]} {change}")
     return changed
-
-
-def unlisted_parts(images: dict[str, Any]) -> set[str]:
-    """Parts whose files are unknown: those of a stream that could not be listed."""
-    return {part for part, record in images.items() if "files" in record and record["files"] is None}
-
-
-def keep_known_files(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The records of now, with the files of before where they are unknown now."""
-    merged = dict(now)
-    for part in unlisted_parts(now):
-        merged[part] = now[part] | {"files": before.get(part, {}).get("files")}
-    return merged

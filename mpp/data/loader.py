@@ -1,16 +1,27 @@
-"""Loaders: how the images of a step are shared out among processes, and the batches that each of them loads."""
+"""Loaders: how the images of a step are shared out among processes, and the batches that each of them loads.
+
+Where all decoded images fit into memory, each is decoded once a run, not once an epoch: see `in_memory`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch.utils.data import BatchSampler, Dataset, Sampler
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, get_worker_info
 
-from mpp.config import require
+from mpp.config import DataConfig, require
+from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, ViewDataset, collate
-from mpp.data.workers import WatchedLoader, loader_processes
-from mpp.errors import UserError
+from mpp.data.workers import WORKERS_ARE_FORKS, WatchedLoader, loader_processes, note_reading
+from mpp.errors import UnreadableImage, UserError
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
+
+CHUNK_BYTES = 4 * 2**20  # of decoded images, after which a loader process hands them over
+TELLING_IMAGES = 64  # whose mean size tells how much memory all will take
+MAX_THREADS_WITHOUT_WORKERS = 2  # crops of decoded images take a tenth of a step then; loader processes take more
 
 
 @dataclass(frozen=True)
@@ -217,3 +228,78 @@ class FixedViewLoader:
             yield from self.loader
         finally:
             self.keys.clear()
+
+
+@dataclass(frozen=True)
+class WholeImages(IterableDataset):
+    """Chunks of whole images, each with its index; those that cannot be decoded are left out.
+
+    A loader process reads every n-th image.
+    """
+
+    dataset: ImageDataset
+    data: DataConfig
+    marks_nodata: bool
+
+    def __iter__(self) -> Iterator[list[tuple[int, NDArray]]]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        chunk, size = [], 0
+        for index in range(first, len(self.dataset), step):
+            note_reading(index)
+            try:
+                pixels = self.dataset.decode(index, self.data, self.marks_nodata)
+            except UnreadableImage:
+                continue  # it is reported when a batch needs it
+            # (H, W, C) is cropped in half the time of (C, H, W); arrays come through a pipe, tensors each as a file
+            chunk.append((index, pixels.permute(1, 2, 0).contiguous().numpy()))
+            size += pixels.nbytes
+            if size >= CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        note_reading(None)
+        yield chunk
+
+
+def in_memory(views: ViewDataset, images_left: int, device: torch.device) -> ViewDataset:
+    """The views of the images that a run trains on: of decoded images, where they fit and recur.
+
+    Args:
+        images_left: images that this process still trains on, each as often as it is seen.
+        device: that it trains on.
+    """
+    data = views.data
+    workers_inherit_memory = data.workers == 0 or WORKERS_ARE_FORKS
+    if images_left < 2 * len(views.dataset) or not workers_inherit_memory:
+        return views
+    views = replace(views, dataset=cache_decoded(views.dataset, data, views.marks_nodata))
+    few_threads = device.type == "cpu" and torch.get_num_threads() <= MAX_THREADS_WITHOUT_WORKERS
+    if not views.dataset.decoded or not few_threads or views.costly:
+        return views
+    return replace(views, data=replace(data, workers=0))
+
+
+def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = False) -> ImageDataset:
+    """The same images, decoded and kept in memory, if they take at most `data.cache_gb`; else unchanged."""
+    limit = int(data.cache_gb * 1e9)  # bytes
+    if limit == 0:
+        return dataset
+    images: list[Tensor | None] = [None] * len(dataset)
+    seen, size = 0, 0
+    loader = WatchedLoader(
+        WholeImages(dataset, data, marks_nodata),
+        dataset.image_name,
+        batch_size=None,
+        num_workers=loader_processes(data),
+        collate_fn=list,
+        pin_memory=False,
+    )
+    for chunk in loader:
+        for index, pixels in chunk:
+            images[index] = torch.from_numpy(pixels).permute(2, 0, 1)
+            seen += 1
+            size += pixels.nbytes
+        expected = size * len(dataset) / seen if seen >= TELLING_IMAGES else size
+        if size > limit or expected > 2 * limit:
+            return dataset
+    return replace(dataset, decoded=images)

@@ -1,28 +1,51 @@
-"""Shards of a split: files, or cuts of a table, that are read as a stream one after the other."""
+"""Streams: the shards of a split (parquet, arrow, WebDataset tar), and samples of them for evaluation and the probe.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+Shards are read one after the other. Evaluation and the probe need the same few thousand images whenever a run starts:
+they are read once and kept on disk (mpp/data/caches.py), mapped into memory.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
+import numpy as np
+from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 
-from mpp.config import ImagesConfig
-from mpp.data.columns import cell_file_name, decode_cell, find_array_dtype
-from mpp.data.identity import digest_listing, split_fingerprint
-from mpp.data.kept_samples import FileStamps
+from mpp.config import ImagesConfig, SourceConfig, require
+from mpp.data.caches import cached
+from mpp.data.columns import cell_file_name, decode_cell, find_array_dtype, find_image_column, without_decoding
+from mpp.data.data_path import BIRDS_FOLDER, describe_source
+from mpp.data.dataset import ImageDataset
+from mpp.data.identity import digest_listing
+from mpp.data.label_columns import find_label_column
+from mpp.data.listing.formats import SHARD_BUILDERS
+from mpp.data.overview import announce_stream
 from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
-from mpp.errors import UserError, one_line
+from mpp.data.sources import find_held_out_split, hint_at_labels, label_images, label_setting, load_splits
+from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.files import short_digest
+from mpp.runtime.messages import warn
 from mpp.runtime.randomness import Stream, permutation
 
 SHARDS_PER_TURN = 16  # shards from whose beginnings a sample is drawn in turn
-ROWS_PER_READ = 64  # of a sample
+ROWS_PER_READ = 64  # of a sample; these are held in memory
 ROW_BITS = 32  # an image's number: its shard's above these bits, its row's in them
+MIN_TELLING_ROWS = 32  # of one class, from which a shard counts as sorted
+POSITION = "_mpp_position"  # column of a sample that is kept on disk: each row's position in the sample
+ROWS_FILE = "rows.arrow"
+STAMP_FIELDS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
+"""Fields of fsspec's file systems that change when a file does; the first that a file has is its stamp."""
 
 StreamRow = dict[str, Any]
+FileStamps = list[list[str]]
+"""Name, size and stamp of each file, which tell a dataset from others. The folder that they are in does not matter."""
 
 
 @dataclass(eq=False)
@@ -37,10 +60,8 @@ class Shards:
     """Its name, for messages."""
     numbers: list[int]
     """Numbers of these shards in `stream`."""
-    files: FileStamps | None
-    """Files of the stream; None: they could not be listed, or the shards are cut from `rows`."""
-    rows: datasets.Dataset | None = None
-    """Images that were stored without shards, and have been cut into some."""
+    files: FileStamps
+    """Files of the stream."""
 
     @property
     def count(self) -> int:
@@ -52,6 +73,10 @@ class Shards:
         """Type of the arrays' numbers, which a stream has as lists; None: the images are files."""
         return find_array_dtype(self.stream.features[self.image_column])
 
+    def with_columns(self, columns: Sequence[str]) -> "Shards":
+        """The same shards, of which only the images and these columns are read."""
+        return replace(self, stream=self.stream.select_columns([self.image_column, *columns]))
+
     def blocks(self, shard: int, size: int, skip: int = 0, retries: int = 0) -> Iterator[list[StreamRow]]:
         """The rows of a shard in blocks of `size`, without the first `skip` blocks.
 
@@ -59,20 +84,17 @@ class Shards:
             UserError: the shard is damaged.
             ReadFailed: it cannot be read.
         """
+        name = f"{self.split} shard {shard}"
         done = skip
         blocks: Iterator[list[StreamRow]] | None = None
-        name = f"{self.split} shard {shard}"
 
         def read_block() -> list[StreamRow] | None:
             nonlocal blocks
-            if blocks is None:
-                blocks = self.read_blocks(shard, size, done)
+            blocks = blocks or self.read_blocks(shard, size, done)
             try:
                 return next(blocks, None)
             except NETWORK_ERRORS:
                 blocks = None  # an iterator that has raised is at its end
-                raise
-            except UserError:
                 raise
             except LOADING_ERRORS as error:
                 raise UserError(f"{name} is damaged after row {done * size}: {one_line(error)}; replace it") from error
@@ -87,8 +109,7 @@ class Shards:
         shard_stream = self.stream.shard(self.stream.num_shards, self.numbers[shard], contiguous=False)
         batches = shard_stream.iter(batch_size=size)
         for columns in islice(batches, skip, None):  # datasets 4.0's skip guesses types again
-            rows = zip(*columns.values(), strict=True)
-            yield [dict(zip(columns, cells, strict=True)) for cells in rows]
+            yield [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
     def sample(self, limit: int, seed: int, retries: int) -> Iterator[tuple[int, StreamRow]]:
         """At least `limit` rows, each with its position in the sample; fewer where the last shards are shorter.
@@ -96,7 +117,7 @@ class Shards:
         The sample takes rows from the beginnings of SHARDS_PER_TURN shards in turn, of shards in a seeded order. The
         rows are read shard by shard, so they do not come by position.
         """
-        order = permutation(Stream.CUT, seed, 1, self.count)
+        order = permutation(Stream.CUT, seed, 1, self.count).tolist()
         read = 0
         for first in range(0, self.count, SHARDS_PER_TURN):
             if read >= limit:
@@ -104,26 +125,26 @@ class Shards:
             chosen = order[first : first + SHARDS_PER_TURN]
             rows_per_shard = -(-limit // len(chosen))
             for number, shard in enumerate(chosen):
-                rows = chain.from_iterable(self.blocks(int(shard), ROWS_PER_READ, retries=retries))
+                rows = chain.from_iterable(self.blocks(shard, ROWS_PER_READ, retries=retries))
                 for turn, row in enumerate(islice(rows, rows_per_shard)):
-                    position = first * limit + turn * SHARDS_PER_TURN + number
-                    yield position, row
+                    yield first * limit + turn * SHARDS_PER_TURN + number, row
                     read += 1
 
     def image_name(self, index: int) -> str:
         """Shard and row of an image, for messages."""
-        row_mask = (1 << ROW_BITS) - 1
-        return f"{self.split} shard {index >> ROW_BITS} row {index & row_mask}"
+        shard, row = divmod(index, 1 << ROW_BITS)
+        return f"{self.split} shard {shard} row {row}"
 
-    def identify(self, retries: int, revision: str | None = None) -> dict[str, Any]:
+    def identify(self, revision: str | None = None) -> dict[str, Any]:
         """The record of these images: see mpp/data/identity.py. Shards are known by names and sizes of their files."""
         numbers = short_digest(f"{number}\n".encode() for number in self.numbers)
-        record = {"split": self.split, "shards": self.count, "chosen": numbers, "revision": revision}
-        if self.rows is None:
-            record["files"] = digest_listing(self.files)
-        else:
-            record["names"] = short_digest(split_fingerprint(self.rows, self.image_column, retries))
-        return record
+        return {
+            "split": self.split,
+            "shards": self.count,
+            "chosen": numbers,
+            "revision": revision,
+            "files": digest_listing(self.files),
+        }
 
     def describe(self) -> str:
         return f"a stream of {self.count} shards"
@@ -155,3 +176,139 @@ class ShardBlock:
     def replacement(self, random_word: int) -> int:
         """Index of an image that takes the place of one that cannot be decoded."""
         return self.first + random_word % len(self.rows)
+
+
+def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Shards, ImageDataset, ImageDataset]:
+    """The images to train on as a stream; `probed` of them, if they have labels; and `evaluated` held-out ones.
+
+    Raises:
+        UserError: no images, a split that is not there, no image column, a setting that a stream cannot follow.
+    """
+    allowed = "left out: it chooses among indexed images, and a stream has no index"
+    require(config.train_images is None, "data.train_images", config.train_images, allowed)
+    source = describe_source(config)
+    train, held_out = open_shards(config)
+    hint_at_labels(config, train.stream, train.image_column)
+    samples = {
+        train.split: sample_rows(config, train, probed, config.eval_seed),
+        held_out.split: sample_rows(config, held_out, evaluated, config.cut_seed, is_held_out=True),
+    }
+    train_images, held_out_images = label_images(config, samples, train.image_column)
+    if is_sorted_by_class(samples[train.split], train_images):
+        what = "the shards are sorted by class, and a stream shuffles only data.shuffle_block images of one"
+        warn(f"{source}: {what}: make mixed ones by mpp prepare")
+    announce_stream(source, train.count, held_out.count, (train_images, held_out_images))
+    return train.with_columns([]), train_images, held_out_images
+
+
+def open_shards(config: SourceConfig) -> tuple[Shards, Shards]:
+    """The shards to train on and the held-out ones: of another split, or the share `data.eval_fraction` of all.
+
+    Raises:
+        UserError: a split that is not there, no image column, or no stream.
+    """
+    source = describe_source(config)
+    streams = load_splits(config, streaming=True)
+    held_out = find_held_out_split(config, list(streams))
+    stream = streams[config.split]
+    if not isinstance(stream, datasets.IterableDataset) or stream.features is None:
+        raise UserError(f"{source} is no stream of parquet, arrow or WebDataset tar; mpp prepare makes shards first")
+    column = find_image_column(config, stream.features)
+    stream = without_decoding(stream, column)
+    numbers = list(range(stream.num_shards))
+    train = Shards(stream, column, config.split, numbers, list_stream_files(config))
+    if held_out is not None:
+        stream = without_decoding(streams[held_out], column)
+        return train, replace(train, stream=stream, split=held_out, numbers=list(range(stream.num_shards)))
+    count = max(1, round(config.eval_fraction * len(numbers)))
+    allowed = f"smaller: {source} has {len(numbers)} shards, of which some must be left; or name data.eval_split"
+    require(count < len(numbers), "data.eval_fraction", config.eval_fraction, allowed)
+    order = permutation(Stream.CUT, config.cut_seed, 0, len(numbers)).tolist()
+    held_out_shards = replace(train, split="held out", numbers=sorted(order[:count]))
+    return replace(train, numbers=sorted(order[count:])), held_out_shards
+
+
+def sample_rows(
+    config: SourceConfig, shards: Shards, limit: int, seed: int, is_held_out: bool = False
+) -> datasets.Dataset:
+    """A sample of the rows, images and labels, mapped from disk.
+
+    Of images to train on, the sample is for probes of their labels: without any, it is empty.
+    """
+    column, setting = label_setting(config, is_held_out)
+    label = find_label_column(column, shards.stream.features, describe_source(config), setting)
+    if label is None and not is_held_out:
+        limit = 0
+    shards = shards.with_columns([label] if label else [])
+    features = datasets.Features(shards.stream.features | {POSITION: datasets.Value("int64")})
+    rows = (row | {POSITION: position} for position, row in shards.sample(limit, seed, config.read_retries))
+
+    def write(folder: Path) -> None:
+        with ArrowWriter(path=str(folder / ROWS_FILE), features=features, writer_batch_size=ROWS_PER_READ) as writer:
+            for row in rows:
+                writer.write(row)
+            writer.finalize()
+
+    identity = [shards.files, config.name, config.split, shards.split, shards.numbers, [*features], limit, seed]
+    key = short_digest([json.dumps(identity).encode()], digits=32)
+    sample = datasets.Dataset.from_file(str(cached(f"stream-{key}", write) / ROWS_FILE))
+    order = np.argsort(sample[POSITION][:])
+    return sample.select(order[:limit])
+
+
+def is_sorted_by_class(sample: datasets.Dataset, images: ImageDataset) -> bool:
+    """Whether the first rows of each shard in a sample are of one class, of several that there are.
+
+    Args:
+        sample: has the positions of the `images` in it.
+    """
+    if images.labels is None or images.labels.ndim > 1 or len(np.unique(images.labels)) < 2:
+        return False
+    shards = np.array(sample[POSITION][:]) % SHARDS_PER_TURN
+    labels_of_shards = [images.labels[shards == shard] for shard in np.unique(shards)]
+    return all(len(labels) >= MIN_TELLING_ROWS and len(np.unique(labels)) == 1 for labels in labels_of_shards)
+
+
+def list_stream_files(config: ImagesConfig) -> FileStamps:
+    """The files of a stream, whose contents are not read.
+
+    Raises:
+        ReadFailed: they cannot be listed.
+    """
+    try:
+        files = list_files(as_url(config))
+    except Exception as error:  # clients of file systems raise errors of any type
+        raise ReadFailed(f"{describe_source(config)} cannot be listed: {one_line(error)}") from error
+    shards = [file for file in files if file[0].endswith(tuple(SHARD_BUILDERS))]
+    return shards or files  # a folder of shards may have other files that change
+
+
+def list_files(url: str) -> FileStamps:
+    """The files at a path or URL."""
+    system, root = fsspec.url_to_fs(url)
+    folder = root.split("*")[0].rpartition("/")[0]
+    if system.isfile(root):
+        infos = {root: system.info(root)}
+    elif "*" in root:
+        infos = system.glob(root, detail=True)
+    else:
+        infos = system.find(root, detail=True)
+        folder = root
+    files = []
+    for name in sorted(infos):
+        info = infos[name]
+        stamps = [str(info[field]) for field in STAMP_FIELDS if field in info]
+        files.append([name.removeprefix(folder), str(info.get("size")), *stamps[:1]])
+    return files
+
+
+def as_url(config: ImagesConfig) -> str:
+    """The path, URL or name of the hub of the images as fsspec takes it."""
+    if config.path is None:
+        return str(BIRDS_FOLDER)
+    local = Path(config.path).expanduser()
+    if local.exists():
+        return str(local)
+    if "://" in config.path:
+        return config.path
+    return f"hf://datasets/{config.path}" + (f"@{config.revision}" if config.revision else "")

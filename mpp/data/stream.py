@@ -11,11 +11,10 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
+from mpp.config import require
 from mpp.data.loader import BatchLayout
 from mpp.data.shards import ROW_BITS, ShardBlock, Shards
 from mpp.data.views import MAX_REPLACEMENTS, Batch, ViewDataset, collate
@@ -35,12 +34,8 @@ class Cursor(NamedTuple):
     row: int = 0  # in the permuted block
 
 
-class StreamedRow(NamedTuple):
-    """A row that a worker has read."""
-
-    views: ViewDataset  # of its block
-    key: tuple[int, int]  # epoch, and number of the image
-    after: Cursor
+Row = tuple[ViewDataset, tuple[int, int], Cursor]
+"""A row that a worker has read: the views of its block, its epoch and number, the cursor after it."""
 
 
 class StreamedBatches(IterableDataset):
@@ -48,14 +43,20 @@ class StreamedBatches(IterableDataset):
 
     Args:
         views: of Shards; each block of rows becomes their dataset in turn.
-        cursors: worker -> its Cursor; a worker without one begins at the beginning.
+        cursors: worker -> number of workers and its Cursor; a worker without one begins at the beginning.
         workers: number of loader processes, or 1 where the training process loads.
     Raises:
         UserError: fewer shards than workers on all processes.
     """
 
     def __init__(
-        self, views: ViewDataset, layout: BatchLayout, start: int, stop: int, cursors: dict[int, Cursor], workers: int
+        self,
+        views: ViewDataset,
+        layout: BatchLayout,
+        start: int,
+        stop: int,
+        cursors: dict[int, list[int]],
+        workers: int,
     ):
         self.views = views
         self.shards: Shards = views.dataset
@@ -76,7 +77,8 @@ class StreamedBatches(IterableDataset):
         info = get_worker_info()
         worker_id = info.id if info else 0
         worker = (self.first + worker_id) % self.workers  # torch takes the first batch from its worker 0
-        samples = self.samples(worker, self.cursors.get(worker, Cursor()))
+        _, *cursor = self.cursors.get(worker, [self.workers])
+        samples = self.samples(worker, Cursor(*cursor))
         for forward in range(self.first + worker_id, self.last, self.workers):
             images = len(self.layout.share(forward % self.layout.accumulation_steps))
             taken = list(islice(samples, images))
@@ -87,55 +89,47 @@ class StreamedBatches(IterableDataset):
     def samples(self, worker: int, cursor: Cursor) -> Iterator[tuple[Batch, Cursor]]:
         """Endless samples from `cursor` on, each with the cursor after it."""
         skipped: list[str] = []  # failures of images in a row that no other image has replaced
-        for row in self.rows(worker, cursor):
+        for views, key, after in self.rows(worker, cursor):
             try:
-                sample = row.views[row.key]
+                sample = views[key]
             except Undecodable as error:  # other images of its block would replace it, and are broken too
                 skipped.append(error.first)
                 if len(skipped) > MAX_REPLACEMENTS:
                     raise
                 continue
-            yield sample._replace(unreadable=[*skipped, *sample.unreadable]), row.after
+            yield sample._replace(unreadable=[*skipped, *sample.unreadable]), after
             skipped = []
 
-    def rows(self, worker: int, cursor: Cursor) -> Iterator[StreamedRow]:
+    def rows(self, worker: int, cursor: Cursor) -> Iterator[Row]:
         """Endless rows from `cursor` on.
 
         Raises:
             UserError: the worker's shards have no rows.
         """
-        empty_epochs = 0
+        last_epoch = cursor.epoch  # that had a row
         for epoch in count(cursor.epoch):
-            shards = self.shards_of(worker, epoch)
-            is_empty = cursor == Cursor()  # of a resumed worker's first epoch, a part was read before
-            for row in self.rows_of_epoch(shards, cursor._replace(epoch=epoch)):
-                is_empty = False
-                yield row
-            empty_epochs = empty_epochs + 1 if is_empty else 0
-            if empty_epochs == MAX_EMPTY_EPOCHS:
-                raise UserError(f"{self.shards.split}: shards {sorted(map(int, shards))} have no rows")
-            cursor = Cursor()
+            order = permutation(Stream.ORDER, self.views.seed, epoch, self.shards.count)
+            first = self.layout.rank * self.workers + worker
+            shards = order[first :: self.layout.world_size * self.workers].tolist()
+            for turn in range(cursor.turn, len(shards)):
+                for row in self.rows_of_shard(shards[turn], cursor):
+                    last_epoch = epoch
+                    yield row
+                cursor = Cursor(epoch, turn + 1)
+            if epoch - last_epoch == MAX_EMPTY_EPOCHS:
+                raise UserError(f"{self.shards.split}: shards {sorted(shards)} have no rows")
+            cursor = Cursor(epoch + 1)
 
-    def shards_of(self, worker: int, epoch: int) -> NDArray[np.int64]:
-        """The shards of a worker of this process in an epoch, in the order in which it reads them."""
-        order = permutation(Stream.ORDER, self.views.seed, epoch, self.shards.count)
-        first = self.layout.rank * self.workers + worker
-        return order[first :: self.layout.world_size * self.workers]
-
-    def rows_of_epoch(self, shards: NDArray[np.int64], cursor: Cursor) -> Iterator[StreamedRow]:
-        """The rows of some shards, from `cursor` on to the end of its epoch."""
-        epoch = cursor.epoch
-        for turn in range(cursor.turn, len(shards)):
-            shard = int(shards[turn])
-            blocks = self.shards.blocks(shard, self.block_size, cursor.block, self.views.data.read_retries)
-            for block, rows in enumerate(blocks, start=cursor.block):
-                first = (shard << ROW_BITS) + block * self.block_size  # number of its first image
-                views = replace(self.views, dataset=ShardBlock(self.shards, first, rows))
-                order = permutation(Stream.BLOCK, self.views.seed, epoch, len(rows), index=first)
-                for row in range(cursor.row, len(rows)):
-                    yield StreamedRow(views, (epoch, first + int(order[row])), Cursor(epoch, turn, block, row + 1))
-                cursor = cursor._replace(row=0)
-            cursor = cursor._replace(block=0, row=0)
+    def rows_of_shard(self, shard: int, cursor: Cursor) -> Iterator[Row]:
+        """The rows of the shard that a cursor is in, from it on: block by block, each in a random order."""
+        blocks = self.shards.blocks(shard, self.block_size, cursor.block, self.views.data.read_retries)
+        for block, rows in enumerate(blocks, start=cursor.block):
+            first = (shard << ROW_BITS) + block * self.block_size  # number of its first image
+            views = replace(self.views, dataset=ShardBlock(self.shards, first, rows))
+            order = permutation(Stream.BLOCK, self.views.seed, cursor.epoch, len(rows), index=first).tolist()
+            for row in range(cursor.row, len(rows)):
+                yield views, (cursor.epoch, first + order[row]), cursor._replace(block=block, row=row + 1)
+            cursor = cursor._replace(row=0)
 
 
 def streaming_loader(
@@ -149,20 +143,17 @@ def streaming_loader(
         UserError: too few shards, or the checkpoint is of another number of workers.
     """
     workers = stream_workers(views, layout, cursors)
-    resumed = {}
-    for worker, (workers_before, *cursor) in cursors.items():
-        if workers_before != max(1, workers):
-            raise UserError(f"data.workers is {workers}; a stream is resumed with as many as before ({workers_before})")
-        resumed[worker] = Cursor(*cursor)
-    batches = StreamedBatches(views, layout, start, stop, resumed, max(1, workers))
+    batches = StreamedBatches(views, layout, start, stop, cursors, max(1, workers))
     return WatchedLoader(batches, views.dataset.image_name, batch_size=None, num_workers=workers)
 
 
 def stream_workers(views: ViewDataset, layout: BatchLayout, cursors: dict[int, list[int]]) -> int:
     """Number of loader processes: `data.workers`, else as many as before, or as the device and the shards allow."""
-    if views.data.workers is not None:
-        return views.data.workers
-    for workers_before, *_ in cursors.values():
-        return workers_before
-    shards_of_process = max(1, views.dataset.count // layout.world_size)
-    return min(loader_processes(views.data), shards_of_process)
+    workers = views.data.workers
+    workers_before = {before for before, *_ in cursors.values()}
+    if workers is None:
+        shards_of_process = max(1, views.dataset.count // layout.world_size)
+        return max(workers_before, default=min(loader_processes(views.data), shards_of_process))
+    allowed = f"{max(workers_before, default=0)}: a stream is resumed with as many as before"
+    require(workers_before <= {max(1, workers)}, "data.workers", workers, allowed)
+    return workers

@@ -5,15 +5,16 @@ step determines which images come next; there is no partial batch and no padding
 (seed, epoch, index): see mpp/runtime/randomness.py.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 from mpp import corruption
@@ -39,38 +40,17 @@ class Batch(NamedTuple):
     cursor: Tensor | None = None  # of a stream: which worker read this, and how far it has come; see mpp/data/stream.py
     has_value: Tensor | None = None  # (B, N) bool: patches with at least one pixel of a value; None: not marked
 
-    def __reduce__(self) -> tuple[Callable[..., "Batch"], tuple[Any, ...]]:
-        """Pickle, as a loader process sends the batch: two tensors, the images and the bytes of all others.
+    def __reduce__(self) -> tuple[Callable[..., "Batch"], tuple[Tensor, Any]]:
+        """Pickle, as a loader process sends the batch: the images in shared memory, all others within the message.
 
         Each tensor that is sent costs a file in shared memory, and a connection that passes its descriptor.
         """
-        named = {"indices": self.indices, "labels": self.labels, "cursor": self.cursor, "has_value": self.has_value}
-        if self.corruption is not None:
-            named |= self.corruption._asdict()
-        tensors = [(name, tensor) for name, tensor in named.items() if tensor is not None]
-        tensors.sort(key=lambda entry: -entry[1].itemsize)  # each begins at a multiple of its numbers' size
-        packed = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in tensors])
-        layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors]
-        return unpack, (self.images, packed, layout, self.unreadable)
+        return from_arrays, (self.images, tree_map_only(Tensor, Tensor.numpy, tuple(self[1:])))
 
 
-def unpack(
-    images: Tensor, packed: Tensor, layout: list[tuple[str, torch.dtype, torch.Size]], unreadable: list[str]
-) -> Batch:
-    """The batch of a pickle: see `Batch.__reduce__`.
-
-    Args:
-        packed: the bytes of all tensors but the images.
-        layout: the name, type and shape of each.
-    """
-    sizes = [dtype.itemsize * math.prod(shape) for _, dtype, shape in layout]
-    tensors = {}
-    for part, (name, dtype, shape) in zip(packed.split(sizes), layout, strict=True):
-        tensors[name] = part.view(dtype).view(shape)
-    tensors["indices"] = tensors["indices"].clone()  # kept longer than the batch, whose memory a view would keep
-    of_corruption = {name: tensors.pop(name) for name in Corruption._fields if name in tensors}
-    corruption = Corruption(**of_corruption) if of_corruption else None
-    return Batch(images, corruption, unreadable=unreadable, **tensors)
+def from_arrays(images: Tensor, others: tuple[Any, ...]) -> Batch:
+    """The batch of a pickle: see `Batch.__reduce__`."""
+    return Batch(images, *tree_map_only(np.ndarray, torch.from_numpy, others))
 
 
 @dataclass(frozen=True)
@@ -154,11 +134,11 @@ def patches_with_value(mark: Tensor, grid: Grid) -> Tensor:
 def collate(samples: list[Batch]) -> Batch:
     """Samples to a batch."""
     images, corruptions, labels, indices, unreadable, _, values = zip(*samples, strict=True)
-    drawn = None
-    if corruptions[0] is not None:
-        drawn = corruption.stack(corruptions)
-    all_unreadable = list(chain.from_iterable(unreadable))
-    has_value = None if values[0] is None else torch.stack(values)
     return Batch(
-        torch.stack(images), drawn, torch.stack(labels), torch.stack(indices), all_unreadable, has_value=has_value
+        torch.stack(images),
+        None if corruptions[0] is None else corruption.stack(corruptions),
+        torch.stack(labels),
+        torch.stack(indices),
+        list(chain.from_iterable(unreadable)),
+        has_value=None if values[0] is None else torch.stack(values),
     )

@@ -9,6 +9,7 @@ torch's DataLoader leaves all this to its user, and no library has it (tests/tes
   finish its step with the batches that are loaded.
 - They are killed at exit, and when a run fails. A loader process that ignores SIGTERM would otherwise be waited for,
   for ever where it hangs in a decoder.
+- One that cannot hand over its batch ends. Python drops the batch, and the training process would wait for it.
 - They are started again where one does not begin. Python 3.10 may leave a fork waiting for a lock that another thread
   of its parent held, such as one of a process group. The parent would wait for its batches for ever.
 """
@@ -16,7 +17,6 @@ torch's DataLoader leaves all this to its user, and no library has it (tests/tes
 import copy
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -27,34 +27,28 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
-from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 from mpp.config import SourceConfig
 from mpp.config.imports import import_words, take_imports
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.runtime.hardware import cores, share_of_cores, uses_gpu
 from mpp.runtime.messages import steady_output
 from mpp.runtime.signals import SIGNALS
 
 WORKERS_ARE_FORKS = sys.platform == "linux"
 """Whether loader processes are forks, which share the images that are kept decoded: elsewhere, each has its copy."""
-DEATH_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)")
-FULL_SHARED_MEMORY = re.compile("(shared memory|write to file).*No space left")  # torch 2.14's, and 2.9's
-FEWER_OR_LARGER = "use fewer data.workers, or start the container with `docker run --shm-size=8g`"
-SHARED_MEMORY_IS_FULL = f"shared memory (/dev/shm) has no room for its batch; {FEWER_OR_LARGER}"
+DEATH_MESSAGE = "DataLoader worker (pid"  # torch's errors begin so
 PROCESS_NAME = "image loader"
 NO_IMAGE = -1  # in the notes, between two images
 START_TIMEOUT_S = 60.0  # a loader process that has not begun by then hangs, on any machine
 START_ATTEMPTS = 3
-SECONDS_TO_DIE = 1.0  # between a process's closed socket and its end
 MAX_DEFAULT_WORKERS = 16  # per training process: more are seldom busy, and each holds batches in shared memory
 CPU_WORKERS = 2  # more would take the cores that train
 
@@ -97,17 +91,6 @@ def allow_warning_again() -> None:
     notes.warned[0] = 0
 
 
-def hide_closed_connections(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error that a loader process reports by `sys.excepthook`, unless its reader closed the connection.
-
-    multiprocessing.resource_sharer, whose thread hands over batches, reports so. torch hands on the worker's own
-    errors. A training process that hears of another loader process's death in the middle of the handshake closes the
-    connection, and says why itself.
-    """
-    if not isinstance(error, (EOFError, ConnectionError)):
-        sys.__excepthook__(kind, error, trace)
-
-
 def start_worker(reading: Tensor, warned: Tensor, imports: list[str], worker: int) -> None:
     """Start a loader process (see DataLoader's worker_init_fn).
 
@@ -121,7 +104,7 @@ def start_worker(reading: Tensor, warned: Tensor, imports: list[str], worker: in
     notes.reading = reading[worker].numpy()
     notes.warned = warned.numpy()
     notes.reading[:] = os.getpid(), NO_IMAGE
-    sys.excepthook = hide_closed_connections
+    sys.excepthook = lambda *error: None  # of the thread that hands over batches: its reader may be gone
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -150,7 +133,6 @@ class WatchedLoader:
     def __init__(self, dataset: Any, image_name: Callable[[int], str], **options: Any):
         workers = options["num_workers"]
         self.image_name = image_name
-        self.has_started = workers == 0
         self.reading = torch.zeros(max(1, workers), 2, dtype=torch.int64).share_memory_()
         warned = torch.zeros(1, dtype=torch.int64).share_memory_()
         options.setdefault("pin_memory", uses_gpu())
@@ -168,7 +150,10 @@ class WatchedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Batches. Loader processes start now, not with the first batch: a fork may hang once other threads run."""
-        return self.with_short_errors(iter(self.loader) if self.has_started else self.start())
+        are_running = self.loader.persistent_workers and self.all_begun()
+        if self.loader.num_workers == 0 or are_running:
+            return self.with_short_errors(iter(self.loader))
+        return self.with_short_errors(self.start())
 
     def start(self) -> Iterator[Any]:
         """torch's iterator, after all of its loader processes have begun; raises UserError where they do not."""
@@ -180,15 +165,14 @@ class WatchedLoader:
             while not self.all_begun() and time.monotonic() < end:
                 time.sleep(0.001)
             if self.all_begun():
-                self.has_started = self.loader.persistent_workers
                 return batches
             del batches
             kill_workers(spared=others)
             self.loader = self.build()  # the other one remembers the processes that are dead
-        timeout = f"loader processes did not start within {START_TIMEOUT_S:.0f} s; data.workers 0 starts none"
-        if WORKERS_ARE_FORKS:
-            raise UserError(timeout)
-        raise UserError(f"{timeout}; a script needs `if __name__ == '__main__':`")
+        raise UserError(
+            f"loader processes did not start within {START_TIMEOUT_S:.0f} s; data.workers 0 starts none "
+            "(where they are no forks, a script needs `if __name__ == '__main__':`)"
+        )
 
     def all_begun(self) -> bool:
         """Whether each loader process has noted its number."""
@@ -202,48 +186,32 @@ class WatchedLoader:
             last_line = str(error).rstrip().rsplit("\n", 1)[-1]
             error_name = f"{type(error).__module__}.{type(error).__qualname__}: "
             raise type(error)(last_line.removeprefix(error_name)) from error
+        except (EOFError, ConnectionError) as error:
+            raise UserError(f"a loader process died (it did not hand over its batch: {one_line(error)})") from error
 
-    def images_read_by(self, processes: Collection[int]) -> list[str]:
-        """Names of the images that these processes are reading."""
-        names = []
-        for process, index in self.reading.tolist():
-            if process in processes and index >= 0:
-                names.append(self.image_name(index))
-        return names
+    def unfinished_images(self, running: Collection[int]) -> list[str]:
+        """Names of the images that processes were reading which are not among the `running` ones."""
+        return [
+            self.image_name(index) for process, index in self.reading.tolist() if process not in running and index >= 0
+        ]
 
 
-class LoaderQueue(Queue):
-    """Queue of a loader process's batches. One that shared memory has no room for arrives as an error.
-
-    Python's drops it, prints a traceback, and the training process waits for it for ever.
-    """
-
-    def get(self, *args: Any, **kwargs: Any) -> Any:
-        """The next batch. Torch looks for a dead process where this fails, so one that is dying is waited for."""
-        try:
-            return super().get(*args, **kwargs)
-        except (EOFError, ConnectionError):  # the process that hands over the batch has closed its socket
-            time.sleep(SECONDS_TO_DIE)
-            raise
+class BatchQueue(Queue):
+    """Queue of batches. A loader process that cannot send one ends, for want of shared memory, say."""
 
     def _on_queue_feeder_error(self, error: Exception, batch: Any) -> None:
-        if not isinstance(batch, tuple):  # the queue is being closed, and nothing is waited for
-            return
-        if not FULL_SHARED_MEMORY.search(str(error)):
+        if multiprocessing.current_process().name != PROCESS_NAME:
             super()._on_queue_feeder_error(error, batch)
-            return
-        number, _ = batch
-        try:
-            raise UserError(SHARED_MEMORY_IS_FULL)
-        except UserError:
-            self.put((number, ExceptionWrapper(where="in a loader process")))
+        elif isinstance(batch, tuple):  # otherwise the queue is being closed, and nothing is waited for
+            print(f"error: a loader process cannot send its batch: {one_line(error)}", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 def worker_context() -> Any:
     """The way in which loader processes are started, with a name by which they are found."""
     context = copy.copy(multiprocessing.get_context("fork" if WORKERS_ARE_FORKS else None))  # 3.14 would not fork
     context.Process = partial(context.Process, name=PROCESS_NAME)
-    context.Queue = partial(LoaderQueue, ctx=context)
+    context.Queue = partial(BatchQueue, ctx=context)
     return context
 
 
@@ -259,16 +227,10 @@ def deaths_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        death = DEATH_MESSAGE.search(str(error))
-        if death is None:
+        if not str(error).startswith(DEATH_MESSAGE):
             raise
-        dead = [int(process) for process in death[1].split(",")]
-        images: list[str] = []
-        for loader in loaders:
-            images += loader.images_read_by(dead)
-        reason = death[2].strip(" .")
-        place = "between two images; if"
-        if images:
-            place = f"while it read {', '.join(images)}; take this image out or, if"
-        message = f"a loader process died ({reason}) {place} memory or shared memory ran out, {FEWER_OR_LARGER}"
+        running = {process.pid for process in multiprocessing.active_children()}
+        images = [name for loader in loaders for name in loader.unfinished_images(running)]
+        place = f"while it read {', '.join(images)}; take this image out" if images else "between two images"
+        message = f"a loader process died ({one_line(error)}) {place}; if memory ran out, use fewer data.workers"
         raise UserError(message) from error

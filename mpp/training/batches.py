@@ -1,13 +1,10 @@
 """The training batches of a task: of files, of decoded images in memory, or of a stream."""
 
-import dataclasses
 from collections.abc import Iterable
 
-from mpp.data.decoded_cache import in_memory
-from mpp.data.loader import training_loader
-from mpp.data.stream import stream_workers, streaming_loader
+from mpp.data.loader import in_memory, training_loader
+from mpp.data.stream import streaming_loader
 from mpp.data.views import Batch
-from mpp.data.workers import loader_processes
 from mpp.training.checkpoint import Cursors
 from mpp.training.task import ImageTask
 
@@ -20,13 +17,9 @@ def training_batches(task: ImageTask, start: int, cursors: Cursors) -> Iterable[
     layout, steps = task.layout, task.run.steps
     views = task.views(task.train)
     if task.data.streaming:
-        workers = stream_workers(views, layout, cursors)
-    else:
-        images_left = (steps - start) * layout.global_batch_size // layout.world_size  # of this process
-        views = in_memory(views, images_left, task.accelerator.device)
-        workers = loader_processes(views.data)
-    views = dataclasses.replace(views, data=dataclasses.replace(views.data, workers=workers))
-    task.fixed_view_loader.start()
-    if task.data.streaming:
+        task.fixed_view_loader.start()
         return streaming_loader(views, layout, start, steps, cursors)
+    images_left = (steps - start) * layout.global_batch_size // layout.world_size  # of this process
+    views = in_memory(views, images_left, task.accelerator.device)
+    task.fixed_view_loader.start()
     return training_loader(views, layout, start, steps)

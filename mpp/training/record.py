@@ -1,7 +1,6 @@
 """data.json of a run folder: the images, and the first weights, that a run began with (mpp/data/identity.py)."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,9 @@ import datasets
 
 from mpp.config import SourceConfig
 from mpp.data.data_path import could_be_hub_name, is_local, is_url
-from mpp.data.identity import differences, digest_listing, identify_images, keep_known_files, unlisted_parts
-from mpp.data.kept_samples import list_stream_files
+from mpp.data.identity import differences, digest_listing, identify_images
 from mpp.data.label_kinds import AUTO
+from mpp.data.shards import list_stream_files
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
@@ -30,8 +29,6 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Save the images and first weights of a run.
 
-    A warning on stderr says where the images of a resumed run could not be compared.
-
     Raises:
         UserError: the run began with others; nothing is saved.
     """
@@ -42,21 +39,8 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
             f"run.dir {folder} holds a run that was started with other images or weights: {'; '.join(changed)}; "
             "choose another run.dir, or restore the original ones"
         )
-    if before is not record:
-        warn_of_unlisted_files(folder, unlisted_parts(before), unlisted_parts(record))
-    kept = before | keep_known_files(before, record)  # parts that the run leaves out now are compared again later
+    kept = before | record  # parts that the run leaves out now are compared again later
     write_complete(folder / RECORD_FILE, json.dumps(kept, indent=1))
-
-
-def warn_of_unlisted_files(folder: Path, unlisted_before: set[str], unlisted_now: set[str]) -> None:
-    """Say on stderr which parts' files are not known, so that they cannot be compared."""
-    for part in sorted(unlisted_before | unlisted_now):
-        when = "now" if part in unlisted_now else "when the run began"
-        print(
-            f"warning: {folder}: {part}: the files could not be listed {when}; they may differ from those "
-            "that the run began with",
-            file=sys.stderr,
-        )
 
 
 def recorded_commit(folder: Path, part: str = "train") -> str | None:

@@ -19,7 +19,7 @@ from mpp.config.parsing import to_yaml
 from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences
 from mpp.data.loader import BatchLayout
-from mpp.data.moments import channel_moments, with_moments
+from mpp.data.survey import channel_moments, with_moments
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
 from mpp.features.drift import START_FILE

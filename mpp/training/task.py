@@ -204,7 +204,7 @@ class ImageTask:
         if is_hub_dataset(self.data):
             commit = self.data.revision or cached_commit(self.held_out.origin[0])
         if isinstance(self.train, Shards):
-            train = self.train.identify(self.data.read_retries, commit)
+            train = self.train.identify(commit)
         else:
             train = self.identify_split(self.train, commit)
         train[CLASS_NAMES_FIELD] = self.held_out.class_names[: self.held_out.classes]
