@@ -73,23 +73,6 @@ def test_values_are_those_of_the_formats_own_program(name):
         assert np.abs(decoded - reference / 257).max() <= (3.2 if name.endswith(("heic", "avif")) else 255 / 65535)
 
 
-def jp2_with_opacity(pixels: np.ndarray) -> bytes:
-    """PIL declares the fourth band as opacity, imagecodecs does not."""
-    return encoded(pixels, "JPEG2000")
-
-
-@pytest.mark.parametrize("opacity", range(4))
-def test_opacity_of_jpeg_2000_is_laid_on_white_whichever_channel_has_it(opacity):
-    """OpenJPEG brings the colours to the front by the definitions of channels."""
-    data = jp2_with_opacity(OPACITY)
-    at = data.index(b"cdef") + 6
-    colours = [channel for channel in range(4) if channel != opacity]
-    definitions = [struct.pack(">HHH", opacity, 1, 0)]
-    definitions += [struct.pack(">HHH", channel, 0, colour) for colour, channel in enumerate(colours, start=1)]
-    data = data[:at] + b"".join(sorted(definitions)) + data[at + 24 :]
-    assert torch.equal(decode_with(data), decode_with(encoded(OPACITY[..., [*colours, opacity]])))
-
-
 @pytest.mark.parametrize("orientation", [5, 6])
 @pytest.mark.parametrize("end", ["heic", "avif", "jxl"])
 def test_files_are_turned_once(end, orientation):

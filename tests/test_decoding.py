@@ -127,16 +127,6 @@ def test_grey_and_rgb_become_each_other():
     assert torch.equal(decode_with(stack), decode_with(tiff(DEEP[..., 0])))
 
 
-def test_bands_of_pictures():
-    rgba = np.dstack([RGB, np.full(RGB.shape[:2], 7, np.uint8)])
-    for data in (encoded(rgba), tiff(rgba), npy(rgba)):
-        assert np.array_equal(decoded_pixels(data, channels=4), rgba)  # nothing is laid on white
-        assert np.array_equal(decoded_pixels(data, bands=(3, 2, 1)), RGB[..., ::-1])
-        assert (decode_with(data, channels=1, bands=(4,)) == 7).all()
-    palette = Image.fromarray(RGB).convert("P")
-    assert np.array_equal(decoded_pixels(encoded(palette), bands=(1, 2, 3)), palette.convert("RGB"))
-
-
 # --- photographs of 16 bits show the same as those of 8 ---
 
 UNPREMULTIPLIED = dict(photometric="rgb", extrasamples=["unassalpha"])
@@ -222,15 +212,6 @@ def test_shards_of_a_tiff_of_12_bits_keep_its_numbers():
     assert torch.equal(decode_with(shard_image, channels=1, range=(0.0, 4095.0)), decode_with(data, channels=1))
     with pytest.raises(UserError, match="format is jpeg, which holds 8 bits; it must be npy"):  # which says no bits
         prepare_image(data, PrepareConfig(data=grey))
-
-
-def test_black_and_white():
-    page = RGB[..., 0] > 128
-    image = Image.fromarray(page)
-    files = [encoded(image), encoded(image, "TIFF"), encoded(image, "TIFF", compression="group4"), npy(page)]
-    for data in files:
-        for settings in ({}, dict(channels=1), dict(channels=2, bands=(1, 1))):
-            assert (decode_with(data, **settings) == torch.from_numpy(page) * 255).all()
 
 
 def test_compressions_that_pil_does_not_know():
@@ -501,32 +482,6 @@ def test_prepared_arrays_keep_bands_and_depth(folder, tmp_path, capsys):
     train, _ = load_image_datasets(SourceConfig(path=str(tmp_path / "whole"), channels=2, eval_split="test"))
     stored = {np.load(io.BytesIO(row["image"]["bytes"])).tobytes() for row in train.rows}
     assert stored == {np.ascontiguousarray(pixels[..., [3, 1]]).tobytes() for pixels in FOUR[::2]}
-
-
-@pytest.mark.faults
-def test_formats_train_alike(pretrain, tmp_path):
-    """Files of 8 bits train to the same bits; files of 16 bits and of floats nearly alike."""
-    kinds = {
-        "png": (encoded, []),
-        "tif": (tiff, []),
-        "npy": (npy, []),
-        "deep.tif": (lambda pixels: tiff(in_16_bits(pixels), compression="zlib"), []),
-        "deep.npy": (lambda pixels: npy(in_16_bits(pixels.transpose(2, 0, 1))), []),
-        "float.npy": (lambda pixels: npy(pixels.astype(np.float32)), ["--data.range=[0,255]"]),
-    }
-    metrics = {}
-    birds, _ = load_image_datasets(SourceConfig())
-    for kind, (write, words) in kinds.items():
-        folder = tmp_path / kind
-        folder.mkdir()
-        for number in range(12):
-            bird = birds.decode(number, ImagesConfig()).permute(1, 2, 0).numpy()
-            (folder / f"{number:02d}.{kind.split('.')[-1]}").write_bytes(write(bird))
-        run = pretrain(f"--data.path={folder}", *words, dir=tmp_path / f"run_{kind}")
-        metrics[kind] = list(read_metrics(run).values())
-    assert metrics["png"] == metrics["tif"] == metrics["npy"]
-    assert metrics["deep.tif"] == metrics["deep.npy"] != metrics["png"]
-    np.testing.assert_allclose(metrics["float.npy"], metrics["deep.npy"], rtol=1e-6)
 
 
 def test_broken_files_of_a_set_are_named(pretrain, folder):

@@ -10,7 +10,7 @@ import torch
 from conftest import encoded
 from hypothesis import given
 from hypothesis import strategies as st
-from image_files import decode_with, tiff
+from image_files import decode_with
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -131,25 +131,6 @@ def test_jpegs_without_orientation_keep_their_bits(channels):
     for data in (JPEG, jpeg_of(*OTHERS.values()), jpeg_of(exif_segment(1))):
         plain = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=mode)
         assert torch.equal(decode_with(data, channels=channels), plain)
-
-
-@every_orientation
-@pytest.mark.parametrize("kind", ["8 bits", "8 bits, LZW", "16 bits", "float", "written by PIL"])
-def test_tiff_is_turned_once(kind, orientation):
-    def turned_tiff(pixels: np.ndarray, **options) -> bytes:
-        return tiff(pixels, photometric="rgb", extratags=[(274, "H", 1, orientation, True)], **options)
-
-    made = {
-        "8 bits": lambda: turned_tiff(PICTURE),
-        "8 bits, LZW": lambda: turned_tiff(PICTURE, compression="lzw"),
-        "16 bits": lambda: turned_tiff(PICTURE.astype(np.uint16) * 257),
-        "float": lambda: turned_tiff(PICTURE.astype(np.float32)),
-        "written by PIL": lambda: encoded(PICTURE, "TIFF", tiffinfo={274: orientation}),
-    }
-    data = made[kind]()
-    settings = {"range": (0, 255)} if kind == "float" else {}
-    assert np.array_equal(decode_with(data, **settings), transposed(turned_tiff(PICTURE)))
-    assert describe(data).orientation == orientation
 
 
 @every_orientation

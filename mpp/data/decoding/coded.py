@@ -20,7 +20,6 @@ from mpp.data.decoding.pictures import stored_pixels
 from mpp.errors import UnreadableImage
 
 CODESTREAM_START = b"\xff\x4f\xff\x51"  # of JPEG 2000
-OPACITY, PREMULTIPLIED = 1, 2  # kinds of channels
 MOST_OF_12_BITS = 4095
 
 
@@ -38,7 +37,7 @@ def read_jpegxl(data: bytes, config: ImagesConfig) -> Stored:
 
 
 def read_jpeg2000(data: bytes, config: ImagesConfig) -> Stored:
-    """The bands of a JPEG 2000 file; of a picture, opacity is a band that the file declares as such."""
+    """The bands of a JPEG 2000 file. None is taken for opacity, which `data.bands` can leave out."""
     from imagecodecs import jpeg2k_decode
 
     start = data.index(CODESTREAM_START)
@@ -47,36 +46,23 @@ def read_jpeg2000(data: bytes, config: ImagesConfig) -> Stored:
     values = jpeg2k_decode(data)
     has_palette = len(bands_to_front(values)) != bands
     limits = None if has_palette else limits_of_bits((bits & 0x7F) + 1, values.dtype.kind == "i")
-    kinds = kinds_of_channels(data[:start])
-    return to_stored(values, limits, config, bool(kinds & {OPACITY, PREMULTIPLIED}), PREMULTIPLIED in kinds)
+    return to_stored(values, limits, config)
 
 
-def kinds_of_channels(header: bytes) -> set[int]:
-    """The kinds of channels that the header of a JPEG 2000 file declares; OpenJPEG brings the colours to the front."""
-    start = header.find(b"cdef") + 6
-    if start < 6:
-        return set()
-    count = int.from_bytes(header[start - 2 : start], "big")
-    return {kind for _, kind, _ in struct.iter_unpack(">3H", header[start : start + 6 * count])}
-
-
-def to_stored(
-    values: NDArray, limits: Limits | None, config: ImagesConfig, has_opacity: bool, premultiplied: bool = False
-) -> Stored:
+def to_stored(values: NDArray, limits: Limits | None, config: ImagesConfig, has_opacity: bool = False) -> Stored:
     """Values (H, W) or (H, W, bands). Pictures of 8 bits are converted as PNG is, bit by bit.
 
     Args:
         limits: the smallest and the largest value. None: those of the type.
         has_opacity: whether the last band is opacity.
-        premultiplied: whether the other bands are multiplied by it already.
     """
     check_size(values.shape, config)
     bands = bands_to_front(values)
     if not is_picture(config):
         return Stored(bands, limits)
-    is_plain = values.dtype == np.uint8 and limits in (None, (0, 255)) and not premultiplied
+    is_plain = values.dtype == np.uint8 and limits in (None, (0, 255))
     if is_plain and (has_opacity or len(bands) in (1, 3)):
         return Stored(stored_pixels(Image.fromarray(values.squeeze()), config))
     if has_opacity:
-        bands = lay_on_white(bands, limits[1] if limits else np.iinfo(values.dtype).max, premultiplied)
+        bands = lay_on_white(bands, np.iinfo(values.dtype).max)
     return Stored(bands, limits)

@@ -106,7 +106,11 @@ def read_channels(
         Their values (C, H, W); where none had one before they were filled, (H, W), or None: nowhere; and the values
         that become 0 and 255, for all channels or each, empty: those of the type.
     """
-    stored = read_array(image, config) if isinstance(image, np.ndarray) else read_file(image, config, READERS)
+    if isinstance(image, np.ndarray):
+        stored = read_array(image, config)
+    else:
+        with errors_named(image) as form:
+            stored = READERS[form.name](image, config)
     if config.range == WINDOW and stored.window is None:
         raise UnreadableImage("no window in the file, which data.range window asks for")
     limits = [limits for limits in (stored.window, *config.limits()) if limits]
@@ -128,18 +132,13 @@ def read_mask(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
     if isinstance(image, np.ndarray):
         values = read_array(image, as_stored).values
     else:
-        values = read_file(image, as_stored, MASK_READERS).values
+        with errors_named(image) as form:
+            if form.name not in MASK_READERS:
+                raise UnreadableImage(f"{form}; a mask must be PNG, TIFF or .npy, which keep its numbers")
+            values = MASK_READERS[form.name](image, as_stored).values
     if len(values) > 1 or values.dtype.kind not in "uib":
         raise UnreadableImage(f"a {len(values)}-band image of {values.dtype}; a mask has one whole number a pixel")
     return values[0]
-
-
-def read_file(data: bytes, config: ImagesConfig, readers: dict[str, Reader]) -> Stored:
-    """The values of an image file by the reader of its format."""
-    with errors_named(data) as form:
-        if form.name not in readers:
-            raise UnreadableImage(f"{form}; a mask must be PNG, TIFF or .npy, which keep its numbers")
-        return readers[form.name](data, config)
 
 
 @contextlib.contextmanager
