@@ -97,7 +97,7 @@ class Survey:
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(height, width) -> images."""
     peculiarities: Counter[str] = field(default_factory=Counter)
-    """What is read otherwise than it may be meant -> images."""
+    """A reason why an image may be read otherwise than it is meant -> images."""
     one_colour_share: float = 0.0
     """Share of images of one colour."""
     duplicate_share: float = 0.0
@@ -172,7 +172,7 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float, result:
 
 
 def peculiarities(image: bytes | np.ndarray, data: DataConfig) -> Iterator[str]:
-    """What of a file is read otherwise than it may be meant."""
+    """Reasons why an image may be read otherwise than it is meant."""
     if count_frames(image, data) > 1:
         yield "have several frames or pages, of which only the first counts (data.bands may name pages of TIFF)"
     tag = nodata_tag(image) if data.nodata is not None and isinstance(image, bytes) else None
@@ -182,7 +182,7 @@ def peculiarities(image: bytes | np.ndarray, data: DataConfig) -> Iterator[str]:
 
 
 def is_one_colour(thumbnails: Tensor) -> Tensor:
-    """Which of the images (n,) are of one colour."""
+    """(n,) bool: images of one colour."""
     return thumbnails.std(1, unbiased=False) < ONE_COLOUR_DEVIATION
 
 
