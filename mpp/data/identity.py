@@ -56,19 +56,15 @@ def identify_images(
         ReadFailed: a file cannot be read.
     """
     whole, split, chosen = dataset.origin
-    record = {
+    has_labels = with_labels and dataset.labels is not None
+    return {
         "split": split,
         "images": len(dataset),
         "files": short_digest(split_fingerprint(whole, dataset.image_column, retries)),
-        "chosen": None,
-        "labels": None,
+        "chosen": None if chosen is None else digest_indices(chosen),
+        "labels": short_digest([dataset.labels.tobytes()]) if has_labels else None,
         "revision": revision,
     }
-    if chosen is not None:
-        record["chosen"] = digest_indices(chosen)
-    if with_labels and dataset.labels is not None:
-        record["labels"] = short_digest([dataset.labels.tobytes()])
-    return record
 
 
 def digest_indices(indices: NDArray[np.int64]) -> str:

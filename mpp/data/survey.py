@@ -98,7 +98,7 @@ class Survey:
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(height, width) -> images."""
     peculiarities: Counter[str] = field(default_factory=Counter)
-    """What is read otherwise than it may be meant -> images."""
+    """A reason why an image may be read otherwise than it is meant -> images."""
     one_colour_share: float = 0.0
     """Share of images of one colour."""
     duplicate_share: float = 0.0
@@ -174,7 +174,7 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float, result:
 
 
 def peculiarities(description: Description, data: DataConfig) -> Iterator[str]:
-    """What of a file is read otherwise than it may be meant."""
+    """Reasons why an image may be read otherwise than it is meant."""
     if description.frames > 1 and is_picture(data):
         yield "have several frames or pages, of which only the first counts (data.bands may name pages of TIFF)"
     tag = description.nodata if data.nodata is not None else None
@@ -184,7 +184,7 @@ def peculiarities(description: Description, data: DataConfig) -> Iterator[str]:
 
 
 def is_one_colour(thumbnails: Tensor) -> Tensor:
-    """Which of the images (n,) are of one colour."""
+    """(n,) bool: images of one colour."""
     return thumbnails.std(1, unbiased=False) < ONE_COLOUR_DEVIATION
 
 
