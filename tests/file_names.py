@@ -4,7 +4,6 @@ import os
 import re
 
 from hypothesis import strategies as st
-
 from mpp.data.listing.split_names import SPLIT_WORDS
 
 ACUTE = "\u00e9"

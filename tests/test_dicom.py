@@ -11,6 +11,7 @@ import torch
 from conftest import encoded, picture
 from dicom_files import SECRETS, described, dicom, file_of
 from image_files import decode_with, npy
+from mpp.data.listing.tree import walk_folder
 from pydicom import Dataset, Sequence, dcmread
 from pydicom.data import get_testdata_file
 from pydicom.pixels import apply_modality_lut, apply_windowing, pixel_array
@@ -29,7 +30,6 @@ from mpp.config import ImagesConfig
 from mpp.data.decoding import dicom as module
 from mpp.data.decoding.decode import read_mask, read_values
 from mpp.data.decoding.kinds import is_picture, kind_of_file
-from mpp.data.listing.tree import walk_folder
 from mpp.errors import UnreadableImage
 
 GREY_8 = picture(0)[..., 0].copy()

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import LargeList, List, Value
-
 from mpp.data.label_columns import find_labels, read_labels
+
 from mpp.data.labels import NumberedLabels, number_labels
 
 SEVERAL_SPLITS_ERROR = r"column label has numbers, such as \w+, .* names; both must"

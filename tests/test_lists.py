@@ -19,12 +19,12 @@ from file_names import ACUTE, DECOMPOSED, FILE_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_files import write_tar
-from pyarrow import feather
-
-from mpp.config import ImagesConfig
 from mpp.data.listing.file_index import FileIndex
 from mpp.data.listing.lists import read_list, to_label_column
 from mpp.data.listing.tree import walk_folder
+from pyarrow import feather
+
+from mpp.config import ImagesConfig
 from mpp.data.sources import load_splits
 from mpp.errors import UserError
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from colours import CATS_AND_DOGS, in_train, save, save_classes
-
 from mpp.data.listing.shared_table import TABLE_PREFIX, share_table
+
 from mpp.errors import UserError
 
 context = multiprocessing.get_context("fork")

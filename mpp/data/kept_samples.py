@@ -19,7 +19,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from mpp.config import ImagesConfig
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
-from mpp.data.listing.formats import SHARD_BUILDERS
+from mpp.data.folder import SHARD_BUILDERS
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import complete, hold, short_digest, write_complete
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpp.data.dataset import ImageDataset, has_label, names_by_number
-from mpp.data.label_kinds import SEPARATOR
+from mpp.data.labels import SEPARATOR
 from mpp.runtime.messages import counted, note, shortened, tell, warn
 
 SHOWN_CLASSES = 5

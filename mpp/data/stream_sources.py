@@ -11,7 +11,7 @@ from mpp.data.columns import find_image_column, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset, rows_in_memory
 from mpp.data.kept_samples import FileStamps, keep_rows, list_stream_files
-from mpp.data.label_columns import find_label_column
+from mpp.data.labels import find_label_column
 from mpp.data.overview import announce_stream
 from mpp.data.shards import SHARDS_PER_TURN, Shards
 from mpp.data.sources import find_held_out_split, hint_at_labels, label_images, label_setting, load_splits

@@ -11,7 +11,7 @@ from mpp.config import SourceConfig
 from mpp.data.data_path import could_be_hub_name, is_local, is_url
 from mpp.data.identity import differences, digest_listing, identify_images, keep_known_files, unlisted_parts
 from mpp.data.kept_samples import list_stream_files
-from mpp.data.label_kinds import AUTO
+from mpp.data.labels import AUTO
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete

@@ -1,0 +1,86 @@
+"""Folders of derived data that are made once and kept for later starts: samples of streams, listings.
+
+They lie in the cache of `datasets` (HF_DATASETS_CACHE), in a folder of the user that nobody else may write to. All
+processes of a machine share them. A lock of the kernel's says who makes one and who uses it: it goes with its process.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import datasets
+
+from mpp.errors import UserError
+from mpp.runtime.files import complete, delete, partial_path
+
+CACHE_NAME = "mpp"
+MAX_BYTES = 20e9
+"""Of all folders together, but for those that are in use."""
+locks: dict[Path, IO[str]] = {}
+"""Of the folders that this process uses, to its end."""
+
+
+def cached(key: str, make: Callable[[Path], None]) -> Path:
+    """The folder of a key: complete, and not removed while this process or a fork of it lives.
+
+    Args:
+        key: the name of the folder, which tells its content from any other.
+        make: fills an empty folder with files, none of them in folders. One process calls it, and the others wait.
+    Raises:
+        UserError: the cache cannot be written, or it is not the user's own.
+    """
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / f"{CACHE_NAME}_{os.getuid()}"
+    folder = cache / key
+    try:
+        require_own(cache)
+        lock = locks.setdefault(folder, (cache / f"{key}.lock").open("a+"))
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        while not folder.exists():
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                with complete(folder) as partial:
+                    partial.mkdir()
+                    make(partial)
+                remove_unused(cache)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        os.utime(lock.fileno())  # the time of its last use
+    except OSError as error:
+        raise UserError(f"HF_DATASETS_CACHE: {cache} cannot be written: {error}; choose another") from error
+    return folder
+
+
+def require_own(cache: Path) -> None:
+    """Make the folder of this user; raise OSError if another user could have written to it."""
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = cache.stat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise PermissionError("others can write there, too")
+
+
+def remove_unused(cache: Path) -> None:
+    """Remove the folders that were used longest ago, until all take MAX_BYTES; none that a process uses."""
+    lock_files = sorted(cache.glob("*.lock"), key=lambda file: file.stat().st_mtime)
+    folders = {file: (cache / file.stem, partial_path(cache / file.stem)) for file in lock_files}
+    sizes = {file: sum(map(size_of, folders[file])) for file in lock_files}
+    excess = sum(sizes.values()) - MAX_BYTES
+    for file in lock_files:
+        if excess <= 0:
+            return
+        with file.open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            for folder in folders[file]:  # whole, or left by a process that was killed
+                delete(folder)
+            excess -= sizes[file]
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of a folder's files; 0: it is not there, or goes away meanwhile."""
+    with suppress(FileNotFoundError):
+        return sum(file.stat().st_size for file in folder.iterdir())
+    return 0
