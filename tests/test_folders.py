@@ -15,12 +15,12 @@ from file_names import ACUTE, AWKWARD_NAMES, CLASS_NAMES, DECOMPOSED, FILE_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpp.data.listing.images import list_images
-from mpp.data.listing.split_names import SPLIT_WORDS
 from mpp.data.listing.tree import walk_folder
 from torchvision.datasets import ImageFolder
 
 from mpp import prepare
 from mpp.config import ImagesConfig
+from mpp.data.folder import SPLIT_WORDS
 from mpp.data.identity import identify_images
 from mpp.errors import UserError
 from mpp.runtime.messages import printable

@@ -9,8 +9,6 @@ import pytest
 import torch
 from conftest import encoded
 from datasets import ClassLabel, List, Value
-from mpp.data.label_columns import find_labels
-from mpp.data.label_kinds import AUTO, LABEL_READERS, find_label_kind
 from scipy.special import ndtr
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import average_precision_score, mean_absolute_error, r2_score
@@ -30,6 +28,7 @@ from evaluation.metrics.several import figures_of
 from evaluation.metrics.summaries import summarize_accuracies
 from evaluation.supervision.learners import NumberLearner, SeveralLearner
 from mpp.config import DataConfig
+from mpp.data.labels import AUTO, LABEL_READERS, find_label_kind, find_labels
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened

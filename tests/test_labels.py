@@ -9,9 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import LargeList, List, Value
-from mpp.data.label_columns import find_labels, read_labels
 
-from mpp.data.labels import NumberedLabels, number_labels
+from mpp.data.labels import NumberedLabels, find_labels, number_labels, read_labels
 
 SEVERAL_SPLITS_ERROR = r"column label has numbers, such as \w+, .* names; both must"
 NO_CLASSES_ERROR = r"data\.label_column is label, which holds .* instead of classes"

@@ -11,11 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import dataset_of, encoded, picture, views_of
-from mpp.data.hub import announce_hub_lookup
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset
-from mpp.data.remote import from_a_server
+from mpp.data.remote import announce_hub_lookup, from_a_server
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.data.stream_sources import load_streamed
 from mpp.errors import UserError

@@ -34,8 +34,6 @@ SPLIT = "split"
 LINES, TABLES = b"mpp_lines", b"mpp_tables"
 """Keys of a table's metadata: lines for the user, and the tables that `datasets` has to load instead."""
 ROWS_PER_BATCH = 10_000
-LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-LAUNCH_VARIABLES += ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 calls: Counter[str] = Counter()  # of `share` in this process, by the settings
 
 
@@ -100,6 +98,7 @@ def share(make: Callable[[], Listing], config: ImagesConfig, *others: Any) -> tu
         key = short_digest([repr((launch(), settings, calls[settings])).encode(errors="surrogateescape")])
         folder = cached(f"listing-{key}", partial(write, make))
         rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
+        atexit.register(remove, folder, os.getpid())
         table = rows.data.table
     for line in json.loads(table.schema.metadata[LINES]):
         warn(f"{describe_source(config)}: {line}")
@@ -112,26 +111,21 @@ def share(make: Callable[[], Listing], config: ImagesConfig, *others: Any) -> tu
 
 
 def launch() -> tuple[Any, ...]:
-    """What the processes of one start on one machine share, and two starts do not.
-
-    That is the process that started them, and what the launcher says.
-    """
+    """What the processes of one start on one machine share, and two starts do not."""
     parent = psutil.Process(os.getppid())
-    started = (socket.gethostname(), parent.pid, parent.create_time())
-    return (*started, *(os.environ.get(name) for name in LAUNCH_VARIABLES))
+    turn = [os.environ.get(name) for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+    return (socket.gethostname(), parent.pid, parent.create_time(), *turn)
 
 
 def write(make: Callable[[], Listing], folder: Path) -> None:
-    """Write a listing, whose folder goes when this process ends."""
+    """Write a listing."""
     table = make().to_arrow()
     with (folder / "rows.arrow").open("wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table, max_chunksize=ROWS_PER_BATCH)
-    atexit.register(remove_at_exit, folder.name, folder.parent, os.getpid())
 
 
-def remove_at_exit(name: str, cache: Path, pid: int) -> None:
-    """Remove a listing at the end of the process that wrote it, not of its forks."""
+def remove(folder: Path, pid: int) -> None:
+    """Remove a listing at the end of this process, not of its forks; those who have mapped it keep it."""
     if os.getpid() == pid:
-        key = name.removeprefix(".").removesuffix(".partial")
-        delete(cache / key)
-        delete(cache / f"{key}.lock")
+        delete(folder)
+        delete(folder.with_name(f"{folder.name}.lock"))

@@ -3,16 +3,16 @@
 Cells of CSV are text as it stands, but for spaces around a label: only a blank is no value.
 """
 
-import codecs
-import csv
 import itertools
 import json
 import os
 import unicodedata
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -26,7 +26,6 @@ FILE_COLUMNS = ("file_name", "filename", "file", "path", "image")
 """Usual names of the column that names the files, in order of preference, in small or capital letters."""
 OTHER_FILES_SUFFIX = "_file_name"
 """End of a column's name that holds names of other files, such as masks: `mask_file_name` becomes `mask`."""
-LIST_FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 Columns = dict[str, list[Any]]
 
 
@@ -133,100 +132,80 @@ def match_rows(
 ) -> tuple[dict[int, int], set[int]]:
     """Index of each image that a list names -> its row; and indices of other files that it names, such as masks.
 
-    Columns of other files lose the end of their name; those of masks have paths then.
+    Columns of other files are dropped; that of masks has paths then, or None where there is none.
     """
-    finder = Finder(tree, path, paths, config)
+    starts = [*dict.fromkeys((list_folder(tree, path, config), os.path.dirname(path) + "/"))]
     names = table.pop(IMAGE)
-    images = [finder.find(name) for name in names]
-    missing = [f"row {row + 1} names none" if names[row] is None else str(names[row]) for row in unfound(images)]
+    images = find_files(names, starts, paths, tree.root)
+    missing = [str(name) for name, index in zip(names, images, strict=True) if index is None]
     others: set[int] = set()
     for column in [*table]:
-        is_mask = column == config.mask_column
-        if not (is_mask or column.lower().endswith(OTHER_FILES_SUFFIX)):
+        is_suffixed = column.lower().endswith(OTHER_FILES_SUFFIX)
+        name = column[: -len(OTHER_FILES_SUFFIX)] if is_suffixed else column
+        if not is_suffixed and name != config.mask_column:
             continue
         values = table.pop(column)
-        name = column if is_mask else column[: -len(OTHER_FILES_SUFFIX)]
-        found = [finder.find(value) for value in values]
+        found = find_files(values, starts, paths, tree.root)
         others |= {index for index in found if index is not None}
         if name == config.mask_column:
-            missing += [str(values[row]) for row in unfound(found) if values[row] is not None]
+            missing += [value for value, index in zip(values, found, strict=True) if value and index is None]
             table[name] = [None if index is None else paths[index] for index in found]
-    if missing:
-        if config.missing == "refuse":
-            start = "the list's folder" if config.labels is None else "data.path or the list's folder"
-            advice = f"names start from {start}; mend the list, or set data.missing skip"
-            what = f"names {len(missing)} that are no images in {tree.root}, or the name of several"
-            raise UserError(f"{path} {what}: {shortened(missing)}; {advice}")
-        tree.leave_out("files that a list names and that are not there", *missing)
-    listed: dict[int, int] = {}
+    if missing and config.missing == "refuse":
+        start = "the list's folder" if config.labels is None else "data.path or the list's folder"
+        advice = f"names start from {start}; mend the list, or set data.missing skip"
+        what = f"names {len(missing)} that are no images in {tree.root}, or the name of several"
+        raise UserError(f"{path} {what}: {shortened(missing)}; {advice}")
+    tree.leave_out("files that a list names and that are not there", *missing)
+    rows: dict[int, int] = {}
+    labels = {SPLIT, config.label_column or LABEL, config.eval_label_column} & table.keys()
     for row, index in enumerate(images):
-        if index is not None:
-            first = listed.setdefault(index, row)
-            for name in {SPLIT, config.label_column or LABEL, config.eval_label_column} & table.keys():
-                if table[name][first] != table[name][row]:
-                    found = f"{table[name][first]} and {table[name][row]}"
-                    raise UserError(f"{path} has two rows of {paths[index]}, with {name} {found}; leave one")
-    return listed, others
+        first = row if index is None else rows.setdefault(index, row)
+        for name in labels:
+            if table[name][first] != table[name][row]:
+                values = f"{table[name][first]} and {table[name][row]}"
+                raise UserError(f"{path} has two rows of {paths[index]}, with {name} {values}; leave one")
+    return rows, others
 
 
-def unfound(indices: list[int | None]) -> list[int]:
-    """Rows without an index."""
-    return [row for row, index in enumerate(indices) if index is None]
+def find_files(names: list[Any], starts: list[str], paths: list[str], root: str) -> list[int | None]:
+    """The index of the image that each name of a list means; None: it is not there, or several have the name.
 
-
-class Finder:
-    """Images by the names that a list has for them.
-
-    They start from the list's folder (with `data.labels` from `data.path` or from there). `\\` is `/`; composed and
-    decomposed letters are the same; the ending may be missing, and so may the folders, where one file has the name.
+    `\\` is `/`; composed and decomposed letters are the same; the ending may be missing, and so may the folders, where
+    one file has the name.
 
     Args:
+        starts: folders in which names start.
         paths: of the images, absolute.
+        root: the folder of all of them.
     """
+    known: dict[str, int | None] = {path: index for index, path in enumerate(paths)}
+    real_root = os.path.realpath(root)  # through which absolute names may lead
 
-    def __init__(self, tree: Tree, path: str, paths: list[str], config: ImagesConfig):
-        self.starts = [*dict.fromkeys((list_folder(tree, path, config), os.path.dirname(path) + "/"))]
-        self.real_root = os.path.join(os.path.realpath(tree.root), "")
-        self.root = os.path.join(tree.root, "")
-        self.paths = paths
-        self.by_path = {path: index for index, path in enumerate(paths)}
-        self.by_spelling: dict[str, int | None] | None = None
-        """None instead of an index: several files have the name."""
+    def look_up(names: Iterable[str]) -> list[int | None]:
+        found = []
+        for name in names:
+            places = [os.path.normpath(start + name if name[:1] != "/" else name) for start in starts]
+            places += [root + place.removeprefix(real_root) for place in places if place.startswith(real_root)]
+            found.append(next((known[place] for place in places if known.get(place) is not None), None))
+        return found
 
-    def find(self, name: Any) -> int | None:
-        """The index of an image; None: it is not there, or several have the name."""
-        if name is None:
-            return None
-        places = [self.place(start, str(name)) for start in self.starts]
-        for place in places:
-            if place in self.by_path:
-                return self.by_path[place]
-        if self.by_spelling is None:  # made only for lists that need it: it is large
-            self.by_spelling = self.spell()
-        for start in self.starts:
-            index = self.by_spelling.get(compose(self.place(start, str(name).strip().replace("\\", "/"))))
-            if index is not None:
-                return index
-        return None
+    found = look_up(str(name or "") for name in names)
+    if all(index is not None for name, index in zip(names, found, strict=True) if name):
+        return found
+    for index, path in enumerate(paths):  # only for lists that need it: it is large
+        for spelling in spellings(path, starts):
+            if known.setdefault(spelling, index) != index:
+                known[spelling] = None
+    others = look_up(compose(str(name or "").strip().replace("\\", "/")) for name in names)
+    return [other if index is None else index for index, other in zip(found, others, strict=True)]
 
-    def place(self, start: str, name: str) -> str:
-        """The absolute path of a name, seen through the same links as the images."""
-        place = os.path.normpath(os.path.join(start, name))
-        return self.root + place.removeprefix(self.real_root) if place.startswith(self.real_root) else place
 
-    def spell(self) -> dict[str, int | None]:
-        """Other spellings of the images' paths -> their indices."""
-        spelled: dict[str, int | None] = {}
-        bare: dict[str, int | None] = {}
-        for index, path in enumerate(self.paths):
-            path = compose(path)
-            names = {path, path.removesuffix(os.path.splitext(path)[1]) if ending_of(path) else path}
-            for name in names:
-                spelled[name] = index if spelled.setdefault(name, index) == index else None
-                for start in self.starts:
-                    name = start + os.path.basename(name)
-                    bare[name] = index if bare.setdefault(name, index) == index else None
-        return bare | spelled
+def spellings(path: str, starts: list[str]) -> Iterator[str]:
+    """Other ways in which a list may name an image: without its ending, or its folders."""
+    path = compose(path)
+    for name in (path, path[: len(path) - len(ending_of(path))]):
+        yield name
+        yield from (start + os.path.basename(name) for start in starts)
 
 
 def compose(text: str) -> str:
@@ -280,74 +259,34 @@ def read_table(path: str, config: ImagesConfig) -> Columns:
         UserError: it cannot be read as that.
     """
     ending = ending_of(path)
+    encoding = config.labels_encoding
     try:
-        if ending not in LIST_FORMATS:
-            raise ValueError(f"the name of a list must end in {', '.join(LIST_FORMATS)}")
         if ending == ".parquet":
             return pq.read_table(path).to_pydict()
-        encoding = "utf-8-sig" if codecs.lookup(config.labels_encoding).name == "utf-8" else config.labels_encoding
-        with open(path, encoding=encoding, newline="") as file:
-            return read_json_lines(file) if ending == ".jsonl" else read_csv(file, config.file_column)
-    except UnicodeError as error:
-        advice = "data.labels_encoding must name its encoding, such as latin-1 or utf-16"
-        raise UserError(f"{path} is not {config.labels_encoding}; {advice}") from error
-    except LookupError as error:
-        raise UserError(f"data.labels_encoding is {config.labels_encoding}; it must be an encoding") from error
-    except FileNotFoundError:
-        raise UserError(f"data.labels is {path}, which does not exist{did_you_mean(path)}") from None
-    except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+        with open(path, encoding="utf-8-sig" if encoding == "utf-8" else encoding, newline="") as file:
+            return read_json_lines(file) if ending == ".jsonl" else read_csv(file)
+    except (UnicodeError, LookupError) as error:
+        advice = "it must be the encoding of the list, such as utf-8, latin-1 or utf-16"
+        raise UserError(f"data.labels_encoding is {encoding}; {path}: {one_line(error)}; {advice}") from error
+    except (OSError, ValueError, TypeError, pd.errors.ParserWarning, pa.ArrowException) as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}{did_you_mean(path)}") from error
 
 
-def read_csv(file: Any, file_column: str | None) -> Columns:
+def read_csv(file: TextIO) -> Columns:
     """The columns of a CSV file, all of text; a blank cell is None."""
-    csv.field_size_limit(2**31 - 1)
-
-    def header(delimiter: str) -> list[str]:
-        file.seek(0)
-        return [name.strip() for name in next(csv.reader(file, delimiter=delimiter), [])]
-
-    # The delimiter makes a column of file names, and then the most columns: names may have commas in them.
-    delimiter = max(
-        ",;\t", key=lambda each: (find_file_column(header(each), file_column) is not None, len(header(each)))
-    )
-    names = header(delimiter)
-    repeated = [name for name in names if name and names.count(name) > 1]
-    if repeated:
-        raise ValueError(f"it has the column {repeated[0]} twice")
+    header = file.readline()
     file.seek(0)
-    rows = csv.reader(file, delimiter=delimiter, strict=True)
-    columns: list[list[Any]] = [[] for _ in names]
-    for number, row in enumerate(numbered(rows)):
-        if number == 0 or not any(map(str.strip, row)):
-            continue
-        if any(map(str.strip, row[len(names) :])):
-            raise ValueError(f"line {rows.line_num} has {len(row)} cells, and the first line {len(names)}")
-        for column, cell in zip(columns, row + [""] * len(names), strict=False):
-            column.append(cell if cell.strip() else None)
-    return {name: column for name, column in zip(names, columns, strict=True) if name}
-
-
-def numbered(rows: Any) -> Iterator[list[str]]:
-    """The rows of a reader of csv, whose errors name the line at which the row begins."""
-    first_line = 1
-    try:
-        for row in rows:
-            yield row
-            first_line = rows.line_num + 1
-    except csv.Error as error:
-        raise ValueError(f"the row of line {first_line}: {error}") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # pandas warns of cells that it drops
+        delimiter = max(",;\t", key=header.count)
+        table = pd.read_csv(file, sep=delimiter, dtype=str, keep_default_na=False, index_col=False).fillna("")
+    table = table[table.apply(lambda column: column.str.strip() != "").any(axis=1)]
+    return {name.strip(): [cell if cell.strip() else None for cell in table[name]] for name in table}
 
 
 def read_json_lines(file: Iterable[str]) -> Columns:
     """The columns of a file of JSON objects, a line each."""
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            try:
-                rows.append(dict(json.loads(line)))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"line {number} is not a JSON object: {one_line(error)}") from error
+    rows = [dict(json.loads(line)) for line in file if line.strip()]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 

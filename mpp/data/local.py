@@ -3,8 +3,8 @@
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,11 +13,13 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
-from mpp.data.columns import can_hold_images, is_cell
+from mpp.data.columns import TEXT_TYPES, can_hold_images, is_cell
 from mpp.data.data_path import describe_source, is_url
 from mpp.data.decoding.formats import LFS_POINTER, STAND_INS, what_is
 from mpp.data.folder import (
@@ -42,7 +44,6 @@ from mpp.runtime.messages import shortened, warn
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
 MAX_STAND_IN_BYTES = 1 << 12
-MAX_EMPTY_TABLE_BYTES = 1 << 20  # a longer table has rows, and need not be opened to know it
 COMPARED_FILES = 16  # of a split that is streamed, or a few more: it may have very many
 CACHED_TABLE = re.compile(r"(.*/)?cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # what `map` of `datasets` leaves
 CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
@@ -62,10 +63,12 @@ def load_local(path: str, config: ImagesConfig, streaming: bool) -> dict[str, An
         if ending not in SHARD_BUILDERS:
             rule = f"a single file must be {' or '.join(SHARD_BUILDERS)}; data.labels names a list of images"
             raise UserError(f"{problem}; {rule}")
-        refuse_settings_of_folders(config)
+        refuse_name(config)
+        refuse_list(config)
         return load_shards({"train": [path]}, config, streaming)
     if os.path.isfile(f"{path}/dataset_dict.json") or os.path.isfile(f"{path}/state.json"):
-        refuse_settings_of_folders(config)
+        refuse_name(config)
+        refuse_list(config)
         saved = datasets.load_from_disk(path).with_format(None)  # it may hide columns, or make tensors
         return saved if isinstance(saved, datasets.DatasetDict) else {config.split: saved}
     if has_card_with_configs(path):
@@ -74,12 +77,6 @@ def load_local(path: str, config: ImagesConfig, streaming: bool) -> dict[str, An
     refuse_name(config)
     splits, shards = share(partial(list_folder, path, config, streaming), config, streaming)
     return load_shards(shards, config, streaming) if shards else splits
-
-
-def refuse_settings_of_folders(config: ImagesConfig) -> None:
-    """Refuse settings for folders with configs or lists of images, where there are none."""
-    refuse_name(config)
-    refuse_list(config)
 
 
 def refuse_name(config: ImagesConfig) -> None:
@@ -111,6 +108,8 @@ def load_by_card(path: str, config: ImagesConfig, streaming: bool) -> dict[str, 
         return load_shards(files, config, streaming)
     refuse_streamed_files(builder, streaming)
     splits = datasets.load_dataset(path, config.name, streaming=streaming, download_config=QUIET)
+    if streaming or not isinstance(builder, Parquet | Arrow):
+        return splits
     return {name: with_whole_paths(rows, files[name], config.image_column) for name, rows in splits.items()}
 
 
@@ -195,12 +194,7 @@ def list_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
     start = os.path.join(tree.root, "")
     refuse_stand_ins(start + shard for shard in shards)
     tree.leave_out("lists of images next to shards", *tree.lists)
-    empty = [table for table in tree.tables if not has_rows(start + table)]
-    tree.leave_out("shards without rows", *empty)
-    splits = shards_by_split((shard for shard in shards if shard not in {*empty}), start)
-    for split in shards_by_split(empty, start).keys() - splits.keys():
-        problem = f"whose split {split} has no images: its shards have no rows ({shortened(empty)})"
-        raise UserError(f"{config.group_name}.path is {config.path}, {problem}; move them away")
+    splits = shards_by_split(shards, start)
     listing = Listing(tables=splits) if streaming or tree.tables else list_tars(splits, config)
     listing.lines += incomplete_sets(shards)
     return listing
@@ -224,7 +218,9 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
         loaded = datasets.load_dataset(
             TABLE_BUILDERS[ending], data_files=escaped, streaming=streaming, download_config=QUIET
         )
-        splits[split] = with_whole_paths(loaded[split], of_split, config.image_column)
+        splits[split] = loaded[split]
+        if not streaming:
+            splits[split] = with_whole_paths(loaded[split], of_split, config.image_column)
     return splits
 
 
@@ -239,26 +235,16 @@ def load_tars(shards: dict[str, list[str]], config: ImagesConfig, streaming: boo
 # --- tables ---
 
 
-@contextmanager
-def open_table(table: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
-    """The schema and the batches of a parquet or arrow file; of parquet one row each."""
+def read_features(table: str) -> datasets.Features:
+    """The types of the columns of a parquet or arrow file."""
     if ending_of(table) == ".parquet":
-        with pq.ParquetFile(table) as file:
-            yield file.schema_arrow, file.iter_batches(batch_size=1)
-        return
+        return datasets.Features.from_arrow_schema(pq.read_schema(table))
     with pa.memory_map(table) as file:
         try:
-            reader = pa.ipc.open_stream(file)
-            yield reader.schema, reader
+            schema = pa.ipc.open_stream(file).schema
         except pa.ArrowInvalid:  # arrow's other format, which `datasets` reads too
-            reader = pa.ipc.open_file(file)
-            yield reader.schema, map(reader.get_batch, range(reader.num_record_batches))
-
-
-def read_features(table: str) -> datasets.Features:
-    """The columns' types of a parquet or arrow file."""
-    with open_table(table) as (schema, _):
-        return datasets.Features.from_arrow_schema(schema)
+            schema = pa.ipc.open_file(file).schema
+    return datasets.Features.from_arrow_schema(schema)
 
 
 def holds_images(table: str) -> bool:
@@ -268,27 +254,13 @@ def holds_images(table: str) -> bool:
     return False
 
 
-def first_row(table: str) -> dict[str, Any] | None:
-    """The first row of a parquet or arrow file; None: it has none."""
-    with open_table(table) as (_, batches):
-        batch = next((batch for batch in batches if len(batch)), None)
-        return None if batch is None else batch.slice(0, 1).to_pylist()[0]
-
-
-def has_rows(table: str) -> bool:
-    """Whether a parquet or arrow file has rows; also where it cannot be read: loading it says why."""
-    with suppress(*LOADING_ERRORS):
-        return os.path.getsize(table) > MAX_EMPTY_TABLE_BYTES or first_row(table) is not None
-    return True
-
-
 def refuse_other_columns(files: Sequence[str], streaming: bool) -> None:
     """Refuse tables of one split that `datasets` would load wrongly, by the first one's classes, or not at all.
 
     Of a stream some are compared, and damaged ones are left for its reader to name.
 
     Raises:
-        UserError: a file has more columns than the first, or declares other classes, or in another order.
+        UserError: a file has no rows, more columns than the first, or declares other classes, or in another order.
     """
     first: datasets.Features | None = None
     for file in files[:: max(1, len(files) // COMPARED_FILES)] if streaming else files:
@@ -299,6 +271,8 @@ def refuse_other_columns(files: Sequence[str], streaming: bool) -> None:
                 continue
             raise ValueError(f"{file}: {one_line(error)}") from error
         first = first or features
+        if ending_of(file) == ".parquet" and pq.read_metadata(file).num_rows == 0:
+            raise UserError(f"{file} has no rows; move it away")
         more = sorted(features.keys() - first.keys())
         if more:
             rule = "tables of a split must have the same columns"
@@ -308,40 +282,31 @@ def refuse_other_columns(files: Sequence[str], streaming: bool) -> None:
                 raise UserError(f"{file} declares other classes in {column} than {files[0]}, or another order of these")
 
 
-def with_whole_paths(rows: Any, tables: Sequence[str], text_column: str | None) -> Any:
-    """Rows, indexed or a stream, of tables on this machine; relative paths of images become absolute.
+def with_whole_paths(rows: datasets.Dataset, tables: Sequence[str], text_column: str | None) -> datasets.Dataset:
+    """Rows of tables on this machine; relative paths of images start from the tables' folder, and become absolute.
 
     Args:
-        tables: that the rows are of; relative paths start from their folder.
         text_column: has paths also where its type is text.
     Raises:
-        UserError: relative paths in a stream, or in tables of several folders.
+        UserError: the tables with relative paths are in several folders.
     """
-    if ending_of(tables[0]) not in TABLE_BUILDERS:
-        return rows
-    first: dict[str, Any] = {}
-    with suppress(*LOADING_ERRORS):
-        first = first_row(tables[0]) or {}
-    columns = [name for name, cell in first.items() if is_relative(cell, name == text_column)]
-    if not columns:
-        return rows
-    folders = {os.path.dirname(table) for table in tables}
-    if not isinstance(rows, datasets.Dataset) or len(folders) > 1:
-        advice = PREPARE_FIRST if len(folders) == 1 else "put the tables into one folder, or make their paths absolute"
-        raise UserError(f"{tables[0]} has relative paths of images ({columns[0]}): {advice}")
-    (folder,) = folders
     order = rows.column_names
-    for name in columns:
+    folders = sorted({os.path.dirname(table) for table in tables})
+    for name, feature in rows.features.items():
         cells = column_of(rows, name)
-        paths = (pc.struct_field(cells, "path") if is_cell(rows.features[name]) else cells).to_pylist()
-        whole = path_column([path if path is None or is_url(path) else os.path.join(folder, path) for path in paths])
-        rows = rows.add_column(f"{name} found", whole, feature=datasets.Image(decode=False))
-        rows = rows.remove_columns([name]).rename_column(f"{name} found", name)
+        if is_cell(feature) and pc.struct_field(cells, "bytes").null_count == len(cells):
+            cells = pc.struct_field(cells, "path")
+        elif name != text_column or getattr(feature, "dtype", None) not in TEXT_TYPES:
+            continue
+        paths = cells.to_pylist()
+        relative = {path for path in paths if path and not is_url(path) and not os.path.isabs(path)}
+        if not relative:
+            continue
+        if len(folders) > 1:
+            problem = f"relative paths of images in {name}, such as {min(relative)}"
+            raise UserError(f"{shortened(folders)} have tables with {problem}; put the tables into one folder")
+        whole = [os.path.join(folders[0], path) if path in relative else path for path in paths]
+        found = f"{name} found"  # added first: a table without columns has no rows
+        rows = rows.add_column(found, path_column(whole), feature=datasets.Image(decode=False))
+        rows = rows.remove_columns([name]).rename_column(found, name)
     return rows.select_columns(order)
-
-
-def is_relative(cell: Any, may_be_text: bool) -> bool:
-    """Whether a cell is the relative path of an image."""
-    if isinstance(cell, dict) and {*cell} == {"bytes", "path"} and cell["bytes"] is None:
-        cell, may_be_text = cell["path"], True
-    return may_be_text and isinstance(cell, str) and cell != "" and not (is_url(cell) or os.path.isabs(cell))
