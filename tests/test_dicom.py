@@ -11,7 +11,6 @@ import torch
 from conftest import encoded, picture
 from dicom_files import SECRETS, described, dicom, file_of
 from image_files import decode_with, npy
-from mpp.data.listing.tree import walk_folder
 from pydicom import Dataset, Sequence, dcmread
 from pydicom.data import get_testdata_file
 from pydicom.pixels import apply_modality_lut, apply_windowing, pixel_array
@@ -30,6 +29,7 @@ from mpp.config import ImagesConfig
 from mpp.data.decoding import dicom as module
 from mpp.data.decoding.decode import read_mask, read_values
 from mpp.data.decoding.kinds import is_picture, kind_of_file
+from mpp.data.folder import walk
 from mpp.errors import UnreadableImage
 
 GREY_8 = picture(0)[..., 0].copy()
@@ -434,15 +434,12 @@ def test_files_without_an_ending_are_left_out_where_pydicom_is_missing(tmp_path,
         (tmp_path / f"{number}.dcm").write_bytes(dicom(GREY_8))
     (tmp_path / "photo").write_bytes(encoded(RGB))
     (tmp_path / "DICOMDIR").write_bytes(pydicoms("dicomdirtests/DICOMDIR-empty"))
-    assert len(walk_folder(str(tmp_path))) == 7
+    assert len(walk(str(tmp_path)).paths()) == 7
     without_module("pydicom")
-    tree = walk_folder(str(tmp_path))
-    assert [folder.files for folder in tree.folders] == [["photo"]]
-    assert sorted(tree.left_out.lines(about_images=True)) == [
-        "left out: .dcm files, which need pydicom: pip install pydicom (3: 0.dcm, 1.dcm, 2.dcm)",
-        "left out: DICOM files without an ending, which need pydicom: pip install pydicom (3: IM0, IM1, IM2)",
-    ]
-    assert tree.left_out.lines(about_images=False) == ["left out: files without an ending (1: DICOMDIR)"]
+    tree = walk(str(tmp_path))
+    assert tree.images == {"": ["photo"]}
+    assert sorted(map(len, tree.left_out.values())) == [1, 3, 3]
+    assert "pip install pydicom" in tree.lines()[0]
 
 
 def test_without_pydicom_the_reason_says_what_to_install(without_module):

@@ -70,7 +70,7 @@ class Classes(NamedTuple):
 
     names: list[str]
     codes: NDArray[np.int64]
-    """(m,) of each label: its place in `names`; images may have none or several."""
+    """(m,) of each label: its place in `names`; -1: a blank. Images may have none or several."""
     images: NDArray[np.int64]
     """(m,) the image that has the label; ascending."""
     is_missing: NDArray[np.bool_]
@@ -153,8 +153,8 @@ def read_labels(columns: Sequence[LabelColumn | None], kind: str = "class") -> N
         if labels is None:
             continue
         if not names:
-            names += column.class_names or (() if is_text(column.values) else shared) or ()
-        others = sorted({labels.names[code] for code in np.unique(labels.codes)} - {*names})
+            names += column.class_names or (() if is_text(flat_labels(column.values)) else shared) or ()
+        others = sorted({*labels.names} - {*names})
         if all(map(WHOLE_NUMBER.fullmatch, others)):
             others.sort(key=lambda text: (int(text.partition(".")[0]), text))
         names += others
@@ -176,15 +176,16 @@ def number(labels: Classes, names: list[str]) -> NDArray[np.int64]:
 def mark(labels: Classes, names: list[str]) -> NDArray[np.int8]:
     """(n, C) 1 where an image is of a class, 0 where not; -1: its label is missing."""
     marks = np.zeros((len(labels.is_missing), len(names)), np.int8)
-    marks[labels.images, numbers_of(labels, names)] = 1
+    numbers = numbers_of(labels, names)
+    marks[labels.images[numbers >= 0], numbers[numbers >= 0]] = 1
     marks[labels.is_missing] = NO_LABEL
     return marks
 
 
 def numbers_of(labels: Classes, names: list[str]) -> NDArray[np.int64]:
-    """(m,) the number of each label's class."""
+    """(m,) the number of each label's class; -1: a blank."""
     number_of = {name: number for number, name in enumerate(names)}
-    return np.array([number_of.get(name, NO_LABEL) for name in labels.names], np.int64)[labels.codes]
+    return np.array([*(number_of[name] for name in labels.names), NO_LABEL], np.int64)[labels.codes]
 
 
 def read_classes(column: LabelColumn, kind: str, declared: Sequence[str] | None) -> Classes | None:
@@ -214,7 +215,7 @@ def read_classes(column: LabelColumn, kind: str, declared: Sequence[str] | None)
         images = pc.list_parent_indices(values).to_numpy(zero_copy_only=False)
     if is_text(flat):
         flat = null_where(is_blank(flat), flat)
-    elif pa.types.is_boolean(flat.type):
+    elif pa.types.is_boolean(flat.type) or pa.types.is_null(flat.type):
         flat = flat.cast(pa.int8())
     if pa.types.is_signed_integer(flat.type):
         is_negative = pc.less(flat, 0)
@@ -223,10 +224,9 @@ def read_classes(column: LabelColumn, kind: str, declared: Sequence[str] | None)
         flat = null_where(is_negative, flat)
     encoded = flat.dictionary_encode()
     names = [class_name(value, declared) for value in encoded.dictionary.to_pylist()]
-    is_label = flat.is_valid().to_numpy(zero_copy_only=False)
-    codes = encoded.indices.drop_null().to_numpy().astype(np.int64)
+    codes = encoded.indices.fill_null(-1).to_numpy()
     is_missing = (values.is_null() if is_list(values) else flat.is_null()).to_numpy(zero_copy_only=False)
-    return Classes(names, codes, images[is_label], is_missing)
+    return Classes(names, codes, images, is_missing)
 
 
 def class_name(value: Any, declared: Sequence[str] | None) -> str:

@@ -3,6 +3,7 @@
 Cells of CSV are text as it stands, but for spaces around a label: only a blank is no value.
 """
 
+import codecs
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from mpp.config import ImagesConfig
 from mpp.data.folder import Tree, ending_of, find_places, split_of_cell
 from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
 from mpp.errors import UserError, did_you_mean, one_line
-from mpp.runtime.messages import shortened
+from mpp.runtime.messages import printable, shortened
 
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "image")
 """Usual names of the column that names the files, in order of preference, in small or capital letters."""
@@ -263,7 +264,9 @@ def read_table(path: str, config: ImagesConfig) -> Columns:
     try:
         if ending == ".parquet":
             return pq.read_table(path).to_pydict()
-        with open(path, encoding="utf-8-sig" if encoding == "utf-8" else encoding, newline="") as file:
+        with open(
+            path, encoding="utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding, newline=""
+        ) as file:
             return read_json_lines(file) if ending == ".jsonl" else read_csv(file)
     except (UnicodeError, LookupError) as error:
         advice = "it must be the encoding of the list, such as utf-8, latin-1 or utf-16"
@@ -300,7 +303,7 @@ def to_label(value: Any) -> Any:
         return None
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # tables with blanks turn integers to floating point
-    return str(value).strip() or None
+    return printable(str(value).strip()) or None
 
 
 def to_label_column(values: Iterable[Any]) -> list[Any]:
