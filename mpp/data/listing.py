@@ -33,6 +33,7 @@ LABEL = "label"
 SPLIT = "split"
 LINES, TABLES = b"mpp_lines", b"mpp_tables"
 """Keys of a table's metadata: lines for the user, and the tables that `datasets` has to load instead."""
+ROWS_FILE = "rows.arrow"
 ROWS_PER_BATCH = 10_000
 calls: Counter[str] = Counter()  # of `share` in this process, by the settings
 
@@ -97,9 +98,10 @@ def share(make: Callable[[], Listing], config: ImagesConfig, *others: Any) -> tu
         calls[settings] += 1  # a process that asks again gets a new listing
         key = short_digest([repr((launch(), settings, calls[settings])).encode(errors="surrogateescape")])
         folder = cached(f"listing-{key}", partial(write, make))
-        rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
+        file = str(folder / ROWS_FILE)
+        rows = datasets.Dataset.from_file(file)
         atexit.register(remove, folder, os.getpid())
-        table = rows.data.table
+        table = pa.ipc.open_stream(pa.memory_map(file)).read_all()  # the library drops our metadata
     for line in json.loads(table.schema.metadata[LINES]):
         warn(f"{describe_source(config)}: {line}")
     splits = {}
@@ -120,7 +122,7 @@ def launch() -> tuple[Any, ...]:
 def write(make: Callable[[], Listing], folder: Path) -> None:
     """Write a listing."""
     table = make().to_arrow()
-    with (folder / "rows.arrow").open("wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+    with (folder / ROWS_FILE).open("wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table, max_chunksize=ROWS_PER_BATCH)
 
 
