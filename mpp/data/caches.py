@@ -36,7 +36,9 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
     folder = cache / key
     try:
         require_own(cache)
-        lock = locks.setdefault(folder, (cache / f"{key}.lock").open("a+"))
+        if folder not in locks:
+            locks[folder] = (cache / f"{key}.lock").open("a+")
+        lock = locks[folder]
         fcntl.flock(lock, fcntl.LOCK_SH)
         while not folder.exists():
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -49,6 +51,9 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
         os.utime(lock.fileno())  # the time of its last use
     except OSError as error:
         raise UserError(f"HF_DATASETS_CACHE: {cache} cannot be written: {error}; choose another") from error
+    except BaseException:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # the other processes make it, or fail themselves
+        raise
     return folder
 
 
@@ -63,20 +68,22 @@ def require_own(cache: Path) -> None:
 def remove_unused(cache: Path) -> None:
     """Remove the folders that were used longest ago, until all take MAX_BYTES; none that a process uses."""
     lock_files = sorted(cache.glob("*.lock"), key=lambda file: file.stat().st_mtime)
-    folders = {file: (cache / file.stem, partial_path(cache / file.stem)) for file in lock_files}
-    sizes = {file: sum(map(size_of, folders[file])) for file in lock_files}
+    folders = [cache / file.stem for file in lock_files]
+    sizes = {folder: size_of(folder) + size_of(partial_path(folder)) for folder in folders}
     excess = sum(sizes.values()) - MAX_BYTES
-    for file in lock_files:
+    for folder in folders:
         if excess <= 0:
             return
-        with file.open("a+") as lock:
+        if folder in locks:
+            continue
+        with (cache / f"{folder.name}.lock").open("a+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            for folder in folders[file]:  # whole, or left by a process that was killed
-                delete(folder)
-            excess -= sizes[file]
+            delete(folder)
+            delete(partial_path(folder))  # of a process that was killed
+            excess -= sizes[folder]
 
 
 def size_of(folder: Path) -> int:
