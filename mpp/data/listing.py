@@ -25,6 +25,7 @@ from mpp.config import ImagesConfig
 from mpp.data.caches import cached
 from mpp.data.data_path import describe_source
 from mpp.data.folder import split_order
+from mpp.errors import UserError, one_line
 from mpp.runtime.files import delete, short_digest
 from mpp.runtime.messages import printable, warn
 
@@ -121,7 +122,10 @@ def launch() -> tuple[Any, ...]:
 
 def write(make: Callable[[], Listing], folder: Path) -> None:
     """Write a listing."""
-    table = make().to_arrow()
+    try:
+        table = make().to_arrow()
+    except OSError as error:
+        raise UserError(f"the images cannot be listed: {one_line(error)}") from error
     with (folder / ROWS_FILE).open("wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table, max_chunksize=ROWS_PER_BATCH)
 
