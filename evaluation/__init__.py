@@ -11,5 +11,5 @@ benchmark/: steps and loaders that `throughput.py` times.
 
 A new evaluation is one file: see README.md. One of this repository does not register itself: its line is in
 registry.py, and its module in the import contracts of pyproject.toml. A new kind of label needs a `LabelKind`
-(metrics/kinds.py), a `Learner` (supervision/learners.py) and a `LabelReader` (mpp/data/label_kinds.py).
+(metrics/kinds.py), a `Learner` (supervision/learners.py) and a kind of `read_labels` (mpp/data/labels.py).
 """

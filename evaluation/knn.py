@@ -16,7 +16,7 @@ from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.supervision.learners import learner_of
-from mpp.data.label_kinds import LABEL_READERS
+from mpp.data.labels import LABEL_KINDS
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
@@ -24,9 +24,7 @@ from mpp.runtime.start import run_main
 
 def run(config: KnnConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe the features, write the report, and return it."""
-    return run_probe(
-        config, "knn", lambda features: evaluate(features, config), "neighbours", loaded, tuple(LABEL_READERS)
-    )
+    return run_probe(config, "knn", lambda features: evaluate(features, config), "neighbours", loaded, LABEL_KINDS)
 
 
 def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:

@@ -40,7 +40,7 @@ from evaluation.supervision.heads import zero_head
 from evaluation.supervision.learners import Learner, learner_of
 from mpp.config import require
 from mpp.data.dataset import names_by_number
-from mpp.data.label_kinds import LABEL_READERS
+from mpp.data.labels import LABEL_KINDS
 from mpp.features.arrays import in_blocks
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import progress_bar
@@ -75,7 +75,7 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
         results, heads = evaluate_heads(features, config)
         return results
 
-    report = run_probe(config, "linear", evaluate_and_keep_heads, "solver", loaded, tuple(LABEL_READERS))
+    report = run_probe(config, "linear", evaluate_and_keep_heads, "solver", loaded, LABEL_KINDS)
     if config.save and report:
         keep_head(config, report, heads[0], loaded)
     return report

@@ -29,12 +29,12 @@ from mpp.config.parsing import parse, parse_saved, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import rows_in_memory
-from mpp.data.hub import resolve_commit
+from mpp.data.folder import split_of_cell, split_of_shard
 from mpp.data.identity import differences, split_fingerprint
-from mpp.data.label_columns import column_of, find_label_column
-from mpp.data.listing.split_names import split_of_cell, split_of_shard
+from mpp.data.labels import column_of, find_label_column
 from mpp.data.overview import announce_splits
 from mpp.data.prepared_image import prepare_image
+from mpp.data.remote import resolve_commit
 from mpp.data.sources import label_images, load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.runtime.files import LOCK, complete, hold, short_digest, write_complete

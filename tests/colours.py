@@ -16,8 +16,8 @@ from mpp.data.sources import load_image_datasets
 
 COLOURS = np.array([(200, 30, 30), (30, 200, 30), (30, 30, 200), (200, 200, 30), (30, 200, 200), (200, 30, 200)])
 CATS_AND_DOGS = ["cat", "dog"]
-COPIES = re.compile(r".*/(?:extracted/[0-9a-f]{16}/files|snapshots/[0-9a-f]{40})/")
-"""Where the cache has what was in an archive or on the hub."""
+COPIES = re.compile(r".*/snapshots/[0-9a-f]{40}/")
+"""Where the cache has what was on the hub."""
 
 
 @cache

@@ -5,7 +5,7 @@ import re
 
 from hypothesis import strategies as st
 
-from mpp.data.listing.split_names import SPLIT_WORDS
+from mpp.data.folder import SPLIT_WORDS
 
 ACUTE = "\u00e9"
 DECOMPOSED = "e\u0301"  # the same letter

@@ -23,6 +23,8 @@ from pydicom.uid import (
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.decode import read_values
+from mpp.data.decoding.formats import is_image, what_is
+from mpp.data.folder import walk
 from mpp.errors import UnreadableImage
 
 GREY_8 = picture(0)[..., 0].copy()
@@ -285,6 +287,30 @@ def test_no_tag_is_quoted(capsys, recwarn, caplog):
 
 
 # --- which files ---
+
+
+def test_dicom_is_known_by_its_preamble():
+    data = dicom(GREY_8)
+    assert is_image(data[:256])
+    assert what_is(data) == "a DICOM file"
+    assert what_is(pydicoms("MR_small")) == "a DICOM file"  # whose preamble is the beginning of a TIFF
+    contents = pydicoms("dicomdirtests/DICOMDIR-empty")
+    assert not is_image(contents[:256])
+    assert what_is(contents) == "a table of contents (DICOMDIR)"
+
+
+def test_files_without_an_ending_are_left_out_where_pydicom_is_missing(tmp_path, without_module):
+    for number in range(3):
+        (tmp_path / f"IM{number}").write_bytes(dicom(GREY_8))
+        (tmp_path / f"{number}.dcm").write_bytes(dicom(GREY_8))
+    (tmp_path / "photo").write_bytes(imagecodecs.png_encode(RGB))
+    (tmp_path / "DICOMDIR").write_bytes(pydicoms("dicomdirtests/DICOMDIR-empty"))
+    assert len(walk(str(tmp_path)).paths()) == 7
+    without_module("pydicom")
+    tree = walk(str(tmp_path))
+    assert tree.images == {"": ["photo"]}
+    assert sorted(map(len, tree.left_out.values())) == [1, 3, 3]
+    assert "pip install pydicom" in tree.lines()[0]
 
 
 def test_without_pydicom_the_reason_says_what_to_install(without_module):

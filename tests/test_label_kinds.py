@@ -28,8 +28,7 @@ from evaluation.metrics.several import figures_of
 from evaluation.metrics.summaries import summarize_accuracies
 from evaluation.supervision.learners import NumberLearner, SeveralLearner
 from mpp.config import DataConfig
-from mpp.data.label_columns import find_labels
-from mpp.data.label_kinds import AUTO, LABEL_READERS, find_label_kind
+from mpp.data.labels import AUTO, find_label_kind, find_labels, read_labels
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
@@ -37,12 +36,11 @@ from mpp.runtime.messages import shortened
 
 def read(kind, feature, *splits):
     """The labels of splits as arrays, and the names of classes."""
-    reader = LABEL_READERS[kind]
     columns = []
     for values in splits:
         rows = datasets.Dataset.from_dict({"label": values}, features=datasets.Features({"label": feature}))
-        columns.append(reader.read(find_labels(rows, "label", "here", "data.label_column")))
-    numbered = reader.convert(columns)
+        columns.append(find_labels(rows, "label", "here", "data.label_column"))
+    numbered = read_labels(columns, kind)
     return [part.tolist() for part in numbered.parts], numbered.class_names
 
 
@@ -67,7 +65,7 @@ def test_an_empty_list_is_an_image_of_no_class_and_a_blank_is_missing(feature, v
 def test_other_signs_between_classes_are_named(capsys, values, said):
     read("several", Value("string"), values)
     printed = capsys.readouterr().out
-    assert said in printed and ("counts as one" in printed) == bool(said)
+    assert said in printed and ("is one class" in printed) == bool(said)
 
 
 def test_one_class_an_image_may_be_learned_as_several():

@@ -2,13 +2,10 @@
 
 import io
 import json
-import os
 import re
 import runpy
 import shutil
-import tarfile
 import warnings
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -176,62 +173,6 @@ def write_two(shards: Sequence[Shard]) -> Iterator[Shard]:
         prepare.write_shard(shard)
         yield shard
     raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("kind", ["zip", "tar.gz"])
-def test_an_archive_is_a_folder(folder, tmp_path, kind):
-    file = tmp_path / f"images.{kind}"
-    if kind == "zip":
-        with zipfile.ZipFile(file, "w") as archive:
-            for path in sorted((folder / "train").rglob("*.*")):
-                archive.write(path, path.relative_to(folder))
-    else:
-        with tarfile.open(file, "w:gz") as archive:
-            archive.add(folder / "train", "train")
-    main(options(file, tmp_path / "out"))
-    train, _ = load_image_datasets(SourceConfig(path=str(tmp_path / "out"), eval_split=None))
-    assert len(train) >= 26
-    assert set(train.labels) == {0, 1}
-    for row in train.rows:
-        path = row["image"]["path"]
-        assert not os.path.isabs(path)
-        assert ".." not in path
-
-
-def test_an_archive_is_unpacked_whole_and_again_where_it_changed(tmp_path, monkeypatch):
-    def write(count):
-        with zipfile.ZipFile(file, "w") as archive:
-            for number in range(count):
-                archive.writestr(f"{number}.png", encoded(picture(number)))
-        return SourceConfig(path=str(file), eval_split=None, eval_fraction=0.5)
-
-    def breaks(archive, entry, folder):
-        (folder / entry.filename).touch()
-        raise OSError(28, "No space left on device")
-
-    file = tmp_path / "images.zip"
-    config = write(4)
-    with monkeypatch.context() as broken:
-        broken.setattr(zipfile.ZipFile, "extract", breaks)
-        with pytest.raises(UserError, match=r"images\.zip, which cannot be loaded: .*No space left"):
-            load_image_datasets(config)
-    assert sum(map(len, load_image_datasets(config))) == 4
-    config = write(6)
-    train, held_out = load_image_datasets(config)
-    assert len(train) + len(held_out) == 6
-    Path(train.image_name(0)).unlink()  # as clusters delete old files
-    assert sum(map(len, load_image_datasets(config))) == 6
-    with monkeypatch.context() as read_only:
-        read_only.setattr("mpp.data.listing.archives.hold", breaks)  # a cache that others have filled
-        assert sum(map(len, load_image_datasets(config))) == 6
-    monkeypatch.chdir(tmp_path)
-    for content in (b"no archive", b""):
-        file.write_bytes(content)
-        for path in (str(file), "images.zip"):
-            words = rf"path is {path}, which is named as an archive and is none \({len(content)} bytes\)$"
-            with pytest.raises(UserError, match=words):
-                load_image_datasets(SourceConfig(path=path))
-        assert file.read_bytes() == content
 
 
 def test_a_strip_that_jpeg_does_not_hold_is_dropped():

@@ -14,9 +14,7 @@ from conftest import dataset_of, encoded, picture, views_of
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset
-from mpp.data.hub import announce_hub_lookup
-from mpp.data.remote import from_a_server
-from mpp.data.shards import load_streamed
+from mpp.data.remote import announce_hub_lookup, from_a_server
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.errors import UserError
 from mpp.runtime.randomness import FIXED_VIEW
@@ -58,8 +56,8 @@ LISTED_HERE = b"file_name\nb.png\n"
             "images in no split's folder (2: car/0.png, plane/0.png)",
         ),
         (["spring.png", "steam train.png", "train.png"], 3, ""),
-        (["a.png", "b.npy", "c.npy"], 1, "arrays next to pictures (2: b.npy, ...)"),
-        (["a.png", "b.png", "c.png", "labels.csv"], 1, "files missing from all lists (2: a.png, c.png)"),
+        (["a.png", "b.npy", "c.npy"], 1, "(2: b.npy, c.npy)"),
+        (["a.png", "b.png", "c.png", "labels.csv"], 1, "(2: a.png, c.png)"),
         (["b.png", "masks/b2, left.png", "metadata.csv"], 1, ""),
         (["a/b.png", "c/b.png", "a/labels.csv"], 2, ""),
         (
@@ -67,12 +65,7 @@ LISTED_HERE = b"file_name\nb.png\n"
             2,
             "tables without images; data.labels names a list (1: c.parquet)",
         ),
-        (["a.png", "b.png", "old.tar"], 2, "tars next to images (1: old.tar)"),
-        (
-            ["a.png", "b.png", "old.zip"],
-            2,
-            "archives next to images, or in one; unpack them or move them away (1: old.zip)",
-        ),
+        (["a.png", "b.png", "old.zip"], 2, "archives: unpack them (1: old.zip)"),
         (["train/a/0.png", "train/b/0.png", "test/a/0.png"], 2, ""),
         (["a/0.png", "b/0.png", ".hidden/0.png", "__MACOSX/a.png"], 2, ""),
         (["a/0.png", "b/0.png", "$RECYCLE.BIN/S-1/$R0.png", "a/@eaDir/0.png/SYNOPHOTO_THUMB_M.jpg"], 2, ""),
@@ -186,7 +179,7 @@ def test_something_else_called_label_is_no_label_unless_asked_for(tmp_path):
     rows(label=[0.5] * 12).to_parquet(path)
     train, _ = load_image_datasets(DataConfig(path=path))
     assert train.labels is None
-    with pytest.raises(ValueError, match=r"data\.label_column is label, which holds .* instead of classes"):
+    with pytest.raises(ValueError, match=r"data\.label_column is label, which holds numbers"):
         load_image_datasets(DataConfig(path=path, label_column="label"))
 
 
@@ -220,8 +213,7 @@ def test_videos_are_no_images_and_pictures_of_other_formats_are_counted(tmp_path
             (tmp_path / f"{number}.{end}").write_bytes(b"x")
     (tmp_path / "README.md").write_text("My photographs")
     assert load_splits(DataConfig(path=str(tmp_path)))["train"].num_rows == 3
-    unread = ".dng files, which mpp does not read; convert them to JPEG, PNG or TIFF (3: 0.dng, 1.dng, 2.dng)"
-    assert unread in capsys.readouterr().err
+    assert "(3: 0.dng, 1.dng, 2.dng)" in capsys.readouterr().err
     for file in tmp_path.glob("*.mov"):
         file.with_suffix(".txt").write_text("x")
         file.unlink()
@@ -353,21 +345,12 @@ def write_table(file: Path, table: datasets.Dataset) -> None:
         stream.write_table(table.with_format("arrow")[:])
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_shards_without_rows_are_left_out_and_named(tmp_path, capsys, ending):
-    write_table(tmp_path / f"train-0.{ending}", rows(0))
-    for number in (1, 2):
-        write_table(tmp_path / f"train-{number}.{ending}", rows(5))
-    assert sizes_of_splits(tmp_path) == {"train": 10}
-    assert f"left out: shards without rows (1: train-0.{ending})" in capsys.readouterr().out
-    shards, _, held_out = load_streamed(DataConfig(path=str(tmp_path), streaming=True), 4, 4)
-    assert (shards.count, len(held_out)) == (1, 4)
-    write_table(tmp_path / f"test.{ending}", rows(0))
-    for streaming in (False, True):
-        with pytest.raises(UserError, match=rf"{tmp_path}, whose split test has no images: .* \(test\.{ending}\)"):
-            load_splits(DataConfig(path=str(tmp_path)), streaming)
-        with pytest.raises(UserError, match=rf"test\.{ending}, which holds no images; it has no rows$"):
-            load_splits(DataConfig(path=str(tmp_path / f"test.{ending}")), streaming)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_shard_without_rows_is_named(tmp_path, streaming):
+    write_table(tmp_path / "train-0.parquet", rows(5))
+    write_table(tmp_path / "train-1.parquet", rows(0))
+    with pytest.raises(UserError, match=r"train-1\.parquet has no rows"):
+        load_splits(DataConfig(path=str(tmp_path)), streaming)
 
 
 def test_offline_nothing_is_waited_for(monkeypatch):
@@ -394,7 +377,7 @@ def test_datasets_that_were_saved_to_folders_of_splits_are_these_splits(tmp_path
         rows(size).save_to_disk(tmp_path / name / split)
     datasets.load_from_disk(tmp_path / name / "train").map(lambda row: row | {"more": 1})
     assert sizes_of_splits(tmp_path) == {"train": 5, "test": 4}
-    assert "left out: cached results of datasets (1: " in capsys.readouterr().out
+    assert "left out: cached results of datasets (1: " in capsys.readouterr().err
 
 
 def test_numbered_shards_have_the_split_of_their_folder(tmp_path):

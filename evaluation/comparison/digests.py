@@ -83,7 +83,10 @@ def relevant_settings(config: Any) -> dict[str, Any]:
     if depends_on_images_of_a_pass(config):
         ignored.discard("data.batch_size")
     ignored |= PLACES
-    return {key: value for key, value in changed_settings(config).items() if key not in ignored}
+    changed = changed_settings(config)
+    if changed.get("data.label_folder") == "inner":  # null is the same, where it is not refused
+        del changed["data.label_folder"]
+    return {key: value for key, value in changed.items() if key not in ignored}
 
 
 def depends_on_images_of_a_pass(config: Any) -> bool:

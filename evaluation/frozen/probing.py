@@ -22,7 +22,7 @@ from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error_of
 from evaluation.metrics.summaries import summarize_accuracies
 from mpp.config import Settings, changed_settings, nested, require
-from mpp.data.label_kinds import AUTO
+from mpp.data.labels import AUTO
 from mpp.features.arrays import evenly_spaced
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.ranks import effective_ranks

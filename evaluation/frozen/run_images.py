@@ -18,7 +18,7 @@ from mpp.config import HOW_READ, SourceConfig, as_words, flatten, rebuild, setti
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
-from mpp.data.label_kinds import AUTO
+from mpp.data.labels import AUTO
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.errors import UserError

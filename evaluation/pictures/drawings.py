@@ -36,7 +36,7 @@ from evaluation.pictures.positions import filter_components, position_similarity
 from evaluation.pictures.similarity import patch_similarity, search_gallery, spread_patches
 from evaluation.pictures.subject import Subject, concatenate
 from mpp.config import Grid, flatten, rebuild, require
-from mpp.data.label_kinds import AUTO
+from mpp.data.labels import AUTO
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.errors import Unavailable, UserError

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from evaluation.tables.images import path_in_folder
-from mpp.data.listing.image_table import decode_path
-from mpp.data.listing.tar_members import is_member_path
+from mpp.data.tars import is_member_path
 from mpp.runtime.files import write_complete
 
 PALETTE_COLORS = 256
@@ -83,7 +82,6 @@ def place_of_image(cell: Any, split: str, index: int, folder: Path | None) -> Pa
     """
     path = cell.get("path") if isinstance(cell, dict) and cell.get("bytes") is None else None
     if path and folder is not None:
-        path = decode_path(path)
         place = path_in_folder(path, folder)
         if not is_member_path(path) and "://" not in path and place is not None:
             return place

@@ -20,7 +20,7 @@ from evaluation.predictions.summary import COLUMNS_OF_ALL, TableImages, figures_
 from evaluation.tables.images import first_columns
 from evaluation.tables.parts import read_columns
 from mpp.data.dataset import ImageDataset, has_label
-from mpp.data.label_kinds import SEPARATOR
+from mpp.data.labels import SEPARATOR
 from mpp.runtime.messages import shortened, warn
 
 NUMBER_COLUMN = "number"

@@ -10,9 +10,9 @@ import datasets
 import pyarrow as pa
 
 from evaluation.tables.parts import RowsOf
+from mpp.data.columns import can_hold_images
 from mpp.data.dataset import ImageDataset
-from mpp.data.label_kinds import SEPARATOR
-from mpp.data.tables import can_hold_images
+from mpp.data.labels import SEPARATOR
 from mpp.runtime.files import short_digest
 from mpp.runtime.messages import note, shortened
 

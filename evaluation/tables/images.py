@@ -21,7 +21,6 @@ from mpp.data.crops import centre_crop
 from mpp.data.data_path import describe_source, is_local
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.identity import identify_images
-from mpp.data.listing.archives import is_archive, unpack_archive
 from mpp.data.sources import label_images, load_splits
 from mpp.data.workers import WatchedLoader, loader_processes, note_reading
 from mpp.errors import UnreadableImage, UserError
@@ -149,13 +148,13 @@ def stack_crops(samples: list[tuple[Tensor, str | None]]) -> tuple[Tensor, list[
 def folder_of(data: ProbeDataConfig) -> Path | None:
     """The folder of the images on this machine; None: they are elsewhere, or the package's birds.
 
-    Of an archive, the one into which it is unpacked; of another file, the one that it is in.
+    Of a file, the one that it is in.
     """
     if not is_local(data.path):
         return None
     path = Path(data.path).expanduser()
     if path.is_file():
-        path = (unpack_archive(path) if is_archive(path.name) else None) or path.parent
+        path = path.parent
     return Path(os.path.abspath(path))
 
 

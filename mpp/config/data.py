@@ -37,14 +37,15 @@ class ImagesConfig(Settings):
     """Column of class labels in a table or list of images, or the ending of a shard's members. null: `label`, a shard's
     `cls`, or the names of folders. Images with a blank label, or a negative number in a table, have no label."""
     labels: str | None = setting(None, needs={"data.path": True})
-    """List of the images in a folder or archive: a CSV, TSV, JSON lines or parquet file, with file names relative to
+    """List of the images in a folder: a CSV, TSV, JSON lines or parquet file, with file names relative to
     `path`. null: a `metadata.csv`, `labels.csv` or similar list in the folder, if there is one."""
     labels_encoding: str = "utf-8"
     """Encoding of lists of images, for example latin-1."""
     file_column: str | None = None
     """Column of file names in a list of images. null: `file_name`, `filename`, `file`, `path` or `image`."""
-    label_folder: Literal["inner", "outer"] = "inner"
-    """Folder that names the class of images that lie several levels deep: the inner or the outer one."""
+    label_folder: Literal["inner", "outer"] | None = None
+    """Folder that names the class of images that lie several levels deep: the inner or the outer one. null: there is
+    one level of folders with different names."""
     missing: Literal["refuse", "skip"] = "refuse"
     """Files that a list names and that are missing: refuse the list, or skip these files."""
     channels: int = setting(3, at_least=1)

@@ -51,6 +51,9 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
         os.utime(lock.fileno())  # the time of its last use
     except OSError as error:
         raise UserError(f"HF_DATASETS_CACHE: {cache} cannot be written: {error}; choose another") from error
+    except BaseException:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # the other processes make it, or fail themselves
+        raise
     return folder
 
 

@@ -1,7 +1,6 @@
 """Columns of images: which column of a dataset holds them, and how the image of a cell is read."""
 
-from functools import partial
-from pathlib import Path
+import os
 from typing import Any
 
 import datasets
@@ -13,13 +12,12 @@ from pyarrow import ArrowException
 from torch import Tensor
 
 from mpp.config import ImagesConfig
-from mpp.data.data_path import describe_source
+from mpp.data.data_path import describe_source, is_url
 from mpp.data.decoding import decode
 from mpp.data.decoding.arrays import check_numbers
-from mpp.data.listing.formats import ARRAY_EXTENSIONS
-from mpp.data.listing.image_table import decode_path
-from mpp.data.listing.tar_members import is_member_path, member_name, read_member
+from mpp.data.decoding.formats import ARRAY_ENDINGS
 from mpp.data.retry import read_with_retries
+from mpp.data.tars import is_member_path, member_name, read_member
 from mpp.errors import UnreadableImage, UserError, one_line
 
 BINARY_TYPES = ("binary", "large_binary")
@@ -31,20 +29,21 @@ ENCODED_TYPES = (*BINARY_TYPES, *TEXT_TYPES)
 
 def decode_cell(cell: Any, config: ImagesConfig, array_dtype: str | None = None, marks_nodata: bool = False) -> Tensor:
     """The image of a cell as (C, H, W); raises UnreadableImage, or ReadFailed. See `read_cell` and `decode`."""
-    return decode.decode(read_cell(cell, config.read_retries, array_dtype), config, marks_nodata)
+    return decode.decode(read_cell(cell, config.read_retries, array_dtype, config.path), config, marks_nodata)
 
 
-def read_cell(cell: Any, retries: int, array_dtype: str | None = None) -> bytes | NDArray:
+def read_cell(cell: Any, retries: int, array_dtype: str | None = None, source: str | None = None) -> bytes | NDArray:
     """The image file of a cell {"bytes", "path"}, or its array.
 
     Args:
         array_dtype: type that an array's numbers get; None: they keep theirs.
+        source: see `read_encoded`.
     Raises:
         UnreadableImage: there is no image in the cell.
         ReadFailed: the image file cannot be read now.
     """
     if cell is None or isinstance(cell, dict):
-        return read_encoded(cell, retries)
+        return read_encoded(cell, retries, source)
     try:
         array = np.asarray(cell)
     except ValueError:
@@ -53,9 +52,11 @@ def read_cell(cell: Any, retries: int, array_dtype: str | None = None) -> bytes 
     return array if array_dtype is None else array.astype(array_dtype, copy=False)
 
 
-def read_encoded(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
+def read_encoded(cell: dict[str, Any] | None, retries: int = 0, source: str | None = None) -> bytes:
     """The image file of a cell {"bytes", "path"}.
 
+    Args:
+        source: `data.path`. A file that is missing where this is there is an unreadable image, and no outage.
     Raises:
         UnreadableImage: there is nothing to read.
         ReadFailed: there is, and it cannot be read now.
@@ -64,27 +65,46 @@ def read_encoded(cell: dict[str, Any] | None, retries: int = 0) -> bytes:
         raise UnreadableImage("no bytes: neither an image nor a file name")
     if cell["bytes"] is not None:
         return cell["bytes"]
-    path = decode_path(cell["path"])
-    if is_member_path(path):
-        return read_with_retries(partial(read_member, path), member_name(path), retries)
-    if "://" in path:
-        # A file system over a network may raise any error.
-        return read_with_retries(partial(read_url, path), path, retries, Exception)
-    return read_with_retries(Path(path).read_bytes, path, retries)
+    path = cell["path"]
+
+    def read() -> bytes:
+        try:
+            return read_member(path) if is_member_path(path) else read_file(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if is_url(path) or is_there(root_of(path, source)):
+                raise UnreadableImage(f"missing: {one_line(error)}") from error
+            raise
+
+    return read_with_retries(read, member_name(path), retries)
 
 
-def read_url(url: str) -> bytes:
-    """A file from any file system that fsspec knows."""
-    with fsspec.open(url) as file:
+def read_file(path: str) -> bytes:
+    """A file of this machine, or at a URL that fsspec knows."""
+    with fsspec.open(path) if is_url(path) else open(path, "rb") as file:
         return file.read()
+
+
+def root_of(path: str, source: str | None) -> str:
+    """The folder that is there for as long as its disk is: `data.path`, or that of a file elsewhere."""
+    root = os.path.abspath(os.path.expanduser(source)) if source else ""
+    if is_member_path(path):
+        path = member_name(path).rpartition(": ")[0]
+    return root if root and path.startswith(os.path.join(root, "")) else os.path.dirname(path)
+
+
+def is_there(folder: str) -> bool:
+    """Whether a folder is there and has something in it: the place of a disk that is away may be empty."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(entries)
+    except OSError:
+        return False
 
 
 def cell_file_name(cell: Any) -> str | None:
     """Name of a cell's file: its path, or its shard's path and its name there. None: the cell has no file."""
     path = cell.get("path") if isinstance(cell, dict) else None
-    if not path:
-        return None
-    return member_name(decode_path(path))
+    return member_name(path) if path else None
 
 
 def file_names(rows: datasets.Dataset, column: str, positions: NDArray[np.int64]) -> list[str | None]:
@@ -94,7 +114,7 @@ def file_names(rows: datasets.Dataset, column: str, positions: NDArray[np.int64]
     if rows._indices is not None:  # the library's own selection of rows
         positions = rows._indices.column(0).to_numpy()[positions]
     paths = pc.struct_field(rows.data.column(column), "path").take(positions).to_pylist()
-    return [member_name(decode_path(path)) if path else None for path in paths]
+    return [member_name(path) if path else None for path in paths]
 
 
 def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
@@ -126,7 +146,7 @@ def image_columns(features: datasets.Features) -> list[str]:
     for name, feature in features.items():
         if is_cell(feature):
             files.append(name)
-        if is_array(feature) or f".{name}" in ARRAY_EXTENSIONS:
+        if is_array(feature) or f".{name}" in ARRAY_ENDINGS:
             arrays.append(name)
         if find_array_dtype(feature):
             nested_lists.append(name)
@@ -147,6 +167,12 @@ def is_cell(feature: Any) -> bool:
 def is_array(feature: Any) -> bool:
     """Whether a column's type is one of the library's arrays with the axes of an image."""
     return isinstance(feature, datasets.Array2D | datasets.Array3D)
+
+
+def can_hold_images(feature: Any) -> bool:
+    """Whether a column may hold image files or arrays."""
+    is_binary = getattr(feature, "dtype", None) in BINARY_TYPES
+    return is_binary or is_cell(feature) or find_array_dtype(feature) is not None
 
 
 def find_array_dtype(feature: Any) -> str | None:

@@ -75,7 +75,7 @@ class ImageDataset:
     decoded: list[Tensor | None] | None = None
     """The same images as (C, H, W), if they are kept in memory; None for one that cannot be decoded."""
     label_kind: str = "class"
-    """A key of `mpp.data.label_kinds.LABEL_READERS`."""
+    """One of `mpp.data.labels.LABEL_KINDS`."""
 
     def __post_init__(self):
         if self.origin is None:
@@ -97,7 +97,7 @@ class ImageDataset:
 
     def encoded(self, index: int, config: ImagesConfig) -> bytes | NDArray:
         """The image file, or its array; raises as `decode`."""
-        return read_cell(self.rows[index][self.image_column], config.read_retries, self.array_dtype)
+        return read_cell(self.rows[index][self.image_column], config.read_retries, self.array_dtype, config.path)
 
     @cached_property
     def array_dtype(self) -> str | None:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from mpp.config import DataConfig, GeneralImagesConfig, ProbeConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
-from mpp.data.hub import cached_commit
 from mpp.data.identity import identify_images
+from mpp.data.remote import cached_commit
 from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.errors import UserError
 

@@ -1,15 +1,13 @@
 """Lines about a dataset: its images, labels and classes, and warnings of labels that cannot be right."""
 
 import math
-import unicodedata
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpp.data.dataset import ImageDataset, has_label, names_by_number
-from mpp.data.label_kinds import SEPARATOR
+from mpp.data.labels import SEPARATOR
 from mpp.runtime.messages import counted, note, shortened, tell, warn
 
 SHOWN_CLASSES = 5
@@ -63,13 +61,12 @@ def describe_split(split: ImageDataset) -> str:
 
 def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
     """Warn of labels that cannot be right, as where folders of sites or ids are taken for classes."""
-    warn_of_names_alike(train.class_names)
     if train.labels is None or train.label_kind != "class" or train.labels.ndim > 1:
         return
     labels = train.labels[train.labels >= 0]
     if not len(labels):
         return
-    classes, counts = np.unique(labels, return_counts=True)
+    classes = np.unique(labels)
     joined = [name for name in train.class_names if SEPARATOR in name.strip(f"{SEPARATOR} ")]
     if joined:
         way = f"evaluations and training with labels split them at {SEPARATOR} with --task several"
@@ -77,22 +74,7 @@ def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
     elif len(classes) > max(len(labels) / 2, MIN_SUSPICIOUS_CLASSES):
         what = f"{len(classes)} classes among {len(labels)} labelled training images"
         warn(f"{what}: are these names of images, and not of classes?")
-    elif (counts == 1).any():
-        single = [train.class_names[number] for number in classes[counts == 1]]
-        warn(f"{counted(len(single), 'class', 'classes')} with one training image: {shortened(single)}")
     warn_of_unknown_classes(train, held_out, classes)
-
-
-def warn_of_names_alike(names: Sequence[str]) -> None:
-    """Warn of classes whose names look the same, as where a folder or a cell was written by hand twice."""
-    by_look = defaultdict(list)
-    for name in names:
-        by_look[" ".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
-    groups = [group for look, group in by_look.items() if len(group) > 1 and len(look) > 1]
-    if groups:
-        first = " and ".join(map(repr, groups[0]))
-        more = f" (and so with {len(groups) - 1} more)" if len(groups) > 1 else ""
-        warn(f"the classes {first}{more} differ only in capitals, spaces or forms of letters: are they one?")
 
 
 def warn_of_unknown_classes(train: ImageDataset, held_out: ImageDataset, classes: NDArray[np.int64]) -> None:

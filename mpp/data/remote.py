@@ -1,8 +1,10 @@
-"""Images that are far away: datasets of the hub, and shards at URLs."""
+"""Images that are far away: datasets of the hub, with the commit that a run reads, and shards at URLs."""
 
+import os
+import re
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,28 +12,30 @@ from urllib.parse import urlsplit
 import datasets
 import fsspec
 import huggingface_hub
-from datasets.data_files import get_data_patterns, resolve_pattern
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
-from mpp.data.hub import check_commit
-from mpp.data.listing.formats import SHARD_BUILDERS
-from mpp.data.listing.tars import stream_shards
-from mpp.data.listing.tree import walk_folder
+from mpp.data.folder import SHARD_BUILDERS, shards_by_split, walk
+from mpp.data.listing import share
 from mpp.data.local import (
     declared_files,
     has_card_with_configs,
+    list_folder,
+    load_tars,
     refuse_list,
     refuse_streamed_files,
-    share_folder_listing,
-    share_tar_listing,
     warn_of_incomplete_sets,
 )
-from mpp.data.retry import SERVER_ERRORS, read_with_retries
-from mpp.errors import UserError, did_you_mean
-from mpp.runtime.messages import shortened
+from mpp.data.retry import NETWORK_ERRORS, SERVER_ERRORS, is_temporary, read_with_retries, server_response
+from mpp.errors import ReadFailed, UserError, did_you_mean, one_line
+from mpp.runtime.messages import tell
+
+COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
+HUB_TIMEOUT_S = 30
 
 
 def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
@@ -39,7 +43,7 @@ def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     if huggingface_hub.constants.HF_HUB_OFFLINE and not streaming:
         folder = downloaded_pictures(config)
         if folder is not None:
-            return share_folder_listing(folder, config, streaming=False).splits
+            return list_downloaded(folder, config)
     builder = datasets.load_dataset_builder(config.path, name=config.name, revision=config.revision)
     if builder.config.data_files and not isinstance(builder, ImageFolder):  # a cache that is read offline has none
         warn_of_incomplete_sets(declared_files(builder), config)
@@ -47,33 +51,80 @@ def load_from_hub(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
         return load_remote_tars(declared_files(builder), config, streaming)
     refuse_streamed_files(builder, streaming)
     if isinstance(builder, ImageFolder):
-        folder = Path(huggingface_hub.snapshot_download(config.path, repo_type="dataset", revision=config.revision))
+        folder = huggingface_hub.snapshot_download(config.path, repo_type="dataset", revision=config.revision)
         if not has_card_with_configs(folder):
-            return share_folder_listing(folder, config, streaming=False).splits
+            return list_downloaded(folder, config)
     refuse_list(config)
     splits = datasets.load_dataset(config.path, name=config.name, revision=config.revision, streaming=streaming)
     check_commit(splits, config)
     return splits
 
 
-def downloaded_pictures(config: ImagesConfig) -> Path | None:
+def list_downloaded(folder: str, config: ImagesConfig) -> dict[str, Any]:
+    """The splits of loose pictures in the hub's cache."""
+    splits, _ = share(partial(list_folder, folder, config, False), config)
+    return splits
+
+
+def downloaded_pictures(config: ImagesConfig) -> str | None:
     """The folder of loose pictures of a dataset in the hub's cache; None: there is none."""
     try:
-        downloaded = huggingface_hub.snapshot_download(
+        folder = huggingface_hub.snapshot_download(
             config.path, repo_type="dataset", revision=config.revision, local_files_only=True
         )
     except OSError:  # huggingface_hub's LocalEntryNotFoundError is one
         return None
-    tree = walk_folder(downloaded)
-    is_loose = tree.folders and not tree.shards and not has_card_with_configs(Path(downloaded))
-    return Path(downloaded) if is_loose else None
+    tree = walk(folder)
+    is_loose = tree.images and not (tree.tables or tree.tars or has_card_with_configs(folder))
+    return folder if is_loose else None
 
 
 def load_remote_tars(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of tar shards at URLs: as streams, or downloaded and indexed."""
-    if streaming:
-        return {split: stream_shards(files, config) for split, files in shards.items()}
-    return share_tar_listing(datasets.DownloadManager().download(shards), config)
+    """The splits of tar shards at URLs: as streams, or downloaded and listed."""
+    return load_tars(shards if streaming else datasets.DownloadManager().download(shards), config, streaming)
+
+
+def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+    """The splits of the shards at a URL that fsspec knows: of a file, of files by a pattern with *, or of a folder."""
+    refuse_list(config)
+    url = config.path
+    ending = os.path.splitext(url)[1]
+    if ending in SHARD_BUILDERS and "*" not in url:
+        shards = {"train": [url]}
+    else:
+        shards, ending = find_shards(config)
+        warn_of_incomplete_sets(shards, config)
+    if ending == ".tar":
+        return load_remote_tars(shards, config, streaming)
+    escaped = {split: [file.replace("[", "[[]") for file in files] for split, files in shards.items()}
+    return datasets.load_dataset(SHARD_BUILDERS[ending], data_files=escaped, streaming=streaming)
+
+
+def find_shards(config: ImagesConfig) -> tuple[dict[str, list[str]], str]:
+    """The shards of a folder's URL by the splits of their names and folders, or those of a pattern; and their ending.
+
+    Raises:
+        UserError: there are none, or of several kinds.
+    """
+    system, root = fsspec.url_to_fs(config.path)
+    files = system.glob(root.replace("[", "[[]")) if "*" in root else system.find(root)
+    by_ending: dict[str, list[str]] = {}
+    for file in sorted(files):
+        by_ending.setdefault(os.path.splitext(file)[1], []).append(file)
+    endings = by_ending.keys() & SHARD_BUILDERS.keys()
+    if len(endings) != 1:
+        found = " and ".join(sorted(endings)) or "none"
+        allowed = f"shards of one format of {', '.join(SHARD_BUILDERS)}"
+        raise UserError(f"{config.group_name}.path is {config.path}; it must hold {allowed}: it has {found}")
+    (ending,) = endings
+    urls = [system.unstrip_protocol(file) for file in by_ending[ending]]
+    if "*" in root:
+        return {"train": urls}, ending
+    start = system.unstrip_protocol(root).rstrip("/") + "/"
+    return shards_by_split([url.removeprefix(start) for url in urls], start), ending
+
+
+# --- the hub, and servers that are away ---
 
 
 def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:
@@ -108,72 +159,72 @@ def finds_host(url: str) -> bool:
     return True
 
 
-def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of the shards at a URL."""
-    refuse_list(config)
-    name, patterns_by_split = find_shards(config.path, config.group_name)
-    shards = {split: files_matching(patterns) for split, patterns in patterns_by_split.items()}
-    is_one_shard = Path(config.path).suffix in SHARD_BUILDERS and "*" not in config.path
-    if not is_one_shard:
-        warn_of_incomplete_sets(shards, config)
-    if name == SHARD_BUILDERS[".tar"]:
-        return load_remote_tars(shards, config, streaming)
-    return datasets.load_dataset(name, data_files=patterns_by_split, streaming=streaming)
+def announce_hub_lookup(config: ImagesConfig) -> None:
+    """Print that `data.path` is looked up on the hub, before the network takes its time: it may be a misspelled folder.
 
-
-def files_matching(patterns: list[str]) -> list[str]:
-    """The URLs of the files of a split, each once.
-
-    Args:
-        patterns: those by which `datasets` finds splits, most of which match nothing; or a URL, which is not asked for.
     Raises:
-        FileNotFoundError: no file matches any of them.
+        UserError: the hub has no such names either.
     """
-    files: dict[str, None] = {}
-    for pattern in patterns:
-        if "*" not in pattern:
-            files[pattern] = None
-            continue
-        with suppress(FileNotFoundError):
-            files |= dict.fromkeys(resolve_pattern(pattern, base_path=""))
-    if not files:
-        raise FileNotFoundError(f"no file matches {shortened(patterns)}")
-    return list(files)
+    if not is_hub_dataset(config):
+        return
+    try:
+        validate_repo_id(config.path)
+    except HFValidationError:
+        reason = f"{Path.cwd()} has no such file or folder, and it is not a valid name on the hub"
+        raise UserError(f"{config.group_name}.path is {config.path}, which does not exist: {reason}") from None
+    problem = f"{describe_source(config)} is not a file or folder in {Path.cwd()}"
+    tell(f"{problem}: looking for it on the hub{did_you_mean(config.path)}")
 
 
-def find_shards(url: str, group: str = "data") -> tuple[str, dict[str, list[str]]]:
-    """The builder of `datasets` for the shards at a URL that fsspec knows, and the files of each split, or patterns.
+def resolve_commit(config: ImagesConfig, begun_with: str | None = None) -> str | None:
+    """The commit that `data.revision` means now; None: not a hub dataset, or the hub does not answer.
 
     Args:
-        url: of a file, of files by a pattern with *, or of a folder, whose files' names or folders have the splits.
+        begun_with: the commit that the run began with, which stays, even if a local folder has the dataset's name now.
+    Raises:
+        UserError: the hub refuses, or cannot be asked about a revision: `datasets` would take the newest one in its
+            cache, of whatever revision.
     """
-    extension = Path(url).suffix
-    if extension in SHARD_BUILDERS:
-        pattern = without_sets(url) if "*" in url else url
-        return SHARD_BUILDERS[extension], {"train": [pattern]}
-    system, root = fsspec.url_to_fs(url)
-    extensions = {Path(file).suffix for file in system.find(root)} & SHARD_BUILDERS.keys()
-    if len(extensions) != 1:
+    if not is_hub_dataset(config):
+        return config.revision
+    announce_hub_lookup(config)
+    known = begun_with or config.revision
+    if known and COMMIT_HASH.fullmatch(known):
+        return known
+    ask = partial(huggingface_hub.HfApi().dataset_info, config.path, revision=config.revision, timeout=HUB_TIMEOUT_S)
+    try:
+        # Only errors of the hub itself are tried again: there are nodes without internet.
+        return read_with_retries(ask, "the hub", config.read_retries, HfHubHTTPError).sha
+    except (ReadFailed, HFValidationError, *NETWORK_ERRORS) as error:
+        refused = server_response(error) is not None and not is_temporary(error)
+        if not refused and not config.revision:
+            return None  # loading the images gives the reason, or finds them in the cache: see `cached_commit`
+        revision = f" of revision {config.revision}" if config.revision else ""
+        reason = f"{one_line(error.__cause__ or error)} (and {Path.cwd()} has no such folder or file)"
         raise UserError(
-            f"{group}.path is {url}; it must hold shards of one format of {', '.join(SHARD_BUILDERS)}: it has "
-            f"{' and '.join(sorted(extensions)) or 'none'}"
-        )
-    (extension,) = extensions
-    folder = without_sets(url.rstrip("/"))
-    patterns_by_split = {}
-    for split, patterns in get_data_patterns(folder).items():
-        narrowed = [with_extension(pattern, extension) for pattern in patterns]
-        patterns_by_split[str(split)] = [f"{folder}/{pattern}" for pattern in narrowed]
-    return SHARD_BUILDERS[extension], patterns_by_split
+            f"{config.group_name}.path is {config.path}{revision}, which cannot be loaded: {reason}"
+        ) from error
 
 
-def without_sets(url: str) -> str:
-    """A pattern in which brackets are no sets of characters, but part of a name."""
-    return url.replace("[", "[[]")
+def cached_commit(rows: Any) -> str | None:
+    """The commit in the path of the cache that holds these rows; None: the path has none, or the rows are a stream."""
+    for file in cached_files(rows):
+        for folder in reversed(Path(file).parts):
+            if COMMIT_HASH.fullmatch(folder):
+                return folder
+    return None
 
 
-def with_extension(pattern: str, extension: str) -> str:
-    """A pattern of `datasets`, narrowed to files with this extension: others may be next to them."""
-    if pattern.endswith("**"):
-        return f"{pattern}/*{extension}"
-    return pattern.removesuffix(".*").removesuffix(extension) + extension
+def check_commit(splits: dict[str, Any], config: ImagesConfig) -> None:
+    """Raise UserError where the hub did not answer and `datasets` took another commit from its cache."""
+    if not COMMIT_HASH.fullmatch(config.revision or ""):
+        return
+    files = [file for rows in splits.values() for file in cached_files(rows)]
+    if not all(config.revision in file for file in files):
+        raise UserError(f"the hub does not answer, and the newest in its cache is not of commit {config.revision}")
+
+
+def cached_files(rows: Any) -> Iterator[str]:
+    """Paths of the cache files that hold these rows; streams have none."""
+    for file in getattr(rows, "cache_files", ()):
+        yield file["filename"]

@@ -19,10 +19,15 @@ from pyarrow import ArrowException
 from mpp.data.workers import allow_warning_again, warn_once
 from mpp.errors import ReadFailed, one_line
 
+try:
+    from aiohttp import ClientError  # of fsspec over HTTP
+except ImportError:
+    ClientError = ConnectionError
+
 T = TypeVar("T")
 HTTPError = HfHubHTTPError.__mro__[1]
 """Base of the errors of the hub's client. It comes from the client's own library, and is not always an OSError."""
-NETWORK_ERRORS = (OSError, FSTimeoutError, HTTPError)
+NETWORK_ERRORS = (OSError, FSTimeoutError, HTTPError, ClientError)
 """Errors of a disk or a server that has gone away."""
 LOADING_ERRORS = (
     *NETWORK_ERRORS,
@@ -36,7 +41,7 @@ LOADING_ERRORS = (
     DatasetsError,
 )
 """Errors of the `datasets` library and of the libraries below it where images cannot be loaded."""
-SERVER_ERRORS = (HTTPError, ConnectionError, TimeoutError, FSTimeoutError)
+SERVER_ERRORS = (HTTPError, ClientError, ConnectionError, TimeoutError, FSTimeoutError)
 """Errors of servers only: a local dataset that is not there raises none of them."""
 LASTING_STATUS_CODES = (400, 401, 403, 404, 410, 416)  # answers of a server that will be the same in a minute
 MAX_PAUSE_S = 60

@@ -23,9 +23,9 @@ from mpp.data.caches import cached
 from mpp.data.columns import cell_file_name, decode_cell, find_array_dtype, find_image_column, without_decoding
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.dataset import ImageDataset
+from mpp.data.folder import SHARD_BUILDERS
 from mpp.data.identity import digest_listing
-from mpp.data.label_columns import find_label_column
-from mpp.data.listing.formats import SHARD_BUILDERS
+from mpp.data.labels import find_label_column
 from mpp.data.overview import announce_stream
 from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
 from mpp.data.sources import find_held_out_split, hint_at_labels, label_images, label_setting, load_splits

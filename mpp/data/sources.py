@@ -13,13 +13,11 @@ from mpp.config import ImagesConfig, SourceConfig, as_words, require
 from mpp.data.columns import find_image_column
 from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is_url
 from mpp.data.dataset import ImageDataset, images_only
-from mpp.data.hub import announce_hub_lookup
-from mpp.data.label_columns import find_labels
-from mpp.data.label_kinds import LABEL_READERS, find_label_kind
-from mpp.data.listing.split_names import split_of_cell
-from mpp.data.local import QUIET, load_local
+from mpp.data.folder import split_of_cell
+from mpp.data.labels import find_label_kind, find_labels, read_labels
+from mpp.data.local import PREPARE_FIRST, QUIET, load_local
 from mpp.data.overview import announce_splits, warn_of_labels
-from mpp.data.remote import from_a_server, load_from_hub, load_url
+from mpp.data.remote import announce_hub_lookup, from_a_server, load_from_hub, load_url
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, did_you_mean, one_line
 from mpp.runtime.messages import note
@@ -84,8 +82,7 @@ def label_images(
         column, setting = label_setting(config, is_held_out=position > 0)
         columns.append(find_labels(rows, column, source, setting))
     kind = find_label_kind(label_kind, columns[0])
-    reader = LABEL_READERS[kind]
-    numbered = reader.convert([None if column is None else reader.read(column) for column in columns])
+    numbered = read_labels(columns, kind)
     images = []
     for (split, rows), labels in zip(splits.items(), numbered.parts, strict=True):
         rows = images_only(rows, image_column)
@@ -133,25 +130,28 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     if config.path is None:
         files = {split: str(BIRDS_FOLDER / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
         return datasets.load_dataset("parquet", data_files=files, streaming=streaming, download_config=QUIET)
-    path = Path(config.path).expanduser()
     on_hub = is_hub_dataset(config)
-    if not (on_hub or path.exists() or is_url(config.path)):
+    if not (on_hub or Path(config.path).expanduser().exists() or is_url(config.path)):
         raise UserError(f"{config.group_name}.path is {config.path}, which does not exist{did_you_mean(config.path)}")
     announce_hub_lookup(config)
     allowed = f"left out: {config.path} is not a dataset of the hub"
     require(on_hub or config.revision is None, "data.revision", config.revision, allowed)
     try:
         if is_url(config.path):
-            return from_a_server(partial(load_url, config, streaming), config)
-        if on_hub:
-            return from_a_server(partial(load_from_hub, config, streaming), config)
-        return load_local(path, config, streaming)
+            splits = from_a_server(partial(load_url, config, streaming), config)
+        elif on_hub:
+            splits = from_a_server(partial(load_from_hub, config, streaming), config)
+        else:
+            splits = load_local(config.path, config, streaming)
     except UserError:
         raise
     except LOADING_ERRORS as error:
         not_local = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
         cause = f"{describe_cause(error)}{not_local}"
         raise UserError(f"{config.group_name}.path is {config.path}, which cannot be loaded: {cause}") from error
+    if streaming and any(isinstance(rows, datasets.Dataset) for rows in splits.values()):
+        raise UserError(f"{config.group_name}.path is {config.path}, which is no shards: {PREPARE_FIRST}")
+    return splits
 
 
 def describe_cause(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import datasets
 from mpp.config import SourceConfig
 from mpp.data.data_path import could_be_hub_name, is_local, is_url
 from mpp.data.identity import differences, digest_listing, identify_images
-from mpp.data.label_kinds import AUTO
+from mpp.data.labels import AUTO
 from mpp.data.shards import list_stream_files
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError

@@ -16,9 +16,9 @@ from accelerate.utils import gather_object, release_memory
 
 from mpp.config import DataConfig, RunConfig, TrainingConfig, changed_settings
 from mpp.config.parsing import to_yaml
-from mpp.data.hub import resolve_commit
 from mpp.data.identity import differences
 from mpp.data.loader import BatchLayout
+from mpp.data.remote import resolve_commit
 from mpp.data.survey import channel_moments, with_moments
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line

@@ -101,6 +101,8 @@ def refuse_among_images(key: str, place: Path, group: str, path: str | None) -> 
         raise UserError(f"{key} is {place}, inside {group}.path {images}: its pictures would join the images")
 
 
+LABEL_FOLDER = "data.label_folder"
+"""null and inner are the same images: where they would differ, null is refused. Older runs have saved inner."""
 Changes = dict[str, tuple[Any, Any]]
 """Key of a setting -> its value before, its value now."""
 
@@ -109,7 +111,8 @@ def changes(before: Any, now: Any) -> Changes:
     """Settings that are not operational in which two configs of one kind differ."""
     saved = flatten(before)
     relevant = [each for each in settings_of(now) if not each.about["operational"]]
-    return {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
+    found = {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
+    return {key: values for key, values in found.items() if not (key == LABEL_FOLDER and {*values} == {None, "inner"})}
 
 
 def describe_changes(changes: Changes, saved_in: str) -> str:

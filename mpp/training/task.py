@@ -13,9 +13,9 @@ from mpp.config import DataConfig, ProbeConfig, Representation, RunConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
 from mpp.data.general_images import REFERENCE, GeneralImages, general_source, load_general_images
-from mpp.data.hub import cached_commit, resolve_commit
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD, identify_images
 from mpp.data.loader import BatchLayout, FixedViewLoader
+from mpp.data.remote import cached_commit, resolve_commit
 from mpp.data.shards import Shards
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import loader_processes

@@ -1,0 +1,163 @@
+"""The listing of a folder: one process of a machine makes it, all of the same start share it, and nothing is left."""
+
+import atexit
+import multiprocessing
+import os
+from functools import partial
+from pathlib import Path
+
+import datasets
+import pytest
+from colours import CATS_AND_DOGS, save, save_classes
+
+from mpp.config import ImagesConfig
+from mpp.data import listing
+from mpp.data.columns import decode_cell, read_encoded
+from mpp.data.sources import load_splits
+from mpp.errors import ReadFailed, UnreadableImage, UserError
+
+context = multiprocessing.get_context("fork")
+SOON = 8  # seconds
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where listings lie."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def start(act, count: int = 2) -> list:
+    """What `act` returns in processes that one launcher starts together."""
+
+    def run(rank: int) -> None:
+        atexit._clear()  # what the tests have registered
+        os.environ |= {"WORLD_SIZE": str(count), "RANK": str(rank), "MASTER_PORT": "29500"}
+        together.wait(SOON)
+        results.put((rank, act(rank)))
+        together.wait(SOON)
+        atexit._run_exitfuncs()
+
+    results, together = context.Queue(), context.Barrier(count)
+    processes = [context.Process(target=run, args=(rank,)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    by_rank = dict(results.get(timeout=SOON) for _ in processes)
+    for process in processes:
+        process.join(SOON)
+        assert process.exitcode == 0
+    return [by_rank[rank] for rank in range(count)]
+
+
+def paths(path: Path) -> list[str]:
+    return [cell["path"] for rows in load_splits(ImagesConfig(path=str(path))).values() for cell in rows["image"]]
+
+
+def test_processes_that_start_together_walk_once(cache, tmp_path):
+    """And have the same images in the same order; the next start has a listing of its own."""
+    save_classes(tmp_path / "data", CATS_AND_DOGS, 20)
+    walks, scandir = tmp_path / "walks", os.scandir
+
+    def act(rank):
+        def counted(path):
+            with walks.open("a") as file:
+                file.write(f"{path}\n")
+            return scandir(path)
+
+        os.scandir = counted
+        return paths(tmp_path / "data")
+
+    for count in (40, 41):
+        first, second = start(act)
+        assert first == second and len(first) == count
+        walked = [line for line in walks.read_text().splitlines() if line.startswith(str(tmp_path / "data"))]
+        assert len(walked) == 3 and len({*walked}) == 3
+        assert not [*cache.rglob("*.arrow")]
+        save(tmp_path / "data" / "cat" / "new.png")
+        walks.unlink()
+
+
+def test_starts_at_the_same_time_share_nothing(cache, tmp_path, monkeypatch):
+    save_classes(tmp_path / "data", CATS_AND_DOGS, 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    keys = set()
+
+    def noted(key, make):
+        keys.add(key)
+        raise UserError("enough")
+
+    monkeypatch.setattr(listing, "cached", noted)
+    for port, restart in (("1", "0"), ("2", "0"), ("2", "1")):
+        monkeypatch.setenv("MASTER_PORT", port)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        listing.calls.clear()
+        for _ in range(2):  # a process that asks again, too
+            with pytest.raises(UserError):
+                paths(tmp_path / "data")
+    monkeypatch.setattr(listing.os, "getppid", os.getpid)
+    with pytest.raises(UserError):
+        paths(tmp_path / "data")
+    assert len(keys) == 7
+
+
+def test_a_folder_of_another_user_is_not_trusted(cache, tmp_path, monkeypatch):
+    save_classes(tmp_path / "data", CATS_AND_DOGS, 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (cache / f"mpp_{os.getuid()}").mkdir(parents=True)
+    (cache / f"mpp_{os.getuid()}").chmod(0o777)
+    with pytest.raises(UserError, match=r"HF_DATASETS_CACHE.*others"):
+        paths(tmp_path / "data")
+
+
+def test_a_mistake_is_said_by_all_and_leaves_nothing(cache, tmp_path):
+    (tmp_path / "data").mkdir()
+
+    def act(rank):
+        with pytest.raises(UserError, match="holds no images"):
+            paths(tmp_path / "data")
+        return True
+
+    assert start(act) == [True, True]
+    assert not [*cache.rglob("*.arrow")]
+
+
+# reading --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "folder of the file"])
+def test_a_missing_file_below_a_root_that_is_there_is_unreadable_at_once(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("mpp.data.retry.time.sleep", None)
+    save(tmp_path / "data" / "a" / "1.png")
+    name = "a/gone.png" if kind == "file" else "b/gone.png"
+    cell = {"bytes": None, "path": str(tmp_path / "data" / name)}
+    with pytest.raises(UnreadableImage, match=r"gone\.png"):
+        decode_cell(cell, ImagesConfig(path=str(tmp_path / "data")))
+
+
+@pytest.mark.parametrize("away", ["gone", "empty"])
+def test_a_root_that_is_away_is_waited_for(tmp_path, monkeypatch, away):
+    """The place of a disk that is not mounted may be empty."""
+    pauses = []
+    file = tmp_path / "data" / "a" / "1.png"
+    if away == "empty":
+        (tmp_path / "data").mkdir()
+    read = partial(decode_cell, {"bytes": None, "path": str(file)}, ImagesConfig(path=str(tmp_path / "data")))
+
+    def comes_back(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            save(file)
+
+    monkeypatch.setattr("mpp.data.retry.time.sleep", comes_back)
+    assert read().shape == (3, 8, 8) and pauses == [1, 2]
+    with pytest.raises(ReadFailed):
+        read_encoded({"bytes": None, "path": str(tmp_path / "nowhere" / "1.png")})
+
+
+def test_only_errors_of_reading_are_tried_again(monkeypatch):
+    def breaks(path):
+        raise KeyError(path)
+
+    monkeypatch.setattr("mpp.data.columns.fsspec.open", breaks)
+    with pytest.raises(KeyError):
+        read_encoded({"bytes": None, "path": "memory://1.png"}, 3)
