@@ -278,10 +278,10 @@ def incomplete_sets(paths: Iterable[str]) -> list[str]:
 
 @dataclass
 class Place:
-    """What the name of a folder says about its images."""
+    """The split and the class of the images of a folder, by its name."""
 
     split: str | None
-    """None: it is beside the folders of splits."""
+    """None: the folder is next to those of splits."""
     name: str | None = None
     """Name of the class; None: the images have no label."""
 
