@@ -362,7 +362,7 @@ def test_tar_shards_are_listed_as_on_this_machine(fake_hub, home):
     for shard, (end, form) in enumerate((("jpg", "JPEG"), ("png", "PNG"))):
         members = []
         for number in range(6):
-            name = f"img.v1.{6 * shard + number:03d}"
+            name = f"img-{6 * shard + number:03d}"
             kind = number % 2
             members.append((f"{name}.{end}", colour(kind, form)))
             members.append((f"{name}.cls", CATS_AND_DOGS[kind].encode()))

@@ -308,7 +308,7 @@ def test_shards_are_not_written_among_the_images_or_other_files(folder, tmp_path
 def test_shards_are_written_to_a_folder_of_any_name(tmp_path):
     file = tmp_path / "data.parquet"
     write_labelled(file, [0, 1])
-    out = tmp_path / "2026::~ [a]*"
+    out = tmp_path / "2026 ~ [a]*"
     main([f"--data.path={file}", f"--out={out}", "--workers=1"])
     assert names_in(out / "data") == ["train-00000-of-00001.parquet"]
     train, test = load_image_datasets(SourceConfig(path=str(out)))

@@ -18,7 +18,7 @@ from mpp.data.decoding.arrays import check_numbers
 from mpp.data.decoding.formats import ARRAY_ENDINGS
 from mpp.data.retry import read_with_retries
 from mpp.data.tars import is_member_path, member_name, read_member
-from mpp.errors import UnreadableImage, UserError, one_line
+from mpp.errors import ReadFailed, UnreadableImage, UserError, one_line
 
 BINARY_TYPES = ("binary", "large_binary")
 """Types of a column that may hold image files."""
@@ -74,6 +74,8 @@ def read_encoded(cell: dict[str, Any] | None, retries: int = 0, source: str | No
             if is_url(path) or is_there(root_of(path, source)):
                 raise UnreadableImage(f"missing: {one_line(error)}") from error
             raise
+        except (ImportError, ValueError) as error:  # fsspec does not know the protocol, or lacks a package for it
+            raise ReadFailed(f"{path} cannot be read: {one_line(error)}") from error
 
     return read_with_retries(read, member_name(path), retries)
 

@@ -92,6 +92,7 @@ def walk(root: str) -> Tree:
     links: list[str] = []  # to folders: they come last, in the order of their names
     real_folders: dict[str, str] = {}
     linked: dict[str, str] = {}  # file -> the file that it leads to
+    readable = {ending for ending in IMAGE_ENDINGS if missing_decoder(ending) is None}
     with progress_bar(desc="looking for images", unit=" folders", delay=1, leave=False) as bar:
         while unlisted or links:
             if not unlisted:
@@ -106,10 +107,15 @@ def walk(root: str) -> Tree:
             folder, real = unlisted.pop()
             real_folders[folder] = real
             bar.update()
+            pictures = files.setdefault("picture", {}).setdefault(folder, [])
             with os.scandir(os.path.join(root, folder)) as entries:
                 for entry in entries:
                     name = entry.name
                     if name[0] == "." or name in SYSTEM_FILES:
+                        continue
+                    is_picture = name[name.rfind(".") :].lower() in readable
+                    if is_picture and name.isascii() and entry.is_file(follow_symlinks=False):  # most files, fast
+                        pictures.append(name)
                         continue
                     is_link = entry.is_symlink()
                     if not is_text(name):
@@ -124,10 +130,11 @@ def walk(root: str) -> Tree:
                         files.setdefault(kind_of(name, entry.path), {}).setdefault(folder, []).append(name)
                         if is_link:
                             linked[folder + name] = os.path.realpath(entry.path)
-    pictures, arrays = files.pop("picture", {}), files.pop("array", {})
-    if pictures and arrays:
+    images = {folder: names for folder, names in files.pop("picture").items() if names}
+    arrays = files.pop("array", {})
+    if images and arrays:
         tree.leave_out("arrays next to pictures", *paths_of(arrays))
-    images = pictures or arrays
+    images = images or arrays
     for folder in sorted(images, key=lambda folder: folder.split("/")):
         tree.images[folder] = sorted(images[folder])
     refuse_linked(tree, linked, real_folders)
@@ -271,10 +278,10 @@ def incomplete_sets(paths: Iterable[str]) -> list[str]:
 
 @dataclass
 class Place:
-    """What the name of a folder says about its images."""
+    """The split and the class of the images of a folder, by its name."""
 
     split: str | None
-    """None: it is beside the folders of splits."""
+    """None: the folder is next to those of splits."""
     name: str | None = None
     """Name of the class; None: the images have no label."""
 

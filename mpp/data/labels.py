@@ -237,7 +237,7 @@ def class_name(value: Any, declared: Sequence[str] | None) -> str:
 
 
 def find_problem(values: pa.Array, column: LabelColumn) -> str | None:
-    """What labels are, if they are no integers, texts, or lists of such; None: they are."""
+    """The content of a column in words, if it holds no integers, texts, or lists of such; None: it does."""
     flat = flat_labels(values)
     if flat.null_count == len(flat):
         return None

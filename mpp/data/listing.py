@@ -114,7 +114,7 @@ def share(make: Callable[[], Listing], config: ImagesConfig, *others: Any) -> tu
 
 
 def launch() -> tuple[Any, ...]:
-    """What the processes of one start on one machine share, and two starts do not."""
+    """Values that the processes of one start on one machine share, and two starts do not."""
     parent = psutil.Process(os.getppid())
     turn = [os.environ.get(name) for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
     return (socket.gethostname(), parent.pid, parent.create_time(), *turn)

@@ -211,6 +211,8 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
     ending = ending_of(files[0])
     if ending not in TABLE_BUILDERS:
         return load_tars(shards, config, streaming)
+    if any("::" in file for file in files):
+        raise UserError(f"{files[0]} has :: in its path, which `datasets` takes for a chain of URLs; rename it")
     splits = {}
     for split, of_split in shards.items():  # each by itself: they may have other columns, and other orders of classes
         refuse_other_columns(of_split, streaming)
