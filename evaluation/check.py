@@ -199,8 +199,6 @@ def survey_warnings(surveyed: Survey) -> list[str]:
         messages.append(
             f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.unreadable[0]}"
         )
-    for peculiarity, count in surveyed.peculiarities.items():
-        messages.append(f"{count} of {surveyed.sample_size} images in the sample {peculiarity}")
     return messages
 
 

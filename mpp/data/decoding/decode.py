@@ -21,12 +21,12 @@ from torch import Tensor
 
 from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.arrays import read_array, read_array_file
-from mpp.data.decoding.channels import Limits, Stored, invert, scale_to_255, select_channels
+from mpp.data.decoding.channels import UPRIGHT, Limits, Stored, invert, scale_to_255, select_channels
 from mpp.data.decoding.coded import read_jpeg2000, read_jpegxl
 from mpp.data.decoding.dicom import read_dicom
-from mpp.data.decoding.formats import DICOM, Format, format_of, what_is
-from mpp.data.decoding.pictures import Description, describe_picture, read_pil_mask, read_ppm, read_with_pil
-from mpp.data.decoding.tiff import describe_tiff, read_tiff, read_tiff_mask
+from mpp.data.decoding.formats import DICOM, TIFF, Format, format_of, what_is
+from mpp.data.decoding.pictures import pil_orientation, read_pil_mask, read_ppm, read_with_pil
+from mpp.data.decoding.tiff import read_tiff, read_tiff_mask, tiff_orientation
 from mpp.errors import MissingDecoder, UnreadableImage, one_line
 
 Reader = Callable[[bytes, ImagesConfig], Stored]
@@ -41,10 +41,6 @@ MASK_READERS: dict[str, Reader] = {
     **dict.fromkeys(("PNG", "GIF", "BMP", "PPM"), read_pil_mask),
 }
 """The same, of formats that keep numbers."""
-DESCRIBERS = {
-    "TIFF": describe_tiff,
-    **dict.fromkeys(("JPEG", "PNG", "WebP", "GIF", "AVIF", "HEIC"), describe_picture),
-}
 DECODER_ERRORS = (
     OSError,
     SyntaxError,
@@ -160,10 +156,10 @@ def errors_named(data: bytes) -> Iterator[Format]:
         raise UnreadableImage(f"{form} that cannot be decoded: {cause}") from None
 
 
-def describe(image: bytes | NDArray) -> Description:
-    """What an image file says of its image."""
+def stored_orientation(image: bytes | NDArray) -> int:
+    """The orientation (EXIF's, 1 to 8) in which a file stores its image, and from which it is turned upright."""
     form = None if isinstance(image, np.ndarray) else format_of(image)
-    if form is None or form.name not in DESCRIBERS:
-        return Description()
+    if form is None or READERS[form.name] not in (read_with_pil, read_tiff):
+        return UPRIGHT
     with errors_named(image):
-        return DESCRIBERS[form.name](image)
+        return tiff_orientation(image) if form is TIFF else pil_orientation(image)

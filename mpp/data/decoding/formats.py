@@ -122,24 +122,3 @@ def describe_packages() -> dict[str, str]:
     """Format -> the package that reads it, or how to install it."""
     forms = [form for form in PICTURES if form.package]
     return {form.name: f"{'pip install ' if missing_decoder(form.endings[0]) else ''}{form.package}" for form in forms}
-
-
-# The names of earlier modules `kinds` and `optional`, until the listing takes those above.
-is_picture, kind_of_file, STAND_IN_STARTS = is_image, what_is, STAND_INS
-OPTIONAL_EXTENSIONS = {ending: form for ending, form in FORMATS.items() if form.package or form is AVIF}
-
-
-def optional_format(head: bytes) -> Format | None:
-    """As `format_of`, of formats that need a package."""
-    form = format_of(head)
-    return form if form and form.package else None
-
-
-def missing_package(form: Format) -> str | None:
-    """As `missing_decoder`."""
-    return missing_decoder(form.endings[0])
-
-
-def how_to_install(form: Format) -> str:
-    """The package that is missing, and how to install it."""
-    return f"need {form.package}: pip install {form.package}"
