@@ -288,7 +288,7 @@ def test_a_run_resumes_with_as_many_negatives_as_it_began_with(tmp_path, monkeyp
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at(patch, 2)
         run(tmp_path / "run", *options)
-    with pytest.raises(UserError, match="forward pass: number of images was 8, is 4; "):
+    with pytest.raises(UserError, match="forward pass: images was 8, is 4; "):
         run(tmp_path / "run", *options, "--data.batch_size=4")
     resumed = run(tmp_path / "run", *options)
     assert max(read_metrics(resumed)) == 3

@@ -7,10 +7,6 @@ by `data.range`.
 """
 
 import contextlib
-import struct
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -41,25 +37,6 @@ MASK_READERS: dict[str, Reader] = {
     **dict.fromkeys(("PNG", "GIF", "BMP", "PPM"), read_pil_mask),
 }
 """The same, of formats that keep numbers."""
-DECODER_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    RuntimeError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    MemoryError,
-    AttributeError,
-    AssertionError,
-    StopIteration,
-    EOFError,
-    struct.error,
-    zlib.error,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-)
-"""Errors that decoders raised on files that were broken on purpose."""
 
 
 def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
@@ -102,16 +79,14 @@ def read_channels(
         Their values (C, H, W); where none had one before they were filled, (H, W), or None: nowhere; and the values
         that become 0 and 255, for all channels or each, empty: those of the type.
     """
+    if config.range == WINDOW and (isinstance(image, np.ndarray) or not DICOM.begins(image)):
+        raise UnreadableImage("no DICOM file, which data.range window asks for")
     if isinstance(image, np.ndarray):
         stored = read_array(image, config)
     else:
         with errors_named(image) as form:
             stored = READERS[form.name](image, config)
-    if config.range == WINDOW and stored.window is None:
-        raise UnreadableImage("no window in the file, which data.range window asks for")
-    limits = [limits for limits in (stored.window, *config.limits()) if limits]
-    if not limits and stored.limits:
-        limits = [stored.limits]
+    limits = config.limits() or ([stored.limits] if stored.limits else [])
     values, missing = select_channels(stored.values, config, stored.nodata)
     if stored.is_inverted:
         values = invert(values, limits)
@@ -146,12 +121,14 @@ def errors_named(data: bytes) -> Iterator[Format]:
         raise UnreadableImage(f"{kind} instead of an image" if kind else "no image file of a known sort")
     try:
         yield form
+    except UnreadableImage:
+        raise
     except ImportError as error:
         package = form.package or "imagecodecs"
         raise MissingDecoder(f"{form.name} files need {package}: pip install {package}") from error
     except UnidentifiedImageError:
         raise UnreadableImage(f"{form} whose header cannot be read") from None
-    except DECODER_ERRORS as error:
+    except Exception as error:  # decoders raise any on broken files
         cause = type(error).__name__ if form is DICOM else one_line(error)  # pydicom may quote tags
         raise UnreadableImage(f"{form} that cannot be decoded: {cause}") from None
 

@@ -66,14 +66,13 @@ def read_dicom(data: bytes, config: ImagesConfig) -> Stored:
         check_header(dataset, config)
         stored = decode_frames(dataset)
         if dataset.PhotometricInterpretation == "PALETTE COLOR":
-            return Stored(bands_to_front(apply_color_lut(stored[0], dataset)))
-        values, limits = rescale(stored, dataset)
-        return Stored(
-            values,
-            limits,
-            window=read_window(dataset) if config.range == WINDOW else None,
-            is_inverted=dataset.PhotometricInterpretation == "MONOCHROME1" and is_picture(config),
-        )
+            values, limits = bands_to_front(apply_color_lut(stored[0], dataset)), None
+        else:
+            values, limits = rescale(stored, dataset)
+        if config.range == WINDOW:
+            limits = read_window(dataset)
+        is_inverted = dataset.PhotometricInterpretation == "MONOCHROME1" and is_picture(config)
+        return Stored(values, limits, is_inverted=is_inverted)
 
 
 def check_header(dataset: "Dataset", config: ImagesConfig) -> None:
