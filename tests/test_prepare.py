@@ -289,7 +289,7 @@ def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
     new.replace(folder / "train" / "cat" / "empty.png")  # as many as before
     with pytest.raises(ValueError, match="prepared with other settings: rows"):
         main(options(folder, out, "--rows=9"))
-    with pytest.raises(ValueError, match=r"prepared from other images \(train: the files .* changed\)"):
+    with pytest.raises(ValueError, match=r"prepared from other images \(train: files changed\)"):
         main(options(folder, out))
     shutil.rmtree(folder / "test")
     with pytest.raises(ValueError, match="test: the split is gone"):

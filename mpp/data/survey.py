@@ -100,8 +100,6 @@ class Survey:
     the sample: by at least three pairs, otherwise 0."""
     duplicate_pairs: list[tuple[str, str]] = field(default_factory=list)
     """Some of the duplicates: names of the held-out image and of the training image."""
-    double_share: float = 0.0
-    """Share of the training images that are copies of an earlier one."""
 
     @property
     def sample_size(self) -> int:
@@ -125,8 +123,6 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     if not (len(tested) and len(learned)):
         return result
     result.one_colour_share = float(is_one_colour(torch.cat([tested, learned])).float().mean())
-    highest = correlations(learned, learned).tril(-1).amax(1)
-    result.double_share = float(((highest > COPY_CORRELATION) & ~is_one_colour(learned)).float().mean())
     correlation, originals = correlations(tested, learned).max(1)
     copies = ((correlation > COPY_CORRELATION) & ~is_one_colour(tested)).nonzero().flatten().tolist()
     for copy in copies[:PAIRS_SHOWN]:

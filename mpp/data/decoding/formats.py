@@ -102,9 +102,3 @@ def missing_decoder(head_or_ending: bytes | str) -> str | None:
 def is_installed(package: str) -> bool:
     """Whether a package is installed; nothing is imported."""
     return find_spec(package.replace("-", "_")) is not None
-
-
-def describe_packages() -> dict[str, str]:
-    """Format -> the package that reads it, or how to install it."""
-    forms = [form for form in PICTURES if form.package]
-    return {form.name: f"{'pip install ' if missing_decoder(form.endings[0]) else ''}{form.package}" for form in forms}
