@@ -6,7 +6,6 @@ Messages are of this module: pydicom's may quote a patient's name.
 import io
 import logging
 import math
-import struct
 import warnings
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,6 @@ DECODERS = {
 DECODER_DEPENDENCIES = dict.fromkeys(DECODERS, ("imagecodecs",))  # pydicom reads it, and calls the next
 is_available = DECODERS.__contains__
 PLUGIN = "imagecodecs"
-FRAME_MARKERS = (0xC0, 0xC1, 0xC2, 0xC3, 0xF7)  # of JPEG and JPEG-LS
 
 
 def read_dicom(data: bytes, config: ImagesConfig) -> Stored:
@@ -111,24 +109,19 @@ def decode_frame(frame: bytes, runner: "DecodeRunner") -> bytes:
     import imagecodecs
 
     name = DECODERS[runner.transfer_syntax]
-    if name != "jpeg2k_decode" and jpeg_sides(frame) != (runner.rows, runner.columns):
-        raise ValueError("a frame of another size than its file announces")
-    has_colours = name == "jpeg8_decode" and runner.samples_per_pixel == 3
-    as_stored = {"colorspace": "RGB", "outcolorspace": "RGB"} if has_colours else {}  # pydicom converts colours itself
-    values = getattr(imagecodecs, name)(frame, **as_stored)
+    options = {}
+    has_colours = runner.samples_per_pixel == 3
+    if name != "jpeg2k_decode":  # a frame of another size than its file announces is refused
+        sides = (runner.rows, runner.columns, 3) if has_colours else (runner.rows, runner.columns)
+        options["out"] = np.empty(sides, np.uint8 if runner.bits_stored <= 8 else np.uint16)
+    if name == "jpeg8_decode" and has_colours:  # pydicom converts colours itself
+        options |= {"colorspace": "RGB", "outcolorspace": "RGB"}
+    values = getattr(imagecodecs, name)(frame, **options)
     runner.set_option("bits_allocated", 8 * values.itemsize)
     runner.set_option("planar_configuration", 0)
     if runner.photometric_interpretation in ("YBR_ICT", "YBR_RCT"):  # JPEG 2000's own, which its decoder undoes
         runner.set_option("photometric_interpretation", "RGB")
     return values.tobytes()
-
-
-def jpeg_sides(frame: bytes) -> tuple[int, int]:
-    """Height and width by the header of a JPEG or JPEG-LS frame, which could be of any size."""
-    place = 2
-    while frame[place + 1] not in FRAME_MARKERS:
-        place += 2 + int.from_bytes(frame[place + 2 : place + 4], "big")
-    return struct.unpack_from(">HH", frame, place + 5)
 
 
 def rescale(stored: NDArray, dataset: "Dataset") -> tuple[NDArray, Limits | None]:
