@@ -158,6 +158,7 @@ class FixedViewSets(Dataset):
         return self.current.dataset.image_name(index)
 
 
+@dataclass
 class FixedViewLoader:
     """Loads sets of images, held-out or training, in fixed views: this process's share of one set at a time.
 
@@ -165,15 +166,16 @@ class FixedViewLoader:
     sets before the first batch.
     """
 
-    def __init__(self, batch_size: int, workers: int, world_size: int = 1, rank: int = 0):
+    batch_size: int
+    workers: int
+    world_size: int = 1
+    rank: int = 0
+
+    def __post_init__(self):
         self.sets = FixedViewSets()
         self.keys: list[list[tuple[int, int]]] = []
         """The batch_sampler of torch's loader. It is read when an iteration begins, so its content is replaced for
         each set; empty while no set is loaded."""
-        self.batch_size = batch_size
-        self.world_size = world_size
-        self.rank = rank
-        self.workers = workers
 
     def add(self, views: ViewDataset) -> ViewDataset:
         """Register a set, so that it can be loaded."""

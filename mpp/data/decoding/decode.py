@@ -135,8 +135,9 @@ def errors_named(data: bytes) -> Iterator[Format]:
 
 def stored_orientation(image: bytes | NDArray) -> int:
     """The orientation (EXIF's, 1 to 8) in which a file stores its image, and from which it is turned upright."""
-    form = None if isinstance(image, np.ndarray) else format_of(image)
-    if form is None or READERS[form.name] not in (read_with_pil, read_tiff):
+    if isinstance(image, np.ndarray):
         return UPRIGHT
-    with errors_named(image):
-        return tiff_orientation(image) if form is TIFF else pil_orientation(image)
+    with errors_named(image) as form:
+        if form is TIFF:
+            return tiff_orientation(image)
+        return pil_orientation(image) if READERS[form.name] is read_with_pil else UPRIGHT

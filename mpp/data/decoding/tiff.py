@@ -82,8 +82,7 @@ def is_for_pil(series: "TiffPageSeries", page: "TiffPage", nodata: float | None,
     has_nodata = nodata is not None or config.nodata is not None
     if has_nodata and page.photometric == RGB and config.channels == 1:  # grey may be nodata where no colour is
         return False
-    means_stored_values = config.range or config.nodata is not None  # which PIL inverts where white is zero
-    return not (page.bitspersample == 8 and page.photometric == WHITE_IS_ZERO and means_stored_values)
+    return page.bitspersample < 8 or page.photometric != WHITE_IS_ZERO  # which PIL inverts before values are compared
 
 
 def read_bands(series: "TiffPageSeries", page: "TiffPage", config: ImagesConfig) -> NDArray:
