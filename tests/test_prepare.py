@@ -177,7 +177,7 @@ def write_two(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 def test_a_strip_that_jpeg_does_not_hold_is_dropped():
     strip = encoded(np.zeros((3, 120_000, 3), np.uint8))
-    with pytest.raises(UnreadableImage, match=r"JPEG does not hold 80000 x 2 pixels; --format ppm or npy does"):
+    with pytest.raises(UnreadableImage, match=r"jpeg does not hold 80000 x 2 pixels; --format ppm or npy does"):
         prepare_image(strip, PrepareConfig(short_side=2))
 
 
