@@ -24,7 +24,6 @@ from evaluation.pictures.gallery import arrange_in_rows
 from mpp.config import Config, as_words
 from mpp.config.parsing import parse
 from mpp.data.data_path import describe_source
-from mpp.data.decoding.formats import describe_packages
 from mpp.data.loader import BatchLayout
 from mpp.data.shards import Shards
 from mpp.data.survey import Survey, channel_moments, survey, with_moments
@@ -102,7 +101,6 @@ def check(config: Config) -> Path:
     print(f"model: {task.describe_model()}")
     print(f"images: {describe_source(config.data)}: {task.describe_images()}")
     print_images(task, surveyed)
-    print_table("Decoders of some kinds of files", [[kind, package] for kind, package in describe_packages().items()])
     print_cost(config, precision, layout, step_cost)
     print_phases(config)
     print_settings(config)
@@ -199,8 +197,6 @@ def survey_warnings(surveyed: Survey) -> list[str]:
         messages.append(
             f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.unreadable[0]}"
         )
-    for peculiarity, count in surveyed.peculiarities.items():
-        messages.append(f"{count} of {surveyed.sample_size} images in the sample {peculiarity}")
     return messages
 
 
@@ -231,7 +227,6 @@ def print_images(task: Pretraining, surveyed: Survey | None) -> None:
         ["besides, cannot be decoded", str(len(surveyed.unreadable))],
         ["of one colour", f"{surveyed.one_colour_share:.1%}"],
         ["held-out copies of training images", f"{surveyed.duplicate_share:.1%}"],
-        ["training copies of training images", f"{surveyed.double_share:.1%}"],
     ]
     for (height, width), count in surveyed.sizes.most_common(8):
         rows.append([f"{height} x {width} pixels", counted(count, "image")])

@@ -81,7 +81,7 @@ class Contrastive(ImageTask):
         batch = self.config.optim.global_batch_size
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
         if self.images_of_a_pass == 1:
-            layout.require_several(self.config.data.batch_size, ": an image is compared with others")
+            layout.require_several(": an image is compared with others")
 
     def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder with the projection head; height and width of its images."""

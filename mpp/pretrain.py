@@ -68,7 +68,7 @@ class Pretraining(ImageTask):
         refuse_idle_arguments(config)
         self.config = config
         if config.corruption.source == "batch":
-            layout.require_several(config.data.batch_size, " with corruption.source=batch")
+            layout.require_several(" with corruption.source=batch")
         self.model, self.objective = build_model(config)
         encoder = self.model.encoder
         self.img_size = encoder.patch_embed.img_size

@@ -22,7 +22,7 @@ from PIL import Image
 from evaluation.benchmark.loading import image_files
 from mpp.config import ImagesConfig
 from mpp.data.decoding.decode import decode
-from mpp.data.decoding.pictures import to_ppm
+from mpp.data.prepared_image import encode
 
 CROP = (slice(20, 220), slice(30, 270))
 
@@ -54,7 +54,7 @@ def ways() -> dict:
     """Name -> a function that decodes or resizes once."""
     jpeg, large = jpeg_of(256), jpeg_of(1024)
     image = Image.open(io.BytesIO(jpeg)).convert("RGB")
-    pixels, ppm, webp = numpy.array(image), to_ppm(decode(jpeg, ImagesConfig())), io.BytesIO()
+    pixels, ppm, webp = numpy.array(image), encode(decode(jpeg, ImagesConfig()).numpy(), "ppm"), io.BytesIO()
     image.save(webp, "WEBP", quality=90)
     last = torch.from_numpy(pixels).permute(2, 0, 1)
     first = last.contiguous()

@@ -1,6 +1,5 @@
 """What `mpp check` prints of the images. Whole checks are in test_report.py."""
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -24,11 +23,3 @@ def test_classes_are_shown_by_name_largest_first(names, shown, capsys):
     rows = [line for line in capsys.readouterr().out.splitlines() if "class" in line]
     assert [row.split("|")[1].strip() for row in rows] == list(shown)
     assert "75.0% of the labelled images" in rows[0]
-
-
-def test_peculiar_images_are_warned_of():
-    (warning,) = check.survey_warnings(
-        Survey(train_images=9, held_out_images=1, peculiarities=Counter({"have several frames": 4}))
-    )
-    assert "4 of 10 images in the sample have several frames" in warning
-    assert check.survey_warnings(Survey(train_images=9)) == []

@@ -256,9 +256,7 @@ def test_a_run_goes_on_with_its_general_images_or_with_none(pretrain, own, gener
         kill_at(patch, 2)
         pretrain(*settings, f"--probe.path={general}")
     write_classes(general, 1, first=30)
-    with pytest.raises(
-        UserError, match=r"other images or weights: probe\.path: .*, held out: number of images was 15, is 16;"
-    ):
+    with pytest.raises(UserError, match=r"other images or weights: probe\.path: .*, held out: images was 15, is 16;"):
         pretrain(*settings, f"--probe.path={general}")
     run = pretrain(*settings)
     assert set(read_metrics(run, "general/knn/depth_01")) == {0, 2}

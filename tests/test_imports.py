@@ -359,8 +359,7 @@ import sys, torch
 from mpp.objectives import OBJECTIVES
 from mpp.data.workers import start_worker
 
-reading, warned = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-start_worker(reading, warned, ["--import={brightness}"], 0)
+start_worker(torch.zeros(2, 2, dtype=torch.int64), ["--import={brightness}"], 0)
 print("brightness" in OBJECTIVES)
 """
     ended = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
@@ -373,8 +372,8 @@ def test_a_file_that_changes_is_not_taken_for_the_new_one_and_loader_processes_s
     brightness.write_text("1 / 0\n")
     with pytest.raises(UserError, match=r"brightness\.py has changed since this process imported it"):
         take_imports([f"--import={brightness}"])
-    notes = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    process = multiprocessing.get_context("fork").Process(target=start_worker, args=(*notes, import_words(), 0))
+    notes = torch.zeros(2, 2, dtype=torch.int64)
+    process = multiprocessing.get_context("fork").Process(target=start_worker, args=(notes, import_words(), 0))
     process.start()
     process.join()
     assert process.exitcode == 0

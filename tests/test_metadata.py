@@ -74,7 +74,6 @@ TELLING = NOTED_JPEGS | {
     "PPM, comment": b"P6\n# " + SECRET.encode() + b"\n2 2\n255\n" + bytes(12),
     "npy, header": npy(RGB).replace(b", }".ljust(40), b", } # " + SECRET.encode().ljust(34)),
     "TIFF": tiff(RGB, description=SECRET),
-    "TIFF, deep": tiff(RGB.astype(np.uint16) * 257, description=SECRET, photometric="rgb"),
 }
 
 
@@ -97,7 +96,6 @@ def test_a_jpeg_without_its_notes_is_the_same_to_the_byte(kind):
 PLAIN = {
     "JPEG": JPEG,
     "JPEG, progressive": encoded(RGB, "JPEG", progressive=True, dpi=(72, 72)),
-    "PPM": encoded(RGB, "PPM"),
 }
 
 

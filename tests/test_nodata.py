@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture, read_metrics
-from image_files import decode_with, npy, tiff
+from image_files import decode_with, npy
 from torch.utils._pytree import tree_leaves
 
 from mpp.config import Config, CorruptionConfig, DataConfig, ImagesConfig, ObjectiveConfig
@@ -15,7 +15,6 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.decode import decode
 from mpp.data.loader import cache_decoded
 from mpp.data.sources import load_image_datasets
-from mpp.data.survey import survey
 from mpp.data.views import ViewDataset, collate, patches_with_value
 from mpp.features.metrics import measure_predictions, summarize
 from mpp.objectives import MeanColor, Pixels
@@ -184,12 +183,3 @@ def test_no_pass_waits_for_the_device_to_know_which_patches_count(tiles):
 
 def test_all_patches_count_unless_the_setting_says_so():
     assert Config().objective.predict_nodata
-
-
-@pytest.mark.parametrize("nodata, others", [(0.0, [8]), (-9999.0, []), (None, [])])
-def test_tags_that_say_otherwise_are_counted(tmp_path, nodata, others):
-    for number in range(8):
-        tile = picture(number, (20, 20)).astype(np.float32)
-        (tmp_path / f"{number}.tif").write_bytes(tiff(tile, photometric="rgb", extratags=[NODATA_TAG]))
-    data = DataConfig(path=str(tmp_path), nodata=nodata, range=(0.0, 255.0), workers=0)
-    assert list(survey(*load_image_datasets(data), data, 20).peculiarities.values()) == others

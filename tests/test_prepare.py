@@ -177,7 +177,7 @@ def write_two(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 def test_a_strip_that_jpeg_does_not_hold_is_dropped():
     strip = encoded(np.zeros((3, 120_000, 3), np.uint8))
-    with pytest.raises(UnreadableImage, match=r"JPEG does not hold 80000 x 2 pixels; --format ppm or npy does"):
+    with pytest.raises(UnreadableImage, match=r"jpeg does not hold 80000 x 2 pixels; --format ppm or npy does"):
         prepare_image(strip, PrepareConfig(short_side=2))
 
 
@@ -289,7 +289,7 @@ def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
     new.replace(folder / "train" / "cat" / "empty.png")  # as many as before
     with pytest.raises(ValueError, match="prepared with other settings: rows"):
         main(options(folder, out, "--rows=9"))
-    with pytest.raises(ValueError, match=r"prepared from other images \(train: the files .* changed\)"):
+    with pytest.raises(ValueError, match=r"prepared from other images \(train: files changed\)"):
         main(options(folder, out))
     shutil.rmtree(folder / "test")
     with pytest.raises(ValueError, match="test: the split is gone"):

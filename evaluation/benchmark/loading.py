@@ -16,8 +16,8 @@ from torchvision import datasets, transforms
 from evaluation.benchmark.steps import Bench, set_up_pretraining
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.decoding.decode import decode
-from mpp.data.decoding.pictures import to_ppm
 from mpp.data.loader import BatchLayout, training_loader
+from mpp.data.prepared_image import encode
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.pretrain import Pretraining
@@ -49,7 +49,7 @@ def image_files(side: int, as_ppm: bool = False) -> Iterator[Path]:
             jpeg = encode_jpeg(rng.integers(0, 256, (side // 8, side // 6, 3), dtype=np.uint8), side)
             file = Path(name) / "ab"[number % 2] / f"{number}.{'ppm' if as_ppm else 'jpg'}"
             file.parent.mkdir(exist_ok=True)
-            file.write_bytes(to_ppm(decode(jpeg, ImagesConfig())) if as_ppm else jpeg)
+            file.write_bytes(encode(decode(jpeg, ImagesConfig()).numpy(), "ppm") if as_ppm else jpeg)
         yield Path(name)
 
 

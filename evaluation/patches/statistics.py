@@ -19,7 +19,7 @@ from mpp.config import require
 from mpp.data.columns import read_cell
 from mpp.data.data_path import describe_source
 from mpp.data.decoding.channels import TURNED
-from mpp.data.decoding.decode import describe
+from mpp.data.decoding.decode import stored_orientation
 from mpp.errors import UnreadableImage
 from mpp.runtime.messages import counted, warn
 
@@ -87,10 +87,10 @@ def images_turned_alone(masked: MaskedImages, data: MaskedDataConfig) -> Iterato
     for index in range(len(images)):
         with contextlib.suppress(UnreadableImage):  # it is named when it is decoded
             image = read_cell(images.rows[index][images.image_column], data.read_retries, images.array_dtype)
-            if describe(image).orientation not in TURNED:
+            if stored_orientation(image) not in TURNED:
                 continue
             mask = read_cell(masked.masks[index]["mask"], data.read_retries)
-            if describe(mask).orientation not in TURNED:
+            if stored_orientation(mask) not in TURNED:
                 yield images.image_name(index)
 
 

@@ -69,7 +69,7 @@ class Classification(ImageTask):
         refuse_mixing(augment, self.learner)
         self.mix = build_mix(augment, self.classes)
         if self.mix is not None:
-            layout.require_several(data.batch_size, " with augment.mixup or augment.cutmix")
+            layout.require_several(" with augment.mixup or augment.cutmix")
 
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
         """Crops of these images, perhaps augmented."""
@@ -78,7 +78,7 @@ class Classification(ImageTask):
     def refuse_single_images(self) -> None:
         """Raise UserError where a forward pass may be of a single image, which has no statistics for batch norms."""
         if has_running_statistics(self.model):
-            self.layout.require_several(self.data.batch_size, " for a model with batch norms")
+            self.layout.require_several(" for a model with batch norms")
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         loss, logits, labels = self.predict_batch(model, batch)

@@ -22,19 +22,6 @@ from mpp.runtime.files import short_digest
 
 SAMPLED_FILES = 64  # image files of a split whose bytes enter its record
 NAMES_PER_PIECE = 100_000  # file names in memory at a time
-FILES_IN_WORDS = "the files (their names, or the bytes of one that was sampled)"
-FIELDS_IN_WORDS = {
-    "split": "split",
-    "images": "number of images",
-    "shards": "number of shards",
-    "files": FILES_IN_WORDS,
-    "names": FILES_IN_WORDS,
-    "chosen": "which of them are chosen",
-    "labels": "labels",
-    "label_kind": "kind of label",
-    "revision": "revision on the hub",
-    "weights": "weights",
-}
 PLAIN_FIELDS = ("split", "images", "shards", "revision", "label_kind")
 """Values that a person can read: the others are digests."""
 MAY_BE_UNKNOWN = ("files", "revision")  # None where the server did not answer when the run began
@@ -114,7 +101,7 @@ def digest_listing(files: list[list[str]]) -> str:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Differences between the records of images, by part and field: "train: number of images was 633, is 634".
+    """Differences between the records of images, by part and field: "train: images was 633, is 634".
 
     Args:
         before, now: part, such as `train` -> its record.
@@ -127,5 +114,5 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             if value == value_before or was_unknown or field == CLASS_NAMES_FIELD:
                 continue
             change = f"was {value_before}, is {value}" if field in PLAIN_FIELDS else "changed"
-            changed.append(f"{part}: {FIELDS_IN_WORDS[field]} {change}")
+            changed.append(f"{part}: {field} {change}")
     return changed

@@ -16,7 +16,7 @@ from mpp.config import DataConfig, require
 from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.data.workers import WORKERS_ARE_FORKS, WatchedLoader, loader_processes, note_reading
-from mpp.errors import UnreadableImage, UserError
+from mpp.errors import UnreadableImage
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 
 CHUNK_BYTES = 4 * 2**20  # of decoded images, after which a loader process hands them over
@@ -45,17 +45,12 @@ class BatchLayout:
         Raises:
             UserError: a process would be left without an image.
         """
-        if global_batch < world_size:
-            least = f"at least {world_size}, an image for each process"
-            raise UserError(f"optim.global_batch_size is {global_batch}; it must be {least}")
+        least = f"at least {world_size}, an image for each process"
+        require(global_batch >= world_size, "optim.global_batch_size", global_batch, least)
         largest_pass = world_size * (limit or global_batch)
         passes = -(-global_batch // largest_pass)
-        if global_batch < world_size * passes:
-            below = global_batch // world_size * world_size
-            raise UserError(
-                f"data.batch_size is {limit}, by which {world_size} processes cannot share {global_batch} images; "
-                f"it must be at least {limit + 1}, or optim.global_batch_size {below} or {below + world_size}"
-            )
+        least = f"larger, for {world_size} processes to share {global_batch} images"
+        require(global_batch >= world_size * passes, "data.batch_size", limit, least)
         return cls(global_batch, passes, world_size, rank)
 
     @property
@@ -73,25 +68,10 @@ class BatchLayout:
         """Images of the smallest share."""
         return self.global_batch_size // self.share_count
 
-    def require_several(self, batch_size: int | None, reason: str) -> None:
-        """Raise UserError where a process has a single image in a forward pass; it names the setting at fault.
-
-        Args:
-            batch_size: the value of `data.batch_size`.
-            reason: why there must be more, for the end of the message.
-        """
-        if self.smallest_share > 1:
-            return
-        least = 2 * self.world_size
-        require(
-            self.global_batch_size >= least,
-            "optim.global_batch_size",
-            self.global_batch_size,
-            f"at least {least}{reason}",
-        )
-        most_passes = self.global_batch_size // least
-        limit = replace(self, accumulation_steps=most_passes).largest_share
-        require(False, "data.batch_size", batch_size, f"at least {limit}{reason}")
+    def require_several(self, reason: str) -> None:
+        """Raise UserError where a process has a single image in a forward pass; `reason` ends the message."""
+        allowed = f"at least 2 (data.batch_size, optim.global_batch_size){reason}"
+        require(self.smallest_share > 1, "the number of images in a forward pass", self.smallest_share, allowed)
 
     def share(self, forward: int) -> range:
         """The step's images, counted from 0, that this process sees in a forward pass."""
@@ -178,6 +158,7 @@ class FixedViewSets(Dataset):
         return self.current.dataset.image_name(index)
 
 
+@dataclass
 class FixedViewLoader:
     """Loads sets of images, held-out or training, in fixed views: this process's share of one set at a time.
 
@@ -185,15 +166,16 @@ class FixedViewLoader:
     sets before the first batch.
     """
 
-    def __init__(self, batch_size: int, workers: int, world_size: int = 1, rank: int = 0):
+    batch_size: int
+    workers: int
+    world_size: int = 1
+    rank: int = 0
+
+    def __post_init__(self):
         self.sets = FixedViewSets()
         self.keys: list[list[tuple[int, int]]] = []
         """The batch_sampler of torch's loader. It is read when an iteration begins, so its content is replaced for
         each set; empty while no set is loaded."""
-        self.batch_size = batch_size
-        self.world_size = world_size
-        self.rank = rank
-        self.workers = workers
 
     def add(self, views: ViewDataset) -> ViewDataset:
         """Register a set, so that it can be loaded."""
@@ -218,8 +200,6 @@ class FixedViewLoader:
 
     def batches(self, views: ViewDataset) -> Iterator[Batch]:
         """This process's share of a set that was added."""
-        if self.keys:
-            raise RuntimeError("a set of images is to be loaded while another one is")
         set_index = self.sets.views.index(views)
         keys = [(set_index, index) for index in range(self.rank, len(views.dataset), self.world_size)]
         self.sets.current = views

@@ -10,9 +10,8 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig
-from mpp.data.decoding.decode import read_channels, read_values
-from mpp.data.decoding.formats import JPEG, PPM
-from mpp.data.decoding.pictures import to_ppm
+from mpp.data.decoding.decode import read_values
+from mpp.data.decoding.formats import JPEG
 from mpp.errors import UnreadableImage, UserError
 
 JPEG_MARKER = re.compile(rb"\xff+([^\0\xff])")
@@ -32,34 +31,20 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
         UnreadableImage: it cannot be decoded.
         UserError: the format cannot hold it.
     """
-    values, _, limits = read_channels(image, config.data)
-    values = np.ascontiguousarray(values)  # an upright view may run backwards
-    is_small = min(values.shape[1:]) <= config.short_side
-    stays = is_small and config.format == "jpeg"
-    if config.format != "npy" and values.dtype != np.uint8 and (limits or not stays):  # arrays do not say their bits
+    values = np.ascontiguousarray(read_values(image, config.data))  # an upright view may run backwards
+    if config.format != "npy" and values.dtype != np.uint8:
         allowed = f"npy for {name or 'an image'}, which has {values.dtype} values"
         raise UserError(f"format is {config.format}, which holds 8 bits; it must be {allowed}")
-    if stays:
-        return without_loss(image, values, config)
-    if not is_small:
-        values = shrink(values, config.short_side)
-    if config.format == "ppm":
-        return to_ppm(torch.from_numpy(values))
-    return to_npy(values) if config.format == "npy" else to_jpeg(values, config.quality)
-
-
-def without_loss(image: bytes | NDArray, values: NDArray, config: PrepareConfig) -> bytes:
-    """An image file of all that `values` (C, H, W) show: of a JPEG the same coded values, else PNG or `.npy`."""
-    if values.dtype != np.uint8:
-        return to_npy(values)
-    if isinstance(image, bytes) and PPM.begins(image) and len(values) == 3:
-        return to_ppm(torch.from_numpy(values))
+    if min(values.shape[1:]) > config.short_side:
+        return encode(shrink(values, config.short_side), config.format, config.quality)
+    if config.format != "jpeg":
+        return encode(values, config.format)
     if isinstance(image, bytes) and JPEG.begins(image):
         stripped = jpeg_segments(image)
         # EXIF may have turned it, and settings may have chosen or filled values.
         if stripped and (stripped == image or np.array_equal(read_values(stripped, config.data), values)):
             return stripped
-    return to_coded(values, "PNG")
+    return encode(values, "png")
 
 
 def jpeg_segments(data: bytes) -> bytes | None:
@@ -98,24 +83,20 @@ def shrink(values: NDArray, side: int) -> NDArray:
     return resized.astype(values.dtype)
 
 
-def to_npy(values: NDArray) -> bytes:
-    """A file of numpy's with the array (H, W, C)."""
+def encode(values: NDArray, form: str, quality: int = 0) -> bytes:
+    """A file of values (C, H, W): an array (H, W, C) of numpy's, or of 8 bits in a format of PIL's.
+
+    Raises:
+        UnreadableImage: it is longer than the format allows.
+    """
     buffer = io.BytesIO()
-    np.save(buffer, np.ascontiguousarray(values.transpose(1, 2, 0)))
-    return buffer.getvalue()
-
-
-def to_jpeg(values: NDArray, quality: int) -> bytes:
-    """A JPEG file of values (C, H, W) of 8 bits; raises UnreadableImage where it is longer than JPEG allows."""
+    pixels = np.ascontiguousarray(values.transpose(1, 2, 0))
+    if form == "npy":
+        np.save(buffer, pixels)
+        return buffer.getvalue()
     try:
-        return to_coded(values, "JPEG", quality=quality)
-    except OSError as error:  # over 65,500 pixels long
+        Image.fromarray(pixels[..., 0] if len(values) == 1 else pixels).save(buffer, form, quality=quality)
+    except OSError as error:  # JPEG is at most 65,500 pixels long
         height, width = values.shape[1:]
-        raise UnreadableImage(f"JPEG does not hold {width} x {height} pixels; --format ppm or npy does") from error
-
-
-def to_coded(values: NDArray, form: str, **options) -> bytes:
-    """A file by PIL of values (C, H, W) of 8 bits."""
-    buffer = io.BytesIO()
-    Image.fromarray(values[0] if len(values) == 1 else values.transpose(1, 2, 0)).save(buffer, form, **options)
+        raise UnreadableImage(f"{form} does not hold {width} x {height} pixels; --format ppm or npy does") from error
     return buffer.getvalue()

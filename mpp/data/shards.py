@@ -31,13 +31,11 @@ from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
 from mpp.data.sources import find_held_out_split, hint_at_labels, label_images, label_setting, load_splits
 from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.files import short_digest
-from mpp.runtime.messages import warn
 from mpp.runtime.randomness import Stream, permutation
 
 SHARDS_PER_TURN = 16  # shards from whose beginnings a sample is drawn in turn
 ROWS_PER_READ = 64  # of a sample; these are held in memory
 ROW_BITS = 32  # an image's number: its shard's above these bits, its row's in them
-MIN_TELLING_ROWS = 32  # of one class, from which a shard counts as sorted
 POSITION = "_mpp_position"  # column of a sample that is kept on disk: each row's position in the sample
 ROWS_FILE = "rows.arrow"
 STAMP_FIELDS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
@@ -194,9 +192,6 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
         held_out.split: sample_rows(config, held_out, evaluated, config.cut_seed, is_held_out=True),
     }
     train_images, held_out_images = label_images(config, samples, train.image_column)
-    if is_sorted_by_class(samples[train.split], train_images):
-        what = "the shards are sorted by class, and a stream shuffles only data.shuffle_block images of one"
-        warn(f"{source}: {what}: make mixed ones by mpp prepare")
     announce_stream(source, train.count, held_out.count, (train_images, held_out_images))
     return train.with_columns([]), train_images, held_out_images
 
@@ -254,19 +249,6 @@ def sample_rows(
     sample = datasets.Dataset.from_file(str(cached(f"stream-{key}", write) / ROWS_FILE))
     order = np.argsort(sample[POSITION][:])
     return sample.select(order[:limit])
-
-
-def is_sorted_by_class(sample: datasets.Dataset, images: ImageDataset) -> bool:
-    """Whether the first rows of each shard in a sample are of one class, of several that there are.
-
-    Args:
-        sample: has the positions of the `images` in it.
-    """
-    if images.labels is None or images.labels.ndim > 1 or len(np.unique(images.labels)) < 2:
-        return False
-    shards = np.array(sample[POSITION][:]) % SHARDS_PER_TURN
-    labels_of_shards = [images.labels[shards == shard] for shard in np.unique(shards)]
-    return all(len(labels) >= MIN_TELLING_ROWS and len(np.unique(labels)) == 1 for labels in labels_of_shards)
 
 
 def list_stream_files(config: ImagesConfig) -> FileStamps:

@@ -7,7 +7,7 @@ shard that were read before. The library's own shuffle has a buffer, which its s
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -38,49 +38,43 @@ Row = tuple[ViewDataset, tuple[int, int], Cursor]
 """A row that a worker has read: the views of its block, its epoch and number, the cursor after it."""
 
 
+@dataclass(eq=False)
 class StreamedBatches(IterableDataset):
     """Batches of one process, from step `start` to `stop`. Worker b % workers reads forward pass b.
 
-    Args:
-        views: of Shards; each block of rows becomes their dataset in turn.
-        cursors: worker -> number of workers and its Cursor; a worker without one begins at the beginning.
-        workers: number of loader processes, or 1 where the training process loads.
     Raises:
         UserError: fewer shards than workers on all processes.
     """
 
-    def __init__(
-        self,
-        views: ViewDataset,
-        layout: BatchLayout,
-        start: int,
-        stop: int,
-        cursors: dict[int, list[int]],
-        workers: int,
-    ):
-        self.views = views
-        self.shards: Shards = views.dataset
-        self.layout = layout
-        self.cursors = cursors
-        self.workers = workers
-        self.block_size = views.data.shuffle_block
-        self.first = start * layout.accumulation_steps  # forward passes
-        self.last = stop * layout.accumulation_steps
-        all_workers = layout.world_size * self.workers
-        if self.shards.count < all_workers:
+    views: ViewDataset
+    """Of Shards; each block of rows becomes their dataset in turn."""
+    layout: BatchLayout
+    start: int
+    stop: int
+    cursors: dict[int, list[int]]
+    """Worker -> number of workers and its Cursor; a worker without one begins at the beginning."""
+    workers: int
+    """Number of loader processes, or 1 where the training process loads."""
+
+    def __post_init__(self):
+        self.shards: Shards = self.views.dataset
+        processes = self.layout.world_size
+        if self.shards.count < processes * self.workers:
             raise UserError(
                 f"{self.shards.split} has {self.shards.count} shards; a stream needs one for each loader process: "
-                f"{layout.world_size} processes x {self.workers} data.workers = {all_workers}"
+                f"{processes} processes x {self.workers} data.workers = {processes * self.workers}"
             )
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         worker_id = info.id if info else 0
-        worker = (self.first + worker_id) % self.workers  # torch takes the first batch from its worker 0
+        steps = self.layout.accumulation_steps
+        first = self.start * steps + worker_id  # forward pass
+        worker = first % self.workers  # torch takes the first batch from its worker 0
         _, *cursor = self.cursors.get(worker, [self.workers])
         samples = self.samples(worker, Cursor(*cursor))
-        for forward in range(self.first + worker_id, self.last, self.workers):
-            images = len(self.layout.share(forward % self.layout.accumulation_steps))
+        for forward in range(first, self.stop * steps, self.workers):
+            images = len(self.layout.share(forward % steps))
             taken = list(islice(samples, images))
             batch = collate([sample for sample, _ in taken])
             _, cursor = taken[-1]
@@ -122,9 +116,10 @@ class StreamedBatches(IterableDataset):
 
     def rows_of_shard(self, shard: int, cursor: Cursor) -> Iterator[Row]:
         """The rows of the shard that a cursor is in, from it on: block by block, each in a random order."""
-        blocks = self.shards.blocks(shard, self.block_size, cursor.block, self.views.data.read_retries)
+        size = self.views.data.shuffle_block
+        blocks = self.shards.blocks(shard, size, cursor.block, self.views.data.read_retries)
         for block, rows in enumerate(blocks, start=cursor.block):
-            first = (shard << ROW_BITS) + block * self.block_size  # number of its first image
+            first = (shard << ROW_BITS) + block * size  # number of its first image
             views = replace(self.views, dataset=ShardBlock(self.shards, first, rows))
             order = permutation(Stream.BLOCK, self.views.seed, cursor.epoch, len(rows), index=first).tolist()
             for row in range(cursor.row, len(rows)):

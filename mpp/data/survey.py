@@ -3,7 +3,6 @@
 n, m images of a sample.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,9 +16,6 @@ from torch import Tensor
 from mpp.config import DataConfig, ModelConfig
 from mpp.data.columns import decode_cell
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoding.channels import is_picture
-from mpp.data.decoding.decode import describe
-from mpp.data.decoding.pictures import Description
 from mpp.data.shards import open_shards
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
@@ -97,8 +93,6 @@ class Survey:
     """Images that cannot be decoded, and why."""
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(height, width) -> images."""
-    peculiarities: Counter[str] = field(default_factory=Counter)
-    """A reason why an image may be read otherwise than it is meant -> images."""
     one_colour_share: float = 0.0
     """Share of images of one colour."""
     duplicate_share: float = 0.0
@@ -106,8 +100,6 @@ class Survey:
     the sample: by at least three pairs, otherwise 0."""
     duplicate_pairs: list[tuple[str, str]] = field(default_factory=list)
     """Some of the duplicates: names of the held-out image and of the training image."""
-    double_share: float = 0.0
-    """Share of the training images that are copies of an earlier one."""
 
     @property
     def sample_size(self) -> int:
@@ -131,8 +123,6 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     if not (len(tested) and len(learned)):
         return result
     result.one_colour_share = float(is_one_colour(torch.cat([tested, learned])).float().mean())
-    highest = correlations(learned, learned).tril(-1).amax(1)
-    result.double_share = float(((highest > COPY_CORRELATION) & ~is_one_colour(learned)).float().mean())
     correlation, originals = correlations(tested, learned).max(1)
     copies = ((correlation > COPY_CORRELATION) & ~is_one_colour(tested)).nonzero().flatten().tolist()
     for copy in copies[:PAIRS_SHOWN]:
@@ -161,26 +151,14 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float, result:
             break
         try:
             image = dataset.decode(index, data)  # (C, H, W)
-            description = describe(dataset.encoded(index, data))
         except UnreadableImage as error:
             result.unreadable.append(f"{dataset.image_name(index)}: {error}")
             continue
         result.sizes[tuple(image.shape[1:])] += 1
-        result.peculiarities.update(peculiarities(description, data))
         grey = image.float().mean(0, keepdim=True)
         thumbnails.append(F.adaptive_avg_pool2d(grey, THUMBNAIL_SIDE).view(1, -1))
         indices.append(index)
     return torch.cat(thumbnails), indices
-
-
-def peculiarities(description: Description, data: DataConfig) -> Iterator[str]:
-    """Reasons why an image may be read otherwise than it is meant."""
-    if description.frames > 1 and is_picture(data):
-        yield "have several frames or pages, of which only the first counts (data.bands may name pages of TIFF)"
-    tag = description.nodata if data.nodata is not None else None
-    agrees = tag is None or tag == data.nodata or (data.nodata == "nan" and math.isnan(tag))
-    if not agrees:
-        yield f"have nodata {tag:g} by their own tag, and data.nodata is {data.nodata}; null takes the tags'"
 
 
 def is_one_colour(thumbnails: Tensor) -> Tensor:

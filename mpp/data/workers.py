@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
@@ -53,15 +52,10 @@ MAX_DEFAULT_WORKERS = 16  # per training process: more are seldom busy, and each
 CPU_WORKERS = 2  # more would take the cores that train
 
 
-@dataclass
-class Notes:
-    """Notes of a process; a loader process shares its notes with its parent and its siblings."""
-
-    reading: np.ndarray  # [process id, index of the image that it reads]; the process's own
-    warned: np.ndarray  # [1 where a warning that concerns all was printed]; shared by all of a loader
-
-
-notes = Notes(np.zeros(2, np.int64), np.zeros(1, np.int64))  # this process's
+notes = np.zeros((2, 2), np.int64)
+"""A row for each loader process, [its id, index of the image that it reads]; and [1 where a warning that concerns all
+was printed, 0]. A loader process shares them with its parent and its siblings."""
+row = 0  # of this process
 loaders: "WeakSet[WatchedLoader]" = WeakSet()  # torch raises its error anywhere in the main thread, and names no loader
 
 
@@ -76,34 +70,33 @@ def loader_processes(data: SourceConfig) -> int:
 
 def note_reading(index: int | None) -> None:
     """Note the image that is being read; None: no image."""
-    notes.reading[1] = NO_IMAGE if index is None else index
+    notes[row, 1] = NO_IMAGE if index is None else index
 
 
 def warn_once(warning: str) -> None:
     """Print a warning, unless this process or another process of the same loader has printed one before."""
-    if not notes.warned[0]:
-        notes.warned[0] = 1
+    if not notes[-1, 0]:
+        notes[-1, 0] = 1
         print(warning, file=sys.stderr, flush=True)
 
 
 def allow_warning_again() -> None:
     """The cause of the last warning is over: the next one is printed again."""
-    notes.warned[0] = 0
+    notes[-1, 0] = 0
 
 
-def start_worker(reading: Tensor, warned: Tensor, imports: list[str], worker: int) -> None:
+def start_worker(shared: Tensor, imports: list[str], worker: int) -> None:
     """Start a loader process (see DataLoader's worker_init_fn).
 
     Args:
-        reading: (workers, 2): notes of all of them.
-        warned: (1,): see Notes.
+        shared: (workers + 1, 2): see `notes`.
         imports: words of the command line that import code of the user.
     """
+    global notes, row
     steady_output()  # a fork has it from its parent
     take_imports([word for word in imports if word not in import_words()])  # likewise
-    notes.reading = reading[worker].numpy()
-    notes.warned = warned.numpy()
-    notes.reading[:] = os.getpid(), NO_IMAGE
+    notes, row = shared.numpy(), worker
+    notes[row] = os.getpid(), NO_IMAGE
     sys.excepthook = lambda *error: None  # of the thread that hands over batches: its reader may be gone
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -133,10 +126,9 @@ class WatchedLoader:
     def __init__(self, dataset: Any, image_name: Callable[[int], str], **options: Any):
         workers = options["num_workers"]
         self.image_name = image_name
-        self.reading = torch.zeros(max(1, workers), 2, dtype=torch.int64).share_memory_()
-        warned = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.notes = torch.zeros(workers + 1, 2, dtype=torch.int64).share_memory_()
         options.setdefault("pin_memory", uses_gpu())
-        options["worker_init_fn"] = partial(start_worker, self.reading, warned, import_words())
+        options["worker_init_fn"] = partial(start_worker, self.notes, import_words())
         options["generator"] = torch.Generator().manual_seed(0)  # the loader would draw from the global one
         if workers:
             options["multiprocessing_context"] = worker_context()
@@ -160,7 +152,7 @@ class WatchedLoader:
         for _ in range(START_ATTEMPTS):
             others = multiprocessing.active_children()
             end = time.monotonic() + START_TIMEOUT_S
-            self.reading.zero_()
+            self.notes.zero_()
             batches = iter(self.loader)
             while not self.all_begun() and time.monotonic() < end:
                 time.sleep(0.001)
@@ -176,7 +168,7 @@ class WatchedLoader:
 
     def all_begun(self) -> bool:
         """Whether each loader process has noted its number."""
-        return bool(self.reading[:, 0].all())
+        return bool(self.notes[:-1, 0].all())
 
     def with_short_errors(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches; of a loader process's UserError only the last line, which is its message, is raised."""
@@ -191,9 +183,8 @@ class WatchedLoader:
 
     def unfinished_images(self, running: Collection[int]) -> list[str]:
         """Names of the images that processes were reading which are not among the `running` ones."""
-        return [
-            self.image_name(index) for process, index in self.reading.tolist() if process not in running and index >= 0
-        ]
+        notes = self.notes[:-1].tolist()
+        return [self.image_name(index) for process, index in notes if process not in running and index >= 0]
 
 
 class BatchQueue(Queue):

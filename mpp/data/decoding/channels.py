@@ -26,11 +26,9 @@ class Stored(NamedTuple):
     values: NDArray
     """(n, H, W), upright."""
     limits: Limits | None = None
-    """Values that become 0 and 255 where `data.range` names none. None: those of the type."""
+    """Values that become 0 and 255 where `data.range` has no numbers. None: those of the type."""
     nodata: float | None = None
     """Value, in all bands, of pixels without a value."""
-    window: Limits | None = None
-    """Values that become 0 and 255 where `data.range` is window."""
     is_inverted: bool = False
     """Whether low values are white."""
 

@@ -7,10 +7,6 @@ by `data.range`.
 """
 
 import contextlib
-import struct
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -21,12 +17,12 @@ from torch import Tensor
 
 from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.arrays import read_array, read_array_file
-from mpp.data.decoding.channels import Limits, Stored, invert, scale_to_255, select_channels
+from mpp.data.decoding.channels import UPRIGHT, Limits, Stored, invert, scale_to_255, select_channels
 from mpp.data.decoding.coded import read_jpeg2000, read_jpegxl
 from mpp.data.decoding.dicom import read_dicom
-from mpp.data.decoding.formats import DICOM, Format, format_of, what_is
-from mpp.data.decoding.pictures import Description, describe_picture, read_pil_mask, read_ppm, read_with_pil
-from mpp.data.decoding.tiff import describe_tiff, read_tiff, read_tiff_mask
+from mpp.data.decoding.formats import DICOM, TIFF, Format, format_of, what_is
+from mpp.data.decoding.pictures import pil_orientation, read_pil_mask, read_ppm, read_with_pil
+from mpp.data.decoding.tiff import read_tiff, read_tiff_mask, tiff_orientation
 from mpp.errors import MissingDecoder, UnreadableImage, one_line
 
 Reader = Callable[[bytes, ImagesConfig], Stored]
@@ -41,29 +37,6 @@ MASK_READERS: dict[str, Reader] = {
     **dict.fromkeys(("PNG", "GIF", "BMP", "PPM"), read_pil_mask),
 }
 """The same, of formats that keep numbers."""
-DESCRIBERS = {
-    "TIFF": describe_tiff,
-    **dict.fromkeys(("JPEG", "PNG", "WebP", "GIF", "AVIF", "HEIC"), describe_picture),
-}
-DECODER_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    RuntimeError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    MemoryError,
-    AttributeError,
-    AssertionError,
-    StopIteration,
-    EOFError,
-    struct.error,
-    zlib.error,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-)
-"""Errors that decoders raised on files that were broken on purpose."""
 
 
 def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
@@ -106,16 +79,14 @@ def read_channels(
         Their values (C, H, W); where none had one before they were filled, (H, W), or None: nowhere; and the values
         that become 0 and 255, for all channels or each, empty: those of the type.
     """
+    if config.range == WINDOW and (isinstance(image, np.ndarray) or not DICOM.begins(image)):
+        raise UnreadableImage("no DICOM file, which data.range window asks for")
     if isinstance(image, np.ndarray):
         stored = read_array(image, config)
     else:
         with errors_named(image) as form:
             stored = READERS[form.name](image, config)
-    if config.range == WINDOW and stored.window is None:
-        raise UnreadableImage("no window in the file, which data.range window asks for")
-    limits = [limits for limits in (stored.window, *config.limits()) if limits]
-    if not limits and stored.limits:
-        limits = [stored.limits]
+    limits = config.limits() or ([stored.limits] if stored.limits else [])
     values, missing = select_channels(stored.values, config, stored.nodata)
     if stored.is_inverted:
         values = invert(values, limits)
@@ -150,20 +121,23 @@ def errors_named(data: bytes) -> Iterator[Format]:
         raise UnreadableImage(f"{kind} instead of an image" if kind else "no image file of a known sort")
     try:
         yield form
+    except UnreadableImage:
+        raise
     except ImportError as error:
         package = form.package or "imagecodecs"
         raise MissingDecoder(f"{form.name} files need {package}: pip install {package}") from error
     except UnidentifiedImageError:
         raise UnreadableImage(f"{form} whose header cannot be read") from None
-    except DECODER_ERRORS as error:
+    except Exception as error:  # decoders raise any on broken files
         cause = type(error).__name__ if form is DICOM else one_line(error)  # pydicom may quote tags
         raise UnreadableImage(f"{form} that cannot be decoded: {cause}") from None
 
 
-def describe(image: bytes | NDArray) -> Description:
-    """What an image file says of its image."""
-    form = None if isinstance(image, np.ndarray) else format_of(image)
-    if form is None or form.name not in DESCRIBERS:
-        return Description()
-    with errors_named(image):
-        return DESCRIBERS[form.name](image)
+def stored_orientation(image: bytes | NDArray) -> int:
+    """The orientation (EXIF's, 1 to 8) in which a file stores its image, and from which it is turned upright."""
+    if isinstance(image, np.ndarray):
+        return UPRIGHT
+    with errors_named(image) as form:
+        if form is TIFF:
+            return tiff_orientation(image)
+        return pil_orientation(image) if READERS[form.name] is read_with_pil else UPRIGHT

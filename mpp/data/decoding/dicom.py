@@ -6,7 +6,6 @@ Messages are of this module: pydicom's may quote a patient's name.
 import io
 import logging
 import math
-import struct
 import warnings
 from typing import TYPE_CHECKING
 
@@ -22,14 +21,13 @@ if TYPE_CHECKING:
     from pydicom import Dataset
     from pydicom.pixels.decoders.base import DecodeRunner
 
-PIXEL_TAGS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
+FRAME_GROUPS = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
 READ_TAGS = [
-    *(*PIXEL_TAGS, "Rows", "Columns", "SamplesPerPixel", "NumberOfFrames", "PhotometricInterpretation"),
+    *("PixelData", "Rows", "Columns", "SamplesPerPixel", "NumberOfFrames", "PhotometricInterpretation"),
     *("BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "PlanarConfiguration"),
     *("ExtendedOffsetTable", "ExtendedOffsetTableLengths"),
-    *("RescaleSlope", "RescaleIntercept", "ModalityLUTSequence"),
-    *("WindowCenter", "WindowWidth", "VOILUTFunction"),
-    *("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"),
+    *("RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth", "VOILUTFunction"),
+    *("ModalityLUTSequence", *FRAME_GROUPS),
     *(f"{name}PaletteColorLookupTable{part}" for name in ("Red", "Green", "Blue") for part in ("Descriptor", "Data")),
 ]
 """All tags that are read: pixels, and numbers about them."""
@@ -43,7 +41,6 @@ DECODERS = {
 DECODER_DEPENDENCIES = dict.fromkeys(DECODERS, ("imagecodecs",))  # pydicom reads it, and calls the next
 is_available = DECODERS.__contains__
 PLUGIN = "imagecodecs"
-FRAME_MARKERS = (0xC0, 0xC1, 0xC2, 0xC3, 0xF7)  # of JPEG and JPEG-LS
 
 
 def read_dicom(data: bytes, config: ImagesConfig) -> Stored:
@@ -67,31 +64,30 @@ def read_dicom(data: bytes, config: ImagesConfig) -> Stored:
         check_header(dataset, config)
         stored = decode_frames(dataset)
         if dataset.PhotometricInterpretation == "PALETTE COLOR":
-            return Stored(bands_to_front(apply_color_lut(stored[0], dataset)))
-        values, limits = rescale(stored, dataset)
-        return Stored(
-            values,
-            limits,
-            window=read_window(dataset) if config.range == WINDOW else None,
-            is_inverted=dataset.PhotometricInterpretation == "MONOCHROME1" and is_picture(config),
-        )
+            values, limits = bands_to_front(apply_color_lut(stored[0], dataset)), None
+        else:
+            values, limits = rescale(stored, dataset)
+        if config.range == WINDOW:
+            limits = read_window(dataset)
+        is_inverted = dataset.PhotometricInterpretation == "MONOCHROME1" and is_picture(config)
+        return Stored(values, limits, is_inverted=is_inverted)
 
 
 def check_header(dataset: "Dataset", config: ImagesConfig) -> None:
     """Refuse, before pixels are decoded, files without pixels, too large ones, and frames that are no image."""
-    if not any(tag in dataset for tag in PIXEL_TAGS):
-        raise UnreadableImage("a DICOM file without pixels, such as a report")
+    if "PixelData" not in dataset:
+        raise UnreadableImage("a DICOM file without whole-number pixels, such as a report")
+    groups = [group for name in FRAME_GROUPS for group in dataset.get(name) or []]
+    if dataset.get("ModalityLUTSequence") or any("PixelValueTransformationSequence" in group for group in groups):
+        raise UnreadableImage("a DICOM file with units in a table or of frames; store each frame as a plain file")
     frames = int(dataset.get("NumberOfFrames") or 1)
     check_size((frames * dataset.SamplesPerPixel, dataset.Rows, dataset.Columns), config)
-    if "PixelData" not in dataset:  # pydicom 3.0.0 asks for them
-        dataset.BitsStored, dataset.PixelRepresentation = dataset.BitsAllocated, 0
     if dataset.get("HighBit", dataset.BitsStored - 1) != dataset.BitsStored - 1:
         raise UnreadableImage("a DICOM file whose bits do not begin with the lowest")
-    if frames > 1 and not dataset.PhotometricInterpretation.startswith("MONOCHROME"):
-        raise UnreadableImage(f"a DICOM file of {frames} frames in colour; mpp reads one")
-    if frames > 1 and is_picture(config) and frames != config.channels:
-        choice = "data.bands chooses those that are the channels"
-        raise UnreadableImage(f"a DICOM file of {frames} frames; data.channels is {config.channels}, and {choice}")
+    has_colours = not dataset.PhotometricInterpretation.startswith("MONOCHROME")
+    if frames > 1 and (has_colours or (is_picture(config) and frames != config.channels)):
+        allowed = f"{config.channels} in grey, as data.channels, or chosen by data.bands"
+        raise UnreadableImage(f"a DICOM file of {frames} frames; they must be {allowed}")
 
 
 def decode_frames(dataset: "Dataset") -> NDArray:
@@ -113,24 +109,19 @@ def decode_frame(frame: bytes, runner: "DecodeRunner") -> bytes:
     import imagecodecs
 
     name = DECODERS[runner.transfer_syntax]
-    if name != "jpeg2k_decode" and jpeg_sides(frame) != (runner.rows, runner.columns):
-        raise ValueError("a frame of another size than its file announces")
-    has_colours = name == "jpeg8_decode" and runner.samples_per_pixel == 3
-    as_stored = {"colorspace": "RGB", "outcolorspace": "RGB"} if has_colours else {}  # pydicom converts colours itself
-    values = getattr(imagecodecs, name)(frame, **as_stored)
+    options = {}
+    has_colours = runner.samples_per_pixel == 3
+    if name != "jpeg2k_decode":  # a frame of another size than its file announces is refused
+        sides = (runner.rows, runner.columns, 3) if has_colours else (runner.rows, runner.columns)
+        options["out"] = np.empty(sides, np.uint8 if runner.bits_stored <= 8 else np.uint16)
+    if name == "jpeg8_decode" and has_colours:  # pydicom converts colours itself
+        options |= {"colorspace": "RGB", "outcolorspace": "RGB"}
+    values = getattr(imagecodecs, name)(frame, **options)
     runner.set_option("bits_allocated", 8 * values.itemsize)
     runner.set_option("planar_configuration", 0)
     if runner.photometric_interpretation in ("YBR_ICT", "YBR_RCT"):  # JPEG 2000's own, which its decoder undoes
         runner.set_option("photometric_interpretation", "RGB")
     return values.tobytes()
-
-
-def jpeg_sides(frame: bytes) -> tuple[int, int]:
-    """Height and width by the header of a JPEG or JPEG-LS frame, which could be of any size."""
-    place = 2
-    while frame[place + 1] not in FRAME_MARKERS:
-        place += 2 + int.from_bytes(frame[place + 2 : place + 4], "big")
-    return struct.unpack_from(">HH", frame, place + 5)
 
 
 def rescale(stored: NDArray, dataset: "Dataset") -> tuple[NDArray, Limits | None]:
@@ -139,22 +130,15 @@ def rescale(stored: NDArray, dataset: "Dataset") -> tuple[NDArray, Limits | None
     Whole numbers stay whole where the rescaling is whole, in the shortest type that holds the limits. Fractions, and
     more than 16 bits, have no agreed limits.
     """
-    if dataset.get("ModalityLUTSequence"):
-        from pydicom.pixels import apply_modality_lut
-
-        return apply_modality_lut(stored, dataset), limits_of_bits(dataset.ModalityLUTSequence[0].LUTDescriptor[2])
     low, high = limits_of_bits(dataset.BitsStored, dataset.PixelRepresentation)
     dtype = stored.dtype
-    tags, *others = describe_frames(dataset, "PixelValueTransformationSequence")
-    if any(other != tags for other in others):
-        raise UnreadableImage("a DICOM file whose frames have units of their own; store each as a file")
-    if "RescaleSlope" in tags or "RescaleIntercept" in tags:
-        slope, intercept = float(tags.RescaleSlope), float(tags.RescaleIntercept)
+    if "RescaleSlope" in dataset or "RescaleIntercept" in dataset:
+        slope, intercept = float(dataset.RescaleSlope), float(dataset.RescaleIntercept)
         if slope == 0 or not math.isfinite(slope * intercept):
             raise UnreadableImage("a DICOM file whose rescale slope is 0, or no finite number")
         stored = stored * slope + intercept
         low, high = sorted((low * slope + intercept, high * slope + intercept))
-        is_whole = dtype.kind != "f" and slope % 1 == intercept % 1 == 0
+        is_whole = slope % 1 == intercept % 1 == 0
         types = [dtype, np.int16, np.int32] if is_whole else []
         fitting = (each for each in types if np.iinfo(each).min <= low and high <= np.iinfo(each).max)
         dtype = np.dtype(next(fitting, np.float32))
@@ -164,20 +148,10 @@ def rescale(stored: NDArray, dataset: "Dataset") -> tuple[NDArray, Limits | None
 
 def read_window(dataset: "Dataset") -> Limits:
     """The values that are black and white in the first window of a file."""
-    tags = describe_frames(dataset, "FrameVOILUTSequence")[0]
-    center, width = (float(np.ravel(tags.get(f"Window{part}") or np.nan)[0]) for part in ("Center", "Width"))
-    shape = tags.get("VOILUTFunction", "LINEAR")
+    center, width = (float(np.ravel(dataset.get(f"Window{part}") or np.nan)[0]) for part in ("Center", "Width"))
+    shape = dataset.get("VOILUTFunction", "LINEAR")
     if shape == "LINEAR":  # in pixels' whole steps, by the standard
         center, width = center - 0.5, width - 1
     if shape not in ("LINEAR", "LINEAR_EXACT") or not 0 < width < np.inf:
         raise UnreadableImage("a DICOM file without a linear window, which data.range window asks for")
     return center - width / 2, center + width / 2
-
-
-def describe_frames(dataset: "Dataset", sequence: str) -> "list[Dataset]":
-    """Tags about the frames: one set for all, or one for each. Newer kinds of files have them in groups."""
-    for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
-        groups = [group[sequence][0] for group in dataset.get(name) or [] if sequence in group]
-        if groups:
-            return groups
-    return [dataset]

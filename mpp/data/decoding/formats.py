@@ -65,20 +65,6 @@ STAND_INS = {  # instead of images that were not fetched or not written
     "a table of contents (DICOMDIR)": rb".{128}DICM" + DICOMDIR_UID,
     LFS_POINTER: rb"version https://git-lfs\.github\.com/",
 }
-OTHERS = STAND_INS | {
-    "a Canon raw file": rb"....ftypcrx ",
-    "an MP4 or QuickTime video": rb"....(ftyp|moov)",
-    "a Matroska or WebM video": rb"\x1a\x45\xdf\xa3",
-    "an AVI video": rb"RIFF....AVI ",
-    "an MPEG video": rb"\0\0\x01[\xb3\xba]",
-    "a PDF file": rb"%PDF-",
-    "a Photoshop file": rb"8BPS",
-    "an OpenEXR file": rb"\x76\x2f\x31\x01",
-    "an HDF5 file": rb"\x89HDF\r\n\x1a\n",
-    "a FITS file": rb"SIMPLE  =",
-    "a gzip file": rb"\x1f\x8b",
-    "an SVG file": rb"\s*<(svg|[?!].*<svg)[\s>]",
-}
 
 
 def format_of(head: bytes) -> Format | None:
@@ -103,7 +89,7 @@ def what_is(head: bytes) -> str:
     head = head[:KIND_BYTES].removeprefix(codecs.BOM_UTF8)
     if form := format_of(head):
         return str(form)
-    return next((kind for kind, start in OTHERS.items() if re.match(start, head, re.DOTALL | re.IGNORECASE)), "")
+    return next((kind for kind, start in STAND_INS.items() if re.match(start, head, re.DOTALL | re.IGNORECASE)), "")
 
 
 def missing_decoder(head_or_ending: bytes | str) -> str | None:
@@ -116,30 +102,3 @@ def missing_decoder(head_or_ending: bytes | str) -> str | None:
 def is_installed(package: str) -> bool:
     """Whether a package is installed; nothing is imported."""
     return find_spec(package.replace("-", "_")) is not None
-
-
-def describe_packages() -> dict[str, str]:
-    """Format -> the package that reads it, or how to install it."""
-    forms = [form for form in PICTURES if form.package]
-    return {form.name: f"{'pip install ' if missing_decoder(form.endings[0]) else ''}{form.package}" for form in forms}
-
-
-# The names of earlier modules `kinds` and `optional`, until the listing takes those above.
-is_picture, kind_of_file, STAND_IN_STARTS = is_image, what_is, STAND_INS
-OPTIONAL_EXTENSIONS = {ending: form for ending, form in FORMATS.items() if form.package or form is AVIF}
-
-
-def optional_format(head: bytes) -> Format | None:
-    """As `format_of`, of formats that need a package."""
-    form = format_of(head)
-    return form if form and form.package else None
-
-
-def missing_package(form: Format) -> str | None:
-    """As `missing_decoder`."""
-    return missing_decoder(form.endings[0])
-
-
-def how_to_install(form: Format) -> str:
-    """The package that is missing, and how to install it."""
-    return f"need {form.package}: pip install {form.package}"

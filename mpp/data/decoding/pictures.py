@@ -4,13 +4,11 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.channels import (
@@ -30,23 +28,11 @@ try:
 except ImportError:  # torchvision 0.29 announces their removal: PIL then decodes JPEG too, more slowly
     decode_jpeg = None
 
-PPM_HEADER = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # as PIL and `to_ppm` write it
+PPM_HEADER = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # as PIL writes it
 PNG_BITS = 24  # byte of a PNG with the bits of a value
 PNG_NOTES = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of PIL, with one whole number a pixel
-ANIMATIONS = ("PNG", "GIF", "WEBP")
 ORIENTATION_TAG = 274  # of TIFF and of EXIF
-
-
-class Description(NamedTuple):
-    """What a file says of its image."""
-
-    orientation: int = UPRIGHT
-    """In which it is stored, and from which it is turned upright: EXIF's, 1 to 8."""
-    frames: int = 1
-    """Pages of a TIFF, or frames of an animation, of which only the first counts."""
-    nodata: float | None = None
-    """Value of pixels without a value."""
 
 
 @contextlib.contextmanager
@@ -143,12 +129,11 @@ def orientation_of(image: Image.Image) -> int:
         return UPRIGHT
 
 
-def describe_picture(data: bytes) -> Description:
-    """What a file that PIL reads says of its image. The second frame of a JPEG is a preview or for a second eye."""
+def pil_orientation(data: bytes) -> int:
+    """The orientation in which a file that PIL reads stores its image."""
     with open_with_pil(data) as image:
         turned_by_libheif = image.info.get("original_orientation")
-        frames = getattr(image, "n_frames", 1) if image.format in ANIMATIONS else 1
-        return Description(turned_by_libheif or orientation_of(image), frames)
+        return turned_by_libheif or orientation_of(image)
 
 
 def read_ppm(data: bytes, config: ImagesConfig) -> Stored:
@@ -160,10 +145,3 @@ def read_ppm(data: bytes, config: ImagesConfig) -> Stored:
     check_size((width, height), config)
     pixels = np.frombuffer(bytearray(data), np.uint8, offset=header.end(), count=3 * width * height)
     return Stored(pixels.reshape(height, width, 3).transpose(2, 0, 1))
-
-
-def to_ppm(pixels: Tensor) -> bytes:
-    """(3, H, W) uint8 as a PPM file."""
-    height, width = pixels.shape[1:]
-    header = b"P6\n%d %d\n255\n" % (width, height)
-    return header + pixels.permute(1, 2, 0).numpy().tobytes()

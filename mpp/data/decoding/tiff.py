@@ -18,7 +18,7 @@ from mpp.data.decoding.channels import (
     limits_of_bits,
     turn_upright,
 )
-from mpp.data.decoding.pictures import ORIENTATION_TAG, Description, read_with_pil
+from mpp.data.decoding.pictures import ORIENTATION_TAG, read_with_pil
 from mpp.errors import UnreadableImage
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def is_for_pil(series: "TiffPageSeries", page: "TiffPage", nodata: float | None,
     has_nodata = nodata is not None or config.nodata is not None
     if has_nodata and page.photometric == RGB and config.channels == 1:  # grey may be nodata where no colour is
         return False
-    means_stored_values = config.range or config.nodata is not None  # which PIL inverts where white is zero
-    return not (page.bitspersample == 8 and page.photometric == WHITE_IS_ZERO and means_stored_values)
+    return page.bitspersample < 8 or page.photometric != WHITE_IS_ZERO  # which PIL inverts before values are compared
 
 
 def read_bands(series: "TiffPageSeries", page: "TiffPage", config: ImagesConfig) -> NDArray:
@@ -112,12 +111,10 @@ def to_bands_first(pixels: NDArray, axes: str) -> NDArray:
     return transpose_axes(pixels[first_entries], remaining, kept)  # adds an axis for a single band
 
 
-def describe_tiff(data: bytes) -> Description:
-    """What a TIFF says of its image; of pages that are channels of one image, there is one frame."""
+def tiff_orientation(data: bytes) -> int:
+    """The orientation in which the first page is stored."""
     with open_tiff(data) as file:
-        series, page = file.series[0], file.pages[0]
-        frames = 1 if "C" in series.axes else len(series.pages)
-        return Description(page.tags.valueof(ORIENTATION_TAG, UPRIGHT), frames, nodata_of(page))
+        return file.pages[0].tags.valueof(ORIENTATION_TAG, UPRIGHT)
 
 
 def read_tiff_mask(data: bytes, config: ImagesConfig) -> Stored:
