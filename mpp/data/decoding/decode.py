@@ -7,6 +7,10 @@ by `data.range`.
 """
 
 import contextlib
+import struct
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -37,6 +41,13 @@ MASK_READERS: dict[str, Reader] = {
     **dict.fromkeys(("PNG", "GIF", "BMP", "PPM"), read_pil_mask),
 }
 """The same, of formats that keep numbers."""
+DECODER_ERRORS = (
+    *(OSError, SyntaxError, ValueError, RuntimeError),  # PIL, torchvision and imagecodecs
+    *(TypeError, LookupError, ArithmeticError, MemoryError, struct.error),  # tifffile, too
+    *(AttributeError, AssertionError, StopIteration, zlib.error),  # pydicom, too
+    *(EOFError, tokenize.TokenError, zipfile.BadZipFile),  # numpy, too
+)
+"""Errors that decoders raised on files that were broken on purpose."""
 
 
 def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
@@ -128,7 +139,7 @@ def errors_named(data: bytes) -> Iterator[Format]:
         raise MissingDecoder(f"{form.name} files need {package}: pip install {package}") from error
     except UnidentifiedImageError:
         raise UnreadableImage(f"{form} whose header cannot be read") from None
-    except Exception as error:  # decoders raise any on broken files
+    except DECODER_ERRORS as error:
         cause = type(error).__name__ if form is DICOM else one_line(error)  # pydicom may quote tags
         raise UnreadableImage(f"{form} that cannot be decoded: {cause}") from None
 

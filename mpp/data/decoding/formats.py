@@ -65,6 +65,15 @@ STAND_INS = {  # instead of images that were not fetched or not written
     "a table of contents (DICOMDIR)": rb".{128}DICM" + DICOMDIR_UID,
     LFS_POINTER: rb"version https://git-lfs\.github\.com/",
 }
+OTHERS = STAND_INS | {
+    "a video": rb"....(ftyp|moov)|RIFF....AVI |\x1a\x45\xdf\xa3|\0\0\x01[\xb3\xba]",
+    "a PDF file": rb"%PDF-",
+    "a Photoshop file": rb"8BPS",
+    "an OpenEXR file": rb"\x76\x2f\x31\x01",
+    "an HDF5 file": rb"\x89HDF\r\n\x1a\n",
+    "a FITS file": rb"SIMPLE  =",
+    "an SVG file": rb"\s*<(svg|[?!].*<svg)[\s>]",
+}
 
 
 def format_of(head: bytes) -> Format | None:
@@ -89,7 +98,7 @@ def what_is(head: bytes) -> str:
     head = head[:KIND_BYTES].removeprefix(codecs.BOM_UTF8)
     if form := format_of(head):
         return str(form)
-    return next((kind for kind, start in STAND_INS.items() if re.match(start, head, re.DOTALL | re.IGNORECASE)), "")
+    return next((kind for kind, start in OTHERS.items() if re.match(start, head, re.DOTALL | re.IGNORECASE)), "")
 
 
 def missing_decoder(head_or_ending: bytes | str) -> str | None:
