@@ -3,15 +3,16 @@
 Cells of CSV are text as it stands, but for spaces around a label: only a blank is no value.
 """
 
-import codecs
+import io
 import itertools
 import json
 import os
 import unicodedata
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -38,58 +39,42 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
     Raises:
         UserError: a list cannot be read, names files that are not there, or contradicts itself.
     """
-    paths = tree.paths()
+    count = len(tree.images)
+    columns: Columns = defaultdict(lambda: [None] * count)
+    columns[IMAGE] = tree.paths()
     lists = find_lists(tree, config)
-    label = config.label_column or LABEL
-    label = label if any(label in table for table in lists.values()) else LABEL
-    columns: Columns = {label: [None] * len(paths), SPLIT: [None] * len(paths)}
-    is_listed = [False] * len(paths)
+    label = LABEL
+    if any(config.label_column in table for table in lists.values()):
+        label = config.label_column
+    labelled: set[int] = set()  # images whose label a list has
     left_out: set[int] = set()  # masks, and images that their list does not name
     for path, table in lists.items():
-        rows, others = match_rows(tree, path, table, paths, config)
-        unnamed = unnamed_images(tree, path, rows.keys() | others, paths, config)
-        tree.leave_out(f"images that {os.path.basename(path)} does not name", *(paths[index] for index in unnamed))
-        left_out |= others.difference(rows) | {*unnamed}
+        rows, others = match_rows(tree, path, table, config)
+        start = os.path.join(list_folder(tree, path, config), "")
+        below = {index for index, image in enumerate(columns[IMAGE]) if image.startswith(start)}
+        unnamed = below - rows.keys() - others
+        reason = f"images that {os.path.basename(path)} does not name"
+        tree.leave_out(reason, *(tree.images[index] for index in unnamed))
+        left_out |= unnamed | (others - rows.keys())
         for name, values in table.items():
-            column = columns.setdefault(name, [None] * len(paths))
             for index, row in rows.items():
-                column[index] = split_of_cell(values[row]) if name == SPLIT else values[row]
+                columns[name][index] = values[row]
         if label in table:
-            for index in rows:
-                is_listed[index] = True
+            labelled |= rows.keys()
 
-    folders = [folder for folder, names in tree.images.items() for _ in names]
-    kept = [index for index in range(len(paths)) if index not in left_out] if left_out else range(len(paths))
-    if all(map(is_listed.__getitem__, kept)):
+    folders = {index: image[: image.rfind("/") + 1] for index, image in enumerate(tree.images) if index not in left_out}
+    if labelled.issuperset(folders):
         config = replace(config, label_folder="inner")  # the lists have all labels: no matter which
-    places = find_places(dict.fromkeys(folders[index] for index in kept), config)
-    labels, splits = columns[label], columns[SPLIT]
-    for index in kept:
-        place = places[folders[index]]
-        splits[index] = splits[index] or place.split
-        if not is_listed[index]:
-            labels[index] = place.name
+    splits, classes = find_places({*folders.values()}, config)
+    for index, folder in folders.items():
+        columns[SPLIT][index] = columns[SPLIT][index] or splits[folder]
+        if index not in labelled:
+            columns[label][index] = classes.get(folder)
     if lists:
-        columns[label] = to_label_column(labels)
-    beside = [paths[index] for index in kept if splits[index] is None]
-    if beside:
-        tree.leave_out("images in no split's folder", *beside)
-        kept = [index for index in kept if splits[index] is not None]
-    columns = {IMAGE: paths} | columns
-    if len(kept) < len(paths):
-        columns = {name: [values[index] for index in kept] for name, values in columns.items()}
-    columns = {name: values for name, values in columns.items() if any(value is not None for value in values)}
-    listing = Listing(columns, {IMAGE, config.mask_column} & columns.keys())
-    unused = sorted(columns.keys() - {IMAGE, SPLIT, LABEL, config.mask_column})
-    if lists and unused and LABEL in columns and not any(is_listed):
-        listing.lines.append(f"classes are folders; data.label_column may name one of {shortened(unused)}")
-    return listing
-
-
-def unnamed_images(tree: Tree, path: str, named: set[int], paths: list[str], config: ImagesConfig) -> list[int]:
-    """Indices of the images in the folder of a list that it does not name."""
-    start = list_folder(tree, path, config)
-    return [index for index, image in enumerate(paths) if image.startswith(start) and index not in named]
+        columns[label] = to_label_column(columns[label])
+    beside = [tree.images[index] for index in folders if columns[SPLIT][index] is None]
+    tree.leave_out("images in no split's folder", *beside)
+    return Listing(columns, {IMAGE, config.mask_column})
 
 
 def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
@@ -97,24 +82,23 @@ def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
 
     The column of file names is IMAGE.
     """
+    start = os.path.join(tree.root, "")
+    paths = [start + name for name in tree.lists]
     if config.labels is not None:
         named = os.path.abspath(os.path.expanduser(config.labels))
-        others = [
-            name for name in tree.lists if os.path.realpath(os.path.join(tree.root, name)) != os.path.realpath(named)
-        ]
-        if others:
-            tree.leave_out("lists other than data.labels", *others)
-        return {named: read_list(named, config)}
-    lists: dict[str, Columns] = {}
-    for name in tree.lists:
-        table = read_list(os.path.join(tree.root, name), config)
-        if table is None:
-            tree.leave_out("tables without a column of file names (data.file_column names one)", name)
-        else:
-            lists[os.path.join(tree.root, name)] = table
-    if config.file_column and not lists:
-        problem = f"data.file_column is {config.file_column}; {tree.root} has no list of images with such a column"
-        raise UserError(problem)
+        others = [path for path in paths if os.path.realpath(path) != os.path.realpath(named)]
+        tree.leave_out("lists other than data.labels", *(path.removeprefix(start) for path in others))
+        paths = [named]
+    tables = {path: read_list(path, config) for path in paths}
+    lists = {path: table for path, table in tables.items() if IMAGE in table}
+    if not lists and (config.labels or config.file_column):
+        columns = shortened(sorted({name for table in tables.values() for name in table}), 9) or "none"
+        raise UserError(
+            f"data.file_column is {config.file_column}; "
+            f"it must be the column of file names: the lists of {config.labels or tree.root} have {columns}"
+        )
+    unused = [path.removeprefix(start) for path in tables if path not in lists]
+    tree.leave_out("tables without a column of file names (data.file_column names one)", *unused)
     folders = sorted(os.path.join(os.path.dirname(path), "") for path in lists)
     if any(inner.startswith(outer) for outer, inner in itertools.pairwise(folders)):
         raise UserError(
@@ -124,51 +108,47 @@ def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
 
 
 def list_folder(tree: Tree, path: str, config: ImagesConfig) -> str:
-    """The folder that a list is about, ending in /."""
-    return os.path.join(tree.root if config.labels is not None else os.path.dirname(path), "")
+    """The folder that a list is about."""
+    return os.path.dirname(path) if config.labels is None else tree.root
 
 
-def match_rows(
-    tree: Tree, path: str, table: Columns, paths: list[str], config: ImagesConfig
-) -> tuple[dict[int, int], set[int]]:
+def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> tuple[dict[int, int], set[int]]:
     """Index of each image that a list names -> its row; and indices of other files that it names, such as masks.
 
     Columns of other files are dropped; that of masks has paths then, or None where there is none.
     """
-    starts = [*dict.fromkeys((list_folder(tree, path, config), os.path.dirname(path) + "/"))]
-    names = table.pop(IMAGE)
-    images = find_files(names, starts, paths, tree.root)
-    missing = [str(name) for name, index in zip(names, images, strict=True) if index is None]
+    starts = [list_folder(tree, path, config), os.path.dirname(path)]
+    images = find_files(table[IMAGE], starts, tree)
+    missing = [str(name) for name, index in zip(table.pop(IMAGE), images, strict=True) if index is None]
     others: set[int] = set()
     for column in [*table]:
-        is_suffixed = column.lower().endswith(OTHER_FILES_SUFFIX)
-        name = column[: -len(OTHER_FILES_SUFFIX)] if is_suffixed else column
-        if not is_suffixed and name != config.mask_column:
+        name = column.removesuffix(OTHER_FILES_SUFFIX)
+        if name in (column, IMAGE) and column != config.mask_column:
             continue
         values = table.pop(column)
-        found = find_files(values, starts, paths, tree.root)
-        others |= {index for index in found if index is not None}
+        found = find_files(values, starts, tree)
+        others |= {*found} - {None}
         if name == config.mask_column:
-            missing += [value for value, index in zip(values, found, strict=True) if value and index is None]
-            table[name] = [None if index is None else paths[index] for index in found]
+            missing += [str(value) for value, index in zip(values, found, strict=True) if value and index is None]
+            table[name] = [None if index is None else os.path.join(tree.root, tree.images[index]) for index in found]
     if missing and config.missing == "refuse":
-        start = "the list's folder" if config.labels is None else "data.path or the list's folder"
-        advice = f"names start from {start}; mend the list, or set data.missing skip"
-        what = f"names {len(missing)} that are no images in {tree.root}, or the name of several"
-        raise UserError(f"{path} {what}: {shortened(missing)}; {advice}")
+        raise UserError(
+            f"{path} names {len(missing)} that are no images in {tree.root}, or the name of several: "
+            f"{shortened(missing)}; mend the list, or set data.missing skip"
+        )
     tree.leave_out("files that a list names and that are not there", *missing)
     rows: dict[int, int] = {}
-    labels = {SPLIT, config.label_column or LABEL, config.eval_label_column} & table.keys()
+    values = [table[name] for name in (SPLIT, config.label_column or LABEL, config.eval_label_column) if name in table]
     for row, index in enumerate(images):
-        first = row if index is None else rows.setdefault(index, row)
-        for name in labels:
-            if table[name][first] != table[name][row]:
-                values = f"{table[name][first]} and {table[name][row]}"
-                raise UserError(f"{path} has two rows of {paths[index]}, with {name} {values}; leave one")
+        if index is None:
+            continue
+        first = rows.setdefault(index, row)
+        if any(column[first] != column[row] for column in values):
+            raise UserError(f"{path} has two rows of {tree.images[index]} with other labels or splits; leave one")
     return rows, others
 
 
-def find_files(names: list[Any], starts: list[str], paths: list[str], root: str) -> list[int | None]:
+def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[int | None]:
     """The index of the image that each name of a list means; None: it is not there, or several have the name.
 
     `\\` is `/`; composed and decomposed letters are the same; the ending may be missing, and so may the folders, where
@@ -176,37 +156,35 @@ def find_files(names: list[Any], starts: list[str], paths: list[str], root: str)
 
     Args:
         starts: folders in which names start.
-        paths: of the images, absolute.
-        root: the folder of all of them.
     """
-    known: dict[str, int | None] = {path: index for index, path in enumerate(paths)}
-    real_root = os.path.realpath(root)  # through which absolute names may lead
+    known: dict[str, int | None] = {}
+    for root in {tree.root, os.path.realpath(tree.root)}:  # through which absolute names may lead
+        known |= {os.path.join(root, image): index for index, image in enumerate(tree.images)}
 
-    def look_up(names: Iterable[str]) -> list[int | None]:
-        found = []
-        for name in names:
-            places = [os.path.normpath(start + name if name[:1] != "/" else name) for start in starts]
-            places += [root + place.removeprefix(real_root) for place in places if place.startswith(real_root)]
-            found.append(next((known[place] for place in places if known.get(place) is not None), None))
-        return found
+    def look_up(name: str) -> int | None:
+        places = (known.get(os.path.normpath(os.path.join(start, name))) for start in starts)
+        return next((index for index in places if index is not None), None)
 
-    found = look_up(str(name or "") for name in names)
-    if all(index is not None for name, index in zip(names, found, strict=True) if name):
+    texts = ["" if name is None else str(name) for name in names]
+    found = [look_up(name) for name in texts]
+    if all(index is not None for name, index in zip(texts, found, strict=True) if name):
         return found
-    for index, path in enumerate(paths):  # only for lists that need it: it is large
+    for index, path in enumerate(tree.paths()):  # only for lists that need it: it is large
         for spelling in spellings(path, starts):
             if known.setdefault(spelling, index) != index:
                 known[spelling] = None
-    others = look_up(compose(str(name or "").strip().replace("\\", "/")) for name in names)
-    return [other if index is None else index for index, other in zip(found, others, strict=True)]
+    return [
+        look_up(compose(name.strip().replace("\\", "/"))) if index is None else index
+        for name, index in zip(texts, found, strict=True)
+    ]
 
 
 def spellings(path: str, starts: list[str]) -> Iterator[str]:
     """Other ways in which a list may name an image: without its ending, or its folders."""
     path = compose(path)
-    for name in (path, path[: len(path) - len(ending_of(path))]):
+    for name in (path, path.removesuffix(os.path.splitext(path)[1] if ending_of(path) else "")):
         yield name
-        yield from (start + os.path.basename(name) for start in starts)
+        yield from (os.path.join(start, os.path.basename(name)) for start in starts)
 
 
 def compose(text: str) -> str:
@@ -214,82 +192,60 @@ def compose(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def read_list(path: str, config: ImagesConfig) -> Columns | None:
-    """The columns of a list: that of file names is IMAGE, and labels are as `to_label` has them.
+def read_list(path: str, config: ImagesConfig) -> Columns:
+    """The columns of a list: that of file names is IMAGE, labels are as `to_label` has them, and splits are words.
 
     Returns:
-        None: no column of this table names files, and neither its name nor a setting says that it is a list of images.
+        No column IMAGE, where none names files.
     Raises:
-        UserError: it cannot be read, or names no files.
+        UserError: it cannot be read.
     """
-    columns = read_table(path, config)
+    table = read_table(path, config.labels_encoding)
+    usual = {name.lower().replace(" ", "_"): name for name in table}
+    files = config.file_column or next((usual[name] for name in FILE_COLUMNS if name in usual), None)
+    names = table.pop(files, None)
+    table.pop(IMAGE, None)  # another column of files
     label_columns = {LABEL, config.label_column, config.eval_label_column}
-    files = find_file_column(columns, config.file_column)
-    if files is None:
-        is_metadata = os.path.basename(path).lower().startswith("metadata")
-        if config.labels is None and config.file_column is None and not is_metadata:
-            return None
-        advice = "data.file_column must name the column of file names (or rename the table, if it lists no images)"
-        raise UserError(f"{path} has the columns {', '.join(columns) or 'nothing'}; {advice}")
-    table = {IMAGE: columns.pop(files)}
-    for written, values in columns.items():
-        lower = written.lower()
-        name = lower if lower in (LABEL, SPLIT) and lower not in columns and written not in label_columns else written
-        if name == IMAGE:
-            continue  # another column of files
-        table[name] = to_label_column(values) if name in label_columns else values
-    return table
+    for name in (LABEL, SPLIT):
+        if name not in table and usual.get(name) in table.keys() - label_columns:
+            table[name] = table.pop(usual[name])
+    for name in label_columns & table.keys():
+        table[name] = to_label_column(table[name])
+    if SPLIT in table:
+        table[SPLIT] = [split_of_cell(cell) for cell in table[SPLIT]]
+    return table if names is None else table | {IMAGE: names}
 
 
-def find_file_column(columns: Iterable[str], setting: str | None) -> str | None:
-    """The column that names the images' files: that of the setting, or the first of FILE_COLUMNS; None: there is none.
-
-    Args:
-        setting: `data.file_column`.
-    """
-    if setting is not None:
-        return setting if setting in columns else None
-    by_name = {name.lower().replace(" ", "_"): name for name in columns}
-    return next((by_name[name] for name in FILE_COLUMNS if name in by_name), None)
-
-
-def read_table(path: str, config: ImagesConfig) -> Columns:
+def read_table(path: str, encoding: str) -> Columns:
     """The columns of a table: CSV (`,`, `;` or tabs), JSON lines or parquet.
 
     Raises:
         UserError: it cannot be read as that.
     """
-    ending = ending_of(path)
-    encoding = config.labels_encoding
     try:
-        if ending == ".parquet":
+        if ending_of(path) == ".parquet":
             return pq.read_table(path).to_pydict()
-        with open(
-            path, encoding="utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding, newline=""
-        ) as file:
-            return read_json_lines(file) if ending == ".jsonl" else read_csv(file)
-    except (UnicodeError, LookupError) as error:
-        advice = "it must be the encoding of the list, such as utf-8, latin-1 or utf-16"
-        raise UserError(f"data.labels_encoding is {encoding}; {path}: {one_line(error)}; {advice}") from error
-    except (OSError, ValueError, TypeError, pd.errors.ParserWarning, pa.ArrowException) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}{did_you_mean(path)}") from error
+        with open(path, encoding=encoding, newline="") as file:
+            text = file.read().removeprefix("\ufeff")
+        return read_json_lines(text) if ending_of(path) == ".jsonl" else read_csv(text)
+    except (OSError, ValueError, TypeError, LookupError, pd.errors.ParserWarning, pa.ArrowException) as error:
+        problem = f"{path} cannot be read: {one_line(error)}{did_you_mean(path)}"
+        raise UserError(f"{problem} (data.labels_encoding is {encoding})") from error
 
 
-def read_csv(file: TextIO) -> Columns:
-    """The columns of a CSV file, all of text; a blank cell is None."""
-    header = file.readline()
-    file.seek(0)
+def read_csv(text: str) -> Columns:
+    """The columns of a CSV file, all of text; an empty cell is None."""
+    delimiter = max(",;\t", key=text.partition("\n")[0].count)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # pandas warns of cells that it drops
-        delimiter = max(",;\t", key=header.count)
-        table = pd.read_csv(file, sep=delimiter, dtype=str, keep_default_na=False, index_col=False).fillna("")
-    table = table[table.apply(lambda column: column.str.strip() != "").any(axis=1)]
-    return {name.strip(): [cell if cell.strip() else None for cell in table[name]] for name in table}
+        options = {"sep": delimiter, "dtype": str, "index_col": False, "keep_default_na": False, "na_values": [""]}
+        table = pd.read_csv(io.StringIO(text), **options).dropna(how="all")
+    return {name.strip(): [None if cell != cell else cell for cell in table[name]] for name in table}
 
 
-def read_json_lines(file: Iterable[str]) -> Columns:
+def read_json_lines(text: str) -> Columns:
     """The columns of a file of JSON objects, a line each."""
-    rows = [dict(json.loads(line)) for line in file if line.strip()]
+    rows = [dict(json.loads(line)) for line in text.split("\n") if line.strip()]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
