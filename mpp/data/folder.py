@@ -60,8 +60,9 @@ class Tree:
     """Reason -> files that are not used."""
 
     def leave_out(self, reason: str, *names: str) -> None:
-        """Note files that are not used."""
-        self.left_out.setdefault(reason, []).extend(names)
+        """Note files that are not used, by their names in the tree or their paths."""
+        start = os.path.join(self.root, "")
+        self.left_out.setdefault(reason, []).extend(name.removeprefix(start) for name in names)
 
     def paths(self) -> list[str]:
         """Absolute paths of the images."""
@@ -195,7 +196,7 @@ def split_order(name: str) -> tuple[int, str]:
 
 def split_of_cell(value: Any) -> str | None:
     """The split that a list's cell names; None: the cell is blank."""
-    text = "" if value is None else str(value).strip()
+    text = str(value or "").strip()
     return SPLIT_WORDS.get(text.lower(), text) or None
 
 

@@ -96,7 +96,10 @@ def share(make: Callable[[], Listing], config: ImagesConfig, *others: Any) -> tu
         table, summary = make().to_arrow()
         rows = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=os.urandom(8).hex())
     else:
-        key = short_digest([repr((launch(), others, dataclasses.asdict(config))).encode(errors="surrogateescape")])
+        parent = psutil.Process(os.getppid())  # of the processes that one launcher starts, again after a failure
+        restart = [os.environ.get(name) for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+        launch = (socket.gethostname(), parent.pid, parent.create_time(), *restart)
+        key = short_digest([repr((launch, others, dataclasses.asdict(config))).encode(errors="surrogateescape")])
         folder = cached(f"listing-{key}", partial(write, make))
         atexit.register(remove, folder)
         rows = datasets.Dataset.from_file(str(folder / ROWS_FILE))
@@ -108,13 +111,6 @@ def share(make: Callable[[], Listing], config: ImagesConfig, *others: Any) -> tu
         splits[name] = rows.select(range(first, first + count))
         first += count
     return splits, summary["tables"]
-
-
-def launch() -> tuple[Any, ...]:
-    """Values that the processes of one start on one machine share, and two starts do not."""
-    parent = psutil.Process(os.getppid())
-    turn = [os.environ.get(name) for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    return (socket.gethostname(), parent.pid, parent.create_time(), *turn)
 
 
 def write(make: Callable[[], Listing], folder: Path) -> None:

@@ -4,14 +4,14 @@ Cells of CSV are text as it stands, but for spaces around a label: only a blank 
 """
 
 import io
-import itertools
 import json
 import os
 import unicodedata
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -39,71 +39,74 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
     Raises:
         UserError: a list cannot be read, names files that are not there, or contradicts itself.
     """
-    count = len(tree.images)
-    columns: Columns = defaultdict(lambda: [None] * count)
-    columns[IMAGE] = tree.paths()
+    paths = tree.paths()
+    columns: Columns = defaultdict(lambda: [None] * len(paths))
     lists = find_lists(tree, config)
-    label = LABEL
-    if any(config.label_column in table for table in lists.values()):
-        label = config.label_column
+    label = config.label_column if any(config.label_column in table for table in lists.values()) else LABEL
+    listed: set[int] = set()  # images in the folder of a list
     labelled: set[int] = set()  # images whose label a list has
     left_out: set[int] = set()  # masks, and images that their list does not name
     for path, table in lists.items():
         rows, others = match_rows(tree, path, table, config)
         start = os.path.join(list_folder(tree, path, config), "")
-        below = {index for index, image in enumerate(columns[IMAGE]) if image.startswith(start)}
+        below = {index for index, image in enumerate(paths) if image.startswith(start)}
+        if not listed.isdisjoint(below):
+            raise UserError(f"{shortened([*lists])} list the same images; data.labels must name the one that counts")
+        listed |= below
         unnamed = below - rows.keys() - others
-        reason = f"images that {os.path.basename(path)} does not name"
-        tree.leave_out(reason, *(tree.images[index] for index in unnamed))
+        tree.leave_out(f"images that {os.path.basename(path)} does not name", *(paths[index] for index in unnamed))
         left_out |= unnamed | (others - rows.keys())
         for name, values in table.items():
             for index, row in rows.items():
                 columns[name][index] = values[row]
         if label in table:
             labelled |= rows.keys()
-
-    folders = {index: image[: image.rfind("/") + 1] for index, image in enumerate(tree.images) if index not in left_out}
-    if labelled.issuperset(folders):
-        config = replace(config, label_folder="inner")  # the lists have all labels: no matter which
-    splits, classes = find_places({*folders.values()}, config)
-    for index, folder in folders.items():
-        columns[SPLIT][index] = columns[SPLIT][index] or splits[folder]
-        if index not in labelled:
-            columns[label][index] = classes.get(folder)
+    columns[IMAGE] = paths
+    kept = [index for index in range(len(paths)) if index not in left_out]
+    add_folders(columns, tree, kept, label, labelled, config)
     if lists:
         columns[label] = to_label_column(columns[label])
-    beside = [tree.images[index] for index in folders if columns[SPLIT][index] is None]
-    tree.leave_out("images in no split's folder", *beside)
     return Listing(columns, {IMAGE, config.mask_column})
 
 
-def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
-    """Path -> columns of the lists of a tree, or of that of `data.labels`; at most one is about any image.
+def add_folders(
+    columns: Columns, tree: Tree, rows: Collection[int], label: str, labelled: Collection[int], config: ImagesConfig
+) -> None:
+    """Take splits and classes from the folders of a tree where nothing else says them.
 
-    The column of file names is IMAGE.
+    Args:
+        columns: of all images of the tree.
+        rows: of the images that count.
+        label: the column of classes.
+        labelled: rows that keep their label.
     """
-    start = os.path.join(tree.root, "")
-    paths = [start + name for name in tree.lists]
+    folders = {row: tree.images[row][: tree.images[row].rfind("/") + 1] for row in rows}
+    if all(row in labelled for row in rows):
+        config = replace(config, label_folder="inner")  # no class is asked for
+    splits, classes = find_places({*folders.values()}, config)
+    for row, folder in folders.items():
+        columns[SPLIT][row] = columns[SPLIT][row] or splits[folder]
+        if row not in labelled:
+            columns[label][row] = classes.get(folder)
+    tree.leave_out("images in no split's folder", *(tree.images[row] for row in rows if columns[SPLIT][row] is None))
+
+
+def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
+    """Path -> columns of the lists of a tree, or of that of `data.labels`. The column of file names is IMAGE."""
+    paths = [os.path.join(tree.root, name) for name in tree.lists]
     if config.labels is not None:
         named = os.path.abspath(os.path.expanduser(config.labels))
         others = [path for path in paths if os.path.realpath(path) != os.path.realpath(named)]
-        tree.leave_out("lists other than data.labels", *(path.removeprefix(start) for path in others))
+        tree.leave_out("lists other than data.labels", *others)
         paths = [named]
     tables = {path: read_list(path, config) for path in paths}
     lists = {path: table for path, table in tables.items() if IMAGE in table}
     if not lists and (config.labels or config.file_column):
-        columns = shortened(sorted({name for table in tables.values() for name in table}), 9) or "none"
-        raise UserError(
-            f"data.file_column is {config.file_column}; "
-            f"it must be the column of file names: the lists of {config.labels or tree.root} have {columns}"
-        )
-    unused = [path.removeprefix(start) for path in tables if path not in lists]
+        names = shortened(sorted({name for table in tables.values() for name in table}), 9) or "none"
+        rule = f"it must be the column of file names in {config.labels or tree.root}, whose columns are {names}"
+        raise UserError(f"data.file_column is {config.file_column}; {rule}")
+    unused = tables.keys() - lists.keys()
     tree.leave_out("tables without a column of file names (data.file_column names one)", *unused)
-    folders = sorted(os.path.join(os.path.dirname(path), "") for path in lists)
-    if any(inner.startswith(outer) for outer, inner in itertools.pairwise(folders)):
-        raise UserError(
-            f"{shortened([*lists])} are lists of the same images; data.labels must name the one that counts"
-        )
     return lists
 
 
@@ -118,19 +121,23 @@ def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> t
     Columns of other files are dropped; that of masks has paths then, or None where there is none.
     """
     starts = [list_folder(tree, path, config), os.path.dirname(path)]
-    images = find_files(table[IMAGE], starts, tree)
-    missing = [str(name) for name, index in zip(table.pop(IMAGE), images, strict=True) if index is None]
-    others: set[int] = set()
+    found: dict[str, list[int | None]] = {}
+    missing: list[str] = []
     for column in [*table]:
         name = column.removesuffix(OTHER_FILES_SUFFIX)
-        if name in (column, IMAGE) and column != config.mask_column:
+        if column not in (IMAGE, config.mask_column) and name in (IMAGE, column):
             continue
         values = table.pop(column)
-        found = find_files(values, starts, tree)
-        others |= {*found} - {None}
-        if name == config.mask_column:
-            missing += [str(value) for value, index in zip(values, found, strict=True) if value and index is None]
-            table[name] = [None if index is None else os.path.join(tree.root, tree.images[index]) for index in found]
+        found[name] = find_files(values, starts, tree)
+        if name in (IMAGE, config.mask_column):
+            cells = zip(values, found[name], strict=True)
+            missing += [str(value) for value, index in cells if index is None and (value or name == IMAGE)]
+    images = found.pop(IMAGE)
+    if config.mask_column in found:
+        masks = found[config.mask_column]
+        table[config.mask_column] = [
+            None if index is None else os.path.join(tree.root, tree.images[index]) for index in masks
+        ]
     if missing and config.missing == "refuse":
         raise UserError(
             f"{path} names {len(missing)} that are no images in {tree.root}, or the name of several: "
@@ -138,14 +145,15 @@ def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> t
         )
     tree.leave_out("files that a list names and that are not there", *missing)
     rows: dict[int, int] = {}
-    values = [table[name] for name in (SPLIT, config.label_column or LABEL, config.eval_label_column) if name in table]
+    names = (SPLIT, config.label_column or LABEL, config.eval_label_column)
+    labels = [table[name] for name in names if name in table]
     for row, index in enumerate(images):
         if index is None:
             continue
         first = rows.setdefault(index, row)
-        if any(column[first] != column[row] for column in values):
+        if any(column[first] != column[row] for column in labels):
             raise UserError(f"{path} has two rows of {tree.images[index]} with other labels or splits; leave one")
-    return rows, others
+    return rows, {*chain(*found.values())} - {None}
 
 
 def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[int | None]:
@@ -167,16 +175,14 @@ def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[int | No
 
     texts = ["" if name is None else str(name) for name in names]
     found = [look_up(name) for name in texts]
-    if all(index is not None for name, index in zip(texts, found, strict=True) if name):
+    if None not in found:
         return found
     for index, path in enumerate(tree.paths()):  # only for lists that need it: it is large
         for spelling in spellings(path, starts):
             if known.setdefault(spelling, index) != index:
                 known[spelling] = None
-    return [
-        look_up(compose(name.strip().replace("\\", "/"))) if index is None else index
-        for name, index in zip(texts, found, strict=True)
-    ]
+    cleaned = (compose(name.strip().replace("\\", "/")) for name in texts)
+    return [look_up(name) if index is None else index for name, index in zip(cleaned, found, strict=True)]
 
 
 def spellings(path: str, starts: list[str]) -> Iterator[str]:
@@ -252,9 +258,8 @@ def read_json_lines(text: str) -> Columns:
 
 def to_label(value: Any) -> Any:
     """A label as text without spaces around it, or as a list of such texts; None: a blank. 1.0 is 1."""
-    if isinstance(value, list | tuple):
-        texts = [to_label(str(each) if isinstance(each, list) else each) for each in value]
-        return [text for text in texts if text is not None]
+    if isinstance(value, list):
+        return [text for text in map(to_label, value) if text is not None]
     if value is None or value != value:
         return None
     if isinstance(value, float) and value.is_integer():

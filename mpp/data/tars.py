@@ -9,7 +9,6 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,9 +18,9 @@ import fsspec
 from mpp.config import ImagesConfig
 from mpp.data.data_path import is_url
 from mpp.data.decoding.formats import ARRAY_ENDINGS, IMAGE_ENDINGS, is_image
-from mpp.data.folder import Tree, ending_of, find_places, split_of_shard
+from mpp.data.folder import Tree, ending_of, split_of_shard
 from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
-from mpp.data.lists import to_label, to_label_column
+from mpp.data.lists import add_folders, to_label, to_label_column
 from mpp.errors import UserError, one_line
 from mpp.runtime.messages import printable, progress_bar, shortened
 
@@ -40,7 +39,7 @@ class Member(NamedTuple):
     """Offset in the shard, in bytes."""
     size: int
     content: bytes | None
-    """None: it is an image that can be read where it stands."""
+    """None: it is named as an image, which can be read where it stands."""
 
     @property
     def is_picture(self) -> bool:
@@ -48,15 +47,12 @@ class Member(NamedTuple):
         return is_named_as_image(self.name) or (not ending_of(self.name) and is_image(self.content))
 
 
-@dataclass
-class Sample:
+class Sample(NamedTuple):
     """The members of one image."""
 
     name: str
-    pictures: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, Member]
     """By their endings."""
-    others: dict[str, bytes] = field(default_factory=dict)
-    """Contents by endings, such as labels."""
 
     def picture(self, config: ImagesConfig) -> Member | None:
         """The image: the only picture, that of the ending `data.image_column`, or the one without a dot in its ending.
@@ -66,9 +62,9 @@ class Sample:
         Raises:
             UserError: there are several.
         """
+        pictures = {end: member for end, member in self.members.items() if member.is_picture}
         if config.image_column not in (None, IMAGE):
-            return self.pictures.get(config.image_column.lower())
-        pictures = self.pictures
+            return pictures.get(config.image_column.lower())
         if len(pictures) > 1:
             pictures = {end: member for end, member in pictures.items() if "." not in end} or pictures
         if len(pictures) > 1:
@@ -83,13 +79,14 @@ class Sample:
         Raises:
             UserError: its JSON cannot be read.
         """
+        texts = {end: member.content for end, member in self.members.items() if not member.is_picture}
         for ending in LABEL_ENDINGS if column is None else (column.lower(),):
-            if ending in self.others:
-                return self.others[ending].decode(errors="replace").strip() or None
-        if column is None or "json" not in self.others:
+            if ending in texts:
+                return texts[ending].decode(errors="replace").strip() or None
+        if column is None or "json" not in texts:
             return None
         try:
-            return to_label(json.loads(self.others["json"]).get(column))
+            return to_label(json.loads(texts["json"]).get(column))
         except (ValueError, AttributeError) as error:
             raise UserError(f"{self.name}.json cannot be read: {one_line(error)}") from error
 
@@ -100,25 +97,27 @@ def read_members(shard: str, streaming: bool) -> Iterator[Member]:
     Raises:
         TarError: the shard is damaged, or has links.
     """
-    with fsspec.open(shard).open() if is_url(shard) else open(shard, "rb") as file:
-        with tarfile.open(None, "r|" if streaming else "r:", file) as tar:
-            for info in tar:
-                name = info.name.removeprefix("./")
-                if info.islnk() or info.issym():
-                    raise tarfile.ReadError(f"{name} is a link; pack files by tar --dereference --hard-dereference")
-                if info.isreg() and not os.path.basename(name).startswith("."):
-                    content = None
-                    if streaming or not is_named_as_image(name):
-                        content = tar.extractfile(info).read()
-                        if len(content) < info.size:
-                            raise tarfile.ReadError(f"unexpected end of data in {name}")
-                    yield Member(name, info.offset_data, info.size, content)
-                tar.members.clear()  # it would keep all of them
-            if 0 < tar.fileobj.tell() - tar.offset < tarfile.BLOCKSIZE:  # which tarfile takes for the end
-                raise tarfile.ReadError("unexpected end of data in the header of a member")
-            if tar.fileobj.read(MOST_END_BYTES).strip(b"\0"):  # a broken header is the end for tarfile, too
-                problem = f"more follows its end at byte {tar.offset}, or a header is broken there"
-                raise tarfile.ReadError(f"{problem} (tar -A joins tars, cat does not)")
+    with (
+        fsspec.open(shard).open() if is_url(shard) else open(shard, "rb") as file,
+        tarfile.open(None, "r|" if streaming else "r:", file) as tar,
+    ):
+        for info in tar:
+            name = info.name.removeprefix("./")
+            if info.islnk() or info.issym():
+                raise tarfile.ReadError(f"{name} is a link; pack files by tar --dereference --hard-dereference")
+            if info.isreg() and not os.path.basename(name).startswith("."):
+                content = None
+                if streaming or not is_named_as_image(name):
+                    content = tar.extractfile(info).read()
+                    if len(content) < info.size:
+                        raise tarfile.ReadError(f"unexpected end of data in {name}")
+                yield Member(name, info.offset_data, info.size, content)
+            tar.members.clear()  # it would keep all of them
+        if 0 < tar.fileobj.tell() - tar.offset < tarfile.BLOCKSIZE:  # which tarfile takes for the end
+            raise tarfile.ReadError("unexpected end of data in the header of a member")
+        if tar.fileobj.read(MOST_END_BYTES).strip(b"\0"):  # a broken header is the end for tarfile, too
+            problem = f"more follows its end at byte {tar.offset}, or a header is broken there"
+            raise tarfile.ReadError(f"{problem} (tar -A joins tars, cat does not)")
 
 
 def is_named_as_image(name: str) -> bool:
@@ -144,16 +143,13 @@ def read_samples(shard: str, streaming: bool = False) -> Iterator[Sample]:
     damages = (tarfile.TarError, EOFError, *(() if is_url(shard) else (OSError,)))  # else an outage
     try:
         for name, members in groupby(read_members(shard, streaming), sample_name):
-            sample = Sample(name)
+            sample = Sample(name, {})
             for member in members:
                 ending = member.name.removeprefix(name).removeprefix(".").lower()
-                if name in passed or ending in sample.pictures or ending in sample.others:
+                if name in passed or ending in sample.members:
                     rule = "must be next to each other (tar --sort=name), and have different endings"
                     raise tarfile.ReadError(f"{member.name}: the members of a sample {rule}")
-                if member.is_picture:
-                    sample.pictures[ending] = member
-                else:
-                    sample.others[ending] = member.content
+                sample.members[ending] = member
             passed.add(name)
             yield sample
     except damages as error:
@@ -177,39 +173,32 @@ def list_tars(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     image_column = config.image_column or IMAGE
     endings = label_endings(config)
     columns: dict[str, list[Any]] = {name: [] for name in (image_column, *endings, SPLIT)}
-    folders: list[str] = []
-    members: set[str] = set()  # their endings
     tree = Tree("")
+    members: set[str] = set()  # their endings
     files = [(split, shard) for split, of_split in shards.items() for shard in of_split]
     for split, shard in progress_bar(files, desc="indexing shards", unit=" shards", delay=1, leave=False):
         for sample in read_samples(shard):
-            members |= sample.pictures.keys() | sample.others.keys()
+            members |= sample.members.keys()
             picture = sample.picture(config)
             if picture is None:
                 tree.leave_out("samples without a picture", f"{os.path.basename(shard)}: {sample.name}")
                 continue
+            tree.images.append(picture.name)
             path = f"tar://{shard}::{picture.start}+{picture.size}::{picture.name}"
             columns[image_column].append(printable(path))
             columns[SPLIT].append(split)
-            folders.append(picture.name[: picture.name.rfind("/") + 1])
             for name, ending in endings.items():
                 columns[name].append(sample.label(ending))
-    if not folders:
+    if not tree.images:
         setting = f"{config.group_name}.image_column is {config.image_column}" if config.image_column else "no images"
         raise UserError(f"{config.path}: {setting}; its shards hold {shortened(sorted(members)) or 'nothing'}")
+    if len(files) > 1 or split_of_shard(files[0][1]) != "train":
+        tree.images = [f"{split}/{name}" for split, name in zip(columns[SPLIT], tree.images, strict=True)]
+    else:  # only folders inside may say otherwise
+        columns[SPLIT] = [None] * len(tree.images)
+    rows = range(len(tree.images))
     has_labels = any(label is not None for name in endings for label in columns[name])
-    names_say_splits = len(files) > 1 or split_of_shard(files[0][1]) != "train"
-    if has_labels:
-        config = replace(config, label_folder="inner")  # no class is asked for
-    if names_say_splits:
-        folders = [f"{split}/{folder}" for split, folder in zip(columns[SPLIT], folders, strict=True)]
-    splits, classes = find_places({*folders}, config)
-    if not names_say_splits:
-        columns[SPLIT] = [splits[folder] for folder in folders]
-        beside = [path for path, split in zip(columns[image_column], columns[SPLIT], strict=True) if split is None]
-        tree.leave_out("images in no split's folder", *map(member_name, beside))
-    if not has_labels and config.label_column is None:
-        columns[LABEL] = [classes.get(folder) for folder in folders]
+    add_folders(columns, tree, rows, LABEL, rows if has_labels or config.label_column else (), config)
     for name in endings:
         columns[name] = to_label_column(columns[name])
     return Listing(columns, {image_column}, lines=tree.lines())
