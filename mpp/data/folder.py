@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -39,7 +39,7 @@ SPLIT_WORDS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """Word -> split."""
-USUAL_SPLITS = [*dict.fromkeys(SPLIT_WORDS.values())]
+USUAL_SPLITS = ["train", "validation", "test"]
 SPLIT_WORD_INSIDE = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
 SPLIT_WORD_AT_END = re.compile(rf"{SPLIT_WORD_INSIDE.pattern}$")
 NUMBERED_SHARD = re.compile(r"(\w+)-\d+-of-\d+\.")
@@ -89,7 +89,6 @@ def walk(root: str) -> Tree:
     """
     files: dict[str, list[str]] = {}  # kind, or the reason why they are left out -> paths
     tops = {real_folder(root): ""}  # folder without links -> its path in the tree
-    linked: dict[str, str] = {}  # file -> the file that it leads to
     folders = [""]
     with progress_bar(desc="looking for images", unit=" folders", delay=1, leave=False) as bar:
         while folders:
@@ -108,8 +107,11 @@ def walk(root: str) -> Tree:
                             kind = "links to folders of the same tree"
                         else:
                             tops[target] = f"{path}/"
-                    elif entry.is_symlink():
-                        linked[path] = os.path.realpath(entry.path)
+                    elif entry.is_symlink() and kind in ("pictures", "arrays"):
+                        target = os.path.realpath(entry.path)
+                        if any(target.startswith(top) and "/." not in target[len(top) - 1 :] for top in tops):
+                            rule = "which would count twice; give the folder of the links or of the files as data.path"
+                            raise UserError(f"{root} has links to files of its own ({path} is {target}), {rule}")
                     if kind == "folders":
                         below.append(f"{path}/")
                     else:
@@ -118,26 +120,12 @@ def walk(root: str) -> Tree:
     if "pictures" in files and "arrays" in files:
         files["arrays next to pictures"] = files.pop("arrays")
     images = files.pop("pictures", []) or files.pop("arrays", [])
-    tree = Tree(root, images, *(sorted(files.pop(kind, [])) for kind in ("lists", "tables", "tars")), files)
-    refuse_linked(tree, linked, tops)
-    return tree
+    return Tree(root, images, *(sorted(files.pop(kind, [])) for kind in ("lists", "tables", "tars")), files)
 
 
 def real_folder(path: str) -> str:
     """A folder's path without links, ending in /."""
     return os.path.join(os.path.realpath(path), "")
-
-
-def refuse_linked(tree: Tree, linked: dict[str, str], tops: dict[str, str]) -> None:
-    """Raise UserError where an image of a tree is a link to another one: both would count."""
-    images = {*tree.images} if linked else set()
-    for name, target in linked.items():
-        inside = {start + target[len(top) :] for top, start in tops.items() if target.startswith(top)}
-        if name in images and not images.isdisjoint(inside):
-            raise UserError(
-                f"{tree.root} has links to files of its own, which would count twice ({name} is {target}); "
-                "give the folder of the links, or that of the files, as data.path"
-            )
 
 
 def is_text(name: str) -> bool:
@@ -220,10 +208,9 @@ def split_of_shard(path: str, folders: Sequence[str] = ()) -> str:
 
 def shards_by_split(shards: Iterable[str], start: str) -> dict[str, list[str]]:
     """Split -> shards, which are paths or URLs from `start` on; training first."""
-    splits: dict[str, list[str]] = {}
+    splits: dict[str, list[str]] = defaultdict(list)
     for shard in shards:
-        split = split_of_shard(shard, os.path.dirname(shard).split("/"))
-        splits.setdefault(split, []).append(start + shard)
+        splits[split_of_shard(shard, os.path.dirname(shard).split("/"))].append(start + shard)
     return {split: splits[split] for split in sorted(splits, key=split_order)}
 
 
@@ -270,8 +257,7 @@ def find_places(folders: Collection[str], config: ImagesConfig) -> tuple[dict[st
     outer, inner = (sorted(names_of_levels[level]) for level in (levels[0], levels[-1]))
     if config.label_folder is None and len(levels) > 1:
         problem = f"{config.group_name}.label_folder is null, and folders inside each other have different names"
-        choices = f"outer ({len(outer)} classes: {shortened(outer)}) or inner ({len(inner)}: {shortened(inner)})"
-        raise UserError(f"{problem}; it must be {choices}")
+        raise UserError(f"{problem}; it must be outer (classes {shortened(outer)}) or inner ({shortened(inner)})")
     is_outer = config.label_folder == "outer"
     level = levels[0] if is_outer else levels[-1]
     classes: dict[str, str] = {}
@@ -280,13 +266,12 @@ def find_places(folders: Collection[str], config: ImagesConfig) -> tuple[dict[st
             classes[folder] = parts[: level + 1][-1]
     known = {*classes.values()}
     held_out = {folder: parts for folder, parts in below.items() if folder not in training}
-    for split in {splits[folder] for folder in held_out}:
-        of_split = {folder: parts for folder, parts in held_out.items() if splits[folder] == split}
-        names = {parts[level] for parts in of_split.values() if len(parts) > level}
-        for folder, parts in of_split.items():
-            of_training = [part for part in parts if part in known]
-            if of_training:
-                classes[folder] = of_training[-1]
-            elif len(parts) > level and len(names) > 1:  # one folder is around all, as of a flat `val`
-                classes[folder] = parts[level]
+    names = {(splits[folder], *parts[level : level + 1]) for folder, parts in held_out.items()}
+    counts = Counter(split for split, *name in names if name)
+    for folder, parts in held_out.items():
+        of_training = [part for part in parts if part in known]
+        if of_training:
+            classes[folder] = of_training[-1]
+        elif len(parts) > level and counts[splits[folder]] > 1:  # one folder is around all, as of a flat `val`
+            classes[folder] = parts[level]
     return splits, classes

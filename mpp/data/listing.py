@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import psutil
 import pyarrow as pa
 
@@ -37,12 +37,15 @@ ROWS_PER_BATCH = 10_000
 
 @dataclass
 class Listing:
-    """Images in memory, before they are arrow: columns of the same length, or tables that hold images."""
+    """Images in memory, before they are arrow, or tables that hold images."""
 
-    columns: dict[str, list[Any]] = field(default_factory=lambda: {SPLIT: []})
-    """SPLIT has the names of splits; None: the image is left out."""
+    splits: dict[str, str] = field(default_factory=dict)
+    """Path of each image -> its split."""
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Other columns: path of an image -> value; None, or none, where there is none."""
     path_columns: set[str] = field(default_factory=set)
-    """Columns of paths of images, or of masks."""
+    """Those with paths of images, such as masks."""
+    image_column: str = IMAGE
     tables: dict[str, list[str]] = field(default_factory=dict)
     """Split -> shards, which are loaded elsewhere."""
     lines: list[str] = field(default_factory=list)
@@ -50,22 +53,17 @@ class Listing:
 
     def to_arrow(self) -> tuple[pa.Table, dict[str, Any]]:
         """As arrow, by split, with the features of `datasets` and without empty columns; and a summary for `share`."""
-        rows_by_split: dict[str, list[int]] = {}
-        for row, split in enumerate(self.columns[SPLIT]):
-            if split is not None:
-                rows_by_split.setdefault(split, []).append(row)
-        splits = sorted(rows_by_split, key=split_order)
-        columns = {}
-        for name, values in self.columns.items():
-            if name != SPLIT and any(value is not None for value in values):
+        paths = sorted(self.splits, key=lambda path: split_order(self.splits[path]))
+        columns = {self.image_column: path_column(paths)}
+        for name, by_path in self.columns.items():
+            values = [by_path.get(path) for path in paths]
+            if any(value is not None for value in values):
                 columns[name] = path_column(values) if name in self.path_columns else to_arrow(values)
         table = pa.table(columns)
-        if columns:
-            table = table.take(np.concatenate([rows_by_split[split] for split in splits]))
         features = datasets.Features.from_arrow_schema(table.schema)
-        for name in self.path_columns & columns.keys():
+        for name in {self.image_column, *self.path_columns} & columns.keys():
             features[name] = datasets.Image(decode=False)
-        counts = {split: len(rows_by_split[split]) for split in splits}
+        counts = Counter(self.splits[path] for path in paths)
         summary = {"splits": counts, "tables": self.tables, "lines": self.lines}
         return table.replace_schema_metadata(features.arrow_schema.metadata), summary
 
@@ -78,7 +76,9 @@ def path_column(paths: list[str | None]) -> pa.Array:
 
 
 def to_arrow(values: list[Any]) -> pa.Array:
-    """Values as arrow; as text where they are of several types, or hold what UTF-8 lacks."""
+    """Values as arrow; lists where one is a list; as text where they are of several types, or hold what UTF-8 lacks."""
+    if any(isinstance(value, list) for value in values):
+        values = [value if value is None or isinstance(value, list) else [value] for value in values]
     try:
         return pa.array(values)
     except (pa.ArrowException, UnicodeEncodeError, OverflowError):

@@ -9,7 +9,7 @@ import os
 import unicodedata
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -40,55 +40,48 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
         UserError: a list cannot be read, names files that are not there, or contradicts itself.
     """
     paths = tree.paths()
-    columns: Columns = defaultdict(lambda: [None] * len(paths))
+    columns: dict[str, dict[str, Any]] = defaultdict(dict)
     lists = find_lists(tree, config)
     label = config.label_column if any(config.label_column in table for table in lists.values()) else LABEL
-    listed: set[int] = set()  # images in the folder of a list
-    labelled: set[int] = set()  # images whose label a list has
-    left_out: set[int] = set()  # masks, and images that their list does not name
+    listed: set[str] = set()  # images in the folder of a list
+    left_out: set[str] = set()  # masks, and images that their list does not name
     for path, table in lists.items():
         rows, others = match_rows(tree, path, table, config)
         start = os.path.join(list_folder(tree, path, config), "")
-        below = {index for index, image in enumerate(paths) if image.startswith(start)}
+        below = {image for image in paths if image.startswith(start)}
         if not listed.isdisjoint(below):
             raise UserError(f"{shortened([*lists])} list the same images; data.labels must name the one that counts")
         listed |= below
         unnamed = below - rows.keys() - others
-        tree.leave_out(f"images that {os.path.basename(path)} does not name", *(paths[index] for index in unnamed))
+        tree.leave_out(f"images that {os.path.basename(path)} does not name", *unnamed)
         left_out |= unnamed | (others - rows.keys())
         for name, values in table.items():
-            for index, row in rows.items():
-                columns[name][index] = values[row]
-        if label in table:
-            labelled |= rows.keys()
-    columns[IMAGE] = paths
-    kept = [index for index in range(len(paths)) if index not in left_out]
-    add_folders(columns, tree, kept, label, labelled, config)
-    if lists:
-        columns[label] = to_label_column(columns[label])
-    return Listing(columns, {IMAGE, config.mask_column})
+            columns[name] |= {image: values[row] for image, row in rows.items()}
+    start = len(os.path.join(tree.root, ""))
+    folders = {image: image[start : image.rfind("/") + 1] for image in paths if image not in left_out}
+    splits = add_folders(folders, columns.pop(SPLIT, {}), columns[label], tree, config)
+    return Listing(splits, columns, {config.mask_column})
 
 
 def add_folders(
-    columns: Columns, tree: Tree, rows: Collection[int], label: str, labelled: Collection[int], config: ImagesConfig
-) -> None:
-    """Take splits and classes from the folders of a tree where nothing else says them.
+    folders: dict[str, str], splits: dict[str, str | None], labels: dict[str, Any], tree: Tree, config: ImagesConfig
+) -> dict[str, str]:
+    """Take classes from folders where nothing else says them, and return the splits, for which the same holds.
 
     Args:
-        columns: of all images of the tree.
-        rows: of the images that count.
-        label: the column of classes.
-        labelled: rows that keep their label.
+        folders: of all images that count.
+        splits: of images; None, or none, where folders say it.
+        labels: of images; those of the other images are added.
     """
-    folders = {row: tree.images[row][: tree.images[row].rfind("/") + 1] for row in rows}
-    if all(row in labelled for row in rows):
+    if labels.keys() >= folders.keys():
         config = replace(config, label_folder="inner")  # no class is asked for
-    splits, classes = find_places({*folders.values()}, config)
-    for row, folder in folders.items():
-        columns[SPLIT][row] = columns[SPLIT][row] or splits[folder]
-        if row not in labelled:
-            columns[label][row] = classes.get(folder)
-    tree.leave_out("images in no split's folder", *(tree.images[row] for row in rows if columns[SPLIT][row] is None))
+    split_of, class_of = find_places({*folders.values()}, config)
+    for image, folder in folders.items():
+        labels.setdefault(image, class_of.get(folder))
+    known = {image: splits.get(image) or split_of[folder] for image, folder in folders.items()}
+    beside = [image for image, split in known.items() if split is None]
+    tree.leave_out("images in no split's folder", *beside)
+    return {image: split for image, split in known.items() if split is not None}
 
 
 def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
@@ -102,8 +95,7 @@ def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
     tables = {path: read_list(path, config) for path in paths}
     lists = {path: table for path, table in tables.items() if IMAGE in table}
     if not lists and (config.labels or config.file_column):
-        names = shortened(sorted({name for table in tables.values() for name in table}), 9) or "none"
-        rule = f"it must be the column of file names in {config.labels or tree.root}, whose columns are {names}"
+        rule = f"it must be the column of file names in {config.labels or tree.root}"
         raise UserError(f"data.file_column is {config.file_column}; {rule}")
     unused = tables.keys() - lists.keys()
     tree.leave_out("tables without a column of file names (data.file_column names one)", *unused)
@@ -115,13 +107,13 @@ def list_folder(tree: Tree, path: str, config: ImagesConfig) -> str:
     return os.path.dirname(path) if config.labels is None else tree.root
 
 
-def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> tuple[dict[int, int], set[int]]:
-    """Index of each image that a list names -> its row; and indices of other files that it names, such as masks.
+def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> tuple[dict[str, int], set[str]]:
+    """The row of each image that a list names; and other files that it names, such as masks.
 
     Columns of other files are dropped; that of masks has paths then, or None where there is none.
     """
     starts = [list_folder(tree, path, config), os.path.dirname(path)]
-    found: dict[str, list[int | None]] = {}
+    found: dict[str, list[str | None]] = {}
     missing: list[str] = []
     for column in [*table]:
         name = column.removesuffix(OTHER_FILES_SUFFIX)
@@ -131,33 +123,28 @@ def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> t
         found[name] = find_files(values, starts, tree)
         if name in (IMAGE, config.mask_column):
             cells = zip(values, found[name], strict=True)
-            missing += [str(value) for value, index in cells if index is None and (value or name == IMAGE)]
+            missing += [str(value) for value, file in cells if file is None and (value or name == IMAGE)]
     images = found.pop(IMAGE)
     if config.mask_column in found:
-        masks = found[config.mask_column]
-        table[config.mask_column] = [
-            None if index is None else os.path.join(tree.root, tree.images[index]) for index in masks
-        ]
+        table[config.mask_column] = found[config.mask_column]
     if missing and config.missing == "refuse":
         raise UserError(
             f"{path} names {len(missing)} that are no images in {tree.root}, or the name of several: "
             f"{shortened(missing)}; mend the list, or set data.missing skip"
         )
     tree.leave_out("files that a list names and that are not there", *missing)
-    rows: dict[int, int] = {}
+    rows: dict[str, int] = {}
     names = (SPLIT, config.label_column or LABEL, config.eval_label_column)
     labels = [table[name] for name in names if name in table]
-    for row, index in enumerate(images):
-        if index is None:
-            continue
-        first = rows.setdefault(index, row)
+    for row, image in enumerate(images):
+        first = row if image is None else rows.setdefault(image, row)
         if any(column[first] != column[row] for column in labels):
-            raise UserError(f"{path} has two rows of {tree.images[index]} with other labels or splits; leave one")
+            raise UserError(f"{path} has two rows of {image} with other labels or splits; leave one")
     return rows, {*chain(*found.values())} - {None}
 
 
-def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[int | None]:
-    """The index of the image that each name of a list means; None: it is not there, or several have the name.
+def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[str | None]:
+    """The path of the image that each name of a list means; None: it is not there, or several have the name.
 
     `\\` is `/`; composed and decomposed letters are the same; the ending may be missing, and so may the folders, where
     one file has the name.
@@ -165,24 +152,25 @@ def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[int | No
     Args:
         starts: folders in which names start.
     """
-    known: dict[str, int | None] = {}
-    for root in {tree.root, os.path.realpath(tree.root)}:  # through which absolute names may lead
-        known |= {os.path.join(root, image): index for index, image in enumerate(tree.images)}
+    paths = tree.paths()
+    real_root = os.path.realpath(tree.root)  # through which absolute names may lead
+    known: dict[str, str | None] = dict(zip(paths, paths, strict=True))
+    known |= {os.path.join(real_root, image): path for image, path in zip(tree.images, paths, strict=True)}
 
-    def look_up(name: str) -> int | None:
+    def look_up(name: str) -> str | None:
         places = (known.get(os.path.normpath(os.path.join(start, name))) for start in starts)
-        return next((index for index in places if index is not None), None)
+        return next(filter(None, places), None)
 
     texts = ["" if name is None else str(name) for name in names]
     found = [look_up(name) for name in texts]
     if None not in found:
         return found
-    for index, path in enumerate(tree.paths()):  # only for lists that need it: it is large
+    for path in paths:  # only for lists that need it: it is large
         for spelling in spellings(path, starts):
-            if known.setdefault(spelling, index) != index:
+            if known.setdefault(spelling, path) != path:
                 known[spelling] = None
     cleaned = (compose(name.strip().replace("\\", "/")) for name in texts)
-    return [look_up(name) if index is None else index for name, index in zip(cleaned, found, strict=True)]
+    return [path or look_up(name) for name, path in zip(cleaned, found, strict=True)]
 
 
 def spellings(path: str, starts: list[str]) -> Iterator[str]:
@@ -216,7 +204,7 @@ def read_list(path: str, config: ImagesConfig) -> Columns:
         if name not in table and usual.get(name) in table.keys() - label_columns:
             table[name] = table.pop(usual[name])
     for name in label_columns & table.keys():
-        table[name] = to_label_column(table[name])
+        table[name] = [to_label(cell) for cell in table[name]]
     if SPLIT in table:
         table[SPLIT] = [split_of_cell(cell) for cell in table[SPLIT]]
     return table if names is None else table | {IMAGE: names}
@@ -265,11 +253,3 @@ def to_label(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # tables with blanks turn integers to floating point
     return printable(str(value).strip()) or None
-
-
-def to_label_column(values: Iterable[Any]) -> list[Any]:
-    """Labels of images: all texts, or, where one is a list, all lists of texts; None: an image has no label."""
-    labels = [to_label(value) for value in values]
-    if any(isinstance(label, list) for label in labels):
-        return [label if label is None or isinstance(label, list) else [label] for label in labels]
-    return labels

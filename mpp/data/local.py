@@ -35,7 +35,7 @@ from mpp.data.folder import (
     walk,
 )
 from mpp.data.labels import column_of
-from mpp.data.listing import SPLIT, Listing, path_column, share
+from mpp.data.listing import Listing, path_column, share
 from mpp.data.lists import list_images
 from mpp.data.retry import LOADING_ERRORS
 from mpp.data.tars import list_tars, stream_tars
@@ -164,7 +164,7 @@ def list_folder(path: str, config: ImagesConfig, streaming: bool) -> Listing:
         raise UserError(f"{problem}, which holds image files, no shards: {PREPARE_FIRST}")
     else:
         listing = list_images(tree, config)
-        if not any(listing.columns[SPLIT]):
+        if not listing.splits:
             raise UserError("; ".join([f"{problem}, which holds no images", *tree.lines()]))
     listing.lines += tree.lines()
     return listing

@@ -19,8 +19,8 @@ from mpp.config import ImagesConfig
 from mpp.data.data_path import is_url
 from mpp.data.decoding.formats import ARRAY_ENDINGS, IMAGE_ENDINGS, is_image
 from mpp.data.folder import Tree, ending_of, split_of_shard
-from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
-from mpp.data.lists import add_folders, to_label, to_label_column
+from mpp.data.listing import IMAGE, LABEL, Listing
+from mpp.data.lists import add_folders, to_label
 from mpp.errors import UserError, one_line
 from mpp.runtime.messages import printable, progress_bar, shortened
 
@@ -170,11 +170,12 @@ def list_tars(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     Raises:
         UserError: a shard is damaged, or its samples follow no rule.
     """
-    image_column = config.image_column or IMAGE
     endings = label_endings(config)
-    columns: dict[str, list[Any]] = {name: [] for name in (image_column, *endings, SPLIT)}
-    tree = Tree("")
+    columns: dict[str, dict[str, Any]] = {name: {} for name in endings}
+    splits: dict[str, str | None] = {}
+    folders: dict[str, str] = {}
     members: set[str] = set()  # their endings
+    tree = Tree("")
     files = [(split, shard) for split, of_split in shards.items() for shard in of_split]
     for split, shard in progress_bar(files, desc="indexing shards", unit=" shards", delay=1, leave=False):
         for sample in read_samples(shard):
@@ -183,25 +184,22 @@ def list_tars(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
             if picture is None:
                 tree.leave_out("samples without a picture", f"{os.path.basename(shard)}: {sample.name}")
                 continue
-            tree.images.append(picture.name)
-            path = f"tar://{shard}::{picture.start}+{picture.size}::{picture.name}"
-            columns[image_column].append(printable(path))
-            columns[SPLIT].append(split)
+            path = printable(f"tar://{shard}::{picture.start}+{picture.size}::{picture.name}")
+            splits[path] = split
+            folders[path] = picture.name[: picture.name.rfind("/") + 1]
             for name, ending in endings.items():
-                columns[name].append(sample.label(ending))
-    if not tree.images:
+                columns[name][path] = sample.label(ending)
+    if not splits:
         setting = f"{config.group_name}.image_column is {config.image_column}" if config.image_column else "no images"
         raise UserError(f"{config.path}: {setting}; its shards hold {shortened(sorted(members)) or 'nothing'}")
     if len(files) > 1 or split_of_shard(files[0][1]) != "train":
-        tree.images = [f"{split}/{name}" for split, name in zip(columns[SPLIT], tree.images, strict=True)]
-    else:  # only folders inside may say otherwise
-        columns[SPLIT] = [None] * len(tree.images)
-    rows = range(len(tree.images))
-    has_labels = any(label is not None for name in endings for label in columns[name])
-    add_folders(columns, tree, rows, LABEL, rows if has_labels or config.label_column else (), config)
-    for name in endings:
-        columns[name] = to_label_column(columns[name])
-    return Listing(columns, {image_column}, lines=tree.lines())
+        folders = {path: f"{splits[path]}/{folder}" for path, folder in folders.items()}
+    else:
+        splits = {}  # folders inside may say otherwise
+    if not config.label_column and all(label is None for values in columns.values() for label in values.values()):
+        columns[LABEL] = {}
+    splits = add_folders(folders, splits, columns[config.label_column or LABEL], tree, config)
+    return Listing(splits, columns, image_column=config.image_column or IMAGE, lines=tree.lines())
 
 
 def label_endings(config: ImagesConfig) -> dict[str, str | None]:
