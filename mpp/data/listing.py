@@ -4,12 +4,10 @@ One process of a machine makes it, and the others map it from the cache.
 """
 
 import atexit
-import dataclasses
 import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -85,12 +83,11 @@ def to_arrow(values: list[Any]) -> pa.Array:
         return pa.array([None if value is None else printable(str(value)) for value in values], pa.string())
 
 
-def share(make: Callable[[], Listing], config: ImagesConfig, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def share(make: partial[Listing], config: ImagesConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The splits of a listing, training first, and its tables. Prints its lines.
 
     Args:
         make: makes the listing. Of the processes of a machine that start together, one calls it.
-        others: on what the listing depends besides the settings.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         table, summary = make().to_arrow()
@@ -99,7 +96,7 @@ def share(make: Callable[[], Listing], config: ImagesConfig, *others: Any) -> tu
         parent = psutil.Process(os.getppid())  # of the processes that one launcher starts, again after a failure
         restart = [os.environ.get(name) for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
         launch = (socket.gethostname(), parent.pid, parent.create_time(), *restart)
-        key = short_digest([repr((launch, others, dataclasses.asdict(config))).encode(errors="surrogateescape")])
+        key = short_digest([repr((launch, make.func.__name__, make.args)).encode(errors="surrogateescape")])
         folder = cached(f"listing-{key}", partial(write, make))
         atexit.register(remove, folder)
         rows = datasets.Dataset.from_file(str(folder / ROWS_FILE))
@@ -113,7 +110,7 @@ def share(make: Callable[[], Listing], config: ImagesConfig, *others: Any) -> tu
     return splits, summary["tables"]
 
 
-def write(make: Callable[[], Listing], folder: Path) -> None:
+def write(make: partial[Listing], folder: Path) -> None:
     """Write a listing."""
     try:
         table, summary = make().to_arrow()

@@ -11,7 +11,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -54,7 +53,7 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
         listed |= below
         unnamed = below - rows.keys() - others
         tree.leave_out(f"images that {os.path.basename(path)} does not name", *unnamed)
-        left_out |= unnamed | (others - rows.keys())
+        left_out |= unnamed | others
         for name, values in table.items():
             columns[name] |= {image: values[row] for image, row in rows.items()}
     start = len(os.path.join(tree.root, ""))
@@ -88,10 +87,7 @@ def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
     """Path -> columns of the lists of a tree, or of that of `data.labels`. The column of file names is IMAGE."""
     paths = [os.path.join(tree.root, name) for name in tree.lists]
     if config.labels is not None:
-        named = os.path.abspath(os.path.expanduser(config.labels))
-        others = [path for path in paths if os.path.realpath(path) != os.path.realpath(named)]
-        tree.leave_out("lists other than data.labels", *others)
-        paths = [named]
+        paths = [os.path.abspath(os.path.expanduser(config.labels))]
     tables = {path: read_list(path, config) for path in paths}
     lists = {path: table for path, table in tables.items() if IMAGE in table}
     if not lists and (config.labels or config.file_column):
@@ -113,20 +109,17 @@ def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> t
     Columns of other files are dropped; that of masks has paths then, or None where there is none.
     """
     starts = [list_folder(tree, path, config), os.path.dirname(path)]
-    found: dict[str, list[str | None]] = {}
-    missing: list[str] = []
-    for column in [*table]:
-        name = column.removesuffix(OTHER_FILES_SUFFIX)
-        if column not in (IMAGE, config.mask_column) and name in (IMAGE, column):
-            continue
-        values = table.pop(column)
-        found[name] = find_files(values, starts, tree)
-        if name in (IMAGE, config.mask_column):
-            cells = zip(values, found[name], strict=True)
-            missing += [str(value) for value, file in cells if file is None and (value or name == IMAGE)]
-    images = found.pop(IMAGE)
-    if config.mask_column in found:
-        table[config.mask_column] = found[config.mask_column]
+    names = table.pop(IMAGE)
+    images = find_files(names, starts, tree)
+    missing = [str(name) for name, image in zip(names, images, strict=True) if image is None]
+    others: set[str | None] = set()
+    for column in [name for name in table if name == config.mask_column or name.endswith(OTHER_FILES_SUFFIX)]:
+        names = table.pop(column)
+        files = find_files(names, starts, tree)
+        others |= {*files}
+        if column.removesuffix(OTHER_FILES_SUFFIX) == config.mask_column:
+            missing += [name for name, mask in zip(names, files, strict=True) if name and mask is None]
+            table[config.mask_column] = files
     if missing and config.missing == "refuse":
         raise UserError(
             f"{path} names {len(missing)} that are no images in {tree.root}, or the name of several: "
@@ -140,7 +133,7 @@ def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> t
         first = row if image is None else rows.setdefault(image, row)
         if any(column[first] != column[row] for column in labels):
             raise UserError(f"{path} has two rows of {image} with other labels or splits; leave one")
-    return rows, {*chain(*found.values())} - {None}
+    return rows, others - rows.keys() - {None}
 
 
 def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[str | None]:
@@ -158,7 +151,7 @@ def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[str | No
     known |= {os.path.join(real_root, image): path for image, path in zip(tree.images, paths, strict=True)}
 
     def look_up(name: str) -> str | None:
-        places = (known.get(os.path.normpath(os.path.join(start, name))) for start in starts)
+        places = (known.get(os.path.normpath(os.path.join(start, name))) for start in (*starts, ""))
         return next(filter(None, places), None)
 
     texts = ["" if name is None else str(name) for name in names]
@@ -166,19 +159,17 @@ def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[str | No
     if None not in found:
         return found
     for path in paths:  # only for lists that need it: it is large
-        for spelling in spellings(path, starts):
+        for spelling in spellings(compose(path)):
             if known.setdefault(spelling, path) != path:
                 known[spelling] = None
     cleaned = (compose(name.strip().replace("\\", "/")) for name in texts)
     return [path or look_up(name) for name, path in zip(cleaned, found, strict=True)]
 
 
-def spellings(path: str, starts: list[str]) -> Iterator[str]:
+def spellings(path: str) -> Iterator[str]:
     """Other ways in which a list may name an image: without its ending, or its folders."""
-    path = compose(path)
-    for name in (path, path.removesuffix(os.path.splitext(path)[1] if ending_of(path) else "")):
-        yield name
-        yield from (os.path.join(start, os.path.basename(name)) for start in starts)
+    for name in (path, path[: len(path) - len(ending_of(path))]):
+        yield from (name, os.path.basename(name))
 
 
 def compose(text: str) -> str:
@@ -232,8 +223,9 @@ def read_csv(text: str) -> Columns:
     delimiter = max(",;\t", key=text.partition("\n")[0].count)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # pandas warns of cells that it drops
-        options = {"sep": delimiter, "dtype": str, "index_col": False, "keep_default_na": False, "na_values": [""]}
-        table = pd.read_csv(io.StringIO(text), **options).dropna(how="all")
+        table = pd.read_csv(
+            io.StringIO(text), sep=delimiter, dtype=str, index_col=False, keep_default_na=False, na_values=[""]
+        ).dropna(how="all")
     return {name.strip(): [None if cell != cell else cell for cell in table[name]] for name in table}
 
 

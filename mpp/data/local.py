@@ -75,7 +75,7 @@ def load_local(path: str, config: ImagesConfig, streaming: bool) -> dict[str, An
         refuse_list(config, "README.md describes the images")
         return load_by_card(path, config, streaming)
     refuse_name(config)
-    splits, shards = share(partial(list_folder, path, config, streaming), config, streaming)
+    splits, shards = share(partial(list_folder, path, config, streaming), config)
     return load_shards(shards, config, streaming) if shards else splits
 
 

@@ -190,8 +190,8 @@ def list_tars(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
             for name, ending in endings.items():
                 columns[name][path] = sample.label(ending)
     if not splits:
-        setting = f"{config.group_name}.image_column is {config.image_column}" if config.image_column else "no images"
-        raise UserError(f"{config.path}: {setting}; its shards hold {shortened(sorted(members)) or 'nothing'}")
+        setting = f"{config.group_name}.image_column is {config.image_column}"
+        raise UserError(f"{config.path} holds no images ({setting}); its shards hold {shortened(sorted(members))}")
     if len(files) > 1 or split_of_shard(files[0][1]) != "train":
         folders = {path: f"{splits[path]}/{folder}" for path, folder in folders.items()}
     else:
@@ -204,9 +204,8 @@ def list_tars(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
 
 def label_endings(config: ImagesConfig) -> dict[str, str | None]:
     """Columns of labels -> ending of the member, or key of its JSON; None: the usual endings."""
-    named = {config.label_column, config.eval_label_column} - {None}
-    usual: dict[str, str | None] = {LABEL: None} if config.label_column is None else {}
-    return usual | {name: name for name in sorted(named)}
+    endings = {config.label_column or LABEL: config.label_column, config.eval_label_column: config.eval_label_column}
+    return {column: ending for column, ending in endings.items() if column}
 
 
 def stream_tars(shards: list[str], config: ImagesConfig) -> datasets.IterableDataset:
