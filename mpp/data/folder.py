@@ -71,10 +71,9 @@ class Tree:
 
     def lines(self) -> list[str]:
         """A line for each reason: "left out: .txt files (2: a.txt, b.txt)"."""
+        reasons = {reason: names for reason, names in self.left_out.items() if names}
         return [
-            printable(f"left out: {reason} ({len(names)}: {shortened(sorted(names))})")
-            for reason, names in self.left_out.items()
-            if names
+            printable(f"left out: {why} ({len(names)}: {shortened(sorted(names))})") for why, names in reasons.items()
         ]
 
 
@@ -198,11 +197,11 @@ def split_of_shard(path: str, folders: Sequence[str] = ()) -> str:
     """
     name = os.path.basename(path)
     numbered = NUMBERED_SHARD.match(name)
-    says_split = not numbered or SPLIT_WORD_AT_END.search(numbered[1].lower())
-    for text in ([name] if says_split else []) + [*reversed(folders)]:
-        word = SPLIT_WORD_INSIDE.search(text.lower())
-        if word:
-            return SPLIT_WORDS[word[1]]
+    own = SPLIT_WORD_AT_END.search(numbered[1].lower()) if numbered else SPLIT_WORD_INSIDE.search(name.lower())
+    words = [own, *(SPLIT_WORD_INSIDE.search(folder.lower()) for folder in reversed(folders))]
+    word = next(filter(None, words), None)
+    if word:
+        return SPLIT_WORDS[word[1]]
     return numbered[1] if numbered else "train"
 
 
@@ -240,9 +239,7 @@ def find_places(folders: Collection[str], config: ImagesConfig) -> tuple[dict[st
         if len({*names}) > 1 or names[0].lower() in SPLIT_WORDS:
             break
         top += 1
-    splits: dict[str, str | None] = {
-        folder: SPLIT_WORDS.get(parts[top].lower()) if len(parts) > top else None for folder, parts in paths.items()
-    }
+    splits = {folder: SPLIT_WORDS.get("".join(parts[top : top + 1]).lower()) for folder, parts in paths.items()}
     if any(splits.values()):
         top += 1
     else:
@@ -254,20 +251,21 @@ def find_places(folders: Collection[str], config: ImagesConfig) -> tuple[dict[st
     levels = [level for level, names in enumerate(names_of_levels) if len(names) > 1]
     if not levels:
         return splits, {}
-    outer, inner = (sorted(names_of_levels[level]) for level in (levels[0], levels[-1]))
-    if config.label_folder is None and len(levels) > 1:
-        problem = f"{config.group_name}.label_folder is null, and folders inside each other have different names"
-        raise UserError(f"{problem}; it must be outer (classes {shortened(outer)}) or inner ({shortened(inner)})")
     is_outer = config.label_folder == "outer"
+    if config.label_folder is None and len(levels) > 1:
+        outer, inner = (shortened(sorted(names_of_levels[level])) for level in (levels[0], levels[-1]))
+        problem = f"{config.group_name}.label_folder is null, and folders inside each other have different names"
+        raise UserError(f"{problem}; it must be outer (classes {outer}) or inner ({inner})")
     level = levels[0] if is_outer else levels[-1]
-    classes: dict[str, str] = {}
-    for folder, parts in training.items():
-        if parts and (len(parts) > level or not is_outer):
-            classes[folder] = parts[: level + 1][-1]
+    classes = {
+        folder: parts[: level + 1][-1]
+        for folder, parts in training.items()
+        if parts and (len(parts) > level or not is_outer)
+    }
     known = {*classes.values()}
     held_out = {folder: parts for folder, parts in below.items() if folder not in training}
-    names = {(splits[folder], *parts[level : level + 1]) for folder, parts in held_out.items()}
-    counts = Counter(split for split, *name in names if name)
+    pairs = {(splits[folder], parts[level]) for folder, parts in held_out.items() if len(parts) > level}
+    counts = Counter(split for split, _ in pairs)
     for folder, parts in held_out.items():
         of_training = [part for part in parts if part in known]
         if of_training:

@@ -51,7 +51,9 @@ class Listing:
 
     def to_arrow(self) -> tuple[pa.Table, dict[str, Any]]:
         """As arrow, by split, with the features of `datasets` and without empty columns; and a summary for `share`."""
-        paths = sorted(self.splits, key=lambda path: split_order(self.splits[path]))
+        counts = Counter(self.splits.values())
+        order = {split: number for number, split in enumerate(sorted(counts, key=split_order))}
+        paths = sorted(self.splits, key=lambda path: order[self.splits[path]])
         columns = {self.image_column: path_column(paths)}
         for name, by_path in self.columns.items():
             values = [by_path.get(path) for path in paths]
@@ -61,8 +63,7 @@ class Listing:
         features = datasets.Features.from_arrow_schema(table.schema)
         for name in {self.image_column, *self.path_columns} & columns.keys():
             features[name] = datasets.Image(decode=False)
-        counts = Counter(self.splits[path] for path in paths)
-        summary = {"splits": counts, "tables": self.tables, "lines": self.lines}
+        summary = {"splits": {split: counts[split] for split in order}, "tables": self.tables, "lines": self.lines}
         return table.replace_schema_metadata(features.arrow_schema.metadata), summary
 
 

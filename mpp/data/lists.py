@@ -75,12 +75,17 @@ def add_folders(
     if labels.keys() >= folders.keys():
         config = replace(config, label_folder="inner")  # no class is asked for
     split_of, class_of = find_places({*folders.values()}, config)
+    kept: dict[str, str] = {}
+    beside: list[str] = []
     for image, folder in folders.items():
         labels.setdefault(image, class_of.get(folder))
-    known = {image: splits.get(image) or split_of[folder] for image, folder in folders.items()}
-    beside = [image for image, split in known.items() if split is None]
+        split = splits.get(image) or split_of[folder]
+        if split:
+            kept[image] = split
+        else:
+            beside.append(image)
     tree.leave_out("images in no split's folder", *beside)
-    return {image: split for image, split in known.items() if split is not None}
+    return kept
 
 
 def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:

@@ -65,13 +65,12 @@ class Sample(NamedTuple):
         pictures = {end: member for end, member in self.members.items() if member.is_picture}
         if config.image_column not in (None, IMAGE):
             return pictures.get(config.image_column.lower())
-        if len(pictures) > 1:
-            pictures = {end: member for end, member in pictures.items() if "." not in end} or pictures
-        if len(pictures) > 1:
-            problem = f"sample {self.name} has several pictures ({shortened(sorted(pictures))})"
+        chosen = {end: member for end, member in pictures.items() if "." not in end} or pictures
+        if len(chosen) > 1:
+            problem = f"sample {self.name} has several pictures ({shortened(sorted(chosen))})"
             rule = "names are cut at their first dot; rename the members, or set data.image_column to an ending"
             raise UserError(f"{problem}: {rule}")
-        return next(iter(pictures.values()), None)
+        return next(iter(chosen.values()), None)
 
     def label(self, column: str | None) -> Any:
         """The label as text: the member with the ending `column`, or that key of its JSON; None: it has none.
