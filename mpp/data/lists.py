@@ -45,9 +45,9 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
     listed: set[str] = set()  # images in the folder of a list
     left_out: set[str] = set()  # masks, and images that their list does not name
     for path, table in lists.items():
-        rows, others = match_rows(tree, path, table, config)
-        start = os.path.join(list_folder(tree, path, config), "")
-        below = {image for image in paths if image.startswith(start)}
+        folder = tree.root if config.labels else os.path.dirname(path)
+        rows, others = match_rows(tree, path, folder, table, config)
+        below = {image for image in paths if image.startswith(os.path.join(folder, ""))}
         if not listed.isdisjoint(below):
             raise UserError(f"{shortened([*lists])} list the same images; data.labels must name the one that counts")
         listed |= below
@@ -103,17 +103,18 @@ def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
     return lists
 
 
-def list_folder(tree: Tree, path: str, config: ImagesConfig) -> str:
-    """The folder that a list is about."""
-    return os.path.dirname(path) if config.labels is None else tree.root
-
-
-def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> tuple[dict[str, int], set[str]]:
+def match_rows(
+    tree: Tree, path: str, folder: str, table: Columns, config: ImagesConfig
+) -> tuple[dict[str, int], set[str]]:
     """The row of each image that a list names; and other files that it names, such as masks.
 
     Columns of other files are dropped; that of masks has paths then, or None where there is none.
+
+    Args:
+        path: of the list.
+        folder: the folder that it is about.
     """
-    starts = [list_folder(tree, path, config), os.path.dirname(path)]
+    starts = [folder, os.path.dirname(path)]
     names = table.pop(IMAGE)
     images = find_files(names, starts, tree)
     missing = [str(name) for name, image in zip(names, images, strict=True) if image is None]
@@ -123,7 +124,7 @@ def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> t
         files = find_files(names, starts, tree)
         others |= {*files}
         if column.removesuffix(OTHER_FILES_SUFFIX) == config.mask_column:
-            missing += [name for name, mask in zip(names, files, strict=True) if name and mask is None]
+            missing += [str(name) for name, mask in zip(names, files, strict=True) if name and mask is None]
             table[config.mask_column] = files
     if missing and config.missing == "refuse":
         raise UserError(
@@ -132,8 +133,8 @@ def match_rows(tree: Tree, path: str, table: Columns, config: ImagesConfig) -> t
         )
     tree.leave_out("files that a list names and that are not there", *missing)
     rows: dict[str, int] = {}
-    names = (SPLIT, config.label_column or LABEL, config.eval_label_column)
-    labels = [table[name] for name in names if name in table]
+    label_columns = (SPLIT, config.label_column or LABEL, config.eval_label_column)
+    labels = [table[name] for name in label_columns if name in table]
     for row, image in enumerate(images):
         first = row if image is None else rows.setdefault(image, row)
         if any(column[first] != column[row] for column in labels):
