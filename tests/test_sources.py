@@ -396,7 +396,7 @@ def test_numbered_shards_have_the_split_of_their_folder(tmp_path):
         (["train/x-1-of-2", "train/x-2-of-2", "test/x-1-of-2"], "1 of 2 shards are there of x:"),
         (
             ["train-0-of-1", "train-00000-of-00002", "train-00001-of-00002"],
-            "there are sets of 1 and 2 shards of train:",
+            "1 of 1 shards are there of train:",
         ),
         (["a-train-0-of-1", "b-train-0-of-1", "train-7", "test-1-of-1"], None),
     ],

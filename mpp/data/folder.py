@@ -2,29 +2,36 @@
 
 import os
 import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.formats import ARRAY_ENDINGS, IMAGE_ENDINGS, KIND_BYTES, is_image, missing_decoder
 from mpp.errors import UserError
-from mpp.runtime.messages import progress_bar, shortened
+from mpp.runtime.messages import printable, progress_bar, shortened
 
 TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 SHARD_BUILDERS = TABLE_BUILDERS | {".tar": "webdataset"}
 """Ending of a shard -> the builder that `datasets` reads it with."""
 ARCHIVE_ENDINGS = (".zip", ".tgz", ".gz", ".bz2", ".xz", ".7z", ".rar")
+KINDS = {
+    **dict.fromkeys(IMAGE_ENDINGS, "pictures"),
+    **dict.fromkeys(ARRAY_ENDINGS, "arrays"),
+    **dict.fromkeys(TABLE_BUILDERS, "tables"),
+    ".tar": "tars",
+    **dict.fromkeys(ARCHIVE_ENDINGS, "archives: unpack them"),
+    **dict.fromkeys((".csv", ".tsv", ".jsonl"), "tables; data.labels names a list of images"),
+}
+"""Ending -> kind of file, or the reason why it is left out."""
 LIST_NAME = re.compile(r"(metadata|labels)\.(csv|tsv|jsonl|parquet)")
 """Names of files that list the images of a folder."""
-LIST_ENDINGS = (".csv", ".tsv", ".jsonl")
 ENDING = re.compile(r"\.[a-z][a-z0-9]{1,6}")
-SYSTEM_FILES = frozenset(
-    (
-        *("__MACOSX", "Thumbs.db", "desktop.ini"),
-        *("$RECYCLE.BIN", "System Volume Information", "lost+found", "@eaDir", "#recycle", "#snapshot"),
-    )
-)
+SYSTEM_FILES = {"__MACOSX", "Thumbs.db", "desktop.ini", "$RECYCLE.BIN", "System Volume Information", "lost+found"}
+SYSTEM_FILES |= {"@eaDir", "#recycle", "#snapshot"}
 """Of operating systems and network disks: thumbnails, deleted files, older states."""
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -32,23 +39,20 @@ SPLIT_WORDS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """Word -> split."""
-USUAL_SPLITS = [*dict.fromkeys(SPLIT_WORDS.values())]
+USUAL_SPLITS = ["train", "validation", "test"]
 SPLIT_WORD_INSIDE = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
 SPLIT_WORD_AT_END = re.compile(rf"{SPLIT_WORD_INSIDE.pattern}$")
 NUMBERED_SHARD = re.compile(r"(\w+)-\d+-of-\d+\.")
-SHARD_OF_SET = re.compile(r"(.*?([^/]+))-(\d+)-of-(\d+)\.\w+")
-"""Path of a shard that says how many there are: its beginning, the set's name, the shard's number, the set's size."""
-Parts = tuple[str, ...]
-"""Names of nested folders, from the top of a tree on."""
+SHARD_OF_SET = re.compile(r"(?P<set>.*?)-\d+-of-(?P<size>\d+)\.\w+")
+"""Path of a shard that says how many there are."""
 
 
 @dataclass
 class Tree:
-    """The files below a folder by their kind, as paths from there on."""
+    """The files below a folder by their kind, as paths from there on, folder by folder."""
 
     root: str
-    images: dict[str, list[str]] = field(default_factory=dict)
-    """Folder, such as "" or "train/cat/" -> names of its images; both sorted."""
+    images: list[str] = field(default_factory=list)
     lists: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
     tars: list[str] = field(default_factory=list)
@@ -57,23 +61,20 @@ class Tree:
 
     def leave_out(self, reason: str, *names: str) -> None:
         """Note files that are not used, by their names in the tree or their paths."""
-        start = self.root.rstrip("/") + "/"
+        start = os.path.join(self.root, "")
         self.left_out.setdefault(reason, []).extend(name.removeprefix(start) for name in names)
-
-    def lines(self) -> list[str]:
-        """A line for each reason: "left out: .txt files (2: a.txt, b.txt)"."""
-        lines = []
-        for reason, names in self.left_out.items():
-            if not names:
-                continue
-            more = ", ..." if len(names) > 3 else ""
-            lines.append(f"left out: {reason} ({len(names)}: {', '.join(sorted(names)[:3])}{more})")
-        return lines
 
     def paths(self) -> list[str]:
         """Absolute paths of the images."""
-        start = self.root.rstrip("/") + "/"
-        return [start + folder + name for folder, names in self.images.items() for name in names]
+        start = os.path.join(self.root, "")
+        return [start + image for image in self.images]
+
+    def lines(self) -> list[str]:
+        """A line for each reason: "left out: .txt files (2: a.txt, b.txt)"."""
+        reasons = {reason: names for reason, names in self.left_out.items() if names}
+        return [
+            printable(f"left out: {why} ({len(names)}: {shortened(sorted(names))})") for why, names in reasons.items()
+        ]
 
 
 def walk(root: str) -> Tree:
@@ -85,122 +86,76 @@ def walk(root: str) -> Tree:
         OSError: a folder cannot be listed.
         UserError: an image is a link to another image of the tree.
     """
-    tree = Tree(root)
-    files: dict[str, dict[str, list[str]]] = {}  # kind -> folder -> names
-    tops = [os.path.realpath(root)]
-    unlisted = [("", tops[0])]  # folders, and where they are without links
-    links: list[str] = []  # to folders: they come last, in the order of their names
-    real_folders: dict[str, str] = {}
-    linked: dict[str, str] = {}  # file -> the file that it leads to
-    readable = {ending for ending in IMAGE_ENDINGS if missing_decoder(ending) is None}
+    files: dict[str, list[str]] = {}  # kind, or the reason why they are left out -> paths
+    tops = {real_folder(root): ""}  # folder without links -> its path in the tree
+    folders = [""]
     with progress_bar(desc="looking for images", unit=" folders", delay=1, leave=False) as bar:
-        while unlisted or links:
-            if not unlisted:
-                link = min(links)
-                links.remove(link)
-                target = os.path.realpath(os.path.join(root, link))
-                if any(is_below(target, top) or is_below(top, target) for top in tops):
-                    tree.leave_out("links to folders of the same tree", link)
-                    continue
-                tops.append(target)
-                unlisted.append((f"{link}/", target))
-            folder, real = unlisted.pop()
-            real_folders[folder] = real
+        while folders:
+            folder = folders.pop()
             bar.update()
-            pictures = files.setdefault("picture", {}).setdefault(folder, [])
+            below = []
             with os.scandir(os.path.join(root, folder)) as entries:
-                for entry in entries:
-                    name = entry.name
-                    if name[0] == "." or name in SYSTEM_FILES:
+                for entry in sorted(entries, key=attrgetter("name")):
+                    if entry.name[0] == "." or entry.name in SYSTEM_FILES:
                         continue
-                    is_picture = name[name.rfind(".") :].lower() in readable
-                    if is_picture and name.isascii() and entry.is_file(follow_symlinks=False):  # most files, fast
-                        pictures.append(name)
-                        continue
-                    is_link = entry.is_symlink()
-                    if not is_text(name):
-                        tree.leave_out("names that are not UTF-8; rename them, such as by convmv", ascii(folder + name))
-                    elif entry.is_dir() and is_link:
-                        links.append(folder + name)
-                    elif entry.is_dir():
-                        unlisted.append((f"{folder}{name}/", f"{real}/{name}"))
-                    elif not entry.is_file():
-                        tree.leave_out("dangling links, and entries that are no files", folder + name)
+                    path = folder + entry.name
+                    kind = kind_of(entry)
+                    if kind == "folders" and entry.is_symlink():
+                        target = real_folder(entry.path)
+                        if any(target.startswith(top) or top.startswith(target) for top in tops):
+                            kind = "links to folders of the same tree"
+                        else:
+                            tops[target] = f"{path}/"
+                    elif entry.is_symlink() and kind in ("pictures", "arrays"):
+                        target = os.path.realpath(entry.path)
+                        if any(target.startswith(top) and "/." not in target[len(top) - 1 :] for top in tops):
+                            rule = "which would count twice; give the folder of the links or of the files as data.path"
+                            raise UserError(f"{root} has links to files of its own ({path} is {target}), {rule}")
+                    if kind == "folders":
+                        below.append(f"{path}/")
                     else:
-                        files.setdefault(kind_of(name, entry.path), {}).setdefault(folder, []).append(name)
-                        if is_link:
-                            linked[folder + name] = os.path.realpath(entry.path)
-    images = {folder: names for folder, names in files.pop("picture").items() if names}
-    arrays = files.pop("array", {})
-    if images and arrays:
-        tree.leave_out("arrays next to pictures", *paths_of(arrays))
-    images = images or arrays
-    for folder in sorted(images, key=lambda folder: folder.split("/")):
-        tree.images[folder] = sorted(images[folder])
-    refuse_linked(tree, linked, real_folders)
-    tree.lists, tree.tables, tree.tars = (sorted(paths_of(files.pop(kind, {}))) for kind in ("list", "table", "tar"))
-    for reason, others in files.items():
-        tree.leave_out(reason, *paths_of(others))
-    return tree
+                        files.setdefault(kind, []).append(path)
+            folders += reversed(below)
+    if "pictures" in files and "arrays" in files:
+        files["arrays next to pictures"] = files.pop("arrays")
+    images = files.pop("pictures", []) or files.pop("arrays", [])
+    return Tree(root, images, *(sorted(files.pop(kind, [])) for kind in ("lists", "tables", "tars")), files)
 
 
-def paths_of(files: dict[str, list[str]]) -> list[str]:
-    """Paths of files from the top of a tree, by their folders."""
-    return [folder + name for folder, names in files.items() for name in names]
+def real_folder(path: str) -> str:
+    """A folder's path without links, ending in /."""
+    return os.path.join(os.path.realpath(path), "")
 
 
 def is_text(name: str) -> bool:
     """Whether a file's name is UTF-8."""
-    return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
+    return name.isascii() or printable(name) == name
 
 
-def refuse_linked(tree: Tree, linked: dict[str, str], real_folders: dict[str, str]) -> None:
-    """Raise UserError where an image of a tree is a link to another one: both would count.
-
-    Args:
-        linked: file -> the file that it leads to, with all links resolved.
-        real_folders: folder -> its path with all links resolved.
-    """
-    if not linked:
-        return
-    there = {f"{real_folders[folder]}/{name}" for folder, names in tree.images.items() for name in names}
-    twice = [f"{name} is {target}" for name, target in sorted(linked.items()) if target in there]
-    if twice:
-        rule = "give the folder of the links, or that of the files, as data.path"
-        raise UserError(
-            f"{tree.root} has links to files of its own, which would count twice ({shortened(twice)}); {rule}"
-        )
-
-
-def is_below(path: str, folder: str) -> bool:
-    """Whether a path is that of a folder, or below it."""
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
-
-
-def kind_of(name: str, path: str) -> str:
-    """The kind of a file: picture, array, list, table, tar; else the reason why it is left out.
+def kind_of(entry: os.DirEntry) -> str:
+    """The kind of an entry of a folder: folders, pictures, arrays, lists, tables, tars; else why it is left out.
 
     By its name; where that has no ending, as of scans, by its first bytes.
     """
-    ending = name[name.rfind(".") :].lower()
-    if ending in IMAGE_ENDINGS:
-        package = missing_decoder(ending)
-        return f"{ending} files, which need {package}: pip install {package}" if package else "picture"
-    if ending in ARRAY_ENDINGS:
-        return "array"
+    name = entry.name
+    if not is_text(name):
+        return "names that are not UTF-8; rename them, such as by convmv"
+    if entry.is_dir():
+        return "folders"
+    if not entry.is_file():
+        return "dangling links, and entries that are no files"
     if LIST_NAME.fullmatch(name.lower()):
-        return "list"
-    if ending in SHARD_BUILDERS:
-        return "table" if ending in TABLE_BUILDERS else "tar"
-    if ending in ARCHIVE_ENDINGS:
-        return "archives: unpack them"
-    if ending_of(name):
-        return f"{ending} files" + ("; data.labels names a list of images" if ending in LIST_ENDINGS else "")
-    head = first_bytes(path)
-    if not is_image(head):
-        return "files without an ending"
+        return "lists"
+    ending = name[name.rfind(".") :].lower()
+    head: bytes | str = ending
+    kind = KINDS.get(ending)
+    if not kind and ending_of(name):
+        return f"{ending} files"
+    if not kind:
+        head = first_bytes(entry.path)
+        kind = "pictures" if is_image(head) else "files without an ending"
     package = missing_decoder(head)
-    return f"pictures that need {package}: pip install {package}" if package else "picture"
+    return f"pictures that need {package}: pip install {package}" if package else kind
 
 
 def ending_of(name: str) -> str:
@@ -228,7 +183,7 @@ def split_order(name: str) -> tuple[int, str]:
 
 def split_of_cell(value: Any) -> str | None:
     """The split that a list's cell names; None: the cell is blank."""
-    text = "" if value is None else str(value).strip()
+    text = str(value or "").strip()
     return SPLIT_WORDS.get(text.lower(), text) or None
 
 
@@ -242,114 +197,79 @@ def split_of_shard(path: str, folders: Sequence[str] = ()) -> str:
     """
     name = os.path.basename(path)
     numbered = NUMBERED_SHARD.match(name)
-    says_split = not numbered or SPLIT_WORD_AT_END.search(numbered[1].lower())
-    for text in ([name] if says_split else []) + [*reversed(folders)]:
-        word = SPLIT_WORD_INSIDE.search(text.lower())
-        if word:
-            return SPLIT_WORDS[word[1]]
+    own = SPLIT_WORD_AT_END.search(numbered[1].lower()) if numbered else SPLIT_WORD_INSIDE.search(name.lower())
+    words = [own, *(SPLIT_WORD_INSIDE.search(folder.lower()) for folder in reversed(folders))]
+    word = next(filter(None, words), None)
+    if word:
+        return SPLIT_WORDS[word[1]]
     return numbered[1] if numbered else "train"
 
 
 def shards_by_split(shards: Iterable[str], start: str) -> dict[str, list[str]]:
     """Split -> shards, which are paths or URLs from `start` on; training first."""
-    splits: dict[str, list[str]] = {}
+    splits: dict[str, list[str]] = defaultdict(list)
     for shard in shards:
-        split = split_of_shard(shard, os.path.dirname(shard).split("/"))
-        splits.setdefault(split, []).append(start + shard)
+        splits[split_of_shard(shard, os.path.dirname(shard).split("/"))].append(start + shard)
     return {split: splits[split] for split in sorted(splits, key=split_order)}
 
 
 def incomplete_sets(paths: Iterable[str]) -> list[str]:
-    """Lines about sets of shards of which some are not there, or that are there in several sizes, by their names."""
-    sets: dict[tuple[str, str], dict[int, set[str]]] = {}
-    for path in paths:
-        if shard := SHARD_OF_SET.fullmatch(path):
-            sets.setdefault((shard[1], shard[2]), {}).setdefault(int(shard[4]), set()).add(shard[3])
-    lines = []
-    for (_, name), sizes in sets.items():
-        for size, numbers in sizes.items():
-            if len(numbers) < size:
-                lines.append(f"{len(numbers)} of {size} shards are there of {name}: the others' images are missing")
-        if len(sizes) > 1:
-            counts = " and ".join(map(str, sorted(sizes)))
-            lines.append(f"there are sets of {counts} shards of {name}: their images may count twice")
-    return lines
+    """A line for each set of shards, by their names, of which some are not there, or that is there in several sizes."""
+    shards = filter(None, map(SHARD_OF_SET.fullmatch, paths))
+    counts = Counter((shard["set"], int(shard["size"])) for shard in shards)
+    sizes = Counter(name for name, _ in counts)
+    return [
+        f"{count} of {size} shards are there of {os.path.basename(name)}: images are missing, or in two sets"
+        for (name, size), count in counts.items()
+        if count < size or sizes[name] > 1
+    ]
 
 
-@dataclass
-class Place:
-    """The split and the class of the images of a folder, by its name."""
+def find_places(folders: Collection[str], config: ImagesConfig) -> tuple[dict[str, str | None], dict[str, str]]:
+    """The splits and the classes of the folders of a tree, such as "train/cat/".
 
-    split: str | None
-    """None: the folder is next to those of splits."""
-    name: str | None = None
-    """Name of the class; None: the images have no label."""
-
-
-def find_places(folders: Collection[str], config: ImagesConfig) -> dict[str, Place]:
-    """The split and the class of each folder of a tree, such as "train/cat/".
-
+    Returns:
+        Folder -> split, None for a folder next to those of splits; and folder -> class, without folders of no class.
     Raises:
         UserError: inner and outer folders would be different classes, and `data.label_folder` does not say which.
     """
-    paths: dict[str, Parts] = {folder: tuple(folder.split("/")[:-1]) for folder in folders}
+    paths = {folder: folder.split("/")[:-1] for folder in folders}
     top = 0  # the level of splits: below the folders that are around all others
     for names in zip(*paths.values(), strict=False):
         if len({*names}) > 1 or names[0].lower() in SPLIT_WORDS:
             break
         top += 1
-    places = {}
-    for folder, parts in paths.items():
-        places[folder] = Place(SPLIT_WORDS.get(parts[top].lower()) if len(parts) > top else None)
-    if any(place.split for place in places.values()):
+    splits = {folder: SPLIT_WORDS.get("".join(parts[top : top + 1]).lower()) for folder, parts in paths.items()}
+    if any(splits.values()):
         top += 1
     else:
-        places = {folder: Place("train") for folder in paths}
-    below = {folder: parts[top:] for folder, parts in paths.items()}
+        splits = dict.fromkeys(paths, "train")
+    below = {folder: parts[top:] for folder, parts in paths.items() if splits[folder]}
+    training = {folder: parts for folder, parts in below.items() if splits[folder] == "train"} or below
 
-    splits = {place.split for place in places.values()} - {None}
-    training_splits = {"train"} & splits or splits
-    training = [folder for folder, place in places.items() if place.split in training_splits]
-    levels = differing_levels([below[folder] for folder in training])
+    names_of_levels = [{*names} - {None} for names in zip_longest(*training.values())]
+    levels = [level for level, names in enumerate(names_of_levels) if len(names) > 1]
     if not levels:
-        return places
+        return splits, {}
     is_outer = config.label_folder == "outer"
-    level = levels[0] if is_outer else levels[-1]
     if config.label_folder is None and len(levels) > 1:
-        refuse_two_levels([below[folder] for folder in training], levels, config)
-    for folder in training:
-        parts = below[folder]
-        if len(parts) > level:
-            places[folder].name = parts[level]
-        elif parts and not is_outer:
-            places[folder].name = parts[-1]
-    known = {places[folder].name for folder in training} - {None}
-    for split in splits - training_splits:
-        held_out = [folder for folder, place in places.items() if place.split == split]
-        names = {below[folder][level] for folder in held_out if len(below[folder]) > level}
-        has_others = len(names) > 1 or not names.isdisjoint(known)  # else they are around all, as of a flat `val`
-        for folder in held_out:
-            parts = below[folder]
-            of_training = [part for part in parts if part in known]
-            if of_training:
-                places[folder].name = of_training[-1]
-            elif has_others and len(parts) > level:
-                places[folder].name = parts[level]
-    return places
-
-
-def differing_levels(below: Sequence[Parts]) -> list[int]:
-    """The levels at which folders have different names."""
-    deepest = max(map(len, below), default=0)
-    names = [{parts[level] for parts in below if len(parts) > level} for level in range(deepest)]
-    return [level for level in range(deepest) if len(names[level]) > 1]
-
-
-def refuse_two_levels(below: Sequence[Parts], levels: Sequence[int], config: ImagesConfig) -> None:
-    """Raise UserError, which names the classes by the inner and by the outer folders."""
-    outer, inner = (
-        sorted({parts[level] for parts in below if len(parts) > level}) for level in (levels[0], levels[-1])
-    )
-    problem = f"{config.group_name}.label_folder is null, and folders inside each other have different names"
-    choices = f"outer ({len(outer)} classes: {shortened(outer)}) or inner ({len(inner)}: {shortened(inner)})"
-    raise UserError(f"{problem}; it must be {choices}")
+        outer, inner = (shortened(sorted(names_of_levels[level])) for level in (levels[0], levels[-1]))
+        problem = f"{config.group_name}.label_folder is null, and folders inside each other have different names"
+        raise UserError(f"{problem}; it must be outer (classes {outer}) or inner ({inner})")
+    level = levels[0] if is_outer else levels[-1]
+    classes = {
+        folder: parts[: level + 1][-1]
+        for folder, parts in training.items()
+        if parts and (len(parts) > level or not is_outer)
+    }
+    known = {*classes.values()}
+    held_out = {folder: parts for folder, parts in below.items() if folder not in training}
+    pairs = {(splits[folder], parts[level]) for folder, parts in held_out.items() if len(parts) > level}
+    counts = Counter(split for split, _ in pairs)
+    for folder, parts in held_out.items():
+        of_training = [part for part in parts if part in known]
+        if of_training:
+            classes[folder] = of_training[-1]
+        elif len(parts) > level and counts[splits[folder]] > 1:  # one folder is around all, as of a flat `val`
+            classes[folder] = parts[level]
+    return splits, classes

@@ -3,15 +3,15 @@
 Cells of CSV are text as it stands, but for spaces around a label: only a blank is no value.
 """
 
-import codecs
-import itertools
+import io
 import json
 import os
 import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -39,174 +39,143 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
         UserError: a list cannot be read, names files that are not there, or contradicts itself.
     """
     paths = tree.paths()
+    columns: dict[str, dict[str, Any]] = defaultdict(dict)
     lists = find_lists(tree, config)
-    label = config.label_column or LABEL
-    label = label if any(label in table for table in lists.values()) else LABEL
-    columns: Columns = {label: [None] * len(paths), SPLIT: [None] * len(paths)}
-    is_listed = [False] * len(paths)
-    left_out: set[int] = set()  # masks, and images that their list does not name
+    label = config.label_column if any(config.label_column in table for table in lists.values()) else LABEL
+    listed: set[str] = set()  # images in the folder of a list
+    left_out: set[str] = set()  # masks, and images that their list does not name
     for path, table in lists.items():
-        rows, others = match_rows(tree, path, table, paths, config)
-        unnamed = unnamed_images(tree, path, rows.keys() | others, paths, config)
-        tree.leave_out(f"images that {os.path.basename(path)} does not name", *(paths[index] for index in unnamed))
-        left_out |= others.difference(rows) | {*unnamed}
+        folder = tree.root if config.labels else os.path.dirname(path)
+        rows, others = match_rows(tree, path, folder, table, config)
+        below = {image for image in paths if image.startswith(os.path.join(folder, ""))}
+        if not listed.isdisjoint(below):
+            raise UserError(f"{shortened([*lists])} list the same images; data.labels must name the one that counts")
+        listed |= below
+        unnamed = below - rows.keys() - others
+        tree.leave_out(f"images that {os.path.basename(path)} does not name", *unnamed)
+        left_out |= unnamed | others
         for name, values in table.items():
-            column = columns.setdefault(name, [None] * len(paths))
-            for index, row in rows.items():
-                column[index] = split_of_cell(values[row]) if name == SPLIT else values[row]
-        if label in table:
-            for index in rows:
-                is_listed[index] = True
-
-    folders = [folder for folder, names in tree.images.items() for _ in names]
-    kept = [index for index in range(len(paths)) if index not in left_out] if left_out else range(len(paths))
-    if all(map(is_listed.__getitem__, kept)):
-        config = replace(config, label_folder="inner")  # the lists have all labels: no matter which
-    places = find_places(dict.fromkeys(folders[index] for index in kept), config)
-    labels, splits = columns[label], columns[SPLIT]
-    for index in kept:
-        place = places[folders[index]]
-        splits[index] = splits[index] or place.split
-        if not is_listed[index]:
-            labels[index] = place.name
-    if lists:
-        columns[label] = to_label_column(labels)
-    beside = [paths[index] for index in kept if splits[index] is None]
-    if beside:
-        tree.leave_out("images in no split's folder", *beside)
-        kept = [index for index in kept if splits[index] is not None]
-    columns = {IMAGE: paths} | columns
-    if len(kept) < len(paths):
-        columns = {name: [values[index] for index in kept] for name, values in columns.items()}
-    columns = {name: values for name, values in columns.items() if any(value is not None for value in values)}
-    listing = Listing(columns, {IMAGE, config.mask_column} & columns.keys())
-    unused = sorted(columns.keys() - {IMAGE, SPLIT, LABEL, config.mask_column})
-    if lists and unused and LABEL in columns and not any(is_listed):
-        listing.lines.append(f"classes are folders; data.label_column may name one of {shortened(unused)}")
-    return listing
+            columns[name] |= {image: values[row] for image, row in rows.items()}
+    start = len(os.path.join(tree.root, ""))
+    folders = {image: image[start : image.rfind("/") + 1] for image in paths if image not in left_out}
+    splits = add_folders(folders, columns.pop(SPLIT, {}), columns[label], tree, config)
+    return Listing(splits, columns, {config.mask_column})
 
 
-def unnamed_images(tree: Tree, path: str, named: set[int], paths: list[str], config: ImagesConfig) -> list[int]:
-    """Indices of the images in the folder of a list that it does not name."""
-    start = list_folder(tree, path, config)
-    return [index for index, image in enumerate(paths) if image.startswith(start) and index not in named]
+def add_folders(
+    folders: dict[str, str], splits: dict[str, str | None], labels: dict[str, Any], tree: Tree, config: ImagesConfig
+) -> dict[str, str]:
+    """Take classes from folders where nothing else says them, and return the splits, for which the same holds.
+
+    Args:
+        folders: of all images that count.
+        splits: of images; None, or none, where folders say it.
+        labels: of images; those of the other images are added.
+    """
+    if labels.keys() >= folders.keys():
+        config = replace(config, label_folder="inner")  # no class is asked for
+    split_of, class_of = find_places({*folders.values()}, config)
+    kept: dict[str, str] = {}
+    beside: list[str] = []
+    for image, folder in folders.items():
+        labels.setdefault(image, class_of.get(folder))
+        split = splits.get(image) or split_of[folder]
+        if split:
+            kept[image] = split
+        else:
+            beside.append(image)
+    tree.leave_out("images in no split's folder", *beside)
+    return kept
 
 
 def find_lists(tree: Tree, config: ImagesConfig) -> dict[str, Columns]:
-    """Path -> columns of the lists of a tree, or of that of `data.labels`; at most one is about any image.
-
-    The column of file names is IMAGE.
-    """
+    """Path -> columns of the lists of a tree, or of that of `data.labels`. The column of file names is IMAGE."""
+    paths = [os.path.join(tree.root, name) for name in tree.lists]
     if config.labels is not None:
-        named = os.path.abspath(os.path.expanduser(config.labels))
-        others = [
-            name for name in tree.lists if os.path.realpath(os.path.join(tree.root, name)) != os.path.realpath(named)
-        ]
-        if others:
-            tree.leave_out("lists other than data.labels", *others)
-        return {named: read_list(named, config)}
-    lists: dict[str, Columns] = {}
-    for name in tree.lists:
-        table = read_list(os.path.join(tree.root, name), config)
-        if table is None:
-            tree.leave_out("tables without a column of file names (data.file_column names one)", name)
-        else:
-            lists[os.path.join(tree.root, name)] = table
-    if config.file_column and not lists:
-        problem = f"data.file_column is {config.file_column}; {tree.root} has no list of images with such a column"
-        raise UserError(problem)
-    folders = sorted(os.path.join(os.path.dirname(path), "") for path in lists)
-    if any(inner.startswith(outer) for outer, inner in itertools.pairwise(folders)):
-        raise UserError(
-            f"{shortened([*lists])} are lists of the same images; data.labels must name the one that counts"
-        )
+        paths = [os.path.abspath(os.path.expanduser(config.labels))]
+    tables = {path: read_list(path, config) for path in paths}
+    lists = {path: table for path, table in tables.items() if IMAGE in table}
+    if not lists and (config.labels or config.file_column):
+        rule = f"it must be the column of file names in {config.labels or tree.root}"
+        raise UserError(f"data.file_column is {config.file_column}; {rule}")
+    unused = tables.keys() - lists.keys()
+    tree.leave_out("tables without a column of file names (data.file_column names one)", *unused)
     return lists
 
 
-def list_folder(tree: Tree, path: str, config: ImagesConfig) -> str:
-    """The folder that a list is about, ending in /."""
-    return os.path.join(tree.root if config.labels is not None else os.path.dirname(path), "")
-
-
 def match_rows(
-    tree: Tree, path: str, table: Columns, paths: list[str], config: ImagesConfig
-) -> tuple[dict[int, int], set[int]]:
-    """Index of each image that a list names -> its row; and indices of other files that it names, such as masks.
+    tree: Tree, path: str, folder: str, table: Columns, config: ImagesConfig
+) -> tuple[dict[str, int], set[str]]:
+    """The row of each image that a list names; and other files that it names, such as masks.
 
     Columns of other files are dropped; that of masks has paths then, or None where there is none.
+
+    Args:
+        path: of the list.
+        folder: the folder that it is about.
     """
-    starts = [*dict.fromkeys((list_folder(tree, path, config), os.path.dirname(path) + "/"))]
+    starts = [folder, os.path.dirname(path)]
     names = table.pop(IMAGE)
-    images = find_files(names, starts, paths, tree.root)
-    missing = [str(name) for name, index in zip(names, images, strict=True) if index is None]
-    others: set[int] = set()
-    for column in [*table]:
-        is_suffixed = column.lower().endswith(OTHER_FILES_SUFFIX)
-        name = column[: -len(OTHER_FILES_SUFFIX)] if is_suffixed else column
-        if not is_suffixed and name != config.mask_column:
-            continue
-        values = table.pop(column)
-        found = find_files(values, starts, paths, tree.root)
-        others |= {index for index in found if index is not None}
-        if name == config.mask_column:
-            missing += [value for value, index in zip(values, found, strict=True) if value and index is None]
-            table[name] = [None if index is None else paths[index] for index in found]
+    images = find_files(names, starts, tree)
+    missing = [str(name) for name, image in zip(names, images, strict=True) if image is None]
+    others: set[str | None] = set()
+    for column in [name for name in table if name == config.mask_column or name.endswith(OTHER_FILES_SUFFIX)]:
+        names = table.pop(column)
+        files = find_files(names, starts, tree)
+        others |= {*files}
+        if column.removesuffix(OTHER_FILES_SUFFIX) == config.mask_column:
+            missing += [str(name) for name, mask in zip(names, files, strict=True) if name and mask is None]
+            table[config.mask_column] = files
     if missing and config.missing == "refuse":
-        start = "the list's folder" if config.labels is None else "data.path or the list's folder"
-        advice = f"names start from {start}; mend the list, or set data.missing skip"
-        what = f"names {len(missing)} that are no images in {tree.root}, or the name of several"
-        raise UserError(f"{path} {what}: {shortened(missing)}; {advice}")
+        raise UserError(
+            f"{path} names {len(missing)} that are no images in {tree.root}, or the name of several: "
+            f"{shortened(missing)}; mend the list, or set data.missing skip"
+        )
     tree.leave_out("files that a list names and that are not there", *missing)
-    rows: dict[int, int] = {}
-    labels = {SPLIT, config.label_column or LABEL, config.eval_label_column} & table.keys()
-    for row, index in enumerate(images):
-        first = row if index is None else rows.setdefault(index, row)
-        for name in labels:
-            if table[name][first] != table[name][row]:
-                values = f"{table[name][first]} and {table[name][row]}"
-                raise UserError(f"{path} has two rows of {paths[index]}, with {name} {values}; leave one")
-    return rows, others
+    rows: dict[str, int] = {}
+    label_columns = (SPLIT, config.label_column or LABEL, config.eval_label_column)
+    labels = [table[name] for name in label_columns if name in table]
+    for row, image in enumerate(images):
+        first = row if image is None else rows.setdefault(image, row)
+        if any(column[first] != column[row] for column in labels):
+            raise UserError(f"{path} has two rows of {image} with other labels or splits; leave one")
+    return rows, others - rows.keys() - {None}
 
 
-def find_files(names: list[Any], starts: list[str], paths: list[str], root: str) -> list[int | None]:
-    """The index of the image that each name of a list means; None: it is not there, or several have the name.
+def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[str | None]:
+    """The path of the image that each name of a list means; None: it is not there, or several have the name.
 
     `\\` is `/`; composed and decomposed letters are the same; the ending may be missing, and so may the folders, where
     one file has the name.
 
     Args:
         starts: folders in which names start.
-        paths: of the images, absolute.
-        root: the folder of all of them.
     """
-    known: dict[str, int | None] = {path: index for index, path in enumerate(paths)}
-    real_root = os.path.realpath(root)  # through which absolute names may lead
+    paths = tree.paths()
+    real_root = os.path.realpath(tree.root)  # through which absolute names may lead
+    known: dict[str, str | None] = dict(zip(paths, paths, strict=True))
+    known |= {os.path.join(real_root, image): path for image, path in zip(tree.images, paths, strict=True)}
 
-    def look_up(names: Iterable[str]) -> list[int | None]:
-        found = []
-        for name in names:
-            places = [os.path.normpath(start + name if name[:1] != "/" else name) for start in starts]
-            places += [root + place.removeprefix(real_root) for place in places if place.startswith(real_root)]
-            found.append(next((known[place] for place in places if known.get(place) is not None), None))
-        return found
+    def look_up(name: str) -> str | None:
+        places = (known.get(os.path.normpath(os.path.join(start, name))) for start in (*starts, ""))
+        return next(filter(None, places), None)
 
-    found = look_up(str(name or "") for name in names)
-    if all(index is not None for name, index in zip(names, found, strict=True) if name):
+    texts = ["" if name is None else str(name) for name in names]
+    found = [look_up(name) for name in texts]
+    if None not in found:
         return found
-    for index, path in enumerate(paths):  # only for lists that need it: it is large
-        for spelling in spellings(path, starts):
-            if known.setdefault(spelling, index) != index:
+    for path in paths:  # only for lists that need it: it is large
+        for spelling in spellings(compose(path)):
+            if known.setdefault(spelling, path) != path:
                 known[spelling] = None
-    others = look_up(compose(str(name or "").strip().replace("\\", "/")) for name in names)
-    return [other if index is None else index for index, other in zip(found, others, strict=True)]
+    cleaned = (compose(name.strip().replace("\\", "/")) for name in texts)
+    return [path or look_up(name) for name, path in zip(cleaned, found, strict=True)]
 
 
-def spellings(path: str, starts: list[str]) -> Iterator[str]:
+def spellings(path: str) -> Iterator[str]:
     """Other ways in which a list may name an image: without its ending, or its folders."""
-    path = compose(path)
     for name in (path, path[: len(path) - len(ending_of(path))]):
-        yield name
-        yield from (start + os.path.basename(name) for start in starts)
+        yield from (name, os.path.basename(name))
 
 
 def compose(text: str) -> str:
@@ -214,101 +183,71 @@ def compose(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def read_list(path: str, config: ImagesConfig) -> Columns | None:
-    """The columns of a list: that of file names is IMAGE, and labels are as `to_label` has them.
+def read_list(path: str, config: ImagesConfig) -> Columns:
+    """The columns of a list: that of file names is IMAGE, labels are as `to_label` has them, and splits are words.
 
     Returns:
-        None: no column of this table names files, and neither its name nor a setting says that it is a list of images.
+        No column IMAGE, where none names files.
     Raises:
-        UserError: it cannot be read, or names no files.
+        UserError: it cannot be read.
     """
-    columns = read_table(path, config)
+    table = read_table(path, config.labels_encoding)
+    usual = {name.lower().replace(" ", "_"): name for name in table}
+    files = config.file_column or next((usual[name] for name in FILE_COLUMNS if name in usual), None)
+    names = table.pop(files, None)
+    table.pop(IMAGE, None)  # another column of files
     label_columns = {LABEL, config.label_column, config.eval_label_column}
-    files = find_file_column(columns, config.file_column)
-    if files is None:
-        is_metadata = os.path.basename(path).lower().startswith("metadata")
-        if config.labels is None and config.file_column is None and not is_metadata:
-            return None
-        advice = "data.file_column must name the column of file names (or rename the table, if it lists no images)"
-        raise UserError(f"{path} has the columns {', '.join(columns) or 'nothing'}; {advice}")
-    table = {IMAGE: columns.pop(files)}
-    for written, values in columns.items():
-        lower = written.lower()
-        name = lower if lower in (LABEL, SPLIT) and lower not in columns and written not in label_columns else written
-        if name == IMAGE:
-            continue  # another column of files
-        table[name] = to_label_column(values) if name in label_columns else values
-    return table
+    for name in (LABEL, SPLIT):
+        if name not in table and usual.get(name) in table.keys() - label_columns:
+            table[name] = table.pop(usual[name])
+    for name in label_columns & table.keys():
+        table[name] = [to_label(cell) for cell in table[name]]
+    if SPLIT in table:
+        table[SPLIT] = [split_of_cell(cell) for cell in table[SPLIT]]
+    return table if names is None else table | {IMAGE: names}
 
 
-def find_file_column(columns: Iterable[str], setting: str | None) -> str | None:
-    """The column that names the images' files: that of the setting, or the first of FILE_COLUMNS; None: there is none.
-
-    Args:
-        setting: `data.file_column`.
-    """
-    if setting is not None:
-        return setting if setting in columns else None
-    by_name = {name.lower().replace(" ", "_"): name for name in columns}
-    return next((by_name[name] for name in FILE_COLUMNS if name in by_name), None)
-
-
-def read_table(path: str, config: ImagesConfig) -> Columns:
+def read_table(path: str, encoding: str) -> Columns:
     """The columns of a table: CSV (`,`, `;` or tabs), JSON lines or parquet.
 
     Raises:
         UserError: it cannot be read as that.
     """
-    ending = ending_of(path)
-    encoding = config.labels_encoding
     try:
-        if ending == ".parquet":
+        if ending_of(path) == ".parquet":
             return pq.read_table(path).to_pydict()
-        with open(
-            path, encoding="utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding, newline=""
-        ) as file:
-            return read_json_lines(file) if ending == ".jsonl" else read_csv(file)
-    except (UnicodeError, LookupError) as error:
-        advice = "it must be the encoding of the list, such as utf-8, latin-1 or utf-16"
-        raise UserError(f"data.labels_encoding is {encoding}; {path}: {one_line(error)}; {advice}") from error
-    except (OSError, ValueError, TypeError, pd.errors.ParserWarning, pa.ArrowException) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}{did_you_mean(path)}") from error
+        with open(path, encoding=encoding, newline="") as file:
+            text = file.read().removeprefix("\ufeff")
+        return read_json_lines(text) if ending_of(path) == ".jsonl" else read_csv(text)
+    except (OSError, ValueError, TypeError, LookupError, pd.errors.ParserWarning, pa.ArrowException) as error:
+        problem = f"{path} cannot be read: {one_line(error)}{did_you_mean(path)}"
+        raise UserError(f"{problem} (data.labels_encoding is {encoding})") from error
 
 
-def read_csv(file: TextIO) -> Columns:
-    """The columns of a CSV file, all of text; a blank cell is None."""
-    header = file.readline()
-    file.seek(0)
+def read_csv(text: str) -> Columns:
+    """The columns of a CSV file, all of text; an empty cell is None."""
+    delimiter = max(",;\t", key=text.partition("\n")[0].count)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # pandas warns of cells that it drops
-        delimiter = max(",;\t", key=header.count)
-        table = pd.read_csv(file, sep=delimiter, dtype=str, keep_default_na=False, index_col=False).fillna("")
-    table = table[table.apply(lambda column: column.str.strip() != "").any(axis=1)]
-    return {name.strip(): [cell if cell.strip() else None for cell in table[name]] for name in table}
+        table = pd.read_csv(
+            io.StringIO(text), sep=delimiter, dtype=str, index_col=False, keep_default_na=False, na_values=[""]
+        ).dropna(how="all")
+    return {name.strip(): [None if cell != cell else cell for cell in table[name]] for name in table}
 
 
-def read_json_lines(file: Iterable[str]) -> Columns:
+def read_json_lines(text: str) -> Columns:
     """The columns of a file of JSON objects, a line each."""
-    rows = [dict(json.loads(line)) for line in file if line.strip()]
+    rows = [dict(json.loads(line)) for line in text.split("\n") if line.strip()]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def to_label(value: Any) -> Any:
     """A label as text without spaces around it, or as a list of such texts; None: a blank. 1.0 is 1."""
-    if isinstance(value, list | tuple):
-        texts = [to_label(str(each) if isinstance(each, list) else each) for each in value]
-        return [text for text in texts if text is not None]
+    if isinstance(value, list):
+        return [text for text in map(to_label, value) if text is not None]
     if value is None or value != value:
         return None
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # tables with blanks turn integers to floating point
     return printable(str(value).strip()) or None
-
-
-def to_label_column(values: Iterable[Any]) -> list[Any]:
-    """Labels of images: all texts, or, where one is a list, all lists of texts; None: an image has no label."""
-    labels = [to_label(value) for value in values]
-    if any(isinstance(label, list) for label in labels):
-        return [label if label is None or isinstance(label, list) else [label] for label in labels]
-    return labels

@@ -75,7 +75,7 @@ def load_local(path: str, config: ImagesConfig, streaming: bool) -> dict[str, An
         refuse_list(config, "README.md describes the images")
         return load_by_card(path, config, streaming)
     refuse_name(config)
-    splits, shards = share(partial(list_folder, path, config, streaming), config, streaming)
+    splits, shards = share(partial(list_folder, path, config, streaming), config)
     return load_shards(shards, config, streaming) if shards else splits
 
 
@@ -151,7 +151,7 @@ def list_folder(path: str, config: ImagesConfig, streaming: bool) -> Listing:
     choose_tables(tree, config)
     shards = tree.tables + tree.tars
     if tree.tars and tree.images:
-        files = f"images, such as {tree.paths()[0]}, and shards, such as {tree.tars[0]}"
+        files = f"images, such as {tree.images[0]}, and shards, such as {tree.tars[0]}"
         raise UserError(f"{problem}, which has {files}; move some away")
     kinds = {ending_of(shard) for shard in shards}
     if len(kinds) > 1:
@@ -164,7 +164,7 @@ def list_folder(path: str, config: ImagesConfig, streaming: bool) -> Listing:
         raise UserError(f"{problem}, which holds image files, no shards: {PREPARE_FIRST}")
     else:
         listing = list_images(tree, config)
-        if not listing.columns:
+        if not listing.splits:
             raise UserError("; ".join([f"{problem}, which holds no images", *tree.lines()]))
     listing.lines += tree.lines()
     return listing
@@ -183,8 +183,8 @@ def choose_tables(tree: Tree, config: ImagesConfig) -> None:
     tree.leave_out("tables without images; data.labels names a list", *others)
     tree.tables = [name for name in tree.tables if name not in others]
     if tree.tables:
-        tree.leave_out("images next to shards, unless these name them", *tree.paths())
-        tree.images = {}
+        tree.leave_out("images next to shards, unless these name them", *tree.images)
+        tree.images = []
 
 
 def list_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
