@@ -58,16 +58,6 @@ def test_an_empty_list_is_an_image_of_no_class_and_a_blank_is_missing(feature, v
     assert marks == [[1, 1], [0, 1], [-1, -1], [-1, -1], [0, 0], [1, 0]]
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [(["a|b", "a"], "such as a|b"), (["a", "b, a"], "such as b, a"), (["a;b, c"], ""), (["a", "b"], "")],
-)
-def test_other_signs_between_classes_are_named(capsys, values, said):
-    read("several", Value("string"), values)
-    printed = capsys.readouterr().out
-    assert said in printed and ("is one class" in printed) == bool(said)
-
-
 def test_one_class_an_image_may_be_learned_as_several():
     (train, test), names = read("several", Value("int64"), [3, -1, 1], [7, 3, None])
     assert names == ["1", "3", "7"]
@@ -99,9 +89,9 @@ def test_what_is_no_finite_number_is_missing(feature, values, expected):
 @pytest.mark.parametrize(
     ("kind", "feature", "values", "message"),
     [
-        ("number", Value("string"), ["1.5", "big"], "holds 1.5, big; it must be a column of numbers"),
-        ("number", ClassLabel(names=["a", "b"]), [0, 1], "it must be a column of numbers"),
-        ("number", List(Value("float64")), [[1.5]], "it must be a column of numbers"),
+        ("number", Value("string"), ["1.5", "big"], "holds 1.5, big; it must hold numbers"),
+        ("number", ClassLabel(names=["a", "b"]), [0, 1], "it must hold numbers"),
+        ("number", List(Value("float64")), [[1.5]], "it must hold numbers"),
         ("several", Value("float64"), [1.5, 2.0], "it must hold lists of classes, or text with ;"),
         ("several", List(Value("float64")), [[1.5]], "it must hold lists of classes, or text with ;"),
         ("several", List(Value("int8")), [[0, 1, 0], None, [1, 1, 0]], "holds lists of a 0 or a 1 for each class"),

@@ -260,8 +260,3 @@ def test_labels_take_little_more_memory_than_their_numbers(labels_per_image):
     assert peak < 6 * labels.nbytes  # as lists of Python: 13 and 14 times
 
 
-def test_negative_numbers_of_classes_that_nothing_declares_are_said(capsys):
-    column = rows(Value("int64"), [-1, 1, 1, -1, 1], "sign")
-    numbered = read_labels([read_rows(column, "sign")])
-    assert numbered.parts[0].tolist() == [-1, 0, 0, -1, 0]
-    assert "2 labels in the column sign are negative numbers: no labels" in capsys.readouterr().out
