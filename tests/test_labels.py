@@ -258,5 +258,3 @@ def test_labels_take_little_more_memory_than_their_numbers(labels_per_image):
         tracemalloc.stop()
     assert (labels.reshape(-1) == numbers).all()
     assert peak < 6 * labels.nbytes  # as lists of Python: 13 and 14 times
-
-

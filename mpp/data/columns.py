@@ -1,6 +1,7 @@
 """Columns of images: which column of a dataset holds them, and how the image of a cell is read."""
 
 import os
+from functools import partial
 from typing import Any
 
 import datasets
@@ -9,13 +10,10 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import ArrowException
-from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source, is_url
-from mpp.data.decoding import decode
 from mpp.data.decoding.arrays import check_numbers
-from mpp.data.decoding.formats import ARRAY_ENDINGS
 from mpp.data.retry import read_with_retries
 from mpp.data.tars import is_member_path, member_name, read_member
 from mpp.errors import ReadFailed, UnreadableImage, UserError, one_line
@@ -27,23 +25,22 @@ ENCODED_TYPES = (*BINARY_TYPES, *TEXT_TYPES)
 """Types of a column that may hold image files, or their names."""
 
 
-def decode_cell(cell: Any, config: ImagesConfig, array_dtype: str | None = None, marks_nodata: bool = False) -> Tensor:
-    """The image of a cell as (C, H, W); raises UnreadableImage, or ReadFailed. See `read_cell` and `decode`."""
-    return decode.decode(read_cell(cell, config.read_retries, array_dtype, config.path), config, marks_nodata)
-
-
 def read_cell(cell: Any, retries: int, array_dtype: str | None = None, source: str | None = None) -> bytes | NDArray:
     """The image file of a cell {"bytes", "path"}, or its array.
 
     Args:
         array_dtype: type that an array's numbers get; None: they keep theirs.
-        source: see `read_encoded`.
+        source: `data.path`. A file that is missing where this is there is an unreadable image, and no outage.
     Raises:
         UnreadableImage: there is no image in the cell.
         ReadFailed: the image file cannot be read now.
     """
     if cell is None or isinstance(cell, dict):
-        return read_encoded(cell, retries, source)
+        if not cell or (cell["bytes"] is None and not cell["path"]):
+            raise UnreadableImage("no bytes: neither an image nor a file name")
+        if cell["bytes"] is not None:
+            return cell["bytes"]
+        return read_with_retries(partial(read_file, cell["path"], source), member_name(cell["path"]), retries)
     try:
         array = np.asarray(cell)
     except ValueError:
@@ -52,38 +49,19 @@ def read_cell(cell: Any, retries: int, array_dtype: str | None = None, source: s
     return array if array_dtype is None else array.astype(array_dtype, copy=False)
 
 
-def read_encoded(cell: dict[str, Any] | None, retries: int = 0, source: str | None = None) -> bytes:
-    """The image file of a cell {"bytes", "path"}.
-
-    Args:
-        source: `data.path`. A file that is missing where this is there is an unreadable image, and no outage.
-    Raises:
-        UnreadableImage: there is nothing to read.
-        ReadFailed: there is, and it cannot be read now.
-    """
-    if not cell or (cell["bytes"] is None and not cell["path"]):
-        raise UnreadableImage("no bytes: neither an image nor a file name")
-    if cell["bytes"] is not None:
-        return cell["bytes"]
-    path = cell["path"]
-
-    def read() -> bytes:
-        try:
-            return read_member(path) if is_member_path(path) else read_file(path)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if is_url(path) or is_there(root_of(path, source)):
-                raise UnreadableImage(f"missing: {one_line(error)}") from error
-            raise
-        except (ImportError, ValueError) as error:  # fsspec does not know the protocol, or lacks a package for it
-            raise ReadFailed(f"{path} cannot be read: {one_line(error)}") from error
-
-    return read_with_retries(read, member_name(path), retries)
-
-
-def read_file(path: str) -> bytes:
-    """A file of this machine, or at a URL that fsspec knows."""
-    with fsspec.open(path) if is_url(path) else open(path, "rb") as file:
-        return file.read()
+def read_file(path: str, source: str | None) -> bytes:
+    """A file of this machine or of a shard there, or at a URL that fsspec knows. See `read_cell`."""
+    try:
+        if is_member_path(path):
+            return read_member(path)
+        with fsspec.open(path) if is_url(path) else open(path, "rb") as file:
+            return file.read()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if is_url(path) or is_there(root_of(path, source)):
+            raise UnreadableImage(f"missing: {one_line(error)}") from error
+        raise
+    except (ImportError, ValueError) as error:  # fsspec does not know the protocol, or lacks a package for it
+        raise ReadFailed(f"{path} cannot be read: {one_line(error)}") from error
 
 
 def root_of(path: str, source: str | None) -> str:
@@ -143,16 +121,9 @@ def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
 
 
 def image_columns(features: datasets.Features) -> list[str]:
-    """Columns of image files; without any, columns of arrays; else columns of nested lists."""
-    files, arrays, nested_lists = [], [], []
-    for name, feature in features.items():
-        if is_cell(feature):
-            files.append(name)
-        if is_array(feature) or f".{name}" in ARRAY_ENDINGS:
-            arrays.append(name)
-        if find_array_dtype(feature):
-            nested_lists.append(name)
-    return files or arrays or nested_lists
+    """Columns of image files; without any, columns of arrays."""
+    files = [name for name, feature in features.items() if is_cell(feature)]
+    return files or [name for name, feature in features.items() if find_array_dtype(feature)]
 
 
 def is_encoded(feature: Any) -> bool:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpp.config import ImagesConfig
-from mpp.data.columns import cell_file_name, decode_cell, file_names, find_array_dtype, read_cell, without_decoding
+from mpp.data.columns import cell_file_name, file_names, find_array_dtype, read_cell, without_decoding
+from mpp.data.decoding.decode import decode
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
 from mpp.runtime.randomness import Stream, permutation
@@ -93,7 +94,8 @@ class ImageDataset:
         pixels = None if self.decoded is None else self.decoded[index]
         if pixels is not None:
             return pixels
-        return decode_cell(self.rows[index][self.image_column], config, self.array_dtype, marks_nodata)
+        image = read_cell(self.rows[index][self.image_column], config.read_retries, self.array_dtype, config.path)
+        return decode(image, config, marks_nodata)
 
     def encoded(self, index: int, config: ImagesConfig) -> bytes | NDArray:
         """The image file, or its array; raises as `decode`."""

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.data.caches import cached
-from mpp.data.columns import cell_file_name, decode_cell, find_array_dtype, find_image_column, without_decoding
+from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.dataset import ImageDataset
+from mpp.data.decoding.decode import decode
 from mpp.data.folder import SHARD_BUILDERS
 from mpp.data.identity import digest_listing
 from mpp.data.labels import find_label_column
@@ -161,7 +162,8 @@ class ShardBlock:
 
     def decode(self, index: int, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
-        return decode_cell(self.cell(index), config, self.shards.array_dtype, marks_nodata)
+        image = read_cell(self.cell(index), config.read_retries, self.shards.array_dtype, config.path)
+        return decode(image, config, marks_nodata)
 
     def cell(self, index: int) -> Any:
         """The image as it is stored."""
