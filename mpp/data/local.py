@@ -1,4 +1,4 @@
-"""Images on this machine: folders, shards, and datasets that `save_to_disk` of `datasets` wrote."""
+"""Images in files: folders, shards, and datasets that `save_to_disk` of `datasets` wrote."""
 
 import glob
 import os
@@ -13,15 +13,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from datasets.packaged_modules.arrow.arrow import Arrow
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-from datasets.packaged_modules.parquet.parquet import Parquet
-from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from mpp.config import ImagesConfig, require
 from mpp.data.columns import TEXT_TYPES, can_hold_images, is_cell
 from mpp.data.data_path import describe_source, is_url
-from mpp.data.decoding.formats import LFS_POINTER, STAND_INS, what_is
+from mpp.data.decoding.formats import what_is
 from mpp.data.folder import (
     ARCHIVE_ENDINGS,
     SHARD_BUILDERS,
@@ -30,7 +26,6 @@ from mpp.data.folder import (
     ending_of,
     first_bytes,
     incomplete_sets,
-    is_text,
     shards_by_split,
     walk,
 )
@@ -43,101 +38,39 @@ from mpp.errors import UserError, one_line
 from mpp.runtime.messages import shortened, warn
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
-MAX_STAND_IN_BYTES = 1 << 12
 COMPARED_FILES = 16  # of a split that is streamed, or a few more: it may have very many
 CACHED_TABLE = re.compile(r"(.*/)?cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # what `map` of `datasets` leaves
-CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
 PREPARE_FIRST = "leave out data.streaming, or make shards by mpp prepare"
 
 
-def load_local(path: str, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+def load_local(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of a file or folder of this machine: indexed rows, or streams of shards."""
-    path = os.path.abspath(os.path.expanduser(path))
-    problem = f"{config.group_name}.path is {config.path}"
-    if not is_text(path):
-        raise UserError(f"{problem}, whose name is not UTF-8; rename it, such as by convmv")
-    if os.path.isfile(path):
-        ending = ending_of(path)
-        if ending in ARCHIVE_ENDINGS:
-            raise UserError(f"{problem}, an archive: unpack it, and give the folder")
-        if ending not in SHARD_BUILDERS:
-            rule = f"a single file must be {' or '.join(SHARD_BUILDERS)}; data.labels names a list of images"
-            raise UserError(f"{problem}; {rule}")
-        refuse_name(config)
-        refuse_list(config)
-        return load_shards({"train": [path]}, config, streaming)
-    if os.path.isfile(f"{path}/dataset_dict.json") or os.path.isfile(f"{path}/state.json"):
-        refuse_name(config)
-        refuse_list(config)
+    path = os.path.abspath(os.path.expanduser(config.path))
+    is_saved = any(os.path.isfile(f"{path}/{name}") for name in ("dataset_dict.json", "state.json"))
+    if os.path.isdir(path) and not is_saved:
+        return load_folder(path, config, streaming)
+    refuse_list(config)
+    if is_saved:
         saved = datasets.load_from_disk(path).with_format(None)  # it may hide columns, or make tensors
         return saved if isinstance(saved, datasets.DatasetDict) else {config.split: saved}
-    if has_card_with_configs(path):
-        refuse_list(config, "README.md describes the images")
-        return load_by_card(path, config, streaming)
-    refuse_name(config)
+    ending = ending_of(path)
+    if ending in SHARD_BUILDERS:
+        return load_shards({"train": [path]}, config, streaming)
+    rule = f"a single file must be {' or '.join(SHARD_BUILDERS)}; data.labels names a list of images"
+    if ending in ARCHIVE_ENDINGS:
+        rule = "an archive: unpack it, and give the folder"
+    raise UserError(f"{config.group_name}.path is {config.path}; {rule}")
+
+
+def refuse_list(config: ImagesConfig) -> None:
+    """Refuse `data.labels` where the images are not the files of a folder, or a card declares them."""
+    require(config.labels is None, "data.labels", config.labels, "left out: it is for folders of image files")
+
+
+def load_folder(path: str, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+    """The splits of a folder of images or shards."""
     splits, shards = share(partial(list_folder, path, config, streaming), config, streaming)
     return load_shards(shards, config, streaming) if shards else splits
-
-
-def refuse_name(config: ImagesConfig) -> None:
-    """Refuse `data.name` where no dataset card declares configs."""
-    require(config.name is None, "data.name", config.name, f"left out: {config.path} has no README.md with configs")
-
-
-def refuse_list(config: ImagesConfig, reason: str = "it is for folders of image files") -> None:
-    """Refuse `data.labels` where the images are not the files of a folder, or a card declares them."""
-    require(config.labels is None, "data.labels", config.labels, f"left out: {reason}")
-
-
-def has_card_with_configs(folder: str) -> bool:
-    """Whether a folder's README.md is a dataset card that declares configs, as those of the hub do."""
-    try:
-        with open(os.path.join(folder, "README.md"), encoding="utf-8", errors="replace") as card:
-            return CARD_WITH_CONFIGS.match(card.read()) is not None
-    except FileNotFoundError:
-        return False
-
-
-def load_by_card(path: str, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of a folder whose README.md declares their files: by `datasets`, but for tar shards."""
-    builder = datasets.load_dataset_builder(path, config.name, download_config=QUIET)
-    files = declared_files(builder)
-    refuse_stand_ins(chain.from_iterable(files.values()))
-    warn_of_incomplete_sets(files, config)
-    if isinstance(builder, WebDataset):
-        return load_shards(files, config, streaming)
-    refuse_streamed_files(builder, streaming)
-    splits = datasets.load_dataset(path, config.name, streaming=streaming, download_config=QUIET)
-    if streaming or not isinstance(builder, Parquet | Arrow):
-        return splits
-    return {name: with_whole_paths(rows, files[name], config.image_column) for name, rows in splits.items()}
-
-
-def declared_files(builder: datasets.DatasetBuilder) -> dict[str, list[str]]:
-    """The files of each split, as a builder of `datasets` has found them."""
-    return {str(split): list(files) for split, files in builder.config.data_files.items()}
-
-
-def refuse_stand_ins(files: Iterable[str]) -> None:
-    """Refuse shards of this machine that are something else, such as pointers of `git clone` without Git LFS."""
-    for file in files:
-        if ending_of(file) in SHARD_BUILDERS and not is_url(file) and os.path.getsize(file) <= MAX_STAND_IN_BYTES:
-            kind = what_is(first_bytes(file))
-            if kind in STAND_INS:
-                advice = "`git lfs pull` fetches it" if kind == LFS_POINTER else "fetch it again"
-                raise UserError(f"{file} is {kind} instead of a shard; {advice}")
-
-
-def warn_of_incomplete_sets(shards: dict[str, list[str]], config: ImagesConfig) -> None:
-    """Warn of sets of shards, such as those of 00000-of-00012, of which some are not there."""
-    for line in incomplete_sets(chain.from_iterable(shards.values())):
-        warn(f"{describe_source(config)}: {line}")
-
-
-def refuse_streamed_files(builder: datasets.DatasetBuilder, streaming: bool) -> None:
-    """Refuse a stream of loose image files."""
-    if streaming and isinstance(builder, ImageFolder):
-        raise UserError(f"data.path holds image files, no shards: {PREPARE_FIRST}")
 
 
 def list_folder(path: str, config: ImagesConfig, streaming: bool) -> Listing:
@@ -150,20 +83,20 @@ def list_folder(path: str, config: ImagesConfig, streaming: bool) -> Listing:
     problem = f"{config.group_name}.path is {config.path}"
     choose_tables(tree, config)
     shards = tree.tables + tree.tars
-    if tree.tars and tree.images:
+    if shards and tree.images:
         files = f"images, such as {tree.paths()[0]}, and shards, such as {tree.tars[0]}"
         raise UserError(f"{problem}, which has {files}; move some away")
-    kinds = {ending_of(shard) for shard in shards}
-    if len(kinds) > 1:
-        raise UserError(f"{problem}, which holds shards of several kinds: {', '.join(sorted(kinds))}")
+    if streaming and not shards:
+        raise UserError(f"{problem}, which holds no shards: {PREPARE_FIRST}")
     if shards:
-        listing = list_shards(tree, config, streaming)
-    elif not tree.images:
-        raise UserError("; ".join([f"{problem}, which holds no images", *tree.lines()]))
-    elif streaming:
-        raise UserError(f"{problem}, which holds image files, no shards: {PREPARE_FIRST}")
+        refuse_list(config)
+        refuse_other_endings(shards, config)
+        tree.leave_out("lists of images next to shards", *tree.lists)
+        splits = shards_by_split(shards, os.path.join(tree.root, ""))
+        listing = Listing(tables=splits) if streaming or tree.tables else list_tars(splits, config)
+        listing.lines += incomplete_sets(shards)
     else:
-        listing = list_images(tree, config)
+        listing = list_images(tree, config) if tree.images else Listing({})
         if not listing.columns:
             raise UserError("; ".join([f"{problem}, which holds no images", *tree.lines()]))
     listing.lines += tree.lines()
@@ -172,11 +105,11 @@ def list_folder(path: str, config: ImagesConfig, streaming: bool) -> Listing:
 
 def choose_tables(tree: Tree, config: ImagesConfig) -> None:
     """Leave out tables that hold no images, or else the loose images next to tables, which these may name."""
-    named = os.path.realpath(os.path.expanduser(config.labels)) if config.labels else ""
+    named = os.path.realpath(os.path.expanduser(config.labels or ""))
     paths = {name: os.path.join(tree.root, name) for name in tree.tables}
-    tree.tables = [name for name, path in paths.items() if os.path.realpath(path) != named]
-    tree.leave_out("cached results of datasets", *filter(CACHED_TABLE.fullmatch, tree.tables))
-    tree.tables = [name for name in tree.tables if not CACHED_TABLE.fullmatch(name)]
+    cached = [*filter(CACHED_TABLE.fullmatch, paths)]
+    tree.leave_out("cached results of datasets", *cached)
+    tree.tables = [name for name, path in paths.items() if name not in cached and os.path.realpath(path) != named]
     if not tree.images:
         return
     others = [name for name in tree.tables if not holds_images(paths[name])]
@@ -187,54 +120,58 @@ def choose_tables(tree: Tree, config: ImagesConfig) -> None:
         tree.images = {}
 
 
-def list_shards(tree: Tree, config: ImagesConfig, streaming: bool) -> Listing:
-    """The shards of a folder; of tars that are not streamed, the images in them."""
-    refuse_list(config)
-    shards = tree.tables + tree.tars
-    start = os.path.join(tree.root, "")
-    refuse_stand_ins(start + shard for shard in shards)
-    tree.leave_out("lists of images next to shards", *tree.lists)
-    splits = shards_by_split(shards, start)
-    listing = Listing(tables=splits) if streaming or tree.tables else list_tars(splits, config)
-    listing.lines += incomplete_sets(shards)
-    return listing
+def refuse_other_endings(shards: Iterable[str], config: ImagesConfig) -> None:
+    """Raise UserError where there are no shards, or shards of several formats."""
+    endings = sorted({ending_of(shard) for shard in shards})
+    if len(endings) != 1:
+        found = " and ".join(endings) or "none"
+        allowed = f"shards of one format of {', '.join(SHARD_BUILDERS)}"
+        raise UserError(f"{config.group_name}.path is {config.path}; it must hold {allowed}: it has {found}")
+
+
+def warn_of_incomplete_sets(shards: dict[str, list[str]], config: ImagesConfig) -> None:
+    """Warn of sets of shards, such as those of 00000-of-00012, of which some are not there."""
+    for line in incomplete_sets(chain.from_iterable(shards.values())):
+        warn(f"{describe_source(config)}: {line}")
+
+
+# --- shards ---
 
 
 def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of shards on this machine: tables by `datasets`, tars by mpp.
+    """The splits of shards, on this machine or at URLs: tables by `datasets`, tars by mpp.
 
     Args:
         shards: split -> files, all with the same ending.
     """
-    files = [*chain.from_iterable(shards.values())]
-    refuse_stand_ins(files)
-    ending = ending_of(files[0])
+    ending = ending_of(next(iter(shards.values()))[0])
     if ending not in TABLE_BUILDERS:
         return load_tars(shards, config, streaming)
-    if any("::" in file for file in files):
-        raise UserError(f"{files[0]} has :: in its path, which `datasets` takes for a chain of URLs; rename it")
     splits = {}
-    for split, of_split in shards.items():  # each by itself: they may have other columns, and other orders of classes
-        refuse_other_columns(of_split, streaming)
-        escaped = {split: [glob.escape(file) for file in of_split]}
-        loaded = datasets.load_dataset(
-            TABLE_BUILDERS[ending], data_files=escaped, streaming=streaming, download_config=QUIET
-        )
-        splits[split] = loaded[split]
+    for split, files in shards.items():  # each by itself: they may have other columns, and other orders of classes
+        is_far = is_url(files[0])
+        if not is_far:
+            refuse_other_columns(files[:: max(1, len(files) // COMPARED_FILES)] if streaming else files)
+        splits[split] = datasets.load_dataset(
+            TABLE_BUILDERS[ending],
+            data_files={split: [glob.escape(file) for file in files]},
+            streaming=streaming,
+            download_config=None if is_far else QUIET,
+        )[split]
         if not streaming:
-            splits[split] = with_whole_paths(loaded[split], of_split, config.image_column)
+            common = os.path.commonprefix(files)  # noqa: RUF071  characters, up to a folder's end
+            splits[split] = with_whole_paths(splits[split], os.path.dirname(common), config.image_column)
     return splits
 
 
 def load_tars(shards: dict[str, list[str]], config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of tar shards: as streams, or with their images listed, for which they are on this machine."""
+    """The splits of tar shards: as streams, or with their images listed, for which they are downloaded."""
     if streaming:
         return {split: stream_tars(files, config) for split, files in shards.items()}
+    if any(map(is_url, chain.from_iterable(shards.values()))):
+        shards = datasets.DownloadManager().download(shards)
     splits, _ = share(partial(list_tars, shards, config), config)
     return splits
-
-
-# --- tables ---
 
 
 def read_features(table: str) -> datasets.Features:
@@ -252,62 +189,43 @@ def read_features(table: str) -> datasets.Features:
 def holds_images(table: str) -> bool:
     """Whether a parquet or arrow file has a column of images; not where it cannot be read."""
     with suppress(*LOADING_ERRORS):
-        return any(can_hold_images(feature) for feature in read_features(table).values())
+        return any(map(can_hold_images, read_features(table).values()))
     return False
 
 
-def refuse_other_columns(files: Sequence[str], streaming: bool) -> None:
-    """Refuse tables of one split that `datasets` would load wrongly, by the first one's classes, or not at all.
+def refuse_other_columns(files: Sequence[str]) -> None:
+    """Refuse tables of one split with columns that the first lacks, or with classes that it declares otherwise.
 
-    Of a stream some are compared, and damaged ones are left for its reader to name.
-
-    Raises:
-        UserError: a file has no rows, more columns than the first, or declares other classes, or in another order.
+    `datasets` would take the first one's classes for all.
     """
-    first: datasets.Features | None = None
-    for file in files[:: max(1, len(files) // COMPARED_FILES)] if streaming else files:
+    first: dict[str, Any] = {}
+    for file in files:
         try:
             features = read_features(file)
         except (OSError, pa.ArrowException) as error:
-            if streaming:
-                continue
-            raise ValueError(f"{file}: {one_line(error)}") from error
-        first = first or features
-        if ending_of(file) == ".parquet" and pq.read_metadata(file).num_rows == 0:
-            raise UserError(f"{file} has no rows; move it away")
-        more = sorted(features.keys() - first.keys())
-        if more:
-            rule = "tables of a split must have the same columns"
-            raise UserError(f"{file} has columns that {files[0]} lacks ({shortened(more)}): {rule}")
-        for column, feature in features.items():
-            if getattr(feature, "names", None) != getattr(first[column], "names", None):
-                raise UserError(f"{file} declares other classes in {column} than {files[0]}, or another order of these")
+            raise UserError(f"{file} cannot be read: {what_is(first_bytes(file)) or one_line(error)}") from error
+        declared = {column: getattr(feature, "names", None) for column, feature in features.items()}
+        first = first or declared
+        others = [column for column, names in declared.items() if names != first.get(column, ())]
+        if others:
+            rule = "tables of a split must have the same columns and classes, in the same order"
+            raise UserError(f"{file} has {shortened(others)} otherwise than {files[0]}; {rule}")
 
 
-def with_whole_paths(rows: datasets.Dataset, tables: Sequence[str], text_column: str | None) -> datasets.Dataset:
-    """Rows of tables on this machine; relative paths of images start from the tables' folder, and become absolute.
+def with_whole_paths(rows: datasets.Dataset, folder: str, text_column: str | None) -> datasets.Dataset:
+    """Rows of tables, whose images may be paths from the folder of all tables on, with whole paths.
 
     Args:
         text_column: has paths also where its type is text.
-    Raises:
-        UserError: the tables with relative paths are in several folders.
     """
     order = rows.column_names
-    folders = sorted({os.path.dirname(table) for table in tables})
     for name, feature in rows.features.items():
-        cells = column_of(rows, name)
-        if is_cell(feature) and pc.struct_field(cells, "bytes").null_count == len(cells):
-            cells = pc.struct_field(cells, "path")
+        paths = column_of(rows, name)
+        if is_cell(feature) and pc.struct_field(paths, "bytes").null_count == len(paths):
+            paths = pc.struct_field(paths, "path")
         elif name != text_column or getattr(feature, "dtype", None) not in TEXT_TYPES:
             continue
-        paths = cells.to_pylist()
-        relative = {path for path in paths if path and not is_url(path) and not os.path.isabs(path)}
-        if not relative:
-            continue
-        if len(folders) > 1:
-            problem = f"relative paths of images in {name}, such as {min(relative)}"
-            raise UserError(f"{shortened(folders)} have tables with {problem}; put the tables into one folder")
-        whole = [os.path.join(folders[0], path) if path in relative else path for path in paths]
+        whole = [path and os.path.join(folder, path) if not is_url(path or "") else path for path in paths.to_pylist()]
         found = f"{name} found"  # added first: a table without columns has no rows
         rows = rows.add_column(found, path_column(whole), feature=datasets.Image(decode=False))
         rows = rows.remove_columns([name]).rename_column(found, name)

@@ -17,7 +17,7 @@ from mpp.data.folder import split_of_cell
 from mpp.data.labels import find_label_kind, find_labels, read_labels
 from mpp.data.local import PREPARE_FIRST, QUIET, load_local
 from mpp.data.overview import announce_splits, warn_of_labels
-from mpp.data.remote import announce_hub_lookup, from_a_server, load_from_hub, load_url
+from mpp.data.remote import announce_hub_lookup, from_a_server, has_card_with_configs, load_declared, load_url
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, did_you_mean, one_line
 from mpp.runtime.messages import note
@@ -130,27 +130,28 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     if config.path is None:
         files = {split: str(BIRDS_FOLDER / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
         return datasets.load_dataset("parquet", data_files=files, streaming=streaming, download_config=QUIET)
+    problem = f"{config.group_name}.path is {config.path}"
     on_hub = is_hub_dataset(config)
     if not (on_hub or Path(config.path).expanduser().exists() or is_url(config.path)):
-        raise UserError(f"{config.group_name}.path is {config.path}, which does not exist{did_you_mean(config.path)}")
+        raise UserError(f"{problem}, which does not exist{did_you_mean(config.path)}")
     announce_hub_lookup(config)
+    is_declared = on_hub or has_card_with_configs(config.path)
+    require(is_declared or config.name is None, "data.name", config.name, "left out: no README.md has configs")
     allowed = f"left out: {config.path} is not a dataset of the hub"
     require(on_hub or config.revision is None, "data.revision", config.revision, allowed)
+    load = load_url if is_url(config.path) else load_declared if is_declared else load_local
     try:
-        if is_url(config.path):
-            splits = from_a_server(partial(load_url, config, streaming), config)
-        elif on_hub:
-            splits = from_a_server(partial(load_from_hub, config, streaming), config)
+        if on_hub or is_url(config.path):
+            splits = from_a_server(partial(load, config, streaming), config)
         else:
-            splits = load_local(config.path, config, streaming)
+            splits = load(config, streaming)
     except UserError:
         raise
     except LOADING_ERRORS as error:
         not_local = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
-        cause = f"{describe_cause(error)}{not_local}"
-        raise UserError(f"{config.group_name}.path is {config.path}, which cannot be loaded: {cause}") from error
+        raise UserError(f"{problem}, which cannot be loaded: {describe_cause(error)}{not_local}") from error
     if streaming and any(isinstance(rows, datasets.Dataset) for rows in splits.values()):
-        raise UserError(f"{config.group_name}.path is {config.path}, which is no shards: {PREPARE_FIRST}")
+        raise UserError(f"{problem}, which is no shards: {PREPARE_FIRST}")
     return splits
 
 
@@ -165,32 +166,24 @@ def describe_cause(error: BaseException) -> str:
 def find_held_out_split(config: SourceConfig, names: list[str]) -> str | None:
     """The name of the held-out split; None: a cut of the training split is held out.
 
+    `auto` is `validation`, or else `test`, perhaps by another word, if it is not trained on.
+
     Args:
         names: of the dataset's splits.
     Raises:
         UserError: the dataset lacks the training split or the held-out split.
     """
-    available = f"{describe_source(config)} has {', '.join(names)}"
-    if config.split not in names:
-        raise UserError(f"data.split is {config.split}; {available}")
-    if config.eval_split == "auto":
-        return usual_held_out_split(config, names)
+    for setting, name in (("split", config.split), ("eval_split", config.eval_split)):
+        if name not in (None, "auto", *names):
+            raise UserError(f"data.{setting} is {name}; {describe_source(config)} has {', '.join(names)}")
     if config.eval_split == config.split:
         raise UserError(f"data.eval_split is {config.eval_split}, which is trained on; null cuts a part of it off")
-    if config.eval_split is not None and config.eval_split not in names:
-        raise UserError(f"data.eval_split is {config.eval_split}; {available}")
-    return config.eval_split
-
-
-def usual_held_out_split(config: SourceConfig, names: list[str]) -> str | None:
-    """`validation`, or else `test`, if the dataset has it, perhaps by another word, and does not train on it."""
-    others = [name for name in names if name != config.split]
-    for usual in ("validation", "test"):
-        meant = [name for name in others if split_of_cell(name) == usual]
-        if meant:
-            name = usual if usual in meant else meant[0]
-            allowed = f"left out, because {name} is held out, or data.eval_split null"
-            is_default = config.eval_fraction == SourceConfig.eval_fraction
-            require(is_default, "data.eval_fraction", config.eval_fraction, allowed)
-            return name
-    return None
+    if config.eval_split != "auto":
+        return config.eval_split
+    others = [name for name in names[::-1] if name != config.split]
+    meant = {split_of_cell(name): name for name in others} | dict(zip(others, others, strict=True))
+    found = next((meant[usual] for usual in ("validation", "test") if usual in meant), None)
+    is_default = config.eval_fraction == SourceConfig.eval_fraction
+    allowed = f"left out, because {found} is held out, or data.eval_split null"
+    require(found is None or is_default, "data.eval_fraction", config.eval_fraction, allowed)
+    return found
