@@ -128,7 +128,7 @@ def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard],
 def select_columns(config: PrepareConfig, rows: datasets.Dataset) -> datasets.Dataset:
     """The images, as the column `image`, and their labels."""
     image_column = find_image_column(config.data, rows.features)
-    label_column = find_label_column(config.data.label_column, rows.features, describe_source(config.data))
+    label_column, _ = find_label_column(config.data, rows.features)
     if image_column != "image" and label_column == "image":
         raise UserError("the labels' column is called image, as the column of images is in shards; rename it")
     columns = [image_column]

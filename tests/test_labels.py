@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from datasets import LargeList, List, Value
 
+from mpp.config import ImagesConfig
 from mpp.data.labels import NumberedLabels, find_labels, read_labels
 
 NO_CLASSES_ERROR = r"data\.label_column is label, which holds .*; it must hold classes"
@@ -25,9 +26,9 @@ def read(kind, values: list, column: str = "label"):
     return read_rows(rows(kind, values, column))
 
 
-def read_rows(rows: datasets.Dataset, column: str | None = None, source: str = "here"):
+def read_rows(rows: datasets.Dataset, column: str | None = None):
     """The labels of rows, in the column that a setting may name."""
-    return find_labels(rows, column, source, "data.label_column")
+    return find_labels(ImagesConfig(label_column=column), rows)
 
 
 def number(kind, values: list) -> NumberedLabels:

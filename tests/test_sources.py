@@ -296,7 +296,7 @@ def test_a_split_is_held_out_by_any_word_for_it(tmp_path, names, held_out):
     [
         ({"path": "/nowhere/at/all"}, ["data.path", "/nowhere/at/all", "does not exist"]),
         ({"path": "{file}", "image_column": "photo"}, ["data.image_column", "photo", "image, id"]),
-        ({"path": "{file}", "image_column": "id"}, ["data.image_column", "id", "instead of images"]),
+        ({"path": "{file}", "image_column": "id"}, ["data.image_column", "id", "a column of images"]),
         ({"path": "{file}", "label_column": "kind"}, ["data.label_column", "kind", "image, id"]),
         ({"path": "{file}", "split": "dev"}, ["data.split", "dev", "train"]),
         ({"path": "{file}", "eval_split": "dev"}, ["data.eval_split", "dev", "train"]),

@@ -9,7 +9,6 @@ import fsspec
 import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pyarrow import ArrowException
 
 from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source, is_url
@@ -20,8 +19,7 @@ from mpp.errors import ReadFailed, UnreadableImage, UserError, one_line
 
 BINARY_TYPES = ("binary", "large_binary")
 """Types of a column that may hold image files."""
-TEXT_TYPES = ("string", "large_string")
-ENCODED_TYPES = (*BINARY_TYPES, *TEXT_TYPES)
+ENCODED_TYPES = (*BINARY_TYPES, "string", "large_string")
 """Types of a column that may hold image files, or their names."""
 
 
@@ -51,6 +49,9 @@ def read_cell(cell: Any, retries: int, array_dtype: str | None = None, source: s
 
 def read_file(path: str, source: str | None) -> bytes:
     """A file of this machine or of a shard there, or at a URL that fsspec knows. See `read_cell`."""
+    if not (os.path.isabs(path) or is_url(path)):
+        way = "give a table of relative paths as data.labels, and their folder as data.path"
+        raise UnreadableImage(f"{path} is a relative path; {way}")
     try:
         if is_member_path(path):
             return read_member(path)
@@ -98,32 +99,21 @@ def file_names(rows: datasets.Dataset, column: str, positions: NDArray[np.int64]
 
 
 def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
-    """The column that holds the images: `data.image_column`, or else the only one that can.
+    """The column that holds the images: `data.image_column`, or else the only one of image files, or of arrays.
 
     Raises:
-        UserError: the dataset has no column of images, or several.
+        UserError: it is not there or holds no images, or there are none, or several.
     """
-    all_columns = ", ".join(features)
-    if config.image_column is None:
-        candidates = image_columns(features)
-        if len(candidates) != 1:
-            source = describe_source(config)
-            choice = f"name one by {config.group_name}.image_column: {all_columns}"
-            raise UserError(f"{source} has {len(candidates)} image columns; {choice}")
-        return candidates[0]
-    problem = f"{config.group_name}.image_column is {config.image_column}"
-    if config.image_column not in features:
-        raise UserError(f"{problem}; {describe_source(config)} has {all_columns}")
-    feature = features[config.image_column]
-    if not is_encoded(feature) and find_array_dtype(feature) is None:
-        raise UserError(f"{problem}, a column of {feature} instead of images")
-    return config.image_column
-
-
-def image_columns(features: datasets.Features) -> list[str]:
-    """Columns of image files; without any, columns of arrays."""
+    named = config.image_column
     files = [name for name, feature in features.items() if is_cell(feature)]
-    return files or [name for name, feature in features.items() if find_array_dtype(feature)]
+    found = files or [name for name, feature in features.items() if find_array_dtype(feature)]
+    if named is not None:
+        feature = features.get(named)
+        found = [named] if is_encoded(feature) or find_array_dtype(feature) else []
+    if len(found) != 1:
+        problem = f"{config.group_name}.image_column is {named or 'null'}; it must name a column of images"
+        raise UserError(f"{problem}: {describe_source(config)} has {', '.join(found or features)}")
+    return found[0]
 
 
 def is_encoded(feature: Any) -> bool:
@@ -163,18 +153,10 @@ def find_array_dtype(feature: Any) -> str | None:
 
 
 def without_decoding(rows: Any, column: str) -> Any:
-    """The rows, indexed or a stream, with `column` as image files that the library does not decode, or as arrays.
-
-    Raises:
-        UserError: the installed release of `datasets` cannot read the column.
-    """
+    """The rows, indexed or a stream, with `column` as image files that the library does not decode, or as arrays."""
     feature = rows.features[column]
     if is_encoded(feature):
-        try:
-            return rows.cast_column(column, datasets.Image(decode=False))
-        except (ArrowException, TypeError) as error:  # older releases know fewer types
-            problem = f"data.image_column is {column}, of {feature}, which datasets {datasets.__version__} cannot read"
-            raise UserError(f"{problem}; update it (pip install -U datasets): {one_line(error)}") from error
+        return rows.cast_column(column, datasets.Image(decode=False))
     if not is_array(feature) or isinstance(rows, datasets.IterableDataset):
         return rows
     if rows.data.column(column).null_count:

@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from mpp.errors import UserError
-from mpp.runtime.messages import note, shortened
+from mpp.config import ImagesConfig
+from mpp.data.data_path import describe_source
+from mpp.errors import UserError, one_line
+from mpp.runtime.messages import note
 
 LABEL_KINDS = ("class", "several", "number")
 AUTO = "auto"
@@ -37,10 +39,8 @@ class LabelColumn:
     """(n,) labels, or lists of labels; null: none."""
     feature: Any
     """Its type in the dataset."""
-    is_named: bool = False
-    """Whether a setting names it; otherwise it is the column `label`."""
-    setting: str = "data.label_column"
-    """The setting that may name it."""
+    setting: str | None = None
+    """The setting that names it; None: it is the column `label`."""
 
     @property
     def class_names(self) -> list[str] | None:
@@ -49,7 +49,9 @@ class LabelColumn:
 
     def refuse(self, content: str, allowed: str) -> UserError:
         """The error of a column that holds something else than is allowed."""
-        return UserError(f"{self.setting} is {self.name}, which holds {content}; it must hold {allowed}")
+        return UserError(
+            f"{self.setting or 'data.label_column'} is {self.name}, which holds {content}; it must hold {allowed}"
+        )
 
 
 class NumberedLabels(NamedTuple):
@@ -77,30 +79,29 @@ class Classes(NamedTuple):
 
 
 def find_label_column(
-    column: str | None, features: datasets.Features, source: str, setting: str = "data.label_column"
-) -> str | None:
-    """The column of the labels: the named one, or `label`; None: there is none.
+    config: ImagesConfig, features: datasets.Features, is_held_out: bool = False
+) -> tuple[str | None, str | None]:
+    """The column of the labels, and the setting that names it; without one the column `label`. None: there is none.
 
-    Args:
-        column: the value of the setting.
-        source, setting: names of the dataset and of the setting, for messages.
     Raises:
         UserError: the named column is not there.
     """
+    setting, column = f"{config.group_name}.label_column", config.label_column
+    if is_held_out and config.eval_label_column:
+        setting, column = "data.eval_label_column", config.eval_label_column
     if column is None:
-        return "label" if "label" in features else None
+        return ("label" if "label" in features else None), None
     if column not in features:
-        raise UserError(f"{setting} is {column}; {source} has {', '.join(features)}")
-    return column
+        raise UserError(f"{setting} is {column}; {describe_source(config)} has {', '.join(features)}")
+    return column, setting
 
 
-def find_labels(rows: datasets.Dataset, column: str | None, source: str, setting: str) -> LabelColumn | None:
-    """The column of some images' labels: see `find_label_column`, also for arguments and errors."""
-    name = find_label_column(column, rows.features, source, setting)
+def find_labels(config: ImagesConfig, rows: datasets.Dataset, is_held_out: bool = False) -> LabelColumn | None:
+    """The labels of some images: see `find_label_column`."""
+    name, setting = find_label_column(config, rows.features, is_held_out)
     if name is None:
         return None
-    values = column_of(rows, name).combine_chunks()
-    return LabelColumn(name, values, rows.features[name], column is not None, setting)
+    return LabelColumn(name, column_of(rows, name).combine_chunks(), rows.features[name], setting)
 
 
 def column_of(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
@@ -193,7 +194,7 @@ def read_classes(column: LabelColumn, kind: str, declared: Sequence[str] | None)
         if is_list(values) and {*names} <= {"0", "1", None} and are_equally_long(values):
             content = "lists of a 0 or a 1 for each class (one-hot)"
     if content is not None:
-        if column.is_named or kind == "several":
+        if column.setting or kind == "several":
             several = f"lists of classes, or text with {SEPARATOR} between them"
             raise column.refuse(content, several if kind == "several" else "classes")
         note(f"the column {column.name} holds {content} instead of classes; it is not used")
@@ -239,13 +240,12 @@ def read_numbers(column: LabelColumn) -> NDArray[np.float64]:
         UserError: the column holds something else.
     """
     values = without_blanks(column.values) if is_text(column.values) else column.values
-    if is_list(values) or column.class_names is not None:
-        raise column.refuse(str(column.feature), "numbers with task number")
     try:
+        if column.class_names is not None:
+            raise pa.ArrowInvalid("names of classes")
         numbers = values.cast(pa.float64()).fill_null(np.nan).to_numpy()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        shown = shortened([str(value) for value in pc.unique(values).drop_null().to_pylist()[:3]])
-        raise column.refuse(shown, "numbers with task number") from None
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise column.refuse(f"{column.feature} ({one_line(error)})", "numbers with task number") from None
     return np.where(np.isfinite(numbers), numbers, np.nan)
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mpp.config import ImagesConfig, require
-from mpp.data.columns import TEXT_TYPES, can_hold_images, is_cell
+from mpp.data.columns import can_hold_images
 from mpp.data.data_path import describe_source, is_url
 from mpp.data.decoding.formats import what_is
 from mpp.data.folder import (
@@ -29,8 +28,7 @@ from mpp.data.folder import (
     shards_by_split,
     walk,
 )
-from mpp.data.labels import column_of
-from mpp.data.listing import Listing, path_column, share
+from mpp.data.listing import Listing, share
 from mpp.data.lists import list_images
 from mpp.data.retry import LOADING_ERRORS
 from mpp.data.tars import list_tars, stream_tars
@@ -158,9 +156,6 @@ def load_shards(shards: dict[str, list[str]], config: ImagesConfig, streaming: b
             streaming=streaming,
             download_config=None if is_far else QUIET,
         )[split]
-        if not streaming:
-            common = os.path.commonprefix(files)  # noqa: RUF071  characters, up to a folder's end
-            splits[split] = with_whole_paths(splits[split], os.path.dirname(common), config.image_column)
     return splits
 
 
@@ -210,23 +205,3 @@ def refuse_other_columns(files: Sequence[str]) -> None:
         if others:
             rule = "tables of a split must have the same columns and classes, in the same order"
             raise UserError(f"{file} has {shortened(others)} otherwise than {files[0]}; {rule}")
-
-
-def with_whole_paths(rows: datasets.Dataset, folder: str, text_column: str | None) -> datasets.Dataset:
-    """Rows of tables, whose images may be paths from the folder of all tables on, with whole paths.
-
-    Args:
-        text_column: has paths also where its type is text.
-    """
-    order = rows.column_names
-    for name, feature in rows.features.items():
-        paths = column_of(rows, name)
-        if is_cell(feature) and pc.struct_field(paths, "bytes").null_count == len(paths):
-            paths = pc.struct_field(paths, "path")
-        elif name != text_column or getattr(feature, "dtype", None) not in TEXT_TYPES:
-            continue
-        whole = [path and os.path.join(folder, path) if not is_url(path or "") else path for path in paths.to_pylist()]
-        found = f"{name} found"  # added first: a table without columns has no rows
-        rows = rows.add_column(found, path_column(whole), feature=datasets.Image(decode=False))
-        rows = rows.remove_columns([name]).rename_column(found, name)
-    return rows.select_columns(order)

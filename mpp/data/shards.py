@@ -29,7 +29,7 @@ from mpp.data.identity import digest_listing
 from mpp.data.labels import find_label_column
 from mpp.data.overview import announce_stream
 from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
-from mpp.data.sources import find_held_out_split, hint_at_labels, label_images, label_setting, load_splits
+from mpp.data.sources import find_held_out_split, label_images, load_splits
 from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.files import short_digest
 from mpp.runtime.messages import warn
@@ -190,7 +190,6 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     require(config.train_images is None, "data.train_images", config.train_images, allowed)
     source = describe_source(config)
     train, held_out = open_shards(config)
-    hint_at_labels(config, train.stream, train.image_column)
     samples = {
         train.split: sample_rows(config, train, probed, config.eval_seed),
         held_out.split: sample_rows(config, held_out, evaluated, config.cut_seed, is_held_out=True),
@@ -237,8 +236,7 @@ def sample_rows(
 
     Of images to train on, the sample is for probes of their labels: without any, it is empty.
     """
-    column, setting = label_setting(config, is_held_out)
-    label = find_label_column(column, shards.stream.features, describe_source(config), setting)
+    label, _ = find_label_column(config, shards.stream.features, is_held_out)
     if label is None and not is_held_out:
         limit = 0
     shards = shards.with_columns([label] if label else [])

@@ -20,7 +20,6 @@ from mpp.data.overview import announce_splits, warn_of_labels
 from mpp.data.remote import announce_hub_lookup, from_a_server, has_card_with_configs, load_declared, load_url
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, did_you_mean, one_line
-from mpp.runtime.messages import note
 
 
 def load_image_datasets(
@@ -56,14 +55,13 @@ def load_image_datasets(
 
     images = label_images(config, used, image_column, label_kind)
     if announce:
-        hint_at_labels(config, train, image_column)
         unused = {name: len(rows) for name, rows in splits.items() if name not in used}
         announce_splits(source, images, unused)
     if held_out is None:
         images = images[0].cut(config.eval_fraction, config.cut_seed, "held out")
     train_images, held_out_images = images
     if announce:
-        warn_of_labels(train_images, held_out_images)
+        warn_of_labels(train_images)
     return train_images, held_out_images
 
 
@@ -76,11 +74,7 @@ def label_images(
         splits: the training split first; all others have the labels of held-out images.
         label_kind: see `find_label_kind`.
     """
-    source = describe_source(config)
-    columns = []
-    for position, rows in enumerate(splits.values()):
-        column, setting = label_setting(config, is_held_out=position > 0)
-        columns.append(find_labels(rows, column, source, setting))
+    columns = [find_labels(config, rows, is_held_out=number > 0) for number, rows in enumerate(splits.values())]
     kind = find_label_kind(label_kind, columns[0])
     numbered = read_labels(columns, kind)
     images = []
@@ -90,24 +84,6 @@ def label_images(
             ImageDataset(rows, image_column, labels, split, numbered.class_names, numbered.classes, label_kind=kind)
         )
     return images
-
-
-def label_setting(config: ImagesConfig, is_held_out: bool) -> tuple[str | None, str]:
-    """The setting that may name the column of a split's labels: its value and its name."""
-    if is_held_out and config.eval_label_column:
-        return config.eval_label_column, "data.eval_label_column"
-    return config.label_column, f"{config.group_name}.label_column"
-
-
-def hint_at_labels(config: SourceConfig, rows: datasets.Dataset | datasets.IterableDataset, image_column: str) -> None:
-    """Note the columns that may hold labels, if none is called `label` and no setting names one."""
-    if config.label_column is not None or "label" in rows.column_names:
-        return
-    known = (image_column, config.mask_column)
-    others = [name for name in rows.column_names if name not in known]
-    if others:
-        source = describe_source(config)
-        note(f"{source} has no column `label`; {config.group_name}.label_column may name one of {', '.join(others)}")
 
 
 def image_arguments(config: SourceConfig) -> str:
