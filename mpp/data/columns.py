@@ -141,15 +141,11 @@ def can_hold_images(feature: Any) -> bool:
 def find_array_dtype(feature: Any) -> str | None:
     """Type of the numbers in a column of arrays: Array2D, Array3D, or lists of lists. None: it holds no arrays."""
     depth = 0
-    while not is_array(feature) and not isinstance(feature, datasets.Value):
-        feature = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    while hasattr(feature, "feature"):
+        feature = feature.feature
         depth += 1
-        if feature is None:
-            return None
-    if is_array(feature):
-        return feature.dtype
-    is_number = feature.dtype.startswith(("int", "uint", "float"))
-    return feature.dtype if is_number and depth > 1 else None
+    is_number = isinstance(feature, datasets.Value) and feature.dtype.startswith(("int", "uint", "float"))
+    return feature.dtype if is_array(feature) or (is_number and depth > 1) else None
 
 
 def without_decoding(rows: Any, column: str) -> Any:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -34,12 +34,6 @@ def names_by_number(names: Sequence[str], numbers: Iterable[int]) -> list[str]:
 def images_only(rows: datasets.Dataset, column: str) -> datasets.Dataset:
     """Only the column of images, as they are stored."""
     return without_decoding(rows.select_columns([column]), column)
-
-
-def rows_in_memory(rows: list[dict[str, Any]], features: datasets.Features) -> datasets.Dataset:
-    """Rows as a dataset. Of no rows, the library's `from_list` makes no columns."""
-    columns = {name: [row[name] for row in rows] for name in features}
-    return datasets.Dataset.from_dict(columns, features=features)
 
 
 class Selection(NamedTuple):

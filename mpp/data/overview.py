@@ -33,28 +33,10 @@ def announce_splits(source: str, splits: Sequence[ImageDataset], unused: Mapping
     tell(line)
 
 
-def announce_stream(source: str, train_shards: int, held_out_shards: int, kept: Sequence[ImageDataset]) -> None:
-    """Print how many shards a stream has, and the images that are kept for evaluation.
-
-    Args:
-        source: the dataset's name: see `describe_source`.
-        train_shards, held_out_shards: their numbers.
-        kept: images of evaluations, of the training and of the held-out shards.
-    """
-    images = ", ".join(map(describe_split, kept))
-    shards = f"{counted(train_shards, 'shard')}, {held_out_shards} held out"
-    tell(f"{source}: a stream of {shards}; kept for evaluation: {images}")
-
-
 def describe_split(split: ImageDataset) -> str:
     """A split in words: "160 train (156 labelled)"."""
     labelled = 0 if split.labels is None else int(has_label(split.labels).sum())
-    if labelled == 0:
-        label_count = "no labels"
-    elif labelled == len(split):
-        label_count = "labelled"
-    else:
-        label_count = f"{labelled} labelled"
+    label_count = {len(split): "labelled", 0: "no labels"}.get(labelled, f"{labelled} labelled")
     return f"{len(split)} {split.split} ({label_count})"
 
 

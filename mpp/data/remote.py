@@ -38,11 +38,16 @@ CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MUL
 HUB_TIMEOUT_S = 30
 
 
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision is a commit, and no branch."""
+    return COMMIT_HASH.fullmatch(revision or "") is not None
+
+
 def has_card_with_configs(folder: str) -> bool:
     """Whether a folder's README.md is a dataset card that declares configs, as those of the hub do."""
     try:
         card = Path(folder, "README.md").expanduser().read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return False
     return CARD_WITH_CONFIGS.match(card) is not None
 
@@ -67,7 +72,10 @@ def load_declared(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     if isinstance(builder, WebDataset):
         return load_tars(shards, config, streaming)
     splits = datasets.load_dataset(path, streaming=streaming, **options)
-    check_commit(splits, config)
+    commits = {cached_commit(rows) for rows in splits.values()}
+    if is_commit(config.revision) and not commits <= {None, config.revision}:
+        newest = "the hub does not answer, and the newest in its cache is not of commit"
+        raise UserError(f"{newest} {config.revision}")
     return splits
 
 
@@ -138,35 +146,21 @@ def resolve_commit(config: ImagesConfig, begun_with: str | None = None) -> str |
         return config.revision
     announce_hub_lookup(config)
     known = begun_with or config.revision
-    if known and COMMIT_HASH.fullmatch(known):
+    if is_commit(known):
         return known
     ask = partial(huggingface_hub.HfApi().dataset_info, config.path, revision=config.revision, timeout=HUB_TIMEOUT_S)
     try:
         # Only errors of the hub itself are tried again: there are nodes without internet.
         return read_with_retries(ask, "the hub", config.read_retries, HfHubHTTPError).sha
     except (ReadFailed, HFValidationError, *NETWORK_ERRORS) as error:
-        refused = server_response(error) is not None and not is_temporary(error)
-        if not refused and not config.revision:
+        if config.revision is None and (server_response(error) is None or is_temporary(error)):
             return None  # loading the images gives the reason, or finds them in the cache: see `cached_commit`
-        revision = f" of revision {config.revision}" if config.revision else ""
         reason = f"{one_line(error.__cause__ or error)} (and {Path.cwd()} has no such folder or file)"
-        raise UserError(
-            f"{config.group_name}.path is {config.path}{revision}, which cannot be loaded: {reason}"
-        ) from error
+        raise UserError(f"{config.group_name}.path is {config.path}, which cannot be loaded: {reason}") from error
 
 
 def cached_commit(rows: Any) -> str | None:
     """The commit in the path of the cache that holds these rows; None: the path has none, or the rows are a stream."""
     files = getattr(rows, "cache_files", ())
     folders = Path(files[0]["filename"]).parts if files else ()
-    return next(filter(COMMIT_HASH.fullmatch, reversed(folders)), None)
-
-
-def check_commit(splits: dict[str, Any], config: ImagesConfig) -> None:
-    """Raise UserError where the hub did not answer and `datasets` took another commit from its cache."""
-    if not COMMIT_HASH.fullmatch(config.revision or ""):
-        return
-    for rows in splits.values():
-        if getattr(rows, "cache_files", ()) and cached_commit(rows) != config.revision:
-            newest = "the hub does not answer, and the newest in its cache is not of commit"
-            raise UserError(f"{newest} {config.revision}")
+    return next(filter(is_commit, reversed(folders)), None)

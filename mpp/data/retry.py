@@ -6,7 +6,6 @@ all the others; the second will never be.
 
 import tarfile
 import time
-import zipfile
 from collections.abc import Callable
 from itertools import count
 from typing import TypeVar
@@ -36,7 +35,6 @@ LOADING_ERRORS = (
     RuntimeError,
     ImportError,
     tarfile.TarError,
-    zipfile.BadZipFile,
     ArrowException,
     DatasetsError,
 )

@@ -27,12 +27,12 @@ from mpp.data.decoding.decode import decode
 from mpp.data.folder import SHARD_BUILDERS
 from mpp.data.identity import digest_listing
 from mpp.data.labels import find_label_column
-from mpp.data.overview import announce_stream
+from mpp.data.overview import announce_splits
 from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
 from mpp.data.sources import find_held_out_split, label_images, load_splits
 from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.files import short_digest
-from mpp.runtime.messages import warn
+from mpp.runtime.messages import counted, warn
 from mpp.runtime.randomness import Stream, permutation
 
 SHARDS_PER_TURN = 16  # shards from whose beginnings a sample is drawn in turn
@@ -198,7 +198,8 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     if is_sorted_by_class(samples[train.split], train_images):
         what = "the shards are sorted by class, and a stream shuffles only data.shuffle_block images of one"
         warn(f"{source}: {what}: make mixed ones by mpp prepare")
-    announce_stream(source, train.count, held_out.count, (train_images, held_out_images))
+    stream = f"{source}: a stream of {counted(train.count, 'shard')}, {held_out.count} held out; kept for evaluation"
+    announce_splits(stream, (train_images, held_out_images), {})
     return train.with_columns([]), train_images, held_out_images
 
 

@@ -88,11 +88,10 @@ def label_images(
 
 def image_arguments(config: SourceConfig) -> str:
     """Command-line arguments for the settings that select images and differ from their defaults."""
-    defaults = SourceConfig()
     arguments = ""
     for field in dataclasses.fields(SourceConfig):
         value = getattr(config, field.name)
-        if not field.metadata.get("operational") and value != getattr(defaults, field.name):
+        if not field.metadata.get("operational") and value != field.default:
             arguments += f" --data.{field.name} {shlex.quote(as_words(value))}"
     return arguments
 
