@@ -1,6 +1,5 @@
-"""Images that `datasets` finds: of the hub, with the commit that a run reads, and of cards; and shards at URLs."""
+"""Servers: those that are away, and the hub's commits of a dataset, of which a run reads one."""
 
-import os
 import re
 import socket
 from collections.abc import Callable
@@ -10,91 +9,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import datasets
-import fsspec
 import huggingface_hub
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-from datasets.packaged_modules.webdataset.webdataset import WebDataset
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
-from mpp.data.folder import SHARD_BUILDERS, ending_of, shards_by_split
-from mpp.data.local import (
-    PREPARE_FIRST,
-    QUIET,
-    load_folder,
-    load_shards,
-    load_tars,
-    refuse_list,
-    refuse_other_endings,
-    warn_of_incomplete_sets,
-)
 from mpp.data.retry import NETWORK_ERRORS, SERVER_ERRORS, is_temporary, read_with_retries, server_response
 from mpp.errors import ReadFailed, UserError, did_you_mean, one_line
 from mpp.runtime.messages import tell
 
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
-CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
 HUB_TIMEOUT_S = 30
 
 
 def is_commit(revision: str | None) -> bool:
     """Whether a revision is a commit, and no branch."""
     return COMMIT_HASH.fullmatch(revision or "") is not None
-
-
-def has_card_with_configs(folder: str) -> bool:
-    """Whether a folder's README.md is a dataset card that declares configs, as those of the hub do."""
-    try:
-        card = Path(folder, "README.md").expanduser().read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return CARD_WITH_CONFIGS.match(card) is not None
-
-
-def load_declared(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of a dataset of the hub, or of a folder with a card: by `datasets`, but for loose images and tars."""
-    on_hub = is_hub_dataset(config)
-    path = config.path if on_hub else os.path.abspath(os.path.expanduser(config.path))
-    options = {"name": config.name, "revision": config.revision, "download_config": None if on_hub else QUIET}
-    builder = datasets.load_dataset_builder(path, **options)
-    if isinstance(builder, ImageFolder):
-        if streaming:
-            raise UserError(f"data.path holds image files, no shards: {PREPARE_FIRST}")
-        if on_hub:
-            folder = huggingface_hub.snapshot_download(path, repo_type="dataset", revision=config.revision)
-            if not has_card_with_configs(folder):
-                return load_folder(folder, config, streaming)
-    refuse_list(config)
-    files = builder.config.data_files or {}  # a cache that is read offline has none
-    shards = {str(split): [*of_split] for split, of_split in files.items()}
-    warn_of_incomplete_sets(shards, config)
-    if isinstance(builder, WebDataset):
-        return load_tars(shards, config, streaming)
-    splits = datasets.load_dataset(path, streaming=streaming, **options)
-    commits = {cached_commit(rows) for rows in splits.values()}
-    if is_commit(config.revision) and not commits <= {None, config.revision}:
-        newest = "the hub does not answer, and the newest in its cache is not of commit"
-        raise UserError(f"{newest} {config.revision}")
-    return splits
-
-
-def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
-    """The splits of the shards at a URL that fsspec knows: of a file, of files by a pattern with *, or of a folder."""
-    refuse_list(config)
-    if ending_of(config.path) in SHARD_BUILDERS and "*" not in config.path:
-        return load_shards({"train": [config.path]}, config, streaming)
-    system, root = fsspec.url_to_fs(config.path)
-    files = system.glob(root.replace("[", "[[]")) if "*" in root else system.find(root)
-    urls = [system.unstrip_protocol(file) for file in sorted(files) if ending_of(file) in SHARD_BUILDERS]
-    refuse_other_endings(urls, config)
-    start = system.unstrip_protocol(root).rstrip("/") + "/"
-    shards = {"train": urls} if "*" in root else shards_by_split([url.removeprefix(start) for url in urls], start)
-    warn_of_incomplete_sets(shards, config)
-    return load_shards(shards, config, streaming)
-
-
-# --- the hub, and servers that are away ---
 
 
 def from_a_server(load: Callable[[], dict[str, Any]], config: ImagesConfig) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.folder import split_of_cell
 from mpp.data.labels import find_label_kind, find_labels, read_labels
-from mpp.data.local import PREPARE_FIRST, QUIET, load_local
 from mpp.data.overview import announce_splits, warn_of_labels
-from mpp.data.remote import announce_hub_lookup, from_a_server, has_card_with_configs, load_declared, load_url
+from mpp.data.places import PREPARE_FIRST, QUIET, has_card_with_configs, load_declared, load_local, load_url
+from mpp.data.remote import announce_hub_lookup, from_a_server
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, did_you_mean, one_line
 

@@ -1,4 +1,4 @@
-"""Images in files: folders, shards, and datasets that `save_to_disk` of `datasets` wrote."""
+"""Images of each kind of place: folders, shards, saved datasets, cards and the hub, URLs."""
 
 import glob
 import os
@@ -7,15 +7,18 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mpp.config import ImagesConfig, require
 from mpp.data.columns import can_hold_images
-from mpp.data.data_path import describe_source, is_url
+from mpp.data.data_path import describe_source, is_hub_dataset, is_url
 from mpp.data.decoding.formats import what_is
 from mpp.data.folder import (
     ARCHIVE_ENDINGS,
@@ -30,6 +33,7 @@ from mpp.data.folder import (
 )
 from mpp.data.listing import Listing, share
 from mpp.data.lists import list_images
+from mpp.data.remote import cached_commit, is_commit
 from mpp.data.retry import LOADING_ERRORS
 from mpp.data.tars import list_tars, stream_tars
 from mpp.errors import UserError, one_line
@@ -38,6 +42,7 @@ from mpp.runtime.messages import shortened, warn
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
 COMPARED_FILES = 16  # of a split that is streamed, or a few more: it may have very many
 CACHED_TABLE = re.compile(r"(.*/)?cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # what `map` of `datasets` leaves
+CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
 PREPARE_FIRST = "leave out data.streaming, or make shards by mpp prepare"
 
 
@@ -84,8 +89,6 @@ def list_folder(path: str, config: ImagesConfig, streaming: bool) -> Listing:
     if shards and tree.images:
         files = f"images, such as {tree.paths()[0]}, and shards, such as {tree.tars[0]}"
         raise UserError(f"{problem}, which has {files}; move some away")
-    if streaming and not shards:
-        raise UserError(f"{problem}, which holds no shards: {PREPARE_FIRST}")
     if shards:
         refuse_list(config)
         refuse_other_endings(shards, config)
@@ -131,6 +134,61 @@ def warn_of_incomplete_sets(shards: dict[str, list[str]], config: ImagesConfig) 
     """Warn of sets of shards, such as those of 00000-of-00012, of which some are not there."""
     for line in incomplete_sets(chain.from_iterable(shards.values())):
         warn(f"{describe_source(config)}: {line}")
+
+
+# --- datasets that describe themselves, and URLs ---
+
+
+def has_card_with_configs(folder: str) -> bool:
+    """Whether a folder's README.md is a dataset card that declares configs, as those of the hub do."""
+    try:
+        card = Path(folder, "README.md").expanduser().read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return CARD_WITH_CONFIGS.match(card) is not None
+
+
+def load_declared(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+    """The splits of a dataset of the hub, or of a folder with a card: by `datasets`, but for loose images and tars."""
+    on_hub = is_hub_dataset(config)
+    path = config.path if on_hub else os.path.abspath(os.path.expanduser(config.path))
+    options = {"name": config.name, "revision": config.revision, "download_config": None if on_hub else QUIET}
+    builder = datasets.load_dataset_builder(path, **options)
+    kind = builder.info.builder_name  # also of what the cache has, without the hub
+    if kind == "imagefolder":
+        if streaming:
+            raise UserError(f"data.path holds image files, no shards: {PREPARE_FIRST}")
+        if on_hub:
+            folder = huggingface_hub.snapshot_download(path, repo_type="dataset", revision=config.revision)
+            if not has_card_with_configs(folder):
+                return load_folder(folder, config, streaming)
+    refuse_list(config)
+    files = builder.config.data_files or {}  # a cache that is read offline has none
+    shards = {str(split): [*of_split] for split, of_split in files.items()}
+    warn_of_incomplete_sets(shards, config)
+    if kind == "webdataset":
+        return load_tars(shards, config, streaming)
+    splits = datasets.load_dataset(path, streaming=streaming, **options)
+    commits = {cached_commit(rows) for rows in splits.values()}
+    if is_commit(config.revision) and not commits <= {None, config.revision}:
+        newest = "the hub does not answer, and the newest in its cache is not of commit"
+        raise UserError(f"{newest} {config.revision}")
+    return splits
+
+
+def load_url(config: ImagesConfig, streaming: bool) -> dict[str, Any]:
+    """The splits of the shards at a URL that fsspec knows: of a file, of files by a pattern with *, or of a folder."""
+    refuse_list(config)
+    if ending_of(config.path) in SHARD_BUILDERS and "*" not in config.path:
+        return load_shards({"train": [config.path]}, config, streaming)
+    system, root = fsspec.url_to_fs(config.path)
+    files = system.glob(root.replace("[", "[[]")) if "*" in root else system.find(root)
+    urls = [system.unstrip_protocol(file) for file in sorted(files) if ending_of(file) in SHARD_BUILDERS]
+    refuse_other_endings(urls, config)
+    start = system.unstrip_protocol(root).rstrip("/") + "/"
+    shards = {"train": urls} if "*" in root else shards_by_split([url.removeprefix(start) for url in urls], start)
+    warn_of_incomplete_sets(shards, config)
+    return load_shards(shards, config, streaming)
 
 
 # --- shards ---
