@@ -107,16 +107,19 @@ def list_folder(path: str, config: ImagesConfig, streaming: bool) -> Listing:
 def choose_tables(tree: Tree, config: ImagesConfig) -> None:
     """Leave out tables that hold no images, or else the loose images next to tables, which these may name."""
     named = os.path.realpath(os.path.expanduser(config.labels or ""))
-    paths = {name: os.path.join(tree.root, name) for name in tree.tables}
-    cached = [*filter(CACHED_TABLE.fullmatch, paths)]
-    tree.leave_out("cached results of datasets", *cached)
-    tree.tables = [name for name, path in paths.items() if name not in cached and os.path.realpath(path) != named]
-    if not tree.images:
-        return
-    others = [name for name in tree.tables if not holds_images(paths[name])]
-    tree.leave_out("tables without images; data.labels names a list", *others)
-    tree.tables = [name for name in tree.tables if name not in others]
-    if tree.tables:
+    kept = []
+    for name in tree.tables:
+        path = os.path.join(tree.root, name)
+        if os.path.realpath(path) == named:
+            continue
+        if CACHED_TABLE.fullmatch(name):
+            tree.leave_out("cached results of datasets", name)
+        elif tree.images and not holds_images(path):
+            tree.leave_out("tables without images; data.labels names a list", name)
+        else:
+            kept.append(name)
+    tree.tables = kept
+    if tree.tables and tree.images:
         tree.leave_out("images next to shards, unless these name them", *tree.paths())
         tree.images = {}
 

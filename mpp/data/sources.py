@@ -16,7 +16,7 @@ from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.folder import split_of_cell
 from mpp.data.labels import find_label_kind, find_labels, read_labels
 from mpp.data.overview import announce_splits, warn_of_labels
-from mpp.data.places import PREPARE_FIRST, QUIET, has_card_with_configs, load_declared, load_local, load_url
+from mpp.data.places import PREPARE_FIRST, has_card_with_configs, load_declared, load_local, load_shards, load_url
 from mpp.data.remote import announce_hub_lookup, from_a_server
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, did_you_mean, one_line
@@ -103,8 +103,8 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         UserError: it cannot be loaded.
     """
     if config.path is None:
-        files = {split: str(BIRDS_FOLDER / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
-        return datasets.load_dataset("parquet", data_files=files, streaming=streaming, download_config=QUIET)
+        files = {split: [str(BIRDS_FOLDER / f"{split}-00000-of-00001.parquet")] for split in ("train", "test")}
+        return load_shards(files, config, streaming)
     problem = f"{config.group_name}.path is {config.path}"
     on_hub = is_hub_dataset(config)
     if not (on_hub or Path(config.path).expanduser().exists() or is_url(config.path)):
