@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.data.columns import cell_file_name, file_names, find_array_dtype, read_cell, without_decoding
-from mpp.data.decoding.decode import decode
+from mpp.data.decoding import decode
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
 from mpp.runtime.randomness import Stream, permutation
@@ -89,7 +89,7 @@ class ImageDataset:
         if pixels is not None:
             return pixels
         image = read_cell(self.rows[index][self.image_column], config.read_retries, self.array_dtype, config.path)
-        return decode(image, config, marks_nodata)
+        return decode.decode(image, config, marks_nodata)
 
     def encoded(self, index: int, config: ImagesConfig) -> bytes | NDArray:
         """The image file, or its array; raises as `decode`."""

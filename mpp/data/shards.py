@@ -23,7 +23,7 @@ from mpp.data.caches import cached
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoding.decode import decode
+from mpp.data.decoding import decode
 from mpp.data.folder import SHARD_BUILDERS
 from mpp.data.identity import digest_listing
 from mpp.data.labels import find_label_column
@@ -163,7 +163,7 @@ class ShardBlock:
     def decode(self, index: int, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
         image = read_cell(self.cell(index), config.read_retries, self.shards.array_dtype, config.path)
-        return decode(image, config, marks_nodata)
+        return decode.decode(image, config, marks_nodata)
 
     def cell(self, index: int) -> Any:
         """The image as it is stored."""
