@@ -17,3 +17,9 @@ def test_a_cell_may_hold_a_url(image_folder):
 def test_a_cell_without_an_image_is_unreadable(cell):
     with pytest.raises(UnreadableImage, match="no bytes"):
         read_cell(cell, 0)
+
+
+def test_a_relative_path_in_a_table_starts_nowhere(image_folder, monkeypatch):
+    monkeypatch.chdir(image_folder)
+    with pytest.raises(UnreadableImage, match=r"cat/01\.png is a relative path; give a table .* as data\.labels"):
+        read_cell({"bytes": None, "path": "cat/01.png"}, 0)
