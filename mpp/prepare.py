@@ -28,7 +28,6 @@ from mpp.config import PrepareConfig, require
 from mpp.config.parsing import parse, parse_saved, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
-from mpp.data.dataset import rows_in_memory
 from mpp.data.folder import split_of_cell, split_of_shard
 from mpp.data.identity import differences, split_fingerprint
 from mpp.data.labels import column_of, find_label_column
@@ -90,9 +89,10 @@ def write_shard(shard: Shard) -> None:
     notes = {"kept": len(kept), "dropped": dropped, "bytes_before": bytes_before, "bytes_after": bytes_after}
     features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
     shard.file.parent.mkdir(exist_ok=True)
+    columns = {column: [row[column] for row in kept] for column in features}  # of no rows, `from_list` makes none
     with complete(shard.file) as partial:
         with partial.open("wb") as file:  # of a name, the library expands ~, and takes `a::b` for a URL
-            rows_in_memory(kept, features).to_parquet(file)  # without compression of images
+            datasets.Dataset.from_dict(columns, features=features).to_parquet(file)  # without compression of images
         write_complete(shard.notes, json.dumps(notes))
 
 
@@ -128,7 +128,7 @@ def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard],
 def select_columns(config: PrepareConfig, rows: datasets.Dataset) -> datasets.Dataset:
     """The images, as the column `image`, and their labels."""
     image_column = find_image_column(config.data, rows.features)
-    label_column = find_label_column(config.data.label_column, rows.features, describe_source(config.data))
+    label_column, _ = find_label_column(config.data, rows.features)
     if image_column != "image" and label_column == "image":
         raise UserError("the labels' column is called image, as the column of images is in shards; rename it")
     columns = [image_column]

@@ -514,7 +514,7 @@ def test_lists_with_holes_are_named_as_broken_files_are(pretrain, folder, stream
 def test_a_column_of_words_is_no_image(tmp_path):
     features = datasets.Features({"words": datasets.Sequence(datasets.Sequence(datasets.Value("string")))})
     datasets.Dataset.from_dict({"words": [[["a"]]] * 4}, features=features).to_parquet(tmp_path / "train.parquet")
-    with pytest.raises(UserError, match="instead of images"):
+    with pytest.raises(UserError, match="a column of images"):
         load_image_datasets(SourceConfig(path=str(tmp_path), image_column="words"))
 
 

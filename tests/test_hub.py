@@ -326,6 +326,11 @@ def seen_offline(path: str) -> dict:
     return seen(path)
 
 
+def fill_cache(path: str) -> None:
+    """As configs/running.md says."""
+    datasets.load_dataset(path)
+
+
 def streamed(path: str) -> list[tuple[str, bytes]]:
     """Labels and images of a stream."""
     rows = load_splits(DataConfig(path=path, streaming=True), streaming=True)["train"]
@@ -343,9 +348,10 @@ def test_loose_pictures_are_listed_as_on_this_machine(fake_hub, home, tmp_path):
     )
     images = in_a_process(seen, publish(fake_hub, "loose", files))
     here = seen(shutil.copytree(fake_hub.root / "somebody" / "loose" / COMMITS[0], tmp_path / "here"))
+    assert images == here
+    in_a_process(fill_cache, "somebody/loose")
     fake_hub.faults["."] = Fault(0)
     assert in_a_process(seen_offline, "somebody/loose") == here  # as a node without internet has it
-    assert images == here
     assert Counter(images["train"].values()) == {(0, "cat"): 2, (1, "dog"): 2, (3, None): 1}
     assert Counter(images["test"].values()) == {(0, "cat"): 2, (1, "dog"): 2}
 

@@ -28,7 +28,7 @@ from evaluation.metrics.several import figures_of
 from evaluation.metrics.summaries import summarize_accuracies
 from evaluation.supervision.learners import NumberLearner, SeveralLearner
 from mpp.config import DataConfig
-from mpp.data.labels import AUTO, find_label_kind, find_labels, read_labels
+from mpp.data.labels import find_label_kind, find_labels, read_labels
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
@@ -39,7 +39,7 @@ def read(kind, feature, *splits):
     columns = []
     for values in splits:
         rows = datasets.Dataset.from_dict({"label": values}, features=datasets.Features({"label": feature}))
-        columns.append(find_labels(rows, "label", "here", "data.label_column"))
+        columns.append(find_labels(DataConfig(label_column="label"), rows))
     numbered = read_labels(columns, kind)
     return [part.tolist() for part in numbered.parts], numbered.class_names
 
@@ -56,16 +56,6 @@ def test_an_empty_list_is_an_image_of_no_class_and_a_blank_is_missing(feature, v
     (marks,), names = read("several", feature, values)
     assert names == ["cat", "dog"]
     assert marks == [[1, 1], [0, 1], [-1, -1], [-1, -1], [0, 0], [1, 0]]
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [(["a|b", "a"], "such as a|b"), (["a", "b, a"], "such as b, a"), (["a;b, c"], ""), (["a", "b"], "")],
-)
-def test_other_signs_between_classes_are_named(capsys, values, said):
-    read("several", Value("string"), values)
-    printed = capsys.readouterr().out
-    assert said in printed and ("is one class" in printed) == bool(said)
 
 
 def test_one_class_an_image_may_be_learned_as_several():
@@ -99,9 +89,9 @@ def test_what_is_no_finite_number_is_missing(feature, values, expected):
 @pytest.mark.parametrize(
     ("kind", "feature", "values", "message"),
     [
-        ("number", Value("string"), ["1.5", "big"], "holds 1.5, big; it must be a column of numbers"),
-        ("number", ClassLabel(names=["a", "b"]), [0, 1], "it must be a column of numbers"),
-        ("number", List(Value("float64")), [[1.5]], "it must be a column of numbers"),
+        ("number", Value("string"), ["1.5", "big"], "big.*it must hold numbers"),
+        ("number", ClassLabel(names=["a", "b"]), [0, 1], "it must hold numbers"),
+        ("number", List(Value("float64")), [[1.5]], "it must hold numbers"),
         ("several", Value("float64"), [1.5, 2.0], "it must hold lists of classes, or text with ;"),
         ("several", List(Value("float64")), [[1.5]], "it must hold lists of classes, or text with ;"),
         ("several", List(Value("int8")), [[0, 1, 0], None, [1, 1, 0]], "holds lists of a 0 or a 1 for each class"),
@@ -127,7 +117,7 @@ def test_a_column_of_another_kind_is_named(kind, feature, values, message):
 )
 def test_auto_is_classes_unless_numbers_have_fractions(feature, values, kind):
     rows = datasets.Dataset.from_dict({"label": values}, features=datasets.Features({"label": feature}))
-    column = find_labels(rows, None, "here", "data.label_column")
+    column = find_labels(DataConfig(), rows)
     assert find_label_kind("auto", column) == kind
     assert find_label_kind("several", column) == "several"
 
@@ -526,16 +516,6 @@ def test_of_many_classes_the_worst_are_printed(kind, capsys, tmp_path):
     assert len(named) == 30 and named.issuperset(range(10))
 
 
-def test_each_command_hints_at_several_classes_in_one_text(tmp_path, capsys):
-    """Pre-training too, whose probe takes each combination for a class."""
-    texts = ["red;bright", "red", "bright;dull", "red;bright;dull", ";", "dull;red"]
-    images = write_images(tmp_path / "images", lambda number, red: texts[number % 6])
-    load_image_datasets(DataConfig(path=str(images)), None, AUTO)
-    printed = capsys.readouterr()
-    assert "note: each of the classes such as bright;dull, dull;red counts as one class" in printed.out
-    assert printed.err == ""
-
-
 def test_names_in_a_message_are_one_line():
     assert shortened(["duck", "a \n b", "", "auk"]) == "duck, a b, '' and 1 more"
 
@@ -546,11 +526,7 @@ def test_a_name_does_not_break_a_table():
     assert [line.split() for line in lines[2:]] == [["|", r"a\|b", "|", "1", "|"], ["|", "c", "d", "|", "2", "|"]]
 
 
-def test_the_class_path_says_what_several_labels_need(tmp_path, capsys):
+def test_images_of_several_classes_have_no_shares_of_classes(tmp_path):
     images = write_images(tmp_path / "images", colours)
-    linear.main(["--encoder=floor:pixels", f"--data.path={images}", f"--out={tmp_path / 'l.json'}"])
-    printed = capsys.readouterr()
-    assert "each of the classes such as bright;red counts as one class" in printed.out
-    assert "--task several" in printed.out and "one training image" not in printed.err
     train, _ = load_image_datasets(DataConfig(path=str(images)), None, "several")
     assert train.labels.dtype == np.int8 and train.class_shares() == {}

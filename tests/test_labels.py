@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from datasets import LargeList, List, Value
 
+from mpp.config import ImagesConfig
 from mpp.data.labels import NumberedLabels, find_labels, read_labels
 
 NO_CLASSES_ERROR = r"data\.label_column is label, which holds .*; it must hold classes"
@@ -25,9 +26,9 @@ def read(kind, values: list, column: str = "label"):
     return read_rows(rows(kind, values, column))
 
 
-def read_rows(rows: datasets.Dataset, column: str | None = None, source: str = "here"):
+def read_rows(rows: datasets.Dataset, column: str | None = None):
     """The labels of rows, in the column that a setting may name."""
-    return find_labels(rows, column, source, "data.label_column")
+    return find_labels(ImagesConfig(label_column=column), rows)
 
 
 def number(kind, values: list) -> NumberedLabels:
@@ -258,10 +259,3 @@ def test_labels_take_little_more_memory_than_their_numbers(labels_per_image):
         tracemalloc.stop()
     assert (labels.reshape(-1) == numbers).all()
     assert peak < 6 * labels.nbytes  # as lists of Python: 13 and 14 times
-
-
-def test_negative_numbers_of_classes_that_nothing_declares_are_said(capsys):
-    column = rows(Value("int64"), [-1, 1, 1, -1, 1], "sign")
-    numbered = read_labels([read_rows(column, "sign")])
-    assert numbered.parts[0].tolist() == [-1, 0, 0, -1, 0]
-    assert "2 labels in the column sign are negative numbers: no labels" in capsys.readouterr().out

@@ -233,7 +233,7 @@ REFUSED = {
     "nothing": ({"a.txt": "x"}, {}, r"holds no images; left out: \.txt files \(1: a\.txt\)"),
     "zip": ({"images.zip": "PK"}, {}, r"holds no images; left out: archives: unpack them \(1: images\.zip\)"),
     "images and tars": ({"a.png": 0, "b.tar": "x"}, {}, "move some away"),
-    "two kinds of shards": ({"a.parquet": "x", "b.tar": "x"}, {}, r"several kinds: \.parquet, \.tar"),
+    "two kinds of shards": ({"a.parquet": "x", "b.tar": "x"}, {}, r"it has \.parquet and \.tar"),
     "missing": ({**TWO, "labels.csv": f"{LIST}a.png,p\ngone.png,q\n"}, {}, "names 1 .*: gone.png; .*data.missing skip"),
     "a name of two": ({"x/a.png": 0, "y/a.png": 1, "labels.csv": f"{LIST}a.png,p\n"}, {}, "the name of several: a.png"),
     "two labels": (

@@ -12,7 +12,7 @@ from colours import CATS_AND_DOGS, save, save_classes
 
 from mpp.config import ImagesConfig
 from mpp.data import listing
-from mpp.data.columns import decode_cell, read_encoded
+from mpp.data.columns import read_cell
 from mpp.data.sources import load_splits
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 
@@ -129,7 +129,7 @@ def test_a_missing_file_below_a_root_that_is_there_is_unreadable_at_once(tmp_pat
     name = "a/gone.png" if kind == "file" else "b/gone.png"
     cell = {"bytes": None, "path": str(tmp_path / "data" / name)}
     with pytest.raises(UnreadableImage, match=r"gone\.png"):
-        decode_cell(cell, ImagesConfig(path=str(tmp_path / "data")))
+        read_cell(cell, 6, source=str(tmp_path / "data"))
 
 
 @pytest.mark.parametrize("away", ["gone", "empty"])
@@ -139,7 +139,7 @@ def test_a_root_that_is_away_is_waited_for(tmp_path, monkeypatch, away):
     file = tmp_path / "data" / "a" / "1.png"
     if away == "empty":
         (tmp_path / "data").mkdir()
-    read = partial(decode_cell, {"bytes": None, "path": str(file)}, ImagesConfig(path=str(tmp_path / "data")))
+    read = partial(read_cell, {"bytes": None, "path": str(file)}, 6, source=str(tmp_path / "data"))
 
     def comes_back(seconds):
         pauses.append(seconds)
@@ -147,9 +147,9 @@ def test_a_root_that_is_away_is_waited_for(tmp_path, monkeypatch, away):
             save(file)
 
     monkeypatch.setattr("mpp.data.retry.time.sleep", comes_back)
-    assert read().shape == (3, 8, 8) and pauses == [1, 2]
+    assert read() == file.read_bytes() and pauses == [1, 2]
     with pytest.raises(ReadFailed):
-        read_encoded({"bytes": None, "path": str(tmp_path / "nowhere" / "1.png")})
+        read_cell({"bytes": None, "path": str(tmp_path / "nowhere" / "1.png")}, 0)
 
 
 def test_only_errors_of_reading_are_tried_again(monkeypatch):
@@ -158,4 +158,4 @@ def test_only_errors_of_reading_are_tried_again(monkeypatch):
 
     monkeypatch.setattr("mpp.data.columns.fsspec.open", breaks)
     with pytest.raises(KeyError):
-        read_encoded({"bytes": None, "path": "memory://1.png"}, 3)
+        read_cell({"bytes": None, "path": "memory://1.png"}, 3)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import encoded, picture, read_metrics
 
-from mpp.config import DataConfig, ImagesConfig
+from mpp.config import DataConfig
 from mpp.data import retry
-from mpp.data.columns import decode_cell
+from mpp.data.columns import read_cell
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
 from mpp.data.remote import from_a_server
@@ -68,10 +68,10 @@ def test_a_hub_whose_address_is_unknown_is_not_asked_again(endpoint, expected_pa
 
 def test_a_read_that_goes_on_failing_is_an_error(pauses, tmp_path):
     with pytest.raises(ReadFailed, match=r"gone\.png cannot be read, tried for 7 s: .*No such file"):
-        decode_cell({"bytes": None, "path": str(tmp_path / "gone.png")}, ImagesConfig(read_retries=3))
+        read_cell({"bytes": None, "path": str(tmp_path / "gone.png")}, 3)
     assert pauses == [1, 2, 4]
     with pytest.raises(ReadFailed, match="nosuch://x cannot be read"):
-        decode_cell({"bytes": None, "path": "nosuch://x"}, ImagesConfig(read_retries=0))
+        read_cell({"bytes": None, "path": "nosuch://x"}, 0)
 
 
 def test_a_loader_processs_error_is_one_line(image_folder):

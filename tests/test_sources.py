@@ -296,15 +296,15 @@ def test_a_split_is_held_out_by_any_word_for_it(tmp_path, names, held_out):
     [
         ({"path": "/nowhere/at/all"}, ["data.path", "/nowhere/at/all", "does not exist"]),
         ({"path": "{file}", "image_column": "photo"}, ["data.image_column", "photo", "image, id"]),
-        ({"path": "{file}", "image_column": "id"}, ["data.image_column", "id", "instead of images"]),
+        ({"path": "{file}", "image_column": "id"}, ["data.image_column", "id", "a column of images"]),
         ({"path": "{file}", "label_column": "kind"}, ["data.label_column", "kind", "image, id"]),
         ({"path": "{file}", "split": "dev"}, ["data.split", "dev", "train"]),
         ({"path": "{file}", "eval_split": "dev"}, ["data.eval_split", "dev", "train"]),
         ({"path": "{text}"}, ["data.path", "parquet"]),
         ({"path": "{list}"}, ["data.path", "parquet", "data.labels names a list of images"]),
-        ({"path": "{pointer}"}, ["pointer.parquet is a Git LFS pointer instead of a shard; `git lfs pull` fetches it"]),
-        ({"path": "{pointers}"}, ["0.tar is a Git LFS pointer instead of a shard"]),
-        ({"path": "{carded}"}, ["a.parquet is a Git LFS pointer instead of a shard"]),
+        ({"path": "{pointer}"}, ["pointer.parquet cannot be read: a Git LFS pointer"]),
+        ({"path": "{pointers}"}, ["0.tar cannot be read"]),
+        ({"path": "{carded}"}, ["carded, which cannot be loaded", "Parquet magic bytes"]),
         ({"path": "{empty}"}, ["data.path", "empty"]),
     ],
 )
@@ -345,19 +345,11 @@ def write_table(file: Path, table: datasets.Dataset) -> None:
         stream.write_table(table.with_format("arrow")[:])
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_shard_without_rows_is_named(tmp_path, streaming):
-    write_table(tmp_path / "train-0.parquet", rows(5))
-    write_table(tmp_path / "train-1.parquet", rows(0))
-    with pytest.raises(UserError, match=r"train-1\.parquet has no rows"):
-        load_splits(DataConfig(path=str(tmp_path)), streaming)
-
-
 def test_offline_nothing_is_waited_for(monkeypatch):
     for name in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{name}.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("mpp.data.retry.time.sleep", None)
-    with pytest.raises(UserError, match=r"data.path is owner/nothing, which cannot be loaded"):
+    with pytest.raises(UserError, match=r"data.path owner/nothing .* cannot be read"):
         load_image_datasets(DataConfig(path="owner/nothing"))
 
 
@@ -421,10 +413,10 @@ def test_a_card_says_what_the_splits_are(tmp_path):
     configs = f"configs:\n- {{config_name: default, data_files: [{files}]}}"
     (tmp_path / "README.md").write_text(f"---\n{configs}\n---\n")
     assert sizes_of_splits(tmp_path) == {"train": 4, "test": 4}
-    with pytest.raises(UserError, match=r"data\.labels is a\.csv; it must be left out: README\.md describes"):
+    with pytest.raises(UserError, match=r"data\.labels is a\.csv; it must be left out"):
         load_splits(DataConfig(path=str(tmp_path), labels="a.csv"))
     (tmp_path / "README.md").unlink()
-    with pytest.raises(UserError, match=r"data\.name is b; it must be left out: .* has no README\.md with configs"):
+    with pytest.raises(UserError, match=r"data\.name is b; it must be left out: no README\.md has configs"):
         load_splits(DataConfig(path=str(tmp_path), name="b"))
 
 
@@ -445,7 +437,7 @@ def test_classes_that_tables_declare_in_another_order_keep_their_names(tmp_path,
     write_owls_and_cats(tmp_path / f"train-0.{ending}", ["owl", "cat"])
     write_owls_and_cats(tmp_path / f"{other_split}-1.{ending}", ["cat", "owl"])
     if where == "the same split":
-        refused = rf"train-1\.{ending} declares other classes in label than .*train-0\.{ending}"
+        refused = rf"train-1\.{ending} has label otherwise than .*train-0\.{ending}"
         for streaming in (False, True):
             with pytest.raises(UserError, match=refused):
                 load_splits(DataConfig(path=str(tmp_path)), streaming)
@@ -467,9 +459,7 @@ def test_a_table_with_more_columns_than_the_first_is_named(tmp_path, streaming):
     rows(4).to_parquet(tmp_path / "train-1.parquet")
     load_splits(DataConfig(path=str(tmp_path)), streaming)
     rows(4, label=[0, 1, 0, 1], site=[1, 2, 1, 2]).to_parquet(tmp_path / "train-2.parquet")
-    problem = (
-        rf"^{tmp_path}/train-2\.parquet has columns that {tmp_path}/train-0\.parquet lacks \(site\): tables of a split"
-    )
+    problem = rf"^{tmp_path}/train-2\.parquet has site otherwise than {tmp_path}/train-0\.parquet"
     with pytest.raises(UserError, match=problem):
         load_splits(DataConfig(path=str(tmp_path)), streaming)
 
@@ -481,14 +471,13 @@ def test_arrow_in_its_format_of_files_is_read(tmp_path):
     assert sizes_of_splits(tmp_path) == {"train": 4}
 
 
-def test_a_name_of_the_hub_is_announced_at_once_and_other_names_are_refused(tmp_path, monkeypatch, capsys):
+def test_a_name_of_the_hub_is_announced_at_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "photos").mkdir()
     monkeypatch.chdir(tmp_path)
     announce_hub_lookup(ImagesConfig(path="photo"))
     assert "looking for it on the hub (did you mean photos?)" in capsys.readouterr().out
-    for path in ("my photos", "photos/a b", "x" * 200):
-        with pytest.raises(UserError, match=r"does not exist: .* has no such file or folder"):
-            announce_hub_lookup(ImagesConfig(path=path))
+    with pytest.raises(UserError, match=r"cannot be loaded: .* \(and .* has no such folder or file\)"):
+        load_splits(DataConfig(path="my photos"))
 
 
 def test_the_error_of_the_hub_names_the_folder_that_was_meant(tmp_path, monkeypatch):
@@ -496,7 +485,7 @@ def test_the_error_of_the_hub_names_the_folder_that_was_meant(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mpp.data.remote.finds_host", lambda url: False)
     config = DataConfig(path="photo", read_retries=0)
-    words = rf"data\.path photo \(not a file or folder in {tmp_path}\) \(did you mean photos\?\) cannot be read"
+    words = rf"data\.path photo \(not a file or folder in {tmp_path}\) cannot be read"
     with pytest.raises(UserError, match=words):
         from_a_server(raise_connection_error, config)
     with pytest.raises(UserError, match=rf"{tmp_path}/photo, which does not exist \(did you mean photos\?\)"):

@@ -17,7 +17,7 @@ from evaluation.frozen.labelled_features import DEV
 from evaluation.frozen.run_images import absolute_path, find_run, indices_in_split, run_source
 from evaluation.frozen.training_reports import CLASSIFIERS, config_class_of
 from mpp.config import SourceConfig
-from mpp.data.columns import is_encoded, read_encoded
+from mpp.data.columns import is_encoded, read_cell
 from mpp.data.data_path import describe_source, is_local
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import identify_images
@@ -216,7 +216,7 @@ def file_digests(dataset: ImageDataset) -> Iterator[bytes]:
     for block in dataset.rows.with_format("arrow").iter(IMAGES_PER_READ):  # row by row takes ten times as long
         for cell in block.column(dataset.image_column).to_pylist():
             with suppress(UnreadableImage, ReadFailed):
-                yield hashlib.sha256(read_encoded(cell)).digest()
+                yield hashlib.sha256(read_cell(cell, 0)).digest()
 
 
 def check_labels_unseen(encoder: str, source: SourceConfig, train: ImageDataset, test: ImageDataset) -> None:

@@ -1,6 +1,7 @@
 """Columns of images: which column of a dataset holds them, and how the image of a cell is read."""
 
 import os
+from functools import partial
 from typing import Any
 
 import datasets
@@ -8,28 +9,18 @@ import fsspec
 import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pyarrow import ArrowException
-from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source, is_url
-from mpp.data.decoding import decode
 from mpp.data.decoding.arrays import check_numbers
-from mpp.data.decoding.formats import ARRAY_ENDINGS
 from mpp.data.retry import read_with_retries
 from mpp.data.tars import is_member_path, member_name, read_member
 from mpp.errors import ReadFailed, UnreadableImage, UserError, one_line
 
 BINARY_TYPES = ("binary", "large_binary")
 """Types of a column that may hold image files."""
-TEXT_TYPES = ("string", "large_string")
-ENCODED_TYPES = (*BINARY_TYPES, *TEXT_TYPES)
+ENCODED_TYPES = (*BINARY_TYPES, "string", "large_string")
 """Types of a column that may hold image files, or their names."""
-
-
-def decode_cell(cell: Any, config: ImagesConfig, array_dtype: str | None = None, marks_nodata: bool = False) -> Tensor:
-    """The image of a cell as (C, H, W); raises UnreadableImage, or ReadFailed. See `read_cell` and `decode`."""
-    return decode.decode(read_cell(cell, config.read_retries, array_dtype, config.path), config, marks_nodata)
 
 
 def read_cell(cell: Any, retries: int, array_dtype: str | None = None, source: str | None = None) -> bytes | NDArray:
@@ -37,13 +28,17 @@ def read_cell(cell: Any, retries: int, array_dtype: str | None = None, source: s
 
     Args:
         array_dtype: type that an array's numbers get; None: they keep theirs.
-        source: see `read_encoded`.
+        source: `data.path`. A file that is missing where this is there is an unreadable image, and no outage.
     Raises:
         UnreadableImage: there is no image in the cell.
         ReadFailed: the image file cannot be read now.
     """
     if cell is None or isinstance(cell, dict):
-        return read_encoded(cell, retries, source)
+        if not cell or (cell["bytes"] is None and not cell["path"]):
+            raise UnreadableImage("no bytes: neither an image nor a file name")
+        if cell["bytes"] is not None:
+            return cell["bytes"]
+        return read_with_retries(partial(read_file, cell["path"], source), member_name(cell["path"]), retries)
     try:
         array = np.asarray(cell)
     except ValueError:
@@ -52,38 +47,22 @@ def read_cell(cell: Any, retries: int, array_dtype: str | None = None, source: s
     return array if array_dtype is None else array.astype(array_dtype, copy=False)
 
 
-def read_encoded(cell: dict[str, Any] | None, retries: int = 0, source: str | None = None) -> bytes:
-    """The image file of a cell {"bytes", "path"}.
-
-    Args:
-        source: `data.path`. A file that is missing where this is there is an unreadable image, and no outage.
-    Raises:
-        UnreadableImage: there is nothing to read.
-        ReadFailed: there is, and it cannot be read now.
-    """
-    if not cell or (cell["bytes"] is None and not cell["path"]):
-        raise UnreadableImage("no bytes: neither an image nor a file name")
-    if cell["bytes"] is not None:
-        return cell["bytes"]
-    path = cell["path"]
-
-    def read() -> bytes:
-        try:
-            return read_member(path) if is_member_path(path) else read_file(path)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if is_url(path) or is_there(root_of(path, source)):
-                raise UnreadableImage(f"missing: {one_line(error)}") from error
-            raise
-        except (ImportError, ValueError) as error:  # fsspec does not know the protocol, or lacks a package for it
-            raise ReadFailed(f"{path} cannot be read: {one_line(error)}") from error
-
-    return read_with_retries(read, member_name(path), retries)
-
-
-def read_file(path: str) -> bytes:
-    """A file of this machine, or at a URL that fsspec knows."""
-    with fsspec.open(path) if is_url(path) else open(path, "rb") as file:
-        return file.read()
+def read_file(path: str, source: str | None) -> bytes:
+    """A file of this machine or of a shard there, or at a URL that fsspec knows. See `read_cell`."""
+    if not (os.path.isabs(path) or is_url(path)):
+        way = "give a table of relative paths as data.labels, and their folder as data.path"
+        raise UnreadableImage(f"{path} is a relative path; {way}")
+    try:
+        if is_member_path(path):
+            return read_member(path)
+        with fsspec.open(path) if is_url(path) else open(path, "rb") as file:
+            return file.read()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if is_url(path) or is_there(root_of(path, source)):
+            raise UnreadableImage(f"missing: {one_line(error)}") from error
+        raise
+    except (ImportError, ValueError) as error:  # fsspec does not know the protocol, or lacks a package for it
+        raise ReadFailed(f"{path} cannot be read: {one_line(error)}") from error
 
 
 def root_of(path: str, source: str | None) -> str:
@@ -120,39 +99,21 @@ def file_names(rows: datasets.Dataset, column: str, positions: NDArray[np.int64]
 
 
 def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
-    """The column that holds the images: `data.image_column`, or else the only one that can.
+    """The column that holds the images: `data.image_column`, or else the only one of image files, or of arrays.
 
     Raises:
-        UserError: the dataset has no column of images, or several.
+        UserError: it is not there or holds no images, or there are none, or several.
     """
-    all_columns = ", ".join(features)
-    if config.image_column is None:
-        candidates = image_columns(features)
-        if len(candidates) != 1:
-            source = describe_source(config)
-            choice = f"name one by {config.group_name}.image_column: {all_columns}"
-            raise UserError(f"{source} has {len(candidates)} image columns; {choice}")
-        return candidates[0]
-    problem = f"{config.group_name}.image_column is {config.image_column}"
-    if config.image_column not in features:
-        raise UserError(f"{problem}; {describe_source(config)} has {all_columns}")
-    feature = features[config.image_column]
-    if not is_encoded(feature) and find_array_dtype(feature) is None:
-        raise UserError(f"{problem}, a column of {feature} instead of images")
-    return config.image_column
-
-
-def image_columns(features: datasets.Features) -> list[str]:
-    """Columns of image files; without any, columns of arrays; else columns of nested lists."""
-    files, arrays, nested_lists = [], [], []
-    for name, feature in features.items():
-        if is_cell(feature):
-            files.append(name)
-        if is_array(feature) or f".{name}" in ARRAY_ENDINGS:
-            arrays.append(name)
-        if find_array_dtype(feature):
-            nested_lists.append(name)
-    return files or arrays or nested_lists
+    named = config.image_column
+    files = [name for name, feature in features.items() if is_cell(feature)]
+    found = files or [name for name, feature in features.items() if find_array_dtype(feature)]
+    if named is not None:
+        feature = features.get(named)
+        found = [named] if is_encoded(feature) or find_array_dtype(feature) else []
+    if len(found) != 1:
+        problem = f"{config.group_name}.image_column is {named or 'null'}; it must name a column of images"
+        raise UserError(f"{problem}: {describe_source(config)} has {', '.join(found or features)}")
+    return found[0]
 
 
 def is_encoded(feature: Any) -> bool:
@@ -180,30 +141,18 @@ def can_hold_images(feature: Any) -> bool:
 def find_array_dtype(feature: Any) -> str | None:
     """Type of the numbers in a column of arrays: Array2D, Array3D, or lists of lists. None: it holds no arrays."""
     depth = 0
-    while not is_array(feature) and not isinstance(feature, datasets.Value):
-        feature = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    while hasattr(feature, "feature"):
+        feature = feature.feature
         depth += 1
-        if feature is None:
-            return None
-    if is_array(feature):
-        return feature.dtype
-    is_number = feature.dtype.startswith(("int", "uint", "float"))
-    return feature.dtype if is_number and depth > 1 else None
+    is_number = isinstance(feature, datasets.Value) and feature.dtype.startswith(("int", "uint", "float"))
+    return feature.dtype if is_array(feature) or (is_number and depth > 1) else None
 
 
 def without_decoding(rows: Any, column: str) -> Any:
-    """The rows, indexed or a stream, with `column` as image files that the library does not decode, or as arrays.
-
-    Raises:
-        UserError: the installed release of `datasets` cannot read the column.
-    """
+    """The rows, indexed or a stream, with `column` as image files that the library does not decode, or as arrays."""
     feature = rows.features[column]
     if is_encoded(feature):
-        try:
-            return rows.cast_column(column, datasets.Image(decode=False))
-        except (ArrowException, TypeError) as error:  # older releases know fewer types
-            problem = f"data.image_column is {column}, of {feature}, which datasets {datasets.__version__} cannot read"
-            raise UserError(f"{problem}; update it (pip install -U datasets): {one_line(error)}") from error
+        return rows.cast_column(column, datasets.Image(decode=False))
     if not is_array(feature) or isinstance(rows, datasets.IterableDataset):
         return rows
     if rows.data.column(column).null_count:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpp.config import ImagesConfig
-from mpp.data.columns import cell_file_name, decode_cell, file_names, find_array_dtype, read_cell, without_decoding
+from mpp.data.columns import cell_file_name, file_names, find_array_dtype, read_cell, without_decoding
+from mpp.data.decoding import decode
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
 from mpp.runtime.randomness import Stream, permutation
@@ -33,12 +34,6 @@ def names_by_number(names: Sequence[str], numbers: Iterable[int]) -> list[str]:
 def images_only(rows: datasets.Dataset, column: str) -> datasets.Dataset:
     """Only the column of images, as they are stored."""
     return without_decoding(rows.select_columns([column]), column)
-
-
-def rows_in_memory(rows: list[dict[str, Any]], features: datasets.Features) -> datasets.Dataset:
-    """Rows as a dataset. Of no rows, the library's `from_list` makes no columns."""
-    columns = {name: [row[name] for row in rows] for name in features}
-    return datasets.Dataset.from_dict(columns, features=features)
 
 
 class Selection(NamedTuple):
@@ -93,7 +88,8 @@ class ImageDataset:
         pixels = None if self.decoded is None else self.decoded[index]
         if pixels is not None:
             return pixels
-        return decode_cell(self.rows[index][self.image_column], config, self.array_dtype, marks_nodata)
+        image = read_cell(self.rows[index][self.image_column], config.read_retries, self.array_dtype, config.path)
+        return decode.decode(image, config, marks_nodata)
 
     def encoded(self, index: int, config: ImagesConfig) -> bytes | NDArray:
         """The image file, or its array; raises as `decode`."""

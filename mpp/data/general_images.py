@@ -64,13 +64,9 @@ def load_general_images(source: GeneralImagesConfig) -> GeneralImages:
         source = replace(source, eval_fraction=CUT_FRACTION)
     reference, test = load_image_datasets(source, splits)
     for dataset in (reference, test):
-        if dataset.labelled() is None:
-            raise UserError(
-                f"{describe_source(source)} has no labels in {dataset.split}: they are needed for kNN accuracy; "
-                "probe.label_column may name their column"
-            )
-    if reference.labels.ndim > 1:
-        raise UserError(f"{describe_source(source)} has several labels an image; it must have one of each image")
+        if dataset.labelled() is None or reference.labels.ndim > 1:
+            rule = "it must have one label of each image; probe.label_column may name their column"
+            raise UserError(f"{describe_source(source)} has none, or several, in {dataset.split}; {rule}")
     commit = source.revision or cached_commit(splits[source.split]) if is_hub_dataset(source) else None
     return GeneralImages(reference, test, commit)
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from mpp.data.columns import is_encoded, read_encoded
+from mpp.data.columns import is_encoded, read_cell
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
 from mpp.runtime.files import short_digest
@@ -74,7 +74,7 @@ def split_fingerprint(rows: datasets.Dataset, column: str, retries: int) -> Iter
     yield from names_from_common_folder(pc.struct_field(rows.data.column(column), "path"))
     for index in sampled:
         try:
-            yield hashlib.sha256(read_encoded(rows[index][column], retries)).digest()
+            yield hashlib.sha256(read_cell(rows[index][column], retries)).digest()
         except UnreadableImage:
             yield b"unreadable"
 

@@ -7,7 +7,6 @@ n images, C classes.
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,16 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from mpp.errors import UserError
-from mpp.runtime.messages import counted, note, shortened
+from mpp.config import ImagesConfig
+from mpp.data.data_path import describe_source
+from mpp.errors import UserError, one_line
+from mpp.runtime.messages import note
 
 LABEL_KINDS = ("class", "several", "number")
 AUTO = "auto"
 SEPARATOR = ";"
 """Between the classes of an image, where a column holds text."""
-OTHER_SEPARATOR = re.compile("[|,]")
-"""Characters that other programs write between the classes of an image."""
-NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?\s*$"
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?")
 WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}(\.0*)?")
 NO_LABEL = -1
 
@@ -40,18 +39,19 @@ class LabelColumn:
     """(n,) labels, or lists of labels; null: none."""
     feature: Any
     """Its type in the dataset."""
-    is_named: bool = False
-    """Whether a setting names it; otherwise it is the column `label`."""
-    setting: str = "data.label_column"
-    """The setting that may name it."""
+    setting: str | None = None
+    """The setting that names it; None: it is the column `label`."""
 
     @property
     def class_names(self) -> list[str] | None:
         """The names that its type, or that of the items of its lists, declares; None: there are none."""
-        feature = self.feature
-        while hasattr(feature, "feature"):
-            feature = feature.feature
-        return getattr(feature, "names", None)
+        return getattr(getattr(self.feature, "feature", self.feature), "names", None)
+
+    def refuse(self, content: str, allowed: str) -> UserError:
+        """The error of a column that holds something else than is allowed."""
+        return UserError(
+            f"{self.setting or 'data.label_column'} is {self.name}, which holds {content}; it must hold {allowed}"
+        )
 
 
 class NumberedLabels(NamedTuple):
@@ -66,56 +66,50 @@ class NumberedLabels(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """The labels of some images as text."""
+    """The labels of some images by the names of their classes."""
 
-    names: list[str]
+    names: list[str | None]
+    """Of each code, the last for nulls; None: no label."""
     codes: NDArray[np.int64]
-    """(m,) of each label: its place in `names`; -1: a blank. Images may have none or several."""
+    """(m,) of each label. Images may have none or several."""
     images: NDArray[np.int64]
     """(m,) the image that has the label; ascending."""
-    is_missing: NDArray[np.bool_]
-    """(n,) whether an image has no label. An empty list is one: of no class."""
+    without_list: NDArray[np.bool_] | None
+    """(n,) images that have no list of classes; an empty list is one. None: each image has one label."""
 
 
 def find_label_column(
-    column: str | None, features: datasets.Features, source: str, setting: str = "data.label_column"
-) -> str | None:
-    """The column of the labels: the named one, or `label`; None: there is none.
+    config: ImagesConfig, features: datasets.Features, is_held_out: bool = False
+) -> tuple[str | None, str | None]:
+    """The column of the labels, and the setting that names it; without one the column `label`. None: there is none.
 
-    Args:
-        column: the value of the setting.
-        source, setting: names of the dataset and of the setting, for messages.
     Raises:
         UserError: the named column is not there.
     """
+    setting, column = f"{config.group_name}.label_column", config.label_column
+    if is_held_out and config.eval_label_column:
+        setting, column = "data.eval_label_column", config.eval_label_column
     if column is None:
-        return "label" if "label" in features else None
+        return ("label" if "label" in features else None), None
     if column not in features:
-        raise UserError(f"{setting} is {column}; {source} has {', '.join(features)}")
-    return column
+        raise UserError(f"{setting} is {column}; {describe_source(config)} has {', '.join(features)}")
+    return column, setting
 
 
-def find_labels(rows: datasets.Dataset, column: str | None, source: str, setting: str) -> LabelColumn | None:
-    """The column of some images' labels: see `find_label_column`, also for arguments and errors."""
-    name = find_label_column(column, rows.features, source, setting)
+def find_labels(config: ImagesConfig, rows: datasets.Dataset, is_held_out: bool = False) -> LabelColumn | None:
+    """The labels of some images: see `find_label_column`."""
+    name, setting = find_label_column(config, rows.features, is_held_out)
     if name is None:
         return None
-    values = column_of(rows, name).combine_chunks()
-    return LabelColumn(name, values, rows.features[name], column is not None, setting)
+    return LabelColumn(name, column_of(rows, name).combine_chunks(), rows.features[name], setting)
 
 
 def column_of(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
     """A column of a dataset as arrow has it, but for views of texts, of which arrow computes little."""
     values = rows.select_columns([name]).with_format("arrow")[:].column(0)
-    kind = without_views(values.type)
-    return values if kind == values.type else values.cast(kind)
-
-
-def without_views(kind: pa.DataType) -> pa.DataType:
-    """The type of texts, or of lists of texts, that polars writes as views."""
-    if pa.types.is_list(kind):
-        return pa.list_(without_views(kind.value_type))
-    return pa.string() if str(kind) == "string_view" else kind
+    if "string_view" in str(values.type):  # of polars
+        return values.cast(pa.list_(pa.string()) if pa.types.is_list(values.type) else pa.string())
+    return values
 
 
 def find_label_kind(kind: str, column: LabelColumn | None) -> str:
@@ -127,8 +121,7 @@ def find_label_kind(kind: str, column: LabelColumn | None) -> str:
     """
     if kind != AUTO:
         return kind
-    has_fractions = column is not None and holds_fractions(flat_labels(whole_numbers(column.values)))
-    return "number" if has_fractions else "class"
+    return "number" if column is not None and holds_fractions(flat_labels(column.values)) else "class"
 
 
 def read_labels(columns: Sequence[LabelColumn | None], kind: str = "class") -> NumberedLabels:
@@ -154,38 +147,30 @@ def read_labels(columns: Sequence[LabelColumn | None], kind: str = "class") -> N
             continue
         if not names:
             names += column.class_names or (() if is_text(flat_labels(column.values)) else shared) or ()
-        others = sorted({*labels.names} - {*names})
+        others = sorted({*labels.names} - {*names, None})
         if all(map(WHOLE_NUMBER.fullmatch, others)):
             others.sort(key=lambda text: (int(text.partition(".")[0]), text))
         names += others
         classes = classes or len(names)
+    parts = [labels and to_array(labels, names, kind) for labels in found]
+    return NumberedLabels(parts, names, len(names) if kind == "several" else classes)
+
+
+def to_array(labels: Classes, names: list[str], kind: str) -> NDArray:
+    """The labels of a split as `ImageDataset.labels` has them, by the numbers of their classes."""
+    number_of = {name: number for number, name in enumerate(names)}
+    numbers = np.array([number_of.get(name, NO_LABEL) for name in labels.names])[labels.codes]
+    is_known = numbers != NO_LABEL
+    has_none = ~is_known if labels.without_list is None else labels.without_list
     if kind == "several":
-        return NumberedLabels([labels and mark(labels, names) for labels in found], names, len(names))
-    return NumberedLabels([labels and number(labels, names) for labels in found], names, classes)
-
-
-def number(labels: Classes, names: list[str]) -> NDArray[np.int64]:
-    """(n,) the class of each image; (n, L) where an image has several; -1: none."""
-    numbers = numbers_of(labels, names)
+        marks = np.zeros((len(has_none), len(names)), np.int8)
+        marks[labels.images[is_known], numbers[is_known]] = 1
+        marks[has_none] = NO_LABEL
+        return marks
     places = np.arange(len(numbers)) - np.searchsorted(labels.images, labels.images)  # among those of the image
-    array = np.full((len(labels.is_missing), places.max(initial=0) + 1), NO_LABEL)
+    array = np.full((len(has_none), places.max(initial=0) + 1), NO_LABEL)
     array[labels.images, places] = numbers
     return array if array.shape[1] > 1 else array[:, 0]
-
-
-def mark(labels: Classes, names: list[str]) -> NDArray[np.int8]:
-    """(n, C) 1 where an image is of a class, 0 where not; -1: its label is missing."""
-    marks = np.zeros((len(labels.is_missing), len(names)), np.int8)
-    numbers = numbers_of(labels, names)
-    marks[labels.images[numbers >= 0], numbers[numbers >= 0]] = 1
-    marks[labels.is_missing] = NO_LABEL
-    return marks
-
-
-def numbers_of(labels: Classes, names: list[str]) -> NDArray[np.int64]:
-    """(m,) the number of each label's class; -1: a blank."""
-    number_of = {name: number for number, name in enumerate(names)}
-    return np.array([*(number_of[name] for name in labels.names), NO_LABEL], np.int64)[labels.codes]
 
 
 def read_classes(column: LabelColumn, kind: str, declared: Sequence[str] | None) -> Classes | None:
@@ -198,85 +183,54 @@ def read_classes(column: LabelColumn, kind: str, declared: Sequence[str] | None)
     Raises:
         UserError: the named column holds no classes.
     """
-    values = whole_numbers(column.values)
+    values = column.values
     if kind == "several" and is_text(values):
-        note_other_separators(column.name, values)
-        values = split_texts(values)
-    problem = find_problem(values, column)
-    if problem:
-        if column.is_named or kind == "several":
-            allowed = f"lists of classes, or text with {SEPARATOR} between them" if kind == "several" else "classes"
-            raise UserError(f"{column.setting} is {column.name}, which holds {problem}; it must hold {allowed}")
-        note(f"the column {column.name} holds {problem} instead of classes; it is not used")
+        values = pc.split_pattern_regex(without_blanks(values), rf"\s*{SEPARATOR}\s*")
+    flat = flat_labels(values)
+    content = other_content(flat, column)
+    if content is None:
+        encoded = flat.dictionary_encode()
+        names = [class_name(value, declared) for value in encoded.dictionary.to_pylist()]
+        if is_list(values) and {*names} <= {"0", "1", None} and are_equally_long(values):
+            content = "lists of a 0 or a 1 for each class (one-hot)"
+    if content is not None:
+        if column.setting or kind == "several":
+            several = f"lists of classes, or text with {SEPARATOR} between them"
+            raise column.refuse(content, several if kind == "several" else "classes")
+        note(f"the column {column.name} holds {content} instead of classes; it is not used")
         return None
-    flat = flat_labels(values)
-    images = np.arange(len(values))
-    if is_list(values):
-        images = pc.list_parent_indices(values).to_numpy(zero_copy_only=False)
-    if is_text(flat):
-        flat = null_where(is_blank(flat), flat)
-    elif pa.types.is_boolean(flat.type) or pa.types.is_null(flat.type):
-        flat = flat.cast(pa.int8())
-    if pa.types.is_signed_integer(flat.type):
-        is_negative = pc.less(flat, 0)
-        if declared is None:
-            note_negative(column, pc.sum(is_negative).as_py())
-        flat = null_where(is_negative, flat)
-    encoded = flat.dictionary_encode()
-    names = [class_name(value, declared) for value in encoded.dictionary.to_pylist()]
-    codes = encoded.indices.fill_null(-1).to_numpy()
-    is_missing = (values.is_null() if is_list(values) else flat.is_null()).to_numpy(zero_copy_only=False)
-    return Classes(names, codes, images, is_missing)
+    codes = encoded.indices.fill_null(len(names)).to_numpy()
+    if not is_list(values):
+        return Classes([*names, None], codes, np.arange(len(values)), None)
+    images = pc.list_parent_indices(values).to_numpy(zero_copy_only=False)
+    return Classes([*names, None], codes, images, values.is_null().to_numpy(zero_copy_only=False))
 
 
-def class_name(value: Any, declared: Sequence[str] | None) -> str:
-    """The class of a label: its name, where it is the number of one."""
-    if declared is not None and isinstance(value, int) and value < len(declared):
-        return declared[value]
-    return str(value)
-
-
-def find_problem(values: pa.Array, column: LabelColumn) -> str | None:
-    """The content of a column in words, if it holds no integers, texts, or lists of such; None: it does."""
-    flat = flat_labels(values)
+def other_content(flat: pa.Array, column: LabelColumn) -> str | None:
+    """The content of a column in words, if it holds no integers and no texts; None: it does."""
     if flat.null_count == len(flat):
         return None
     if holds_fractions(flat):
         return "numbers with fractions"
-    if not (is_text(flat) or pa.types.is_integer(flat.type) or pa.types.is_boolean(flat.type)):
-        return str(column.feature)
-    if is_list(values):
-        lengths = pc.min_max(pc.list_value_length(values)).as_py()
-        marks = {str(value) for value in pc.unique(flat).slice(0, 3).to_pylist()}
-        if 1 < lengths["min"] == lengths["max"] and marks <= {"0", "1", "False", "True"}:
-            return "lists of a 0 or a 1 for each class (one-hot)"
-        if flat.null_count:
-            return "lists with holes"
-    return None
+    types = pa.types
+    is_number = types.is_integer(flat.type) or types.is_floating(flat.type) or types.is_boolean(flat.type)
+    return None if is_number or is_text(flat) else str(column.feature)
 
 
-def note_negative(column: LabelColumn, count: int | None) -> None:
-    """Print how many labels are negative numbers, if any."""
-    if count:
-        verb = "is a negative number" if count == 1 else "are negative numbers"
-        note(f"{counted(count, 'label')} in the column {column.name} {verb}: no labels, as datasets of the hub have it")
+def are_equally_long(lists: pa.Array) -> bool:
+    """Whether all lists have the same number of labels, of two or more."""
+    lengths = pc.unique(pc.list_value_length(lists)).drop_null().to_pylist()
+    return len(lengths) == 1 and lengths[0] > 1
 
 
-def note_other_separators(name: str, texts: pa.Array) -> None:
-    """Note texts in which other characters than `;` may stand between classes."""
-    distinct = pc.unique(texts).drop_null().to_pylist()
-    joined = [text for text in distinct if OTHER_SEPARATOR.search(text)]
-    if joined and not any(SEPARATOR in text for text in distinct):
-        note(f"the column {name} has texts such as {joined[0]}: each is one class; {SEPARATOR} is between classes")
-
-
-def split_texts(texts: pa.Array) -> pa.Array:
-    """Lists of the texts between `;`, without spaces around them; null where a text is blank."""
-    lists = pc.split_pattern(null_where(is_blank(texts), texts), SEPARATOR).to_pylist()
-    for row, names in enumerate(lists):
-        if names is not None:
-            lists[row] = [name.strip() for name in names if name.strip()]
-    return pa.array(lists, pa.list_(pa.string()))
+def class_name(value: Any, declared: Sequence[str] | None) -> str | None:
+    """The class of a label: its text, or its name, where it is the number of one; None: it is none."""
+    if isinstance(value, str):
+        return value if value.strip() else None
+    if value is None or value != value or value < 0:  # the hub writes -1 where a class is unknown
+        return None
+    number = int(value)
+    return declared[number] if declared is not None and number < len(declared) else str(number)
 
 
 def read_numbers(column: LabelColumn) -> NDArray[np.float64]:
@@ -285,41 +239,24 @@ def read_numbers(column: LabelColumn) -> NDArray[np.float64]:
     Raises:
         UserError: the column holds something else.
     """
-    values = column.values
-    problem = f"{column.setting} is {column.name}, which holds"
-    allowed = "it must be a column of numbers with task number"
-    if is_list(values) or column.class_names is not None:
-        raise UserError(f"{problem} {column.feature}; {allowed}")
-    if is_text(values):
-        texts = pc.utf8_trim_whitespace(values)
-        values = null_where(is_blank(texts), texts)
+    values = without_blanks(column.values) if is_text(column.values) else column.values
     try:
+        if column.class_names is not None:
+            raise pa.ArrowInvalid("names of classes")
         numbers = values.cast(pa.float64()).fill_null(np.nan).to_numpy()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        shown = shortened([str(value) for value in pc.unique(values).drop_null().to_pylist()[:3]])
-        raise UserError(f"{problem} {shown}; {allowed}") from None
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise column.refuse(f"{column.feature} ({one_line(error)})", "numbers with task number") from None
     return np.where(np.isfinite(numbers), numbers, np.nan)
-
-
-def whole_numbers(values: pa.Array) -> pa.Array:
-    """Floating-point labels as integers, if all are whole: so pandas writes numbers with blanks between them."""
-    if not pa.types.is_floating(values.type):
-        return values
-    with suppress(pa.ArrowInvalid):
-        return null_where(pc.is_nan(values), values).cast(pa.int64())
-    return values
 
 
 def holds_fractions(flat: pa.Array) -> bool:
     """Whether labels are numbers, or texts of numbers, that are not all whole: measurements, not classes."""
     if pa.types.is_floating(flat.type):
-        return flat.null_count < len(flat)
+        return not all(value.is_integer() for value in pc.unique(flat).drop_null().to_pylist() if value == value)
     if not is_text(flat):
         return False
-    texts = pc.unique(null_where(is_blank(flat), flat)).drop_null()
-    if len(texts) == 0 or not pc.all(pc.match_substring_regex(texts, NUMBER)).as_py():
-        return False
-    return any(not float(text).is_integer() for text in texts.to_pylist())
+    texts = pc.unique(without_blanks(flat)).drop_null().to_pylist()
+    return all(map(NUMBER.fullmatch, texts)) and not all(float(text).is_integer() for text in texts)
 
 
 def flat_labels(values: pa.Array) -> pa.Array:
@@ -337,11 +274,7 @@ def is_text(values: pa.Array) -> bool:
     return pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
 
 
-def is_blank(texts: pa.Array) -> pa.Array:
-    """Whether each text is empty or only spaces."""
-    return pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0)
-
-
-def null_where(condition: pa.Array, labels: pa.Array) -> pa.Array:
-    """Labels with null instead of those that meet a condition."""
-    return pc.if_else(condition, pa.scalar(None, labels.type), labels)
+def without_blanks(texts: pa.Array) -> pa.Array:
+    """Texts without spaces around them, and null where nothing is left."""
+    texts = pc.utf8_trim_whitespace(texts)
+    return pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpp.data.dataset import ImageDataset, has_label, names_by_number
-from mpp.data.labels import SEPARATOR
 from mpp.runtime.messages import counted, note, shortened, tell, warn
 
 SHOWN_CLASSES = 5
@@ -34,60 +33,22 @@ def announce_splits(source: str, splits: Sequence[ImageDataset], unused: Mapping
     tell(line)
 
 
-def announce_stream(source: str, train_shards: int, held_out_shards: int, kept: Sequence[ImageDataset]) -> None:
-    """Print how many shards a stream has, and the images that are kept for evaluation.
-
-    Args:
-        source: the dataset's name: see `describe_source`.
-        train_shards, held_out_shards: their numbers.
-        kept: images of evaluations, of the training and of the held-out shards.
-    """
-    images = ", ".join(map(describe_split, kept))
-    shards = f"{counted(train_shards, 'shard')}, {held_out_shards} held out"
-    tell(f"{source}: a stream of {shards}; kept for evaluation: {images}")
-
-
 def describe_split(split: ImageDataset) -> str:
     """A split in words: "160 train (156 labelled)"."""
     labelled = 0 if split.labels is None else int(has_label(split.labels).sum())
-    if labelled == 0:
-        label_count = "no labels"
-    elif labelled == len(split):
-        label_count = "labelled"
-    else:
-        label_count = f"{labelled} labelled"
+    label_count = {len(split): "labelled", 0: "no labels"}.get(labelled, f"{labelled} labelled")
     return f"{len(split)} {split.split} ({label_count})"
 
 
-def warn_of_labels(train: ImageDataset, held_out: ImageDataset) -> None:
-    """Warn of labels that cannot be right, as where folders of sites or ids are taken for classes."""
+def warn_of_labels(train: ImageDataset) -> None:
+    """Warn of labels that cannot be right, as where the names of images are taken for classes."""
     if train.labels is None or train.label_kind != "class" or train.labels.ndim > 1:
         return
     labels = train.labels[train.labels >= 0]
-    if not len(labels):
-        return
-    classes = np.unique(labels)
-    joined = [name for name in train.class_names if SEPARATOR in name.strip(f"{SEPARATOR} ")]
-    if joined:
-        way = f"evaluations and training with labels split them at {SEPARATOR} with --task several"
-        note(f"each of the classes such as {shortened(joined[:2])} counts as one class: {way}")
-    elif len(classes) > max(len(labels) / 2, MIN_SUSPICIOUS_CLASSES):
-        what = f"{len(classes)} classes among {len(labels)} labelled training images"
+    classes = len(np.unique(labels))
+    if classes > max(len(labels) / 2, MIN_SUSPICIOUS_CLASSES):
+        what = f"{classes} classes among {len(labels)} labelled training images"
         warn(f"{what}: are these names of images, and not of classes?")
-    warn_of_unknown_classes(train, held_out, classes)
-
-
-def warn_of_unknown_classes(train: ImageDataset, held_out: ImageDataset, classes: NDArray[np.int64]) -> None:
-    """Warn if no class of the held-out images is among the `classes` of training."""
-    if held_out.labels is None:
-        return
-    held_out_classes = np.unique(held_out.labels[held_out.labels >= 0])
-    if len(held_out_classes) == 0 or np.isin(held_out_classes, classes).any():
-        return
-    names = shortened([train.class_names[number] for number in held_out_classes])
-    train_names = shortened([train.class_names[number] for number in classes])
-    what = f"no class of the held-out images ({names}) occurs in training ({train_names})"
-    warn(f"{what}: are these folders of sites or dates, and not of classes?")
 
 
 def note_tested(

@@ -6,7 +6,6 @@ all the others; the second will never be.
 
 import tarfile
 import time
-import zipfile
 from collections.abc import Callable
 from itertools import count
 from typing import TypeVar
@@ -36,7 +35,6 @@ LOADING_ERRORS = (
     RuntimeError,
     ImportError,
     tarfile.TarError,
-    zipfile.BadZipFile,
     ArrowException,
     DatasetsError,
 )
@@ -61,7 +59,6 @@ def read_with_retries(
     Raises:
         ReadFailed: it failed once more.
     """
-    all_pauses = sum(map(pause_seconds, range(retries)))
     for attempt in count():
         try:
             result = read()
@@ -69,24 +66,16 @@ def read_with_retries(
             reason = one_line(error)
             if not is_temporary(error):
                 raise ReadFailed(f"{name} cannot be read: {reason}") from error
+            pauses = [min(2**number, MAX_PAUSE_S) for number in range(retries)]
             if attempt == retries:
-                tried = f", tried for {all_pauses} s" if retries else ""
+                tried = f", tried for {sum(pauses)} s" if retries else ""
                 raise ReadFailed(f"{name} cannot be read{tried}: {reason}") from error
-            warn_once(f"warning: {name} cannot be read: {reason}; it and others are tried again for {all_pauses} s")
-            time.sleep(pause_seconds(attempt, error))
+            warn_once(f"warning: {name} cannot be read: {reason}; it and others are tried again for {sum(pauses)} s")
+            time.sleep(pauses[attempt])
         else:
             if attempt:
                 allow_warning_again()
             return result
-
-
-def pause_seconds(attempt: int, error: Exception | None = None) -> int:
-    """Seconds to wait after the failed `attempt` (from 0): longer where the server's answer asks for it."""
-    asked_for = getattr(server_response(error), "headers", {}).get("Retry-After", "")
-    seconds = 2**attempt
-    if asked_for.isdecimal():
-        seconds = max(seconds, int(asked_for))
-    return min(seconds, MAX_PAUSE_S)
 
 
 def is_temporary(error: Exception) -> bool:

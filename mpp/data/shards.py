@@ -20,17 +20,19 @@ from torch import Tensor
 
 from mpp.config import ImagesConfig, SourceConfig, require
 from mpp.data.caches import cached
-from mpp.data.columns import cell_file_name, decode_cell, find_array_dtype, find_image_column, without_decoding
+from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.dataset import ImageDataset
+from mpp.data.decoding import decode
 from mpp.data.folder import SHARD_BUILDERS
 from mpp.data.identity import digest_listing
 from mpp.data.labels import find_label_column
-from mpp.data.overview import announce_stream
+from mpp.data.overview import announce_splits
 from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
-from mpp.data.sources import find_held_out_split, hint_at_labels, label_images, label_setting, load_splits
+from mpp.data.sources import find_held_out_split, label_images, load_splits
 from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.files import short_digest
+from mpp.runtime.messages import counted
 from mpp.runtime.randomness import Stream, permutation
 
 SHARDS_PER_TURN = 16  # shards from whose beginnings a sample is drawn in turn
@@ -159,7 +161,8 @@ class ShardBlock:
 
     def decode(self, index: int, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
-        return decode_cell(self.cell(index), config, self.shards.array_dtype, marks_nodata)
+        image = read_cell(self.cell(index), config.read_retries, self.shards.array_dtype, config.path)
+        return decode.decode(image, config, marks_nodata)
 
     def cell(self, index: int) -> Any:
         """The image as it is stored."""
@@ -186,13 +189,13 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     require(config.train_images is None, "data.train_images", config.train_images, allowed)
     source = describe_source(config)
     train, held_out = open_shards(config)
-    hint_at_labels(config, train.stream, train.image_column)
     samples = {
         train.split: sample_rows(config, train, probed, config.eval_seed),
         held_out.split: sample_rows(config, held_out, evaluated, config.cut_seed, is_held_out=True),
     }
     train_images, held_out_images = label_images(config, samples, train.image_column)
-    announce_stream(source, train.count, held_out.count, (train_images, held_out_images))
+    stream = f"{source}: a stream of {counted(train.count, 'shard')}, {held_out.count} held out; kept for evaluation"
+    announce_splits(stream, (train_images, held_out_images), {})
     return train.with_columns([]), train_images, held_out_images
 
 
@@ -230,8 +233,7 @@ def sample_rows(
 
     Of images to train on, the sample is for probes of their labels: without any, it is empty.
     """
-    column, setting = label_setting(config, is_held_out)
-    label = find_label_column(column, shards.stream.features, describe_source(config), setting)
+    label, _ = find_label_column(config, shards.stream.features, is_held_out)
     if label is None and not is_held_out:
         limit = 0
     shards = shards.with_columns([label] if label else [])

@@ -15,12 +15,11 @@ from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_hub_dataset, is
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.folder import split_of_cell
 from mpp.data.labels import find_label_kind, find_labels, read_labels
-from mpp.data.local import PREPARE_FIRST, QUIET, load_local
 from mpp.data.overview import announce_splits, warn_of_labels
-from mpp.data.remote import announce_hub_lookup, from_a_server, load_from_hub, load_url
+from mpp.data.places import PREPARE_FIRST, has_card_with_configs, load_declared, load_local, load_shards, load_url
+from mpp.data.remote import announce_hub_lookup, from_a_server
 from mpp.data.retry import LOADING_ERRORS
 from mpp.errors import UserError, did_you_mean, one_line
-from mpp.runtime.messages import note
 
 
 def load_image_datasets(
@@ -56,14 +55,13 @@ def load_image_datasets(
 
     images = label_images(config, used, image_column, label_kind)
     if announce:
-        hint_at_labels(config, train, image_column)
         unused = {name: len(rows) for name, rows in splits.items() if name not in used}
         announce_splits(source, images, unused)
     if held_out is None:
         images = images[0].cut(config.eval_fraction, config.cut_seed, "held out")
     train_images, held_out_images = images
     if announce:
-        warn_of_labels(train_images, held_out_images)
+        warn_of_labels(train_images)
     return train_images, held_out_images
 
 
@@ -76,11 +74,7 @@ def label_images(
         splits: the training split first; all others have the labels of held-out images.
         label_kind: see `find_label_kind`.
     """
-    source = describe_source(config)
-    columns = []
-    for position, rows in enumerate(splits.values()):
-        column, setting = label_setting(config, is_held_out=position > 0)
-        columns.append(find_labels(rows, column, source, setting))
+    columns = [find_labels(config, rows, is_held_out=number > 0) for number, rows in enumerate(splits.values())]
     kind = find_label_kind(label_kind, columns[0])
     numbered = read_labels(columns, kind)
     images = []
@@ -92,31 +86,12 @@ def label_images(
     return images
 
 
-def label_setting(config: ImagesConfig, is_held_out: bool) -> tuple[str | None, str]:
-    """The setting that may name the column of a split's labels: its value and its name."""
-    if is_held_out and config.eval_label_column:
-        return config.eval_label_column, "data.eval_label_column"
-    return config.label_column, f"{config.group_name}.label_column"
-
-
-def hint_at_labels(config: SourceConfig, rows: datasets.Dataset | datasets.IterableDataset, image_column: str) -> None:
-    """Note the columns that may hold labels, if none is called `label` and no setting names one."""
-    if config.label_column is not None or "label" in rows.column_names:
-        return
-    known = (image_column, config.mask_column)
-    others = [name for name in rows.column_names if name not in known]
-    if others:
-        source = describe_source(config)
-        note(f"{source} has no column `label`; {config.group_name}.label_column may name one of {', '.join(others)}")
-
-
 def image_arguments(config: SourceConfig) -> str:
     """Command-line arguments for the settings that select images and differ from their defaults."""
-    defaults = SourceConfig()
     arguments = ""
     for field in dataclasses.fields(SourceConfig):
         value = getattr(config, field.name)
-        if not field.metadata.get("operational") and value != getattr(defaults, field.name):
+        if not field.metadata.get("operational") and value != field.default:
             arguments += f" --data.{field.name} {shlex.quote(as_words(value))}"
     return arguments
 
@@ -128,29 +103,30 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
         UserError: it cannot be loaded.
     """
     if config.path is None:
-        files = {split: str(BIRDS_FOLDER / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
-        return datasets.load_dataset("parquet", data_files=files, streaming=streaming, download_config=QUIET)
+        files = {split: [str(BIRDS_FOLDER / f"{split}-00000-of-00001.parquet")] for split in ("train", "test")}
+        return load_shards(files, config, streaming)
+    problem = f"{config.group_name}.path is {config.path}"
     on_hub = is_hub_dataset(config)
     if not (on_hub or Path(config.path).expanduser().exists() or is_url(config.path)):
-        raise UserError(f"{config.group_name}.path is {config.path}, which does not exist{did_you_mean(config.path)}")
+        raise UserError(f"{problem}, which does not exist{did_you_mean(config.path)}")
     announce_hub_lookup(config)
+    is_declared = on_hub or has_card_with_configs(config.path)
+    require(is_declared or config.name is None, "data.name", config.name, "left out: no README.md has configs")
     allowed = f"left out: {config.path} is not a dataset of the hub"
     require(on_hub or config.revision is None, "data.revision", config.revision, allowed)
+    load = load_url if is_url(config.path) else load_declared if is_declared else load_local
     try:
-        if is_url(config.path):
-            splits = from_a_server(partial(load_url, config, streaming), config)
-        elif on_hub:
-            splits = from_a_server(partial(load_from_hub, config, streaming), config)
+        if on_hub or is_url(config.path):
+            splits = from_a_server(partial(load, config, streaming), config)
         else:
-            splits = load_local(config.path, config, streaming)
+            splits = load(config, streaming)
     except UserError:
         raise
     except LOADING_ERRORS as error:
         not_local = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
-        cause = f"{describe_cause(error)}{not_local}"
-        raise UserError(f"{config.group_name}.path is {config.path}, which cannot be loaded: {cause}") from error
+        raise UserError(f"{problem}, which cannot be loaded: {describe_cause(error)}{not_local}") from error
     if streaming and any(isinstance(rows, datasets.Dataset) for rows in splits.values()):
-        raise UserError(f"{config.group_name}.path is {config.path}, which is no shards: {PREPARE_FIRST}")
+        raise UserError(f"{problem}, which is no shards: {PREPARE_FIRST}")
     return splits
 
 
@@ -165,32 +141,24 @@ def describe_cause(error: BaseException) -> str:
 def find_held_out_split(config: SourceConfig, names: list[str]) -> str | None:
     """The name of the held-out split; None: a cut of the training split is held out.
 
+    `auto` is `validation`, or else `test`, perhaps by another word, if it is not trained on.
+
     Args:
         names: of the dataset's splits.
     Raises:
         UserError: the dataset lacks the training split or the held-out split.
     """
-    available = f"{describe_source(config)} has {', '.join(names)}"
-    if config.split not in names:
-        raise UserError(f"data.split is {config.split}; {available}")
-    if config.eval_split == "auto":
-        return usual_held_out_split(config, names)
+    for setting, name in (("split", config.split), ("eval_split", config.eval_split)):
+        if name not in (None, "auto", *names):
+            raise UserError(f"data.{setting} is {name}; {describe_source(config)} has {', '.join(names)}")
     if config.eval_split == config.split:
         raise UserError(f"data.eval_split is {config.eval_split}, which is trained on; null cuts a part of it off")
-    if config.eval_split is not None and config.eval_split not in names:
-        raise UserError(f"data.eval_split is {config.eval_split}; {available}")
-    return config.eval_split
-
-
-def usual_held_out_split(config: SourceConfig, names: list[str]) -> str | None:
-    """`validation`, or else `test`, if the dataset has it, perhaps by another word, and does not train on it."""
-    others = [name for name in names if name != config.split]
-    for usual in ("validation", "test"):
-        meant = [name for name in others if split_of_cell(name) == usual]
-        if meant:
-            name = usual if usual in meant else meant[0]
-            allowed = f"left out, because {name} is held out, or data.eval_split null"
-            is_default = config.eval_fraction == SourceConfig.eval_fraction
-            require(is_default, "data.eval_fraction", config.eval_fraction, allowed)
-            return name
-    return None
+    if config.eval_split != "auto":
+        return config.eval_split
+    others = [name for name in names[::-1] if name != config.split]
+    meant = {split_of_cell(name): name for name in others} | dict(zip(others, others, strict=True))
+    found = next((meant[usual] for usual in ("validation", "test") if usual in meant), None)
+    is_default = config.eval_fraction == SourceConfig.eval_fraction
+    allowed = f"left out, because {found} is held out, or data.eval_split null"
+    require(found is None or is_default, "data.eval_fraction", config.eval_fraction, allowed)
+    return found

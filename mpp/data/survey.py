@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpp.config import DataConfig, ModelConfig
-from mpp.data.columns import decode_cell
+from mpp.data.columns import read_cell
 from mpp.data.dataset import ImageDataset
+from mpp.data.decoding.decode import decode
 from mpp.data.shards import open_shards
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
@@ -74,7 +75,8 @@ def sample_images(config: DataConfig) -> Iterator[Tensor]:
         rows = source.rows
     for row in rows:
         try:
-            yield decode_cell(row[source.image_column], config, source.array_dtype)
+            image = read_cell(row[source.image_column], config.read_retries, source.array_dtype, config.path)
+            yield decode(image, config)
         except UnreadableImage:
             continue
 
