@@ -145,8 +145,7 @@ class DataConfig(SourceConfig):
     """Largest number of held-out images to evaluate on, a seeded choice."""
     cache_gb: float = setting(0.5, at_least=0, needs={"data.streaming": False}, operational=True)
     """Largest size in GB of decoded training images that each process keeps in memory, decoded once at the start and
-    shared with its loader processes (twice as much for a moment). 8-bit images take one byte per pixel and channel,
-    others four. 0: no cache."""
+    shared with its loader processes. 8-bit images take one byte per pixel and channel, others four. 0: no cache."""
     streaming: bool = False
     """Read shards (parquet, arrow, WebDataset tar) as a stream: no index, and only the images to evaluate on are
     downloaded. Masked patch prediction only."""

@@ -97,7 +97,7 @@ def read_members(shard: str, streaming: bool) -> Iterator[Member]:
         TarError: the shard is damaged, or has links.
     """
     with (
-        fsspec.open(shard).open() if is_url(shard) else open(shard, "rb") as file,
+        fsspec.open(shard) if is_url(shard) else open(shard, "rb") as file,
         tarfile.open(None, "r|" if streaming else "r:", file) as tar,
     ):
         for info in tar:
