@@ -1,6 +1,7 @@
 """The listing of a folder: one process of a machine makes it, all of the same start share it, and nothing is left."""
 
 import atexit
+import fcntl
 import multiprocessing
 import os
 from functools import partial
@@ -11,13 +12,13 @@ import pytest
 from colours import CATS_AND_DOGS, save, save_classes
 
 from mpp.config import ImagesConfig
-from mpp.data import listing
+from mpp.data import caches, listing
 from mpp.data.columns import read_cell
 from mpp.data.sources import load_splits
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 
 context = multiprocessing.get_context("fork")
-SOON = 8  # seconds
+SOON = 60  # seconds
 
 
 @pytest.fixture
@@ -75,6 +76,25 @@ def test_processes_that_start_together_walk_once(cache, tmp_path):
         assert not [*cache.rglob("*.arrow")]
         save(tmp_path / "data" / "cat" / "new.png")
         walks.unlink()
+
+
+def test_a_folder_that_another_process_uses_is_not_removed(cache):
+    folder = caches.cached("listing", lambda folder: (folder / "rows").touch())
+    with folder.with_name("listing.lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        caches.discard(folder)
+        assert (folder / "rows").exists()
+    assert caches.cached("listing", lambda folder: None) == folder
+    caches.discard(folder)
+    assert not [*folder.parent.iterdir()]
+
+
+def test_processes_that_look_at_the_same_time_do_not_wait_for_each_others_end(cache):
+    """The one that makes it keeps its lock to its end, for which the others do not wait."""
+    assert (
+        start(lambda rank: caches.cached("listing", lambda folder: (folder / "rows").touch()).name, 6)
+        == ["listing"] * 6
+    )
 
 
 def test_starts_at_the_same_time_share_nothing(cache, tmp_path, monkeypatch):

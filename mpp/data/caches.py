@@ -6,6 +6,7 @@ processes of a machine share them. A lock of the kernel's says who makes one and
 
 import fcntl
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -39,22 +40,44 @@ def cached(key: str, make: Callable[[Path], None]) -> Path:
         if folder not in locks:
             locks[folder] = (cache / f"{key}.lock").open("a+")
         lock = locks[folder]
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        while not folder.exists():
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.exists():
-                with complete(folder) as partial:
-                    partial.mkdir()
-                    make(partial)
-                remove_unused(cache)
-            fcntl.flock(lock, fcntl.LOCK_SH)
+        while not is_there(folder, lock):
+            with suppress(BlockingIOError):  # another process makes it, or looks
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not folder.exists():
+                    with complete(folder) as partial:
+                        partial.mkdir()
+                        make(partial)
+                    remove_unused(cache)
+                continue
+            time.sleep(0.05)
         os.utime(lock.fileno())  # the time of its last use
-    except OSError as error:
-        raise UserError(f"HF_DATASETS_CACHE: {cache} cannot be written: {error}; choose another") from error
-    except BaseException:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # the other processes make it, or fail themselves
+    except BaseException as error:
+        if folder in locks:
+            locks.pop(folder).close()  # the other processes make it, or fail themselves
+        if isinstance(error, OSError):
+            raise UserError(f"HF_DATASETS_CACHE: {cache} cannot be written: {error}; choose another") from error
         raise
     return folder
+
+
+def is_there(folder: Path, lock: IO[str]) -> bool:
+    """Whether a folder is there, and then keep it: with a shared lock, which waits for those who make it."""
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    if folder.exists():
+        return True
+    fcntl.flock(lock, fcntl.LOCK_UN)  # one that waits to make it must not hold the others up
+    return False
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that this process used, unless another process uses it: the last one removes it."""
+    if folder not in locks:
+        return
+    with locks.pop(folder) as lock, suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        delete(folder)
+        delete(folder.with_name(f"{folder.name}.lock"))
 
 
 def require_own(cache: Path) -> None:

@@ -18,11 +18,11 @@ import psutil
 import pyarrow as pa
 
 from mpp.config import ImagesConfig
-from mpp.data.caches import cached
+from mpp.data.caches import cached, discard
 from mpp.data.data_path import describe_source
 from mpp.data.folder import split_order
 from mpp.errors import UserError, one_line
-from mpp.runtime.files import delete, short_digest
+from mpp.runtime.files import short_digest
 from mpp.runtime.messages import printable, warn
 
 IMAGE = "image"
@@ -99,7 +99,7 @@ def share(make: partial[Listing], config: ImagesConfig) -> tuple[dict[str, Any],
         launch = (socket.gethostname(), parent.pid, parent.create_time(), *restart)
         key = short_digest([repr((launch, make.func.__name__, make.args)).encode(errors="surrogateescape")])
         folder = cached(f"listing-{key}", partial(write, make))
-        atexit.register(remove, folder)
+        atexit.register(discard, folder)
         rows = datasets.Dataset.from_file(str(folder / ROWS_FILE))
         summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     for line in summary["lines"]:
@@ -120,9 +120,3 @@ def write(make: partial[Listing], folder: Path) -> None:
     (folder / SUMMARY_FILE).write_text(json.dumps(summary), encoding="utf-8")
     with (folder / ROWS_FILE).open("wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table, max_chunksize=ROWS_PER_BATCH)
-
-
-def remove(folder: Path) -> None:
-    """Remove a listing at the end of this process; those who have mapped it keep it."""
-    delete(folder)
-    delete(folder.with_name(f"{folder.name}.lock"))
