@@ -78,7 +78,7 @@ def write_shard(shard: Shard) -> None:
     for row in shard.rows:
         name = relative_name(row["image"], shard.config.data.path)
         try:
-            data = read_cell(row["image"], shard.config.data.read_retries, array_dtype)
+            data = read_cell(row["image"], shard.config.data.read_retries, array_dtype, shard.config.data.path)
             prepared = prepare_image(data, shard.config, name)
         except UnreadableImage as error:
             dropped.append(f"{name or 'an image without a name'}: {error}")

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from image_files import write_tar
 from torchvision.datasets import ImageFolder
 
+from evaluation.config.frozen import MaskedDataConfig, ProbeDataConfig
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.folder import SPLIT_WORDS, split_of_shard, walk
 from mpp.data.lists import list_images, read_list
@@ -126,6 +127,22 @@ RIGHT = {
         {"x/cat/1.png": 0, "y/cat/1.png": 0, "y/dog/1.png": 1},
         {"label_folder": "inner"},
         {"train": {"x/cat/1.png": "cat", "y/cat/1.png": "cat", "y/dog/1.png": "dog"}},
+    ),
+    "outer, the same names inside": (
+        {"train/0/1/a.png": 0, "train/1/0/b.png": 1, "test/0/1/c.png": 0, "test/1/0/d.png": 1},
+        {"label_folder": "outer"},
+        {
+            "train": {"train/0/1/a.png": "0", "train/1/0/b.png": "1"},
+            "test": {"test/0/1/c.png": "0", "test/1/0/d.png": "1"},
+        },
+    ),
+    "an image above the only folder": (
+        {"c/cover.png": 2, "c/data/train/cat/1.png": 0, "c/data/train/dog/1.png": 1, "c/data/val/cat/2.png": 0},
+        {},
+        {
+            "train": {"c/data/train/cat/1.png": "cat", "c/data/train/dog/1.png": "dog"},
+            "validation": {"c/data/val/cat/2.png": "cat"},
+        },
     ),
     "outer": (
         {"x/cat/1.png": 0, "y/cat/1.png": 0, "y/dog/1.png": 1},
@@ -236,6 +253,11 @@ REFUSED = {
     "two kinds of shards": ({"a.parquet": "x", "b.tar": "x"}, {}, r"it has \.parquet and \.tar"),
     "missing": ({**TWO, "labels.csv": f"{LIST}a.png,p\ngone.png,q\n"}, {}, "names 1 .*: gone.png; .*data.missing skip"),
     "a name of two": ({"x/a.png": 0, "y/a.png": 1, "labels.csv": f"{LIST}a.png,p\n"}, {}, "the name of several: a.png"),
+    "an image of another folder": (
+        {"train/a.png": 0, "train/labels.csv": f"{LIST}a.png,p\n1.png,p\n", "test/q/1.png": 1},
+        {},
+        "train/labels.csv names 1 .*: 1.png",
+    ),
     "two labels": (
         {**TWO, "labels.csv": f"{LIST}a.png,p\nb.png,q\na.png,q\n"},
         {},
@@ -244,7 +266,7 @@ REFUSED = {
     "two splits": (
         {**TWO, "labels.csv": "file,split\na.png,train\nb.png,test\na.png,test\n"},
         {},
-        "two rows of .*a.png with other labels or splits",
+        "two rows of .*a.png with other labels",
     ),
     "two lists": (
         {**TWO, "labels.csv": f"{LIST}a.png,p\n", "metadata.csv": f"{LIST}a.png,p\n"},
@@ -315,7 +337,7 @@ def test_images_have_the_splits_and_labels_of_their_layout(tmp_path, monkeypatch
     assert {
         split: {image: label for image, (_, label) in images.items() if label} for split, images in found.items()
     } == expected
-    named = {f for f in files if f.lower().endswith(".png") and not f.startswith("m/")}
+    named = {f for f in files if f.lower().endswith(".png") and not f.startswith("m/") and "cover" not in f}
     assert {image for images in found.values() for image in images} == named
     for images in found.values():
         for image, (kind, _) in images.items():
@@ -605,6 +627,30 @@ def test_folders_in_a_shard_are_classes(tmp_path):
     assert indexed(tmp_path) == {f"{name}/{i}.png": (kind, name) for kind, name in enumerate("ab") for i in range(2)}
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_folders_in_shards_whose_names_say_no_split_are_splits(tmp_path, shards):
+    names = [f"{split}/{i}.png" for split in ("train", "val") for i in range(4)]
+    for shard in range(shards):
+        write(tmp_path, {f"{shard}.tar": tar_bytes([(name, colour(0)) for name in names[shard::shards]])})
+    splits = load_splits(DataConfig(path=str(tmp_path)))
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 4, "validation": 4}
+
+
+def test_two_masks_of_an_image_are_refused(tmp_path):
+    rows = "file_name,mask_file_name\na.png,m/a.png\na.png,m/b.png\nb.png,m/b.png\n"
+    write(tmp_path, {**TWO, "m/a.png": 2, "m/b.png": 2, "metadata.csv": rows})
+    with pytest.raises(UserError, match=r"two rows of .*a\.png with other"):
+        load_splits(MaskedDataConfig(path=str(tmp_path)))
+
+
+def test_held_out_labels_of_another_name_leave_the_folders_of_training(tmp_path):
+    train = [(f"{name}/{i}.png", colour(0)) for name in ("cat", "dog") for i in range(2)]
+    val = [("cat/0.png", colour(0)), ("cat/0.json", b'{"real": "dog"}')]
+    write(tmp_path, {"train.tar": tar_bytes(train), "val.tar": tar_bytes(val)})
+    rows = load_splits(ProbeDataConfig(path=str(tmp_path), eval_label_column="real"))["train"]
+    assert sorted(rows["label"]) == ["cat", "cat", "dog", "dog"]
+
+
 @pytest.mark.parametrize(
     ("names", "splits"),
     [
@@ -662,7 +708,13 @@ def test_links_in_shards_and_compressed_ones_are_refused(tmp_path):
         link = tarfile.TarInfo("1.png")
         link.type, link.linkname = tarfile.SYMTYPE, "0.png"
         tar.addfile(link)
+        sparse = tarfile.TarInfo("2.png")
+        sparse.type = tarfile.GNUTYPE_SPARSE
     with pytest.raises(UserError, match=r"a\.tar cannot be read: 1\.png is a link"):
+        load(tmp_path)
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        tar.addfile(sparse)
+    with pytest.raises(UserError, match=r"a\.tar cannot be read: 2\.png is .*sparse"):
         load(tmp_path)
     with tarfile.open(tmp_path / "a.tar", "w:gz"):
         pass

@@ -97,12 +97,36 @@ def test_processes_that_look_at_the_same_time_do_not_wait_for_each_others_end(ca
     )
 
 
+def test_what_a_killed_process_left_is_made_again_unless_it_is_to_be_kept(cache):
+    for is_kept in (True, False):
+        folders = []
+        for _ in range(2):
+            folder = caches.cached(f"listing-{is_kept}", folders.append, is_kept)
+            caches.locks.pop(folder).close()  # as the kernel does where the process is killed
+        assert len(folders) == (1 if is_kept else 2)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root makes files of others")
+def test_a_cache_that_is_a_link_or_another_users_is_not_trusted(cache, tmp_path):
+    cache.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    place = cache / f"mpp_{os.getuid()}"
+    place.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="cannot be written"):
+        caches.cached("listing", lambda folder: None)
+    place.unlink()
+    place.mkdir()
+    os.chown(place, 12345, 12345)
+    with pytest.raises(UserError, match="cannot be written"):
+        caches.cached("listing", lambda folder: None)
+
+
 def test_starts_at_the_same_time_share_nothing(cache, tmp_path, monkeypatch):
     save_classes(tmp_path / "data", CATS_AND_DOGS, 2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     keys = set()
 
-    def noted(key, make):
+    def noted(key, make, is_kept):
         keys.add(key)
         raise UserError("enough")
 
@@ -170,12 +194,3 @@ def test_a_root_that_is_away_is_waited_for(tmp_path, monkeypatch, away):
     assert read() == file.read_bytes() and pauses == [1, 2]
     with pytest.raises(ReadFailed):
         read_cell({"bytes": None, "path": str(tmp_path / "nowhere" / "1.png")}, 0)
-
-
-def test_only_errors_of_reading_are_tried_again(monkeypatch):
-    def breaks(path):
-        raise KeyError(path)
-
-    monkeypatch.setattr("mpp.data.columns.fsspec.open", breaks)
-    with pytest.raises(KeyError):
-        read_cell({"bytes": None, "path": "memory://1.png"}, 3)

@@ -52,6 +52,19 @@ def test_a_read_is_tried_again_with_growing_pauses(pauses, capsys):
     assert "183 s" in warning
 
 
+def test_errors_of_a_stores_client_are_tried_again(monkeypatch, pauses):
+    class ClientError(Exception):
+        """As botocore has it: of no common type."""
+
+    def breaks(path):
+        raise ClientError("slow down")
+
+    monkeypatch.setattr("mpp.data.columns.fsspec.open", breaks)
+    with pytest.raises(ReadFailed, match="slow down"):
+        read_cell({"bytes": None, "path": "s3://bucket/1.png"}, 3)
+    assert len(pauses) == 3
+
+
 @pytest.mark.parametrize(
     ("endpoint", "expected_pauses"), [("https://hub.invalid", []), ("http://127.0.0.1:1", [1, 2, 4])]
 )

@@ -91,7 +91,7 @@ def refuse_jpeg_masks(masks: datasets.Dataset, data: MaskedDataConfig) -> None:
     if not len(masks) or not isinstance(masks[0]["mask"], dict):
         return
     with contextlib.suppress(UnreadableImage):
-        file = read_cell(masks[0]["mask"], data.read_retries)
+        file = read_cell(masks[0]["mask"], data.read_retries, source=data.path)
         allowed = "a column of lossless masks, such as PNG or TIFF: JPEG changes the numbers"
         require(not JPEG.begins(file), "data.mask_column", f"{data.mask_column}, of JPEG files", allowed)
 
@@ -103,7 +103,7 @@ def decode_mask(cell: Any, config: MaskedDataConfig) -> Tensor:
         UnreadableImage: a mask of colours, or none that can be decoded: see `read_mask`.
     """
     try:
-        numbers = read_mask(read_cell(cell, config.read_retries), config)
+        numbers = read_mask(read_cell(cell, config.read_retries, source=config.path), config)
     except UnreadableImage as error:
         raise UnreadableImage(f"its mask: {error}") from error
     is_ignored = numbers == config.ignore_index  # no number equals None

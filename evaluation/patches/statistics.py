@@ -86,10 +86,10 @@ def images_turned_alone(masked: MaskedImages, data: MaskedDataConfig) -> Iterato
     images = masked.images
     for index in range(len(images)):
         with contextlib.suppress(UnreadableImage):  # it is named when it is decoded
-            image = read_cell(images.rows[index][images.image_column], data.read_retries, images.array_dtype)
+            image = images.encoded(index, data)
             if stored_orientation(image) not in TURNED:
                 continue
-            mask = read_cell(masked.masks[index]["mask"], data.read_retries)
+            mask = read_cell(masked.masks[index]["mask"], data.read_retries, source=data.path)
             if stored_orientation(mask) not in TURNED:
                 yield images.image_name(index)
 

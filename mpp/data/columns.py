@@ -14,7 +14,7 @@ from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source, is_url
 from mpp.data.decoding.arrays import check_numbers
 from mpp.data.retry import read_with_retries
-from mpp.data.tars import is_member_path, member_name, read_member
+from mpp.data.tars import is_member_path, member_name, read_member, shard_of
 from mpp.errors import ReadFailed, UnreadableImage, UserError, one_line
 
 BINARY_TYPES = ("binary", "large_binary")
@@ -55,25 +55,37 @@ def read_file(path: str, source: str | None) -> bytes:
     try:
         if is_member_path(path):
             return read_member(path)
-        with fsspec.open(path) if is_url(path) else open(path, "rb") as file:
+        if is_url(path):
+            return read_url(path)
+        with open(path, "rb") as file:
             return file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
-        if is_url(path) or is_there(root_of(path, source)):
+        if is_url(path) or has_entries(root_of(path, source)):
             raise UnreadableImage(f"missing: {one_line(error)}") from error
         raise
+
+
+def read_url(url: str) -> bytes:
+    """A file at a URL. Clients of stores raise errors of any type, which become OSError: they may be over soon."""
+    try:
+        with fsspec.open(url) as file:
+            return file.read()
+    except OSError:
+        raise
     except (ImportError, ValueError) as error:  # fsspec does not know the protocol, or lacks a package for it
-        raise ReadFailed(f"{path} cannot be read: {one_line(error)}") from error
+        raise ReadFailed(f"{url} cannot be read: {one_line(error)}") from error
+    except Exception as error:
+        raise OSError(one_line(error)) from error
 
 
 def root_of(path: str, source: str | None) -> str:
     """The folder that is there for as long as its disk is: `data.path`, or that of a file elsewhere."""
     root = os.path.abspath(os.path.expanduser(source)) if source else ""
-    if is_member_path(path):
-        path = member_name(path).rpartition(": ")[0]
+    path = shard_of(path)
     return root if root and path.startswith(os.path.join(root, "")) else os.path.dirname(path)
 
 
-def is_there(folder: str) -> bool:
+def has_entries(folder: str) -> bool:
     """Whether a folder is there and has something in it: the place of a disk that is away may be empty."""
     try:
         with os.scandir(folder) as entries:

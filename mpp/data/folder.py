@@ -235,8 +235,9 @@ def find_places(folders: Collection[str], config: ImagesConfig) -> tuple[dict[st
     """
     paths = {folder: folder.split("/")[:-1] for folder in folders}
     top = 0  # the level of splits: below the folders that are around all others
-    for names in zip(*paths.values(), strict=False):
-        if len({*names}) > 1 or names[0].lower() in SPLIT_WORDS:
+    for level in zip_longest(*paths.values()):
+        names = {*level} - {None}
+        if len(names) > 1 or min(names).lower() in SPLIT_WORDS:
             break
         top += 1
     splits = {folder: SPLIT_WORDS.get("".join(parts[top : top + 1]).lower()) for folder, parts in paths.items()}
@@ -267,7 +268,7 @@ def find_places(folders: Collection[str], config: ImagesConfig) -> tuple[dict[st
     pairs = {(splits[folder], parts[level]) for folder, parts in held_out.items() if len(parts) > level}
     counts = Counter(split for split, _ in pairs)
     for folder, parts in held_out.items():
-        of_training = [part for part in parts if part in known]
+        of_training = [part for part in (*parts, *parts[level : level + 1]) if part in known]
         if of_training:
             classes[folder] = of_training[-1]
         elif len(parts) > level and counts[splits[folder]] > 1:  # one folder is around all, as of a flat `val`

@@ -239,13 +239,14 @@ def read_numbers(column: LabelColumn) -> NDArray[np.float64]:
     Raises:
         UserError: the column holds something else.
     """
+    allowed = "numbers with task number"
+    if column.class_names is not None:
+        raise column.refuse("names of classes", allowed)
     values = without_blanks(column.values) if is_text(column.values) else column.values
     try:
-        if column.class_names is not None:
-            raise pa.ArrowInvalid("names of classes")
         numbers = values.cast(pa.float64()).fill_null(np.nan).to_numpy()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise column.refuse(f"{column.feature} ({one_line(error)})", "numbers with task number") from None
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:  # a text, or a type that has no numbers
+        raise column.refuse(f"{column.feature} ({one_line(error)})", allowed) from None
     return np.where(np.isfinite(numbers), numbers, np.nan)
 
 

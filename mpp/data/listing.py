@@ -18,7 +18,7 @@ import psutil
 import pyarrow as pa
 
 from mpp.config import ImagesConfig
-from mpp.data.caches import cached, discard
+from mpp.data.caches import ROWS_FILE, cached, discard
 from mpp.data.data_path import describe_source
 from mpp.data.folder import split_order
 from mpp.errors import UserError, one_line
@@ -28,7 +28,6 @@ from mpp.runtime.messages import printable, warn
 IMAGE = "image"
 LABEL = "label"
 SPLIT = "split"
-ROWS_FILE = "rows.arrow"
 SUMMARY_FILE = "summary.json"
 ROWS_PER_BATCH = 10_000
 
@@ -94,11 +93,11 @@ def share(make: partial[Listing], config: ImagesConfig) -> tuple[dict[str, Any],
         table, summary = make().to_arrow()
         rows = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=os.urandom(8).hex())
     else:
-        parent = psutil.Process(os.getppid())  # of the processes that one launcher starts, again after a failure
+        parent = launcher()
         restart = [os.environ.get(name) for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
         launch = (socket.gethostname(), parent.pid, parent.create_time(), *restart)
         key = short_digest([repr((launch, make.func.__name__, make.args)).encode(errors="surrogateescape")])
-        folder = cached(f"listing-{key}", partial(write, make))
+        folder = cached(f"listing-{key}", partial(write, make), is_kept=False)
         atexit.register(discard, folder)
         rows = datasets.Dataset.from_file(str(folder / ROWS_FILE))
         summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
@@ -109,6 +108,14 @@ def share(make: partial[Listing], config: ImagesConfig) -> tuple[dict[str, Any],
         splits[name] = rows.select(range(first, first + count))
         first += count
     return splits, summary["tables"]
+
+
+def launcher() -> psutil.Process:
+    """The process that has started this one, and others of the same start; this one, where it cannot be seen."""
+    try:
+        return psutil.Process(os.getppid())
+    except psutil.Error:
+        return psutil.Process()
 
 
 def write(make: partial[Listing], folder: Path) -> None:

@@ -33,7 +33,7 @@ Columns = dict[str, list[Any]]
 def list_images(tree: Tree, config: ImagesConfig) -> Listing:
     """The images of a folder: those that its lists name, and those of folders without a list.
 
-    Where lists have no value, folders are splits and classes.
+    Folders are splits and classes of images of which no list says it.
 
     Raises:
         UserError: a list cannot be read, names files that are not there, or contradicts itself.
@@ -116,7 +116,8 @@ def match_rows(
     """
     starts = [folder, os.path.dirname(path)]
     names = table.pop(IMAGE)
-    images = find_files(names, starts, tree)
+    inside = os.path.join(folder, "")
+    images = [image if image and image.startswith(inside) else None for image in find_files(names, starts, tree)]
     missing = [str(name) for name, image in zip(names, images, strict=True) if image is None]
     others: set[str | None] = set()
     for column in [name for name in table if name == config.mask_column or name.endswith(OTHER_FILES_SUFFIX)]:
@@ -128,17 +129,17 @@ def match_rows(
             table[config.mask_column] = files
     if missing and config.missing == "refuse":
         raise UserError(
-            f"{path} names {len(missing)} that are no images in {tree.root}, or the name of several: "
+            f"{path} names {len(missing)} that are no images in {folder}, or the name of several: "
             f"{shortened(missing)}; mend the list, or set data.missing skip"
         )
     tree.leave_out("files that a list names and that are not there", *missing)
     rows: dict[str, int] = {}
-    label_columns = (SPLIT, config.label_column or LABEL, config.eval_label_column)
+    label_columns = (SPLIT, config.label_column or LABEL, config.eval_label_column, config.mask_column)
     labels = [table[name] for name in label_columns if name in table]
     for row, image in enumerate(images):
         first = row if image is None else rows.setdefault(image, row)
         if any(column[first] != column[row] for column in labels):
-            raise UserError(f"{path} has two rows of {image} with other labels or splits; leave one")
+            raise UserError(f"{path} has two rows of {image} with other labels, splits or masks; leave one")
     return rows, others - rows.keys() - {None}
 
 
@@ -146,7 +147,7 @@ def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[str | No
     """The path of the image that each name of a list means; None: it is not there, or several have the name.
 
     `\\` is `/`; composed and decomposed letters are the same; the ending may be missing, and so may the folders, where
-    one file has the name.
+    one file in the first of the folders has the name.
 
     Args:
         starts: folders in which names start.
@@ -164,8 +165,9 @@ def find_files(names: list[Any], starts: list[str], tree: Tree) -> list[str | No
     found = [look_up(name) for name in texts]
     if None not in found:
         return found
+    inside = os.path.join(starts[0], "")
     for path in paths:  # only for lists that need it: it is large
-        for spelling in spellings(compose(path)):
+        for spelling in spellings(compose(path)) if path.startswith(inside) else ():
             if known.setdefault(spelling, path) != path:
                 known[spelling] = None
     cleaned = (compose(name.strip().replace("\\", "/")) for name in texts)
@@ -220,7 +222,8 @@ def read_table(path: str, encoding: str) -> Columns:
             text = file.read().removeprefix("\ufeff")
         return read_json_lines(text) if ending_of(path) == ".jsonl" else read_csv(text)
     except (OSError, ValueError, TypeError, LookupError, pd.errors.ParserWarning, pa.ArrowException) as error:
-        problem = f"{path} cannot be read: {one_line(error)}{did_you_mean(path)}"
+        near = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
+        problem = f"{path} cannot be read: {one_line(error)}{near}"
         raise UserError(f"{problem} (data.labels_encoding is {encoding})") from error
 
 

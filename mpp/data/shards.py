@@ -7,7 +7,7 @@ they are read once and kept on disk (mpp/data/caches.py), mapped into memory.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 
 from mpp.config import ImagesConfig, SourceConfig, require
-from mpp.data.caches import cached
+from mpp.data.caches import ROWS_FILE, cached
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
-from mpp.data.data_path import BIRDS_FOLDER, describe_source
+from mpp.data.data_path import BIRDS_FOLDER, describe_source, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding import decode
 from mpp.data.folder import SHARD_BUILDERS
@@ -39,7 +39,6 @@ SHARDS_PER_TURN = 16  # shards from whose beginnings a sample is drawn in turn
 ROWS_PER_READ = 64  # of a sample; these are held in memory
 ROW_BITS = 32  # an image's number: its shard's above these bits, its row's in them
 POSITION = "_mpp_position"  # column of a sample that is kept on disk: each row's position in the sample
-ROWS_FILE = "rows.arrow"
 STAMP_FIELDS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
 """Fields of fsspec's file systems that change when a file does; the first that a file has is its stamp."""
 
@@ -209,7 +208,7 @@ def open_shards(config: SourceConfig) -> tuple[Shards, Shards]:
     streams = load_splits(config, streaming=True)
     held_out = find_held_out_split(config, list(streams))
     stream = streams[config.split]
-    if not isinstance(stream, datasets.IterableDataset) or stream.features is None:
+    if stream.features is None:
         raise UserError(f"{source} is no stream of parquet, arrow or WebDataset tar; mpp prepare makes shards first")
     column = find_image_column(config, stream.features)
     stream = without_decoding(stream, column)
@@ -260,7 +259,9 @@ def list_stream_files(config: ImagesConfig) -> FileStamps:
         ReadFailed: they cannot be listed.
     """
     try:
-        files = list_files(as_url(config))
+        files = read_with_retries(partial(list_files, as_url(config)), describe_source(config), config.read_retries)
+    except ReadFailed:
+        raise
     except Exception as error:  # clients of file systems raise errors of any type
         raise ReadFailed(f"{describe_source(config)} cannot be listed: {one_line(error)}") from error
     shards = [file for file in files if file[0].endswith(tuple(SHARD_BUILDERS))]
@@ -293,6 +294,6 @@ def as_url(config: ImagesConfig) -> str:
     local = Path(config.path).expanduser()
     if local.exists():
         return str(local)
-    if "://" in config.path:
+    if is_url(config.path):
         return config.path
     return f"hf://datasets/{config.path}" + (f"@{config.revision}" if config.revision else "")

@@ -115,6 +115,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     allowed = f"left out: {config.path} is not a dataset of the hub"
     require(on_hub or config.revision is None, "data.revision", config.revision, allowed)
     load = load_url if is_url(config.path) else load_declared if is_declared else load_local
+    errors = (Exception,) if is_url(config.path) else LOADING_ERRORS  # clients of stores raise errors of any type
     try:
         if on_hub or is_url(config.path):
             splits = from_a_server(partial(load, config, streaming), config)
@@ -122,7 +123,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
             splits = load(config, streaming)
     except UserError:
         raise
-    except LOADING_ERRORS as error:
+    except errors as error:
         not_local = f" (and {Path.cwd()} has no such folder or file)" if on_hub else ""
         raise UserError(f"{problem}, which cannot be loaded: {describe_cause(error)}{not_local}") from error
     if streaming and any(isinstance(rows, datasets.Dataset) for rows in splits.values()):
@@ -148,8 +149,8 @@ def find_held_out_split(config: SourceConfig, names: list[str]) -> str | None:
     Raises:
         UserError: the dataset lacks the training split or the held-out split.
     """
-    for setting, name in (("split", config.split), ("eval_split", config.eval_split)):
-        if name not in (None, "auto", *names):
+    for setting, name, others in (("split", config.split, ()), ("eval_split", config.eval_split, (None, "auto"))):
+        if name not in (*others, *names):
             raise UserError(f"data.{setting} is {name}; {describe_source(config)} has {', '.join(names)}")
     if config.eval_split == config.split:
         raise UserError(f"data.eval_split is {config.eval_split}, which is trained on; null cuts a part of it off")

@@ -18,7 +18,7 @@ import fsspec
 from mpp.config import ImagesConfig
 from mpp.data.data_path import is_url
 from mpp.data.decoding.formats import ARRAY_ENDINGS, IMAGE_ENDINGS, is_image
-from mpp.data.folder import Tree, ending_of, split_of_shard
+from mpp.data.folder import Tree, ending_of
 from mpp.data.listing import IMAGE, LABEL, Listing
 from mpp.data.lists import add_folders, to_label
 from mpp.errors import UserError, one_line
@@ -94,7 +94,7 @@ def read_members(shard: str, streaming: bool) -> Iterator[Member]:
     """The files of a shard, in their order; hidden ones are none.
 
     Raises:
-        TarError: the shard is damaged, or has links.
+        TarError: the shard is damaged, or has links or sparse files.
     """
     with (
         fsspec.open(shard) if is_url(shard) else open(shard, "rb") as file,
@@ -102,8 +102,9 @@ def read_members(shard: str, streaming: bool) -> Iterator[Member]:
     ):
         for info in tar:
             name = info.name.removeprefix("./")
-            if info.islnk() or info.issym():
-                raise tarfile.ReadError(f"{name} is a link; pack files by tar --dereference --hard-dereference")
+            if info.islnk() or info.issym() or info.issparse():
+                advice = "pack files by tar --dereference --hard-dereference, without --sparse"
+                raise tarfile.ReadError(f"{name} is a link, or sparse; {advice}")
             if info.isreg() and not os.path.basename(name).startswith("."):
                 content = None
                 if streaming or not is_named_as_image(name):
@@ -191,13 +192,14 @@ def list_tars(shards: dict[str, list[str]], config: ImagesConfig) -> Listing:
     if not splits:
         setting = f"{config.group_name}.image_column is {config.image_column}"
         raise UserError(f"{config.path} holds no images ({setting}); its shards hold {shortened(sorted(members))}")
-    if len(files) > 1 or split_of_shard(files[0][1]) != "train":
-        folders = {path: f"{splits[path]}/{folder}" for path, folder in folders.items()}
-    else:
+    if {*shards} == {"train"}:
         splits = {}  # folders inside may say otherwise
-    if not config.label_column and all(label is None for values in columns.values() for label in values.values()):
-        columns[LABEL] = {}
-    splits = add_folders(folders, splits, columns[config.label_column or LABEL], tree, config)
+    else:
+        folders = {path: f"{splits[path]}/{folder}" for path, folder in folders.items()}
+    labels = columns[config.label_column or LABEL]
+    if not config.label_column and all(label is None for label in labels.values()):
+        labels.clear()
+    splits = add_folders(folders, splits, labels, tree, config)
     return Listing(splits, columns, image_column=config.image_column or IMAGE, lines=tree.lines())
 
 
@@ -237,6 +239,12 @@ def read_member(path: str) -> bytes:
     parts = MEMBER_PATH.fullmatch(path)
     with open(parts["shard"], "rb") as file:
         return os.pread(file.fileno(), int(parts["size"]), int(parts["start"]))
+
+
+def shard_of(path: str) -> str:
+    """The shard of an image in one; another path as it is."""
+    parts = MEMBER_PATH.fullmatch(path)
+    return parts["shard"] if parts else path
 
 
 def member_name(path: str) -> str:

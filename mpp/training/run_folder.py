@@ -102,7 +102,7 @@ def refuse_among_images(key: str, place: Path, group: str, path: str | None) -> 
 
 
 LABEL_FOLDER = "data.label_folder"
-"""null and inner are the same images: where they would differ, null is refused. Older runs have saved inner."""
+"""A run that has saved inner, as all older ones, may have another: the record of its images has their labels."""
 Changes = dict[str, tuple[Any, Any]]
 """Key of a setting -> its value before, its value now."""
 
@@ -112,7 +112,7 @@ def changes(before: Any, now: Any) -> Changes:
     saved = flatten(before)
     relevant = [each for each in settings_of(now) if not each.about["operational"]]
     found = {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
-    return {key: values for key, values in found.items() if not (key == LABEL_FOLDER and {*values} == {None, "inner"})}
+    return {key: values for key, values in found.items() if not (key == LABEL_FOLDER and values[0] == "inner")}
 
 
 def describe_changes(changes: Changes, saved_in: str) -> str:
