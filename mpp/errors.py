@@ -61,9 +61,5 @@ class UnreadableImage(Exception):
     """The bytes are no image that can be shown."""
 
 
-class MissingDecoder(UnreadableImage):
-    """The library that reads an image's format is not installed; the message says how to install it."""
-
-
 class Diverged(UserError, FloatingPointError):
     """A loss or gradient is not finite."""

@@ -111,15 +111,7 @@ def counted_once(monkeypatch, request):
 @pytest.fixture
 def without_module(monkeypatch):
     """without_module(name): a decoder's module is taken for absent."""
-    from mpp.data.decoding import formats
-
-    def take_away(module: str) -> None:
-        monkeypatch.setitem(sys.modules, module, None)
-        formats.is_installed.cache_clear()
-
-    yield take_away
-    monkeypatch.undo()
-    formats.is_installed.cache_clear()
+    return lambda module: monkeypatch.setitem(sys.modules, module, None)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import dataset_of, encoded, picture, views_of
+from image_files import write_tar
 
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data.dataset import ImageDataset
@@ -65,6 +66,7 @@ LISTED_HERE = b"file_name\nb.png\n"
             2,
             "tables without images; data.labels names a list (1: c.parquet)",
         ),
+        (["0.tar", "0.parquet", "0_stats.json"], 1, "tables without images; data.labels names a list (1: 0.parquet)"),
         (["a.png", "b.png", "old.zip"], 2, "archives: unpack them (1: old.zip)"),
         (["train/a/0.png", "train/b/0.png", "test/a/0.png"], 2, ""),
         (["a/0.png", "b/0.png", ".hidden/0.png", "__MACOSX/a.png"], 2, ""),
@@ -77,6 +79,10 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys, names, used, wa
         file.parent.mkdir(exist_ok=True, parents=True)
         lists = {"metadata.csv": LISTED, "labels.csv": LISTED_HERE}
         file.write_bytes(lists.get(file.name, encoded(picture(1))))
+        if file.suffix == ".parquet":
+            pq.write_table(pa.table({"url": ["https://x"]}), file)
+        elif file.suffix == ".tar":
+            write_tar(file, [("0.png", encoded(picture(1)))])
     assert len(load_splits(DataConfig(path=str(tmp_path)))["train"]) == used
     printed = capsys.readouterr().err
     assert warning in printed

@@ -86,10 +86,7 @@ class ImageDataset:
             marks_nodata: see `mpp.data.decoding.decode.decode`. Of images in memory, as they were decoded.
         """
         pixels = None if self.decoded is None else self.decoded[index]
-        if pixels is not None:
-            return pixels
-        image = read_cell(self.rows[index][self.image_column], config.read_retries, self.array_dtype, config.path)
-        return decode.decode(image, config, marks_nodata)
+        return decode.decode(self.encoded(index, config), config, marks_nodata) if pixels is None else pixels
 
     def encoded(self, index: int, config: ImagesConfig) -> bytes | NDArray:
         """The image file, or its array; raises as `decode`."""

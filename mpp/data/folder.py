@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from mpp.config import ImagesConfig
-from mpp.data.decoding.formats import ARRAY_ENDINGS, IMAGE_ENDINGS, KIND_BYTES, is_image, missing_decoder
+from mpp.data.decoding.formats import ARRAY_ENDINGS, IMAGE_ENDINGS, KIND_BYTES, is_image
 from mpp.errors import UserError
 from mpp.runtime.messages import printable, progress_bar, shortened
 
@@ -147,15 +147,11 @@ def kind_of(entry: os.DirEntry) -> str:
     if LIST_NAME.fullmatch(name.lower()):
         return "lists"
     ending = name[name.rfind(".") :].lower()
-    head: bytes | str = ending
-    kind = KINDS.get(ending)
-    if not kind and ending_of(name):
+    if ending in KINDS:
+        return KINDS[ending]
+    if ending_of(name):
         return f"{ending} files"
-    if not kind:
-        head = first_bytes(entry.path)
-        kind = "pictures" if is_image(head) else "files without an ending"
-    package = missing_decoder(head)
-    return f"pictures that need {package}: pip install {package}" if package else kind
+    return "pictures" if is_image(first_bytes(entry.path)) else "files without an ending"
 
 
 def ending_of(name: str) -> str:

@@ -4,7 +4,6 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -34,15 +33,14 @@ from mpp.data.folder import (
 from mpp.data.listing import Listing, share
 from mpp.data.lists import list_images
 from mpp.data.remote import cached_commit, is_commit
-from mpp.data.retry import LOADING_ERRORS
 from mpp.data.tars import list_tars, stream_tars
 from mpp.errors import UserError, one_line
 from mpp.runtime.messages import shortened, warn
 
 QUIET = datasets.DownloadConfig(disable_tqdm=True)  # local files are not downloaded
 COMPARED_FILES = 16  # of a split that is streamed, or a few more: it may have very many
-CACHED_TABLE = re.compile(r"(.*/)?cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # what `map` of `datasets` leaves
 CARD_WITH_CONFIGS = re.compile(r"\A---\s.*?^configs:.*?^---", re.DOTALL | re.MULTILINE)
+CACHED_TABLE = re.compile(r"(.*/)?cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # what `map` of `datasets` leaves
 PREPARE_FIRST = "leave out data.streaming, or make shards by mpp prepare"
 
 
@@ -72,56 +70,50 @@ def refuse_list(config: ImagesConfig) -> None:
 
 def load_folder(path: str, config: ImagesConfig, streaming: bool) -> dict[str, Any]:
     """The splits of a folder of images or shards."""
-    splits, shards = share(partial(list_folder, path, config, streaming), config)
+    splits, shards = share(partial(list_folder, path, config), config)
+    warn_of_incomplete_sets(shards, config)
     return load_shards(shards, config, streaming) if shards else splits
 
 
-def list_folder(path: str, config: ImagesConfig, streaming: bool) -> Listing:
+def list_folder(path: str, config: ImagesConfig) -> Listing:
     """The images of a folder one by one, or the shards that hold them.
 
     Raises:
-        UserError: there are no images, or shards of several kinds, or images and tars.
+        UserError: there are no images, or shards of several kinds, or images and shards.
     """
     tree = walk(path)
     problem = f"{config.group_name}.path is {config.path}"
-    choose_tables(tree, config)
-    shards = tree.tables + tree.tars
+    shards = tree.tars + [table for table in tree.tables if is_shard(table, tree, config)]
     if shards and tree.images:
-        files = f"images, such as {tree.images[0]}, and shards, such as {tree.tars[0]}"
-        raise UserError(f"{problem}, which has {files}; move some away")
+        files = f"images, such as {tree.images[0]}, and shards or tables, such as {shards[0]}"
+        raise UserError(f"{problem}, which has {files}; move some away (data.labels names a list of images)")
     if shards:
         refuse_list(config)
         refuse_other_endings(shards, config)
         tree.leave_out("lists of images next to shards", *tree.lists)
-        splits = shards_by_split(shards, os.path.join(tree.root, ""))
-        listing = Listing(tables=splits) if streaming or tree.tables else list_tars(splits, config)
-        listing.lines += incomplete_sets(shards)
-    else:
-        listing = list_images(tree, config) if tree.images else Listing({})
-        if not listing.splits:
-            raise UserError("; ".join([f"{problem}, which holds no images", *tree.lines()]))
+        return Listing(tables=shards_by_split(shards, os.path.join(path, "")), lines=tree.lines())
+    listing = list_images(tree, config) if tree.images else Listing()
+    if not listing.splits:
+        raise UserError("; ".join([f"{problem}, which holds no images", *tree.lines()]))
     listing.lines += tree.lines()
     return listing
 
 
-def choose_tables(tree: Tree, config: ImagesConfig) -> None:
-    """Leave out tables that hold no images, or else the loose images next to tables, which these may name."""
-    named = os.path.realpath(os.path.expanduser(config.labels or ""))
-    kept = []
-    for name in tree.tables:
-        path = os.path.join(tree.root, name)
-        if os.path.realpath(path) == named:
-            continue
-        if CACHED_TABLE.fullmatch(name):
-            tree.leave_out("cached results of datasets", name)
-        elif tree.images and not holds_images(path):
-            tree.leave_out("tables without images; data.labels names a list", name)
-        else:
-            kept.append(name)
-    tree.tables = kept
-    if tree.tables and tree.images:
-        tree.leave_out("images next to shards, unless these name them", *tree.images)
-        tree.images = []
+def is_shard(table: str, tree: Tree, config: ImagesConfig) -> bool:
+    """Whether a table of a folder holds images, or cannot be read: it is a shard. Others are left out."""
+    path = os.path.join(tree.root, table)
+    try:
+        features = read_features(path)
+    except (OSError, pa.ArrowException):
+        return True
+    if CACHED_TABLE.fullmatch(table):
+        tree.leave_out("cached results of datasets", table)
+        return False
+    if config.image_column in features or any(map(can_hold_images, features.values())):
+        return True
+    if os.path.realpath(path) != os.path.realpath(os.path.expanduser(config.labels or "")):
+        tree.leave_out("tables without images; data.labels names a list", table)
+    return False
 
 
 def refuse_other_endings(shards: Iterable[str], config: ImagesConfig) -> None:
@@ -240,13 +232,6 @@ def read_features(table: str) -> datasets.Features:
         except pa.ArrowInvalid:  # arrow's other format, which `datasets` reads too
             schema = pa.ipc.open_file(file).schema
     return datasets.Features.from_arrow_schema(schema)
-
-
-def holds_images(table: str) -> bool:
-    """Whether a parquet or arrow file has a column of images; not where it cannot be read."""
-    with suppress(*LOADING_ERRORS):
-        return any(map(can_hold_images, read_features(table).values()))
-    return False
 
 
 def refuse_other_columns(files: Sequence[str]) -> None:

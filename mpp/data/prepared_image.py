@@ -14,14 +14,8 @@ from mpp.data.decoding.decode import read_values
 from mpp.data.decoding.formats import JPEG
 from mpp.errors import UnreadableImage, UserError
 
-JPEG_MARKER = re.compile(rb"\xff+([^\0\xff])")
-SCAN_END = re.compile(rb"\xff+[^\0\xff\xd0-\xd7]")
-"""The first marker behind the coded values of a JPEG, among which markers of restarts stand."""
-START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
-CODING_MARKERS = {*range(0xC0, 0xD0), *range(0xDA, 0xDE)} - {0xC8}
-"""Of frames, tables and scans of JPEG."""
-NOTE_MARKERS = {*range(0xE0, 0xF0), 0xFE}
-"""Of segments of applications, and of comments."""
+NOTES_OF_JPEG = re.compile(rb"\xff([\xe1-\xed\xef\xfe]|\xe0(?!\0\x10JFIF\0)|\xee(?!\0\x0eAdobe)|\xd9.)", re.DOTALL)
+"""Segments of applications but for the numbers of JFIF and Adobe, comments, and what follows the end."""
 
 
 def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | None = None) -> bytes:
@@ -39,39 +33,10 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
         return encode(shrink(values, config.short_side), config.format, config.quality)
     if config.format != "jpeg":
         return encode(values, config.format)
-    if isinstance(image, bytes) and JPEG.begins(image):
-        stripped = jpeg_segments(image)
-        # EXIF may have turned it, and settings may have chosen or filled values.
-        if stripped and (stripped == image or np.array_equal(read_values(stripped, config.data), values)):
-            return stripped
+    has_pixels_of_file = config.data.bands is None and config.data.nodata is None
+    if has_pixels_of_file and isinstance(image, bytes) and JPEG.begins(image) and not NOTES_OF_JPEG.search(image):
+        return image
     return encode(values, "png")
-
-
-def jpeg_segments(data: bytes) -> bytes | None:
-    """A JPEG up to its first end, without notes but the numbers of JFIF and Adobe; None: its parts are not known."""
-    kept = [data[:2]]
-    position = 2
-    while found := JPEG_MARKER.match(data, position):
-        marker = found[1][0]
-        if marker == END_OF_IMAGE:
-            return b"".join(kept) + bytes([0xFF, END_OF_IMAGE])
-        start = found.end()
-        position = start + int.from_bytes(data[start : start + 2], "big")
-        content = data[start + 2 : position]
-        if marker in NOTE_MARKERS:
-            says_colours = content.startswith((b"JFIF\0", b"Adobe"))  # by numbers, before a preview
-            content = content[:12] + bytes(2) if says_colours else b""
-        elif marker not in CODING_MARKERS:
-            return None
-        if content or marker in CODING_MARKERS:
-            kept += [bytes([0xFF, marker]), (len(content) + 2).to_bytes(2, "big"), content]
-        if marker == START_OF_SCAN:
-            scan_end = SCAN_END.search(data, position)
-            if scan_end is None:
-                return None
-            kept.append(data[position : scan_end.start()])
-            position = scan_end.start()
-    return None
 
 
 def shrink(values: NDArray, side: int) -> NDArray:

@@ -30,7 +30,7 @@ from mpp.data.labels import find_label_column
 from mpp.data.overview import announce_splits
 from mpp.data.retry import LOADING_ERRORS, NETWORK_ERRORS, read_with_retries
 from mpp.data.sources import find_held_out_split, label_images, load_splits
-from mpp.errors import ReadFailed, UserError, one_line
+from mpp.errors import UserError, one_line
 from mpp.runtime.files import short_digest
 from mpp.runtime.messages import counted
 from mpp.runtime.randomness import Stream, permutation
@@ -258,12 +258,8 @@ def list_stream_files(config: ImagesConfig) -> FileStamps:
     Raises:
         ReadFailed: they cannot be listed.
     """
-    try:
-        files = read_with_retries(partial(list_files, as_url(config)), describe_source(config), config.read_retries)
-    except ReadFailed:
-        raise
-    except Exception as error:  # clients of file systems raise errors of any type
-        raise ReadFailed(f"{describe_source(config)} cannot be listed: {one_line(error)}") from error
+    listed = partial(list_files, as_url(config))
+    files = read_with_retries(listed, describe_source(config), config.read_retries, Exception)  # clients raise any
     shards = [file for file in files if file[0].endswith(tuple(SHARD_BUILDERS))]
     return shards or files  # a folder of shards may have other files that change
 

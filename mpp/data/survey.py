@@ -6,6 +6,7 @@ n, m images of a sample.
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpp.config import DataConfig, ModelConfig
-from mpp.data.columns import read_cell
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoding.decode import decode
-from mpp.data.shards import open_shards
+from mpp.data.shards import ShardBlock, open_shards
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
 
@@ -67,18 +66,14 @@ def sample_images(config: DataConfig) -> Iterator[Tensor]:
     """Training images (C, H, W), decoded; undecodable images are left out."""
     if config.streaming:
         shards, _ = open_shards(config)
-        source = shards.with_columns([])
-        rows = (row for _, row in source.sample(MEASURED_IMAGES, config.eval_seed, config.read_retries))
+        sample = shards.with_columns([]).sample(MEASURED_IMAGES, config.eval_seed, config.read_retries)
+        images = ShardBlock(shards, 0, [row for _, row in sample])
     else:
         train, _ = load_image_datasets(config)
-        source = train.choose(config.train_images, config.eval_seed).choose(MEASURED_IMAGES, config.eval_seed)
-        rows = source.rows
-    for row in rows:
-        try:
-            image = read_cell(row[source.image_column], config.read_retries, source.array_dtype, config.path)
-            yield decode(image, config)
-        except UnreadableImage:
-            continue
+        images = train.choose(config.train_images, config.eval_seed).choose(MEASURED_IMAGES, config.eval_seed)
+    for index in range(len(images.rows)):
+        with suppress(UnreadableImage):
+            yield images.decode(index, config)
 
 
 @dataclass

@@ -93,32 +93,50 @@ def lay_on_white(values: NDArray, most: float, premultiplied: bool = False, whit
     return np.rint(np.minimum(on_white, most)).astype(values.dtype)
 
 
-def select_channels(
-    values: NDArray, config: ImagesConfig, nodata_of_file: float | None = None
-) -> tuple[NDArray, NDArray[np.bool_] | None]:
-    """The channels (C, H, W) that the settings ask for, of bands (n, H, W), with a value everywhere.
+def to_pixels(stored: Stored, config: ImagesConfig, marks_nodata: bool) -> Tensor:
+    """The pixels of an image: see `mpp.data.decoding.decode.decode`."""
+    values, missing, limits = select_channels(stored, config)
+    pixels = scale_to_255(values, limits)
+    if not marks_nodata:
+        return pixels
+    mark = torch.full_like(pixels[:1], 255)
+    if missing is not None:
+        mark[:, torch.from_numpy(missing)] = 0
+    return torch.cat([pixels, mark])
 
-    Args:
-        nodata_of_file: counts where `data.nodata` is null.
+
+def select_channels(stored: Stored, config: ImagesConfig) -> tuple[NDArray, NDArray[np.bool_] | None, Sequence[Limits]]:
+    """The channels that the settings ask for, with a value everywhere, black below white.
+
     Returns:
-        The channels; and where all of them were missing, (H, W), or None: nothing was.
+        Their values (C, H, W); where all of them were missing, (H, W), or None: nothing was; and the values that become
+        0 and 255, for all channels or each, empty: those of the type.
     """
+    values = stored.values
     if values.dtype == bool:
         values = values.astype(np.uint8) * 255
     if config.bands:
         if max(config.bands) > len(values):
             raise UnreadableImage(f"{len(values)} bands; data.bands asks for {max(config.bands)}")
         values = values[[band - 1 for band in config.bands]]
-    missing = find_missing(values, config.nodata, nodata_of_file)
-    if missing is None or not missing.any():
-        return convert_channels(values, config.channels), None
+    missing = find_missing(values, config.nodata, stored.nodata)
+    if missing is not None:
+        values = fill(values, missing)
+    values = convert_channels(values, config.channels)
+    limits = config.limits() or ([stored.limits] if stored.limits else [])
+    if stored.is_inverted:
+        values = invert(values, limits)
+    return values, None if missing is None else missing.all(0), limits
+
+
+def fill(values: NDArray, missing: NDArray[np.bool_]) -> NDArray:
+    """Values (n, H, W) with the mean of their channel where they are missing, (n, H, W)."""
     if missing.all((1, 2)).any():
         raise UnreadableImage("a channel without any value")
     means = np.mean(values, (1, 2), np.float64, keepdims=True, where=~missing)
     if values.dtype.kind != "f":
         means = np.rint(means)
-    filled = np.where(missing, means, values).astype(values.dtype)
-    return convert_channels(filled, config.channels), missing.all(0)
+    return np.where(missing, means, values).astype(values.dtype)
 
 
 def find_missing(values: NDArray, nodata: float | str | None, nodata_of_file: float | None) -> NDArray[np.bool_] | None:

@@ -11,33 +11,33 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.arrays import read_array, read_array_file
-from mpp.data.decoding.channels import UPRIGHT, Limits, Stored, invert, scale_to_255, select_channels
+from mpp.data.decoding.channels import UPRIGHT, Stored, select_channels, to_pixels
 from mpp.data.decoding.coded import read_jpeg2000, read_jpegxl
 from mpp.data.decoding.dicom import read_dicom
-from mpp.data.decoding.formats import DICOM, TIFF, Format, format_of, what_is
+from mpp.data.decoding.formats import ARRAY, DICOM, TIFF, Format, format_of, what_is
 from mpp.data.decoding.pictures import pil_orientation, read_pil_mask, read_ppm, read_with_pil
 from mpp.data.decoding.tiff import read_tiff, read_tiff_mask, tiff_orientation
-from mpp.errors import MissingDecoder, UnreadableImage, one_line
+from mpp.errors import UnreadableImage, one_line
 
-Reader = Callable[[bytes, ImagesConfig], Stored]
+Reader = Callable[[Any, ImagesConfig], Stored]
 READERS: dict[str, Reader] = {
     **{"DICOM": read_dicom, "TIFF": read_tiff, "PPM": read_ppm, "JPEG XL": read_jpegxl, "JPEG 2000": read_jpeg2000},
-    **dict.fromkeys((".npy", ".npz"), read_array_file),
+    **{".npy": read_array_file, ".npz": read_array_file, "array": read_array},
     **dict.fromkeys(("JPEG", "PNG", "WebP", "GIF", "BMP", "AVIF", "HEIC"), read_with_pil),
 }
 """Name of a format -> its reader."""
 MASK_READERS: dict[str, Reader] = {
-    **{"TIFF": read_tiff_mask, ".npy": read_array_file, ".npz": read_array_file},
+    **{"TIFF": read_tiff_mask, ".npy": read_array_file, ".npz": read_array_file, "array": read_array},
     **dict.fromkeys(("PNG", "GIF", "BMP", "PPM"), read_pil_mask),
 }
 """The same, of formats that keep numbers."""
@@ -65,43 +65,19 @@ def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = Fa
     Raises:
         UnreadableImage: with the reason.
     """
-    values, missing, limits = read_channels(image, config)
-    pixels = scale_to_255(values, limits)
-    if not marks_nodata:
-        return pixels
-    mark = torch.full_like(pixels[:1], 255)
-    if missing is not None:
-        mark[:, torch.from_numpy(missing)] = 0
-    return torch.cat([pixels, mark])
+    with errors_named(image) as form:
+        if config.range == WINDOW and form is not DICOM:
+            raise UnreadableImage("no DICOM file, which data.range window asks for")
+        stored = READERS[form.name](image, config)
+    return to_pixels(stored, config, marks_nodata)
 
 
 def read_values(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
     """The channels (C, H, W) of an image as `decode` has them, but with the values and the type of the file."""
-    values, _, _ = read_channels(image, config)
+    with errors_named(image) as form:
+        stored = READERS[form.name](image, config)
+    values, _, _ = select_channels(stored, config)
     return values
-
-
-def read_channels(
-    image: bytes | NDArray, config: ImagesConfig
-) -> tuple[NDArray, NDArray[np.bool_] | None, Sequence[Limits]]:
-    """The channels of an image, black below white.
-
-    Returns:
-        Their values (C, H, W); where none had one before they were filled, (H, W), or None: nowhere; and the values
-        that become 0 and 255, for all channels or each, empty: those of the type.
-    """
-    if config.range == WINDOW and (isinstance(image, np.ndarray) or not DICOM.begins(image)):
-        raise UnreadableImage("no DICOM file, which data.range window asks for")
-    if isinstance(image, np.ndarray):
-        stored = read_array(image, config)
-    else:
-        with errors_named(image) as form:
-            stored = READERS[form.name](image, config)
-    limits = config.limits() or ([stored.limits] if stored.limits else [])
-    values, missing = select_channels(stored.values, config, stored.nodata)
-    if stored.is_inverted:
-        values = invert(values, limits)
-    return values, missing, limits
 
 
 def read_mask(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
@@ -111,24 +87,21 @@ def read_mask(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
         UnreadableImage: it has colours, fractions or several bands, was compressed with losses, or cannot be decoded.
     """
     as_stored = ImagesConfig(channels=1, bands=(1,), max_pixels=config.max_pixels)
-    if isinstance(image, np.ndarray):
-        values = read_array(image, as_stored).values
-    else:
-        with errors_named(image) as form:
-            if form.name not in MASK_READERS:
-                raise UnreadableImage(f"{form}; a mask must be PNG, TIFF or .npy, which keep its numbers")
-            values = MASK_READERS[form.name](image, as_stored).values
+    with errors_named(image) as form:
+        if form.name not in MASK_READERS:
+            raise UnreadableImage(f"{form}; a mask must be PNG, TIFF or .npy, which keep its numbers")
+        values = MASK_READERS[form.name](image, as_stored).values
     if len(values) > 1 or values.dtype.kind not in "uib":
         raise UnreadableImage(f"a {len(values)}-band image of {values.dtype}; a mask has one whole number a pixel")
     return values[0]
 
 
 @contextlib.contextmanager
-def errors_named(data: bytes) -> Iterator[Format]:
-    """The format of an image file, whose decoder's errors become UnreadableImage with their cause."""
-    form = format_of(data)
+def errors_named(image: bytes | NDArray) -> Iterator[Format]:
+    """The format of an image, whose decoder's errors become UnreadableImage with their cause."""
+    form = ARRAY if isinstance(image, np.ndarray) else format_of(image)
     if form is None:
-        kind = what_is(data)
+        kind = what_is(image)
         raise UnreadableImage(f"{kind} instead of an image" if kind else "no image file of a known sort")
     try:
         yield form
@@ -136,7 +109,7 @@ def errors_named(data: bytes) -> Iterator[Format]:
         raise
     except ImportError as error:
         package = form.package or "imagecodecs"
-        raise MissingDecoder(f"{form.name} files need {package}: pip install {package}") from error
+        raise UnreadableImage(f"{form.name} files need {package}: pip install {package}") from error
     except UnidentifiedImageError:
         raise UnreadableImage(f"{form} whose header cannot be read") from None
     except DECODER_ERRORS as error:
@@ -146,8 +119,6 @@ def errors_named(data: bytes) -> Iterator[Format]:
 
 def stored_orientation(image: bytes | NDArray) -> int:
     """The orientation (EXIF's, 1 to 8) in which a file stores its image, and from which it is turned upright."""
-    if isinstance(image, np.ndarray):
-        return UPRIGHT
     with errors_named(image) as form:
         if form is TIFF:
             return tiff_orientation(image)

@@ -1,9 +1,7 @@
-"""Kinds of files by their first bytes or the endings of their names, and the packages that decode some of them."""
+"""Kinds of files by their first bytes or the endings of their names."""
 
 import codecs
 import re
-from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 KIND_BYTES = 1024  # first bytes of a file that tell its kind; of images but DICOM 18 are enough
@@ -49,11 +47,10 @@ JPEG_2000 = Format(
 )
 NPY = Format(".npy", rb"\x93NUMPY", (".npy",))
 NPZ = Format(".npz", rb"PK\x03\x04", (".npz",))
+ARRAY = Format("array", rb"(?!)", ())  # in a table, not in a file
 PICTURES = (DICOM, JPEG, PNG, PPM, WEBP, GIF, BMP, TIFF, AVIF, HEIC, JPEG_XL, JPEG_2000)
 """The first that fits a file is its format: the preamble of DICOM may be the beginning of another file."""
 ARRAYS = (NPY, NPZ)
-FORMATS = {ending: form for form in (*PICTURES, *ARRAYS) for ending in form.endings}
-"""Ending of a file's name -> its format."""
 IMAGE_ENDINGS = frozenset(ending for form in PICTURES for ending in form.endings)
 ARRAY_ENDINGS = frozenset(ending for form in ARRAYS for ending in form.endings)
 LFS_POINTER = "a Git LFS pointer"
@@ -99,15 +96,3 @@ def what_is(head: bytes) -> str:
     if form := format_of(head):
         return str(form)
     return next((kind for kind, start in OTHERS.items() if re.match(start, head, re.DOTALL | re.IGNORECASE)), "")
-
-
-def missing_decoder(head_or_ending: bytes | str) -> str | None:
-    """The package to install before a file can be read, by its first bytes or the ending of its name; None: none."""
-    form = FORMATS.get(head_or_ending) if isinstance(head_or_ending, str) else format_of(head_or_ending)
-    return form.package if form and form.package and not is_installed(form.package) else None
-
-
-@cache
-def is_installed(package: str) -> bool:
-    """Whether a package is installed; nothing is imported."""
-    return find_spec(package.replace("-", "_")) is not None
