@@ -89,18 +89,15 @@ def share(make: partial[Listing], config: ImagesConfig) -> tuple[dict[str, Any],
     Args:
         make: makes the listing. Of the processes of a machine that start together, one calls it.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        table, summary = make().to_arrow()
-        rows = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=os.urandom(8).hex())
-    else:
-        parent = launcher()
-        restart = [os.environ.get(name) for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-        launch = (socket.gethostname(), parent.pid, parent.create_time(), *restart)
-        key = short_digest([repr((launch, make.func.__name__, make.args)).encode(errors="surrogateescape")])
-        folder = cached(f"listing-{key}", partial(write, make), is_kept=False)
-        atexit.register(discard, folder)
-        rows = datasets.Dataset.from_file(str(folder / ROWS_FILE))
-        summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    parent = launcher()
+    start = [os.environ.get(name) for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+    own = os.urandom(8) if os.environ.get("WORLD_SIZE", "1") == "1" else None
+    launch = (socket.gethostname(), parent.pid, parent.create_time(), *start, own)
+    key = short_digest([repr((launch, make.func.__name__, make.args)).encode(errors="surrogateescape")])
+    folder = cached(f"listing-{key}", partial(write, make), is_kept=False)
+    atexit.register(discard, folder)
+    rows = datasets.Dataset.from_file(str(folder / ROWS_FILE))
+    summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     for line in summary["lines"]:
         warn(f"{describe_source(config)}: {line}")
     splits, first = {}, 0

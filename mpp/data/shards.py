@@ -95,6 +95,8 @@ class Shards:
             except NETWORK_ERRORS:
                 blocks = None  # an iterator that has raised is at its end
                 raise
+            except UserError:
+                raise
             except LOADING_ERRORS as error:
                 raise UserError(f"{name} is damaged after row {done * size}: {one_line(error)}; replace it") from error
 

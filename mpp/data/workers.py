@@ -184,7 +184,7 @@ class WatchedLoader:
     def unfinished_images(self, running: Collection[int]) -> list[str]:
         """Names of the images that processes were reading which are not among the `running` ones."""
         notes = self.notes[:-1].tolist()
-        return [self.image_name(index) for process, index in notes if process not in running and index >= 0]
+        return [self.image_name(index) for process, index in notes if process and process not in running and index >= 0]
 
 
 class BatchQueue(Queue):

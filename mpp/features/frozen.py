@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpp.config import ImagesConfig, Representation, require
 from mpp.data.crops import centre_crop
-from mpp.data.decoding.channels import select_channels
+from mpp.data.decoding.channels import Stored, select_channels
 from mpp.data.decoding.pictures import from_pil
 from mpp.data.views import Batch
 from mpp.errors import Unavailable
@@ -123,7 +123,7 @@ def to_pixels(image: Tensor | Image.Image, config: ImagesConfig) -> Tensor:
 
 def pil_to_pixels(image: Image.Image, config: ImagesConfig) -> Tensor:
     """A PIL image as (C, H, W) uint8."""
-    values, _ = select_channels(from_pil(image, config), config)
+    values, _ = select_channels(Stored(from_pil(image, config)), config)
     description = f"a PIL image of mode {image.mode}"
     allowed = f"of 8 bits, or a tensor (B, {config.channels}, H, W), scaled"
     require(values.dtype == np.uint8, "images", description, allowed)

@@ -22,11 +22,11 @@ def read_array(array: NDArray, config: ImagesConfig) -> Stored:
     shorter one; the last where both do.
     """
     check_numbers(array.dtype)
+    if array.ndim not in (2, 3):
+        raise UnreadableImage(f"an array of shape {array.shape}, not an image (H, W, bands) or (bands, H, W)")
     check_size(array.shape, config)
     if array.ndim == 2:
         return Stored(array[None])
-    if array.ndim != 3:
-        raise UnreadableImage(f"an array of shape {array.shape}, not an image (H, W, bands) or (bands, H, W)")
     first, middle, last = array.shape
     expected = None if config.bands else config.channels
     last_is_left = first == middle or (middle != last and last <= first)

@@ -95,8 +95,10 @@ def lay_on_white(values: NDArray, most: float, premultiplied: bool = False, whit
 
 def to_pixels(stored: Stored, config: ImagesConfig, marks_nodata: bool) -> Tensor:
     """The pixels of an image: see `mpp.data.decoding.decode.decode`."""
-    values, missing, limits = select_channels(stored, config)
-    pixels = scale_to_255(values, limits)
+    values, missing = select_channels(stored, config)
+    pixels = scale_to_255(values, config.limits() or ([stored.limits] if stored.limits else []))
+    if stored.is_inverted:
+        pixels = 255 - pixels
     if not marks_nodata:
         return pixels
     mark = torch.full_like(pixels[:1], 255)
@@ -105,12 +107,11 @@ def to_pixels(stored: Stored, config: ImagesConfig, marks_nodata: bool) -> Tenso
     return torch.cat([pixels, mark])
 
 
-def select_channels(stored: Stored, config: ImagesConfig) -> tuple[NDArray, NDArray[np.bool_] | None, Sequence[Limits]]:
-    """The channels that the settings ask for, with a value everywhere, black below white.
+def select_channels(stored: Stored, config: ImagesConfig) -> tuple[NDArray, NDArray[np.bool_] | None]:
+    """The channels (C, H, W) that the settings ask for, with a value everywhere.
 
     Returns:
-        Their values (C, H, W); where all of them were missing, (H, W), or None: nothing was; and the values that become
-        0 and 255, for all channels or each, empty: those of the type.
+        The channels; and where all of them were missing, (H, W), or None: nothing was.
     """
     values = stored.values
     if values.dtype == bool:
@@ -122,11 +123,7 @@ def select_channels(stored: Stored, config: ImagesConfig) -> tuple[NDArray, NDAr
     missing = find_missing(values, config.nodata, stored.nodata)
     if missing is not None:
         values = fill(values, missing)
-    values = convert_channels(values, config.channels)
-    limits = config.limits() or ([stored.limits] if stored.limits else [])
-    if stored.is_inverted:
-        values = invert(values, limits)
-    return values, None if missing is None else missing.all(0), limits
+    return convert_channels(values, config.channels), None if missing is None else missing.all(0)
 
 
 def fill(values: NDArray, missing: NDArray[np.bool_]) -> NDArray:
@@ -184,29 +181,11 @@ def scale_to_255(values: NDArray, limits: Sequence[Limits]) -> Tensor:
         runs_backwards = min(values.strides) < 0  # which torch does not take
         return torch.from_numpy(values.copy() if runs_backwards else values)
     exact_type = np.float32 if values.dtype.itemsize <= 2 else np.float64  # 255 x 65535 is below 2**24
-    low, high = lows_and_highs(limits, values.dtype, exact_type)
+    if not limits:
+        if values.dtype.kind == "f" or values.dtype.itemsize > 2:
+            raise UnreadableImage(f"{values.dtype} values have no agreed range; data.range says which")
+        limits = [limits_of_bits(8 * values.dtype.itemsize, values.dtype.kind == "i")]
+    pairs = np.array(limits, exact_type)[..., None, None]  # (C, 2, 1, 1) or (1, 2, 1, 1)
+    low, high = pairs[:, 0], pairs[:, 1]
     scaled = (values.astype(exact_type) - low) * 255 / (high - low)
     return torch.from_numpy(np.clip(scaled, 0, 255).astype(np.float32, copy=False))
-
-
-def invert(values: NDArray, limits: Sequence[Limits]) -> NDArray:
-    """Values (C, H, W) that run from white to black, from black to white; limits as in `scale_to_255`.
-
-    Returns:
-        The same type; float32 where it does not hold them.
-    """
-    low, high = lows_and_highs(limits, values.dtype, np.float64)
-    inverted = low + high - values
-    with np.errstate(invalid="ignore"):  # of values beyond the type
-        of_type = inverted.astype(values.dtype)
-    return of_type if np.array_equal(of_type, inverted) else inverted.astype(np.float32)
-
-
-def lows_and_highs(limits: Sequence[Limits], dtype: np.dtype, exact_type: type[np.floating]) -> tuple[NDArray, NDArray]:
-    """The lower and the upper limits of values of a type, (C, 1, 1) or (1, 1, 1) each."""
-    if not limits:
-        if dtype.kind == "f" or dtype.itemsize > 2:
-            raise UnreadableImage(f"{dtype} values have no agreed range; data.range says which")
-        limits = [limits_of_bits(8 * dtype.itemsize, dtype.kind == "i")]
-    pairs = np.array(limits, exact_type)[..., None, None]
-    return pairs[:, 0], pairs[:, 1]

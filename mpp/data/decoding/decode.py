@@ -7,6 +7,7 @@ by `data.range`.
 """
 
 import contextlib
+import lzma
 import struct
 import tokenize
 import zipfile
@@ -24,7 +25,7 @@ from mpp.data.decoding.arrays import read_array, read_array_file
 from mpp.data.decoding.channels import UPRIGHT, Stored, select_channels, to_pixels
 from mpp.data.decoding.coded import read_jpeg2000, read_jpegxl
 from mpp.data.decoding.dicom import read_dicom
-from mpp.data.decoding.formats import ARRAY, DICOM, TIFF, Format, format_of, what_is
+from mpp.data.decoding.formats import ARRAY, DICOM, NPY, NPZ, PPM, TIFF, Format, format_of, what_is
 from mpp.data.decoding.pictures import pil_orientation, read_pil_mask, read_ppm, read_with_pil
 from mpp.data.decoding.tiff import read_tiff, read_tiff_mask, tiff_orientation
 from mpp.errors import UnreadableImage, one_line
@@ -42,10 +43,9 @@ MASK_READERS: dict[str, Reader] = {
 }
 """The same, of formats that keep numbers."""
 DECODER_ERRORS = (
-    *(OSError, SyntaxError, ValueError, RuntimeError),  # PIL, torchvision and imagecodecs
-    *(TypeError, LookupError, ArithmeticError, MemoryError, struct.error),  # tifffile, too
-    *(AttributeError, AssertionError, StopIteration, zlib.error),  # pydicom, too
-    *(EOFError, tokenize.TokenError, zipfile.BadZipFile),  # numpy, too
+    *(OSError, SyntaxError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, MemoryError),
+    *(AttributeError, AssertionError, StopIteration, EOFError),
+    *(struct.error, zlib.error, lzma.LZMAError, tokenize.TokenError, zipfile.BadZipFile),
 )
 """Errors that decoders raised on files that were broken on purpose."""
 
@@ -73,11 +73,19 @@ def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = Fa
 
 
 def read_values(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
-    """The channels (C, H, W) of an image as `decode` has them, but with the values and the type of the file."""
+    """The channels (C, H, W) of an image as `decode` has them, but with the values and the type of the file.
+
+    Raises:
+        UnreadableImage: also for fractions that run from white to black, of which no type says how to invert them.
+    """
     with errors_named(image) as form:
         stored = READERS[form.name](image, config)
-    values, _, _ = select_channels(stored, config)
-    return values
+    values, _ = select_channels(stored, config)
+    if not stored.is_inverted:
+        return values
+    if values.dtype.kind == "f":
+        raise UnreadableImage("fractions, of which 0 is white; convert them")
+    return ~values
 
 
 def read_mask(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
@@ -113,7 +121,8 @@ def errors_named(image: bytes | NDArray) -> Iterator[Format]:
     except UnidentifiedImageError:
         raise UnreadableImage(f"{form} whose header cannot be read") from None
     except DECODER_ERRORS as error:
-        cause = type(error).__name__ if form is DICOM else one_line(error)  # pydicom may quote tags
+        may_quote = form in (DICOM, NPY, NPZ, PPM)  # the file, such as a tag about a patient
+        cause = type(error).__name__ if may_quote else one_line(error)
         raise UnreadableImage(f"{form} that cannot be decoded: {cause}") from None
 
 

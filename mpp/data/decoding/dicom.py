@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.channels import Limits, Stored, bands_to_front, check_size, is_picture, limits_of_bits
-from mpp.data.decoding.formats import KIND_BYTES
+from mpp.data.decoding.coded import jpeg2000_header
 from mpp.errors import UnreadableImage
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def read_dicom(data: bytes, config: ImagesConfig) -> Stored:
     import pydicom  # takes a quarter of a second
     from pydicom.pixels import apply_color_lut
 
-    if DEFLATED in data[:KIND_BYTES]:  # of any size once it is inflated
+    if DEFLATED in data:  # of any size once it is inflated
         raise UnreadableImage("a deflated DICOM file, which mpp does not read; inflate it, such as by dcmconv +te")
     pydicom.config.convert_wrong_length_to_UN = True  # instead of an exception of its own
     logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
@@ -82,7 +82,8 @@ def check_header(dataset: "Dataset", config: ImagesConfig) -> None:
         raise UnreadableImage("a DICOM file with units in a table or of frames; store each frame as a plain file")
     frames = int(dataset.get("NumberOfFrames") or 1)
     check_size((frames * dataset.SamplesPerPixel, dataset.Rows, dataset.Columns), config)
-    if dataset.get("HighBit", dataset.BitsStored - 1) != dataset.BitsStored - 1:
+    is_plain = not dataset.file_meta.TransferSyntaxUID.is_compressed
+    if is_plain and dataset.get("HighBit", dataset.BitsStored - 1) != dataset.BitsStored - 1:
         raise UnreadableImage("a DICOM file whose bits do not begin with the lowest")
     has_colours = not dataset.PhotometricInterpretation.startswith("MONOCHROME")
     if frames > 1 and (has_colours or (is_picture(config) and frames != config.channels)):
@@ -111,7 +112,12 @@ def decode_frame(frame: bytes, runner: "DecodeRunner") -> bytes:
     name = DECODERS[runner.transfer_syntax]
     options = {}
     has_colours = runner.samples_per_pixel == 3
-    if name != "jpeg2k_decode":  # a frame of another size than its file announces is refused
+    # A frame of another size than its file announces is refused.
+    if name == "jpeg2k_decode":
+        sides, _ = jpeg2000_header(frame)
+        if sides[:2] != (runner.rows, runner.columns):
+            raise UnreadableImage("a DICOM file of a frame with other sides")
+    else:
         sides = (runner.rows, runner.columns, 3) if has_colours else (runner.rows, runner.columns)
         options["out"] = np.empty(sides, np.uint8 if runner.bits_stored <= 8 else np.uint16)
     if name == "jpeg8_decode" and has_colours:  # pydicom converts colours itself
@@ -132,8 +138,8 @@ def rescale(stored: NDArray, dataset: "Dataset") -> tuple[NDArray, Limits | None
     """
     low, high = limits_of_bits(dataset.BitsStored, dataset.PixelRepresentation)
     dtype = stored.dtype
-    if "RescaleSlope" in dataset or "RescaleIntercept" in dataset:
-        slope, intercept = float(dataset.RescaleSlope), float(dataset.RescaleIntercept)
+    slope, intercept = number_of(dataset, "RescaleSlope"), number_of(dataset, "RescaleIntercept")
+    if not (math.isnan(slope) and math.isnan(intercept)):
         if slope == 0 or not math.isfinite(slope * intercept):
             raise UnreadableImage("a DICOM file whose rescale slope is 0, or no finite number")
         stored = stored * slope + intercept
@@ -148,10 +154,17 @@ def rescale(stored: NDArray, dataset: "Dataset") -> tuple[NDArray, Limits | None
 
 def read_window(dataset: "Dataset") -> Limits:
     """The values that are black and white in the first window of a file."""
-    center, width = (float(np.ravel(dataset.get(f"Window{part}") or np.nan)[0]) for part in ("Center", "Width"))
+    center, width = number_of(dataset, "WindowCenter"), number_of(dataset, "WindowWidth")
     shape = dataset.get("VOILUTFunction", "LINEAR")
     if shape == "LINEAR":  # in pixels' whole steps, by the standard
         center, width = center - 0.5, width - 1
-    if shape not in ("LINEAR", "LINEAR_EXACT") or not 0 < width < np.inf:
+    is_grey = dataset.PhotometricInterpretation.startswith("MONOCHROME")
+    if not is_grey or shape not in ("LINEAR", "LINEAR_EXACT") or not width > 0 or not math.isfinite(center + width):
         raise UnreadableImage("a DICOM file without a linear window, which data.range window asks for")
     return center - width / 2, center + width / 2
+
+
+def number_of(dataset: "Dataset", tag: str) -> float:
+    """The first number of a tag; NaN: it has none."""
+    value = dataset.get(tag)
+    return math.nan if value in (None, "") else float(np.ravel(value)[0])

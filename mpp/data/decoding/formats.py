@@ -20,7 +20,7 @@ class Format(NamedTuple):
 
     def __str__(self) -> str:
         """A file of it in words."""
-        return f"{'an' if self.name[0] in 'AEIOU' else 'a'} {self.name} file"
+        return f"{'an' if self.name[0] in 'AEIOUa' else 'a'} {self.name} file"
 
     def begins(self, head: bytes) -> bool:
         """Whether a file with these first bytes is of this format."""

@@ -100,7 +100,6 @@ def read_pil_mask(data: bytes, config: ImagesConfig) -> Stored:
 
 def from_pil(image: Image.Image, config: ImagesConfig) -> NDArray:
     """The first frame of a PIL image, upright, (n, H, W): 8 bits of RGB or grey, or its bands, as the settings ask."""
-    image.seek(0)
     image.load()  # PIL turns a TIFF then, and forgets its orientation
     return turn_upright(stored_pixels(image, config), orientation_of(image))
 

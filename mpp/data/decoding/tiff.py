@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from mpp.data.decoding.channels import (
     turn_upright,
 )
 from mpp.data.decoding.pictures import ORIENTATION_TAG, read_with_pil
-from mpp.errors import UnreadableImage
+from mpp.errors import UnreadableImage, one_line
 
 if TYPE_CHECKING:
     from tifffile import TiffFile, TiffPage, TiffPageSeries
@@ -31,12 +32,17 @@ SIGNED_INTEGERS = 2  # a sample format
 JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
 
 
-def open_tiff(data: bytes) -> "TiffFile":
+@contextlib.contextmanager
+def open_tiff(data: bytes) -> Iterator["TiffFile"]:
     """A TIFF whose header tifffile has read."""
     import tifffile  # needed for TIFF only, and takes a tenth of a second
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # unreadable images have a message of ours
-    return tifffile.TiffFile(io.BytesIO(data))
+    try:
+        with tifffile.TiffFile(io.BytesIO(data)) as file:
+            yield file
+    except tifffile.TiffFileError as error:  # no ValueError in releases for Python 3.10
+        raise ValueError(one_line(error)) from error
 
 
 def read_tiff(data: bytes, config: ImagesConfig) -> Stored:
