@@ -21,12 +21,13 @@ from evaluation.figures.markdown import markdown_table
 from evaluation.memory import peak_memory
 from evaluation.pages.about import changed_settings_shown
 from evaluation.pictures.gallery import arrange_in_rows
+from evaluation.survey import Survey, survey
 from mpp.config import Config, as_words
 from mpp.config.parsing import parse
 from mpp.data.data_path import describe_source
 from mpp.data.loader import BatchLayout
+from mpp.data.moments import channel_moments, with_moments
 from mpp.data.shards import Shards
-from mpp.data.survey import Survey, channel_moments, survey, with_moments
 from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_rgb, as_seen, stretch

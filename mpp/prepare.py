@@ -32,10 +32,10 @@ from mpp.data.folder import split_of_cell, split_of_shard
 from mpp.data.identity import differences, split_fingerprint
 from mpp.data.labels import column_of, find_label_column
 from mpp.data.overview import announce_splits
-from mpp.data.prepared_image import prepare_image
 from mpp.data.remote import resolve_commit
 from mpp.data.sources import label_images, load_splits
 from mpp.errors import UnreadableImage, UserError
+from mpp.prepared_image import prepare_image
 from mpp.runtime.files import LOCK, complete, hold, short_digest, write_complete
 from mpp.runtime.hardware import cores
 from mpp.runtime.messages import counted, note, printable, progress_bar

@@ -26,8 +26,8 @@ from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, Networ
 from mpp.config.parsing import parse, read_yaml
 from mpp.corruption import Corruption, draw
 from mpp.data.crops import augment
+from mpp.data.moments import channel_moments
 from mpp.data.sources import image_arguments, load_image_datasets
-from mpp.data.survey import channel_moments
 from mpp.errors import UserError
 from mpp.features.metrics import measure_predictions, summarize
 from mpp.features.reconstructions import as_rgb, prediction_columns, prediction_panel, stretch

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from evaluation import check
+from evaluation.survey import Survey
 from mpp.config import Config
-from mpp.data.survey import Survey
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ import torch
 from conftest import encoded, picture
 from image_files import decode_with, write_tar
 
+from evaluation.survey import survey
 from mpp.config import DataConfig, ImagesConfig
 from mpp.config import PrepareConfig as Prepare
 from mpp.data.decoding.decode import stored_orientation
-from mpp.data.prepared_image import prepare_image
 from mpp.data.sources import load_image_datasets
-from mpp.data.survey import survey
 from mpp.errors import UnreadableImage
+from mpp.prepared_image import prepare_image
 
 CODED = Path(__file__).parent / "coded"
 RGB = picture(0)  # 40 x 48

@@ -17,10 +17,10 @@ from PIL import Image
 from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.data.decoding.decode import read_mask, read_values
 from mpp.data.loader import cache_decoded
-from mpp.data.prepared_image import prepare_image
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import main as prepare
+from mpp.prepared_image import prepare_image
 
 RGB = picture(0)  # 40 x 48
 DEEP = np.random.default_rng(0).integers(0, 65536, (40, 48, 5), dtype=np.uint16)

@@ -21,9 +21,9 @@ from evaluation.pages.curves import features_of_run
 from evaluation.pages.page import Chart
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse, parse_saved
-from mpp.data.general_images import general_source, load_general_images, settings_of_general_images
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE, Drift, movement
+from mpp.features.general_images import general_source, load_general_images, settings_of_general_images
 from mpp.features.neighbours import nearest_others, share_by_chance, share_kept
 from mpp.models.networks import build_model
 from mpp.pretrain import reopen

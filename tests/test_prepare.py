@@ -23,11 +23,11 @@ from mpp import prepare
 from mpp.config import DataConfig, ImagesConfig, PrepareConfig, SourceConfig
 from mpp.data.data_path import BIRDS_FOLDER
 from mpp.data.decoding.decode import decode
-from mpp.data.prepared_image import prepare_image
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import IMAGES_FILE, NOTES_FOLDER, Shard, main
+from mpp.prepared_image import prepare_image
 from mpp.runtime.files import hold
 
 ORIENTATION = 274  # TIFF's tag

@@ -22,10 +22,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evaluation import contrastive
 from evaluation.metrics.scoring import KINDS
+from evaluation.survey import survey
 from mpp.config import DataConfig
 from mpp.data.columns import without_decoding
 from mpp.data.dataset import ImageDataset
-from mpp.data.survey import survey
 from mpp.features.probe import Probe, agreement
 from mpp.pretrain import main
 from mpp.training.facts import RunFacts

@@ -17,9 +17,9 @@ from evaluation.benchmark.steps import Bench, set_up_pretraining
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.decoding.decode import decode
 from mpp.data.loader import BatchLayout, training_loader
-from mpp.data.prepared_image import encode
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
+from mpp.prepared_image import encode
 from mpp.pretrain import Pretraining
 
 PREFETCHED_BATCHES = 2

@@ -182,8 +182,8 @@ class PrepareConfig(Settings):
     out: str = setting("prepared", operational=True)
     """Folder for the shards, named as on the hub: data/SPLIT-00000-of-00012.parquet."""
     short_side: int = setting(256, at_least=1)
-    """Longest allowed shorter side; larger images are shrunk to it. The others keep their size (JPEG: every byte,
-    except that metadata such as EXIF is dropped)."""
+    """Longest allowed shorter side; larger images are shrunk to it. The others keep their size (JPEG: every byte, or
+    as PNG where it has metadata such as EXIF)."""
     format: Literal["jpeg", "ppm", "npy"] = "jpeg"
     """jpeg: images that are shrunk become JPEG. ppm: all images become plain pixels, without loss; they take about ten
     times the space and load twice as fast. npy: the same for any bands and types, which stay as they are."""

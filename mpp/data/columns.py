@@ -110,6 +110,11 @@ def file_names(rows: datasets.Dataset, column: str, positions: NDArray[np.int64]
     return [member_name(path) if path else None for path in paths]
 
 
+def common_folder(first: str, last: str) -> int:
+    """Length of the path of the folder that all file names share, of which these are the first and the last."""
+    return os.path.commonprefix([first, last]).rfind("/") + 1  # noqa: RUF071  characters, up to a folder's end
+
+
 def find_image_column(config: ImagesConfig, features: datasets.Features) -> str:
     """The column that holds the images: `data.image_column`, or else the only one of image files, or of arrays.
 

@@ -1,6 +1,5 @@
 """Images of a split, still encoded, with their labels."""
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpp.config import ImagesConfig
-from mpp.data.columns import cell_file_name, file_names, find_array_dtype, read_cell, without_decoding
+from mpp.data.columns import cell_file_name, common_folder, file_names, find_array_dtype, read_cell, without_decoding
 from mpp.data.decoding import decode
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
@@ -117,8 +116,7 @@ class ImageDataset:
         names = file_names(whole, self.image_column, positions)
         if None in names:
             return [f"{split}[{position}]" for position in positions.tolist()]
-        common = os.path.commonprefix([min(names), max(names)])  # noqa: RUF071  characters, up to a folder's end
-        start = common.rfind("/") + 1
+        start = common_folder(min(names), max(names))
         return [name[start:] for name in names]
 
     def select(self, indices: NDArray[np.int64]) -> "ImageDataset":

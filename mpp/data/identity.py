@@ -5,7 +5,6 @@ images would be trained on. So a run saves a record of its images, and continues
 """
 
 import hashlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from mpp.data.columns import is_encoded, read_cell
+from mpp.data.columns import common_folder, is_encoded, read_cell
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
 from mpp.runtime.files import short_digest
@@ -82,10 +81,7 @@ def split_fingerprint(rows: datasets.Dataset, column: str, retries: int) -> Iter
 def names_from_common_folder(paths: pa.ChunkedArray) -> Iterator[bytes]:
     """Paths without the folder that they share, a line each."""
     ends = pc.min_max(paths)
-    first = ends["min"].as_py() or ""
-    last = ends["max"].as_py() or ""
-    common = os.path.commonprefix([first, last])  # noqa: RUF071  characters, up to a folder's end
-    start = common.rfind("/") + 1
+    start = common_folder(ends["min"].as_py() or "", ends["max"].as_py() or "")
     for offset in range(0, len(paths), NAMES_PER_PIECE):
         names = paths.slice(offset, NAMES_PER_PIECE).to_pylist()
         yield "\n".join((name or "")[start:] for name in names).encode()

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from mpp.config import DataConfig, ImageSize, ProbeConfig, Representation
 from mpp.data.dataset import ImageDataset
-from mpp.data.general_images import GeneralImages, settings_of_general_images
 from mpp.data.loader import FixedViewLoader
 from mpp.data.overview import note_tested
 from mpp.data.views import ViewDataset
 from mpp.features.drift import GENERAL_NEIGHBOURS, OWN_NEIGHBOURS, Drift
 from mpp.features.frozen import extract, features_at, stages
+from mpp.features.general_images import GeneralImages, settings_of_general_images
 from mpp.features.metrics import accuracy
 from mpp.features.neighbours import knn_predict, nearest_others, share_by_chance, share_kept
 from mpp.features.ranks import effective_ranks

@@ -78,7 +78,7 @@ MAX_DUPLICATES = 0.05  # of the held-out images
 def held_out_duplicates(history: History, facts: RunFacts) -> str | None:
     """More than 5 % of the held-out images are nearly the same as a training image: held-out figures are too good.
 
-    See `correlations` in mpp/data/survey.py. Measured: birds and CIFAR-10 0 %, digits at most 0.7 %, tiles of
+    See `correlations` in evaluation/survey.py. Measured: birds and CIFAR-10 0 %, digits at most 0.7 %, tiles of
     photographs at most 4.0 %.
     """
     if facts.duplicates <= MAX_DUPLICATES:

@@ -18,8 +18,8 @@ from mpp.config import DataConfig, RunConfig, TrainingConfig, changed_settings
 from mpp.config.parsing import to_yaml
 from mpp.data.identity import differences
 from mpp.data.loader import BatchLayout
+from mpp.data.moments import channel_moments, with_moments
 from mpp.data.remote import resolve_commit
-from mpp.data.survey import channel_moments, with_moments
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
 from mpp.features.drift import START_FILE

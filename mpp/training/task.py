@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mpp.config import DataConfig, ProbeConfig, Representation, RunConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.dataset import ImageDataset
-from mpp.data.general_images import REFERENCE, GeneralImages, general_source, load_general_images
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD, identify_images
 from mpp.data.loader import BatchLayout, FixedViewLoader
 from mpp.data.remote import cached_commit, resolve_commit
@@ -20,6 +19,7 @@ from mpp.data.shards import Shards
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import loader_processes
 from mpp.features.drift import START_FILE, Drift
+from mpp.features.general_images import REFERENCE, GeneralImages, general_source, load_general_images
 from mpp.features.metrics import Sums
 from mpp.features.probe import Probe
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
