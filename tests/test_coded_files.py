@@ -204,6 +204,38 @@ def test_a_table_whose_decoder_is_absent_is_surveyed(tmp_path, without_pi_heif):
     assert len(surveyed.unreadable) == 6 and all("pip install pi-heif" in each for each in surveyed.unreadable)
 
 
+def test_too_large_jpeg_xl_is_not_decoded(monkeypatch):
+    monkeypatch.setattr("imagecodecs.jpegxl_decode", None)
+    for height, width in ((40, 48), (40, 64), (300, 40), (30, 45)):
+        with pytest.raises(UnreadableImage, match=f"{height} x {width} pixels are more than data.max_pixels"):
+            decode_with(jxl(np.zeros((height, width, 3), np.uint8)), max_pixels=1000)
+    with pytest.raises(UnreadableImage, match="pixels are more than"):
+        decode_with(read("turned_6.jxl"), max_pixels=1000)
+
+
+def test_opacity_of_10_bits_in_jpeg_xl_is_refused():
+    opaque = np.concatenate([DEEP, np.full_like(DEEP[..., :1], 1023)], -1)
+    with pytest.raises(UnreadableImage, match="opacity"):
+        decode_with(jxl(opaque), range=(0, 1023))
+    decoded = decode_with(jxl(opaque), range=(0, 1023), bands=(1, 2, 3))
+    np.testing.assert_allclose(decoded.permute(1, 2, 0), DEEP * (255 / 1023), rtol=1e-5)
+
+
+def test_the_primary_image_of_a_heic_is_read():
+    data = bytearray(read("rgba_8.heic").replace(b"auxl", b"cdsc"))
+    primary = data.index(b"pitm") + 8
+    first = decode_with(bytes(data))
+    for item in range(1, 9):
+        data[primary : primary + 2] = item.to_bytes(2, "big")
+        try:
+            other = decode_with(bytes(data))
+        except UnreadableImage:
+            continue
+        if not torch.equal(other, first):
+            return
+    pytest.fail("the first image is read, whichever is the primary one")
+
+
 ALL_KINDS = {"png": encoded, "avif": avif, "jxl": jxl, "jp2": jp2, "tif": lambda pixels: encoded(pixels, "TIFF")}
 
 

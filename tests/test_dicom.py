@@ -173,6 +173,32 @@ def test_the_files_own_window(function):
     np.testing.assert_allclose(decoded, expected, atol=1e-3)
 
 
+def test_a_window_may_lie_around_0():
+    decoded = decode_with(dicom(GREY_8, WindowCenter=0, WindowWidth=401), channels=1, range="window")[0].numpy()
+    np.testing.assert_allclose(decoded, np.clip((GREY_8 + 200.5) * 255 / 400, 0, 255), atol=1)
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {},
+        dict(WindowWidth=400),
+        dict(WindowCenter=0),
+        dict(WindowCenter=0, WindowWidth=1),
+        dict(WindowCenter=0, WindowWidth=400, VOILUTFunction="SIGMOID"),
+        dict(WindowCenter=0, WindowWidth=400, PhotometricInterpretation="PALETTE COLOR"),
+    ],
+)
+def test_a_file_without_a_linear_window_of_grey_is_refused(tags):
+    with pytest.raises(UnreadableImage):
+        decode_with(dicom(GREY_8, **tags), channels=1, range="window")
+
+
+def test_blank_units_are_none():
+    blank = dicom(GREY_12, RescaleSlope=None, RescaleIntercept=None)
+    np.testing.assert_array_equal(values_of(blank, channels=1), values_of(dicom(GREY_12), channels=1))
+
+
 @pytest.mark.parametrize("settings", [{}, dict(range=(100.0, 3000.0)), dict(range="window")])
 def test_where_0_is_white_grey_is_turned_round(settings):
     tags = dict(BitsStored=12, HighBit=11, WindowCenter=2000, WindowWidth=1000, VOILUTFunction="LINEAR_EXACT")

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import zipfile
 import zlib
 
 import imagecodecs
@@ -264,6 +265,15 @@ def with_sides(data: bytes, start: bytes, skipped: int, count: int = 1) -> bytes
     return data[:at] + struct.pack(">II", 60_000, 60_000) + data[at + 8 :]
 
 
+def damaged_lzma() -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("a.npy", npy(RGB))
+    data = bytearray(file.getvalue())
+    data[60:90] = bytes(30)
+    return bytes(data)
+
+
 BROKEN = {
     "npy, a bomb": HUGE,
     "npy, objects": npy(np.array([[print]], object)),
@@ -286,6 +296,8 @@ BROKEN = {
     "dicom, frames in colour": dicom(RGB, NumberOfFrames=2, PixelData=2 * RGB.tobytes()),
     "dicom, large JPEG": dicom(GREY[:10], [imagecodecs.jpeg8_encode(GREY)], JPEGBaseline8Bit),
     "dicom, large JPEG-LS": dicom(GREY[:10], [imagecodecs.jpegls_encode(GREY)], JPEGLSLossless),
+    "dicom, large JPEG 2000": dicom(GREY[:10], [imagecodecs.jpeg2k_encode(GREY, codecformat="j2k")], JPEG2000Lossless),
+    "npz, damaged LZMA": damaged_lzma(),
     "dicom, no JPEG": dicom(GREY, [b"\xff\xd8 no frame"], JPEGLSLossless),
     "dicom, a scale of 0": dicom(GREY, RescaleSlope=0, RescaleIntercept=3),
     "dicom, half a scale": dicom(GREY, RescaleSlope=2),
@@ -301,6 +313,13 @@ def test_broken_files_and_bombs_are_named(kind, settings):
     with pytest.raises(UnreadableImage) as error:
         decode_with(BROKEN[kind], **settings)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("data", [HUGE.replace(b"'<u2'", b"Doe^J"), b"P5\n# \nDoe^John 2\n255\n"])
+def test_messages_do_not_quote_a_file(data):
+    with pytest.raises(UnreadableImage) as error:
+        decode_with(data)
+    assert "Doe" not in str(error.value)
 
 
 @pytest.mark.parametrize(

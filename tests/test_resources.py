@@ -38,6 +38,11 @@ def test_a_batch_that_cannot_be_sent_is_an_error_and_not_waited_for(capfd):
     kill_workers()
 
 
+def test_a_loader_that_has_not_begun_is_not_blamed_for_a_death():
+    loader = WatchedLoader(NoRoom(), str, batch_size=None, num_workers=1)
+    assert loader.unfinished_images(()) == []
+
+
 # --- disk ---
 
 

@@ -16,13 +16,14 @@ import fsspec
 import pytest
 import torch
 from conftest import TINY, Killed, dataset_of, encoded, kill_at, picture, read_metrics
+from image_files import write_tar
 from server import Command
 
 import mpp.training.run
 from evaluation import visualize
 from mpp.config import CorruptionConfig, DataConfig, ImagesConfig
 from mpp.data.loader import BatchLayout
-from mpp.data.shards import ROW_BITS, Shards, load_streamed
+from mpp.data.shards import ROW_BITS, Shards, load_streamed, open_shards
 from mpp.data.stream import Cursor, StreamedBatches, stream_workers, streaming_loader
 from mpp.data.views import ViewDataset
 from mpp.errors import UserError
@@ -183,6 +184,15 @@ def test_every_sort_of_source(tmp_path, kind):
     assert len(held_out) >= 7
     assert known.labelled() is not None
     assert held_out.decode(0, ImagesConfig()).shape == (3, 16, 16)
+
+
+def test_a_later_sample_with_two_pictures_is_no_damage(tmp_path):
+    members = [(f"{number}.png", encoded(picture(number))) for number in range(8)]
+    write_tar(tmp_path / "train-0.tar", [*members, ("8.png", members[0][1]), ("8.bmp", members[0][1])])
+    write_tar(tmp_path / "test-0.tar", members)
+    shards, _ = open_shards(DataConfig(path=str(tmp_path), streaming=True))
+    with pytest.raises(UserError, match=r"sample 8 has several pictures .*data\.image_column"):
+        list(shards.blocks(0, 4))
 
 
 def test_a_folder_of_files_is_made_into_shards_first(image_folder):
