@@ -48,7 +48,9 @@ def test_every_epoch_shows_every_image_once_in_another_order():
 def keys_of_steps(batch_size: int | None, processes: int, start: int, stop: int) -> list[list[tuple[int, int]]]:
     """(epoch, index) of the images of each step of 12, in the order of forward passes and processes."""
     layouts = [BatchLayout.of(12, batch_size, processes, rank) for rank in range(processes)]
-    batches = [list(TrainingBatchSampler(7, 0, layout, start, stop)) for layout in layouts]
+    samplers = [TrainingBatchSampler(7, 0, layout, start, stop) for layout in layouts]
+    batches = [list(sampler) for sampler in samplers]
+    assert list(map(len, samplers)) == list(map(len, batches))
     passes = layouts[0].accumulation_steps
     steps = []
     for step in range(stop - start):
