@@ -6,8 +6,9 @@ import torch
 from mpp.config import DataConfig, ImagesConfig
 from mpp.data import loader
 from mpp.data.dataset import ImageDataset
-from mpp.data.loader import cache_decoded
+from mpp.data.loader import cache_decoded, in_memory
 from mpp.data.sources import load_image_datasets
+from mpp.data.views import ViewDataset
 from mpp.errors import UnreadableImage
 
 IMAGE_BYTES = 40 * 48 * 3
@@ -51,3 +52,24 @@ def test_images_that_will_not_fit_are_not_all_decoded(one_broken, monkeypatch):
     monkeypatch.setattr(loader, "TELLING_IMAGES", 2)
     assert not cache_decoded(one_broken, DataConfig(workers=0, cache_gb=4 * IMAGE_BYTES / 1e9)).decoded
     assert len(decoded) <= 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "randaugment", "threads", "device", "seen", "workers"),
+    [
+        ({}, 0, 2, "cpu", 24, 0),
+        ({}, 5, 2, "cpu", 24, None),
+        ({}, 0, 3, "cpu", 24, None),
+        ({}, 0, 2, "cuda", 24, None),
+        ({"cache_gb": 0}, 0, 2, "cpu", 24, None),
+        ({}, 0, 2, "cpu", 1, None),
+    ],
+)
+def test_the_training_process_crops_held_images_itself_where_that_is_quick(
+    one_broken, monkeypatch, settings, randaugment, threads, device, seen, workers
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    views = ViewDataset(one_broken, DataConfig(**settings), 32, randaugment=randaugment)
+    chosen = in_memory(views, seen, torch.device(device))
+    assert chosen.data.workers == workers
+    assert bool(chosen.dataset.decoded) == (seen > 1 and not settings)
