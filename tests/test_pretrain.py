@@ -20,8 +20,8 @@ from mpp.config import Config
 from mpp.config.parsing import parse, parse_saved
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UserError
-from mpp.models.exporting import EncoderFacts, export_encoder
-from mpp.models.predictor import MaskedPatchPredictor
+from mpp.models.descriptions import EncoderFacts, export_encoder
+from mpp.models.networks import MaskedPatchPredictor
 from mpp.training import batches
 from mpp.training import step as training_step
 from mpp.training.checkpoint import complete_checkpoints

@@ -46,8 +46,8 @@ from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at
 from mpp.features.neighbours import find_neighbours, knn_means, knn_predict
 from mpp.features.ranks import effective_ranks
+from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import export_encoder
 from mpp.pretrain import Pretraining
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")

@@ -15,12 +15,12 @@ import mpp
 from evaluation.pictures.positions import position_similarity
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind
-from mpp.models.attention import RELATIVE, PositionedAttention, attention_at
+from mpp.models.blocks import attention_at
+from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import export_encoder
-from mpp.models.positions import AbsolutePositions, interpolate_offsets
-from mpp.models.predictor import MaskedPatchPredictor
-from mpp.models.timm_models import cell_grid, set_attention
+from mpp.models.networks import MaskedPatchPredictor
+from mpp.models.plain import cell_grid, set_attention
+from mpp.models.variants import RELATIVE, AbsolutePositions, PositionedAttention, RelativeKeys
 
 NUMBERS = dict(width=24, depth=2, heads=3, img_size=32, patch_size=8)
 KINDS = {
@@ -363,30 +363,10 @@ def test_an_exported_encoder_is_rebuilt_also_for_other_images(kind, tmp_path):
         assert torch.equal(parameter, larger_weights[name])
 
 
-@pytest.mark.parametrize("old", [(4, 4), (5, 5)])
-def test_offsets_of_another_grid_keep_what_they_say_of_rows_and_columns(old):
-    """A table that is linear in rows and columns, as far as an offset along the sequence tells them, stays so."""
-
-    def linear(grid):
-        rows, columns = grid
-        reach = rows * columns - 1
-        offsets = torch.arange(-reach, reach + 1)
-        down = torch.div(offsets + columns // 2, columns, rounding_mode="floor")
-        right = offsets - down * columns
-        return torch.stack([down / (rows - 1), right / (columns - 1)], dim=1)
-
-    assert torch.equal(interpolate_offsets(linear(old), old, 0), linear(old))
-    interpolated = interpolate_offsets(linear(old), (7, 7), 0)
-    expected = linear((7, 7))
-    inside = (expected[:, 1].abs() < 0.3) & (expected[:, 0].abs() < 0.9)  # elsewhere the old offsets change rows
-    torch.testing.assert_close(interpolated[inside], expected[inside], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("grid", [(1, 9), (9, 1)])
-def test_offsets_along_a_line_are_stretched(grid):
+def test_offsets_of_another_grid_are_stretched_along_the_sequence():
+    keys = RelativeKeys((1, 9), 0, 1)
     of_five = torch.arange(-4.0, 5)[:, None]
-    interpolated = interpolate_offsets(of_five, grid, 0)
-    torch.testing.assert_close(interpolated[:, 0], torch.arange(-8, 9) / 2)
+    torch.testing.assert_close(keys.resample("pos_embed_offsets", of_five, (1, 5))[:, 0], torch.arange(-8, 9) / 2)
 
 
 @pytest.mark.faults
