@@ -48,8 +48,9 @@ def choose_trained(encoder: nn.Module, config: ModelConfig) -> None:
     """
     if config.train is None and config.lora_rank is None:
         return
-    allowed = "null, like model.lora_rank, for this model: its batch norms would not stay"
-    require(not has_running_statistics(encoder), "model.train", config.train, allowed)
+    chosen = f"{config.train}, {config.lora_rank}"
+    allowed = "null both for this model: its batch norms would not stay"
+    require(not has_running_statistics(encoder), "model.train, model.lora_rank", chosen, allowed)
     names = [name for name, _ in encoder.named_parameters()]
     trained = set() if config.train is None else matching_names(names, config.train)
     for name, parameter in encoder.named_parameters():
@@ -121,11 +122,11 @@ def weights_by_name(encoder: nn.Module, names: Iterable[str]) -> list[Tensor]:
 
 def count_parameters(encoder: nn.Module) -> tuple[int, int]:
     """The number of an encoder's parameters without low-rank changes, and the number that is trained, with these."""
-    changes = [module for module in encoder.modules() if isinstance(module, LowRankChange)]
-    added = sum(parameter.numel() for change in changes for parameter in change.parameters())
-    total = sum(parameter.numel() for parameter in encoder.parameters())
-    trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
-    return total - added, trained
+    total = trained = 0
+    for name, parameter in encoder.named_parameters():
+        total += 0 if ".parametrizations.weight.0." in name else parameter.numel()
+        trained += parameter.numel() if parameter.requires_grad else 0
+    return total, trained
 
 
 def describe_adaptation(config: ModelConfig) -> str:

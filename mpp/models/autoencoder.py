@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from mpp.config import NetworkConfig, require
 from mpp.corruption import Corruption
-from mpp.models.blocks import block_at, has_bf16_residual, initialize, run_blocks, runs_at_few, use_bf16_norms
+from mpp.models.blocks import has_bf16_residual, initialize, run_blocks, run_blocks_at, runs_at_few, use_bf16_norms
 from mpp.models.encoder import Normalize
 from mpp.models.plain import (
     apply_last_norm,
-    gather_tokens,
     has_fused_attention,
     prepare_tokens,
     set_attention,
@@ -54,9 +53,9 @@ class MaskedAutoencoder(nn.Module):
         super().__init__()
         independent = type(encoder.patch_embed) is PatchEmbed and takes_some_tokens(encoder)
         allowed = (
-            "predictor with a hybrid, overlapping patches, axial mixing, or positions that act in the blocks by a "
+            "predictor with a hybrid, overlapping patches, axial mixing or tables of biases (BEiT): the encoder "
         )
-        allowed += "table (BEiT): the encoder here sees some patches alone"
+        allowed += "here sees some patches alone"
         require(independent, "network.name", "autoencoder", allowed)
         self.normalize = Normalize(mean, std)
         self.encoder = encoder
@@ -128,10 +127,8 @@ class Decoder(nn.Module):
         tokens = masked.scatter(1, visible[..., None].expand_as(tokens), tokens)  # (B, prefix + N, width)
         positions = self.positions.to(tokens.dtype) if self.bf16_residual else self.positions
         tokens = tokens + positions
-        tokens = run_blocks(self.blocks[:-1], tokens, checkpointed)
-        if self.last_at_few:
-            return self.norm(block_at(self.blocks[-1], tokens, corrupted))
-        return self.norm(gather_tokens(self.blocks[-1](tokens), corrupted))
+        tokens = run_blocks_at(self.blocks, tokens, corrupted, self.last_at_few, checkpointed)
+        return self.norm(tokens)
 
 
 def decoder_numbers(config: NetworkConfig, encoder: nn.Module) -> tuple[int, int, int]:

@@ -57,6 +57,26 @@ def draws_random_numbers(block: nn.Module) -> bool:
 # --- the last block, of which a few tokens are needed ---
 
 
+def run_blocks_at(
+    blocks: Sequence[nn.Module],
+    tokens: Tensor,
+    index: Tensor,
+    last_at_few: bool,
+    checkpointed: bool,
+    block_arguments: Sequence[BlockArguments] | None = None,
+) -> Tensor:
+    """Tokens (B, K, D) at `index` (B, K) after these blocks; for other arguments see `run_blocks`.
+
+    Args:
+        last_at_few: `runs_at_few` of the last block.
+    """
+    arguments = block_arguments or [{}] * len(blocks)
+    tokens = run_blocks(blocks[:-1], tokens, checkpointed, arguments[:-1])
+    if last_at_few:
+        return block_at(blocks[-1], tokens, index)
+    return gather_tokens(blocks[-1](tokens, **arguments[-1]), index)
+
+
 def block_at(block: Block, tokens: Tensor, index: Tensor) -> Tensor:
     """The output of timm's block at `index`, without computing the rest.
 

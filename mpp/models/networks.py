@@ -20,9 +20,9 @@ from mpp.corruption import Corruption, Kind, corrupt
 from mpp.errors import UserError
 from mpp.models.adaptation import choose_trained
 from mpp.models.autoencoder import MaskedAutoencoder
-from mpp.models.blocks import block_at, initialize, run_blocks, runs_at_few
+from mpp.models.blocks import initialize, run_blocks_at, runs_at_few
 from mpp.models.encoder import Normalize, build_encoder
-from mpp.models.plain import apply_last_norm, cell_grid, gather_tokens, prepare_tokens
+from mpp.models.plain import apply_last_norm, cell_grid, prepare_tokens
 from mpp.models.teachers import StudentWithTeacher, build_teacher
 from mpp.objectives import Objective, build_objective, patchify
 
@@ -69,15 +69,11 @@ class MaskedPatchPredictor(nn.Module):
         embeddings = self.embed(self.normalize(images), corruption)
         tokens, block_arguments = prepare_tokens(encoder, embeddings)
         checkpointed = self.training and encoder.grad_checkpointing
-        tokens = run_blocks(encoder.blocks[:-1], tokens, checkpointed, block_arguments[:-1])
         places = corruption.positions
         if self.pixel_masking is not None:
             places = self.pixel_masking.tokens[places]
         index = encoder.num_prefix_tokens + places
-        if self.last_at_few:
-            corrupted = block_at(encoder.blocks[-1], tokens, index)
-        else:
-            corrupted = gather_tokens(encoder.blocks[-1](tokens, **block_arguments[-1]), index)
+        corrupted = run_blocks_at(encoder.blocks, tokens, index, self.last_at_few, checkpointed, block_arguments)
         return self.head(apply_last_norm(encoder, corrupted))
 
     def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
