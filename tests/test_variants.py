@@ -161,6 +161,7 @@ AXIAL = {position: dict(mixing="axial", position=position) for position in ("non
 def test_tokens_are_summed_in_float32_whatever_the_positions(settings):
     """Under autocast a bf16 patch embedding becomes float32 with an embedding or [class] that is; some have neither."""
     encoder = build(**settings)
+    network = predictor(encoder)
     seen = []
     for block in encoder.blocks:
         block.register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0].dtype, output.dtype)))
@@ -168,7 +169,7 @@ def test_tokens_are_summed_in_float32_whatever_the_positions(settings):
     with torch.autocast("cpu", torch.bfloat16):
         assert encoder.patch_embed(torch.randn(2, 3, 32, 32)).dtype == torch.bfloat16
         encoder.forward_features(torch.randn(2, 3, 32, 32))
-        predictor(encoder)(random_images(2), corruption)
+        network(random_images(2), corruption)
     assert set(seen) == {torch.float32}
 
 
