@@ -193,7 +193,7 @@ def test_no_weight_is_left_random_below_a_new_head(folder, name):
     with pytest.raises(UserError, match=rf"Missing key.*{name}"):
         mpp.load_encoder(folder, num_classes=3)
     save_file({f"what.{each}": tensor for each, tensor in enumerate(weights.values())}, file)
-    with pytest.raises(UserError, match="Missing key|KeyError"):
+    with pytest.raises(UserError, match=r"Missing key|KeyError"):
         mpp.load_encoder(folder, num_classes=3)
 
 

@@ -52,9 +52,7 @@ class MaskedAutoencoder(nn.Module):
     ):
         super().__init__()
         independent = type(encoder.patch_embed) is PatchEmbed and takes_some_tokens(encoder)
-        allowed = (
-            "predictor with a hybrid, overlapping patches, axial mixing or tables of biases (BEiT): the encoder "
-        )
+        allowed = "predictor with a hybrid, overlapping patches, axial mixing or tables of biases (BEiT): the encoder "
         allowed += "here sees some patches alone"
         require(independent, "network.name", "autoencoder", allowed)
         self.normalize = Normalize(mean, std)

@@ -5,7 +5,6 @@ file) and descriptions.py (config.json). `Normalize` makes the input of an encod
 """
 
 from collections.abc import Sequence
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,8 @@ from mpp.models.plain import (
     fix_positions,
     hold_positions,
     is_plain,
-    model_without_memory,
     set_attention,
 )
-from mpp.models.variants import VariantViT
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import WEIGHTS, encoder_folder, refuse_pickle, run_of
 
@@ -39,6 +36,7 @@ PLAIN_TRANSFORMERS = f"a plain timm transformer (VisionTransformer, Eva, Beit), 
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
 SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
 SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
+SET_ELSEWHERE |= {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "features_only"}
 TIMM_ERRORS = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 """Errors of timm for a model that it cannot build."""
 
@@ -72,7 +70,7 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
     if config.init_from:
         load_first_weights(encoder, config.init_from)
         note_other_moments(config, channels)
-    if config.position == FIXED_POSITIONS and not isinstance(encoder, VariantViT):
+    if config.position == FIXED_POSITIONS and not config.is_variant():
         fix_positions(encoder)
     return encoder
 
@@ -110,25 +108,11 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if config.mixing == "axial":
         refused |= {"class_token", "reg_tokens", "global_pool", "fix_init"}
     require(timm.is_model(name), "model.name", name, PLAIN_TRANSFORMERS)
-    if config.arguments or config.position == "none":
-        taken = constructor_arguments(name)
-        allowed = f"learned with {name}, whose positions are its own"
-        require(config.position != "none" or "pos_embed" in taken, "model.position", config.position, allowed)
-        free = taken - refused - arguments.keys()
-        for argument in config.arguments or {}:
-            require(argument in free, "model.arguments", argument, f"some of {', '.join(sorted(free))}")
-        arguments |= config.arguments or {}
+    given = config.arguments or {}
+    taken = sorted(refused.union(arguments).intersection(given))
+    require(not taken, "model.arguments", ", ".join(taken), "arguments of the model's class that no setting gives")
+    arguments |= given
     return name, {argument: value for argument, value in arguments.items() if value is not None}
-
-
-def constructor_arguments(name: str) -> set[str]:
-    """Names of the arguments of the class of a timm model."""
-    unnamed = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    names: set[str] = set()
-    for each in type(model_without_memory(name)).__mro__:
-        if issubclass(each, nn.Module) and each is not nn.Module:
-            names |= {name for name, argument in signature(each).parameters.items() if argument.kind not in unnamed}
-    return names
 
 
 def check_encoder(encoder: nn.Module, name: str, config: ModelConfig) -> None:
@@ -136,7 +120,7 @@ def check_encoder(encoder: nn.Module, name: str, config: ModelConfig) -> None:
     setting = ("model.name", name)
     require(is_plain(encoder), *setting, f"{PLAIN_TRANSFORMERS}: this is a {type(encoder).__name__}")
     if getattr(encoder, "attn_pool", None) is not None:
-        norm = "fc_norm" if "fc_norm" in constructor_arguments(name) else "use_fc_norm"
+        norm = "use_fc_norm" if hasattr(encoder, "rope") else "fc_norm"  # Eva's and ViT's
         arguments = f'{{"global_pool": "avg", "{norm}": false}}'
         allowed = f"a model without attention pooling, which cannot be trained here: use model.arguments '{arguments}'"
         raise UserError(f"model.name is {name}; it must be {allowed}")
@@ -190,7 +174,8 @@ def load_encoder(
         require(checkpoint is None, "checkpoint", checkpoint, f"null with {source}, which has its own weights")
         folder = encoder_folder(Path(source), setting)
         config = saved_config(folder)
-        require_architecture(folder, config.get("architecture"))
+        if not timm.is_model(config.get("architecture", "")):
+            require_imports(run_of(folder))
         name = f"local-dir:{folder}"
         file = folder / WEIGHTS
 
@@ -211,14 +196,6 @@ def load_encoder(
             fix_positions(model)
     update_description(model, changes, config.get("eval_crop"))
     return model.eval() if config else model
-
-
-def require_architecture(folder: Path, name: str | None) -> None:
-    """Raise UserError where the architecture in a folder's config.json is none that timm knows."""
-    if name and not timm.is_model(name):
-        require_imports(run_of(folder))
-        allowed = "a timm model, or one that a file of --import registers"
-        raise UserError(f"the architecture in {folder / 'config.json'} is {name}; it must be {allowed}")
 
 
 def create_model(name: str, pretrained: bool, changes: dict[str, Any]) -> nn.Module:

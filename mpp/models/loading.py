@@ -106,8 +106,7 @@ def adapt_channels(state: dict[str, Tensor], model: nn.Module, setting: str) -> 
     Raises:
         UserError: they are of other channels, and not of RGB.
     """
-    filters = (f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
-    first = next(filters, "")
+    first = f"{model.pretrained_cfg.get('first_conv')}.weight"
     if first not in state:
         return state
     channels = state[first].shape[1]

@@ -22,8 +22,7 @@ from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
 from mpp.models.adaptation import weights_by_name
 from mpp.models.encoder import Normalize, load_encoder
-from mpp.models.plain import cell_grid, gather_tokens, has_fused_attention, set_attention
-from mpp.models.variants import OverlappingPatchEmbed
+from mpp.models.plain import cell_grid, gather_tokens, has_fused_attention, is_plain, set_attention
 
 TEACHER_SETTING = "objective.teacher"
 EXPORTED = {"student": "one that was trained", "teacher": "moving average"}
@@ -58,9 +57,9 @@ class FeatureTeacher(nn.Module):
         self.img_size = img_size
         self.target_norm = config.teacher_norm
         self.depths = teacher_depths(encoder, config)
-        embed = getattr(encoder, "patch_embed", None)
-        overlaps = isinstance(embed, OverlappingPatchEmbed)
-        self.token_step = embed.patch_size[0] // embed.stride if overlaps else 1  # from one whole patch to the next
+        self.token_step = 1  # from one whole patch of the grid to the next, in tokens; more where patches overlap
+        if is_plain(encoder):
+            self.token_step = cell_grid(encoder)[1] // encoder.patch_embed.feat_ratio()
         weight = next(encoder.parameters())
         blank = torch.zeros(1, len(normalize.mean), *img_size, device=weight.device)
         try:

@@ -90,9 +90,13 @@ class AbsolutePositions(nn.Module):
         """A table of another grid, as this one's `name`: in two dimensions, as timm does, or along its only one."""
         if name == "pos_embed":
             return resample_abs_pos_embed(table[None], list(self.grid), list(old), num_prefix_tokens=self.prefix)[0]
-        count = len(getattr(self, name))
-        line = F.interpolate(table.T[None, :, None], (1, count), mode="bicubic", antialias=True)  # (1, D / 2, 1, count)
-        return line[0, :, 0].T
+        return stretched(table, len(getattr(self, name)))
+
+
+def stretched(table: Tensor, length: int) -> Tensor:
+    """A table (N, d) along its only dimension: (length, d)."""
+    line = F.interpolate(table.T[None, :, None], (1, length), mode="bicubic", antialias=True)  # (1, d, 1, length)
+    return line[0, :, 0].T
 
 
 # --- positions that act within attention ---
@@ -127,8 +131,7 @@ class RelativeKeys(nn.Module):
 
     def resample(self, name: str, table: Tensor, old: Grid) -> Tensor:
         """The table of another grid, stretched along the sequence; the offsets of prefix tokens are stretched, too."""
-        offsets = len(self.pos_embed_offsets)
-        return F.interpolate(table.T[None], offsets, mode="linear", align_corners=True)[0].T
+        return stretched(table, len(self.pos_embed_offsets))
 
 
 class RelativeBiases(nn.Module):
@@ -355,12 +358,4 @@ default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patc
 @register_model
 def mpp_vit(pretrained: bool = False, **options: Any) -> VariantViT:
     """The Vision Transformers that timm lacks: see `VariantViT`."""
-    out_indices = options.pop("out_indices", 3)
-    return build_model_with_cfg(
-        VariantViT,
-        "mpp_vit",
-        pretrained,
-        pretrained_filter_fn=resample_exported,
-        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
-        **options,
-    )
+    return build_model_with_cfg(VariantViT, "mpp_vit", pretrained, pretrained_filter_fn=resample_exported, **options)
