@@ -242,9 +242,9 @@ REFUSED = [
     ("cait_xxs24_224", {}, NOT_PLAIN),
     ("vit_relpos_small_patch16_224", {}, NOT_PLAIN),
     ("eva03_tiny_patch14_224", {}, NOT_PLAIN),
-    (DINOV3, dict(position="none"), f"model.position is none; it must be learned with {DINOV3}"),
+    (DINOV3, dict(position="none"), "unexpected keyword argument 'pos_embed'"),
     (DINOV3, dict(position="sincos_2d"), "model.position is sincos_2d; it must be learned with a model that has no"),
-    (DINOV3, dict(arguments={"reg_tokens": 4}), "model.arguments is reg_tokens; it must be some of attn_drop_rate,"),
+    (DINOV3, dict(arguments={"reg_tokens": 4}), "model.arguments is {'reg_tokens': 4}"),
     (DINOV3, dict(img_size=60), "model.img_size is [60, 60]; it must be a multiple of the patch size (16)"),
 ]
 

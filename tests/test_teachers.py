@@ -552,7 +552,7 @@ def test_weights_that_are_not_a_teachers_are_refused(tmp_path, pretrain):
     sizes = dict(num_classes=0, img_size=32)
     save_file(timm.create_model("vit_tiny_patch16_224", **sizes).state_dict(), file)
     words = (*FEATURES, "--objective.teacher=resnet18", f"--objective.teacher_checkpoint={file}")
-    with pytest.raises(UserError, match=r"teacher_checkpoint is .*; it must be the weights of resnet18; it lacks"):
+    with pytest.raises(UserError, match=r"teacher_checkpoint is .*; it must be the weights .*Missing key"):
         pretrain(*words, dir=tmp_path / "run")
     teacher = load_encoder("vit_tiny_patch16_224", checkpoint=str(file), img_size=32, num_classes=0)
     assert torch.equal(teacher.norm.weight, load_file(file)["norm.weight"])
