@@ -218,8 +218,9 @@ def describe_computation(encoder: nn.Module) -> str:
 def note_other_moments(config: ModelConfig, channels: int) -> None:
     """Print a note where `model.init_from` was trained on images that were normalised in another way."""
     for name, values in zip(("mean", "std"), config.normalization(channels), strict=True):
-        theirs = trained_on(folder_of_weights(config.init_from), name)
-        if theirs and getattr(config, name) not in ("auto", None) and theirs != tuple(values):
+        theirs = trained_on(folder_of_weights(config.init_from), name) or ()
+        is_given = getattr(config, name) not in ("auto", None)
+        if is_given and len(theirs) == len(values) and theirs != tuple(values):
             note(f"model.{name} is {[*values]}, and {config.init_from} learned with {[*theirs]}: null takes these")
 
 
