@@ -21,6 +21,8 @@ from mpp.models.plain import BIAS_TABLE, build_without_memory, is_plain
 from mpp.runtime.messages import note, shortened
 from mpp.runtime.weights import weight_names, weights_file
 
+Weights = dict[str, Tensor]
+"""Weights by name."""
 NOT_OF_ENCODERS = ("head.", "head_dist.", "attn_pool.", "decoder_", "mask_token")
 """Beginnings of the names of weights that an encoder may lack: heads, MAE's decoder, and [mask]."""
 LONGEST_REASON = 400
@@ -53,23 +55,23 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     Raises:
         UserError: a file that cannot be read, or that has other weights than the model.
     """
-    own = model.state_dict()
+    heads = head_modules(model)
+    has_new_head = model.num_classes != model.pretrained_cfg.get("num_classes")
+    built = model.state_dict()
+    expected = {name: tensor for name, tensor in built.items() if not (has_new_head and name.startswith(heads))}
     weight_names(file, setting)  # a file that cannot be read is refused
-    state = without_prefix(load_file(file), next(iter(own)), file)
-    if own.keys() <= state.keys():
+    state = without_prefix(load_file(file), next(iter(expected)), file)
+    if expected.keys() <= state.keys() - {"mask_token"}:
         state.pop("mask_token", None)  # by which timm's filters know files of other names
     state = adapt_channels(state, model, setting)
     stride = saved_section(file.parent, "model_args").get("stride")
-    heads = head_modules(model)
-    is_new_head = model.num_classes != model.pretrained_cfg.get("num_classes")
-    optional = ("num_batches_tracked", *(name for name in own if is_new_head and name.startswith(heads)))
+    others = (*NOT_OF_ENCODERS, *heads)
     try:
         state = resample(state, model, trained_on(file.parent, "input_size"), stride)
-        if is_new_head:
-            state = {name: tensor for name, tensor in state.items() if not name.startswith(heads)}
-        left_out = [name for name in state if name not in own and name.startswith((*NOT_OF_ENCODERS, *heads))]
-        kept = {name: tensor for name, tensor in own.items() if name.endswith(optional)}
-        model.load_state_dict(kept | {name: state[name] for name in state.keys() - set(left_out)})
+        taken = {name: tensor for name, tensor in state.items() if name in expected or not name.startswith(others)}
+        counts = {name: tensor for name, tensor in built.items() if name.endswith("num_batches_tracked")}
+        new = {name: tensor for name, tensor in built.items() if name not in expected}
+        model.load_state_dict(counts | new | taken)  # older files lack the counts of batches
     except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
         reason = shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)
         raise UserError(f"{setting} is {file}; it must be the weights of the model that is built: {reason}") from error
@@ -83,7 +85,7 @@ def head_modules(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{classifier.split('.')[0]}." for classifier in classifiers)
 
 
-def without_prefix(state: dict[str, Tensor], first_name: str, file: Path) -> dict[str, Tensor]:
+def without_prefix(state: Weights, first_name: str, file: Path) -> Weights:
     """The weights by names without a prefix, such as `module.` or `encoder.`.
 
     It is the shortest before the first name of the model's weights; of equal ones the student's, not the teacher's. A
@@ -100,7 +102,7 @@ def without_prefix(state: dict[str, Tensor], first_name: str, file: Path) -> dic
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-def adapt_channels(state: dict[str, Tensor], model: nn.Module, setting: str) -> dict[str, Tensor]:
+def adapt_channels(state: Weights, model: nn.Module, setting: str) -> Weights:
     """Weights with the first filters for the model's channels.
 
     Raises:
@@ -121,7 +123,7 @@ def adapt_channels(state: dict[str, Tensor], model: nn.Module, setting: str) -> 
 # --- other sizes ---
 
 
-def timm_filter(model: nn.Module) -> Callable[..., dict[str, Tensor]]:
+def timm_filter(model: nn.Module) -> Callable[..., Weights]:
     """timm's conversion of a file's weights to a model's: other names, patch filters and positions of other sizes.
 
     It is defined in the module of the model's class, and takes the weights by name and the model.
@@ -131,9 +133,7 @@ def timm_filter(model: nn.Module) -> Callable[..., dict[str, Tensor]]:
     return next(filters, lambda state, model: state)
 
 
-def resample(
-    state: dict[str, Tensor], model: nn.Module, size: ImageSize | None, stride: int | None = None
-) -> dict[str, Tensor]:
+def resample(state: Weights, model: nn.Module, size: ImageSize | None, stride: int | None = None) -> Weights:
     """Weights of another input size as this model's: timm's filter, but for tables that depend on the grid of patches.
 
     timm takes these for tables of squares, and does not know those of mpp/models/variants.py.
@@ -167,7 +167,7 @@ def resample(
     return timm_filter(model)(others, model) | tables
 
 
-def grid_of_weights(state: dict[str, Tensor], model: nn.Module, size: ImageSize, stride: int | None) -> Grid:
+def grid_of_weights(state: Weights, model: nn.Module, size: ImageSize, stride: int | None) -> Grid:
     """Rows and columns of the patches of images of this size, for weights whose patches may differ from the model's."""
     if isinstance(model.patch_embed, PatchEmbed):
         return grid_of_patches(size, state["patch_embed.proj.weight"].shape[-2:], stride)

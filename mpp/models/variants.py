@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mpp.config import Grid, ImageSize, require
 from mpp.models.blocks import attention_at
-from mpp.models.loading import grid_of_patches, resample
+from mpp.models.loading import Weights, grid_of_patches, resample
 from mpp.models.plain import BIAS_TABLE, sincos_2d, uses_autocast
 
 RELATIVE = ("relative", "relative_bias", "rope")
@@ -347,7 +347,7 @@ class VariantViT(VisionTransformer):
         return super().no_weight_decay() | tables
 
 
-def resample_exported(state: dict[str, Tensor], model: VariantViT) -> dict[str, Tensor]:
+def resample_exported(state: Weights, model: VariantViT) -> Weights:
     """timm's filter of weights: those that mpp has written are for the input size in the model's configuration."""
     return resample(state, model, model.pretrained_cfg["input_size"][1:], getattr(model.patch_embed, "stride", None))
 
