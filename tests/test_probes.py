@@ -172,8 +172,7 @@ def test_a_name_has_its_published_weights(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    hint = "; without a network, set checkpoint to a file with its weights .random true, or init random, takes none."
-    with pytest.raises(UserError, match=rf"encoder is vit_tiny_patch16_224, which cannot be loaded: .*{hint}"):
+    with pytest.raises(UserError, match=r"encoder is vit_tiny_patch16_224, .* set checkpoint to a file"):
         load_frozen_encoder("vit_tiny_patch16_224")
     weights = timm.create_model("vit_tiny_patch16_224")
     monkeypatch.setattr("timm.create_model", lambda name, pretrained, **_: weights if pretrained else None)
@@ -200,7 +199,7 @@ def test_an_encoder_of_the_hub_is_downloaded(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["no_such_model", "vit_base_patch16_2244"])
 def test_an_encoder_that_is_not_there_is_named(name):
-    with pytest.raises(ValueError, match=f"encoder is {name}: no folder"):
+    with pytest.raises(ValueError, match=f"encoder is {name}; it must be"):
         load_frozen_encoder(name)
 
 
