@@ -414,7 +414,7 @@ def test_a_frozen_teacher_is_no_part_of_a_checkpoint_but_another_one_is_refused(
 
 
 NO_TEACHERS = {  # settings -> the message
-    "objective.teacher=nowhere": "objective.teacher is nowhere; it must be the name of a timm model, or a folder that exists",
+    "objective.teacher=nowhere": "objective.teacher is nowhere; it must be the name of a timm model",
     "objective.half_life=[0,0.2]": "objective.half_life is .* above 0",
     "objective.teacher_img_size=64": "objective.teacher_img_size is 64; it must be null with .*teacher=ema",
     "optim.average=0.9 objective.export=teacher": "optim.average is 0.9; it must be null with objective.exp",
