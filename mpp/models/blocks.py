@@ -132,42 +132,33 @@ def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> 
 
     `PositionedAttention` of mpp/models/variants.py turns queries and keys, or adds to their products.
     """
-    queries, keys, values = queries_keys_values(attention, tokens, index)
+    weight = attention.qkv.weight
+    bias = attention.qkv.bias
+    width = weight.shape[0] // 3
+    query_bias, key_value_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+    query_tokens = tokens if index is None else gather_tokens(tokens, index)
+    queries = F.linear(query_tokens, weight[:width], query_bias)  # (B, K, width)
+    keys_values = F.linear(tokens, weight[width:], key_value_bias)  # (B, T, 2 * width)
+    queries = rearrange(queries, "b k (h d) -> b h k d", h=attention.num_heads)
+    keys, values = rearrange(keys_values, "b t (two h d) -> two b h t d", two=2, h=attention.num_heads)
     queries = attention.q_norm(queries)
     keys = attention.k_norm(keys)
     rotation = getattr(attention, "rotation", None)
     if rotation is not None:
         queries = rotation(queries, index)
         keys = rotation(keys, None)
-    bias = None  # (B or 1, heads, K, T)
     added = getattr(attention, "added", None)
-    if added is not None:
-        bias = added(queries, index).to(queries.dtype)
+    logits = None if added is None else added(queries, index).to(queries.dtype)  # (B or 1, heads, K, T), to add
     if attention.fused_attn:
         dropout = attention.attn_drop.p if attention.training else 0.0
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, dropout_p=dropout)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=logits, dropout_p=dropout)
     else:
-        logits = queries * attention.scale @ keys.transpose(-2, -1)
-        if bias is not None:
-            logits = logits + bias
-        mixed = attention.attn_drop(logits.softmax(-1)) @ values
+        products = queries * attention.scale @ keys.transpose(-2, -1)
+        if logits is not None:
+            products = products + logits
+        mixed = attention.attn_drop(products.softmax(-1)) @ values
     mixed = mixed.transpose(1, 2).flatten(2)  # (B, K, D)
     return attention.proj_drop(attention.proj(attention.norm(mixed)))
-
-
-def queries_keys_values(attention: Attention, tokens: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (B, heads, K, d) of the tokens at `index`, keys and values (B, heads, T, d) of all tokens (B, T, D)."""
-    weight = attention.qkv.weight
-    bias = attention.qkv.bias
-    width = weight.shape[0] // 3
-    query_weight, key_value_weight = weight[:width], weight[width:]
-    query_bias, key_value_bias = (None, None) if bias is None else (bias[:width], bias[width:])
-    query_tokens = tokens if index is None else gather_tokens(tokens, index)
-    queries = F.linear(query_tokens, query_weight, query_bias)  # (B, K, width)
-    keys_values = F.linear(tokens, key_value_weight, key_value_bias)  # (B, T, 2 * width)
-    queries = rearrange(queries, "b k (h d) -> b h k d", h=attention.num_heads)
-    keys, values = rearrange(keys_values, "b t (two h d) -> two b h t d", two=2, h=attention.num_heads)
-    return queries, keys, values
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -144,8 +144,11 @@ def resample(state: Weights, model: nn.Module, size: ImageSize | None, stride: i
     """
     if size is None or not is_plain(model):
         return timm_filter(model)(state, model)
-    grid = tuple(model.patch_embed.grid_size)
-    old = grid_of_weights(state, model, size, stride)
+    embed = model.patch_embed
+    is_hybrid = not isinstance(embed, PatchEmbed)
+    patch_size = (embed.feat_ratio(),) * 2 if is_hybrid else state["patch_embed.proj.weight"].shape[-2:]
+    old = grid_of_patches(size, patch_size, stride)
+    grid = tuple(embed.grid_size)
     tables = {}
     for name, parameter in model.state_dict().items():
         path, _, last_name = name.rpartition(".")
@@ -165,14 +168,6 @@ def resample(state: Weights, model: nn.Module, size: ImageSize | None, stride: i
             tables[name] = module.resample(last_name, table, on_line(old, module.grid))
     others = {name: tensor for name, tensor in state.items() if name not in tables}
     return timm_filter(model)(others, model) | tables
-
-
-def grid_of_weights(state: Weights, model: nn.Module, size: ImageSize, stride: int | None) -> Grid:
-    """Rows and columns of the patches of images of this size, for weights whose patches may differ from the model's."""
-    if isinstance(model.patch_embed, PatchEmbed):
-        return grid_of_patches(size, state["patch_embed.proj.weight"].shape[-2:], stride)
-    ratio = model.patch_embed.feat_ratio()  # of a hybrid's convolutions
-    return grid_of_patches(size, (ratio, ratio), None)
 
 
 def grid_of_patches(size: ImageSize, patch_size: Sequence[int], stride: int | None) -> Grid:
