@@ -38,7 +38,7 @@ from mpp.config import rebuild, require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable, UserError, one_line
 from mpp.models.descriptions import as_saved, how_read
-from mpp.models.timm_models import set_attention
+from mpp.models.plain import set_attention
 from mpp.runtime.files import complete, partial_path
 from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import SAFETENSORS_SUFFIX, encoder_folder, fingerprint, zoo_folder

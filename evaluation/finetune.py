@@ -44,7 +44,7 @@ from mpp.config import flatten, nested, rebuild, require
 from mpp.data.loader import BatchLayout
 from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.errors import Diverged, Unavailable
-from mpp.models.timm_models import checkpoint_activations
+from mpp.models.plain import checkpoint_activations
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
 from mpp.runtime.weights import fingerprint

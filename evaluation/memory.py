@@ -18,7 +18,7 @@ from mpp.config.parsing import parse
 from mpp.corruption import Corruption, draw
 from mpp.data.loader import BatchLayout
 from mpp.models.networks import build_model
-from mpp.models.timm_models import cell_grid
+from mpp.models.plain import cell_grid
 from mpp.objectives import Objective
 from mpp.runtime.start import run_main
 from mpp.training.optim import build_optimizer

@@ -38,8 +38,8 @@ from mpp.features.reconstructions import COLUMNS, prediction_columns, prediction
 from mpp.models.adaptation import describe_adaptation
 from mpp.models.descriptions import as_saved, how_read, learned_labels, licence_of
 from mpp.models.networks import build_model
+from mpp.models.plain import cell_grid, has_class
 from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
-from mpp.models.timm_models import cell_grid, has_class
 from mpp.runtime.files import short_digest
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW

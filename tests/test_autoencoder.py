@@ -12,7 +12,7 @@ from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig
 from mpp.models.autoencoder import MaskedAutoencoder, complement, decoder_numbers
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
-from mpp.models.timm_models import has_fused_attention, set_attention
+from mpp.models.plain import has_fused_attention, set_attention
 from mpp.objectives import patchify
 from mpp.training.flops import executed_flops
 

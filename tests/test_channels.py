@@ -315,8 +315,8 @@ def test_filters_on_rgb_become_those_of_other_channels_as_timm_does(
     rgb = load_file(trained / "encoder" / "model.safetensors")["patch_embed.proj.weight"]
     encoder = build_encoder(ModelConfig(**settings), channels)
     assert torch.equal(encoder.patch_embed.proj.weight, adapt_input_conv(channels, rgb))
-    how = "are summed" if channels == 1 else "are repeated, and scaled"
-    assert how in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("note") == 1 and f"filters are summed or repeated for {channels} channels" in said
     own = pretrain(*words, dir=tmp_path / "own")
     with pytest.raises(UserError, match=rf"input channels is {channels}; it must be 3 \(RGB\) or data\.channels \(7\)"):
         build_encoder(ModelConfig(**settings | {"init_from": str(own)}), 7)

@@ -28,10 +28,9 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch
 from mpp.errors import UserError
 from mpp.features.frozen import features_at, stages
-from mpp.models.descriptions import learned_labels
+from mpp.models.descriptions import export_encoder, learned_labels
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import export_encoder
-from mpp.models.timm_models import checkpoint_activations
+from mpp.models.plain import checkpoint_activations
 from mpp.training.averaging import averaged_weights
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.optim import build_optimizer

@@ -29,7 +29,7 @@ from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
-from mpp.models.timm_models import set_attention
+from mpp.models.plain import set_attention
 from mpp.runtime.files import sha256_of
 from mpp.training.batches import training_batches
 from mpp.training.checkpoint import complete_checkpoints

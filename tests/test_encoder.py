@@ -16,9 +16,8 @@ import mpp
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from mpp.config import ModelConfig, resized_side
 from mpp.errors import UserError
-from mpp.models.descriptions import learned_labels
+from mpp.models.descriptions import EncoderFacts, export_encoder, learned_labels
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import EncoderFacts, export_encoder
 from mpp.runtime.weights import fingerprint
 
 

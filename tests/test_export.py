@@ -21,9 +21,9 @@ from evaluation.exports.verification import MAX_ROUNDING_DIFFERENCE
 from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.config import ModelConfig
 from mpp.features.frozen import features_at
+from mpp.models.descriptions import EncoderFacts, export_encoder
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import EncoderFacts, export_encoder
-from mpp.models.timm_models import set_attention
+from mpp.models.plain import set_attention
 from mpp.runtime.weights import fingerprint
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[export]'")

@@ -11,8 +11,8 @@ from mpp.config import Config, ModelConfig, OptimConfig
 from mpp.config.parsing import parse_saved
 from mpp.corruption import Corruption
 from mpp.models.encoder import build_encoder
-from mpp.models.predictor import MaskedPatchPredictor
-from mpp.models.timm_models import set_attention
+from mpp.models.networks import MaskedPatchPredictor
+from mpp.models.plain import set_attention
 from mpp.training.flops import executed_flops, flop_counter, optimizer_flops
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 3, 10, 8

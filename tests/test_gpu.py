@@ -16,7 +16,7 @@ from evaluation.benchmark.steps import MATRIX_PRODUCTS, TRAINING_STEPS, Bench
 from mpp.config import ModelConfig, OptimConfig, RunConfig
 from mpp.errors import Diverged
 from mpp.models.encoder import build_encoder
-from mpp.models.predictor import MaskedPatchPredictor
+from mpp.models.networks import MaskedPatchPredictor
 from mpp.pretrain import main
 from mpp.runtime.processes import set_timeout
 from mpp.runtime.start import run_main, start

@@ -13,8 +13,8 @@ from mpp.config import DataConfig, ModelConfig
 from mpp.data.identity import differences, identify_images
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
+from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import export_encoder
 
 
 def test_a_hub_that_did_not_answer_at_the_start_does_not_keep_a_run_from_continuing():

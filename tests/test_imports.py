@@ -404,8 +404,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from mpp.corruption import PATTERNS, random_patches
-from mpp.models.networks import NETWORKS
-from mpp.models.predictor import MaskedPatchPredictor
+from mpp.models.networks import NETWORKS, MaskedPatchPredictor
 from mpp.objectives import OBJECTIVES, Objective, patches_at
 from mpp.palette import Palette
 

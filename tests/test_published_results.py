@@ -32,7 +32,7 @@ from mpp.config import Config, flatten
 from mpp.config.parsing import parse
 from mpp.corruption import draw, stack
 from mpp.models.networks import build_model
-from mpp.models.timm_models import cell_grid
+from mpp.models.plain import cell_grid
 from mpp.training.flops import executed_flops
 
 CONFIGS = sorted(file for file in (ROOT / "configs").rglob("*.yaml") if file.parent.name != "accelerate")

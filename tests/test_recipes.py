@@ -19,7 +19,7 @@ from timm.data import ImageNetInfo
 from evaluation import compare, finetune, predict
 from evaluation.config import FinetuneConfig
 from mpp.config.parsing import parse
-from mpp.models.exporting import export_encoder
+from mpp.models.descriptions import export_encoder
 
 CONFIGS = ROOT / "configs"
 FEW = (

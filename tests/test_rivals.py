@@ -12,7 +12,7 @@ from mpp.config.parsing import parse
 from mpp.corruption import Corruption, draw
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_network
-from mpp.models.positions import sincos_2d
+from mpp.models.plain import sincos_2d
 from mpp.objectives import build_objective
 
 OVERLAYS = ["rivals/simmim", "rivals/mae", "rivals/mae_mean_color", "rivals/maskfeat"]

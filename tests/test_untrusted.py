@@ -16,8 +16,8 @@ from mpp.config import Config, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.decoding.decode import decode
 from mpp.errors import UnreadableImage
+from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import export_encoder
 from mpp.pretrain import is_pretraining
 from mpp.runtime.files import sha256_of
 from mpp.training.checkpoint import load_checkpoint, newest_whole, save_checkpoint, snapshot

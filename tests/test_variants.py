@@ -15,12 +15,12 @@ import mpp
 from evaluation.pictures.positions import position_similarity
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind
-from mpp.models.attention import RELATIVE, PositionedAttention, attention_at
+from mpp.models.blocks import attention_at
+from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
-from mpp.models.exporting import export_encoder
-from mpp.models.positions import AbsolutePositions, interpolate_offsets
-from mpp.models.predictor import MaskedPatchPredictor
-from mpp.models.timm_models import cell_grid, set_attention
+from mpp.models.networks import MaskedPatchPredictor
+from mpp.models.plain import cell_grid, set_attention
+from mpp.models.variants import RELATIVE, AbsolutePositions, PositionedAttention, RelativeKeys
 
 NUMBERS = dict(width=24, depth=2, heads=3, img_size=32, patch_size=8)
 KINDS = {
@@ -161,6 +161,7 @@ AXIAL = {position: dict(mixing="axial", position=position) for position in ("non
 def test_tokens_are_summed_in_float32_whatever_the_positions(settings):
     """Under autocast a bf16 patch embedding becomes float32 with an embedding or [class] that is; some have neither."""
     encoder = build(**settings)
+    network = predictor(encoder)
     seen = []
     for block in encoder.blocks:
         block.register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0].dtype, output.dtype)))
@@ -168,7 +169,7 @@ def test_tokens_are_summed_in_float32_whatever_the_positions(settings):
     with torch.autocast("cpu", torch.bfloat16):
         assert encoder.patch_embed(torch.randn(2, 3, 32, 32)).dtype == torch.bfloat16
         encoder.forward_features(torch.randn(2, 3, 32, 32))
-        predictor(encoder)(random_images(2), corruption)
+        network(random_images(2), corruption)
     assert set(seen) == {torch.float32}
 
 
@@ -363,30 +364,12 @@ def test_an_exported_encoder_is_rebuilt_also_for_other_images(kind, tmp_path):
         assert torch.equal(parameter, larger_weights[name])
 
 
-@pytest.mark.parametrize("old", [(4, 4), (5, 5)])
-def test_offsets_of_another_grid_keep_what_they_say_of_rows_and_columns(old):
-    """A table that is linear in rows and columns, as far as an offset along the sequence tells them, stays so."""
-
-    def linear(grid):
-        rows, columns = grid
-        reach = rows * columns - 1
-        offsets = torch.arange(-reach, reach + 1)
-        down = torch.div(offsets + columns // 2, columns, rounding_mode="floor")
-        right = offsets - down * columns
-        return torch.stack([down / (rows - 1), right / (columns - 1)], dim=1)
-
-    assert torch.equal(interpolate_offsets(linear(old), old, 0), linear(old))
-    interpolated = interpolate_offsets(linear(old), (7, 7), 0)
-    expected = linear((7, 7))
-    inside = (expected[:, 1].abs() < 0.3) & (expected[:, 0].abs() < 0.9)  # elsewhere the old offsets change rows
-    torch.testing.assert_close(interpolated[inside], expected[inside], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("grid", [(1, 9), (9, 1)])
-def test_offsets_along_a_line_are_stretched(grid):
+def test_offsets_of_another_grid_are_stretched_along_the_sequence():
+    keys = RelativeKeys((1, 9), 0, 1)
     of_five = torch.arange(-4.0, 5)[:, None]
-    interpolated = interpolate_offsets(of_five, grid, 0)
-    torch.testing.assert_close(interpolated[:, 0], torch.arange(-8, 9) / 2)
+    stretched = keys.resample("pos_embed_offsets", of_five, (1, 5))[:, 0]
+    torch.testing.assert_close(stretched, -stretched.flip(0))  # no offset stays in the middle
+    torch.testing.assert_close(stretched[4:-4], torch.arange(-4, 5) * 9 / 17)
 
 
 @pytest.mark.faults
@@ -434,7 +417,7 @@ def test_the_compiler_follows_each_whole(kind):
         (dict(position="rope", width=18, heads=3), ["multiple of 4", "rope"]),
         (dict(position="learned_2d", width=15, heads=3), ["even", "learned_2d"]),
         (dict(position="relative_bias", arguments={"reg_tokens": 2}), ["relative_bias", "registers"]),
-        (dict(arguments={"reg_token": 2}), ["model.arguments is reg_token", "reg_tokens"]),
+        (dict(arguments={"reg_token": 2}), ["model.arguments is {'reg_token': 2}"]),
         (dict(arguments={"depth": 2}), ["model.arguments is depth"]),
         (dict(arguments={"patch_drop_rate": 0.5}), ["model.arguments is patch_drop_rate"]),
         (dict(arguments={"reg_tokens": 2}, mixing="axial"), ["model.arguments is reg_tokens"]),

@@ -39,7 +39,7 @@ from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.corruption import Corruption, draw
 from mpp.models.networks import build_model
-from mpp.models.timm_models import cell_grid
+from mpp.models.plain import cell_grid
 
 IMAGES = 8
 NUMBERS = re.compile(r"(?<![A-Za-z_\d.])\d+(?:\.\d+)?(?:e[-+]?\d+)?\b|_\d+\b")

@@ -16,8 +16,8 @@ from evaluation.benchmark.steps import (
 )
 from mpp.config import ModelConfig
 from mpp.data.loader import training_loader
-from mpp.models.attention import attention_kernel
 from mpp.models.encoder import build_encoder
+from mpp.models.plain import has_fused_attention
 from mpp.pretrain import Pretraining
 from mpp.runtime.start import is_out_of_memory
 from mpp.training.step import TrainingStep
@@ -41,7 +41,7 @@ class CardLimits(NamedTuple):
     free_bytes: int | None
     """None: a CPU."""
     attention_kernel: str
-    """torch's kernel of the model's attention, or "unfused"."""
+    """Whether attention is computed by torch's fused kernel: "fused" or "unfused"."""
 
 
 class ModelSpeed(NamedTuple):
@@ -80,9 +80,7 @@ def measure_limits(model: ModelConfig, device: Device) -> CardLimits:
         free_bytes = torch.cuda.mem_get_info(place)[0]
     product = matrix_product(bench, dtype)
     seconds = seconds_per_step(product.step)
-    encoder = build_encoder(model)
-    tokens = encoder.num_prefix_tokens + encoder.patch_embed.num_patches
-    kernel = attention_kernel(encoder, tokens, place, dtype) or "none"
+    kernel = "fused" if has_fused_attention(build_encoder(model)) else "unfused"
     return CardLimits(name, precision, product.flops / seconds, free_bytes, kernel)
 
 

@@ -21,7 +21,7 @@ from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import is_named
 from mpp.models.encoder import Normalize, load_encoder
-from mpp.models.timm_models import set_attention
+from mpp.models.plain import set_attention
 from mpp.palette import palette_for, sum_pixels
 from mpp.runtime.hardware import uses_gpu
 from mpp.training.phases import note_growth

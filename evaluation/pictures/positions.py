@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from evaluation.frozen.encoder import patch_grid
 from evaluation.pictures.pca import principal_components
 from mpp.errors import Unavailable
-from mpp.models.attention import RELATIVE, RelativeBiases, RelativeKeys
+from mpp.models.variants import RELATIVE, RelativeBiases, RelativeKeys
 
 
 def filter_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor]:

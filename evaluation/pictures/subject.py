@@ -23,7 +23,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch
 from mpp.features.reconstructions import as_one_picture, as_rgb, stretch
-from mpp.models.timm_models import has_class
+from mpp.models.plain import has_class
 from mpp.runtime.messages import warn
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import run_of

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from evaluation.frozen.encoder import FrozenEncoder, patch_grid
 from evaluation.protocols.protocol import IMAGENET_IMAGES, Candidate, LinearProtocol, Plan, scaled_batch
 from mpp.features.frozen import pool, tokens_at
-from mpp.models.timm_models import has_class
+from mpp.models.plain import has_class
 
 BATCH = 1024
 STEPS = 12_500

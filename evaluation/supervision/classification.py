@@ -24,7 +24,7 @@ from mpp.data.shards import Shards
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
-from mpp.models.adaptation import has_running_statistics
+from mpp.models.plain import has_running_statistics
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.feed import to_device

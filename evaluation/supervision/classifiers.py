@@ -23,8 +23,8 @@ from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
 from mpp.errors import UserError
 from mpp.models.encoder import load_encoder
+from mpp.models.plain import set_attention
 from mpp.models.teachers import resize_bilinear
-from mpp.models.timm_models import set_attention
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, damaged_files, restore_trained

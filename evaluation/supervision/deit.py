@@ -21,11 +21,11 @@ from evaluation.config import DistillConfig, Pooling
 from evaluation.supervision.heads import HeadedEncoder, require_defaults
 from mpp.config import ModelConfig, require
 from mpp.features.frozen import pool
+from mpp.models.blocks import has_bf16_residual, use_bf16_residual
 from mpp.models.descriptions import first_weights
 from mpp.models.encoder import architecture, build_encoder
-from mpp.models.loading import load_weights
-from mpp.models.residual import has_bf16_residual, use_bf16_residual
-from mpp.models.timm_models import fix_positions, has_fused_attention, set_attention
+from mpp.models.loading import load_first_weights
+from mpp.models.plain import fix_positions, has_fused_attention, set_attention
 from mpp.runtime.weights import weight_names, weights_file
 
 DISTILLED_VIT = "deit_base_distilled_patch16_224"
@@ -115,7 +115,7 @@ def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDi
     else:
         plain = build_encoder(replace(config, name=name, init_from=None), channels)
         student = add_distillation_token(plain, config)
-        load_weights(student, config.init_from)
+        load_first_weights(student, config.init_from)
     if config.position == "sincos_2d":
         fix_positions(student)
     return student

@@ -13,8 +13,7 @@ from evaluation.config import HeadKind, Pooling
 from mpp.config import ImageSize, ModelConfig, require, sides
 from mpp.features.frozen import pool
 from mpp.models.encoder import SET_ELSEWHERE, Normalize, build_encoder, load_encoder
-from mpp.models.plain import is_plain, model_without_memory
-from mpp.models.timm_models import checkpoint_activations, has_class
+from mpp.models.plain import checkpoint_activations, has_class, is_plain, model_without_memory
 from mpp.runtime.hardware import uses_gpu
 
 

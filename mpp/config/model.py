@@ -84,7 +84,7 @@ class ModelConfig(Settings):
         return {name: PLAIN[name] if self.name is None and value is None else value for name, value in given.items()}
 
     def is_variant(self) -> bool:
-        """Whether timm has no such plain ViT, and it is one of mpp/models/vit.py."""
+        """Whether timm has no such plain ViT, and it is one of mpp/models/variants.py."""
         at_stem = self.position in ("learned", "none", "sincos_2d") and self.position_at == "stem"
         strided = self.stride not in (None, self.numbers()["patch_size"])
         return not at_stem or strided or self.mixing != "full"

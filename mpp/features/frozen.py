@@ -26,7 +26,7 @@ from mpp.data.views import Batch
 from mpp.errors import Unavailable
 from mpp.features.arrays import IN_MEMORY, empty_array, in_blocks, let_go
 from mpp.models.encoder import Normalize
-from mpp.models.timm_models import has_class
+from mpp.models.plain import has_class
 from mpp.runtime.processes import gloo_group
 
 IMAGES_PER_FORWARD = 64

@@ -1,5 +1,5 @@
 """Models on timm's parts. Importing this package registers the architecture `mpp_vit` with timm."""
 
-from mpp.models.vit import VariantViT
+from mpp.models.variants import VariantViT
 
 __all__ = ["VariantViT"]

@@ -1,7 +1,6 @@
 """The part of an encoder that is trained: chosen by name (`model.train`), and low-rank changes (`model.lora_rank`)."""
 
 import copy
-import difflib
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -11,13 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mpp.config import ModelConfig, require
-from mpp.errors import UserError
+from mpp.models.plain import has_running_statistics, uses_autocast
 from mpp.runtime.messages import note, shortened
-
-SIMILAR_NAMES = 4
-"""Names in the message of a pattern that matches none."""
-LEAST_SIMILARITY = 0.5
-"""Of these names to the pattern, from 0 to 1."""
 
 
 class LowRankChange(nn.Module):
@@ -37,10 +31,9 @@ class LowRankChange(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # as LoRA's code does
 
     def forward(self, weight: Tensor) -> Tensor:
-        device = weight.device.type
-        if device == "meta" or not torch.is_autocast_enabled(device):  # the meta device has no autocast
+        if not uses_autocast(weight.device.type):
             return torch.addmm(weight, self.up, self.down)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(weight.device.type, enabled=False):
             return torch.addmm(weight, self.up, self.down)
 
 
@@ -55,20 +48,15 @@ def choose_trained(encoder: nn.Module, config: ModelConfig) -> None:
     """
     if config.train is None and config.lora_rank is None:
         return
-    setting, value = ("model.lora_rank", config.lora_rank) if config.train is None else ("model.train", config.train)
-    if has_running_statistics(encoder):
-        raise UserError(f"{setting} is {value}; it must be null for this model, whose batch norms would not stay")
+    chosen = f"{config.train}, {config.lora_rank}"
+    allowed = "null both for this model: its batch norms would not stay"
+    require(not has_running_statistics(encoder), "model.train, model.lora_rank", chosen, allowed)
     names = [name for name, _ in encoder.named_parameters()]
     trained = set() if config.train is None else matching_names(names, config.train)
     for name, parameter in encoder.named_parameters():
         parameter.requires_grad_(name in trained)
     if config.lora_rank is not None:
         add_low_rank_changes(encoder, config.lora_rank)
-
-
-def has_running_statistics(model: nn.Module) -> bool:
-    """Whether a model has batch norms, whose statistics each forward pass changes."""
-    return any(name.endswith("running_mean") for name, _ in model.named_buffers())
 
 
 def matching_names(names: Sequence[str], pattern: str) -> set[str]:
@@ -78,33 +66,10 @@ def matching_names(names: Sequence[str], pattern: str) -> set[str]:
         UserError: it is found in none of them, or in all.
     """
     matching = {name for name in names if re.search(pattern, name)}
-    if not matching:
-        similar = ", ".join(similar_names(names, pattern))
-        raise UserError(f"model.train is {pattern}, which matches no parameter of the encoder; it has {similar}")
-    require(len(matching) < len(names), "model.train", pattern, "null: it matches all parameters of the encoder")
-    note_other_matches(names, pattern)
+    allowed = f"found in some names of the encoder's parameters, such as {', '.join(names[-8:])}, and not in all"
+    require(0 < len(matching) < len(names), "model.train", pattern, allowed)
+    note(f"model.train {pattern} trains {shortened(sorted(matching))}")
     return matching
-
-
-def note_other_matches(names: Sequence[str], pattern: str) -> None:
-    """Note names that a pattern matches only because its dots stand for any character: blocks.1. and blocks.10."""
-    with_dots = re.compile(re.sub(r"(?<!\\)\.(?![*+?{])", r"\.", pattern))
-    others = [name for name in names if re.search(pattern, name) and not with_dots.search(name)]
-    if others and any(map(with_dots.search, names)):
-        note(rf"model.train is {pattern}, which also matches {shortened(others)}: a dot is any character, and \. a dot")
-
-
-def similar_names(names: Iterable[str], pattern: str) -> list[str]:
-    """Names of parameters, and endings and beginnings of such names, that are most like a pattern."""
-    parts: dict[str, None] = {}  # a set that keeps the order
-    for name in names:
-        words = name.split(".")
-        for first in range(len(words)):
-            for end in range(first + 1, len(words) + 1):
-                parts[".".join(words[first:end])] = None
-    plain = re.sub(r"[\\^$()|?*+\[\]]", "", pattern)
-    similar = difflib.get_close_matches(plain, [*parts], SIMILAR_NAMES, LEAST_SIMILARITY)
-    return similar or [*names][:SIMILAR_NAMES]
 
 
 def add_low_rank_changes(encoder: nn.Module, rank: int) -> None:
@@ -113,16 +78,12 @@ def add_low_rank_changes(encoder: nn.Module, rank: int) -> None:
     Raises:
         UserError: there is no such layer, or one that is narrower than the rank.
     """
-    layers = []
-    for name, module in encoder.named_modules():
-        if type(module) is nn.Linear and not module.weight.requires_grad:
-            layers.append((name, module))
-    allowed = "null: with this model.train the encoder has no frozen linear layer for it"
-    require(len(layers) > 0, "model.lora_rank", rank, allowed)
-    for name, layer in layers:
-        narrow = min(layer.weight.shape)
-        require(rank <= narrow, "model.lora_rank", rank, f"at most {narrow}, the narrow side of {name}'s matrix")
-    for _, layer in layers:
+    linear = [module for module in encoder.modules() if type(module) is nn.Linear]
+    frozen = [layer for layer in linear if not layer.weight.requires_grad]
+    most = min((min(layer.weight.shape) for layer in frozen), default=0)
+    allowed = f"at most {most}, the narrow side of the encoder's frozen linear layers (0: there is none), or null"
+    require(rank <= most, "model.lora_rank", rank, allowed)
+    for layer in frozen:
         parametrize.register_parametrization(layer, "weight", LowRankChange(layer.weight, rank))
 
 
@@ -161,11 +122,11 @@ def weights_by_name(encoder: nn.Module, names: Iterable[str]) -> list[Tensor]:
 
 def count_parameters(encoder: nn.Module) -> tuple[int, int]:
     """The number of an encoder's parameters without low-rank changes, and the number that is trained, with these."""
-    changes = [module for module in encoder.modules() if isinstance(module, LowRankChange)]
-    added = sum(parameter.numel() for change in changes for parameter in change.parameters())
-    total = sum(parameter.numel() for parameter in encoder.parameters())
-    trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
-    return total - added, trained
+    total = trained = 0
+    for name, parameter in encoder.named_parameters():
+        total += 0 if ".parametrizations.weight.0." in name else parameter.numel()
+        trained += parameter.numel() if parameter.requires_grad else 0
+    return total, trained
 
 
 def describe_adaptation(config: ModelConfig) -> str:

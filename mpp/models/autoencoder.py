@@ -1,7 +1,7 @@
 """The masked autoencoder (He et al., CVPR 2022): embed, drop corrupted patches, encode, decode, predict.
 
 The encoder's compute falls with the patches that it sees. The decoder's last block computes only what the loss needs,
-as in mpp/models/predictor.py.
+as in the paper's network.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,16 @@ from torch import Tensor, nn
 
 from mpp.config import NetworkConfig, require
 from mpp.corruption import Corruption
-from mpp.models.blocks import block_at, initialize, run_blocks
+from mpp.models.blocks import has_bf16_residual, initialize, run_blocks, run_blocks_at, runs_at_few, use_bf16_norms
 from mpp.models.encoder import Normalize
-from mpp.models.plain import apply_last_norm, prepare_tokens, takes_some_tokens
-from mpp.models.positions import sincos_2d
-from mpp.models.residual import has_bf16_residual, use_bf16_norms
-from mpp.models.timm_models import has_fused_attention, set_attention
+from mpp.models.plain import (
+    apply_last_norm,
+    has_fused_attention,
+    prepare_tokens,
+    set_attention,
+    sincos_2d,
+    takes_some_tokens,
+)
 
 MAE_DECODER_WIDTH = 512
 MAE_DECODER_DEPTH = 8
@@ -47,7 +51,10 @@ class MaskedAutoencoder(nn.Module):
         config: NetworkConfig,
     ):
         super().__init__()
-        require_independent_patches(encoder)
+        independent = type(encoder.patch_embed) is PatchEmbed and takes_some_tokens(encoder)
+        allowed = "predictor with a hybrid, overlapping patches, axial mixing or tables of biases (BEiT): the encoder "
+        allowed += "here sees some patches alone"
+        require(independent, "network.name", "autoencoder", allowed)
         self.normalize = Normalize(mean, std)
         self.encoder = encoder
         width, depth, heads = decoder_numbers(config, encoder)
@@ -69,19 +76,6 @@ class MaskedAutoencoder(nn.Module):
         seen, block_arguments = prepare_tokens(encoder, patches, visible)  # (B, V, D)
         seen = apply_last_norm(encoder, run_blocks(encoder.blocks, seen, checkpointed, block_arguments))
         return self.head(self.decoder(seen, visible, corrupted, checkpointed))
-
-
-def require_independent_patches(encoder: nn.Module) -> None:
-    """Refuse an encoder that cannot run on only the visible patches.
-
-    Raises:
-        UserError: an encoder whose windows overlap, or that needs all tokens.
-    """
-    allowed = "predictor with a hybrid or overlapping patches: visible patches would show the encoder masked pixels"
-    require(type(encoder.patch_embed) is PatchEmbed, "network.name", "autoencoder", allowed)
-    allowed = "predictor where positions act in the blocks by a table (BEiT), or mixing is axial: the encoder here "
-    allowed += "lacks some tokens"
-    require(takes_some_tokens(encoder), "network.name", "autoencoder", allowed)
 
 
 def complement(index: Tensor, count: int) -> Tensor:
@@ -114,6 +108,7 @@ class Decoder(nn.Module):
         self.bf16_residual = has_bf16_residual(encoder)
         if self.bf16_residual:
             use_bf16_norms(self)
+        self.last_at_few = runs_at_few(self.blocks[-1], len(positions))
 
     def forward(self, tokens: Tensor, visible: Tensor, corrupted: Tensor, checkpointed: bool) -> Tensor:
         """Decode the corrupted patches.
@@ -130,8 +125,8 @@ class Decoder(nn.Module):
         tokens = masked.scatter(1, visible[..., None].expand_as(tokens), tokens)  # (B, prefix + N, width)
         positions = self.positions.to(tokens.dtype) if self.bf16_residual else self.positions
         tokens = tokens + positions
-        tokens = run_blocks(self.blocks[:-1], tokens, checkpointed)
-        return self.norm(block_at(self.blocks[-1], tokens, corrupted))
+        tokens = run_blocks_at(self.blocks, tokens, corrupted, self.last_at_few, checkpointed)
+        return self.norm(tokens)
 
 
 def decoder_numbers(config: NetworkConfig, encoder: nn.Module) -> tuple[int, int, int]:

@@ -1,15 +1,23 @@
-"""Blocks of a Vision Transformer: run with checkpointed activations, the last one at a few tokens; initial weights."""
+"""Blocks of a Vision Transformer: their attention, the last one at a few tokens, their tokens in bf16.
 
+B images, T tokens (prefix tokens first: [class], registers), K queries, D width, d width of a head.
+"""
+
+import copy
 from collections.abc import Sequence
+from typing import Any
 
-from timm.layers import DropPath
+import timm
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from timm.layers import Attention, LayerNorm, LayerScale
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpp.models.attention import attention_at, gather_tokens, is_known
-from mpp.models.plain import BlockArguments
-from mpp.models.vit import PositionedBlock
+from mpp.models.plain import BlockArguments, gather_tokens, uses_autocast
+from mpp.runtime.messages import warn
 
 
 def initialize(module: nn.Module) -> None:
@@ -31,9 +39,7 @@ def run_blocks(
         checkpointed: compute the activations of the blocks again in the backward pass, instead of keeping them.
         block_arguments: further arguments of each block; None: there are none.
     """
-    if block_arguments is None:
-        block_arguments = [{}] * len(blocks)
-    for block, arguments in zip(blocks, block_arguments, strict=True):
+    for block, arguments in zip(blocks, block_arguments or [{}] * len(blocks), strict=True):
         if checkpointed:
             repeats = draws_random_numbers(block)
             tokens = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=repeats, **arguments)
@@ -44,29 +50,171 @@ def run_blocks(
 
 def draws_random_numbers(block: nn.Module) -> bool:
     """Whether a block has dropout or drop path, whose random numbers a second computation has to repeat."""
-    rates = [getattr(module, "p", 0.0) for module in block.modules() if isinstance(module, nn.Dropout)]
-    rates += [module.drop_prob or 0.0 for module in block.modules() if isinstance(module, DropPath)]
-    return any(rate > 0 for rate in rates)
+    rates = [getattr(module, "p", 0.0) or getattr(module, "drop_prob", 0.0) for module in block.modules()]
+    return any(rates)
 
 
-def block_at(block: nn.Module, tokens: Tensor, index: Tensor, block_arguments: BlockArguments | None = None) -> Tensor:
-    """A block's output at `index`, without computing the rest where the block is timm's plain one or ours.
+# --- the last block, of which a few tokens are needed ---
+
+
+def run_blocks_at(
+    blocks: Sequence[nn.Module],
+    tokens: Tensor,
+    index: Tensor,
+    last_at_few: bool,
+    checkpointed: bool,
+    block_arguments: Sequence[BlockArguments] | None = None,
+) -> Tensor:
+    """Tokens (B, K, D) at `index` (B, K) after these blocks; for other arguments see `run_blocks`.
 
     Args:
-        tokens: (B, N, D), all of them: every token is a key and a value.
+        last_at_few: `runs_at_few` of the last block.
+    """
+    arguments = block_arguments or [{}] * len(blocks)
+    tokens = run_blocks(blocks[:-1], tokens, checkpointed, arguments[:-1])
+    if last_at_few:
+        return block_at(blocks[-1], tokens, index)
+    return gather_tokens(blocks[-1](tokens, **arguments[-1]), index)
+
+
+def block_at(block: Block, tokens: Tensor, index: Tensor) -> Tensor:
+    """The output of timm's block at `index`, without computing the rest.
+
+    Args:
+        block: one with `runs_at_few`.
+        tokens: (B, T, D), all of them: every token is a key and a value.
         index: (B, K), the tokens whose output is needed.
-        block_arguments: further arguments of the block; timm's plain one and ours have none.
     Returns:
         (B, K, D).
     """
-    if type(block) not in (Block, PositionedBlock):
-        return gather_tokens(block(tokens, **(block_arguments or {})), index)
-    if isinstance(block, PositionedBlock):
+    if hasattr(block, "add_positions"):
         tokens = block.add_positions(tokens)
-    normed = block.norm1(tokens)
-    if is_known(block.attn):
-        attended = attention_at(block.attn, normed, index)
-    else:
-        attended = gather_tokens(block.attn(normed), index)
+    attended = attention_at(block.attn, block.norm1(tokens), index)
     output = gather_tokens(tokens, index) + block.drop_path1(block.ls1(attended))
     return output + block.drop_path2(block.ls2(block.mlp(block.norm2(output))))
+
+
+def runs_at_few(block: nn.Module, token_count: int) -> bool:
+    """Whether `block_at` gives what the block itself gives. It is tried, because timm's next release may have another.
+
+    In float64, and with random weights, so that parts count that begin at zero. A warning says where timm's plain block
+    differs; other blocks (Eva's, Beit's) are known to.
+
+    Args:
+        token_count: T.
+    """
+    if not isinstance(block, Block) or not isinstance(block.attn, Attention):
+        return False
+    if next(block.parameters()).is_meta:
+        return True  # there are no numbers to compare
+    if not hasattr(block, "add_positions"):
+        token_count = min(token_count, 16)  # any number
+    tried = copy.deepcopy(block).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in tried.parameters():
+            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+        width = tried.attn.qkv.weight.shape[1]
+        tokens = torch.randn(1, token_count, width, generator=generator).double()
+        index = torch.tensor([[0, token_count - 1]])
+        expected = gather_tokens(tried(tokens), index)
+        is_same = torch.allclose(block_at(tried, tokens, index), expected, rtol=1e-8, atol=1e-10)
+    if not is_same:
+        warn(f"timm {timm.__version__} has another block than mpp: the last one runs on all tokens, which is slower")
+    return is_same
+
+
+# --- attention ---
+
+
+def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> Tensor:
+    """Attention with only the tokens at `index` (B, K) as queries; None: all. (B, T, D) to (B, K, D).
+
+    `PositionedAttention` of mpp/models/variants.py turns queries and keys, or adds to their products.
+    """
+    weight = attention.qkv.weight
+    bias = attention.qkv.bias
+    width = weight.shape[0] // 3
+    query_bias, key_value_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+    query_tokens = tokens if index is None else gather_tokens(tokens, index)
+    queries = F.linear(query_tokens, weight[:width], query_bias)  # (B, K, width)
+    keys_values = F.linear(tokens, weight[width:], key_value_bias)  # (B, T, 2 * width)
+    queries = rearrange(queries, "b k (h d) -> b h k d", h=attention.num_heads)
+    keys, values = rearrange(keys_values, "b t (two h d) -> two b h t d", two=2, h=attention.num_heads)
+    queries = attention.q_norm(queries)
+    keys = attention.k_norm(keys)
+    rotation = getattr(attention, "rotation", None)
+    if rotation is not None:
+        queries = rotation(queries, index)
+        keys = rotation(keys, None)
+    added = getattr(attention, "added", None)
+    logits = None if added is None else added(queries, index).to(queries.dtype)  # (B or 1, heads, K, T), to add
+    if attention.fused_attn:
+        dropout = attention.attn_drop.p if attention.training else 0.0
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=logits, dropout_p=dropout)
+    else:
+        products = queries * attention.scale @ keys.transpose(-2, -1)
+        if logits is not None:
+            products = products + logits
+        mixed = attention.attn_drop(products.softmax(-1)) @ values
+    mixed = mixed.transpose(1, 2).flatten(2)  # (B, K, D)
+    return attention.proj_drop(attention.proj(attention.norm(mixed)))
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention module, timm's or ours, by torch's kernel or step by step."""
+    return hasattr(module, "fused_attn") and hasattr(module, "num_heads") and hasattr(module, "attn_drop")
+
+
+def shows_weights(attention: nn.Module | None) -> bool:
+    """Whether an attention among all tokens gives its weights to `attn_drop` when it is not fused: timm's and ours."""
+    return is_attention(attention) and getattr(attention, "lines", None) is None
+
+
+# --- tokens between blocks in bf16 (`model.residual`); float32 positions make them float32 ---
+
+
+class ResidualNorm(LayerNorm):
+    """timm's layer norm; of bf16 tokens it is bf16, where autocast on a GPU would write float32 copies of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            return super().forward(x)
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)  # sums are float32 inside
+
+
+def use_bf16_residual(encoder: nn.Module) -> None:
+    """Run an encoder's blocks on bf16 tokens under autocast; its weights and their names stay as they are."""
+    before_blocks = encoder.norm_pre if hasattr(encoder, "norm_pre") else encoder.pos_drop
+    before_blocks.register_forward_hook(to_autocast_type)
+    use_bf16_norms(encoder)
+    for block in encoder.blocks:
+        if getattr(block, "gamma_1", None) is not None:  # Eva and Beit scale by a parameter, which is float32
+            block.register_forward_hook(to_input_type)
+
+
+def use_bf16_norms(module: nn.Module) -> None:
+    """Keep bf16 tokens in bf16 through the norms and scales of a module."""
+    for child in module.modules():
+        if type(child) is LayerNorm:
+            child.__class__ = ResidualNorm
+        elif isinstance(child, LayerScale):
+            child.register_forward_hook(to_input_type)
+
+
+def has_bf16_residual(encoder: nn.Module) -> bool:
+    """Whether the encoder's blocks run on bf16 tokens: see `use_bf16_residual`."""
+    return any(isinstance(module, ResidualNorm) for module in encoder.modules())
+
+
+def to_autocast_type(_: nn.Module, __: Any, tokens: Tensor) -> Tensor:
+    """Hook: the output in bf16 under autocast; without, float32 tokens stay so."""
+    return tokens.to(torch.bfloat16) if uses_autocast(tokens.device.type) else tokens
+
+
+def to_input_type(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """Hook: the output in the type of the input."""
+    return output.to(inputs[0].dtype)

@@ -1,18 +1,22 @@
-"""The description of an encoder: its folder's config.json, or timm's `pretrained_cfg` of a model.
+"""The description of an encoder: its folder's config.json, or timm's `pretrained_cfg` of a model; the export of both.
 
 Size, mean, standard deviation and crop of its images, how their files were read, and whether it learned from labels.
 """
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import timm
+from timm.models import save_for_hf
 from torch import nn
 
 from mpp.config import HOW_READ, ImageSize, require, resized_side, sides
-from mpp.errors import UserError
+from mpp.models.plain import FIXED_POSITIONS
+from mpp.runtime.files import complete
 from mpp.runtime.weights import HUB, PICKLES, SAFETENSORS_SUFFIX, ZOO, encoder_folder, weights_file
 
 MPP_TAG = "mpp"
@@ -20,6 +24,42 @@ MPP_TAG = "mpp"
 TAGS_WITHOUT_LABELS = {"dino", "lvd142m", "lvd1689m", "dinov3_lvd1689m", "sat493m", "mae", "fcmae", "seer"}
 TAGS_WITHOUT_LABELS |= {"in1k_ijepa", "in22k_ijepa"}
 """Tags of published weights that learned from images alone."""
+
+
+# --- what a source names ---
+
+
+def is_named(encoder: str) -> bool:
+    """Whether an encoder is given by the name of a timm model, not by a path or a name on the hub or in mpp."""
+    return not (encoder.startswith((HUB, ZOO)) or Path(encoder).exists())
+
+
+def first_weights(source: str) -> str:
+    """The first weights' path, zoo:NAME or hf-hub:NAME as given; for the name of a timm model, its hf-hub:NAME.
+
+    Raises:
+        UserError: nothing of that name here, in timm or, as far as timm knows, on the hub.
+    """
+    if not is_named(source) or Path(source).suffix in (SAFETENSORS_SUFFIX, *PICKLES):
+        return source
+    published = timm.get_pretrained_cfg(source) if timm.is_model(source) else None
+    if published is None and "/" in source:
+        return source  # a path, whose absence has its own message
+    allowed = (
+        "a run folder, an encoder folder, a .safetensors file, zoo:NAME, hf-hub:NAME, or the name of a timm model "
+    )
+    allowed += "model with weights on the hub, such as vit_small_patch16_dinov3.lvd1689m"
+    require(published is not None and published.hf_hub_id is not None, "model.init_from", source, allowed)
+    return f"{HUB}{published.hf_hub_id}"
+
+
+def folder_of_weights(source: str) -> Path:
+    """The folder of the weights that `model.init_from` names, which may have a config.json."""
+    path = Path(first_weights(source))
+    return path.parent if path.suffix == SAFETENSORS_SUFFIX else encoder_folder(path, "model.init_from")
+
+
+# --- config.json ---
 
 
 def as_saved(value: Any) -> Any:
@@ -53,35 +93,7 @@ def trained_on(folder: Path, entry: str) -> Any:
     value = saved_section(folder, "pretrained_cfg").get(entry)
     if not value:
         return None
-    if entry == "input_size":
-        value = value[1:]  # without the channels
-    return tuple(value)
-
-
-def first_weights(source: str) -> str:
-    """The first weights' path, zoo:NAME or hf-hub:NAME as given; for the name of a timm model, its hf-hub:NAME.
-
-    Raises:
-        UserError: nothing of that name here, in timm or, as far as timm knows, on the hub.
-    """
-    if not is_named(source) or Path(source).suffix in (SAFETENSORS_SUFFIX, *PICKLES):
-        return source
-    allowed = "a run folder, an encoder folder, a .safetensors file, zoo:NAME, hf-hub:NAME, or the name of a timm model"
-    if not timm.is_model(source):
-        if "/" in source:
-            return source  # a path, whose absence has its own message
-        raise UserError(f"model.init_from is {source}, neither here nor a timm model; it must be {allowed}")
-    published = timm.get_pretrained_cfg(source)
-    hub_name = None if published is None else published.hf_hub_id
-    allowed = "the name of a timm model with weights on the hub, such as vit_small_patch16_dinov3.lvd1689m"
-    require(hub_name is not None, "model.init_from", source, allowed)
-    return f"{HUB}{hub_name}"
-
-
-def folder_of_weights(source: str) -> Path:
-    """The folder of the weights that `model.init_from` names, which may have a config.json."""
-    path = Path(first_weights(source))
-    return path.parent if path.suffix == SAFETENSORS_SUFFIX else encoder_folder(path, "model.init_from")
+    return tuple(value[1:] if entry == "input_size" else value)  # a size without the channels
 
 
 def licence_of(source: str | None) -> str | None:
@@ -92,17 +104,6 @@ def licence_of(source: str | None) -> str | None:
     name = first_weights(source).removeprefix(f"{HUB}timm/")
     published = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     return saved or (published.license if published else None)
-
-
-def stride_of(folder: Path) -> int | None:
-    """Pixels from one patch to the next of an exported encoder of `mpp_vit`; None: unknown."""
-    arguments = saved_section(folder, "model_args")
-    return arguments.get("stride") or arguments.get("patch_size")
-
-
-def is_named(encoder: str) -> bool:
-    """Whether an encoder is given by the name of a timm model, not by a path or a name on the hub or in mpp."""
-    return not (encoder.startswith((HUB, ZOO)) or Path(encoder).exists())
 
 
 def how_read(encoder: str) -> dict[str, Any]:
@@ -132,13 +133,12 @@ def learned_labels(encoder: str) -> bool:
         if not timm.is_model(name):
             return False
         published = timm.get_pretrained_cfg(name)
-        without_labels = published is None or (published.num_classes == 0 and published.tag in TAGS_WITHOUT_LABELS)
-        return not without_labels
-    folder = weights_file(Path(encoder), "encoder").parent
-    config = saved_config(folder)
-    if config.get("learned_labels") is True:
-        return True
-    return config.get("num_classes") not in (None, 0)
+        return published is not None and (published.num_classes != 0 or published.tag not in TAGS_WITHOUT_LABELS)
+    config = saved_config(weights_file(Path(encoder), "encoder").parent)
+    return config.get("learned_labels") is True or config.get("num_classes") not in (None, 0)
+
+
+# --- timm's `pretrained_cfg` ---
 
 
 def timm_crop_pct(img_size: int | ImageSize, share: float) -> float:
@@ -152,10 +152,8 @@ def timm_crop_pct(img_size: int | ImageSize, share: float) -> float:
         share: share of the shorter side in the fixed view.
     """
     height, width = sides(img_size)
-    if height != width:
-        return share
     length = resized_side(height, share)
-    if math.floor(height / share) == length:
+    if height != width or math.floor(height / share) == length:
         return share
     return height / (length + 0.25)
 
@@ -171,21 +169,115 @@ def update_description(model: nn.Module, changes: dict[str, Any], eval_crop: flo
     """
     description = model.pretrained_cfg
     published_channels, *published_size = description["input_size"]
-    channels = changes.get("in_chans") or published_channels
-    size = changes.get("img_size") or published_size
-    input_size = (channels, *sides(size))
-
-    if changes.get("img_size") and eval_crop:
+    channels = changes.get("in_chans", published_channels)
+    size = sides(changes.get("img_size", published_size))
+    if "img_size" in changes and eval_crop:
         description["crop_pct"] = timm_crop_pct(size, eval_crop)
     if channels != published_channels:  # the mean of the known channels serves for each of the others
         for name in ("mean", "std"):
             values = description[name]
             description[name] = (sum(values) / len(values),) * channels
-    if (published_channels, *published_size) != input_size:
-        description["input_size"] = input_size
+    if (published_channels, *published_size) != (channels, *size):
+        description["input_size"] = (channels, *size)
         description.pop("test_input_size", None)  # that of the published size
-    classes = changes.get("num_classes")
-    if classes is not None and classes != description.get("num_classes"):
+    classes = changes.get("num_classes", description.get("num_classes"))
+    if classes != description.get("num_classes"):
         description["num_classes"] = classes
         for name in ("label_names", "label_descriptions", "label_offset"):
             description.pop(name, None)
+
+
+# --- the export ---
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """Facts of an encoder and its training, for its config.json and its model card."""
+
+    kind: str = "encoder"
+    """By its training, in a few words, such as `fine-tuned encoder`."""
+    model: str = ""
+    """Architecture and size, in a few words."""
+    method: str = ""
+    """Its training in a sentence without its full stop."""
+    images: str = ""
+    """The images that it was trained on."""
+    how_read: dict[str, Any] = field(default_factory=dict)
+    """Settings for reading pixels from files, where they are not the defaults."""
+    step: int | None = None
+    """Steps that it was trained for; None: it is of no run."""
+    learned_labels: bool = False
+    """Whether it learned from labels, or from an encoder that did."""
+    label_kind: str = "class"
+    """Kind of the labels that it learned; one class an image is not written."""
+    label_names: Sequence[str] | None = None
+    """Names of the learned classes in the order of their numbers, for timm's `pretrained_cfg["label_names"]`. None: for
+    a model with a head, the names in its `pretrained_cfg`."""
+    licence: str | None = None
+    """Licence of the weights that it began from; None: random ones, or unknown."""
+
+
+def export_encoder(
+    encoder: nn.Module,
+    folder: Path,
+    img_size: int | ImageSize,
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_pct: float,
+    facts: EncoderFacts = EncoderFacts(),
+    card: str = "",
+) -> None:
+    """Write a timm model as a folder in timm's layout (`model.safetensors`, `config.json`).
+
+    timm loads it by `timm.create_model("local-dir:FOLDER", pretrained=True)`: without mpp where it is a plain ViT,
+    after `import mpp.models` where the encoder is of mpp/models/variants.py.
+
+    Args:
+        encoder: made by `timm.create_model`, which records the arguments that rebuild it.
+        folder: complete or absent: written aside, synced to disk and renamed.
+        img_size: size of the training images: a side, or height and width.
+        mean, std: of the input's channels, for pixels scaled to [0, 1].
+        crop_pct: share of the shorter side in the fixed view; timm gets `timm_crop_pct` of it.
+        card: text of README.md; empty: no such file.
+    Raises:
+        UserError: a head for another number of classes.
+    """
+    data_config = dict(
+        mean=tuple(mean),
+        std=tuple(std),
+        interpolation="bilinear",
+        crop_mode="center",
+        input_size=(len(mean), *sides(img_size)),
+        crop_pct=timm_crop_pct(img_size, crop_pct),
+    )
+    ours = model_config(encoder, crop_pct, facts)
+    with complete(folder) as partial:
+        save_for_hf(encoder, str(partial), model_config=ours, safe_serialization=True, data_config=data_config)
+        saved = saved_config(partial)
+        saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
+        if facts.label_names or not encoder.num_classes:
+            saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
+        (partial / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
+        if card:
+            (partial / "README.md").write_text(card, encoding="utf-8")
+
+
+def model_config(encoder: nn.Module, crop_pct: float, facts: EncoderFacts) -> dict[str, Any]:
+    """The entries of config.json that timm does not write itself; for arguments and errors see `export_encoder`."""
+    is_fixed = any(name == "pos_embed" for name, _ in encoder.named_buffers())
+    entries = {
+        "pretrained_cfg": {"tag": MPP_TAG, "license": facts.licence},  # not those of published weights
+        "eval_crop": crop_pct,  # `load_encoder` needs it for other sizes
+        "position": FIXED_POSITIONS if is_fixed else None,  # it, too; timm itself takes the table for learned
+        "data": facts.how_read or None,  # evaluation reads it
+        "step": facts.step,  # its run may grow beyond it
+        "learned_labels": facts.learned_labels or None,
+        "label_kind": facts.label_kind if facts.label_kind != "class" else None,
+    }
+    ours = {name: entry for name, entry in entries.items() if entry is not None}
+    if facts.label_names:
+        count = len(facts.label_names)
+        allowed = f"{encoder.num_classes}, the outputs of the model's head"
+        require(encoder.num_classes in (0, count), "the number of label_names", count, allowed)
+        ours["label_names"] = list(facts.label_names)  # which timm moves into pretrained_cfg
+    return ours

@@ -11,33 +11,38 @@ They are recognised by their attributes, not by their class:
 B images, N patches, T tokens (prefix first: [class], registers), V of them, D width, d width of a head.
 """
 
-import sys
-from collections.abc import Callable
+import math
 from functools import cache
-from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm
 import torch
+from timm.layers import PatchEmbed, build_sincos2d_pos_embed
 from torch import Tensor, nn
 
-from mpp.models.attention import gather_tokens
+from mpp.config import Grid, check_grid, require
+from mpp.errors import UserError
 
 PARTS = ("patch_embed", "pos_drop", "blocks", "norm", "fc_norm", "embed_dim", "num_prefix_tokens")
 ABOVE_STEM = ("blocks", "norm", "fc_norm", "head", "head_dist", "attn_pool")
 BIAS_TABLE = "relative_position_bias_table"
+FIXED_POSITIONS = "sincos_2d"  # the position embeddings that are not learned
 
 BlockArguments = dict[str, Tensor]
 """Arguments of a block other than its tokens, by name."""
 
 
-class PreparedTokens(NamedTuple):
-    """Tokens with positions and prefix, ready for the blocks."""
+def gather_tokens(tokens: Tensor, index: Tensor) -> Tensor:
+    """Tokens (B, N, D) at index (B, K): (B, K, D)."""
+    return tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))
 
-    tokens: Tensor
-    """(B, T, D), or (B, V, D)."""
-    block_arguments: list[BlockArguments]
-    """Of each block."""
+
+def uses_autocast(device: str) -> bool:
+    """Whether autocast is on for a kind of device; `meta` has none."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+# --- the adapter ---
 
 
 def is_plain(model: nn.Module) -> bool:
@@ -46,66 +51,52 @@ def is_plain(model: nn.Module) -> bool:
     return has_parts and (hasattr(model, "_pos_embed") or hasattr(model, "rel_pos_bias"))
 
 
-def prepare_tokens(encoder: nn.Module, patches: Tensor, kept: Tensor | None = None) -> PreparedTokens:
+def prepare_tokens(
+    encoder: nn.Module, patches: Tensor, kept: Tensor | None = None
+) -> tuple[Tensor, list[BlockArguments]]:
     """Add prefix and positions to embedded patches, as the encoder's own `forward_features` does before its blocks.
 
     Args:
         patches: of `encoder.patch_embed`, (B, N, D); (B, rows, columns, D) where the encoder takes any size.
         kept: (B, V), the places of the tokens that are kept, among all T: the prefix, then some patches. None: all.
             Only for encoders with `takes_some_tokens`.
-    """
-    if hasattr(encoder, "_pos_embed"):
-        positioned = encoder._pos_embed(patches)
-        tokens, rope = positioned if isinstance(positioned, tuple) else (positioned, None)
-        block_arguments = rotations(encoder, rope, kept)
-    else:
-        tokens, block_arguments = prepare_beit_tokens(encoder, patches)
-    if kept is not None:
-        tokens = gather_tokens(tokens, kept)
-    if hasattr(encoder, "norm_pre"):
-        tokens = encoder.norm_pre(tokens)
-    return PreparedTokens(tokens, block_arguments)
-
-
-def rotations(encoder: nn.Module, rope: Tensor | None, kept: Tensor | None) -> list[BlockArguments]:
-    """The rotation that each block gets, of all patches or of those that are kept.
-
-    Args:
-        rope: (N, 2 d) for all blocks, or (depth, heads, N, 2 d); None: there is none.
-        kept: see `prepare_tokens`.
+    Returns:
+        Tokens (B, T, D) or (B, V, D), and further arguments of each block.
     """
     depth = len(encoder.blocks)
+    if not hasattr(encoder, "_pos_embed"):
+        return prepare_beit_tokens(encoder, patches)
+    positioned = encoder._pos_embed(patches)
+    tokens, rope = positioned if isinstance(positioned, tuple) else (positioned, None)
+    if kept is not None:
+        tokens = gather_tokens(tokens, kept)
+    tokens = encoder.norm_pre(tokens)
     if rope is None:
-        return [{} for _ in range(depth)]
-    places = None
+        return tokens, [{}] * depth
+    of_blocks = rope if getattr(encoder, "rope_mixed", False) else [rope]
     if kept is not None:
         prefix = encoder.num_prefix_tokens
-        places = kept[:, prefix:] - prefix
-    if getattr(encoder, "rope_mixed", False):
-        return [{"rope": rotation_at(of_block, places)} for of_block in rope]
-    of_all_blocks = rotation_at(rope, places)
-    return [{"rope": of_all_blocks} for _ in range(depth)]
+        of_blocks = [rotation_at(each, kept[:, prefix:] - prefix) for each in of_blocks]
+    arguments = [{"rope": each} for each in of_blocks]
+    return tokens, arguments if len(arguments) == depth else arguments * depth
 
 
-def rotation_at(rope: Tensor, places: Tensor | None) -> Tensor:
-    """A rotation (N, 2 d) or (heads, N, 2 d) at places (B, V): (B, 1 or heads, V, 2 d); None: as it is."""
-    if places is None:
-        return rope
+def rotation_at(rope: Tensor, places: Tensor) -> Tensor:
+    """A rotation (N, 2 d) or (heads, N, 2 d) at places (B, V): (B, 1 or heads, V, 2 d)."""
     if rope.ndim == 2:
         return rope[places][:, None]
     return rope[:, places].transpose(0, 1)
 
 
 def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, list[BlockArguments]]:
-    """All tokens of a Beit, which has no method for them, and the further arguments of its blocks."""
+    """`prepare_tokens` of a Beit, which has no method for it."""
     tokens = torch.cat([encoder.cls_token.expand(len(patches), -1, -1), patches], dim=1)
     if encoder.pos_embed is not None:
         tokens = tokens + encoder.pos_embed
-    tokens = encoder.pos_drop(tokens)
     arguments = {}
     if encoder.rel_pos_bias is not None:
         arguments["shared_rel_pos_bias"] = encoder.rel_pos_bias()
-    return tokens, [arguments for _ in encoder.blocks]
+    return encoder.pos_drop(tokens), [arguments] * len(encoder.blocks)
 
 
 def apply_last_norm(encoder: nn.Module, tokens: Tensor) -> Tensor:
@@ -119,24 +110,9 @@ def takes_some_tokens(encoder: nn.Module) -> bool:
     return getattr(encoder, "takes_any_tokens", True) and not has_tables
 
 
-def last_step_before_blocks(encoder: nn.Module) -> nn.Module:
-    """The module whose output goes into the first block."""
-    return encoder.norm_pre if hasattr(encoder, "norm_pre") else encoder.pos_drop
-
-
 def stem_parameters(encoder: nn.Module) -> set[str]:
     """Names of the parameters that act before the blocks or in all of them, such as a rotation's frequencies."""
-    names = [name for name, _ in encoder.named_parameters()]
-    return {name for name in names if name.split(".")[0] not in ABOVE_STEM}
-
-
-def timm_filter(model: nn.Module) -> Callable[..., dict[str, Any]]:
-    """timm's conversion of a file's weights to a model's: other names, patch filters and positions of other sizes.
-
-    It is defined in the module of the model's class, and takes the weights by name and the model.
-    """
-    modules = (sys.modules[each.__module__] for each in type(model).__mro__)
-    return next(module.checkpoint_filter_fn for module in modules if hasattr(module, "checkpoint_filter_fn"))
+    return {name for name, _ in encoder.named_parameters() if name.split(".")[0] not in ABOVE_STEM}
 
 
 @cache
@@ -151,16 +127,107 @@ def build_without_memory(name: str, **arguments: Any) -> nn.Module:
         return timm.create_model(name, **arguments)
 
 
-def constructor_arguments(name: str) -> set[str]:
-    """Names of the arguments of the class of a timm model."""
-    names: set[str] = set()
-    for each in type(model_without_memory(name)).__mro__:
-        if issubclass(each, nn.Module) and each is not nn.Module:
-            names.update(argument_names(each))
-    return names
+# --- properties ---
 
 
-def argument_names(module_class: type[nn.Module]) -> list[str]:
-    """Names of the arguments that a class itself takes by name."""
-    unnamed = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return [name for name, each in signature(module_class).parameters.items() if each.kind not in unnamed]
+def cell_grid(encoder: nn.Module) -> tuple[Grid, int]:
+    """Grid of adjacent squares that an image consists of, and the side of a square in pixels.
+
+    They are the patches. Where patches overlap, squares are as large as patches; those of a hybrid are as large as the
+    stride of its convolutions.
+    """
+    embed = encoder.patch_embed
+    side = embed.patch_size[0] if isinstance(embed, PatchEmbed) else embed.feat_ratio()
+    rows, columns = (size // side for size in embed.img_size)
+    return (rows, columns), side
+
+
+def check_cells(encoder: nn.Module) -> None:
+    """Raise UserError where cells are no squares, or the image is no whole number of them (see `cell_grid`)."""
+    _, side = cell_grid(encoder)
+    height, width = encoder.patch_embed.feat_ratio(as_scalar=False)
+    require(height == width, "the patch of the encoder", f"{height} x {width} pixels", "a square")
+    if not isinstance(encoder.patch_embed, PatchEmbed):  # a hybrid's convolutions pad to a power of two
+        side = 2 ** math.ceil(math.log2(side))
+    check_grid(encoder.patch_embed.img_size, side)
+
+
+def has_class(encoder: nn.Module) -> bool:
+    """Whether a timm model has a [class] token; not all of timm's modules have `has_class_token`."""
+    return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
+
+
+def width_of(encoder: nn.Module) -> int:
+    """Width of a timm model's tokens, of several stages the largest; 0: it has none."""
+    width = getattr(encoder, "embed_dim", 0)
+    return width if isinstance(width, int) else max(width)
+
+
+def has_running_statistics(model: nn.Module) -> bool:
+    """Whether a model has batch norms, whose statistics each forward pass changes."""
+    return any(name.endswith("running_mean") for name, _ in model.named_buffers())
+
+
+def has_fused_attention(encoder: nn.Module) -> bool:
+    """Whether attention is computed by torch's fused kernel: see `set_attention`."""
+    return any(getattr(module, "fused_attn", False) for module in encoder.modules())
+
+
+# --- switches ---
+
+
+def set_attention(encoder: nn.Module, fused: bool) -> None:
+    """Compute attention by torch's fused kernel, or step by step: the same result at another speed."""
+    for module in encoder.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = fused
+
+
+def checkpoint_activations(encoder: nn.Module, setting: str) -> None:
+    """Keep few activations of a timm model, and compute the others again in the backward pass.
+
+    Args:
+        setting: name of the setting that asks for it.
+    Raises:
+        UserError: timm cannot do so for this model, or it has batch norms, whose statistics would count each batch
+            twice.
+    """
+    allowed = "false for this model: its batch norms would see each batch twice"
+    require(not has_running_statistics(encoder), setting, True, allowed)
+    try:
+        encoder.set_grad_checkpointing(True)
+    except (AssertionError, AttributeError):
+        raise UserError(f"{setting} is true; it must be false: timm has none for this model") from None
+
+
+def sincos_2d(grid: Grid, width: int) -> Tensor:
+    """Fixed position embeddings (MAE): sines and cosines of the row, then of the column, at width / 4 frequencies each.
+
+    Args:
+        width: a multiple of 4.
+    Returns:
+        (rows * columns, width).
+    """
+    return build_sincos2d_pos_embed(list(grid), width, interleave_sin_cos=True)
+
+
+def fix_positions(encoder: nn.Module) -> None:
+    """Replace learned positions by sines and cosines; [class] and registers have none.
+
+    Raises:
+        UserError: the encoder has no table of positions, or its width is no multiple of 4.
+    """
+    setting = ("model.position", FIXED_POSITIONS)
+    width = encoder.embed_dim
+    require(encoder.pos_embed is not None, *setting, "learned with a model that has no table of position embeddings")
+    require(width % 4 == 0, *setting, f"learned with a width ({width}) that is not a multiple of 4")
+    patch_positions = sincos_2d(encoder.patch_embed.grid_size, width)
+    table = torch.zeros_like(encoder.pos_embed.data)
+    table[0, -len(patch_positions) :] = patch_positions
+    hold_positions(encoder, table)
+
+
+def hold_positions(encoder: nn.Module, table: Tensor) -> None:
+    """Make a table the encoder's positions for good: a buffer under timm's name, which is not trained."""
+    del encoder.pos_embed
+    encoder.register_buffer("pos_embed", table)

@@ -21,10 +21,8 @@ from mpp.config import Grid, ImageSize, ObjectiveConfig, check_grid, require, si
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
 from mpp.models.adaptation import weights_by_name
-from mpp.models.attention import gather_tokens
 from mpp.models.encoder import Normalize, load_encoder
-from mpp.models.timm_models import cell_grid, has_fused_attention, set_attention
-from mpp.models.vit import OverlappingPatchEmbed
+from mpp.models.plain import cell_grid, gather_tokens, has_fused_attention, is_plain, set_attention
 
 TEACHER_SETTING = "objective.teacher"
 EXPORTED = {"student": "one that was trained", "teacher": "moving average"}
@@ -60,25 +58,19 @@ class FeatureTeacher(nn.Module):
         self.target_norm = config.teacher_norm
         self.depths = teacher_depths(encoder, config)
         self.token_step = 1  # from one whole patch of the grid to the next, in tokens; more where patches overlap
-        embed = getattr(encoder, "patch_embed", None)
-        if isinstance(embed, OverlappingPatchEmbed):
-            self.token_step = embed.patch_size[0] // embed.stride
-        maps = self.try_feature_maps(config)
-        self.width = maps[0].shape[1]
-        shapes = {tuple(each.shape) for each in maps}
-        allowed = f"1 with {config.teacher}, whose stages differ in size"
-        require(len(shapes) == 1, "objective.teacher_depths", self.depths, allowed)
-
-    @torch.no_grad()
-    def try_feature_maps(self, config: ObjectiveConfig) -> list[Tensor]:
-        """Feature maps of a blank image. Raises UserError where timm refuses."""
-        weight = next(self.encoder.parameters())
-        blank = torch.zeros(1, len(self.normalize.mean), *self.img_size, device=weight.device)
+        if is_plain(encoder):
+            self.token_step = cell_grid(encoder)[1] // encoder.patch_embed.feat_ratio()
+        weight = next(encoder.parameters())
+        blank = torch.zeros(1, len(normalize.mean), *img_size, device=weight.device)
         try:
-            return self.feature_maps(blank)
+            with torch.no_grad():
+                maps = self.feature_maps(blank)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             message = f"{TEACHER_SETTING} is {config.teacher}, which gives no features: {one_line(error)}"
             raise UserError(message) from error
+        self.width = maps[0].shape[1]
+        allowed = f"1 with {config.teacher}, whose stages differ in size"
+        require(len({each.shape for each in maps}) == 1, "objective.teacher_depths", self.depths, allowed)
 
     def train(self, mode: bool = True) -> "FeatureTeacher":
         """Stay in eval mode, whatever the student's mode: without dropout and drop path."""
@@ -142,10 +134,8 @@ def teacher_depths(encoder: nn.Module, config: ObjectiveConfig) -> int:
     require(has_features, TEACHER_SETTING, config.teacher, "a timm model that has `forward_intermediates`")
     blocks = getattr(encoder, "blocks", None)
     most = len(encoder.feature_info) if blocks is None else len(blocks)
-    depths = config.teacher_depths
-    if not depths:
-        single = blocks is None or config.frozen_teacher
-        depths = 1 if single else max(1, len(blocks) // 2)
+    half = 1 if blocks is None or config.frozen_teacher else max(1, most // 2)
+    depths = config.teacher_depths or half
     require(depths <= most, "objective.teacher_depths", depths, f"at most {most}, the blocks of {config.teacher}")
     return depths
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from torch import nn
 
-from mpp.models.exporting import EncoderFacts
-from mpp.models.timm_models import has_class
-from mpp.models.vit import VariantViT
+from mpp.models.descriptions import EncoderFacts
+from mpp.models.plain import has_class
+from mpp.models.variants import VariantViT
 from mpp.training.history import EVALUATED, History, last_logged_step
 from mpp.training.log import read_history
 from mpp.training.phases import saved_phases

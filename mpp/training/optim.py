@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
-from mpp.models.adaptation import has_running_statistics
-from mpp.models.plain import is_plain, stem_parameters
+from mpp.models.plain import has_running_statistics, is_plain, stem_parameters
 from mpp.training.averaging import PolyakAverage
 from mpp.training.muon import Muon
 

@@ -23,8 +23,8 @@ from mpp.data.remote import resolve_commit
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.errors import UserError, one_line
 from mpp.features.drift import START_FILE
-from mpp.models.attention import attention_kernel
 from mpp.models.loading import moments_of_weights
+from mpp.models.plain import has_fused_attention
 from mpp.runtime.files import clear_leftovers, hold
 from mpp.runtime.hardware import bf16_is_native, uses_gpu
 from mpp.runtime.messages import note
@@ -165,7 +165,7 @@ def build_and_train(
     task = build(replace(config, data=data), accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     if accelerator.device.type == "cuda":
-        accelerator.print(describe_attention(task, accelerator))
+        accelerator.print(describe_attention(task))
     with exclusive(folder, accelerator):
         on_main_process(accelerator, lambda: clear_killed_run(folder))
         write_beginning(config, folder, task, accelerator)
@@ -213,16 +213,9 @@ def with_moments_of_images(config: TrainingConfig, data: DataConfig, accelerator
     return config
 
 
-def describe_attention(task: ImageTask, accelerator: Accelerator) -> str:
-    """The kernel that computes attention, in a line: some are slower or faster on a card, and torch chooses."""
-    encoder = task.model.encoder
-    patches = getattr(getattr(encoder, "patch_embed", None), "num_patches", 1)  # a ResNet has none
-    tokens = getattr(encoder, "num_prefix_tokens", 0) + patches
-    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-    kernel = attention_kernel(encoder, tokens, accelerator.device, dtype) or "not an attention layer from timm"
-    if kernel == "cudnn":
-        kernel = "cudnn (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment: another one)"
-    return f"attention: {kernel}"
+def describe_attention(task: ImageTask) -> str:
+    """How attention is computed, in a line."""
+    return f"attention: {'fused' if has_fused_attention(task.model.encoder) else 'unfused'}"
 
 
 def clear_killed_run(folder: Path) -> None:

@@ -23,8 +23,8 @@ from mpp.features.general_images import REFERENCE, GeneralImages, general_source
 from mpp.features.metrics import Sums
 from mpp.features.probe import Probe
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
-from mpp.models.exporting import EncoderFacts, export_encoder
-from mpp.models.timm_models import width_of
+from mpp.models.descriptions import EncoderFacts, export_encoder
+from mpp.models.plain import width_of
 from mpp.runtime.messages import note
 from mpp.runtime.processes import on_main_process
 from mpp.training.card import model_card
