@@ -14,8 +14,8 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +29,10 @@ from mpp.config.parsing import parse, parse_saved, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.folder import split_of_cell, split_of_shard
-from mpp.data.identity import differences, split_fingerprint
+from mpp.data.identity import split_fingerprint
 from mpp.data.labels import column_of, find_label_column
-from mpp.data.overview import announce_splits
 from mpp.data.remote import resolve_commit
-from mpp.data.sources import label_images, load_splits
+from mpp.data.sources import load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepared_image import prepare_image
 from mpp.runtime.files import LOCK, complete, hold, short_digest, write_complete
@@ -106,22 +105,26 @@ def relative_name(cell: Any, root: str) -> str | None:
 
 
 def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[str, Any]]:
-    """All splits, cut into shards, and the records of their images: see mpp/data/identity.py.
+    """All splits, their images in a random order, cut into shards; and the record of each split's images and labels.
 
     Args:
         commit: of a dataset of the hub.
     Raises:
-        UserError: the images cannot be loaded.
+        UserError: the images cannot be loaded, or a split's shards would be read as another split.
     """
-    loaded = load_splits(replace(config.data, revision=commit))
-    check_split_names(config, list(loaded))
-    splits = {split: select_columns(config, rows) for split, rows in loaded.items()}
-    announce_images(config, splits)
+    splits = load_splits(replace(config.data, revision=commit))
+    check_split_names(config, list(splits))
     shards: list[Shard] = []
     records = {}
     for split, rows in splits.items():
+        rows = select_columns(config, rows)
         records[split] = record_of_rows(config, rows, commit)
-        shards += cut_into_shards(config, split, rows)
+        order = permutation(Stream.ORDER, config.seed, 0, len(rows))
+        count = -(-len(rows) // config.rows)
+        for number in range(count):
+            chosen = order[number * config.rows : (number + 1) * config.rows]
+            file = Path(config.out) / "data" / shard_name(split, number, count)
+            shards.append(Shard(file, rows.select(chosen), config))
     return shards, records
 
 
@@ -154,18 +157,6 @@ def record_of_rows(config: PrepareConfig, rows: datasets.Dataset, commit: str | 
     return record
 
 
-def cut_into_shards(config: PrepareConfig, split: str, rows: datasets.Dataset) -> list[Shard]:
-    """A split's images in a random order, in shards of `config.rows`."""
-    order = permutation(Stream.ORDER, config.seed, 0, len(rows))
-    count = -(-len(rows) // config.rows)
-    shards = []
-    for number in range(count):
-        file = Path(config.out) / "data" / shard_name(split, number, count)
-        chosen = order[number * config.rows : (number + 1) * config.rows]
-        shards.append(Shard(file, rows.select(chosen), config))
-    return shards
-
-
 def shard_name(split: str, number: int, count: int) -> str:
     """Name of the file of a split's shard, which is all that says the split when it is read."""
     return f"{split}-{number:05d}-of-{count:05d}.parquet"
@@ -176,25 +167,16 @@ def check_split_names(config: PrepareConfig, splits: Sequence[str]) -> None:
 
     A word for a usual split, such as `val`, is that split.
     """
-    read_as: dict[str, str] = {}
+    seen: set[str] = set()
     for split in splits:
-        read = split_of_shard(shard_name(split, 0, 1), ())
-        name = printable(split)
-        if read != split_of_cell(split):
-            allowed = "train, validation, test, or letters, digits and _ without such a word at their end"
-            problem = f"the split {name}, whose shards would be read as {printable(read)}"
-            raise UserError(f"{describe_source(config.data)} has {problem}; a split must be called {allowed}")
-        if read in read_as:
-            problem = f"the splits {read_as[read]} and {name}, whose shards would all be read as {read}"
-            raise UserError(f"{describe_source(config.data)} has {problem}; rename one")
-        read_as[read] = name
-
-
-def announce_images(config: PrepareConfig, splits: dict[str, datasets.Dataset]) -> None:
-    """Print how many images there are, how many of them have a label, and the classes."""
-    filled = {split: rows for split, rows in splits.items() if len(rows)}
-    with contextlib.suppress(UserError):  # labels that are no classes are kept as they are
-        announce_splits(describe_source(config.data), label_images(config.data, filled, "image"), {})
+        read_as = split_of_shard(shard_name(split, 0, 1), ())
+        if read_as != split_of_cell(split) or read_as in seen:
+            raise UserError(
+                f"{describe_source(config.data)} has the split {printable(split)}, whose shards would be read as "
+                f"{printable(read_as)}; a split must be train, validation, test, or another name of letters, digits "
+                "and _ without such a word at its end, each once"
+            )
+        seen.add(read_as)
 
 
 # --- the folder ---
@@ -221,16 +203,18 @@ def check_settings(config: PrepareConfig) -> Path:
 
 
 def open_folder(config: PrepareConfig, records: dict[str, Any]) -> None:
-    """Check that the folder is new, or has the same settings and images; save both."""
+    """Save settings and images of a new folder; refuse one that was prepared from other images."""
     saved = check_settings(config)
-    before = read_records(config)
-    changed = differences(before, records)
-    changed += [f"{split}: the split is gone" for split in before if split not in records]
+    before = read_records(config) or records
+    changed = [split for split in before | records if before.get(split) != records.get(split)]
     if changed:
-        raise UserError(f"out is {config.out}, prepared from other images ({'; '.join(changed)})")
+        raise UserError(f"out is {config.out}, prepared from other images ({', '.join(changed)}); choose another out")
     saved.parent.mkdir(parents=True, exist_ok=True)
     write_complete(saved, to_yaml(config))
     write_complete(saved.with_name(IMAGES_FILE), json.dumps(records))
+
+
+# --- the work ---
 
 
 def start_process() -> None:
@@ -240,33 +224,20 @@ def start_process() -> None:
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def write_all(shards: Sequence[Shard], workers: int) -> Iterable[Shard]:
-    """Write shards in parallel; yields each when it is written."""
-    with ProcessPoolExecutor(workers, initializer=start_process) as pool:
-        jobs = {pool.submit(write_shard, shard): shard for shard in shards}
+def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
+    """Write the shards that are not there, in parallel; returns the notes of all."""
+    missing = [shard for shard in shards if not shard.is_written()]
+    images = sum(len(shard.rows) for shard in shards)
+    there = f"{len(shards) - len(missing)} of them there already"
+    print(f"{describe_source(config.data)}: {counted(images, 'image')} to {counted(len(shards), 'shard')}, {there}")
+    workers = min(config.workers or cores(), max(1, len(missing)))
+    bar = progress_bar(total=sum(len(shard.rows) for shard in missing), unit="image", desc="preparing")
+    with bar, ProcessPoolExecutor(workers, initializer=start_process) as pool:
         try:
-            for job in as_completed(jobs):
-                job.result()
-                yield jobs[job]
+            for shard, _ in zip(missing, pool.map(write_shard, missing), strict=True):
+                bar.update(len(shard.rows))
         except BrokenProcessPool:
             raise UserError("a process died (out of memory?); the same command continues, with fewer workers") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
-    """Write the shards that are not there; returns the notes of all."""
-    missing = [shard for shard in shards if not shard.is_written()]
-    total = sum(len(shard.rows) for shard in shards)
-    left = sum(len(shard.rows) for shard in missing)
-    done = len(shards) - len(missing)
-    images = counted(total, "image")
-    there = f", {done} of them there already" if done else ""
-    print(f"{describe_source(config.data)}: {images} to {counted(len(shards), 'shard')}{there}")
-    workers = min(config.workers or cores(), max(1, len(missing)))
-    with progress_bar(total=total, initial=total - left, unit="image", desc="preparing") as bar:
-        for shard in write_all(missing, workers):
-            bar.update(len(shard.rows))
     return [json.loads(shard.notes.read_text(encoding="utf-8")) for shard in shards]
 
 
@@ -276,24 +247,17 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
     Raises:
         UserError: none was kept.
     """
-    dropped: list[str] = []
-    for of_shard in notes:
-        dropped += of_shard["dropped"]
-    dropped.sort()
+    dropped = sorted(line for of_shard in notes for line in of_shard["dropped"])
     listing = Path(config.out) / NOTES_FOLDER / "dropped.txt"
     write_complete(listing, "".join(f"{line}\n" for line in dropped))
-    kept = sum(of_shard["kept"] for of_shard in notes)
-    before = sum(of_shard["bytes_before"] for of_shard in notes) / 1e6
-    after = sum(of_shard["bytes_after"] for of_shard in notes) / 1e6
+    kept, *sizes = (sum(of_shard[name] for of_shard in notes) for name in ("kept", "bytes_before", "bytes_after"))
+    before, after = (size / 1e6 for size in sizes)
     print(f"wrote {config.out}: {counted(kept, 'image')}, {before:.1f} MB became {after:.1f} MB")
     if dropped:
         print(f"dropped {len(dropped)} that cannot be decoded, all named in {listing}:")
         for line in dropped[:DROPPED_SHOWN]:
             print(f"  {line}")
-    if not kept:
-        raise UserError(
-            f"out is {config.out}, which has no images: none of {describe_source(config.data)} can be decoded"
-        )
+    require(kept, "out", config.out, f"of images of which some can be decoded: see {listing}")
     if config.format == "npy":
         print(
             "note: arrays have the numbers of the files; unless these use all of their type, name data.range in the run"
@@ -303,12 +267,12 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
 
 def training_command(config: PrepareConfig) -> str:
     """The command that trains on the shards."""
-    words = f"mpp pretrain --data.path {shlex.quote(config.out)}"
+    words = ["mpp", "pretrain", "--data.path", config.out]
     if config.data.channels != 3:
-        words += f" --data.channels {config.data.channels}"
+        words += ["--data.channels", str(config.data.channels)]
     if config.data.label_column not in (None, "label"):
-        words += f" --data.label_column {shlex.quote(config.data.label_column)}"
-    return f"{words} --run.dir {shlex.quote(f'runs/{Path(config.out).resolve().name}')}"
+        words += ["--data.label_column", config.data.label_column]
+    return shlex.join([*words, "--run.dir", f"runs/{Path(config.out).resolve().name}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from evaluation.frozen.provenance import find_labelled_images
 from evaluation.memory import peak_memory
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
 from mpp.config.parsing import parse, read_yaml
-from mpp.corruption import Corruption, draw
+from mpp.corruption import draw, stack
 from mpp.data.crops import augment
 from mpp.data.moments import channel_moments
 from mpp.data.sources import image_arguments, load_image_datasets
@@ -103,7 +103,7 @@ def filters_of(model):
 def corruption_of():
     config = CorruptionConfig(mask=1.0, random=0.0, keep=0.0)
     drawn = [draw(config, (2, 3), 0, 0, index) for index in range(2)]
-    return Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+    return stack(drawn)
 
 
 @pytest.mark.parametrize("whole", [True, False])
