@@ -46,6 +46,10 @@ class Corruption(NamedTuple):
     hidden: Tensor | None = None
     """(B, U) int64, ascending: further patches that are masked but not predicted. None: there are none."""
 
+    def to(self, device: torch.device | str) -> "Corruption":
+        """The same on a device."""
+        return Corruption(*(part if part is None else part.to(device) for part in self))
+
     @property
     def unseen(self) -> Tensor:
         """(B, K + U): the corrupted and the hidden patches."""

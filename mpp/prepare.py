@@ -44,7 +44,6 @@ from mpp.training.run_folder import changes, describe_changes
 
 NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files next to the shards for data
 IMAGES_FILE = "images.json"
-DROPPED_SHOWN = 10  # images that could not be decoded; a file names all of them
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
@@ -72,7 +71,6 @@ def write_shard(shard: Shard) -> None:
     """Write a shard, and notes on its images."""
     kept: list[dict[str, Any]] = []
     dropped: list[str] = []
-    bytes_before = 0
     array_dtype = find_array_dtype(shard.rows.features["image"])
     for row in shard.rows:
         name = relative_name(row["image"], shard.config.data.path)
@@ -83,9 +81,7 @@ def write_shard(shard: Shard) -> None:
             dropped.append(f"{name or 'an image without a name'}: {error}")
             continue
         kept.append(row | {"image": {"bytes": prepared, "path": name}})
-        bytes_before += memoryview(data).nbytes
-    bytes_after = sum(len(row["image"]["bytes"]) for row in kept)
-    notes = {"kept": len(kept), "dropped": dropped, "bytes_before": bytes_before, "bytes_after": bytes_after}
+    notes = {"kept": len(kept), "dropped": dropped}
     features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
     shard.file.parent.mkdir(exist_ok=True)
     columns = {column: [row[column] for row in kept] for column in features}  # of no rows, `from_list` makes none
@@ -250,13 +246,10 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
     dropped = sorted(line for of_shard in notes for line in of_shard["dropped"])
     listing = Path(config.out) / NOTES_FOLDER / "dropped.txt"
     write_complete(listing, "".join(f"{line}\n" for line in dropped))
-    kept, *sizes = (sum(of_shard[name] for of_shard in notes) for name in ("kept", "bytes_before", "bytes_after"))
-    before, after = (size / 1e6 for size in sizes)
-    print(f"wrote {config.out}: {counted(kept, 'image')}, {before:.1f} MB became {after:.1f} MB")
+    kept = sum(of_shard["kept"] for of_shard in notes)
+    print(f"wrote {config.out}: {counted(kept, 'image')}")
     if dropped:
-        print(f"dropped {len(dropped)} that cannot be decoded, all named in {listing}:")
-        for line in dropped[:DROPPED_SHOWN]:
-            print(f"  {line}")
+        print(f"dropped {len(dropped)} that cannot be decoded, such as {dropped[0]}: see {listing}")
     require(kept, "out", config.out, f"of images of which some can be decoded: see {listing}")
     if config.format == "npy":
         print(

@@ -164,7 +164,7 @@ def test_a_column_of_a_table_is_their_label(tmp_path):
     ("path", "said"),
     [
         ("./nowhere", r"probe\.path is \./nowhere, which does not exist"),
-        ("own", r"probe\.path .*own has none, or several, in train; .* probe\.label_column may name"),
+        ("own", r"probe\.path is own; it must be images with one label each, in train too; probe\.label_column may"),
         ("empty", r"probe\.path is .*empty, which holds no images"),
         ("list.txt", r"probe\.path is .*list\.txt; a single file must be"),
     ],

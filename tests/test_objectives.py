@@ -91,7 +91,7 @@ def test_grid_color_by_hand():
 
 
 def test_grid_must_divide_the_patch():
-    with pytest.raises(ValueError, match=r"objective\.grid is 4; it must divide the patch size \(14\)"):
+    with pytest.raises(ValueError, match=r"objective\.grid is 4; it must be a divisor of the patch size \(14\)"):
         objective("grid_color", patch=14)
 
 
@@ -187,7 +187,7 @@ def test_hog_is_painted_along_the_edge():
 
 
 def test_cells_must_divide_the_patch():
-    with pytest.raises(ValueError, match=r"objective\.cell is 8; it must divide the patch size \(14\)"):
+    with pytest.raises(ValueError, match=r"objective\.cell is 8; it must be a divisor of the patch size \(14\)"):
         objective("hog", patch=14)
 
 
@@ -273,7 +273,7 @@ def test_an_objective_with_weights_that_nothing_trains_is_refused(kind, monkeypa
 
     frozen = False
     monkeypatch.setitem(OBJECTIVES, "mine", Mine)
-    with pytest.raises(UserError, match=r"^objective\.name is mine, of which \w+ has weights to be trained; "):
+    with pytest.raises(UserError, match=r"^objective\.name is mine; .* without weights to be trained"):
         build_objective(ObjectiveConfig(name="mine"), 8)
     frozen = True
     assert isinstance(build_objective(ObjectiveConfig(name="mine"), 8), Mine)

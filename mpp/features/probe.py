@@ -24,7 +24,7 @@ from mpp.data.identity import identify_images
 from mpp.data.loader import FixedViewLoader
 from mpp.data.overview import note_tested
 from mpp.data.remote import cached_commit
-from mpp.data.sources import load_image_datasets, load_splits
+from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.data.views import ViewDataset
 from mpp.features.drift import keep_start, measure_drift
 from mpp.features.frozen import extract, features_at, stages
@@ -81,7 +81,6 @@ def general_source(probe: ProbeConfig, data: DataConfig, revision: str | None = 
         max_pixels=data.max_pixels,
         read_retries=data.read_retries,
         cut_seed=data.cut_seed,
-        eval_fraction=CUT_FRACTION,
     )
 
 
@@ -94,6 +93,8 @@ def load_general_images(source: GeneralImagesConfig) -> GeneralImages:
     splits = load_splits(source)
     if source.split not in splits:
         source = replace(source, split=next(iter(splits)))
+    if find_held_out_split(source, [*splits]) is None:
+        source = replace(source, eval_fraction=CUT_FRACTION)
     reference, test = load_image_datasets(source, splits)
     for dataset in (reference, test):
         has_classes = dataset.labelled() is not None and reference.labels.ndim == 1
