@@ -179,7 +179,14 @@ def test_other_models_than_vits_are_pooled_as_timm_does(name):
 
 @pytest.mark.parametrize(
     ("name", "depths"),
-    [("mvitv2_tiny", 4), ("twins_svt_small", 1), ("tnt_s_legacy_patch16_224", 12), ("cait_xxs24_224", 1)],
+    [
+        ("mvitv2_tiny", 4),
+        ("twins_svt_small", 1),
+        ("tnt_s_legacy_patch16_224", 12),
+        ("cait_xxs24_224", 1),
+        ("vit_relpos_small_patch16_224", 12),
+        ("hrnet_w18_small", 1),
+    ],
 )
 def test_depths_are_what_timm_gives_features_of(name, depths):
     with torch.device("meta"):

@@ -36,17 +36,15 @@ ROWS_PER_MESSAGE = 4096  # of each process: bounds the memory
 
 def stages(encoder: nn.Module) -> Sequence[nn.Module]:
     """The units of depth, whose outputs timm gives: blocks of a ViT, stages of a ResNet; other models count as one."""
-    if gives_tokens(encoder):
-        return encoder.blocks
-    if hasattr(encoder, "forward_intermediates") and hasattr(encoder, "stages"):
-        return encoder.stages
-    return (encoder,)
+    if not hasattr(encoder, "forward_intermediates"):
+        return (encoder,)
+    parts = getattr(encoder, "blocks" if gives_tokens(encoder) else "stages", None)
+    return parts if isinstance(parts, nn.Sequential | nn.ModuleList) else (encoder,)
 
 
 def gives_tokens(encoder: nn.Module) -> bool:
     """Whether timm gives an encoder's tokens after each block, [class] and registers among them."""
-    intermediates = getattr(encoder, "forward_intermediates", None)
-    return intermediates is not None and "return_prefix_tokens" in signature(intermediates).parameters
+    return "return_prefix_tokens" in signature(encoder.forward_intermediates).parameters
 
 
 def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
@@ -70,7 +68,7 @@ def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list
         return [encoder.forward_features(images) for _ in depths]
     options: dict[str, Any] = {"indices": [depth - last - 1 for depth in earlier]}  # from the end: a stem may be first
     if gives_tokens(encoder):
-        options |= {"output_fmt": "NLC", "return_prefix_tokens": True}
+        options |= {"output_fmt": "NLC", "return_prefix_tokens": encoder.num_prefix_tokens > 0}
     output, intermediates = encoder.forward_intermediates(images, **options)
     tokens = [torch.cat([each[1], each[0]], 1) if isinstance(each, tuple) else each for each in intermediates]
     return [*tokens, output] if depths[-1] == last else tokens
