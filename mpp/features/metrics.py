@@ -157,7 +157,7 @@ def measure_predictions(
         sums[f"right_{name}"] = share.sum()
     sums["colors"] = objective.palette.count(truth[masked])
     if image_numbers is not None:
-        of_images = torch.stack(counts, -1).sum(1)  # (B, 4)
+        of_images = torch.stack(counts).sum(-1).T  # (B, 4)
         by_image = of_images.new_zeros(image_count, len(COUNTED))
         sums["by_image"] = by_image.index_add_(0, image_numbers.to(by_image.device), of_images)
     return sums
