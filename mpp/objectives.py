@@ -118,8 +118,7 @@ class GridColor(Objective):
         require(patch_size % self.grid == 0, "objective.grid", self.grid, f"a divisor of the patch size ({patch_size})")
         self.palette = Palette(channels, config.bits, config.factorized)
         self.classes = self.palette.classes
-        most = int(math.log2(MOST_CLASSES)) // channels
-        allowed = f"at most {most} for {channels} channels ({MOST_CLASSES:,} classes), or objective.factorized true"
+        allowed = f"so few that {channels} channels have at most {MOST_CLASSES:,} colours; or objective.factorized true"
         require(self.classes <= MOST_CLASSES, "objective.bits", config.bits, allowed)
         self.outputs = self.classes * self.palette.softmaxes * self.grid**2
 

@@ -43,6 +43,7 @@ from mpp.runtime.start import run_main
 from mpp.training.run_folder import changes, describe_changes
 
 NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files next to the shards for data
+SETTINGS_FILE = "config.yaml"
 IMAGES_FILE = "images.json"
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
@@ -178,36 +179,36 @@ def check_split_names(config: PrepareConfig, splits: Sequence[str]) -> None:
 # --- the folder ---
 
 
-def read_records(config: PrepareConfig) -> dict[str, Any]:
-    """The records of the images that the folder was begun with; {}: it is new."""
-    file = Path(config.out) / NOTES_FOLDER / IMAGES_FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+def records_of_folder(config: PrepareConfig) -> dict[str, Any]:
+    """The records of the images that the folder was begun with; {}: it is new.
 
-
-def check_settings(config: PrepareConfig) -> Path:
-    """Path of the folder's saved settings; raises UserError where they differ, or something else is in there."""
+    Raises:
+        UserError: it was begun with other settings, or something else is in there.
+    """
     out = Path(config.out)
-    saved = out / NOTES_FOLDER / "config.yaml"
-    if saved.is_file():
-        different = changes(parse_saved(PrepareConfig, saved), config)
-        if different:
-            described = describe_changes(different, "the folder")
-            raise UserError(f"out is {out}, prepared with other settings: {described}; choose another out")
-    elif out.is_dir() and any(path.name not in (LOCK, ".lock.holder") for path in out.iterdir()):
-        raise UserError(f"out is {out}, which holds something else; choose another out")
-    return saved
+    saved = out / NOTES_FOLDER / SETTINGS_FILE
+    if not saved.is_file():
+        others = out.is_dir() and any(path.name not in (LOCK, ".lock.holder") for path in out.iterdir())
+        require(not others, "out", config.out, "a new folder, or one that this command began")
+        return {}
+    different = changes(parse_saved(PrepareConfig, saved), config)
+    if different:
+        described = describe_changes(different, "the folder")
+        raise UserError(f"out is {out}, prepared with other settings: {described}; choose another out")
+    file = saved.with_name(IMAGES_FILE)
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def open_folder(config: PrepareConfig, records: dict[str, Any]) -> None:
     """Save settings and images of a new folder; refuse one that was prepared from other images."""
-    saved = check_settings(config)
-    before = read_records(config) or records
+    before = records_of_folder(config) or records
     changed = [split for split in before | records if before.get(split) != records.get(split)]
     if changed:
         raise UserError(f"out is {config.out}, prepared from other images ({', '.join(changed)}); choose another out")
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    write_complete(saved, to_yaml(config))
-    write_complete(saved.with_name(IMAGES_FILE), json.dumps(records))
+    notes = Path(config.out) / NOTES_FOLDER
+    notes.mkdir(parents=True, exist_ok=True)
+    write_complete(notes / SETTINGS_FILE, to_yaml(config))
+    write_complete(notes / IMAGES_FILE, json.dumps(records))
 
 
 # --- the work ---
@@ -260,12 +261,12 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
 
 def training_command(config: PrepareConfig) -> str:
     """The command that trains on the shards."""
-    words = ["mpp", "pretrain", "--data.path", config.out]
+    words = f"mpp pretrain --data.path {shlex.quote(config.out)}"
     if config.data.channels != 3:
-        words += ["--data.channels", str(config.data.channels)]
+        words += f" --data.channels {config.data.channels}"
     if config.data.label_column not in (None, "label"):
-        words += ["--data.label_column", config.data.label_column]
-    return shlex.join([*words, "--run.dir", f"runs/{Path(config.out).resolve().name}"])
+        words += f" --data.label_column {shlex.quote(config.data.label_column)}"
+    return f"{words} --run.dir {shlex.quote(f'runs/{Path(config.out).resolve().name}')}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -278,8 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     images = Path(config.data.path).expanduser()
     is_inside = images.is_dir() and out.resolve().is_relative_to(images.resolve())
     require(not is_inside, "out", config.out, f"outside of {images}: its shards would be read as images")
-    check_settings(config)
-    commits_before = {record["revision"] for record in read_records(config).values()} - {None}
+    commits_before = {record["revision"] for record in records_of_folder(config).values()} - {None}
     commit = resolve_commit(config.data, commits_before.pop() if commits_before else None)
     shards, records = plan_shards(config, commit)
     with hold(out, "out"):
