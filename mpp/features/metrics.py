@@ -40,10 +40,7 @@ COUNTED = ("masked", "model", "nearest", "two_nearest")
 
 def add_sums(one: Sums, other: Sums) -> Sums:
     """Both together; a name that only one of them has keeps its value."""
-    both = dict(one)
-    for name, value in other.items():
-        both[name] = one[name] + value if name in one else value
-    return both
+    return one | {name: one.get(name, 0) + value for name, value in other.items()}
 
 
 def sum_over_processes(sums: Sums) -> Sums:
