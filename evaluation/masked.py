@@ -20,7 +20,7 @@ from evaluation.metrics.scoring import KINDS, add_figures
 from mpp.config import nested, require
 from mpp.config.parsing import parse
 from mpp.errors import Unavailable
-from mpp.features.masked_counts import COUNTED, load_masked_counts
+from mpp.features.metrics import COUNTED, load_masked_counts
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
 from mpp.training.log import last_evaluation
@@ -82,7 +82,7 @@ def outcomes_by_line(run: Path, step: int) -> dict[str, Outcomes]:
     masked, *others = kept.counts.T
     outcomes = {}
     for name, right in zip(COUNTED[1:], others, strict=True):
-        outcomes[name.replace("_", " ")] = Outcomes("patches", masked, right, images=kept.images)
+        outcomes[name.replace("_", " ")] = Outcomes("patches", masked, right, images=kept.images.tolist())
     return outcomes
 
 

@@ -94,8 +94,11 @@ def fake_batch(
     height, width = (side * patch_size for side in grid)
     pixels = torch.empty(image_count, config.data.channels, height, width, dtype=torch.uint8)
     of_one_image = draw(config.corruption, grid, seed=0, epoch=0, index=0)
-    of_batch = [tensor.new_zeros(1).expand(image_count, *tensor.shape) for tensor in of_one_image]
-    return pixels, Corruption(*map(fake_mode.from_tensor, of_batch))
+    of_batch = {}
+    for name, tensor in of_one_image._asdict().items():
+        if tensor is not None:
+            of_batch[name] = fake_mode.from_tensor(tensor.new_zeros(1).expand(image_count, *tensor.shape))
+    return pixels, Corruption(**of_batch)
 
 
 def compute_loss(

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from enum import IntEnum
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -40,14 +41,22 @@ class Corruption(NamedTuple):
     positions: Tensor  # (B, K) int64, ascending: which of the N patches are corrupted
     kinds: Tensor  # (B, K) int64: a Kind each
     sources: Tensor  # (B, K) int64: the position whose embedding a patch gets (its own, where it is kept)
-    shifts: Tensor  # (B, K) int64: 0: the source is in the same image; else a random number that chooses another image
-    hidden: Tensor  # (B, U) int64, ascending: further patches that are masked but not predicted; mostly U is 0
+    shifts: Tensor | None = None
+    """(B, K) int64: 0 where the source is in the same image, else a random number that chooses another. None: all 0."""
+    hidden: Tensor | None = None
+    """(B, U) int64, ascending: further patches that are masked but not predicted. None: there are none."""
 
-    def to(self, device: torch.device) -> "Corruption":
+    def to(self, device: torch.device | str) -> "Corruption":
         """The same on a device."""
-        return Corruption(*(part.to(device) for part in self))
+        return Corruption(*(part if part is None else part.to(device) for part in self))
+
+    @property
+    def unseen(self) -> Tensor:
+        """(B, K + U): the corrupted and the hidden patches."""
+        return self.positions if self.hidden is None else torch.cat([self.positions, self.hidden], 1)
 
 
+@cache  # it is the same for all images
 def corrupted_count(rate: float, count: int, unit: str = "patches") -> int:
     """K = floor(rate * N + 1/2), in decimal arithmetic, where halves go up without rounding errors of floats.
 
@@ -55,11 +64,8 @@ def corrupted_count(rate: float, count: int, unit: str = "patches") -> int:
         UserError: none, or all, would be corrupted.
     """
     corrupted = int((Decimal(str(rate)) * count).quantize(Decimal(1), rounding=ROUND_HALF_UP))
-    if not 0 < corrupted < count:
-        raise UserError(
-            f"corruption.rate is {rate}, which masks {corrupted} of {count} {unit}; it "
-            f"must mask between 1 and {count - 1}"
-        )
+    allowed = f"a share that masks 1 to {count - 1} of {count} {unit}"
+    require(0 < corrupted < count, "corruption.rate", rate, allowed)
     return corrupted
 
 
@@ -204,26 +210,22 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     require_some_patches(positions, patches, config.pattern)
     count = len(positions)
     # The order in which the numbers are drawn is part of the result: a pattern's hidden patches are drawn last.
-    kind_numbers = draw_uniform(count)
-    source_numbers = draw_uniform(count)
-    shift_numbers = draw_uniform(count)
+    kind_numbers, source_numbers, shift_numbers = draw_uniform(3 * count).reshape(3, count)
 
-    kinds = np.digitize(kind_numbers, [config.mask, config.mask + config.random])
-    if config.source == "batch":  # any patch of another image
+    kinds = (kind_numbers >= config.mask).astype(np.int64) + (kind_numbers >= config.mask + config.random)
+    is_random = kinds == Kind.RANDOM.value
+    from_batch = config.source == "batch"
+    if from_batch:  # any patch of another image
         others = (source_numbers * patches).astype(np.int64)
-        shifts = (shift_numbers * 2**31).astype(np.int64) + 1
     else:  # any patch of the image but itself
         others = (source_numbers * (patches - 1)).astype(np.int64)
         others += others >= positions
-        shifts = np.zeros(count, dtype=np.int64)
-    is_random = kinds == Kind.RANDOM
-    sources = np.where(is_random, others, positions)
-    shifts = np.where(is_random, shifts, 0)
-    hidden = np.empty(0, np.int64)
+    drawn = {"positions": positions, "kinds": kinds, "sources": np.where(is_random, others, positions)}
+    if from_batch:
+        drawn["shifts"] = np.where(is_random, (shift_numbers * 2**31).astype(np.int64) + 1, 0)
     if config.pattern == "multiblock":
-        hidden = positions_to_hide(config, grid, positions, draw_uniform)
-    parts = (positions, kinds.astype(np.int64), sources, shifts, hidden)
-    return Corruption(*map(torch.from_numpy, parts))
+        drawn["hidden"] = positions_to_hide(config, grid, positions, draw_uniform)
+    return Corruption(**{name: torch.from_numpy(part) for name, part in drawn.items()})
 
 
 def require_some_patches(positions: Positions, patch_count: int, pattern: str) -> None:
@@ -231,20 +233,21 @@ def require_some_patches(positions: Positions, patch_count: int, pattern: str) -
 
     A mask of all patches is none, and a patch that is drawn twice would count twice.
     """
-    whole_numbers = positions.ndim == 1 and positions.dtype == np.int64
-    fits = whole_numbers and 0 < len(positions) < patch_count and positions[0] >= 0 and positions[-1] < patch_count
-    allowed = f"different whole numbers (int64) from 0 to {patch_count - 1}, not all of them"
-    fits = fits and bool((positions[1:] > positions[:-1]).all())
-    shown = np.array2string(positions, threshold=8)  # of many the first and last ones
-    require(fits, f"the positions that corruption.pattern {pattern} chose", shown, allowed)
+    fits = positions.ndim == 1 and positions.dtype == np.int64 and 0 < len(positions) < patch_count
+    fits = fits and positions[0] >= 0 and positions[-1] < patch_count
+    if not fits or (positions[1:] == positions[:-1]).any():
+        raise UserError(
+            f"corruption.pattern is {pattern}, which chose {np.array2string(positions, threshold=8)}; it must choose "
+            f"different whole numbers (int64) from 0 to {patch_count - 1}, not all of them"
+        )
 
 
 def stack(drawn: Sequence[Corruption]) -> Corruption:
     """The corruptions of images (K,) as that of a batch (B, K). Raises UserError where K differs."""
     counts = sorted({len(each.positions) for each in drawn})
-    allowed = "the same number of each: corruption.pattern chooses them"
-    require(len(counts) == 1, "the number of corrupted patches of these images", counts, allowed)
-    return Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+    allowed = "one that corrupts the same number of patches of all images"
+    require(len(counts) == 1, "corruption.pattern", f"one that corrupts {counts} patches", allowed)
+    return Corruption(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*drawn, strict=True)))
 
 
 def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> Tensor:
@@ -257,23 +260,25 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
         (B, N, D). Patches that are not corrupted, or kept, are unchanged; those that are hidden are [mask].
     """
     batch, patches, width = embeddings.shape
-    images = source_images(corruption, batch)  # (B, K)
-    flat = images * patches + corruption.sources
+    mask_token = mask_token.to(embeddings.dtype)
+    flat = source_images(corruption, batch) * patches + corruption.sources
     replaced = torch.nn.functional.embedding(flat, embeddings.flatten(0, 1))  # (B, K, D)
     is_masked = (corruption.kinds == int(Kind.MASK))[..., None]  # an int: the compiler takes an enum for unequal
-    replaced = torch.where(is_masked, mask_token.to(embeddings.dtype), replaced)
+    replaced = torch.where(is_masked, mask_token, replaced)
     embeddings = embeddings.scatter(1, corruption.positions[..., None].expand(-1, -1, width), replaced)
-    if corruption.hidden.shape[1] == 0:
+    if corruption.hidden is None:
         return embeddings
-    blank = mask_token.to(embeddings.dtype).expand(*corruption.hidden.shape, -1)
-    return embeddings.scatter(1, corruption.hidden[..., None].expand(-1, -1, width), blank)
+    hidden = corruption.hidden[..., None].expand(-1, -1, width)
+    return embeddings.scatter(1, hidden, mask_token.expand(hidden.shape))
 
 
 def source_images(corruption: Corruption, batch_size: int) -> Tensor:
-    """Images of the batch (B, K) whose embeddings the corrupted patches get: another one, where they have a shift.
+    """Images of the batch, (B, K) or (B, 1), whose embeddings the patches get: another one where there is a shift.
 
     A batch of one image, such as the last of the held-out images, has no other: the patch is of the same image.
     """
-    images = torch.arange(batch_size, device=corruption.shifts.device)[:, None]
+    images = torch.arange(batch_size, device=corruption.positions.device)[:, None]
+    if corruption.shifts is None:
+        return images
     distance = 1 + (corruption.shifts - 1) % max(batch_size - 1, 1)  # from 1 to B - 1: another image, if there is one
     return (images + torch.where(corruption.shifts > 0, distance, 0)) % batch_size

@@ -19,15 +19,12 @@ from torch import Tensor, nn
 
 from mpp.config import ObjectiveConfig, require
 from mpp.config.imports import Registry
-from mpp.cross_entropy import cross_entropy
-from mpp.errors import UserError
 from mpp.gradients import ORIENTATION_BINS, orientation_lines, oriented_gradients
 from mpp.palette import MOST_CLASSES, Palette, palette_for, sum_pixels
 
 DISTANCES: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss, None: F.mse_loss}
 """Mean distances over all values of all patches, by `objective.loss`."""
 GREY = 128  # in pictures, for [mask] and other patches without a colour
-LEGIBLE_CELL = 16  # pixels of a cell's side in a picture of its orientations
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
@@ -76,11 +73,11 @@ class Objective:
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         """Clean images (B, C, H, W) to the targets of their patches at positions (B, K): (B, K, ...)."""
-        raise NotImplementedError
+        raise NotImplementedError("targets")
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Predictions (B, K, outputs) float32 and targets to the mean loss over all patches, a scalar."""
-        raise NotImplementedError
+        raise NotImplementedError("loss")
 
     def decide(self, predictions: Tensor) -> Tensor:
         """The most likely targets, (B, K, ...)."""
@@ -95,10 +92,10 @@ class Objective:
 
         Accuracy is the share of correct classes.
         """
-        raise NotImplementedError
+        raise NotImplementedError("colour_classes")
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        """Targets as pixels, (B, K, C, P, P) from 0 to 255; P may be a whole number of times as large, to be legible.
+        """Targets as pixels, (B, K, C, P, P) from 0 to 255.
 
         Args:
             clean: the true patches (B, K, C, P, P), for information that targets lack; then `shown` mentions it.
@@ -118,12 +115,11 @@ class GridColor(Objective):
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
         self.grid = self.grid_side(config)
-        if patch_size % self.grid:
-            raise UserError(f"objective.grid is {self.grid}; it must divide the patch size ({patch_size})")
+        require(patch_size % self.grid == 0, "objective.grid", self.grid, f"a divisor of the patch size ({patch_size})")
         self.palette = Palette(channels, config.bits, config.factorized)
-        if self.palette.classes > MOST_CLASSES:
-            raise too_many_colours(config.bits, channels)
         self.classes = self.palette.classes
+        allowed = f"so few that {channels} channels have at most {MOST_CLASSES:,} colours; or objective.factorized true"
+        require(self.classes <= MOST_CLASSES, "objective.bits", config.bits, allowed)
         self.outputs = self.classes * self.palette.softmaxes * self.grid**2
 
     def grid_side(self, config: ObjectiveConfig) -> int:
@@ -139,7 +135,7 @@ class GridColor(Objective):
         return classes.flatten(2)
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(predictions.reshape(-1, self.classes), targets.flatten())
+        return F.cross_entropy(predictions.reshape(-1, self.classes), targets.flatten())
 
     def decide(self, predictions: Tensor) -> Tensor:
         return predictions.unflatten(-1, (-1, self.classes)).argmax(-1)
@@ -157,18 +153,6 @@ class GridColor(Objective):
         logits = predictions.unflatten(-1, (-1, self.classes))  # (B, K, cells * S, classes)
         entropy = torch.distributions.Categorical(logits=logits).entropy() / math.log(2)
         return entropy.unflatten(-1, (-1, self.palette.softmaxes)).sum(-1)
-
-
-def too_many_colours(bits: int, channels: int) -> UserError:
-    """Error for more colour classes than a softmax may have."""
-    most = int(math.log2(MOST_CLASSES)) // channels
-    allowed = "use objective.factorized true (one softmax per channel) or objective.name pixels"
-    if most:
-        allowed = f"at most {most}, or {allowed}"
-    return UserError(
-        f"objective.bits is {bits}, which makes 2**({bits} x {channels}) colours of {channels} channels, "
-        f"more than {MOST_CLASSES:,}; {allowed}"
-    )
 
 
 class MeanColor(GridColor):
@@ -268,8 +252,7 @@ class Hog(Objective):
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
         self.cell = min(config.cell, patch_size)
-        if patch_size % self.cell:
-            raise UserError(f"objective.cell is {config.cell}; it must divide the patch size ({patch_size})")
+        require(patch_size % self.cell == 0, "objective.cell", self.cell, f"a divisor of the patch size ({patch_size})")
         self.distance = DISTANCES[config.loss]
         self.side = patch_size // self.cell  # side of the patch, in cells
         self.outputs = self.side**2 * channels * ORIENTATION_BINS
@@ -284,8 +267,7 @@ class Hog(Objective):
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
         shares = targets.clamp(0, 1).unflatten(-1, (self.side, self.side, self.channels, ORIENTATION_BINS))
-        times = math.ceil(LEGIBLE_CELL / self.cell)
-        lines = orientation_lines(self.cell * times).to(targets.device)  # (9, h, w)
+        lines = orientation_lines(self.cell).to(targets.device)  # (9, h, w)
         brightest = torch.zeros(*shares.shape[:-1], *lines.shape[1:], device=targets.device)  # maximum over the lines
         for share, line in zip(shares.unbind(-1), lines, strict=True):
             brightest = torch.maximum(brightest, share[..., None, None] * line)
@@ -375,28 +357,15 @@ def build_objective(
     if config.name == "features":
         return TeacherFeatures(config, patch_size, channels, teacher_width)
     objective = OBJECTIVES[config.name](config, patch_size, channels)
-    require_members(objective, config.name)
     refuse_own_weights(objective, config.name)
     return objective
 
 
-def require_members(objective: Objective, name: str) -> None:
-    """Raise UserError where an objective lacks a member that it must define."""
-    needed = ["outputs", "targets", "loss"]
-    if getattr(objective, "palette", None) is not None:
-        needed.append("colour_classes")
-    allowed = "a subclass of Objective that sets outputs, and defines targets, loss and, with a palette, colour_classes"
-    for member in needed:
-        value = getattr(objective, member, None)
-        inherited = getattr(value, "__func__", value) is getattr(Objective, member, None)
-        require(not inherited, "objective.name", f"{name}, which defines no {member}", allowed)
-
-
 def refuse_own_weights(objective: Objective, name: str) -> None:
     """Raise UserError where an objective has weights to be trained: only those of the network are."""
-    parts = [("it", objective), *vars(objective).items()]
-    for part, value in parts:
-        own = value.parameters() if isinstance(value, nn.Module) else [value]
-        trained = any(isinstance(each, nn.Parameter) and each.requires_grad for each in own)
-        allowed = "without: only a network's weights are trained; frozen ones (requires_grad_(False)) may stay"
-        require(not trained, "objective.name", f"{name}, of which {part} has weights to be trained", allowed)
+    weights: list[object] = []
+    for part in (objective, *vars(objective).values()):
+        weights += part.parameters() if isinstance(part, nn.Module) else [part]
+    trained = any(isinstance(each, nn.Parameter) and each.requires_grad for each in weights)
+    allowed = "one without weights to be trained: only a network's are; frozen ones (requires_grad_(False)) may stay"
+    require(not trained, "objective.name", name, allowed)

@@ -14,8 +14,8 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +29,10 @@ from mpp.config.parsing import parse, parse_saved, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.folder import split_of_cell, split_of_shard
-from mpp.data.identity import differences, split_fingerprint
+from mpp.data.identity import split_fingerprint
 from mpp.data.labels import column_of, find_label_column
-from mpp.data.overview import announce_splits
 from mpp.data.remote import resolve_commit
-from mpp.data.sources import label_images, load_splits
+from mpp.data.sources import load_splits
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepared_image import prepare_image
 from mpp.runtime.files import LOCK, complete, hold, short_digest, write_complete
@@ -44,8 +43,8 @@ from mpp.runtime.start import run_main
 from mpp.training.run_folder import changes, describe_changes
 
 NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files next to the shards for data
+SETTINGS_FILE = "config.yaml"
 IMAGES_FILE = "images.json"
-DROPPED_SHOWN = 10  # images that could not be decoded; a file names all of them
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
@@ -73,7 +72,6 @@ def write_shard(shard: Shard) -> None:
     """Write a shard, and notes on its images."""
     kept: list[dict[str, Any]] = []
     dropped: list[str] = []
-    bytes_before = 0
     array_dtype = find_array_dtype(shard.rows.features["image"])
     for row in shard.rows:
         name = relative_name(row["image"], shard.config.data.path)
@@ -84,9 +82,7 @@ def write_shard(shard: Shard) -> None:
             dropped.append(f"{name or 'an image without a name'}: {error}")
             continue
         kept.append(row | {"image": {"bytes": prepared, "path": name}})
-        bytes_before += memoryview(data).nbytes
-    bytes_after = sum(len(row["image"]["bytes"]) for row in kept)
-    notes = {"kept": len(kept), "dropped": dropped, "bytes_before": bytes_before, "bytes_after": bytes_after}
+    notes = {"kept": len(kept), "dropped": dropped}
     features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
     shard.file.parent.mkdir(exist_ok=True)
     columns = {column: [row[column] for row in kept] for column in features}  # of no rows, `from_list` makes none
@@ -106,22 +102,26 @@ def relative_name(cell: Any, root: str) -> str | None:
 
 
 def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[str, Any]]:
-    """All splits, cut into shards, and the records of their images: see mpp/data/identity.py.
+    """All splits, their images in a random order, cut into shards; and the record of each split's images and labels.
 
     Args:
         commit: of a dataset of the hub.
     Raises:
-        UserError: the images cannot be loaded.
+        UserError: the images cannot be loaded, or a split's shards would be read as another split.
     """
-    loaded = load_splits(replace(config.data, revision=commit))
-    check_split_names(config, list(loaded))
-    splits = {split: select_columns(config, rows) for split, rows in loaded.items()}
-    announce_images(config, splits)
+    splits = load_splits(replace(config.data, revision=commit))
+    check_split_names(config, list(splits))
     shards: list[Shard] = []
     records = {}
     for split, rows in splits.items():
+        rows = select_columns(config, rows)
         records[split] = record_of_rows(config, rows, commit)
-        shards += cut_into_shards(config, split, rows)
+        order = permutation(Stream.ORDER, config.seed, 0, len(rows))
+        count = -(-len(rows) // config.rows)
+        for number in range(count):
+            chosen = order[number * config.rows : (number + 1) * config.rows]
+            file = Path(config.out) / "data" / shard_name(split, number, count)
+            shards.append(Shard(file, rows.select(chosen), config))
     return shards, records
 
 
@@ -154,18 +154,6 @@ def record_of_rows(config: PrepareConfig, rows: datasets.Dataset, commit: str | 
     return record
 
 
-def cut_into_shards(config: PrepareConfig, split: str, rows: datasets.Dataset) -> list[Shard]:
-    """A split's images in a random order, in shards of `config.rows`."""
-    order = permutation(Stream.ORDER, config.seed, 0, len(rows))
-    count = -(-len(rows) // config.rows)
-    shards = []
-    for number in range(count):
-        file = Path(config.out) / "data" / shard_name(split, number, count)
-        chosen = order[number * config.rows : (number + 1) * config.rows]
-        shards.append(Shard(file, rows.select(chosen), config))
-    return shards
-
-
 def shard_name(split: str, number: int, count: int) -> str:
     """Name of the file of a split's shard, which is all that says the split when it is read."""
     return f"{split}-{number:05d}-of-{count:05d}.parquet"
@@ -176,61 +164,54 @@ def check_split_names(config: PrepareConfig, splits: Sequence[str]) -> None:
 
     A word for a usual split, such as `val`, is that split.
     """
-    read_as: dict[str, str] = {}
+    seen: set[str] = set()
     for split in splits:
-        read = split_of_shard(shard_name(split, 0, 1), ())
-        name = printable(split)
-        if read != split_of_cell(split):
-            allowed = "train, validation, test, or letters, digits and _ without such a word at their end"
-            problem = f"the split {name}, whose shards would be read as {printable(read)}"
-            raise UserError(f"{describe_source(config.data)} has {problem}; a split must be called {allowed}")
-        if read in read_as:
-            problem = f"the splits {read_as[read]} and {name}, whose shards would all be read as {read}"
-            raise UserError(f"{describe_source(config.data)} has {problem}; rename one")
-        read_as[read] = name
-
-
-def announce_images(config: PrepareConfig, splits: dict[str, datasets.Dataset]) -> None:
-    """Print how many images there are, how many of them have a label, and the classes."""
-    filled = {split: rows for split, rows in splits.items() if len(rows)}
-    with contextlib.suppress(UserError):  # labels that are no classes are kept as they are
-        announce_splits(describe_source(config.data), label_images(config.data, filled, "image"), {})
+        read_as = split_of_shard(shard_name(split, 0, 1), ())
+        if read_as != split_of_cell(split) or read_as in seen:
+            raise UserError(
+                f"{describe_source(config.data)} has the split {printable(split)}, whose shards would be read as "
+                f"{printable(read_as)}; a split must be train, validation, test, or another name of letters, digits "
+                "and _ without such a word at its end, each once"
+            )
+        seen.add(read_as)
 
 
 # --- the folder ---
 
 
-def read_records(config: PrepareConfig) -> dict[str, Any]:
-    """The records of the images that the folder was begun with; {}: it is new."""
-    file = Path(config.out) / NOTES_FOLDER / IMAGES_FILE
+def records_of_folder(config: PrepareConfig) -> dict[str, Any]:
+    """The records of the images that the folder was begun with; {}: it is new.
+
+    Raises:
+        UserError: it was begun with other settings, or something else is in there.
+    """
+    out = Path(config.out)
+    saved = out / NOTES_FOLDER / SETTINGS_FILE
+    if not saved.is_file():
+        others = out.is_dir() and any(path.name not in (LOCK, ".lock.holder") for path in out.iterdir())
+        require(not others, "out", config.out, "a new folder, or one that this command began")
+        return {}
+    different = changes(parse_saved(PrepareConfig, saved), config)
+    if different:
+        described = describe_changes(different, "the folder")
+        raise UserError(f"out is {out}, prepared with other settings: {described}; choose another out")
+    file = saved.with_name(IMAGES_FILE)
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def check_settings(config: PrepareConfig) -> Path:
-    """Path of the folder's saved settings; raises UserError where they differ, or something else is in there."""
-    out = Path(config.out)
-    saved = out / NOTES_FOLDER / "config.yaml"
-    if saved.is_file():
-        different = changes(parse_saved(PrepareConfig, saved), config)
-        if different:
-            described = describe_changes(different, "the folder")
-            raise UserError(f"out is {out}, prepared with other settings: {described}; choose another out")
-    elif out.is_dir() and any(path.name not in (LOCK, ".lock.holder") for path in out.iterdir()):
-        raise UserError(f"out is {out}, which holds something else; choose another out")
-    return saved
-
-
 def open_folder(config: PrepareConfig, records: dict[str, Any]) -> None:
-    """Check that the folder is new, or has the same settings and images; save both."""
-    saved = check_settings(config)
-    before = read_records(config)
-    changed = differences(before, records)
-    changed += [f"{split}: the split is gone" for split in before if split not in records]
+    """Save settings and images of a new folder; refuse one that was prepared from other images."""
+    before = records_of_folder(config) or records
+    changed = [split for split in before | records if before.get(split) != records.get(split)]
     if changed:
-        raise UserError(f"out is {config.out}, prepared from other images ({'; '.join(changed)})")
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    write_complete(saved, to_yaml(config))
-    write_complete(saved.with_name(IMAGES_FILE), json.dumps(records))
+        raise UserError(f"out is {config.out}, prepared from other images ({', '.join(changed)}); choose another out")
+    notes = Path(config.out) / NOTES_FOLDER
+    notes.mkdir(parents=True, exist_ok=True)
+    write_complete(notes / SETTINGS_FILE, to_yaml(config))
+    write_complete(notes / IMAGES_FILE, json.dumps(records))
+
+
+# --- the work ---
 
 
 def start_process() -> None:
@@ -240,33 +221,20 @@ def start_process() -> None:
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def write_all(shards: Sequence[Shard], workers: int) -> Iterable[Shard]:
-    """Write shards in parallel; yields each when it is written."""
-    with ProcessPoolExecutor(workers, initializer=start_process) as pool:
-        jobs = {pool.submit(write_shard, shard): shard for shard in shards}
+def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
+    """Write the shards that are not there, in parallel; returns the notes of all."""
+    missing = [shard for shard in shards if not shard.is_written()]
+    images = sum(len(shard.rows) for shard in shards)
+    there = f"{len(shards) - len(missing)} of them there already"
+    print(f"{describe_source(config.data)}: {counted(images, 'image')} to {counted(len(shards), 'shard')}, {there}")
+    workers = min(config.workers or cores(), max(1, len(missing)))
+    bar = progress_bar(total=sum(len(shard.rows) for shard in missing), unit="image", desc="preparing")
+    with bar, ProcessPoolExecutor(workers, initializer=start_process) as pool:
         try:
-            for job in as_completed(jobs):
-                job.result()
-                yield jobs[job]
+            for shard, _ in zip(missing, pool.map(write_shard, missing), strict=True):
+                bar.update(len(shard.rows))
         except BrokenProcessPool:
             raise UserError("a process died (out of memory?); the same command continues, with fewer workers") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
-    """Write the shards that are not there; returns the notes of all."""
-    missing = [shard for shard in shards if not shard.is_written()]
-    total = sum(len(shard.rows) for shard in shards)
-    left = sum(len(shard.rows) for shard in missing)
-    done = len(shards) - len(missing)
-    images = counted(total, "image")
-    there = f", {done} of them there already" if done else ""
-    print(f"{describe_source(config.data)}: {images} to {counted(len(shards), 'shard')}{there}")
-    workers = min(config.workers or cores(), max(1, len(missing)))
-    with progress_bar(total=total, initial=total - left, unit="image", desc="preparing") as bar:
-        for shard in write_all(missing, workers):
-            bar.update(len(shard.rows))
     return [json.loads(shard.notes.read_text(encoding="utf-8")) for shard in shards]
 
 
@@ -276,24 +244,14 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
     Raises:
         UserError: none was kept.
     """
-    dropped: list[str] = []
-    for of_shard in notes:
-        dropped += of_shard["dropped"]
-    dropped.sort()
+    dropped = sorted(line for of_shard in notes for line in of_shard["dropped"])
     listing = Path(config.out) / NOTES_FOLDER / "dropped.txt"
     write_complete(listing, "".join(f"{line}\n" for line in dropped))
     kept = sum(of_shard["kept"] for of_shard in notes)
-    before = sum(of_shard["bytes_before"] for of_shard in notes) / 1e6
-    after = sum(of_shard["bytes_after"] for of_shard in notes) / 1e6
-    print(f"wrote {config.out}: {counted(kept, 'image')}, {before:.1f} MB became {after:.1f} MB")
+    print(f"wrote {config.out}: {counted(kept, 'image')}")
     if dropped:
-        print(f"dropped {len(dropped)} that cannot be decoded, all named in {listing}:")
-        for line in dropped[:DROPPED_SHOWN]:
-            print(f"  {line}")
-    if not kept:
-        raise UserError(
-            f"out is {config.out}, which has no images: none of {describe_source(config.data)} can be decoded"
-        )
+        print(f"dropped {len(dropped)} that cannot be decoded, such as {dropped[0]}: see {listing}")
+    require(kept, "out", config.out, f"of images of which some can be decoded: see {listing}")
     if config.format == "npy":
         print(
             "note: arrays have the numbers of the files; unless these use all of their type, name data.range in the run"
@@ -321,8 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     images = Path(config.data.path).expanduser()
     is_inside = images.is_dir() and out.resolve().is_relative_to(images.resolve())
     require(not is_inside, "out", config.out, f"outside of {images}: its shards would be read as images")
-    check_settings(config)
-    commits_before = {record["revision"] for record in read_records(config).values()} - {None}
+    commits_before = {record["revision"] for record in records_of_folder(config).values()} - {None}
     commit = resolve_commit(config.data, commits_before.pop() if commits_before else None)
     shards, records = plan_shards(config, commit)
     with hold(out, "out"):

@@ -12,11 +12,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
-from mpp.config import Config, ModelConfig, SourceConfig, require
+from mpp.config import Config, SourceConfig, require
 from mpp.config.parsing import as_command_line, check_given, parse, parse_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.dataset import ImageDataset
@@ -25,8 +26,8 @@ from mpp.data.shards import Shards, load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
-from mpp.features.masked_counts import MaskedCounts
 from mpp.features.metrics import (
+    MaskedCounts,
     Sums,
     add_sums,
     measure_features,
@@ -58,6 +59,9 @@ from mpp.training.user_code import imports_used, refuse_idle_arguments, require_
 from mpp.training.watch import read_verdict
 
 PANEL_IMAGES = 8
+CLASS_IS_UNTRAINED = (
+    "Its [class] token got no gradient of its own: the mean of the patch tokens is usually the better feature"
+)
 
 
 class Pretraining(ImageTask):
@@ -121,16 +125,11 @@ class Pretraining(ImageTask):
         """The encoder's training in a sentence, for the model card."""
         init_from = self.config.model.init_from
         start = f", from {init_from}," if init_from else ""
-        method = f"Pre-trained without labels{start} by {self.model.method}"
-        adaptation = describe_adaptation(self.config.model)
-        if adaptation:
-            method = f"{method}. {adaptation}"
-        if not has_class(self.model.encoder):
-            return method
-        return (
-            f"{method}. Its [class] token got no gradient of its own: the "
-            "mean of the patch tokens is usually the better feature"
-        )
+        sentences = [f"Pre-trained without labels{start} by {self.model.method}"]
+        sentences.append(describe_adaptation(self.config.model))
+        if has_class(self.model.encoder):
+            sentences.append(CLASS_IS_UNTRAINED)
+        return ". ".join(filter(None, sentences))
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of the corrupted patches and, if asked, sums for accuracies or for the spread of features."""
@@ -141,9 +140,8 @@ class Pretraining(ImageTask):
             return loss, {}
         predictions = predicted.predictions.detach()
         if self.predicts_features:
-            return loss, measure_features(
-                predictions, predicted.collapse_features, corruption.positions, self.patch_count
-            )
+            features = predicted.collapse_features
+            return loss, measure_features(predictions, features, corruption.positions, self.patch_count)
         image_numbers = None if model.training else batch.indices  # of held-out images
         count = len(self.held_out_views.dataset)
         if counted is not None:
@@ -152,12 +150,12 @@ class Pretraining(ImageTask):
 
     def loss_of(self, predictions: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
         """Mean loss of the patches that count, see `counted_patches`; 0 where none does."""
-        if counted is None:
-            return self.objective.loss(predictions, targets)
-        images, patches = to_device(counted.nonzero(as_tuple=True), predictions.device)
-        if not len(images):
-            return predictions.sum() * 0
-        return self.objective.loss(predictions[images, patches][None], targets[images, patches][None])
+        if counted is not None:
+            images, patches = to_device(counted.nonzero(as_tuple=True), predictions.device)
+            if not len(images):
+                return predictions.sum() * 0
+            predictions, targets = predictions[images, patches][None], targets[images, patches][None]
+        return self.objective.loss(predictions, targets)
 
     def loss_weight(self, batch: Batch) -> int:
         counted = counted_patches(batch)
@@ -165,8 +163,9 @@ class Pretraining(ImageTask):
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""
-        images, *parts = to_device([batch.images, *batch.corruption], self.accelerator.device)
-        corruption = Corruption(*parts)
+        drawn = {name: part for name, part in batch.corruption._asdict().items() if part is not None}
+        images, *parts = to_device([batch.images, *drawn.values()], self.accelerator.device)
+        corruption = Corruption(**dict(zip(drawn, parts, strict=True)))
         return self.predict_images(model, images, corruption), images, corruption
 
     def predict_images(self, model: nn.Module, images: Tensor, corruption: Corruption) -> PredictedBatch:
@@ -237,12 +236,12 @@ class Pretraining(ImageTask):
             loss, measured = self.loss(model, batch, True)
             sums = add_sums(sums, measured | self.loss_sums(loss, batch))
         sums = sum_over_processes(sums)
-        scalars = {f"heldout/{name}": value for name, value in self.describe_views(sums).items()}
         if self.accelerator.is_main_process:
             self.log_panel(model, step, tracker)
             if "by_image" in sums:
                 names = self.held_out_views.dataset.image_names()
-                MaskedCounts(step, sums["by_image"].numpy(), names).save(Path(self.config.run.dir))
+                MaskedCounts(step, sums["by_image"].numpy(), np.array(names, str)).save(Path(self.config.run.dir))
+        scalars = {f"heldout/{name}": value for name, value in self.describe_views(sums).items()}
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(self.exported(model))
         return scalars
@@ -275,12 +274,9 @@ class Pretraining(ImageTask):
         """
         record = super().record()
         objective = self.config.objective
-        if objective.frozen_teacher is None or objective.teacher_checkpoint or Path(objective.teacher).exists():
-            return record
-        state = self.model.teacher.encoder.state_dict()
-        record["objective.teacher"] = {
-            "weights": short_digest(tensor.cpu().numpy().tobytes() for tensor in state.values())
-        }
+        if objective.frozen_teacher and not objective.teacher_checkpoint and not Path(objective.teacher).exists():
+            weights = self.model.teacher.encoder.state_dict().values()
+            record["objective.teacher"] = {"weights": short_digest(each.cpu().numpy().tobytes() for each in weights)}
         return record
 
     def flops(self) -> int:
@@ -289,18 +285,10 @@ class Pretraining(ImageTask):
 
     def describe_model(self) -> str:
         encoder = self.model.encoder
-        config = self.config.model
-        name = config.name or "ViT"
-        for setting in ("position", "position_at", "mixing"):
-            value = getattr(config, setting)
-            if value != getattr(ModelConfig(), setting):
-                name += f", {setting} {value}"
-        tokens = encoder.patch_embed.num_patches
-        overlap = f" ({tokens} that overlap)" if tokens != self.patch_count else ""
         return (
-            f"{name}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
-            f"{self.patch_count} patches of {self.patch_size} x {self.patch_size}{overlap}, {self.corrupted_count} "
-            f"corrupted, {self.model.on_top}, {super().describe_model()}"
+            f"{self.config.model.name or 'ViT'}: width {encoder.embed_dim}, depth {len(encoder.blocks)}, "
+            f"{self.patch_count} patches of {self.patch_size} x {self.patch_size}, {self.corrupted_count} corrupted, "
+            f"{self.model.on_top}, {super().describe_model()}"
         )
 
 

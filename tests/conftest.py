@@ -95,10 +95,12 @@ COUNTED: dict[str, int] = {}
 @pytest.fixture(autouse=True)
 def counted_once(monkeypatch, request):
     """A model's operations are counted once for each kind, since that is a sixth of a tiny run."""
+    from torch.utils._pytree import tree_leaves
+
     from mpp.training.flops import executed_flops
 
     def executed(model, *inputs, **options):
-        shapes = [tuple(each.shape) for part in inputs for each in (part if isinstance(part, tuple) else (part,))]
+        shapes = [getattr(each, "shape", None) for each in tree_leaves(inputs)]
         key = repr((model, shapes, options))
         if key not in COUNTED:
             COUNTED[key] = executed_flops(model, *inputs, **options)

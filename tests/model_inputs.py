@@ -2,7 +2,7 @@
 
 import torch
 
-from mpp.corruption import Corruption, draw
+from mpp.corruption import Corruption, draw, stack
 
 HALVES = ((0.5,) * 3, (0.5,) * 3)
 """Mean and deviation that scale pixels to [-1, 1]."""
@@ -21,7 +21,7 @@ def scaled(images) -> torch.Tensor:
 def draw_batch(config, grid=(4, 4), images=3) -> Corruption:
     """The corruption of a batch of images, under seed 0."""
     drawn = [draw(config, grid, 0, 0, index) for index in range(images)]
-    return Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+    return stack(drawn)
 
 
 def randomize(model, std) -> None:

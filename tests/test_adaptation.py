@@ -19,7 +19,7 @@ from evaluation import contrastive, finetune
 from evaluation.config import FinetuneConfig, SupervisedConfig
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
-from mpp.corruption import Corruption, draw
+from mpp.corruption import draw, stack
 from mpp.errors import UserError
 from mpp.models.adaptation import LowRankChange, count_parameters, matching_names, merge
 from mpp.models.networks import build_model
@@ -56,7 +56,7 @@ def batch(model, config, count: int = 2):
     drawn = [draw(config.corruption, grid, 0, 0, number) for number in range(count)]
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    return images, Corruption(*(torch.from_numpy(np.stack(parts)) for parts in zip(*drawn, strict=True)))
+    return images, stack(drawn)
 
 
 def step(model, config, optimizer) -> None:

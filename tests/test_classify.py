@@ -177,18 +177,24 @@ def test_other_models_than_vits_are_pooled_as_timm_does(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "depths"), [("mvitv2_tiny", 4), ("twins_svt_small", 1), ("tnt_s_legacy_patch16_224", 12)]
+    ("name", "depths"),
+    [
+        ("mvitv2_tiny", 4),
+        ("twins_svt_small", 1),
+        ("tnt_s_legacy_patch16_224", 12),
+        ("cait_xxs24_224", 1),
+        ("vit_relpos_small_patch16_224", 12),
+        ("hrnet_w18_small", 1),
+    ],
 )
-def test_stages_that_give_more_than_tokens_have_features_or_say_why_not(name, depths):
+def test_depths_are_what_timm_gives_features_of(name, depths):
     with torch.device("meta"):
         encoder = timm.create_model(name, num_classes=0)
         images = torch.empty(2, 3, 224, 224)
         assert len(stages(encoder)) == depths and features_at(encoder, images, [depths], "mean")[0].ndim == 2
-        if "tnt" in name:
-            with pytest.raises(UserError, match="depth is 1; it must be last with this TNT"):
-                features_at(encoder, images, range(1, depths + 1), "mean")
-        else:
-            assert len(features_at(encoder, images, range(1, depths + 1), "mean")) == depths
+        assert len(features_at(encoder, images, range(1, depths + 1), "mean")) == depths
+        with pytest.raises(UserError, match=rf"depth is \[{depths + 1}\]; it must be at most {depths}"):
+            features_at(encoder, images, [depths + 1], "mean")
 
 
 @pytest.mark.parametrize("name", ["xcit_nano_12_p16_224", "pvt_v2_b0", "mvitv2_tiny"])

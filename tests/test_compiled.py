@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 import mpp
 from mpp.config import Config
 from mpp.config.parsing import parse
-from mpp.corruption import Corruption, draw
+from mpp.corruption import draw, stack
 from mpp.models.networks import build_model
 from mpp.training.checkpoint import newest_step
 from mpp.training.step import TrainingStep
@@ -67,7 +67,7 @@ def test_vit_b_is_one_graph_forward_and_one_backward():
     model = build_model(config)[0].to("meta")
     compiled = torch.compile(model, backend=aot_autograd(**compilers), fullgraph=True)  # raises where a graph breaks
     drawn = [draw(config.corruption, (14, 14), 0, 0, number) for number in range(2)]
-    corruption = Corruption(*(torch.stack(each).to("meta") for each in zip(*drawn, strict=True)))
+    corruption = stack(drawn).to("meta")
     with torch.autocast("cpu", torch.bfloat16):
         predictions = compiled(torch.zeros(2, 3, 224, 224, dtype=torch.uint8, device="meta"), corruption)
     predictions.sum().backward()

@@ -22,9 +22,15 @@ from evaluation.pages.page import Chart
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError
-from mpp.features.drift import START_FILE, Drift, movement
-from mpp.features.general_images import general_source, load_general_images, settings_of_general_images
-from mpp.features.neighbours import nearest_others, share_by_chance, share_kept
+from mpp.features.drift import START_FILE, keep_start, measure_drift, movement
+from mpp.features.neighbours import find_other_neighbours
+from mpp.features.probe import (
+    agreement,
+    agreement_by_chance,
+    general_source,
+    load_general_images,
+    settings_of_general_images,
+)
 from mpp.models.networks import build_model
 from mpp.pretrain import reopen
 from mpp.training.log import read_history
@@ -32,7 +38,6 @@ from mpp.training.watch import read_verdict
 
 ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
 PROBED = ("--run.eval_every=2", "--probe.every=2", "--probe.images=40", "--data.eval_images=30")
-CPU = torch.device("cpu")
 
 
 def write_classes(folder: Path, count: int, first: int = 0) -> Path:
@@ -69,31 +74,28 @@ def encoder_of(*options: str) -> torch.nn.Module:
 # --- closed forms ---
 
 
-def test_neighbours_are_those_of_sklearn_and_are_kept_by_what_keeps_angles():
+def test_neighbours_are_those_of_sklearn_and_agreement_is_of_what_keeps_angles():
     rng = np.random.default_rng(0)
     features = rng.normal(size=(300, 16))
-    near = nearest_others(torch.from_numpy(features), 5)
+    rows = torch.from_numpy(features)
+    near = find_other_neighbours(rows, range(300), 5).index
     others = NearestNeighbors(n_neighbors=5, metric="cosine").fit(features).kneighbors(return_distance=False)
     assert torch.equal(near.sort(1).values, torch.from_numpy(others).sort(1).values)
     turn, _ = np.linalg.qr(rng.normal(size=(16, 16)))
-    assert share_kept(near, nearest_others(torch.from_numpy(3 * features @ turn), 5)) == 1
-    permuted = nearest_others(torch.from_numpy(features[rng.permutation(300)]), 5)
-    by_chance = share_by_chance(5, 300)
+    assert agreement(rows, torch.from_numpy(3 * features @ turn)) == 1
+    by_chance = agreement_by_chance(300)
     assert by_chance == 5 / 299
-    assert share_kept(near, permuted) == pytest.approx(by_chance, abs=4 * (by_chance / 1500) ** 0.5)
-    assert (
-        share_kept(torch.tensor([[1, 2], [0, 2]]), torch.tensor([[2, 3], [3, 1]])) == 0.25
-    )  # the order does not count
-    assert share_kept(near[:1, :0], near[:1, :0]) == 1
+    permuted = torch.from_numpy(features[rng.permutation(300)])
+    assert agreement(rows, permuted) == pytest.approx(by_chance, abs=4 * (by_chance / 1500) ** 0.5)
 
 
 @pytest.mark.parametrize("options", [(), ("--model.lora_rank=2",)], ids=["all", "lora"])
 def test_weights_that_moved_by_a_known_factor(options, tmp_path):
     """Of low-rank changes the weights count with the change that is added to them."""
     encoder = encoder_of(*options)
-    drift = Drift(tmp_path / START_FILE, CPU)
-    drift.keep_start(encoder, {})
-    assert set(drift.measure(encoder, {}).values()) == {0.0}
+    start = tmp_path / START_FILE
+    keep_start(start, encoder)
+    assert set(measure_drift(start, encoder).values()) == {0.0}
     with torch.no_grad():
         if options:
             change = encoder.blocks[1].mlp.fc1.parametrizations.weight[0]
@@ -104,7 +106,7 @@ def test_weights_that_moved_by_a_known_factor(options, tmp_path):
             encoder.patch_embed.proj.weight.mul_(1.5)
             for parameter in encoder.blocks[1].parameters():
                 parameter.mul_(0.75)
-    scalars = drift.measure(encoder, {})
+    scalars = measure_drift(start, encoder)
     assert scalars["drift/weights/depth_01"] == scalars["drift/weights/norm"] == 0
     assert 0 < scalars["drift/weights/all"] < max(scalars.values())
     if options:
@@ -121,11 +123,11 @@ def test_all_weights_doubled_have_moved_by_their_length():
 
 
 def test_a_start_that_cannot_be_read_is_said_once_and_ends_nothing(tmp_path, capsys):
-    drift = Drift(tmp_path / START_FILE, CPU)
+    start = tmp_path / START_FILE
     encoder = encoder_of()
-    assert drift.measure(encoder, {}) == {}
-    (tmp_path / START_FILE).write_bytes(b"torn")
-    assert drift.measure(encoder, {}) == drift.measure(encoder, {}) == {}
+    assert measure_drift(start, encoder) == {}
+    start.write_bytes(b"torn")
+    assert measure_drift(start, encoder) == measure_drift(start, encoder) == {}
     assert capsys.readouterr().err.count("start.safetensors cannot be read, so that no drift") == 2  # gone, torn
 
 
@@ -162,7 +164,7 @@ def test_a_column_of_a_table_is_their_label(tmp_path):
     ("path", "said"),
     [
         ("./nowhere", r"probe\.path is \./nowhere, which does not exist"),
-        ("own", r"probe\.path .*own has none, or several, in train; .* probe\.label_column may name"),
+        ("own", r"probe\.path is own; it must be images with one label each, in train too; probe\.label_column may"),
         ("empty", r"probe\.path is .*empty, which holds no images"),
         ("list.txt", r"probe\.path is .*list\.txt; a single file must be"),
     ],
@@ -201,10 +203,7 @@ def test_own_images_that_are_the_general_ones_too_have_the_same_figures(pretrain
             continue
         for depth in ("depth_01", "depth_02"):
             assert line[f"general/knn/{depth}"] == line[f"knn/{depth}"]
-            assert line[f"drift/general_neighbours/{depth}"] == line[f"drift/neighbours/{depth}"]
-            at_start = line["step"] == 0
-            assert (line[f"drift/weights/{depth}"] == 0) == at_start
-            assert (line[f"drift/neighbours/{depth}"] == 1) or not at_start
+            assert (line[f"drift/weights/{depth}"] == 0) == (line["step"] == 0)
     assert set(read_metrics(run, "general/knn/floor_pixels")) == {0}
     start, begun = load_file(run / START_FILE), load_file(finished_run / "encoder" / "model.safetensors")
     assert all(torch.equal(start[f"drift/weights/{name}"], weight) for name, weight in begun.items())
@@ -233,8 +232,7 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
     lines = [[line for line in read_history(run) if "general/knn/depth_02" in line] for run in (killed, whole)]
     assert [line["step"] for line in lines[0]] == [0, 2, 4]
     of_drift = [name for name in lines[0][-1] if name.startswith(("general", "drift"))]
-    kinds = {"general/knn", "drift/neighbours", "drift/general_neighbours", "drift/weights"}
-    assert {name.rpartition("/")[0] for name in of_drift} >= kinds
+    assert {name.rpartition("/")[0] for name in of_drift} == {"general/knn", "drift/weights"}
     for one, other in zip(*lines, strict=True):
         assert {name: one[name] for name in of_drift} == {name: other[name] for name in of_drift}
     assert "agreement/depth_02" in lines[0][-1] and "knn/depth_02" not in lines[0][-1]
@@ -246,7 +244,7 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
     charts = {each.title: each for each in blocks if isinstance(each, Chart)}
     by_depth = charts["kNN accuracy on general images by depth"].table
     assert list(by_depth.headings) == ["depth", "after 4 steps", "the start", "pixel colours"]
-    assert {"kNN accuracy on general images", "Neighbours kept since the start, by depth"} <= set(charts)
+    assert "kNN accuracy on general images" in charts
     assert [row[0] for row in charts["Movement of the weights since the start, by depth"].table.rows] == ["0", "1", "2"]
 
 
@@ -306,5 +304,5 @@ def test_two_processes_measure_as_one_does(tmp_path, pretrain, own, general, fin
     assert run.wait() == [-signal.SIGKILL] * 2, run.said
     run = Command("pretrain", *words, processes=2, sharded=sharded)
     assert run.wait() == [0, 0], run.said
-    for name in ("general/knn/depth_02", "drift/general_neighbours/depth_02", "drift/weights/depth_01"):
+    for name in ("general/knn/depth_02", "drift/weights/depth_01"):
         assert read_metrics(tmp_path / "two", name) == pytest.approx(read_metrics(one, name), abs=1e-4)

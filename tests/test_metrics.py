@@ -8,14 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpp.config import CorruptionConfig, ObjectiveConfig
-from mpp.corruption import Corruption, Kind, draw
+from mpp.corruption import Corruption, Kind, draw, stack
 from mpp.features.metrics import add_sums, measure_predictions, nearest_visible, summarize
 from mpp.objectives import build_objective, patchify
 
 
 def corruption_of(images: int, side: int, **settings) -> Corruption:
     drawn = [draw(CorruptionConfig(**settings), (side, side), 0, 0, index) for index in range(images)]
-    return Corruption(*map(torch.stack, zip(*drawn, strict=True)))
+    return stack(drawn)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_measures_against_a_loop(name):
     halves = [slice(0, 2), slice(2, 6)]  # sums add up over uneven batches
     sums = {}
     for half in halves:
-        part = Corruption(*(field[half] for field in corruption))
+        part = Corruption(*(field if field is None else field[half] for field in corruption))
         sums = add_sums(sums, measure_predictions(objective, predictions[half], images[half], part))
     result = summarize(sums)
 

@@ -12,11 +12,8 @@ from conftest import ROOT
 from einops import rearrange
 from skimage.feature import hog
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import mpp
-from mpp import cross_entropy
 from mpp.config import Config, ModelConfig, ObjectiveConfig
 from mpp.errors import UserError
 from mpp.features.metrics import measure_predictions
@@ -94,7 +91,7 @@ def test_grid_color_by_hand():
 
 
 def test_grid_must_divide_the_patch():
-    with pytest.raises(ValueError, match=r"objective\.grid is 4; it must divide the patch size \(14\)"):
+    with pytest.raises(ValueError, match=r"objective\.grid is 4; it must be a divisor of the patch size \(14\)"):
         objective("grid_color", patch=14)
 
 
@@ -190,7 +187,7 @@ def test_hog_is_painted_along_the_edge():
 
 
 def test_cells_must_divide_the_patch():
-    with pytest.raises(ValueError, match=r"objective\.cell is 8; it must divide the patch size \(14\)"):
+    with pytest.raises(ValueError, match=r"objective\.cell is 8; it must be a divisor of the patch size \(14\)"):
         objective("hog", patch=14)
 
 
@@ -214,8 +211,7 @@ def test_painted_targets_have_the_labels_of_the_targets(name):
     patches = random_patches()
     targets = targets_of(tested, patches)
     painted = tested.paint(targets, patches)
-    side = {"hog": 16, "hog, cells": 32}.get(name, 4)  # a cell is drawn large enough to be legible
-    assert painted.shape == (2, 3, 3, side, side)
+    assert painted.shape == (2, 3, 3, 4, 4)
     assert painted.dtype == torch.uint8
     if tested.palette is not None:
         assert torch.equal(tested.colour_classes(targets_of(tested, painted)), tested.colour_classes(targets))
@@ -262,43 +258,6 @@ def test_the_pages_example_of_the_loss_in_a_loop_of_ones_own_works():
     assert names["network"].encoder.patch_embed.proj.weight.grad.any()
 
 
-@pytest.mark.parametrize("classes", [5, 512, 4096])
-def test_cross_entropy_is_torchs_to_the_bit(classes, monkeypatch):
-    """Its blocks of rows, of which the last is smaller, and a share of an accumulated loss."""
-    monkeypatch.setattr(cross_entropy, "VALUES_PER_BLOCK", 7 * classes)
-    logits = torch.randn(100, classes).mul(4).requires_grad_()
-    targets = torch.randint(classes, (100,))
-    results = []
-    for function in (F.cross_entropy, cross_entropy.cross_entropy):
-        loss = function(logits, targets) / 3
-        results += [loss, *torch.autograd.grad(loss, logits)]
-    loss, gradient, our_loss, our_gradient = results
-    assert torch.equal(our_loss, loss)
-    assert torch.equal(our_gradient, gradient)
-
-
-def test_no_copy_of_logits_is_made_but_log_probabilities_and_the_gradient(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "VALUES_PER_BLOCK", 1024)
-    objective = build_objective(ObjectiveConfig(name="grid_color"), 8)
-    logits = torch.randn(2, 16, objective.outputs, requires_grad=True)
-    targets = objective.targets(
-        torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8), torch.arange(16).expand(2, 16)
-    )
-    sizes = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            outputs = operation(*args, **(kwargs or {}))
-            if not operation.is_view:
-                sizes.extend(each.numel() for each in tree_leaves(outputs) if isinstance(each, torch.Tensor))
-            return outputs
-
-    with Sizes():
-        loss = objective.loss(logits, targets)
-        loss.backward()
-    assert sizes.count(logits.numel()) == 2
-
-
 @pytest.mark.parametrize("kind", ["module", "parameter", "itself"])
 def test_an_objective_with_weights_that_nothing_trains_is_refused(kind, monkeypatch):
     class Mine(Objective, *([nn.Module] if kind == "itself" else [])):
@@ -314,7 +273,7 @@ def test_an_objective_with_weights_that_nothing_trains_is_refused(kind, monkeypa
 
     frozen = False
     monkeypatch.setitem(OBJECTIVES, "mine", Mine)
-    with pytest.raises(UserError, match=r"^objective\.name is mine, of which \w+ has weights to be trained; "):
+    with pytest.raises(UserError, match=r"^objective\.name is mine; .* without weights to be trained"):
         build_objective(ObjectiveConfig(name="mine"), 8)
     frozen = True
     assert isinstance(build_objective(ObjectiveConfig(name="mine"), 8), Mine)

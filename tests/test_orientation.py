@@ -15,7 +15,6 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from mpp.config import ImagesConfig
 from mpp.data.decoding.channels import LUMA_WEIGHTS
 from mpp.data.decoding.decode import stored_orientation
 from mpp.features.frozen import to_pixels
@@ -137,7 +136,7 @@ def test_jpegs_without_orientation_keep_their_bits(channels):
 def test_an_image_of_pil_is_turned(orientation):
     data = jpeg_of(OTHERS["XMP"], exif_segment(orientation))
     with Image.open(io.BytesIO(data)) as image:
-        assert np.array_equal(to_pixels(image, ImagesConfig()), transposed(data))
+        assert np.array_equal(to_pixels(image, 3), transposed(data))
 
 
 BROKEN = {"no TIFF": b"nonsense", "cut": exif(6)[:12], "empty": b"", "elsewhere": b"II*\0\xff\xff\xff\x7f"}

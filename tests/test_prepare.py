@@ -6,7 +6,6 @@ import re
 import runpy
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import datasets
@@ -26,7 +25,7 @@ from mpp.data.decoding.decode import decode
 from mpp.data.shards import load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
-from mpp.prepare import IMAGES_FILE, NOTES_FOLDER, Shard, main
+from mpp.prepare import IMAGES_FILE, NOTES_FOLDER, main
 from mpp.prepared_image import prepare_image
 from mpp.runtime.files import hold
 
@@ -149,30 +148,22 @@ def test_prepared_images_are_trained_on_indexed_or_streamed(folder, tmp_path, pr
     pretrain(f"--data.path={out}", "--data.streaming=true")
 
 
-def test_a_broken_off_command_continues(folder, tmp_path, monkeypatch, capsys):
+def test_a_broken_off_command_continues(folder, tmp_path, capsys):
     whole, out = tmp_path / "whole", tmp_path / "out"
     main(options(folder, whole))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "write_all", lambda shards, workers: write_two(shards))
-        main(options(folder, out))
+    main(options(folder, out))
+    for number in (1, 3):
+        (out / "data" / f"train-{number:05d}-of-00004.parquet").unlink()
+    (out / NOTES_FOLDER / "train-00002-of-00004.json").unlink()  # of a shard that was not finished
     (out / "data" / ".train-00003-of-00004.parquet.partial").write_bytes(b"half")
     written_at = {path: path.stat().st_mtime_ns for path in (out / "data").glob("*.parquet")}
-    assert len(written_at) == 2
     capsys.readouterr()
     main(options(folder, out))
     assert "5 shards, 2 of them there already" in capsys.readouterr().out
-    for path, time in written_at.items():
-        assert path.stat().st_mtime_ns == time
+    kept = [path for path, time in written_at.items() if path.stat().st_mtime_ns == time]
+    assert len(written_at) == 3 and len(kept) == 2
     for file in (whole / "data").iterdir():
         assert file.read_bytes() == (out / "data" / file.name).read_bytes()
-
-
-def write_two(shards: Sequence[Shard]) -> Iterator[Shard]:
-    """Write two shards; then the user breaks off."""
-    for shard in shards[:2]:
-        prepare.write_shard(shard)
-        yield shard
-    raise KeyboardInterrupt
 
 
 def test_a_strip_that_jpeg_does_not_hold_is_dropped():
@@ -250,7 +241,7 @@ def test_splits_that_would_be_read_as_others_are_refused(tmp_path, splits, words
         (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)))
     (tmp_path / "metadata.csv").write_text("\n".join(["file_name,split", *lines]))
     out = tmp_path.parent / f"{tmp_path.name}-out"
-    with pytest.raises(UserError, match=f"{words}; a split must be called train, validation, test, or letters"):
+    with pytest.raises(UserError, match=f"{words}; a split must be"):
         main([f"--data.path={tmp_path}", f"--out={out}"])
     assert not out.exists()
 
@@ -259,7 +250,7 @@ def test_words_for_usual_splits_are_these_splits(tmp_path):
     rows = datasets.load_dataset("parquet", data_files=str(BIRDS_FOLDER / "test-00000-of-00001.parquet"), split="train")
     parts = {name: rows.select(range(4)) for name in ("Train", "val", "dev")}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "three")
-    with pytest.raises(UserError, match=r"has the splits val and dev, whose shards would all be read as validation"):
+    with pytest.raises(UserError, match=r"has the split dev, whose shards would be read as validation"):
         main([f"--data.path={tmp_path / 'three'}", f"--out={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()
     datasets.DatasetDict({name: parts[name] for name in ("Train", "val")}).save_to_disk(tmp_path / "two")
@@ -279,20 +270,20 @@ def test_one_command_a_folder(folder, tmp_path):
 def test_another_folders_shards_are_not_mixed(folder, tmp_path, monkeypatch):
     out = tmp_path / "out"
     main(options(folder, out))
-    monkeypatch.setattr(prepare, "write_all", lambda *_: pytest.fail("it was prepared"))
+    monkeypatch.setattr(prepare, "write_missing", lambda *_: pytest.fail("it was prepared"))
     with pytest.raises(ValueError, match=r"prepared with other settings: quality \(\d+ in the folder, \d+ now\)"):
         main(options(folder, out, "--quality=50"))
     new = folder / "train" / "cat" / "more.png"
     new.write_bytes(encoded(picture(0)))
-    with pytest.raises(ValueError, match=r"prepared from other images .*30.*31"):
+    with pytest.raises(ValueError, match=r"prepared from other images \(train\)"):
         main(options(folder, out))
     new.replace(folder / "train" / "cat" / "empty.png")  # as many as before
     with pytest.raises(ValueError, match="prepared with other settings: rows"):
         main(options(folder, out, "--rows=9"))
-    with pytest.raises(ValueError, match=r"prepared from other images \(train: files changed\)"):
+    with pytest.raises(ValueError, match=r"prepared from other images \(train\)"):
         main(options(folder, out))
     shutil.rmtree(folder / "test")
-    with pytest.raises(ValueError, match="test: the split is gone"):
+    with pytest.raises(ValueError, match=r"prepared from other images \(test, train\)|\(train, test\)"):
         main(options(folder, out))
 
 
@@ -301,7 +292,7 @@ def test_shards_are_not_written_among_the_images_or_other_files(folder, tmp_path
         main(options(folder, folder / "shards"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="which holds something else"):
+    with pytest.raises(ValueError, match=r"out is .*other; it must be a new folder"):
         main(options(folder, tmp_path / "other"))
 
 
@@ -318,7 +309,7 @@ def test_shards_are_written_to_a_folder_of_any_name(tmp_path):
 def test_images_that_are_all_broken_are_no_dataset(tmp_path, capsys):
     for number in range(3):
         save(tmp_path / "images" / f"{number}.png", number)
-    with pytest.raises(UserError, match=r"which has no images: none of data\.path .* can be decoded"):
+    with pytest.raises(UserError, match=r"out is .*out; it must be of images of which some can be decoded"):
         main([f"--data.path={tmp_path / 'images'}", f"--out={tmp_path / 'out'}", "--workers=1", "--data.bands=[7,8,9]"])
     output = capsys.readouterr().out
     assert "0.png: 3 bands; data.bands asks for 9" in output
@@ -347,7 +338,7 @@ def test_other_labels_are_not_mixed(tmp_path):
     write_labelled(file, [0, 1, 0, 1])
     main(arguments)
     write_labelled(file, [0, 1, 1, 1])
-    with pytest.raises(UserError, match=r"prepared from other images \(train: labels changed\)"):
+    with pytest.raises(UserError, match=r"prepared from other images \(train\)"):
         main(arguments)
 
 

@@ -18,8 +18,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_fewshot import features
-from timm.models.cait import Cait
-from timm.models.xcit import Xcit
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,8 +42,8 @@ from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
 from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at
+from mpp.features.metrics import effective_ranks
 from mpp.features.neighbours import find_neighbours, knn_means, knn_predict
-from mpp.features.ranks import effective_ranks
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
@@ -258,50 +256,22 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
         fewshot.main([*common, "--depth=4"])
 
 
-@pytest.mark.parametrize("kind", [Cait, Xcit])
-def test_patches_are_pooled_where_the_class_token_comes_late(kind):
-    options = {"cls_attn_layers": 1} if kind is Xcit else {"depth_token_only": 1}
-    encoder = kind(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0, **options).eval()
-    images = torch.randn(2, 3, 32, 32)
-    outputs = []
-    hook = encoder.blocks[0].register_forward_hook(lambda module, given, output: outputs.append(output))
-    with torch.no_grad():
-        early, late = features_at(encoder, images, [1, 2], "mean")
-        hook.remove()
-        torch.testing.assert_close(early, outputs[0].mean(1))
-        torch.testing.assert_close(late, encoder.forward_features(images)[:, 1:].mean(1))
-
-
-class Pair(torch.nn.Module):
-    """A block that passes on a second thing besides its tokens, as MViT's and TNT's do."""
-
-    def forward(self, tokens):
-        return tokens, tokens
-
-
-class OfPairs(torch.nn.Module):
-    """An encoder of such blocks, or of one that is a list (Twins); two of its outputs may be a list, too (CrossViT)."""
-
-    def __init__(self, is_called: bool):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([Pair(), Pair()])
-        self.is_called = is_called
+class TwoOutputs(torch.nn.Module):
+    """An encoder whose output is a list, which its own head pools (CrossViT)."""
 
     def forward_features(self, images):
-        return self.blocks[0](images) if self.is_called else [images, images]
+        return [images, images]
 
     def forward_head(self, tokens, pre_logits):
         return torch.cat([each.mean((2, 3)) for each in tokens], 1)
 
 
-@pytest.mark.parametrize("is_called", [True, False])
-def test_an_encoder_whose_blocks_have_no_features_has_its_output_alone(is_called):
-    encoder = OfPairs(is_called)
+def test_an_encoder_without_features_of_its_blocks_has_its_output_alone():
     images = torch.randn(2, 3, 8, 8)
-    (pooled,) = features_at(encoder, images, [2], "mean")
+    (pooled,) = features_at(TwoOutputs(), images, [1], "mean")
     assert pooled.shape == (2, 6)
-    with pytest.raises(Unavailable, match=r"depth is 1; it must be last with this OfPairs"):
-        features_at(encoder, images, [1, 2], "mean")
+    with pytest.raises(Unavailable, match=r"depth is \[2\]; it must be at most 1"):
+        features_at(TwoOutputs(), images, [1, 2], "mean")
 
 
 @pytest.mark.faults
@@ -694,40 +664,25 @@ def test_effective_rank_counts_directions():
     assert ranks[4:-1] == pytest.approx([rank_by_svd(part) for part in collapsed], rel=1e-4)
 
 
-class Decompositions(TorchDispatchMode):
-    """Number of matrices, or stacks of them, that were decomposed."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function._opname in ("_linalg_svd", "_linalg_eigh")
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.faults
-def test_the_rank_is_of_all_held_out_images_and_neighbours_are_of_the_labelled(monkeypatch):
+def test_of_partly_labelled_images_the_labelled_are_probed(monkeypatch):
     config = parse(Config, [*TINY, "--data.eval_images=20", "--probe.every=1"])
     task = Pretraining(config, Accelerator(cpu=True), BatchLayout(8, 1, 1, 0))
     model = task.model.eval()
-    held_out = task.held_out.choose(20, 0)
+    some = task.held_out.choose(20, 0).select(np.arange(20))
 
     def probed(images):
         task.held_out = images
-        scalars = task.build_probe(task.train, config.probe)(model)
-        by_name = {}
-        for name in ("features/rank", "knn"):
-            by_name[name] = [scalars[f"{name}/depth_{depth:02d}"] for depth in (1, 2)]
-        return by_name
+        probe = task.build_probe(task.train, config.probe)
+        return probe.image_count, probe(model)
 
-    with Decompositions() as decompositions:
-        whole = probed(held_out)
-    assert decompositions.count == 1  # of all depths together
-    some = held_out.select(np.arange(20))
+    count, whole = probed(some)
+    assert count == 20 and {"features/rank/depth_02", "knn/depth_02"} <= set(whole)
     some.labels = np.where(np.arange(20) % 3, some.labels, -1)
     partly = probed(some)
-    assert partly["features/rank"] == pytest.approx(whole["features/rank"], rel=1e-6)
-    assert partly["knn"] == probed(some.labelled())["knn"]
-    monkeypatch.setattr("mpp.features.probe.MAX_IMAGES_FOR_RANK", 2)
-    few = probed(held_out)
-    assert few["knn"] == whole["knn"]
-    assert max(few["features/rank"]) <= 2 < min(whole["features/rank"])
+    assert partly == probed(some.labelled()) and partly[0] == 13
+    some.labels = np.full(20, -1)
+    monkeypatch.setattr("mpp.features.probe.MAX_IMAGES_FOR_RANK", 4)  # each is compared with each
+    count, unlabelled = probed(some)
+    assert count == 4 and unlabelled["agreement/chance"] == 1
+    assert max(unlabelled[f"features/rank/depth_{depth:02d}"] for depth in (1, 2)) <= 4

@@ -1,6 +1,7 @@
 """The README's commands, as processes: two of them at once, and one that is killed."""
 
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -8,10 +9,12 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from conftest import HANGS, TINY, encoded, launched, picture, read_metrics
 from safetensors.torch import load_file, save_file
 from server import Command, context, die_at, environments_of, free_port
@@ -23,7 +26,7 @@ from evaluation import features, supervised
 from evaluation.frozen.labelled_features import load_features
 from evaluation.supervision.classification import Classification
 from mpp.config import RunConfig
-from mpp.features import frozen as frozen
+from mpp.features import frozen, metrics
 from mpp.pretrain import main as pretrain_main
 from mpp.runtime import start
 from mpp.runtime.processes import maximum_of_all
@@ -251,19 +254,53 @@ def test_two_processes_extract_the_same_and_the_main_one_alone_receives(tmp_path
     assert main > half * 0.9 and second < half / 10
 
 
+def sum_up(rank: int, port: int) -> None:
+    """One of three processes, of which the last has no images."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    PartialState(cpu=True)
+    gather = metrics.gather_object
+
+    def gather_little(objects: list) -> list:
+        assert len(pickle.dumps(objects)) < 2000
+        return gather(objects)
+
+    metrics.gather_object = gather_little
+    sums = {"products": torch.full((300, 300), rank + 1.0, dtype=torch.double), f"of_{rank}": torch.tensor(3)}
+    total = metrics.sum_over_processes({} if rank == 2 else sums)
+    assert set(total) == {"products", "of_0", "of_1"}
+    assert (total["products"] == 3).all() and total["of_0"] == total["of_1"] == 3
+    torch.distributed.destroy_process_group()
+
+
+def test_sums_are_reduced_and_never_pickled(tmp_path):
+    """Products of features are megabytes."""
+    port = free_port()
+    processes = [context.Process(target=sum_up, args=(rank, port)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(HANGS)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
 SHARES = [(11, False), (12, True), (2, False), (2, True)]  # rows of all, and whether they are kept in a file
 
 
 def share_out(rank: int, store: str) -> None:
     """One of three processes, which send their rows two at a time, and agree on the largest number."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    accelerator = SimpleNamespace(num_processes=3, is_main_process=rank == 0)
     frozen.ROWS_PER_MESSAGE = 2
     for count, in_file in SHARES:
         whole = np.arange(2 * count).reshape(count, 2)
-        if rank:
-            frozen.send_rows(whole[rank::3].copy())
-        else:
-            assert (frozen.interleave(whole[::3].copy(), count, 3, in_file) == whole).all()
+        frozen.IN_MEMORY = 0 if in_file else 10**9
+        own = [whole[rank::3], whole[rank::3, 0]] if rank < count else []
+        collected = frozen.interleave(own, count, accelerator)
+        assert len(collected) == (0 if rank else 2)
+        if rank == 0:
+            assert (collected[0] == whole).all() and (collected[1] == whole[:, 0]).all()
     assert maximum_of_all(rank / 3) == 2 / 3
     torch.distributed.destroy_process_group()
 

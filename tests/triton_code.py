@@ -37,7 +37,7 @@ from triton.runtime import driver
 
 from mpp.config import Config
 from mpp.config.parsing import parse
-from mpp.corruption import Corruption, draw
+from mpp.corruption import Corruption, draw, stack
 from mpp.models.networks import build_model
 from mpp.models.plain import cell_grid
 
@@ -120,7 +120,7 @@ def dynamo_graphs(model: torch.nn.Module, images: torch.Tensor, corruption: Corr
         module.eval()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             for count in (IMAGES, last):
-                module(images[:count], Corruption(*(each[:count] for each in corruption)))
+                module(images[:count], Corruption(*(each if each is None else each[:count] for each in corruption)))
         graphs.append(counters["stats"]["unique_graphs"])
     module.train()
     torch.compiler.reset()
@@ -152,7 +152,10 @@ def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor], li
         return [loss.detach(), *(each for each in gradients if each is not None)]
 
     drawn = [draw(config.corruption, grid, 0, 0, number) for number in range(IMAGES)]
-    drawn = [torch.stack(each) for each in zip(*drawn, strict=True)]
+    drawn = stack(drawn)
+    if drawn.hidden is not None:
+        drawn = drawn._replace(shifts=torch.zeros_like(drawn.positions))  # those before the last are all given
+    drawn = [each for each in drawn if each is not None]
     shown = torch.zeros(IMAGES, config.data.channels, *(side * patch_size for side in grid), dtype=torch.uint8)
     graphs = dynamo_graphs(model, shown, Corruption(*drawn))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -24,8 +24,8 @@ from evaluation.metrics.summaries import summarize_accuracies
 from mpp.config import Settings, changed_settings, nested, require
 from mpp.data.labels import AUTO
 from mpp.features.arrays import evenly_spaced
+from mpp.features.metrics import effective_ranks
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
-from mpp.features.ranks import effective_ranks
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import progress_bar
 from mpp.runtime.start import start

@@ -8,7 +8,7 @@ import numpy as np
 
 from evaluation.figures.charts import plot_series
 from evaluation.pages.page import Chart, Missing, Table, chart
-from mpp.features.drift import ALL_WEIGHTS, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS, STEM
+from mpp.features.drift import ALL_WEIGHTS, MOVEMENT, STEM
 from mpp.runtime.messages import counted
 from mpp.training.history import (
     EVALUATED,
@@ -129,27 +129,16 @@ def some_depths(line: Line, group: str) -> list[int]:
 
 
 def charts_of_drift(history: History, marks: Marks) -> list[Chart | None]:
-    """Neighbours that are kept since the start, and movement of the weights, over steps and by depth."""
-    sets = {"own images": OWN_NEIGHBOURS, "general images": GENERAL_NEIGHBOURS}
-    kept_by_depth: Lines = {}
-    kept_over_steps = {}
-    for name, group in sets.items():
-        lines = lines_with(history, group)
-        if lines:
-            kept_by_depth[name] = values_by_depth(lines[-1], group)
-            last_depth = max(kept_by_depth[name])
-            kept_over_steps[name] = f"{group}/depth_{last_depth:02d}"
-    if not kept_by_depth:
+    """Movement of the weights since the start, over steps and by depth."""
+    lines = lines_with(history, MOVEMENT)
+    if not lines:
         return []
-    kept = "Neighbours kept since the start"
     moved = "Movement of the weights since the start"
-    last = lines_with(history, MOVEMENT)[-1]
+    last = lines[-1]
     of_stem = {0: last[f"{MOVEMENT}/{STEM}"]} if f"{MOVEMENT}/{STEM}" in last else {}
     moved_by_depth: Lines = {"relative movement": of_stem | values_by_depth(last, MOVEMENT)}
     parts = {"all weights": f"{MOVEMENT}/{ALL_WEIGHTS}", "before the blocks": f"{MOVEMENT}/{STEM}"}
     return [
-        chart_of_scalars(kept, history, kept_over_steps, "share, by the output", percent=True, marks=marks),
-        chart_of_lines(f"{kept}, by depth", kept_by_depth, "share", "depth (blocks)"),
         chart_of_scalars(moved, history, parts, "relative to their norm", percent=True, marks=marks),
         chart_of_lines(f"{moved}, by depth", moved_by_depth, "relative to their norm", "depth (0: before the blocks)"),
     ]

@@ -40,8 +40,8 @@ from mpp.data.labels import AUTO
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.errors import Unavailable, UserError
+from mpp.features.metrics import effective_ranks
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
-from mpp.features.ranks import effective_ranks
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining, is_pretraining, reopen
 from mpp.runtime.messages import progress_bar

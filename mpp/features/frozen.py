@@ -1,11 +1,11 @@
 """Frozen features: the output of an encoder's blocks for an image, and for every image of a dataset.
 
 The probe while training and the evaluation read them here: a name such as `depth_04` means the same everywhere.
-B images, D width.
+B images, N patches, D width.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from inspect import signature
 from typing import Any, get_args
 
 import numpy as np
@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from torch.utils._pytree import tree_leaves
 
 from mpp.config import ImagesConfig, Representation, require
 from mpp.data.crops import centre_crop
@@ -24,43 +22,100 @@ from mpp.data.decoding.channels import Stored, select_channels
 from mpp.data.decoding.pictures import from_pil
 from mpp.data.views import Batch
 from mpp.errors import Unavailable
-from mpp.features.arrays import IN_MEMORY, empty_array, in_blocks, let_go
+from mpp.features.arrays import IN_MEMORY, empty_array, let_go
 from mpp.models.encoder import Normalize
 from mpp.models.plain import has_class
 from mpp.runtime.processes import gloo_group
 
 IMAGES_PER_FORWARD = 64
 ROWS_PER_MESSAGE = 4096  # of each process: bounds the memory
-ALLOWED_IMAGES = "PIL images, or a tensor (B, {0}, H, W), of torch.uint8 or from 0 to 255"
+
+
+# --- the features of some images ---
 
 
 def stages(encoder: nn.Module) -> Sequence[nn.Module]:
-    """The units of depth: blocks of a ViT, stages of a BiT ResNet; other models count as one."""
-    for name in ("blocks", "stages"):
-        parts = getattr(encoder, name, None)
-        if not isinstance(parts, nn.Sequential | nn.ModuleList):
-            continue
-        if not any(isinstance(part, nn.ModuleList) for part in parts):  # those of Twins are lists, which nothing calls
-            return parts
-    return (encoder,)
+    """The units of depth, whose outputs timm gives: blocks of a ViT, stages of a ResNet; other models count as one."""
+    if not hasattr(encoder, "forward_intermediates"):
+        return (encoder,)
+    parts = getattr(encoder, "blocks" if gives_tokens(encoder) else "stages", None)
+    return parts if isinstance(parts, nn.Sequential | nn.ModuleList) else (encoder,)
+
+
+def gives_tokens(encoder: nn.Module) -> bool:
+    """Whether timm gives an encoder's tokens after each block, [class] and registers among them."""
+    return "return_prefix_tokens" in signature(encoder.forward_intermediates).parameters
+
+
+def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
+    """Tokens after each depth.
+
+    Args:
+        encoder: timm's, without a head.
+        images: (B, C, H, W), normalised.
+        depths: ascending, from 1; the last one is the encoder's output, after its final norm.
+    Returns:
+        (B, prefix + N, D) for each depth, or a feature map (B, D, H, W). Outputs of other models may be anything that
+        timm's own head pools.
+    Raises:
+        Unavailable: there is no such depth.
+    """
+    last = len(stages(encoder))
+    earlier = [depth for depth in depths if depth != last]
+    if not all(0 < depth < last for depth in earlier):
+        raise Unavailable(f"depth is {earlier}; it must be at most {last}, or last, with this {type(encoder).__name__}")
+    if not earlier:
+        return [encoder.forward_features(images) for _ in depths]
+    options: dict[str, Any] = {"indices": [depth - last - 1 for depth in earlier]}  # from the end: a stem may be first
+    if gives_tokens(encoder):
+        options |= {"output_fmt": "NLC", "return_prefix_tokens": encoder.num_prefix_tokens > 0}
+    output, intermediates = encoder.forward_intermediates(images, **options)
+    tokens = [torch.cat([each[1], each[0]], 1) if isinstance(each, tuple) else each for each in intermediates]
+    return [*tokens, output] if depths[-1] == last else tokens
+
+
+def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, normed: bool = True) -> Tensor:
+    """Tokens to a feature of the image.
+
+    The output of models other than ViTs is pooled by timm's own head: some have their last norm, or a layer, in it.
+
+    Args:
+        encoder: the timm model that they come from.
+        tokens: (B, prefix + N, D), or a feature map (B, D, H, W).
+        representation: `class` token, `mean` over patches (or places of a feature map), or `both` side by side.
+        normed: whether they are the encoder's output: some encoders norm after pooling.
+    Returns:
+        (B, D), or (B, 2 D) for `both`; where timm's head pools, D is `encoder.head_hidden_size`.
+    Raises:
+        Unavailable: the [class] token is asked for, and there is none.
+    """
+    prefix = getattr(encoder, "num_prefix_tokens", None)
+    if normed and representation == "mean" and prefix is None:
+        return encoder.forward_head(tokens, pre_logits=True)
+    parts = []
+    if representation in ("class", "both"):
+        if not has_class(encoder):
+            raise Unavailable(f"representation is {representation}, but this encoder has no [class] token; use mean")
+        parts.append(tokens[:, 0])
+    if representation in ("mean", "both"):
+        parts.append(tokens.mean((2, 3)) if tokens.ndim == 4 else tokens[:, prefix or 0 :].mean(1))
+    if normed and hasattr(encoder, "fc_norm"):
+        parts = [encoder.fc_norm(part) for part in parts]
+    return torch.cat(parts, dim=-1)
 
 
 def features_at(
     encoder: nn.Module, images: Tensor, depths: Sequence[int], representation: Representation
 ) -> list[Tensor]:
-    """Features after each depth.
-
-    Args:
-        encoder, images, depths: see `tokens_at`.
-        representation: `class` token, `mean` over patches (or places of a feature map), or `both` side by side.
-    Returns:
-        (B, D) float32 for each depth, or (B, 2 D) for `both`.
-    """
+    """Features after each depth, (B, D) float32 or (B, 2 D) for `both`: see `tokens_at` and `pool`."""
     last = len(stages(encoder))
     features = []
     for depth, tokens in zip(depths, tokens_at(encoder, images, depths), strict=True):
         features.append(pool(encoder, tokens, representation, normed=depth == last).float())
     return features
+
+
+# --- images in memory ---
 
 
 @torch.no_grad()
@@ -81,12 +136,12 @@ def extract_features(
     require(representation in representations, "representation", representation, " or ".join(representations))
     if isinstance(images, Image.Image):
         images = [images]
+    require(len(images) > 0, "images", "empty", "at least one image")
     data_config = resolve_model_data_config(encoder)
-    config = ImagesConfig(channels=data_config["input_size"][0])
-    require(len(images) > 0, "images", "empty", ALLOWED_IMAGES.format(config.channels))
+    channels, *size = data_config["input_size"]
     built_for = getattr(getattr(encoder, "patch_embed", None), "img_size", None)  # may differ from the weights' size
-    size = tuple(built_for or data_config["input_size"])[-2:]
-    crops = [centre_crop(to_pixels(image, config), size, data_config["crop_pct"]) for image in images]
+    size = tuple(built_for or size)
+    crops = [centre_crop(to_pixels(image, channels), size, data_config["crop_pct"]) for image in images]
 
     weight = next(encoder.parameters())
     normalize = Normalize(data_config["mean"], data_config["std"]).to(weight.device)
@@ -104,105 +159,24 @@ def extract_features(
     return torch.cat(features).cpu()
 
 
-def to_pixels(image: Tensor | Image.Image, config: ImagesConfig) -> Tensor:
+def to_pixels(image: Tensor | Image.Image, channels: int) -> Tensor:
     """One of the images of `extract_features`, (C, H, W) from 0 to 255."""
     if isinstance(image, Image.Image):
-        return pil_to_pixels(image, config)
-    allowed = ALLOWED_IMAGES.format(config.channels)
+        config = ImagesConfig(channels=channels)
+        values, _ = select_channels(Stored(from_pil(image, config)), config)
+        image = torch.from_numpy(np.ascontiguousarray(values))  # the view of an upright image may run backwards
+    allowed = f"PIL images of 8 bits, or a tensor (B, {channels}, H, W), of torch.uint8 or from 0 to 255"
     require(torch.is_tensor(image), "images", f"of {type(image).__name__}", allowed)
-    floats = image.is_floating_point()
-    fits = image.ndim == 3 and len(image) == config.channels and (floats or image.dtype == torch.uint8)
-    description = f"{image.dtype} {tuple(image.shape)} each"
-    if fits and floats:  # many libraries have values from 0 to 1
-        largest = image.max()
-        description += f" up to {largest:g}"
-        fits = bool(image.min() >= 0) and (largest == 0 or 1 < largest <= 255)
-    require(fits, "images", description, allowed)
-    return image.float().cpu() if floats else image.cpu()
+    pixels = image if image.dtype == torch.uint8 else image.float()
+    largest = pixels.max()
+    in_range = pixels.min() >= 0 and (largest == 0 or 1 < largest <= 255)  # many libraries have values from 0 to 1
+    is_of_bytes = image.dtype == torch.uint8 or (image.is_floating_point() and bool(in_range))
+    fits = image.ndim == 3 and len(image) == channels and is_of_bytes
+    require(fits, "images", f"{image.dtype} {tuple(image.shape)} each up to {largest:g}", allowed)
+    return pixels.cpu()
 
 
-def pil_to_pixels(image: Image.Image, config: ImagesConfig) -> Tensor:
-    """A PIL image as (C, H, W) uint8."""
-    values, _ = select_channels(Stored(from_pil(image, config)), config)
-    description = f"a PIL image of mode {image.mode}"
-    allowed = f"of 8 bits, or a tensor (B, {config.channels}, H, W), scaled"
-    require(values.dtype == np.uint8, "images", description, allowed)
-    return torch.from_numpy(np.ascontiguousarray(values))  # the view of an upright image may run backwards
-
-
-def tokens_at(encoder: nn.Module, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
-    """Tokens after each depth.
-
-    Args:
-        encoder: timm's, without a head.
-        images: (B, C, H, W), normalised.
-        depths: from 1; the last one is the encoder's output, after its final norm.
-    Returns:
-        (B, prefix + N, D) for each depth, or a feature map (B, D, H, W). Where [class] comes in after the blocks (CaiT,
-        XCiT), there are zeros in its place at earlier depths. CrossViT's output is a list, which its own head pools.
-    Raises:
-        Unavailable: an earlier depth has several features, or none of its own (TNT, CrossViT).
-    """
-    blocks = stages(encoder)
-    last = len(blocks)
-    outputs: dict[int, Tensor] = {}  # depth -> tokens
-
-    def keep(depth: int, _: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = [part for part in tree_leaves(output) if isinstance(part, Tensor)]  # MViT's also have their grid
-        if len(tensors) == 1:
-            (outputs[depth],) = tensors
-
-    hooks = [blocks[depth - 1].register_forward_hook(partial(keep, depth)) for depth in depths if depth != last]
-    try:
-        outputs[last] = encoder.forward_features(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-    prefix = getattr(encoder, "num_prefix_tokens", 0)
-    tokens = []
-    for depth in depths:
-        if depth not in outputs:
-            refused = f"depth is {depth}; it must be last with this {type(encoder).__name__}"
-            raise Unavailable(f"{refused}, whose parts have several features, or none of their own")
-        output = outputs[depth]
-        if prefix > 0 and output.ndim == 3 and output.shape[1] + prefix == outputs[last].shape[1]:
-            output = pad(output, (0, 0, prefix, 0))
-        tokens.append(output)
-    return tokens
-
-
-def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, normed: bool = True) -> Tensor:
-    """Tokens to a feature of the image.
-
-    The output of models other than ViTs is pooled by timm's own head: some have their last norm, or a layer, in it.
-
-    Args:
-        encoder: the timm model that they come from.
-        tokens: (B, prefix + N, D), or a feature map (B, D, H, W).
-        normed: whether they are the encoder's output: some encoders norm after pooling.
-    Returns:
-        (B, D), or (B, 2 D) for `both`; where timm's head pools, D is `encoder.head_hidden_size`.
-    Raises:
-        Unavailable: the [class] token is asked for, and there is none.
-    """
-    if normed and representation == "mean" and not hasattr(encoder, "num_prefix_tokens"):
-        return encoder.forward_head(tokens, pre_logits=True)
-    parts = []
-    if representation in ("class", "both"):
-        if not has_class(encoder):
-            raise Unavailable(f"representation is {representation}, but this encoder has no [class] token; use mean")
-        parts.append(tokens[:, 0])
-    if representation in ("mean", "both"):
-        if tokens.ndim == 4:
-            channels_last = getattr(encoder, "output_fmt", "NCHW") == "NHWC"
-            parts.append(tokens.mean((1, 2) if channels_last else (2, 3)))
-        else:
-            prefix = getattr(encoder, "num_prefix_tokens", 0)
-            parts.append(tokens[:, prefix:].mean(1))
-    if normed and hasattr(encoder, "fc_norm"):
-        parts = [encoder.fc_norm(part) for part in parts]
-    return torch.cat(parts, dim=-1)
+# --- all images of a dataset ---
 
 
 def extract(
@@ -218,9 +192,7 @@ def extract(
         (count, D) for each depth; labels (count,), or (count, L) where an image may have several. On the other
         processes no depth, and no label.
     """
-    rank = accelerator.process_index
-    processes = accelerator.num_processes
-    own_count = len(range(rank, count, processes))
+    own_count = len(range(accelerator.process_index, count, accelerator.num_processes))
     own: list[NDArray] = []  # of each depth; of the labels
     filled = 0
     for batch in batches:
@@ -228,53 +200,39 @@ def extract(
             encoded = encode(batch.images.to(accelerator.device, non_blocking=True))
         arrays = [features.float().cpu().numpy() for features in encoded]
         arrays.append(batch.labels.numpy())
-        if not own:
-            in_files = are_large(arrays, count)
-            own = [empty_array((own_count, *array.shape[1:]), array.dtype, in_files) for array in arrays]
+        own = own or empty_like(arrays, own_count)
         for rows, array in zip(own, arrays, strict=True):
             rows[filled : filled + len(array)] = array
             let_go(rows)
         filled += len(batch.labels)
+    if accelerator.num_processes > 1:
+        own = interleave(own, count, accelerator)
     if not accelerator.is_main_process:
-        for array in own:
-            send_rows(array)
         return [], np.empty(0, np.int64)
-    if processes > 1:
-        in_files = are_large(own, count)
-        own = [interleave(array, count, processes, in_files) for array in own]
     *features, labels = own
     return features, labels
 
 
-def are_large(arrays: Sequence[NDArray], count: int) -> bool:
-    """Whether arrays of `count` rows like these are too large for memory."""
-    return count * sum(array[:1].nbytes for array in arrays) > IN_MEMORY
+def empty_like(arrays: Sequence[NDArray], count: int) -> list[NDArray]:
+    """Arrays of `count` rows like these; in files where they are too large for memory together."""
+    in_files = count * sum(array[:1].nbytes for array in arrays) > IN_MEMORY
+    return [empty_array((count, *array.shape[1:]), array.dtype, in_files) for array in arrays]
 
 
-def send_rows(own: NDArray) -> None:
-    """Send rows of this process to the main process, where `interleave` receives them."""
-    for block in in_blocks(own, ROWS_PER_MESSAGE):
-        torch.distributed.send(torch.from_numpy(block), 0, gloo_group())
-
-
-def interleave(own: NDArray, count: int, processes: int, in_file: bool = False) -> NDArray:
-    """All rows: process r sends the rows r, r + processes, ...; a process without rows sends nothing.
-
-    Args:
-        own: the rows of this process, the main one.
-        count: rows of all.
-        in_file: see `empty_array`.
-    """
-    whole = empty_array((count, *own.shape[1:]), own.dtype, in_file)
-    filled = 0
-    for block in in_blocks(own, ROWS_PER_MESSAGE):
-        received = min(ROWS_PER_MESSAGE * processes, count - filled)  # of all processes
-        rows = whole[filled : filled + received]
-        rows[::processes] = block
-        for rank in range(1, min(processes, len(rows))):
-            part = torch.from_numpy(np.empty(rows[rank::processes].shape, rows.dtype))
-            torch.distributed.recv(part, rank, gloo_group())
-            rows[rank::processes] = part.numpy()
-        filled += received
-        let_go(whole)
+def interleave(own: Sequence[NDArray], count: int, accelerator: Accelerator) -> list[NDArray]:
+    """All rows, on the main process: process r has the rows r, r + processes, ...; no arrays where it has none."""
+    processes = accelerator.num_processes
+    whole: list[NDArray] = []
+    for first in range(0, count, ROWS_PER_MESSAGE * processes):
+        start = first // processes
+        message = [np.asarray(array[start : start + ROWS_PER_MESSAGE]) for array in own]
+        messages: list[Any] | None = [None] * processes if accelerator.is_main_process else None
+        torch.distributed.gather_object(message, messages, group=gloo_group())
+        if messages is None:
+            continue
+        whole = whole or empty_like(own, count)
+        for rank, of_rank in enumerate(messages):
+            for array, rows in zip(whole, of_rank, strict=False):
+                array[first + rank : first + ROWS_PER_MESSAGE * processes : processes] = rows
+                let_go(array)
     return whole

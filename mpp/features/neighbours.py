@@ -4,7 +4,7 @@ N rows of a bank (training images, patches), M queries, D width, k neighbours, C
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ def find_neighbours(bank: Tensor | NDArray, queries: Tensor, count: int) -> list
         Neighbours of consecutive blocks of queries.
     """
     query_blocks = [F.normalize(block, dim=-1) for block in queries.split(QUERIES_PER_BLOCK)]
-    nearest: list[Neighbours] = []
+    nearest = [Neighbours(block[:, :0], block[:, :0].long()) for block in query_blocks]
     bank_blocks = progress_bar(
         in_blocks(bank, BANK_ROWS_PER_BLOCK),
         desc="neighbours",
@@ -51,12 +51,11 @@ def find_neighbours(bank: Tensor | NDArray, queries: Tensor, count: int) -> list
             block = torch.tensor(block)  # a copy: mapped arrays must not be written to
         rows = F.normalize(block.to(queries), dim=-1)
         for number, units in enumerate(query_blocks):
-            similarity, index = largest_of_rows(units @ rows.T, count)
-            in_block = Neighbours(similarity, index + first_row)
-            if first_row == 0:
-                nearest.append(in_block)
-            else:
-                nearest[number] = merge_neighbours(nearest[number], in_block, count)
+            in_block = largest_of_rows(units @ rows.T, count)
+            similarity = torch.cat([nearest[number].similarity, in_block.similarity], dim=1)
+            index = torch.cat([nearest[number].index, in_block.index + first_row], dim=1)  # ascending where equal
+            similarity, chosen = largest_of_rows(similarity, count)
+            nearest[number] = Neighbours(similarity, index.gather(1, chosen))
         first_row += len(rows)
     return nearest
 
@@ -71,34 +70,8 @@ def find_other_neighbours(features: Tensor, queries: Sequence[int], count: int) 
     units = F.normalize(features, dim=-1)
     rows = torch.as_tensor(queries, device=features.device)
     similarity = units[rows] @ units.T
-    similarity[torch.arange(len(rows), device=features.device), rows] = -math.inf
+    similarity.scatter_(1, rows[:, None], -math.inf)
     return largest_of_rows(similarity, min(count, len(features) - 1))
-
-
-def nearest_others(features: Tensor, count: int) -> Tensor:
-    """Numbers of the nearest other rows of (N, D) for each row: (N, k) int64; k is at most `count`, and N - 1."""
-    return find_other_neighbours(features, range(len(features)), count).index
-
-
-def share_kept(before: Tensor, after: Tensor) -> float:
-    """The share of neighbours (N, k) that are among those of the same row in another (N, k); 1 where there are none."""
-    if not before.numel():
-        return 1.0
-    kept = (before[:, :, None] == after[:, None, :]).any(2)
-    return float(kept.sum() / kept.numel())
-
-
-def share_by_chance(count: int, image_count: int) -> float:
-    """`share_kept` of neighbours that have nothing to do with each other: of `count` nearest among so many images."""
-    return min(1.0, count / max(image_count - 1, 1))
-
-
-def merge_neighbours(before: Neighbours, after: Neighbours, count: int) -> Neighbours:
-    """The `count` nearest of both, whose indices ascend from `before` to `after`."""
-    similarity = torch.cat([before.similarity, after.similarity], dim=1)
-    index = torch.cat([before.index, after.index], dim=1)
-    similarity, chosen = largest_of_rows(similarity, count)
-    return Neighbours(similarity, index.gather(1, chosen))
 
 
 def largest_of_rows(values: Tensor, count: int) -> Neighbours:
@@ -110,12 +83,14 @@ def largest_of_rows(values: Tensor, count: int) -> Neighbours:
     candidates = min(count + 1, values.shape[1])  # one more: the last may be equal to the first that is left out
     largest, index = values.topk(candidates)
     is_tied = (largest[:, 1:] == largest[:, :-1]).any(1)
-    tied_rows = is_tied.nonzero().squeeze(1)
-    for rows in tied_rows.split(TIED_ROWS_PER_SORT):
+    for rows in is_tied.nonzero().squeeze(1).split(TIED_ROWS_PER_SORT):
         sorted_values, order = values[rows].sort(descending=True, stable=True)
         largest[rows] = sorted_values[:, :candidates]
         index[rows] = order[:, :candidates]
     return Neighbours(largest[:, :count], index[:, :count])
+
+
+# --- kNN ---
 
 
 def vote_weights(similarity: Tensor, temperature: float) -> Tensor:
@@ -137,6 +112,21 @@ def count_votes(neighbours: Neighbours, bank_classes: Tensor, classes: int, temp
     return votes.scatter_add_(1, bank_classes[neighbours.index], weights)
 
 
+def predict_by_neighbours(
+    train: Tensor | NDArray, test: Tensor, neighbours: Sequence[int], predict: Callable[[Neighbours], Tensor]
+) -> dict[int, Tensor]:
+    """Predictions by the k nearest training images of each test image: see `knn_predict`.
+
+    Args:
+        predict: neighbours (M, k) to the predictions for their M test images.
+    """
+    blocks = find_neighbours(train, test, min(max(neighbours), len(train)))
+    return {
+        k: torch.cat([predict(Neighbours(*(part[:, :k] for part in nearest))) for nearest in blocks])
+        for k in neighbours
+    }
+
+
 def knn_predict(
     train: Tensor | NDArray, train_labels: Tensor, test: Tensor, neighbours: Sequence[int], temperature: float
 ) -> dict[int, Tensor]:
@@ -154,14 +144,11 @@ def knn_predict(
         k -> (M,) int64, on the device of `test`.
     """
     labels, classes = train_labels.to(test.device).unique(return_inverse=True)  # labels may be far apart
-    largest_k = min(max(neighbours), len(train))
-    predictions: dict[int, list[Tensor]] = {k: [] for k in neighbours}
-    for similarity, index in find_neighbours(train, test, largest_k):
-        for k in neighbours:
-            nearest = Neighbours(similarity[:, :k], index[:, :k])
-            votes = count_votes(nearest, classes, len(labels), temperature)
-            predictions[k].append(labels[votes.argmax(-1)])
-    return {k: torch.cat(blocks) for k, blocks in predictions.items()}
+
+    def vote(nearest: Neighbours) -> Tensor:
+        return labels[count_votes(nearest, classes, len(labels), temperature).argmax(-1)]
+
+    return predict_by_neighbours(train, test, neighbours, vote)
 
 
 def knn_means(
@@ -176,11 +163,9 @@ def knn_means(
         k -> (M, V), on the device of `test`.
     """
     values = train_values.to(test)
-    largest_k = min(max(neighbours), len(train))
-    means: dict[int, list[Tensor]] = {k: [] for k in neighbours}
-    for similarity, index in find_neighbours(train, test, largest_k):
-        weights = vote_weights(similarity, temperature)
-        for k in neighbours:
-            of_nearest = weights[:, :k, None] * values[index[:, :k]]
-            means[k].append(of_nearest.sum(1) / weights[:, :k].sum(1, keepdim=True))
-    return {k: torch.cat(blocks) for k, blocks in means.items()}
+
+    def mean(nearest: Neighbours) -> Tensor:
+        weights = vote_weights(nearest.similarity, temperature)
+        return (weights[..., None] * values[nearest.index]).sum(1) / weights.sum(1, keepdim=True)
+
+    return predict_by_neighbours(train, test, neighbours, mean)

@@ -1,57 +1,130 @@
 """Probe of frozen features while an encoder is trained: kNN accuracy and effective rank after each block.
 
-Without labels: whether two crops of an image have the same neighbours. Besides, kNN accuracy on general images, and the
-drift since the start. N images, D width.
+Without labels: whether two crops of an image have the same neighbours. Besides, kNN accuracy on general images (a
+second labelled set, `probe.path`, which tests an encoder beyond its own images), and the drift of the weights since the
+start. N images, D width.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torchvision.transforms.v2 import functional
 
-from mpp.config import DataConfig, ImageSize, ProbeConfig, Representation
+from mpp.config import DataConfig, GeneralImagesConfig, ImageSize, ProbeConfig, Representation, require
+from mpp.data.data_path import is_hub_dataset
 from mpp.data.dataset import ImageDataset
+from mpp.data.identity import identify_images
 from mpp.data.loader import FixedViewLoader
 from mpp.data.overview import note_tested
+from mpp.data.remote import cached_commit
+from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.data.views import ViewDataset
-from mpp.features.drift import GENERAL_NEIGHBOURS, OWN_NEIGHBOURS, Drift
+from mpp.features.drift import keep_start, measure_drift
 from mpp.features.frozen import extract, features_at, stages
-from mpp.features.general_images import GeneralImages, settings_of_general_images
-from mpp.features.metrics import accuracy
-from mpp.features.neighbours import knn_predict, nearest_others, share_by_chance, share_kept
-from mpp.features.ranks import effective_ranks
+from mpp.features.metrics import effective_ranks, is_right
+from mpp.features.neighbours import find_other_neighbours, knn_predict
 from mpp.runtime.processes import on_main_process
 
-MAX_IMAGES_FOR_RANK = 2048  # the effective rank is measured on at most so many
+MAX_IMAGES_FOR_RANK = 2048  # at most so many are compared with each other, by their neighbours or in a picture
 BASELINE_CELLS = 8  # per side, of the colour baseline: as `floor:pixels` of the evaluation
+BASELINE = "floor_pixels"
+GENERAL = "general/knn"
 AGREEMENT_NEIGHBOURS = 5
 KNN_TEMPERATURE = 0.07  # as in `mpp knn`
 Part = tuple[float, float]
 """Part of each side of an image, as shares of its length: from, to."""
 NORTH_WEST = (0.0, 0.75)  # with SOUTH_EAST, two crops that share a quarter of the image
 SOUTH_EAST = (0.25, 1.0)
+CUT_FRACTION = 0.5  # of general images without a held-out split: the rest is the reference of kNN, not trained on
+REFERENCE, TEST = "probe.path", "probe.path, held out"
+"""Parts of the record of a run's images that are general ones, as messages call them."""
+OF_PHOTOGRAPHS = (1, 3)  # channels to which photographs are converted
+
+
+# --- general images ---
+
+
+class GeneralImages(NamedTuple):
+    """A general set: the images that are compared with, and those that are classified."""
+
+    reference: ImageDataset
+    test: ImageDataset
+    revision: str | None
+    """The commit of a hub dataset."""
+
+    def identify(self, retries: int) -> dict[str, Any]:
+        """Their record, labels included: see mpp/data/identity.py."""
+        parts = {REFERENCE: self.reference, TEST: self.test}
+        return {part: identify_images(dataset, True, retries, self.revision) for part, dataset in parts.items()}
+
+
+def general_source(probe: ProbeConfig, data: DataConfig, revision: str | None = None) -> GeneralImagesConfig:
+    """The settings of the general images.
+
+    Args:
+        data: those of the run's own images, for the number of channels.
+        revision: the commit of a hub dataset.
+    """
+    return GeneralImagesConfig(
+        path=probe.path,
+        revision=revision,
+        image_column=probe.image_column,
+        label_column=probe.label_column,
+        channels=data.channels,
+        max_pixels=data.max_pixels,
+        read_retries=data.read_retries,
+        cut_seed=data.cut_seed,
+    )
+
+
+def load_general_images(source: GeneralImagesConfig) -> GeneralImages:
+    """Load the general images: the training split, and a held-out split or, without one, a cut of the training split.
+
+    Raises:
+        UserError: no images there, or images without labels.
+    """
+    splits = load_splits(source)
+    if source.split not in splits:
+        source = replace(source, split=next(iter(splits)))
+    if find_held_out_split(source, [*splits]) is None:
+        source = replace(source, eval_fraction=CUT_FRACTION)
+    reference, test = load_image_datasets(source, splits)
+    for dataset in (reference, test):
+        has_classes = dataset.labelled() is not None and reference.labels.ndim == 1
+        allowed = f"images with one label each, in {dataset.split} too; probe.label_column may name their column"
+        require(has_classes, "probe.path", source.path, allowed)
+    commit = source.revision or cached_commit(splits[source.split]) if is_hub_dataset(source) else None
+    return GeneralImages(reference, test, commit)
+
+
+def settings_of_general_images(data: DataConfig) -> DataConfig:
+    """The settings by which general images become pixels.
+
+    With 1 or 3 channels they are photographs: bands, range and nodata, which are of the run's files, do not count. With
+    other channels their files are taken for such as the run's.
+    """
+    if data.channels not in OF_PHOTOGRAPHS:
+        return data
+    return replace(data, bands=None, range=None, nodata=None)
+
+
+# --- the probe ---
 
 
 class ProbedFeatures(NamedTuple):
     """Features of a set of N images, on the main process; empty on the others."""
 
-    by_depth: list[NDArray]
-    """(N, D) after each block."""
-    colours: NDArray | None
-    """(N, C * 64) mean colours of a grid over the image, the colour baseline; None: not asked for."""
+    by_depth: dict[str, NDArray]
+    """`depth_XX` -> (N, D) after that block; BASELINE -> (N, C * 64) mean colours of a grid, where it is asked for."""
     labels: NDArray
     """(N,)."""
-
-
-class LabelledViews(NamedTuple):
-    """Two sets with labels: those of one are classified by their neighbours in the other."""
-
-    reference: ViewDataset
-    test: ViewDataset
 
 
 class Probe:
@@ -60,12 +133,12 @@ class Probe:
     Args:
         loader: of the images that are probed.
         train_images: their labelled ones, at most `probe.images`, are the reference set of the kNN classifier.
-        held_out: its labelled images are classified. All of it counts for the effective rank and the agreement, but at
-            most MAX_IMAGES_FOR_RANK images.
+        held_out: its labelled images are probed, at most `data.eval_images`. Without labels, at most
+            MAX_IMAGES_FOR_RANK images, too.
         data: `eval_images`, the seeds of the choices, and `eval_crop`.
         img_size: height and width of the crops.
-        general: a second set with labels, of which at most `probe.images` and at most MAX_IMAGES_FOR_RANK count.
-        drift: measures how far the features are from those at the start; None: the run began with random weights.
+        general: a second set with labels, of which at most `probe.images` and at most `data.eval_images` count.
+        start: file with the weights at the start, from which drift is measured; None: they were random.
     """
 
     def __init__(
@@ -79,47 +152,44 @@ class Probe:
         config: ProbeConfig,
         representation: Representation = "mean",
         general: GeneralImages | None = None,
-        drift: Drift | None = None,
+        start: Path | None = None,
     ):
         self.accelerator = accelerator
         self.loader = loader
         self.k = config.neighbours
         self.representation = representation
         self.general = general
-        self.drift = drift
+        self.start = start
 
-        def add(dataset: ImageDataset, data: DataConfig = data) -> ViewDataset:
-            return loader.add(ViewDataset(dataset, data, img_size))
+        def add(dataset: ImageDataset, count: int, seed: int, data: DataConfig = data) -> ViewDataset:
+            return loader.add(ViewDataset(dataset.choose(count, seed), data, img_size))
 
-        few = min(data.eval_images, MAX_IMAGES_FOR_RANK)
-        self.rank_views = add(held_out.choose(few, data.cut_seed))
-        self.general_views: LabelledViews | None = None
-        if general is not None:
-            general_data = settings_of_general_images(data)
-            self.general_views = LabelledViews(
-                add(general.reference.labelled().choose(config.images, data.eval_seed), general_data),
-                add(general.test.labelled().choose(few, data.cut_seed), general_data),
-            )
-        self.own_views: LabelledViews | None = None  # None: there are no labels
         train, test = train_images.labelled(), held_out.labelled()
-        if train is None or test is None or train.labels.ndim > 1:
-            return
-        all_labelled = len(test) == len(held_out)
-        test = test.choose(data.eval_images, data.cut_seed)
-        same_images = all_labelled and len(test) == len(self.rank_views.dataset)
-        test_views = self.rank_views if same_images else add(test)
-        self.own_views = LabelledViews(add(train.choose(config.images, data.eval_seed)), test_views)
-        note_tested(train.labels, test.labels, train.class_names)
+        self.references: dict[str, ViewDataset] = {}
+        """Scalars' name -> the images whose labels vote."""
+        self.tests: dict[str, ViewDataset] = {}
+        """Scalars' name -> the images that are probed."""
+        if train is None or test is None or train.labels.ndim > 1:  # there are no labels
+            few = min(data.eval_images, MAX_IMAGES_FOR_RANK)
+            self.tests["agreement"] = add(held_out, few, data.cut_seed)
+        else:
+            self.tests["knn"] = add(test, data.eval_images, data.cut_seed)
+            self.references["knn"] = add(train, config.images, data.eval_seed)
+            note_tested(train.labels, self.tests["knn"].dataset.labels, train.class_names)
+        if general is not None:
+            as_photographs = settings_of_general_images(data)
+            self.tests[GENERAL] = add(general.test.labelled(), data.eval_images, data.cut_seed, as_photographs)
+            self.references[GENERAL] = add(general.reference.labelled(), config.images, data.eval_seed, as_photographs)
 
     @property
     def image_count(self) -> int:
-        """Number of held-out images that are classified or, without labels, probed for agreement."""
-        return len((self.own_views.test if self.own_views else self.rank_views).dataset)
+        """Number of held-out images that are probed."""
+        return len(next(iter(self.tests.values())).dataset)
 
     @property
     def general_count(self) -> int:
         """Number of general images that are classified; 0: there are none."""
-        return len(self.general_views.test.dataset) if self.general_views else 0
+        return len(self.tests[GENERAL].dataset) if self.general else 0
 
     def __call__(self, model: nn.Module, baseline: bool = False) -> dict[str, float]:
         """Probe a model that has an `encoder` and a `normalize`. All processes call it.
@@ -132,70 +202,31 @@ class Probe:
             and `drift/...` if they are asked for; with `baseline` also `knn/floor_pixels` and the like. Empty except on
             the main process.
         """
-        held_out = self.extract(model, self.rank_views, baseline)
-        features = {OWN_NEIGHBOURS: held_out.by_depth}
-        scalars = by_depth("features/rank", effective_ranks(held_out.by_depth, self.accelerator.device))
-        if self.own_views is None:
-            scalars |= self.agreements(model, baseline)
-        else:
-            if self.own_views.test is not self.rank_views:
-                held_out = self.extract(model, self.own_views.test, baseline)
-            scalars |= self.accuracies("knn", model, self.own_views.reference, held_out, baseline)
-        if self.general_views is not None:
-            general = self.extract(model, self.general_views.test, baseline)
-            features[GENERAL_NEIGHBOURS] = general.by_depth
-            scalars |= self.accuracies("general/knn", model, self.general_views.reference, general, baseline)
-        if self.drift is not None:
-            scalars |= self.measure_drift(model, features, baseline)
-        return scalars
-
-    def measure_drift(self, model: nn.Module, features: dict[str, list[NDArray]], at_start: bool) -> dict[str, float]:
-        """Scalars of the drift since the start, which is kept first if this is it."""
-        if at_start:
-            on_main_process(self.accelerator, lambda: self.drift.keep_start(model.encoder, features))
-        if not self.accelerator.is_main_process:
-            return {}
-        return self.drift.measure(model.encoder, features)
-
-    def agreements(self, model: nn.Module, baseline: bool) -> dict[str, float]:
-        """Agreement of the neighbours of two crops, with that by chance."""
-        one_crop = self.extract(model, self.rank_views, baseline, NORTH_WEST)
-        other_crop = self.extract(model, self.rank_views, baseline, SOUTH_EAST)
-        scalars = self.score("agreement", one_crop, other_crop, agreement)
-        if scalars:
-            scalars["agreement/chance"] = share_by_chance(AGREEMENT_NEIGHBOURS, len(self.rank_views.dataset))
-        return scalars
-
-    def accuracies(
-        self, name: str, model: nn.Module, reference_views: ViewDataset, test: ProbedFeatures, baseline: bool
-    ) -> dict[str, float]:
-        """kNN accuracy of a test set's features."""
-        reference = self.extract(model, reference_views, baseline)
-        reference_labels = self.on_device(reference.labels)
-        test_labels = self.on_device(test.labels)
-
-        def accuracy_of(reference_features: Tensor, test_features: Tensor) -> float:
-            predictions = knn_predict(reference_features, reference_labels, test_features, [self.k], KNN_TEMPERATURE)
-            return accuracy(predictions[self.k], test_labels)
-
-        return self.score(name, reference, test, accuracy_of)
-
-    def score(
-        self, name: str, one: ProbedFeatures, other: ProbedFeatures, score: Callable[[Tensor, Tensor], float]
-    ) -> dict[str, float]:
-        """Scores of the features of two sets, by depth, and that of the colour baseline if they have it."""
-        values = [
-            score(self.on_device(of_one), self.on_device(of_other))
-            for of_one, of_other in zip(one.by_depth, other.by_depth, strict=True)
-        ]
-        scalars = by_depth(name, values)
-        if one.colours is not None:
-            scalars[f"{name}/floor_pixels"] = score(self.on_device(one.colours), self.on_device(other.colours))
-        return scalars
+        scalars: dict[str, float] = {}
+        for name, views in self.tests.items():
+            tested = self.extract(model, views, baseline)
+            if name != GENERAL:
+                depths = [depth for depth in tested.by_depth if depth != BASELINE]
+                ranks = effective_ranks([tested.by_depth[depth] for depth in depths], self.accelerator.device)
+                scalars |= {f"features/rank/{depth}": rank for depth, rank in zip(depths, ranks, strict=True)}
+            if name in self.references:
+                reference = self.extract(model, self.references[name], baseline)
+                scalars |= self.scores(name, self.knn_accuracy, reference, tested)
+            else:
+                crops = [self.extract(model, views, baseline, part) for part in (NORTH_WEST, SOUTH_EAST)]
+                scalars |= self.scores(name, agreement, *crops)
+                scalars[f"{name}/chance"] = agreement_by_chance(len(views.dataset))
+        if self.start is not None:
+            if baseline:
+                on_main_process(self.accelerator, lambda: keep_start(self.start, model.encoder))
+            if self.accelerator.is_main_process:
+                scalars |= measure_drift(self.start, model.encoder)
+        return scalars if self.accelerator.is_main_process else {}
 
     def extract(self, model: nn.Module, views: ViewDataset, baseline: bool, part: Part | None = None) -> ProbedFeatures:
         """Features of a set, of a part of each image if one is given."""
         depths = range(1, 1 + len(stages(model.encoder)))
+        names = [f"depth_{depth:02d}" for depth in depths] + [BASELINE] * baseline
 
         def encode(images: Tensor) -> list[Tensor]:
             if part is not None:
@@ -206,37 +237,53 @@ class Probe:
             return features
 
         features, labels = extract(self.loader.batches(views), encode, len(views.dataset), self.accelerator)
-        colours = features.pop() if baseline and features else None
-        return ProbedFeatures(features, colours, labels)
+        return ProbedFeatures(dict(zip(names, features, strict=False)), labels)  # on other processes there are none
 
-    def on_device(self, array: NDArray) -> Tensor:
-        """An array as a tensor on the accelerator."""
-        return torch.from_numpy(array).to(self.accelerator.device)
+    def scores(
+        self, name: str, score: Callable[..., float], one: ProbedFeatures, other: ProbedFeatures
+    ) -> dict[str, float]:
+        """Scores of two sets, by depth, and that of the colour baseline if they have it.
 
+        Args:
+            score: features (N, D) and labels (N,) of both to a score.
+        """
+        scalars = {}
+        for depth in one.by_depth:
+            arrays = (one.by_depth[depth], other.by_depth[depth], one.labels, other.labels)
+            scalars[f"{name}/{depth}"] = score(
+                *(torch.from_numpy(array).to(self.accelerator.device) for array in arrays)
+            )
+        return scalars
 
-def by_depth(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Scalars by the names of their depths."""
-    return {f"{name}/depth_{depth:02d}": value for depth, value in enumerate(values, start=1)}
+    def knn_accuracy(self, reference: Tensor, test: Tensor, reference_labels: Tensor, test_labels: Tensor) -> float:
+        """kNN accuracy of a test set's features (M, D) by those of the reference set (N, D)."""
+        predictions = knn_predict(reference, reference_labels, test, [self.k], KNN_TEMPERATURE)
+        return float(is_right(predictions[self.k], test_labels).double().mean())
 
 
 def crop_and_enlarge(images: Tensor, part: Part) -> Tensor:
     """That part of images (B, C, H, W), as large as they are and of their type."""
-    height, width = images.shape[-2:]
-    start, end = part
-    rows = slice(round(start * height), round(end * height))
-    columns = slice(round(start * width), round(end * width))
-    cropped = images[..., rows, columns].float()
-    pixels = F.interpolate(cropped, size=(height, width), mode="bilinear", antialias=True)
+    sides = images.shape[-2:]
+    top, bottom, left, right = (round(share * side) for side in sides for share in part)
+    box = (top, left, bottom - top, right - left)
+    pixels = functional.resized_crop(images.float(), *box, list(sides), antialias=True)
     return pixels.round().to(images.dtype) if images.dtype == torch.uint8 else pixels
 
 
-def agreement(one: Tensor, other: Tensor, neighbours: int = AGREEMENT_NEIGHBOURS) -> float:
+def agreement(one: Tensor, other: Tensor, *_: Tensor, neighbours: int = AGREEMENT_NEIGHBOURS) -> float:
     """Agreement of images' neighbours between two crops: it needs no labels.
 
     Args:
         one, other: features (N, D) of two crops of the same images, in the same order.
     Returns:
         The share of the `neighbours` nearest images by one crop (cosine, the image itself left out) that are among as
-        many by the other. By chance: neighbours / (N - 1). 1 where there are too few images to choose among.
+        many by the other. 1 where there are too few images to choose among.
     """
-    return share_kept(nearest_others(one, neighbours), nearest_others(other, neighbours))
+    near, other_near = (find_other_neighbours(each, range(len(each)), neighbours).index for each in (one, other))
+    kept = (near[:, :, None] == other_near[:, None, :]).any(2)
+    return float(kept.sum() / kept.numel()) if kept.numel() else 1.0
+
+
+def agreement_by_chance(images: int) -> float:
+    """`agreement` of neighbours that have nothing to do with each other."""
+    return min(1.0, AGREEMENT_NEIGHBOURS / max(images - 1, 1))

@@ -55,13 +55,14 @@ def stretch(images: Tensor, like: Tensor | None = None) -> Tensor:
     channels = reference.shape[-3]
     if reference.dtype == torch.uint8 and channels in (1, 3):
         return images
-    values = reference.float().flatten(-3)[..., None, :] if channels == 3 else reference.float().flatten(-2)
+    values = reference.float().flatten(-2)
+    if channels == 3:
+        values = values.flatten(-2)[..., None, :]
     ordered = values.sort(-1).values
     last = ordered.shape[-1] - 1
     low, high = (ordered[..., round(share * last), None, None] for share in CONTRAST)
-    has_contrast = high - low >= 1
     stretched = ((images.float() - low) * 255 / (high - low).clamp(min=1)).clamp(0, 255)
-    return torch.where(has_contrast, stretched, images.float())
+    return torch.where(high - low >= 1, stretched, images.float())
 
 
 def prediction_columns(
@@ -75,50 +76,32 @@ def prediction_columns(
         predictions, targets: (B, K, outputs) and (B, K, ...) of these images and this corruption.
         images: (B, C, H, W).
     Returns:
-        (4, B, C, H, W) from 0 to 255, s times as large where the objective paints s times as large.
+        (4, B, C, H, W) from 0 to 255.
     """
     patches = patchify(images, objective.patch_size)
     clean = select_patches(patches, corruption.positions)
-    predicted, true = objective.pictures(predictions, targets, clean)
-    patches = enlarge(patches, predicted.shape[-1] // objective.patch_size)
-    columns = [
-        patches,
-        replace_patches(patches, corruption.positions, predicted.to(patches.dtype)),
-        replace_patches(patches, corruption.positions, true.to(patches.dtype)),
-    ]
+    index = corruption.positions[..., None].expand(-1, -1, patches[0, 0].numel())
+    columns = [patches]
+    for pixels in objective.pictures(predictions, targets, clean):
+        replaced = patches.flatten(2).scatter(1, index, pixels.to(patches.dtype).flatten(2))
+        columns.append(replaced.view(patches.shape))
     rows = images.shape[-2] // objective.patch_size
     pictures = rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=rows)
     original, predicted, true = stretch(pictures, images)
-    return torch.stack([original, as_seen(original, corruption, patches.shape[-1]), predicted, true])
-
-
-def seen_patches(patches: Tensor, corruption: Corruption) -> Tensor:
-    """Patches (B, N, C, P, P) as the model sees them: [mask] is grey."""
-    grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
-    corrupted = corrupt(patches.flatten(2).float(), grey, corruption)
-    return corrupted.to(patches.dtype).view(patches.shape)
+    return torch.stack([original, as_seen(original, corruption, objective.patch_size), predicted, true])
 
 
 def as_seen(images: Tensor, corruption: Corruption, patch_size: int) -> Tensor:
-    """Images (B, C, H, W) as the model sees them."""
-    seen = seen_patches(patchify(images, patch_size), corruption)
-    rows = images.shape[-2] // patch_size
-    return rearrange(seen, "b (h w) c p q -> b c (h p) (w q)", h=rows)
+    """Images (B, C, H, W) as the model sees them: [mask] is grey."""
+    patches = patchify(images, patch_size)
+    grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
+    seen = corrupt(patches.flatten(2).float(), grey, corruption).to(patches.dtype).view(patches.shape)
+    return rearrange(seen, "b (h w) c p q -> b c (h p) (w q)", h=images.shape[-2] // patch_size)
 
 
 def prediction_panel(columns: Tensor) -> Tensor:
     """Columns (n, B, C, H, W) as one picture with a row for each image, (3, B * H, n * W); small W are enlarged."""
     columns = as_rgb(columns)
-    columns = enlarge(columns, max(1, PANEL_SIDE // columns.shape[-1]))
+    times = max(1, PANEL_SIDE // columns.shape[-1])
+    columns = columns.repeat_interleave(times, -2).repeat_interleave(times, -1)
     return rearrange(columns, "n b c h w -> c (b h) (n w)")
-
-
-def enlarge(pixels: Tensor, times: int) -> Tensor:
-    """(..., H, W) to (..., times * H, times * W)."""
-    return pixels.repeat_interleave(times, -2).repeat_interleave(times, -1)
-
-
-def replace_patches(patches: Tensor, positions: Tensor, replacements: Tensor) -> Tensor:
-    """Patches (B, N, C, P, P) with those at positions (B, K) replaced by (B, K, C, P, P)."""
-    index = positions[..., None].expand(-1, -1, patches[0, 0].numel())
-    return patches.flatten(2).scatter(1, index, replacements.flatten(2)).view(patches.shape)

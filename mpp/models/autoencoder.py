@@ -69,9 +69,8 @@ class MaskedAutoencoder(nn.Module):
         checkpointed = self.training and encoder.grad_checkpointing
         patches = encoder.patch_embed(self.normalize(images))
         corrupted = encoder.num_prefix_tokens + corruption.positions
-        hidden = encoder.num_prefix_tokens + corruption.hidden
         token_count = encoder.num_prefix_tokens + encoder.patch_embed.num_patches
-        visible = complement(torch.cat([corrupted, hidden], dim=1), token_count)
+        visible = complement(encoder.num_prefix_tokens + corruption.unseen, token_count)
 
         seen, block_arguments = prepare_tokens(encoder, patches, visible)  # (B, V, D)
         seen = apply_last_norm(encoder, run_blocks(encoder.blocks, seen, checkpointed, block_arguments))

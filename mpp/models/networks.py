@@ -133,7 +133,8 @@ class PixelMasking(nn.Module):
         is_mask = corruption.kinds == int(Kind.MASK)
         masked = torch.zeros(batch, len(self.tokens), dtype=torch.bool, device=self.tokens.device)  # (B, N)
         masked.scatter_(1, corruption.positions, is_mask)
-        masked.scatter_(1, corruption.hidden, True)
+        if corruption.hidden is not None:
+            masked.scatter_(1, corruption.hidden, True)
         return masked[:, self.cells].all(-1, keepdim=True)
 
 

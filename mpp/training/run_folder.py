@@ -5,7 +5,7 @@ imports/                           copies of the user's code (--import), where t
 data.json                          the images that it began with (mpp/training/record.py)
 metrics.jsonl, events.out.*        scalars; pictures
 start.safetensors                  weights and neighbours at the start of a run from weights (mpp/features/drift.py)
-heldout_patches.npz                masked patches of each held-out image (mpp/features/masked_counts.py)
+heldout_patches.npz                masked patches of each held-out image (mpp/features/metrics.py)
 checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
 encoder/, encoder_best/            timm's layout: when the run is finished; with the best features (run.keep_best)
 evaluation/                        results and pictures of the evaluation commands

@@ -18,10 +18,9 @@ from mpp.data.remote import cached_commit, resolve_commit
 from mpp.data.shards import Shards
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import loader_processes
-from mpp.features.drift import START_FILE, Drift
-from mpp.features.general_images import REFERENCE, GeneralImages, general_source, load_general_images
+from mpp.features.drift import START_FILE
 from mpp.features.metrics import Sums
-from mpp.features.probe import Probe
+from mpp.features.probe import REFERENCE, GeneralImages, Probe, general_source, load_general_images
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.descriptions import EncoderFacts, export_encoder
 from mpp.models.plain import width_of
@@ -112,9 +111,6 @@ class ImageTask:
             both = f"probe.every ({config.every}) and run.eval_every ({self.run.eval_every})"
             note(f"features are probed every {together} steps, where both {both} are due, and at the end")
         general = None if config.path is None else self.load_general_images(config)
-        drift = None
-        if init_from is not None:
-            drift = Drift(Path(self.run.dir) / START_FILE, self.accelerator.device)
         return Probe(
             self.accelerator,
             self.fixed_view_loader,
@@ -125,7 +121,7 @@ class ImageTask:
             config=config,
             representation=representation,
             general=general,
-            drift=drift,
+            start=None if init_from is None else Path(self.run.dir) / START_FILE,
         )
 
     def load_general_images(self, config: ProbeConfig) -> GeneralImages:
@@ -224,9 +220,8 @@ class ImageTask:
         times = f"{self.times_seen:,.0f}" if self.times_seen >= 1000 else f"{self.times_seen:.3g}"
         seen = f", each seen {times} times" if self.times_seen else ""
         line = f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
-        if self.probe and self.probe.general_views:
-            reference, test = (len(views.dataset) for views in self.probe.general_views)
-            line += f"; general images: {reference} reference, {test} test"
+        if self.probe and self.probe.general:
+            line += f"; general images: {self.probe.general_count} test"
         return line
 
     @property

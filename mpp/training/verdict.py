@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpp.data.overview import FEW_TEST_IMAGES, half_width
-from mpp.features.drift import ALL_WEIGHTS, GENERAL_NEIGHBOURS, MOVEMENT, OWN_NEIGHBOURS
+from mpp.features.drift import ALL_WEIGHTS, MOVEMENT
 from mpp.runtime.messages import counted
 from mpp.training.facts import RunFacts
 from mpp.training.history import (
@@ -226,20 +226,9 @@ def describe_change(lines: History, group: str) -> str:
 
 
 def describe_drift(history: History) -> str:
-    """Movement of the weights since the start, and the neighbours that are kept; "" where it was not measured.
-
-    The neighbours are by the encoder's output, among general images where there are some.
-    """
+    """Movement of the weights since the start; "" where it was not measured."""
     moved = series(history, f"{MOVEMENT}/{ALL_WEIGHTS}")
-    if not moved:
-        return ""
-    text = f"the weights moved by {percent(moved[-1][1])}"
-    for group, images in ((GENERAL_NEIGHBOURS, "general"), (OWN_NEIGHBOURS, "own")):
-        lines = lines_with(history, group)
-        if lines:
-            kept = values_by_depth(lines[-1], group)
-            return f"{text}, and {percent(kept[max(kept)])} of the neighbours among {images} images are the same"
-    return text
+    return f"the weights moved by {percent(moved[-1][1])}" if moved else ""
 
 
 def describe_trend(history: History, moving: bool, cooldown: int | None = None) -> str:
