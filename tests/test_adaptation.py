@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from conftest import ROOT, TINY, Killed, kill_at, read_metrics
+from mpp.training.facts import OF_MPP, OF_OTHERS, optimizer_of_weights
 from safetensors.torch import load_file
 from server import Command, die_at
 
@@ -27,7 +28,6 @@ from mpp.models.teachers import update_moving_average
 from mpp.models.timm_models import cell_grid
 from mpp.training.averaging import averaged_weights
 from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, newest_step
-from mpp.training.facts import OF_MPP, OF_OTHERS, optimizer_of_weights
 from mpp.training.flops import executed_flops, flops_of_step, low_rank_flops
 from mpp.training.optim import build_optimizer, parameter_groups
 from mpp.training.parallel import Sharded

@@ -21,8 +21,8 @@ from evaluation.pages.run_words import next_steps, verdict_points
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.errors import UserError
+from mpp.training.branch import Phases, saved_phases
 from mpp.training.log import read_history
-from mpp.training.phases import Phases, saved_phases
 from mpp.training.verdict import LOSS_FALLS, describe_trend, verdict
 
 CONSTANT = ("--optim.schedule=constant",)

@@ -8,6 +8,7 @@ import stat
 
 import pytest
 from conftest import Killed, kill_at, read_metrics
+from mpp.training.growth import first_difference, refuse_other_rates
 
 from evaluation.config import OneRunConfig
 from mpp.config import Config, OptimConfig
@@ -15,8 +16,8 @@ from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError
 from mpp.pretrain import Pretraining
 from mpp.training import branch
+from mpp.training.branch import describe_growth
 from mpp.training.checkpoint import kept_steps
-from mpp.training.growth import describe_growth, first_difference, refuse_other_rates
 from mpp.training.optim import learning_rate
 
 WSD = ("--optim.schedule=wsd", "--optim.cooldown=0.5")

@@ -16,22 +16,23 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, dataset_of, encoded, kill_at, picture, read_metrics
+from mpp.training.facts import RunFacts
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evaluation import contrastive
 from evaluation.metrics.scoring import KINDS
+from evaluation.pages.about import duration
 from evaluation.survey import survey
 from mpp.config import DataConfig
 from mpp.data.columns import without_decoding
 from mpp.data.dataset import ImageDataset
 from mpp.features.probe import Probe, agreement
 from mpp.pretrain import main
-from mpp.training.facts import RunFacts
 from mpp.training.health import WARNINGS, find_warnings
 from mpp.training.log import read_history
-from mpp.training.verdict import duration, has_best_features, verdict
+from mpp.training.verdict import has_best_features, verdict
 from mpp.training.watch import read_verdict
 
 FACTS = RunFacts(steps=1000, images=64, lr=0.01, warmup=100, clip=1.0, known=640, evaluated=400)

@@ -4,7 +4,7 @@ It ends with the bits of a run that was never interrupted (mpp/training/growth.p
 """
 
 from mpp.config import TrainingConfig, flatten, require, settings_of, show
-from mpp.training.growth import GROWING_SETTINGS
+from mpp.training.run_folder import GROWING_SETTINGS
 
 
 def check_branch(config: TrainingConfig, trunk: TrainingConfig, key: str) -> None:

@@ -12,6 +12,10 @@ EVALUATED = "heldout/loss"  # every evaluation has it
 COPY_BASELINES = ("heldout/nearest", "heldout/two_nearest")
 GENERAL_KNN = "general/knn"
 """Group of the kNN accuracy on the general images of `probe.path`."""
+PFLOP = "compute/pflop"
+"""Scalar of the operations that training executed so far, in 10^15."""
+DEVICE_HOURS = "speed/device_hours"
+"""Scalar of the hours that a run has trained, with its evaluations, times its devices: one for each process."""
 HOUR = 3600.0  # seconds
 RECENT_LINES = 10  # logged steps that show how a run is doing now
 
@@ -45,12 +49,7 @@ def evaluations(history: History) -> list[Line]:
 def values_by_depth(line: Line, group: str) -> dict[int, float]:
     """Depth -> value of the scalars `GROUP/depth_XX`."""
     prefix = f"{group}/depth_"
-    values = {}
-    for name, value in line.items():
-        depth = name.removeprefix(prefix)
-        if name.startswith(prefix) and depth.isdecimal():
-            values[int(depth)] = value
-    return values
+    return {int(name.removeprefix(prefix)): value for name, value in line.items() if name.startswith(prefix)}
 
 
 def best_depth(line: Line, group: str) -> tuple[int, float] | None:
@@ -99,3 +98,9 @@ def copy_baseline_beaten_since(history: History) -> int | None:
         elif since is None:
             since = int(line["step"])
     return since
+
+
+def describe_cost(history: History) -> str:
+    """PFLOP and device-hours of a run so far, such as "0.12 PFLOP, 1.5 device-hours"; "" where neither was logged."""
+    costs = {"PFLOP": series(history, PFLOP), "device-hours": series(history, DEVICE_HOURS)}
+    return ", ".join(f"{values[-1][1]:.3g} {unit}" for unit, values in costs.items() if values)
