@@ -194,7 +194,8 @@ def survey_warnings(surveyed: Survey) -> list[str]:
     if surveyed.duplicate_share > MAX_DUPLICATES:
         messages.append(
             f"train / held-out duplicates: {surveyed.duplicate_share:.0%} of the sampled held-out images are nearly "
-            "the same as a training image, so held-out figures are too good; remove copies, or name another data.eval_split"
+            "the same as a training image, so held-out figures are too good; remove copies, or name "
+            "another data.eval_split"
         )
     if surveyed.one_colour_share > MAX_ONE_COLOUR:
         messages.append(

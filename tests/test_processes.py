@@ -109,7 +109,6 @@ def test_three_processes_share_the_default_batch(tmp_path):
     arguments = [word for word in TINY if "global_batch_size" not in word]
     three = Command("pretrain", *arguments, f"--run.dir={tmp_path / 'three'}", processes=3)
     assert three.wait() == [0, 0, 0], three.said
-    assert "64 images a step, in 3 shares of 21 or 22;" in three.said
     pretrain_main([*arguments, f"--run.dir={tmp_path / 'one'}"])
     for key in ("loss", "optim/grad_norm", "accuracy", "heldout/loss"):
         one, found = (read_metrics(tmp_path / name, key) for name in ("one", "three"))

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import timm
 import torch
 from torch.utils.data import Dataset
 
@@ -13,7 +12,6 @@ from mpp.errors import UserError
 from mpp.models.attention import attention_kernel
 from mpp.models.networks import build_model
 from mpp.training import loop
-from mpp.training.run import describe_attention
 
 
 class NoRoom(Dataset):
@@ -69,17 +67,3 @@ def test_the_kernel_of_attention_is_known(attention, position, kernel):
     config = Config(model=ModelConfig(width=32, heads=2, depth=1, img_size=32, attention=attention, position=position))
     model, _ = build_model(config)
     assert attention_kernel(model, 17, torch.device("cpu"), torch.float32) == kernel
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "line"),
-    [
-        ("vit_tiny_patch16_224", "bf16", "attention: flash"),
-        ("resnet18", "no", "attention: not an attention layer from timm"),
-    ],
-)
-def test_the_line_on_attention(name, precision, line):
-    encoder = timm.create_model(name)
-    task = SimpleNamespace(model=SimpleNamespace(encoder=encoder))
-    accelerator = SimpleNamespace(device=torch.device("cpu"), mixed_precision=precision)
-    assert describe_attention(task, accelerator) == line

@@ -18,15 +18,11 @@ from mpp.runtime.weights import BEST, ENCODER, SAFETENSORS_SUFFIX, run_of
 from mpp.training.checkpoint import checkpoint_path, damaged_files, kept_steps, newest_step
 from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after
 from mpp.training.run_folder import (
-    CONFIG_FILE,
-    GROWING_SETTINGS,
     RECORD_FILE,
     branch_point,
-    describe_changes,
     group_of,
-    refuse_other_rates,
+    refuse_other_settings,
     saved_settings,
-    settings_changed_since,
     write_config,
 )
 
@@ -69,9 +65,6 @@ def begin_branch(config: TrainingConfig, folder: Path) -> None:
         require(is_same, "run.branch_from", origin, f"{saved or 'left out'}, as when the run in {folder} began")
         return
     refuse_other_trunk(config, trunk, step)
-    source = checkpoint_path(trunk, step)
-    damaged = damaged_files(source)
-    require(not damaged, "run.branch_from", origin, f"a whole checkpoint: its {', '.join(damaged)} is damaged")
     with hold(folder, "run.dir"):
         if newest_step(folder):  # another process began it meanwhile
             return
@@ -79,22 +72,18 @@ def begin_branch(config: TrainingConfig, folder: Path) -> None:
         try:
             copy_beginning(trunk, folder, step)
         except OSError as error:
-            message = f"{source} cannot be copied to {folder} ({error}); the same command copies it again"
-            raise UserError(message) from error
+            raise UserError(f"{origin} cannot be copied ({error}); the same command copies it again") from error
 
 
 def refuse_other_trunk(config: TrainingConfig, trunk: Path, step: int) -> None:
     """Raise UserError if a run cannot continue from this checkpoint."""
     key, value = "run.branch_from", f"{trunk}@{step}"
-    require((trunk / CONFIG_FILE).is_file(), key, value, "FOLDER@STEP with the folder of a run")
     kept = kept_steps(trunk)
     listed = ", ".join(map(str, kept)) or "there are none"
-    require(step in kept, key, value, f"one of the kept steps of that run: {listed} (run.keep_at keeps some)")
-    different = settings_changed_since(config, trunk)
-    others = {key: values for key, values in different.items() if key not in GROWING_SETTINGS}
-    allowed = f"a run that differs only in {', '.join(sorted(GROWING_SETTINGS))}: {describe_changes(others, 'it')}"
-    require(not others, key, value, allowed)
-    refuse_other_rates(config, trunk, step)
+    require(step in kept, key, value, f"FOLDER@STEP with a kept step of a run: {listed} (run.keep_at keeps some)")
+    damaged = damaged_files(checkpoint_path(trunk, step))
+    require(not damaged, key, value, f"a whole checkpoint: its {', '.join(damaged)} is damaged")
+    refuse_other_settings(config, trunk, step, f"{key} is {value}")
 
 
 def copy_beginning(trunk: Path, folder: Path, step: int) -> None:

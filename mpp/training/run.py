@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, release_memory
 
-from mpp.config import DataConfig, RunConfig, TrainingConfig, changed_settings
+from mpp.config import DataConfig, TrainingConfig, changed_settings, require
 from mpp.config.imports import import_words
 from mpp.config.parsing import to_yaml
 from mpp.data.identity import differences
@@ -47,11 +47,9 @@ from mpp.training.run_folder import (
     is_finished,
     is_run_folder,
     recorded_commit,
-    refuse_other_images,
     refuse_other_run,
     saved_settings,
-    write_config,
-    write_record,
+    write_beginning,
 )
 from mpp.training.task import ImageTask
 from mpp.training.watch import VERDICT
@@ -116,8 +114,10 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     compiled = before if config.run.compile == "auto" else config.run.compile  # no GPU has measured what it gains
     if has_begun and compiled != before:
         note(f"run.compile is {str(compiled).lower()} from here on: results differ by rounding")
-    run = replace(config.run, precision=precision, compile=compiled, branch_from=origin_of(config))
-    run = replace(run, keep_at=steps_kept_for_good(run))
+    kept_for_good = group_of(saved_settings(Path(config.run.dir)), "run").get("keep_at") or ()  # by earlier commands
+    keep_at = tuple(sorted({*kept_for_good, *(config.run.keep_at or ())})) or None
+    origin_point = origin_of(config)
+    run = replace(config.run, precision=precision, compile=compiled, branch_from=origin_point, keep_at=keep_at)
     optim = config.optim
     if optim.warmup_steps is None:  # a run that grows keeps the number that it began with
         optim = replace(optim, warmup_steps=group_of(saved, "optim").get("warmup_steps"))
@@ -129,13 +129,6 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     measured = group_of(saved_settings(origin), "model")  # when the run began
     model = with_moments(config.model, measured.get("mean"), measured.get("std"))
     return replace(resolved, model=moments_of_weights(model, config.data.channels))
-
-
-def steps_kept_for_good(run: RunConfig) -> tuple[int, ...] | None:
-    """`run.keep_at` of this command and of those before it, whose checkpoints stay for good."""
-    before = group_of(saved_settings(Path(run.dir)), "run").get("keep_at") or ()
-    steps = {*(run.keep_at or ()), *before}
-    return tuple(step for step in sorted(steps) if step <= run.steps) or None
 
 
 def describe_overrides(config: TrainingConfig) -> str:
@@ -159,7 +152,12 @@ def build_and_train(
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     with exclusive(folder, accelerator):
         on_main_process(accelerator, lambda: clear_killed_run(folder))
-        write_beginning(config, folder, task, accelerator)
+        records = on_each_node(accelerator, task.record)
+        refuse_other_nodes(records)
+        record = records[0] | fingerprint_first_weights(config)
+        on_main_process(accelerator, lambda: write_beginning(config, folder, record))
+        is_shared = all(gather_object([appears(folder / CONFIG_FILE)]))
+        require(is_shared, "run.dir", folder, "a folder that all nodes share: some processes cannot see its files")
         flops = flops_of_step(task, layout.global_batch_size, config.optim)
         set_timeout(TRAINING_TIMEOUT)
         if accelerator.num_processes > 1:  # several agree before their first step
@@ -198,26 +196,6 @@ def clear_killed_run(folder: Path) -> None:
     for name in WRITTEN_WHOLE:
         clear_leftovers(folder / name)
     clear_partial_checkpoints(folder)
-
-
-def write_beginning(config: TrainingConfig, folder: Path, task: ImageTask, accelerator: Accelerator) -> None:
-    """Write config.yaml and data.json, with the main process.
-
-    Raises:
-        UserError: the folder holds another run, or a run of other images, or not all processes see it.
-    """
-    records = on_each_node(accelerator, task.record)
-    refuse_other_nodes(records)
-    record = records[0] | fingerprint_first_weights(config)
-
-    def write() -> None:
-        refuse_other_images(folder, record)
-        write_config(config, folder)
-        write_record(folder, record)
-
-    on_main_process(accelerator, write)
-    if not all(gather_object([appears(folder / CONFIG_FILE)])):
-        raise UserError(f"run.dir is {folder}, which some processes cannot see; all nodes must share it")
 
 
 def appears(file: Path) -> bool:

@@ -53,10 +53,11 @@ PATH_SETTINGS = (
     *("objective.teacher", "objective.teacher_checkpoint", "probe.path", "distill.teacher"),
 )
 """Settings of all commands that may name a local file or folder."""
-KNOWN_BY_RECORD = ("data.path", "data.labels", "data.label_folder")
-"""Settings that are not compared: the record has the images, and the labels where they are learned."""
-GROWING_SETTINGS = {"run.steps", "optim.schedule", "optim.cooldown", "optim.warmup_steps"}
-"""Settings that may differ from those of the steps that are done, which would have been the same: `same_until`."""
+MAY_DIFFER = ("data.path", "data.labels", "data.label_folder", "run.compile")
+"""Settings that are not compared: the record has the images, and their labels where they are learned; compiling changes
+only the rounding."""
+GROWING_SETTINGS = ("run.steps", "optim.schedule", "optim.cooldown", "optim.warmup_steps")
+"""Settings that may differ where the steps that are done would have been the same: `same_until`."""
 Changes = dict[str, tuple[Any, Any]]
 """Key of a setting -> its value before, its value now."""
 
@@ -110,21 +111,12 @@ def branch_point(branch_from: str) -> tuple[Path, int]:
 
 
 def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
-    """Raise UserError if a folder holds something else, or a run of other settings."""
+    """Raise UserError if a folder holds something else, or a run that cannot continue under this config."""
     refuse_among_images("run.dir", folder, "data", config.data.path)
     refuse_among_images("run.dir", folder, "probe", config.probe and config.probe.path)
     require(is_run_folder(folder), "run.dir", folder, "the folder of a run, or a new one: this holds something else")
-    if not (folder / CONFIG_FILE).is_file():
-        return
-    different = settings_changed_since(config, folder)
-    others = {key: values for key, values in different.items() if key not in GROWING_SETTINGS}
-    if others:
-        raise UserError(
-            f"run.dir is {folder}, a run with another config: {describe_changes(others, 'the run')}; "
-            "choose another run.dir, or the same values to resume"
-        )
-    if different:
-        refuse_other_rates(config, folder, newest_step(folder))
+    if (folder / CONFIG_FILE).is_file():
+        refuse_other_settings(config, folder, newest_step(folder), f"run.dir is {folder}")
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -162,39 +154,30 @@ def describe_changes(changes: Changes, saved_in: str) -> str:
     return ", ".join(f"{key} ({show(before)} in {saved_in}, {show(now)} now)" for key, (before, now) in changes.items())
 
 
-def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
-    """Settings in which a config differs from a run's, and the user's files that do.
+def refuse_other_settings(config: TrainingConfig, folder: Path, done: int, place: str) -> None:
+    """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`.
 
-    Compiling changes only the rounding.
-
-    Raises:
-        UserError: the run has code of the user, which is not imported here.
+    Args:
+        place: the setting that names the folder, and its value.
     """
     require_imports(folder)
     before = parse_saved(type(config), folder / CONFIG_FILE)
     different = changes(make_paths_absolute(before), make_paths_absolute(config))
-    for key in (*KNOWN_BY_RECORD, "run.compile"):
-        different.pop(key, None)
     for name in changed_imports(folder, imports_used(config)):
         different[f"{OPTION} {name}"] = (f"as in {folder / COPIES}", "other code")
-    return different
-
-
-def refuse_other_rates(config: TrainingConfig, folder: Path, done: int) -> None:
-    """Raise UserError if the first `done` steps of a run would have been others under `config`.
-
-    Args:
-        folder: of the run that did them.
-    """
-    before = parse_saved(type(config), folder / CONFIG_FILE)
-    require(
-        config.run.steps >= done, "run.steps", config.run.steps, f"at least {done}, the steps that {folder} has done"
-    )
+    others = {key: values for key, values in different.items() if key not in (*MAY_DIFFER, *GROWING_SETTINGS)}
+    if others:
+        raise UserError(
+            f"{place}, a run with another config: {describe_changes(others, 'the run')}; only "
+            f"{', '.join(GROWING_SETTINGS)} may differ: choose another run.dir, or the same values to continue"
+        )
+    steps = config.run.steps
+    require(steps >= done, "run.steps", steps, f"at least {done}, the steps of {folder} that are done")
     same = same_until(config, before, done)
     if same < done:
         raise UserError(
-            f"{folder} cannot continue with this length or schedule: the learning rate, or the decay of the teacher's "
-            f"average, of step {same} would have been another (run.steps {before.run.steps}, optim.schedule "
+            f"{place}, a run that cannot continue with this length or schedule: the learning rate, or the decay of the "
+            f"teacher's average, of step {same} would have been another (run.steps {before.run.steps}, optim.schedule "
             f"{before.optim.schedule}); branch from an earlier checkpoint (--run.branch_from {folder}@STEP --run.dir "
             "NEW), or begin a new run, best with optim.schedule wsd, which can grow"
         )
@@ -237,19 +220,22 @@ def write_config(config: TrainingConfig, folder: Path) -> None:
     write_complete(folder / CONFIG_FILE, to_yaml(make_paths_absolute(config)))
 
 
-def refuse_other_images(folder: Path, record: dict[str, Any]) -> None:
-    """Raise UserError if a run began with other images or first weights than those of a record."""
-    changed = differences(read_record(folder) or {}, record)
+def write_beginning(config: TrainingConfig, folder: Path, record: dict[str, Any]) -> None:
+    """Save the config of a run, and its images and first weights.
+
+    Raises:
+        UserError: the folder is not the run's, or the run began with others; nothing is saved.
+    """
+    before = read_record(folder) or {}
+    changed = differences(before, record)
     if changed:
         raise UserError(
             f"run.dir {folder} holds a run that was started with other images or weights: {'; '.join(changed)}; "
             "choose another run.dir, or restore the original ones"
         )
-
-
-def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Save the images and first weights of a run; parts that it leaves out now are compared again later."""
-    write_complete(folder / RECORD_FILE, json.dumps((read_record(folder) or {}) | record, indent=1))
+    write_config(config, folder)
+    kept = before | record  # parts that the run leaves out now are compared again later
+    write_complete(folder / RECORD_FILE, json.dumps(kept, indent=1))
 
 
 def make_paths_absolute(config: TrainingConfig) -> TrainingConfig:

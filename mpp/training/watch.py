@@ -32,14 +32,7 @@ class Watch:
     def warn_of_settings(self) -> None:
         """Print the warnings that follow from the settings, before the first step."""
         if self.tracker.accelerator.is_main_process:
-            self.print_once(find_warnings([], self.config))
-
-    def print_once(self, warnings: dict[str, str]) -> None:
-        """Print warnings, but for those that this process has printed before."""
-        for name, message in warnings.items():
-            if name not in self.printed:
-                tqdm.write(f"warning: {name}: {message}", file=sys.stderr)
-        self.printed.update(warnings)
+            self.warn_once(0, find_warnings([], self.config))
 
     def report(self, step: int) -> None:
         """Report how the run is doing after an evaluation that is logged. An error in here does not end the run."""
@@ -66,23 +59,24 @@ class Watch:
             "step": step,
             "line": line,
             "warnings": self.warn_once(step, warnings),
-            "off": list(warnings),  # those at this step
+            "off": list(warnings),
             "facts": {"moving": is_moving(self.config), "evaluated": probed},
         }
         write_complete(self.folder / VERDICT, json.dumps(saved, indent=1))
 
     def warn_once(self, step: int, warnings: dict[str, str]) -> list[dict[str, Any]]:
-        """Print the warnings that are new.
+        """Print warnings, but for those that were printed before, perhaps by an earlier process.
 
         Returns:
-            All warnings of the run so far: `check` (its name), `step` (when it was new), `message` (the latest).
+            For verdict.json: `check` (the name), `step` (when it was new), `message`.
         """
-        before = [each for each in read_verdict(self.folder).get("warnings", []) if each["step"] <= step]
-        latest = [each | {"message": warnings.get(each["check"], each["message"])} for each in before]
-        known = {each["check"] for each in before}
-        new = {name: message for name, message in warnings.items() if name not in known}
-        self.print_once(new)
-        return [*latest, *({"check": name, "step": step, "message": message} for name, message in new.items())]
+        before = read_verdict(self.folder).get("warnings", [])
+        since = {each["check"]: each["step"] for each in before if each["step"] <= step}
+        for name, message in warnings.items():
+            if name not in since and name not in self.printed:
+                tqdm.write(f"warning: {name}: {message}", file=sys.stderr)
+        self.printed.update(warnings)
+        return [{"check": name, "step": since.get(name, step), "message": warnings[name]} for name in warnings]
 
     def is_best(self) -> bool:
         """Whether the evaluation that was logged last has the best features so far; of a branch, since it began.
