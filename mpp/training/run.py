@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, release_memory
 
-from mpp.config import DataConfig, TrainingConfig, changed_settings, require
+from mpp.config import DataConfig, RunConfig, TrainingConfig, changed_settings, require
 from mpp.config.imports import import_words
 from mpp.config.parsing import to_yaml
 from mpp.data.identity import differences
@@ -35,7 +35,7 @@ from mpp.runtime.signals import MARKER, Preemption
 from mpp.runtime.start import start
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
 from mpp.training.branch import begin_branch, describe_growth, first_folder, note_growth, origin_of
-from mpp.training.checkpoint import clear_partial_checkpoints, newest_step
+from mpp.training.checkpoint import clear_partial_checkpoints, kept_steps, newest_step
 from mpp.training.flops import flops_of_step
 from mpp.training.history import describe_cost
 from mpp.training.log import METRICS_FILE, check_trackers, read_history
@@ -114,10 +114,8 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     compiled = before if config.run.compile == "auto" else config.run.compile  # no GPU has measured what it gains
     if has_begun and compiled != before:
         note(f"run.compile is {str(compiled).lower()} from here on: results differ by rounding")
-    kept_for_good = group_of(saved_settings(Path(config.run.dir)), "run").get("keep_at") or ()  # by earlier commands
-    keep_at = tuple(sorted({*kept_for_good, *(config.run.keep_at or ())})) or None
-    origin_point = origin_of(config)
-    run = replace(config.run, precision=precision, compile=compiled, branch_from=origin_point, keep_at=keep_at)
+    run = replace(config.run, precision=precision, compile=compiled, branch_from=origin_of(config))
+    run = replace(run, keep_at=steps_kept_for_good(run))
     optim = config.optim
     if optim.warmup_steps is None:  # a run that grows keeps the number that it began with
         optim = replace(optim, warmup_steps=group_of(saved, "optim").get("warmup_steps"))
@@ -129,6 +127,14 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     measured = group_of(saved_settings(origin), "model")  # when the run began
     model = with_moments(config.model, measured.get("mean"), measured.get("std"))
     return replace(resolved, model=moments_of_weights(model, config.data.channels))
+
+
+def steps_kept_for_good(run: RunConfig) -> tuple[int, ...] | None:
+    """`run.keep_at`, with the steps of earlier commands whose checkpoints are there: those stay for good."""
+    folder = Path(run.dir)
+    before = group_of(saved_settings(folder), "run").get("keep_at") or ()
+    steps = {*(run.keep_at or ()), *set(before).intersection(kept_steps(folder))}
+    return tuple(sorted(step for step in steps if step <= run.steps)) or None
 
 
 def describe_overrides(config: TrainingConfig) -> str:
