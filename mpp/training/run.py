@@ -46,6 +46,7 @@ from mpp.training.run_folder import (
     group_of,
     is_finished,
     is_run_folder,
+    names_its_images,
     recorded_commit,
     refuse_other_run,
     saved_settings,
@@ -86,7 +87,8 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
     refuse_other_run(resolved, folder)
     if resolved.run.branch_from is not None:
         on_main_process(accelerator, lambda: begin_branch(resolved, folder))
-    if on_main_process(accelerator, lambda: is_finished(folder, resolved.run.steps)):
+    is_known = names_its_images(resolved, folder)  # otherwise they are compared, and the run ends as it did
+    if on_main_process(accelerator, lambda: is_known and is_finished(folder, resolved.run.steps)):
         accelerator.print(f"{folder} is finished: {resolved.run.steps} steps, encoder in {folder / 'encoder'}")
         return folder
     with Preemption(accelerator, folder) as preemption:

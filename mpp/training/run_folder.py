@@ -53,9 +53,8 @@ PATH_SETTINGS = (
     *("objective.teacher", "objective.teacher_checkpoint", "probe.path", "distill.teacher"),
 )
 """Settings of all commands that may name a local file or folder."""
-MAY_DIFFER = ("data.path", "data.labels", "data.label_folder", "run.compile")
-"""Settings that are not compared: the record has the images, and their labels where they are learned; compiling changes
-only the rounding."""
+IN_RECORD = ("data.path", "data.labels", "data.label_folder")
+"""Settings that are not compared: the record has the images by their digest, and their labels where they are learned."""
 GROWING_SETTINGS = ("run.steps", "optim.schedule", "optim.cooldown", "optim.warmup_steps")
 """Settings that may differ where the steps that are done would have been the same: `same_until`."""
 Changes = dict[str, tuple[Any, Any]]
@@ -98,6 +97,12 @@ def is_finished(folder: Path, steps: int) -> bool:
     """Whether a run of so many steps is at its end, with its encoder: one that grew may have an earlier one."""
     encoder = folder / ENCODER
     return newest_step(folder) == steps and encoder.is_dir() and exported_step(encoder) in (steps, None)
+
+
+def names_its_images(config: TrainingConfig, folder: Path) -> bool:
+    """Whether a config names the images of the run in a folder as its config.yaml does: they need not be compared."""
+    saved, now = saved_settings(folder), flatten(make_paths_absolute(config))
+    return all(group_of(saved, "data").get(key.removeprefix("data.")) == now[key] for key in IN_RECORD)
 
 
 def branch_point(branch_from: str) -> tuple[Path, int]:
@@ -165,7 +170,8 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int, place
     different = changes(make_paths_absolute(before), make_paths_absolute(config))
     for name in changed_imports(folder, imports_used(config)):
         different[f"{OPTION} {name}"] = (f"as in {folder / COPIES}", "other code")
-    others = {key: values for key, values in different.items() if key not in (*MAY_DIFFER, *GROWING_SETTINGS)}
+    allowed = {*IN_RECORD, *GROWING_SETTINGS, "run.compile"}  # which changes only the rounding
+    others = {key: values for key, values in different.items() if key not in allowed}
     if others:
         raise UserError(
             f"{place}, a run with another config: {describe_changes(others, 'the run')}; only "
