@@ -86,7 +86,7 @@ def test_the_card_says_how_the_run_ended(trunk_and_branch, trained):
     trunk, branch = ((folder / "encoder" / "README.md").read_text() for folder in trunk_and_branch)
     assert ". Not cooled down yet.\n" in trunk
     assert ". Branch of trunk from step 2 on, cooldown from step 2 on.\n" in branch
-    assert "cool" not in (trained / "encoder" / "README.md").read_text()
+    assert "cooldown from" not in (trained / "encoder" / "README.md").read_text()
 
 
 def test_curves_mark_the_cooldown_and_the_trunk(trunk_and_branch):

@@ -54,7 +54,7 @@ PATH_SETTINGS = (
 )
 """Settings of all commands that may name a local file or folder."""
 IN_RECORD = ("data.path", "data.labels", "data.label_folder")
-"""Settings that are not compared: the record has the images by their digest, and their labels where they are learned."""
+"""Settings that are not compared: the record has digests of the images and, where they are learned, of the labels."""
 GROWING_SETTINGS = ("run.steps", "optim.schedule", "optim.cooldown", "optim.warmup_steps")
 """Settings that may differ where the steps that are done would have been the same: `same_until`."""
 Changes = dict[str, tuple[Any, Any]]
