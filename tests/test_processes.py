@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import tempfile
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -47,20 +46,6 @@ def test_two_processes_are_one_run(tmp_path):
     for depth in range(1, 3):  # each process has judged one of them
         ours, theirs = (read_metrics(tmp_path / name, f"knn/depth_{depth:02d}") for name in ("two", "one"))
         assert list(theirs) == [0, 10] and ours == pytest.approx(theirs, abs=0.02)  # of 64 one may be a tie
-
-
-def apart(folder: Path) -> None:
-    """Each process has a place of its own for the run's folder, as nodes have that do not share it."""
-    mpp.training.run.APPEARS_WITHIN_S = 0.5
-    os.chdir(tempfile.mkdtemp(dir=folder))
-
-
-@pytest.mark.faults
-def test_a_run_folder_that_is_not_shared_is_noticed_at_the_start(tmp_path):
-    two = Command("pretrain", *TINY, "--run.dir=run", processes=2, prepare=partial(apart, tmp_path))
-    assert (
-        two.wait() == [2, 2] and two.said.count("run.dir is run, which some processes cannot see; all nodes must") == 2
-    )
 
 
 def own_images(folder: Path) -> None:

@@ -3,24 +3,29 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from evaluation.frozen.training_reports import CLASSIFIERS, config_class_of
 from evaluation.pages.about import duration
 from evaluation.pages.page import Link, Section
 from evaluation.pages.run_sections import COMMANDS, begins_from_weights
+from mpp.config import TrainingConfig
 from mpp.config.parsing import parse_saved
 from mpp.errors import UserError
-from mpp.training.branch import describe_growth, saved_phases
+from mpp.training.branch import saved_phases
+from mpp.training.checkpoint import kept_steps
 from mpp.training.history import (
+    DEVICE_HOURS,
     HOUR,
+    PFLOP,
     History,
     after_training_began,
     best_depth,
-    describe_cost,
     last_logged_step,
     last_value,
     probe_lines,
+    series,
     values_by_depth,
 )
 from mpp.training.run_folder import CONFIG_FILE, group_of, read_record, saved_settings
@@ -173,3 +178,28 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
     if accuracy >= by_depth[max(by_depth)] + MIN_GAIN_OVER_LAST_DEPTH:
         advice.append(f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)")
     return advice
+
+
+def describe_cost(history: History) -> str:
+    """PFLOP and device-hours of a run so far, such as "0.12 PFLOP, 1.5 device-hours"; "" where neither was logged."""
+    costs = {"PFLOP": series(history, PFLOP), "device-hours": series(history, DEVICE_HOURS)}
+    return ", ".join(f"{values[-1][1]:.3g} {unit}" for unit, values in costs.items() if values)
+
+
+def describe_growth(config: TrainingConfig, folder: Path) -> str:
+    """The way to continue a finished run, in a line.
+
+    Args:
+        config: the run's, resolved.
+    """
+    if config.is_fine_tuning:
+        return "the same command with a larger run.steps and another run.dir"
+    steps = config.run.steps
+    stable = config.optim.stable_steps(steps)
+    if stable not in kept_steps(folder):
+        return (
+            f"another run from this encoder (--model.init_from {quote(str(folder))}); optim.schedule wsd can continue"
+        )
+    branch = f"--run.branch_from {quote(f'{folder}@{stable}')} --run.dir NEW --optim.schedule wsd --run.steps N"
+    same_folder = "the same command with a larger run.steps; cooled down: " if stable == steps else ""
+    return f"{same_folder}{branch}"

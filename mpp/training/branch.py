@@ -6,7 +6,6 @@ A branch is a copied checkpoint, and a comparison of all settings but four (`GRO
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 
 from mpp.config import OptimConfig, RunConfig, TrainingConfig, require
 from mpp.errors import UserError
@@ -104,32 +103,13 @@ def copy_beginning(trunk: Path, folder: Path, step: int) -> None:
             raise OSError(f"the copies of {', '.join(damaged)} differ")
 
 
-# --- checkpoints to branch from, and the ways to continue ---
+# --- checkpoints to branch from ---
 
 
 def steps_to_keep(optim: OptimConfig, run: RunConfig) -> set[int]:
     """Steps of a run whose checkpoints are written and always stay: of `run.keep_at`, and where a cooldown begins."""
-    cooldown = {optim.stable_steps(run.steps)} if optim.schedule == "wsd" else set()
-    return {*(run.keep_at or ()), *cooldown} - {0}
-
-
-def describe_growth(config: TrainingConfig, folder: Path) -> str:
-    """The way to continue a finished run, in a line.
-
-    Args:
-        config: the run's, resolved.
-    """
-    if config.is_fine_tuning:
-        return "the same command with a larger run.steps and another run.dir"
-    steps = config.run.steps
-    stable = config.optim.stable_steps(steps)
-    if stable not in kept_steps(folder):
-        return (
-            f"another run from this encoder (--model.init_from {quote(str(folder))}); optim.schedule wsd can continue"
-        )
-    branch = f"--run.branch_from {quote(f'{folder}@{stable}')} --run.dir NEW --optim.schedule wsd --run.steps N"
-    same_folder = "the same command with a larger run.steps; cooled down: " if stable == steps else ""
-    return f"{same_folder}{branch}"
+    kept = set(run.keep_at or ())
+    return kept | {optim.stable_steps(run.steps)} if optim.schedule == "wsd" else kept
 
 
 # --- phases ---
@@ -185,20 +165,14 @@ def saved_phases(folder: Path) -> Phases:
 
 
 def note_growth(encoder: str) -> None:
-    """Note that the run of an encoder has continued since it was written, or that it is not cooled down.
+    """Note that the run of an encoder has continued since it was written.
 
     Args:
-        encoder: any that a setting may name; of a run, its folder, an encoder in it, or the weights of one.
+        encoder: any that a setting may name; of a run, its folder, its encoder, or the weights of it.
     """
     path = Path(encoder)
     path = path.parent if path.suffix == SAFETENSORS_SUFFIX else path
     run = run_of(path)
-    folder = run / (BEST if path.name == BEST else ENCODER)
-    if not saved_settings(run) or not folder.is_dir():
-        return
-    newest = newest_step(run)
-    step = exported_step(folder) or newest
-    if folder.name == ENCODER and step < newest:
-        note(f"{folder} is of step {step}, and its run has continued to step {newest}")
-    if saved_phases(run).lacks_cooldown(step):
-        note(f"{folder} is {NOT_COOLED_DOWN}: a branch of its run cools it down (run.branch_from)")
+    step, newest = exported_step(run / ENCODER), newest_step(run)
+    if path.name != BEST and step is not None and step < newest:
+        note(f"{run / ENCODER} is of step {step}, and its run has continued to step {newest}")

@@ -4,6 +4,7 @@ A line is a dictionary of scalars with `step`. The line of step 0 is of the untr
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 Line = dict[str, float]
 History = Sequence[Line]
@@ -89,18 +90,6 @@ def copy_baseline(line: Line) -> float:
 
 def copy_baseline_beaten_since(history: History) -> int | None:
     """The step since which every evaluation is above the copy baseline; None: the last one is not, or has none."""
-    since = None
-    for line in after_training_began(history):
-        if "heldout/accuracy" not in line or not has_copy_baseline(line):
-            continue
-        if line["heldout/accuracy"] <= copy_baseline(line):
-            since = None
-        elif since is None:
-            since = int(line["step"])
-    return since
-
-
-def describe_cost(history: History) -> str:
-    """PFLOP and device-hours of a run so far, such as "0.12 PFLOP, 1.5 device-hours"; "" where neither was logged."""
-    costs = {"PFLOP": series(history, PFLOP), "device-hours": series(history, DEVICE_HOURS)}
-    return ", ".join(f"{values[-1][1]:.3g} {unit}" for unit, values in costs.items() if values)
+    lines = [line for line in after_training_began(history) if has_copy_baseline(line)]
+    above = list(takewhile(lambda line: line["heldout/accuracy"] > copy_baseline(line), reversed(lines)))
+    return int(above[-1]["step"]) if above else None

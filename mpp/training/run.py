@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +14,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, release_memory
+from accelerate.utils import release_memory
 
-from mpp.config import DataConfig, RunConfig, TrainingConfig, changed_settings, require
+from mpp.config import DataConfig, RunConfig, TrainingConfig, changed_settings
 from mpp.config.imports import import_words
 from mpp.config.parsing import to_yaml
 from mpp.data.identity import differences
@@ -34,11 +33,10 @@ from mpp.runtime.processes import SHARDED, TRAINING_TIMEOUT, on_each_node, on_ma
 from mpp.runtime.signals import MARKER, Preemption
 from mpp.runtime.start import start
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
-from mpp.training.branch import begin_branch, describe_growth, first_folder, note_growth, origin_of
+from mpp.training.branch import begin_branch, first_folder, note_growth, origin_of
 from mpp.training.checkpoint import clear_partial_checkpoints, kept_steps, newest_step
 from mpp.training.flops import flops_of_step
-from mpp.training.history import describe_cost
-from mpp.training.log import METRICS_FILE, check_trackers, read_history
+from mpp.training.log import METRICS_FILE, check_trackers
 from mpp.training.loop import Loop
 from mpp.training.run_folder import (
     CONFIG_FILE,
@@ -59,7 +57,6 @@ Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
 WRITTEN_WHOLE = (CONFIG_FILE, RECORD_FILE, METRICS_FILE, VERDICT, START_FILE, ENCODER, BEST)
 """Files and folders of a run, besides checkpoints, that training writes aside and renames."""
-APPEARS_WITHIN_S = 90  # NFS looks for new files of other machines after a minute at the latest
 REPORT_SCRIPT = Path(__file__).parents[2] / "evaluation" / "report.py"  # `-m` might find another `evaluation` here
 REPORT_TIMEOUT_S = 600  # other processes of the run wait meanwhile, for at most 20 minutes
 LAUNCHER_VARIABLES = (
@@ -96,9 +93,6 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
             accelerator.print(to_yaml(resolved) if config.run.print_config else describe_overrides(config))
             build_and_train(resolved, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
-        if accelerator.is_main_process:
-            print(f"cost: {describe_cost(read_history(folder))}")
-        accelerator.print(f"longer: {describe_growth(resolved, folder)}")
         if writes_page and config.run.report and accelerator.is_main_process:
             write_run_page(folder)
         if preemption.agreed():
@@ -109,13 +103,11 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
 def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
     """The config as it is carried out and saved: settings left to the machine and to the run's length have a value."""
     origin = first_folder(config)
-    has_begun = newest_step(origin) > 0
-    saved = saved_settings(origin) if has_begun else {}
+    saved = saved_settings(origin) if newest_step(origin) else {}
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    before = group_of(saved, "run").get("compile", False)
-    compiled = before if config.run.compile == "auto" else config.run.compile  # no GPU has measured what it gains
-    if has_begun and compiled != before:
-        note(f"run.compile is {str(compiled).lower()} from here on: results differ by rounding")
+    compiled = config.run.compile
+    if compiled == "auto":  # no GPU has measured what it gains
+        compiled = group_of(saved, "run").get("compile", False)
     run = replace(config.run, precision=precision, compile=compiled, branch_from=origin_of(config))
     run = replace(run, keep_at=steps_kept_for_good(run))
     optim = config.optim
@@ -164,8 +156,6 @@ def build_and_train(
         refuse_other_nodes(records)
         record = records[0] | fingerprint_first_weights(config)
         on_main_process(accelerator, lambda: write_beginning(config, folder, record))
-        is_shared = all(gather_object([appears(folder / CONFIG_FILE)]))
-        require(is_shared, "run.dir", folder, "a folder that all nodes share: some processes cannot see its files")
         flops = flops_of_step(task, layout.global_batch_size, config.optim)
         set_timeout(TRAINING_TIMEOUT)
         if accelerator.num_processes > 1:  # several agree before their first step
@@ -204,14 +194,6 @@ def clear_killed_run(folder: Path) -> None:
     for name in WRITTEN_WHOLE:
         clear_leftovers(folder / name)
     clear_partial_checkpoints(folder)
-
-
-def appears(file: Path) -> bool:
-    """Whether a file that another machine may have written is there; waits for it up to APPEARS_WITHIN_S."""
-    deadline = time.monotonic() + APPEARS_WITHIN_S
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return file.exists()
 
 
 def refuse_other_nodes(records: list[dict[str, Any]]) -> None:

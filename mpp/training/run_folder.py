@@ -118,7 +118,6 @@ def branch_point(branch_from: str) -> tuple[Path, int]:
 def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
     """Raise UserError if a folder holds something else, or a run that cannot continue under this config."""
     refuse_among_images("run.dir", folder, "data", config.data.path)
-    refuse_among_images("run.dir", folder, "probe", config.probe and config.probe.path)
     require(is_run_folder(folder), "run.dir", folder, "the folder of a run, or a new one: this holds something else")
     if (folder / CONFIG_FILE).is_file():
         refuse_other_settings(config, folder, newest_step(folder), f"run.dir is {folder}")
