@@ -6,6 +6,7 @@ sick (tests/histories). Other images may need others.
 """
 
 from collections.abc import Callable
+from functools import cache
 from statistics import mean, median
 
 from mpp.config import TrainingConfig
@@ -200,6 +201,7 @@ def is_moving(config: TrainingConfig) -> bool:
     return config.objective is not None and config.objective.moves_teacher
 
 
+@cache  # weights of the hub are looked up
 def is_published(init_from: str) -> bool:
     """Whether no run of mpp trained the weights that `model.init_from` names."""
     folder = folder_of_weights(init_from)
