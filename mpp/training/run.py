@@ -201,7 +201,7 @@ def refuse_other_nodes(records: list[dict[str, Any]]) -> None:
     for record in records:
         changed = differences(records[0], record)
         if changed:
-            raise UserError(f"the nodes do not have the same images: {'; '.join(changed)} on another node")
+            raise UserError(f"the nodes do not have the same images or weights: {'; '.join(changed)} on another node")
 
 
 def pin_commit(data: DataConfig, folder: Path, accelerator: Accelerator) -> DataConfig:
