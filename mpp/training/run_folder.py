@@ -46,7 +46,7 @@ CONFIG_FILE = "config.yaml"
 RECORD_FILE = "data.json"
 REPORT_PAGE = "report.html"
 CHECK_CROPS = "check_crops.png"
-BEFORE_CONFIG = {LOCK, ".lock.holder", MARKER, CHECK_CROPS, COPIES}
+BEFORE_CONFIG = {LOCK, ".lock.holder", MARKER, CHECK_CROPS, COPIES, partial_path(Path(CONFIG_FILE)).name}
 """Names in a folder in which a run has not begun yet."""
 PATH_SETTINGS = (
     *("encoder", "checkpoint", "data.path", "data.labels", "model.init_from"),
@@ -117,7 +117,7 @@ def branch_point(branch_from: str) -> tuple[Path, int]:
 
 def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
     """Raise UserError if a folder holds something else, or a run that cannot continue under this config."""
-    refuse_among_images("run.dir", folder, "data", config.data.path)
+    refuse_among_images("run.dir", folder, config.data.path)
     require(is_run_folder(folder), "run.dir", folder, "the folder of a run, or a new one: this holds something else")
     if (folder / CONFIG_FILE).is_file():
         refuse_other_settings(config, folder, newest_step(folder), f"run.dir is {folder}")
@@ -125,21 +125,21 @@ def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a folder is new, or a run's, or has only the files of a check, or of a run that ended before it began."""
-    if (folder / CONFIG_FILE).is_file() or not folder.exists():
-        return True
-    before_config = {*BEFORE_CONFIG, partial_path(folder / CONFIG_FILE).name}
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= before_config
+    if not folder.is_dir():
+        return not folder.exists()
+    names = {path.name for path in folder.iterdir()}
+    return CONFIG_FILE in names or names <= BEFORE_CONFIG
 
 
-def refuse_among_images(key: str, place: Path, group: str, path: str | None) -> None:
-    """Raise UserError if a place to write to is inside a folder of images, the `path` of this group of settings.
+def refuse_among_images(key: str, place: Path, path: str | None) -> None:
+    """Raise UserError if a place to write to is inside a folder of images, `data.path`.
 
     Args:
         key: the setting that names the place.
     """
     images = Path(path or "").expanduser()
     if path and images.is_dir() and place.resolve().is_relative_to(images.resolve()):
-        raise UserError(f"{key} is {place}, inside {group}.path {images}: its pictures would join the images")
+        raise UserError(f"{key} is {place}, inside data.path {images}: its pictures would join the images")
 
 
 def changes(before: Any, now: Any) -> Changes:
