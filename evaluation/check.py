@@ -19,7 +19,7 @@ from PIL import Image
 
 from evaluation.figures.markdown import markdown_table
 from evaluation.memory import peak_memory
-from evaluation.pages.about import changed_settings_shown
+from evaluation.pages.about import changed_settings_shown, duration
 from evaluation.pictures.gallery import arrange_in_rows
 from evaluation.survey import Survey, survey
 from mpp.config import Config, as_words
@@ -35,25 +35,23 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start_alone
 from mpp.training.batches import training_batches
-from mpp.training.branch import refuse_other_trunk
+from mpp.training.branch import Phases, refuse_other_trunk, steps_to_keep
 from mpp.training.checkpoint import newest_step
-from mpp.training.data_warnings import MAX_UNREADABLE_SHARE
-from mpp.training.facts import facts_of
 from mpp.training.feed import Feed
-from mpp.training.growth import branch_point, steps_to_keep
 from mpp.training.health import find_warnings
 from mpp.training.history import RECENT_LINES
-from mpp.training.phases import Phases
 from mpp.training.run import resolve_config
-from mpp.training.run_folder import CHECK_CROPS, refuse_other_run
+from mpp.training.run_folder import CHECK_CROPS, branch_point, refuse_other_run
 from mpp.training.step import TrainingStep
-from mpp.training.verdict import duration
 
 SURVEY_SECONDS = 20.0
 MAX_TIMED_STEPS = 8
 MAX_TIMED_SECONDS = 15.0
 CROPS_SHOWN = 32
 CROPS_IN_A_ROW = 4
+MAX_UNREADABLE_SHARE = 0.01
+MAX_DUPLICATES = 0.05  # of the held-out images; birds and CIFAR-10 have none, tiles of photographs at most 4 %
+MAX_ONE_COLOUR = 0.25  # birds, CIFAR-10, digits have none, tiles of photographs 6 %
 ROWS_SHOWN = 20  # of classes, sizes, copies and unreadable images
 SEARCHED = {  # ranges that were searched: configs/search.md, configs/sweep/rates_cifar10.yaml
     "optim.global_batch_size": (32, 256),
@@ -105,7 +103,7 @@ def check(config: Config) -> Path:
     print_cost(config, precision, layout, step_cost)
     print_phases(config)
     print_settings(config)
-    for warning in warnings_before_training(task, config, surveyed, step_cost):
+    for warning in warnings_before_training(config, surveyed, step_cost):
         print(f"warning: {warning}")
     folder.mkdir(parents=True, exist_ok=True)
     draw_crops(task, batches).save(folder / CHECK_CROPS)
@@ -168,16 +166,11 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def warnings_before_training(
-    task: Pretraining, config: Config, surveyed: Survey | None, step_cost: StepCost
-) -> list[str]:
-    """Warnings before anything is trained: by the same rules and names as while a run trains, and some of settings."""
-    facts = facts_of(config.run, config.optim, task.facts())
-    if surveyed:
-        facts = replace(facts, duplicates=surveyed.duplicate_share, constant=surveyed.one_colour_share)
+def warnings_before_training(config: Config, surveyed: Survey | None, step_cost: StepCost) -> list[str]:
+    """Warnings before anything is trained: by the same rules and names as while a run trains, and some of images."""
     waiting = step_cost.seconds_waiting / step_cost.seconds
     history = [{"step": step, "speed/data_wait": waiting} for step in range(RECENT_LINES)]
-    messages = [f"{name}: {message}" for name, message in find_warnings(history, facts)]
+    messages = [f"{name}: {message}" for name, message in find_warnings(history, config).items()]
     if surveyed:
         messages += survey_warnings(surveyed)
     for name, value in searched_settings(config).items():
@@ -191,12 +184,29 @@ def warnings_before_training(
 
 
 def survey_warnings(surveyed: Survey) -> list[str]:
-    """Warnings of images that are read otherwise than they are meant, or not at all."""
+    """Warnings of images that cannot be decoded, are copies or of one colour, and of a class that dominates."""
     messages = []
-    if len(surveyed.unreadable) > MAX_UNREADABLE_SHARE * surveyed.sample_size:
-        count = len(surveyed.unreadable)
+    unreadable = len(surveyed.unreadable)
+    if unreadable > MAX_UNREADABLE_SHARE * surveyed.sample_size:
         messages.append(
-            f"unreadable images: {count} of {surveyed.sample_size} in the sample, such as {surveyed.unreadable[0]}"
+            f"unreadable images: {unreadable} of {surveyed.sample_size} in the sample, such as {surveyed.unreadable[0]}"
+        )
+    if surveyed.duplicate_share > MAX_DUPLICATES:
+        messages.append(
+            f"train / held-out duplicates: {surveyed.duplicate_share:.0%} of the sampled held-out images are nearly "
+            "the same as a training image, so held-out figures are too good; remove copies, or name "
+            "another data.eval_split"
+        )
+    if surveyed.one_colour_share > MAX_ONE_COLOUR:
+        messages.append(
+            f"constant images dominate: {surveyed.one_colour_share:.0%} of the sampled images show only one colour; "
+            "remove them, or see data.range and data.bands"
+        )
+    largest = max(surveyed.class_shares.values(), default=0.0)
+    if largest > max(0.5, 1.5 / max(1, len(surveyed.class_shares))):
+        messages.append(
+            f"one class dominates: {largest:.0%} of the labelled images are of one class, the baseline of kNN "
+            "accuracy; balance the images, or name another data.label_column"
         )
     return messages
 

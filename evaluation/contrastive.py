@@ -33,7 +33,6 @@ from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.runtime.start import run_main
-from mpp.training.facts import facts_of_weights
 from mpp.training.feed import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker, last_evaluation
@@ -95,9 +94,6 @@ class Contrastive(ImageTask):
         projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
         mean, std = model.normalization(channels)
         return HeadedEncoder(encoder, projection, head.pooling, mean, std), img_size
-
-    def facts(self) -> dict[str, Any]:
-        return super().facts() | facts_of_weights(self.config.model, self.config.optim)
 
     @property
     def method(self) -> str:

@@ -33,6 +33,7 @@ from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
 from evaluation.frozen.training_reports import tested_encoder
+from evaluation.supervision.classification import card_of_file
 from evaluation.supervision.classifiers import Classifier, load_classifier
 from mpp.config import rebuild, require
 from mpp.data.workers import deaths_explained
@@ -42,7 +43,6 @@ from mpp.models.plain import set_attention
 from mpp.runtime.files import complete, partial_path
 from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import SAFETENSORS_SUFFIX, encoder_folder, fingerprint, zoo_folder
-from mpp.training.card import card_of_file
 
 TRACED_IMAGES = 3  # torch.export takes a batch of one for a constant
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")

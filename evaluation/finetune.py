@@ -38,7 +38,7 @@ from evaluation.metrics.scoring import (
     kind_of_report,
     kind_of_results,
 )
-from evaluation.supervision.classification import Classification, score_of_run
+from evaluation.supervision.classification import HEAD_LEFT_OUT, Classification, score_of_run
 from evaluation.supervision.heads import HeadedEncoder, zero_head
 from mpp.config import flatten, nested, rebuild, require
 from mpp.data.loader import BatchLayout
@@ -48,12 +48,10 @@ from mpp.models.plain import checkpoint_activations
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
 from mpp.runtime.weights import fingerprint
-from mpp.training.card import HEAD_LEFT_OUT
-from mpp.training.cost import DEVICE_HOURS, PFLOP
+from mpp.training.branch import note_growth
+from mpp.training.history import DEVICE_HOURS, PFLOP
 from mpp.training.log import Tracker, last_evaluation, last_scalars
-from mpp.training.phases import note_growth
-from mpp.training.report_process import write_run_page
-from mpp.training.run import train
+from mpp.training.run import train, write_run_page
 from mpp.training.run_folder import saved_settings
 
 MAX_LEFT_OUT = 5000

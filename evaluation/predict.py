@@ -161,7 +161,7 @@ def write_predicted_masks(
     Raises:
         UserError: the folder of masks or overlays may hold others, or would be among the images.
     """
-    refuse_among_images("out", Path(config.out), "data", config.data.path)
+    refuse_among_images("out", Path(config.out), config.data.path)
     classifier = open_pixel_classifier(classifier_source, config.data.channels)
     note_other_images(classifier_source.encoder, config.data, classifier_source.how_read)
     classifier.encoder.to(accelerator.device)

@@ -22,8 +22,8 @@ from evaluation.pages.run_words import subtitle, verdict_points
 from mpp.config import rebuild, require
 from mpp.config.imports import require_imports
 from mpp.runtime.start import run_main
+from mpp.training.branch import saved_phases
 from mpp.training.log import read_history
-from mpp.training.phases import saved_phases
 from mpp.training.run_folder import REPORT_PAGE
 from mpp.training.watch import read_verdict
 

@@ -11,7 +11,6 @@ and its encoder/ are as pre-training's, so that every probe takes it.
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from evaluation.frozen.provenance import refuse_learned_images
 from evaluation.frozen.results import print_details, write_report
 from evaluation.frozen.training_reports import SUPERVISED_REPORT
 from evaluation.metrics.scoring import add_figures, kind_of_results
-from evaluation.supervision.classification import Classification, score_of_run
+from evaluation.supervision.classification import BOTH_HEADS_LEFT_OUT, HEAD_LEFT_OUT, Classification, score_of_run
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
 from evaluation.supervision.deit import DistilledEncoder, average_heads, build_student, distillation_loss
 from evaluation.supervision.heads import HeadedEncoder, build_backbone, build_head
@@ -34,11 +33,8 @@ from mpp.data.views import collate
 from mpp.models.descriptions import licence_of
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
-from mpp.training.card import BOTH_HEADS_LEFT_OUT, HEAD_LEFT_OUT
-from mpp.training.facts import facts_of_weights
 from mpp.training.flops import executed_flops
-from mpp.training.report_process import write_run_page
-from mpp.training.run import train
+from mpp.training.run import train, write_run_page
 
 
 class Supervised(Classification):
@@ -65,13 +61,6 @@ class Supervised(Classification):
     def method(self) -> str:
         """Its training in a sentence, for the model card."""
         return f"Trained with labels, from {self.start}; {HEAD_LEFT_OUT}"
-
-    def facts(self) -> dict[str, Any]:
-        """Those of random weights, too: weights to begin from are fine-tuned, at other rates than pre-training's."""
-        of_weights = {}
-        if self.config.model.init_from is None:
-            of_weights = facts_of_weights(self.config.model, self.config.optim)
-        return super().facts() | of_weights
 
     def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder with its head; height and width of its images."""

@@ -46,10 +46,9 @@ from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
 from mpp.training.checkpoint import restore_trained
-from mpp.training.facts import facts_of_weights
 from mpp.training.feed import to_device
 from mpp.training.flops import executed_flops
-from mpp.training.learning_warnings import describe_collapse
+from mpp.training.health import targets_collapse
 from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
@@ -211,13 +210,9 @@ class Pretraining(ImageTask):
         """Stop, if `objective.stop_on_collapse`, when the targets have become the same for all patches."""
         if not self.config.objective.stop_on_collapse:
             return
-        message = describe_collapse(scalars["target_share"], self.config.optim.lr, self.moves_teacher)
+        message = targets_collapse([scalars], self.config)
         if message:
             raise UserError(f"targets collapse: {message}")
-
-    def facts(self) -> dict[str, Any]:
-        of_method = {"moving": self.moves_teacher, "objective": self.config.objective.name}
-        return super().facts() | facts_of_weights(self.config.model, self.config.optim) | of_method
 
     def exported(self, model: nn.Module) -> nn.Module:
         """The module with the encoder that is probed and exported, and the normalisation of its input."""

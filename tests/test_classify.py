@@ -116,11 +116,6 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     assert json.loads((folder / "data.json").read_text())["train"]["classes"] == birds
 
 
-def test_random_weights_that_stay_at_first_are_warned_of(tmp_path, capsys):
-    train_supervised(tmp_path / "run", *SMALL, "--optim.frozen_steps=1", "--run.steps=2")
-    assert "warning: random weights stay: optim.frozen_steps freezes weights" in capsys.readouterr().err
-
-
 def test_the_largest_class_is_the_accuracy_of_a_constant():
     assert largest_class_share(np.array([2, 0, 2, 1])) == 0.5
     several_right = np.array([[2, 0], [0, -1], [1, -1]])

@@ -20,7 +20,7 @@ from evaluation.frozen.encoder import load_frozen_encoder
 from mpp.config import Config
 from mpp.config.parsing import as_command_line, parse
 from mpp.errors import UserError
-from mpp.training.cost import DEVICE_HOURS, PFLOP
+from mpp.training.history import DEVICE_HOURS, PFLOP
 
 KNN = {"name": "kNN", "command": "knn"}
 TRAINED = {"name": "a", "encoder": "b", "train": "pretrain", "seeds": [0, 1]}

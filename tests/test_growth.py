@@ -2,22 +2,21 @@
 
 import json
 import math
-import re
 import shutil
 import stat
 
 import pytest
 from conftest import Killed, kill_at, read_metrics
 
-from evaluation.config import OneRunConfig
+from evaluation.pages.run_words import describe_growth
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError
 from mpp.pretrain import Pretraining
 from mpp.training import branch
 from mpp.training.checkpoint import kept_steps
-from mpp.training.growth import describe_growth, first_difference, refuse_other_rates
 from mpp.training.optim import learning_rate
+from mpp.training.run_folder import same_until
 
 WSD = ("--optim.schedule=wsd", "--optim.cooldown=0.5")
 ADAM = ("--optim.name=adam", "--optim.lr=0.01")
@@ -69,8 +68,7 @@ def test_a_cooldown_that_begins_in_the_warm_up_is_refused():
 )
 def test_one_rule_says_up_to_where_two_runs_are_one(before, now, first):
     warm_up = "--optim.warmup_steps=5"
-    step, name = first_difference(config(warm_up, *now), config(warm_up, *before), 40)
-    assert (step, name) == (first, "optim.lr" if first < 40 else "")
+    assert same_until(config(warm_up, *now), config(warm_up, *before), 40) == first
 
 
 @pytest.mark.parametrize(("half_life", "first"), [("[0.1, 0.1]", 0), ("[1, 30]", 1), ("[8, 8]", 40)])
@@ -81,8 +79,7 @@ def test_a_moving_average_in_steps_suits_any_length_and_shares_do_not(half_life,
         "--optim.warmup_steps=2",
         f"--objective.half_life={half_life}",
     )
-    step, name = first_difference(config(*options, "--run.steps=80"), config(*options, "--run.steps=40"), 40)
-    assert (step, name) == (first, "objective.half_life" if first < 40 else "")
+    assert same_until(config(*options, "--run.steps=80"), config(*options, "--run.steps=40"), 40) == first
 
 
 def test_half_lives_are_both_shares_or_both_steps():
@@ -113,9 +110,6 @@ def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(pretrain, tmp_path,
 def test_a_run_whose_rate_was_stable_goes_on_in_its_folder(pretrain, tmp_path, capsys):
     whole = pretrain("--optim.schedule=constant", "--run.steps=8", dir=tmp_path / "whole")
     grown = pretrain("--optim.schedule=constant", "--run.steps=4")
-    printed = capsys.readouterr().out
-    assert "longer: the same command with a larger run.steps; cooled down: --run.branch_from" in printed
-    assert re.search(r"^cost: \S+ PFLOP, \S+ device-hours$", printed, re.MULTILINE)
     assert pretrain("--optim.schedule=constant", "--run.steps=8") == grown
     assert encoder_of(grown) == encoder_of(whole)
 
@@ -132,13 +126,9 @@ def test_a_trunk_keeps_its_warm_up(pretrain, tmp_path):
 
 def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, capsys):
     run = pretrain(*WSD)
-    assert (
-        f"longer: --run.branch_from {run}@2 --run.dir NEW --run.steps N continues from before"
-        in capsys.readouterr().out
-    )
-    with pytest.raises(
-        UserError, match=f"from step 3 on its optim.lr was different .*; --run.branch_from {run}@2 --run.dir NEW"
-    ):
+    advice = describe_growth(parse_saved(Config, run / "config.yaml"), run)
+    assert advice.startswith(f"--run.branch_from {run}@2 --run.dir NEW")
+    with pytest.raises(UserError, match=f"step 3 would have been another .*--run.branch_from {run}@STEP"):
         pretrain(*WSD, "--run.steps=8")
     longer = pretrain(*WSD, "--run.steps=8", f"--run.branch_from={run}@2", dir=tmp_path / "longer")
     whole = pretrain(*WSD, "--run.steps=8", dir=tmp_path / "whole")
@@ -147,36 +137,31 @@ def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, ca
 
 def test_a_cosine_run_cannot_grow_and_says_so(pretrain, tmp_path, capsys):
     run = pretrain()
-    said = capsys.readouterr().out
-    assert f"longer: another run (--model.init_from {run}: from this encoder), since optim.schedule cosine" in said
-    assert "one with --optim.schedule wsd can continue" in said
-    new = f"begin a new run with --optim.schedule wsd --run.dir NEW \\(--model.init_from {run}: from its encoder"
-    with pytest.raises(UserError, match=f"from step 1 on its optim.lr was different .*{new}"):
+    advice = describe_growth(parse_saved(Config, run / "config.yaml"), run)
+    assert advice.startswith(f"another run from this encoder (--model.init_from {run})")
+    with pytest.raises(UserError, match=r"step 1 would have been another .*optim.schedule wsd"):
         pretrain("--run.steps=8")
     assert pretrain("--run.steps=8", f"--model.init_from={run}", dir=tmp_path / "new").is_dir()
-    shutil.rmtree(run / "encoder")  # as before its end
-    with pytest.raises(UserError, match=r"begin a new run with --optim.schedule wsd --run.dir NEW$"):
-        pretrain("--run.steps=8")
 
 
 def test_fewer_steps_than_are_done_are_refused(pretrain):
     run = pretrain("--optim.schedule=constant")
-    with pytest.raises(UserError, match=f"run.steps is 3, and {run} has done 4 steps; .*--run.branch_from {run}@2"):
+    with pytest.raises(UserError, match=f"run.steps is 3; it must be at least 4, the steps of {run}"):
         pretrain("--optim.schedule=constant", "--run.steps=3")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--run.branch_from=TRUNK@3", r"it must be one of the kept steps of that run: 2, 4 \(run.keep_at"),
-        ("--run.branch_from=TRUNK/no@2", "with the folder of a run"),
+        ("--run.branch_from=TRUNK@3", r"a kept step of a run: 2, 4 \(run.keep_at"),
+        ("--run.branch_from=TRUNK/no@2", "there are none"),
         ("--run.branch_from=TRUNK", "it must be FOLDER@STEP"),
         ("--run.branch_from=TRUNK@two", "it must be FOLDER@STEP"),
         (
             "--run.branch_from=TRUNK@2 --run.seed=1 --optim.lr=1",
-            r"a run with run.seed \(0 in it, 1 now\), optim.lr \(0.01 in it, 1.0 now\); it must be a run that",
+            r"run.branch_from is .*another config: run.seed \(0 in the run, 1 now\), optim.lr \(0.01 in the run",
         ),
-        ("--run.branch_from=TRUNK@4 --run.steps=5 --optim.cooldown=0.8", r"from step 2 on its optim.lr was different"),
+        ("--run.branch_from=TRUNK@4 --run.steps=5 --optim.cooldown=0.8", r"step 2 would have been another"),
     ],
 )
 def test_what_cannot_be_branched_from_is_refused_and_leaves_no_folder(pretrain, tmp_path, options, message):
@@ -190,9 +175,9 @@ def test_what_cannot_be_branched_from_is_refused_and_leaves_no_folder(pretrain, 
 def test_a_branch_of_another_branch_point_is_refused(pretrain, tmp_path):
     trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
     branched = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-    with pytest.raises(UserError, match=f"and the run in {branched} branched from {trunk}@2; leave out run.branch"):
+    with pytest.raises(UserError, match=f"it must be {trunk}@2, as when the run in {branched}"):
         pretrain(*WSD, f"--run.branch_from={trunk}@4", dir=branched)
-    with pytest.raises(UserError, match=f"and the run in {trunk} began with its first step; leave out run.branch"):
+    with pytest.raises(UserError, match=f"it must be left out, as when the run in {trunk}"):
         pretrain("--optim.schedule=constant", f"--run.branch_from={branched}@2", dir=trunk)
 
 
@@ -201,7 +186,7 @@ def test_a_damaged_checkpoint_is_not_branched_from(pretrain, tmp_path):
     with (trunk / "checkpoints" / "step_00000002" / "optimizer.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"!")
-    with pytest.raises(UserError, match=r"step_00000002 is damaged \(optimizer.safetensors\): no run can branch"):
+    with pytest.raises(UserError, match=r"trunk@2; .*its optimizer.safetensors is damaged"):
         pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
     assert kept_steps(tmp_path / "branch") == []
 
@@ -316,7 +301,7 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(pretrain, tmp_path
             shutil.rmtree(source)
 
     monkeypatch.setattr(branch.shutil, "copyfile", deletes)
-    with pytest.raises(UserError, match=r"step_00000002 was deleted while it was copied, .* its run.keep_at"):
+    with pytest.raises(UserError, match=r"trunk@2 cannot be copied"):
         pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
     assert kept_steps(tmp_path / "branch") == []
 
@@ -326,50 +311,18 @@ def test_one_rate_that_differs_at_the_last_step_that_is_done_is_refused(pretrain
     warm_up = ("--optim.warmup_steps=0",)
     trunk = pretrain("--optim.schedule=constant", *warm_up, "--run.steps=8")
     with pytest.raises(
-        UserError, match=r"from step 7 on its optim.lr was different"
+        UserError, match=r"step 7 would have been another"
     ):  # by the square root of its progress since step 6
         pretrain("--optim.schedule=wsd", "--optim.cooldown=0.4", *warm_up, "--run.steps=10")
     assert pretrain("--optim.schedule=wsd", "--optim.cooldown=0.3", *warm_up, "--run.steps=10") == trunk  # from step 7
 
 
-def test_a_run_whose_teacher_follows_its_length_says_that_it_cannot_grow(pretrain, capsys):
+def test_a_run_whose_teacher_follows_its_length_cannot_grow(pretrain):
     teacher = ("--config=configs/rivals/data2vec.yaml", "--model.depth=2", "--optim.schedule=constant")
     run = pretrain(*teacher)
-    said = capsys.readouterr().out
-    another = f"longer: another run (--model.init_from {run}: from this encoder)"
-    assert f"{another}, since objective.half_life follows run.steps (4)" in said
-    with pytest.raises(UserError, match=r"its objective.half_life was different .*\[40, 40\], suit runs of any length"):
+    with pytest.raises(UserError, match=r"the decay of the teacher's average, of step \d would have been another"):
         pretrain(*teacher, "--run.steps=8")
     assert kept_steps(run) == [2, 4]
-
-
-def test_a_run_that_only_cools_down_names_no_checkpoint_to_branch_from(pretrain, capsys):
-    run = pretrain("--optim.schedule=wsd", "--optim.cooldown=1", "--run.checkpoint_every=4")
-    another = f"longer: another run (--model.init_from {run}: from this encoder)"
-    assert f"{another}, since there is no checkpoint from before the cooldown" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("schedule", [(), WSD])
-def test_a_fine_tuning_is_advised_only_what_it_can_do(schedule, tmp_path):
-    """It is several runs, which do not branch, and it has no model.init_from."""
-    before, longer = (parse(OneRunConfig, [*schedule, f"--run.steps={steps}"]) for steps in (4, 8))
-    (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
-    assert describe_growth(before, tmp_path) == "the same command with a larger run.steps and another run.dir"
-    with pytest.raises(UserError, match=r"its optim.lr was different .*; begin a new one with another run\.dir$"):
-        refuse_other_rates(longer, before, tmp_path, 4)
-
-
-def test_the_command_that_fewer_steps_are_told_works(pretrain, tmp_path):
-    """A run that had cooled down at the kept step cannot go on from it as one with fewer steps."""
-    run = pretrain(*WSD, "--run.steps=8", "--run.checkpoint_every=1", "--run.keep_checkpoints=8")
-    with pytest.raises(UserError, match=f"it must be at least that, or --run.branch_from {run}@4 --run.dir NEW"):
-        pretrain(*WSD, "--run.steps=7")
-    whole = pretrain(*WSD, "--run.steps=7", dir=tmp_path / "whole")
-    shorter = pretrain(*WSD, "--run.steps=7", f"--run.branch_from={run}@4", dir=tmp_path / "shorter")
-    assert encoder_of(shorter) == encoder_of(whole)
-    cosine = pretrain("--run.keep_checkpoints=8", dir=tmp_path / "cosine")
-    with pytest.raises(UserError, match=r"it must be at least that$"):
-        pretrain("--run.steps=3", dir=cosine)
 
 
 def test_the_best_encoder_of_a_branch_is_that_since_it_began(pretrain, tmp_path):
@@ -415,25 +368,7 @@ def test_a_branch_without_a_whole_checkpoint_does_not_begin_at_step_0(pretrain, 
     assert read_metrics(pretrain(*WSD, dir=begun), "loss") == read_metrics(begun, "loss")
 
 
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        (("--optim.schedule=constant", "--optim.warmup_steps=3"), r"optim\.warmup_steps must be 0, as when it began"),
-        (("--optim.schedule=cosine",), r"optim\.schedule must be constant or wsd"),
-    ],
-)
-def test_a_refusal_advises_what_would_work(pretrain, options, advice):
-    pretrain("--optim.schedule=constant")
-    with pytest.raises(UserError, match=advice):
-        pretrain("--run.steps=8", *options)
-
-
 def test_a_branch_that_would_end_before_it_begins_is_refused(pretrain, tmp_path):
     trunk = pretrain("--optim.schedule=constant", "--run.steps=6", dir=tmp_path / "trunk")
-    with pytest.raises(UserError, match=f"run.steps is 3; it must be at least 4, where the run branches from {trunk}"):
+    with pytest.raises(UserError, match=f"run.steps is 3; it must be at least 4, the steps of {trunk}"):
         pretrain(*WSD, "--run.steps=3", f"--run.branch_from={trunk}@4", dir=tmp_path / "branch")
-
-
-def test_a_stable_rate_with_a_moving_average_by_shares_is_noted_at_the_start(pretrain, capsys):
-    pretrain("--config=configs/rivals/data2vec.yaml", "--model.depth=2", "--optim.schedule=constant")
-    assert "this run cannot grow, since objective.half_life is a share of run.steps" in capsys.readouterr().out

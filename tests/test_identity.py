@@ -125,16 +125,20 @@ def test_a_run_continues_with_any_spelling_of_its_paths(pretrain, image_folder, 
 
 
 def test_a_run_continues_where_its_images_moved_to(pretrain, image_folder, tmp_path, monkeypatch):
+    """Also a finished one: otherwise other images would pass for those that it was trained on."""
     monkeypatch.chdir(tmp_path)
     options = (*CUT, "--data.cut_seed=3")
-    pretrain("--data.path=images", *options)
+    run = pretrain("--data.path=images", *options)
+    encoder = (run / "encoder" / "model.safetensors").read_bytes()
     image_folder.rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=f"{image_folder}, which is gone"):
-        pretrain("--data.path=images", *options)
     pretrain("--data.path=moved", *options)
-    (tmp_path / "moved" / "cat" / "01.png").unlink()
-    with pytest.raises(UserError, match=r"data.path"):
-        pretrain("--data.path=moved", *options)
+    saved = (run / "config.yaml").read_text()
+    assert f"path: {tmp_path}/moved\n" in saved and (run / "encoder" / "model.safetensors").read_bytes() == encoder
+    other = shutil.copytree(tmp_path / "moved", tmp_path / "other")
+    (other / "cat" / "01.png").unlink()
+    with pytest.raises(UserError, match=r"other images or weights: train: images was \d+, is"):
+        pretrain("--data.path=other", *options)
+    assert (run / "config.yaml").read_text() == saved
 
 
 def test_a_stream_is_known_by_its_files(pretrain, two_shards, monkeypatch):

@@ -45,7 +45,7 @@ def pages(monkeypatch):
         written.append((run, reports_of_training(run)))
         return subprocess.CompletedProcess(words, 0, "wrote report.html\n", "")
 
-    monkeypatch.setattr("mpp.training.report_process.subprocess.run", write)
+    monkeypatch.setattr("mpp.training.run.subprocess.run", write)
     return written
 
 

@@ -296,9 +296,9 @@ def test_pretraining_has_the_report_written_by_a_process_that_is_alone(pretrain,
 
     def failing_run(words, env, **options):
         calls.append((words, env))
-        return subprocess.CompletedProcess(words, 2, "", "error: the disk is full\n")
+        raise subprocess.CalledProcessError(2, words, "", "error: the disk is full\n")
 
-    monkeypatch.setattr("mpp.training.report_process.subprocess.run", failing_run)
+    monkeypatch.setattr("mpp.training.run.subprocess.run", failing_run)
     folder = pretrain("--run.report=true", without="--run.report")
     words, env = calls[0]
     assert words[1:] == (str(ROOT / "evaluation" / "report.py"), "--encoder", str(folder))
@@ -446,10 +446,9 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
 
 
 def test_a_check_warns_of_loading_that_is_slow():
-    task = SimpleNamespace(facts=lambda: {})
 
     def warnings(waiting: float) -> list[str]:
-        return check.warnings_before_training(task, Config(), None, check.StepCost(1.0, waiting, 1.0, 1, 1))
+        return check.warnings_before_training(Config(), None, check.StepCost(1.0, waiting, 1.0, 1, 1))
 
     (warning,) = warnings(0.5)
     assert warning.startswith("data-loading bottleneck: training waits for images 50% of ")

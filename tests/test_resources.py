@@ -3,13 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-import timm
 from torch.utils.data import Dataset
 
 from mpp.data.workers import WORKERS_ARE_FORKS, WatchedLoader, deaths_explained, kill_workers
 from mpp.errors import UserError
 from mpp.training import loop
-from mpp.training.run import describe_attention
 
 
 class NoRoom(Dataset):
@@ -55,9 +53,3 @@ def test_a_run_ends_where_its_disk_has_no_room_for_a_checkpoint(pretrain, monkey
 
 
 # --- attention ---
-
-
-@pytest.mark.parametrize(("name", "kind"), [("vit_tiny_patch16_224", "fused"), ("resnet18", "unfused")])
-def test_the_line_on_attention(name, kind):
-    task = SimpleNamespace(model=SimpleNamespace(encoder=timm.create_model(name)))
-    assert describe_attention(task) == f"attention: {kind}"

@@ -24,7 +24,7 @@ from evaluation.frozen.provenance import lineage
 from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError
 from mpp.training.checkpoint import kept_steps
-from mpp.training.cost import PFLOP
+from mpp.training.history import PFLOP
 
 STABLE = {"optim.schedule": "constant", "optim.warmup_steps": 1, "run.keep_checkpoints": 1}
 COOLED = {"optim.schedule": "wsd", "optim.cooldown": 0.5}

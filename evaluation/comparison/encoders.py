@@ -7,16 +7,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import timm
+
 from evaluation.comparison.branches import check_branch, parting_step
 from evaluation.comparison.entries import EncoderEntry, Options
 from evaluation.comparison.trainings import TRAININGS, parent_settings
 from evaluation.frozen.run_images import evaluated_image_settings, find_run, run_image_settings
 from evaluation.supervision.classifiers import TEACHER_SETTING
-from mpp.config import HOW_READ, SourceConfig, require
+from mpp.config import HOW_READ, SourceConfig, TrainingConfig, require
 from mpp.config.parsing import as_command_line, parse
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
-from mpp.training.user_code import refuse_unregistered
+from mpp.training.user_code import parts_named
 
 SettingsT = TypeVar("SettingsT")
 
@@ -126,6 +128,16 @@ def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
     require(is_own, f"encoders: {entry.name}: run.seed", settings.run.seed, "left out: seeds has several")
     refuse_unregistered(settings)
     return settings
+
+
+def refuse_unregistered(config: TrainingConfig) -> None:
+    """Raise UserError where settings name a part that nothing has registered in this process.
+
+    For plans of trainings: without their --import, results would be taken for those of other settings.
+    """
+    parts_named(config)
+    model = config.model and config.model.name
+    require(not model or timm.is_model(model), "model.name", model, "a timm model, or registered by --import FILE")
 
 
 def source_of(encoder: Encoder) -> SourceConfig | None:

@@ -15,7 +15,7 @@ from evaluation.metrics.intervals import wilson
 from evaluation.metrics.kinds import LabelKind
 from evaluation.metrics.scoring import ONE_CLASS, kind_of_report, kind_of_score, rank_of
 from mpp.errors import UserError
-from mpp.training.cost import DEVICE_HOURS, PFLOP
+from mpp.training.history import DEVICE_HOURS, PFLOP
 
 COSTS = {"pflop": PFLOP, "device_hours": DEVICE_HOURS}
 """Entry of a row about fine-tuning's cost -> scalar of the cost of training an encoder (`training_pflop`)."""

@@ -42,9 +42,8 @@ from mpp.runtime.messages import note
 from mpp.runtime.start import user_message
 from mpp.training.checkpoint import kept_steps, newest_step
 from mpp.training.log import read_history
-from mpp.training.record import read_record
 from mpp.training.run import fingerprint_first_weights, train
-from mpp.training.run_folder import is_finished
+from mpp.training.run_folder import is_finished, read_record
 
 FULL_DISK = ("No space left", "quota exceeded")
 """Words of errors, or of those that they come from, where a disk or a user's share of it is full."""

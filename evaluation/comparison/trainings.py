@@ -20,11 +20,10 @@ from mpp.data.loader import BatchLayout
 from mpp.pretrain import Pretraining
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import HUB, ZOO
-from mpp.training.cost import PFLOP
 from mpp.training.flops import flops_of_step
-from mpp.training.growth import branch_point
+from mpp.training.history import PFLOP
 from mpp.training.log import last_scalars
-from mpp.training.run_folder import group_of, saved_settings
+from mpp.training.run_folder import branch_point, group_of, saved_settings
 from mpp.training.task import ImageTask
 
 PETA = 1e15

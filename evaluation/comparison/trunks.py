@@ -8,7 +8,7 @@ from pathlib import Path
 from evaluation.comparison.cases import Case
 from evaluation.comparison.trainings import pflop_without_trunk
 from mpp.errors import UserError
-from mpp.training.cost import PFLOP
+from mpp.training.history import PFLOP
 from mpp.training.log import last_scalars
 
 Compute = dict[str, float]

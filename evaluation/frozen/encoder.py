@@ -24,7 +24,7 @@ from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.plain import set_attention
 from mpp.palette import palette_for, sum_pixels
 from mpp.runtime.hardware import uses_gpu
-from mpp.training.phases import note_growth
+from mpp.training.branch import note_growth
 
 CELLS_PER_SIDE = 8  # of the colour baselines
 BASELINE_SIZE = 64  # of the images that a colour baseline is shown, where nothing else is asked for

@@ -11,13 +11,13 @@ from evaluation.frozen.run_images import (
     find_run,
     is_moved_copy,
     load_unchanged_splits,
+    path_after_move,
 )
 from mpp.config import HOW_READ, DataConfig, flatten, rebuild
 from mpp.config.parsing import ConfigT, check_given, read
 from mpp.data.sources import image_arguments
 from mpp.models.descriptions import how_read
 from mpp.runtime.messages import tell
-from mpp.training.record import path_after_move
 from mpp.training.run_folder import saved_settings
 
 EncoderOf = Callable[[Any], str]

@@ -25,8 +25,7 @@ from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import is_named
 from mpp.runtime.messages import note, warn
-from mpp.training.record import read_record
-from mpp.training.run_folder import group_of, saved_settings
+from mpp.training.run_folder import group_of, read_record, saved_settings
 
 MAX_TEST_IMAGES_SEARCHED = 1000  # test images that are searched for among the training images of another location
 MAX_TRAINING_IMAGES_SEARCHED = 200_000  # reading the sizes of so many files takes some seconds

@@ -17,22 +17,15 @@ from numpy.typing import NDArray
 from mpp.config import HOW_READ, SourceConfig, as_words, flatten, rebuild, settings_of
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
-from mpp.data.identity import identify_images
+from mpp.data.identity import differences, digest_listing, identify_images
 from mpp.data.labels import AUTO
-from mpp.data.shards import load_streamed
+from mpp.data.shards import list_stream_files, load_streamed
 from mpp.data.sources import load_image_datasets, load_splits
 from mpp.errors import UserError
 from mpp.models.descriptions import as_saved, how_read
 from mpp.runtime.messages import is_first_process, note
 from mpp.runtime.weights import run_of
-from mpp.training.record import (
-    image_differences,
-    is_known_by_files,
-    path_after_move,
-    read_record,
-    recorded_commit,
-)
-from mpp.training.run_folder import saved_settings
+from mpp.training.run_folder import read_record, recorded_commit, saved_settings
 
 LoadedSplits = dict[str, Dataset]
 """Rows of a dataset's splits, by name: a large folder takes long to list. Functions that get None load them."""
@@ -241,3 +234,43 @@ def record_source(source: SourceConfig, label_kind: str) -> dict[str, Any]:
         "train": identify_images(train, with_labels=True, retries=source.read_retries),
         "held_out": identify_images(held_out, with_labels=True, retries=source.read_retries),
     }
+
+
+def image_differences(folder: Path, data: SourceConfig, splits: LoadedSplits | None = None) -> list[str]:
+    """Differences of images from those that a run began with, in words; empty: the same, as far as data.json says.
+
+    For a stream the names and sizes of the files are compared, otherwise names, and the bytes of some files.
+
+    Args:
+        data: the settings of the run's images, perhaps with another `path`.
+        splits: those of the dataset, if they are loaded already.
+    Raises:
+        UserError: they cannot be loaded.
+    """
+    before = read_record(folder) or {}
+    if is_known_by_files(before):
+        return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
+    now = {}
+    images = load_image_datasets(data, splits, AUTO, announce=False)  # the command says which images it takes
+    for part, dataset in zip(("train", "held_out"), images, strict=True):
+        known = identify_images(dataset, with_labels=False, retries=data.read_retries)
+        now[part] = {key: known[key] for key in ("split", "files")}
+        has_all_images = before.get(part, {}).get("chosen", "") is None
+        if has_all_images:
+            now[part]["images"] = len(dataset.origin.rows)
+    if "shards" in before.get("train", {}):  # a folder that was cut into shards
+        now = {"train": {"names": now["train"]["files"]}}
+    return differences(before, now)
+
+
+def is_known_by_files(record: dict[str, Any]) -> bool:
+    """Whether a run read shards as a stream, whose record has the names and sizes of the files."""
+    train = record.get("train", {})
+    return "shards" in train and "names" not in train
+
+
+def path_after_move(file: str | None, before: str, now: str) -> str | None:
+    """The path of a file after a folder has moved from `before` to `now`; other files keep theirs."""
+    if file is None or not Path(file).is_relative_to(before):
+        return file
+    return str(Path(now) / Path(file).relative_to(before))

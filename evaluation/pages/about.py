@@ -11,8 +11,10 @@ import mpp
 from evaluation.pages.page import Block, Table, Text
 from mpp.config import as_words, flatten
 from mpp.runtime.hardware import cores, uses_gpu
+from mpp.runtime.messages import counted
 
 LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
+DURATION_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"))
 SETTINGS_NOT_SHOWN = ("run.dir", "run.precision")  # where precision is not set, it depends on the machine
 
 
@@ -52,3 +54,12 @@ def machine_blocks() -> list[Block]:
         ["GPU", torch.cuda.get_device_name() if uses_gpu() else "none"],
     ]
     return [Table(["", ""], [*map(list, recorded_versions().items()), *hardware], "Process that wrote this page")]
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit that fits, such as "8.3 minutes"."""
+    for size, unit in DURATION_UNITS:
+        if seconds >= 1.5 * size:
+            count = seconds / size
+            return f"{count:.1f} {unit}" if count < 10 else f"{count:.0f} {unit}"
+    return counted(round(seconds), "second")

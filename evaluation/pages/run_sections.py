@@ -23,10 +23,9 @@ from mpp.config.parsing import as_command_line, parse_saved
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
 from mpp.runtime.weights import BEST, ENCODER, fingerprint, has_encoder
+from mpp.training.branch import saved_phases
 from mpp.training.history import History, evaluations
-from mpp.training.phases import saved_phases
-from mpp.training.record import recorded_commit
-from mpp.training.run_folder import CONFIG_FILE, group_of, saved_settings
+from mpp.training.run_folder import CONFIG_FILE, group_of, recorded_commit, saved_settings
 from mpp.training.verdict import name_of_start
 
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}

@@ -3,35 +3,39 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from evaluation.frozen.training_reports import CLASSIFIERS, config_class_of
+from evaluation.pages.about import duration
 from evaluation.pages.page import Link, Section
 from evaluation.pages.run_sections import COMMANDS, begins_from_weights
+from mpp.config import TrainingConfig
 from mpp.config.parsing import parse_saved
 from mpp.errors import UserError
-from mpp.training.cost import describe_cost
-from mpp.training.growth import describe_growth
+from mpp.training.branch import saved_phases
+from mpp.training.checkpoint import kept_steps
 from mpp.training.history import (
+    DEVICE_HOURS,
     HOUR,
+    PFLOP,
     History,
     after_training_began,
     best_depth,
     last_logged_step,
     last_value,
     probe_lines,
+    series,
     values_by_depth,
 )
-from mpp.training.phases import saved_phases
-from mpp.training.record import read_record
-from mpp.training.run_folder import CONFIG_FILE, group_of, saved_settings
+from mpp.training.run_folder import CONFIG_FILE, group_of, read_record, saved_settings
 from mpp.training.verdict import (
     LOSS_FALLS,
-    describe_few_images,
-    describe_learning,
+    describe_features,
+    describe_prediction,
     describe_shortness,
     describe_trend,
-    duration,
+    has_few_images,
     name_of_start,
     percent,
 )
@@ -91,17 +95,14 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
     done = last_logged_step(history)
     finished = not isinstance(steps, int) or done >= steps
     unfinished = "" if finished else f"The run is not finished: it logged {done:,} of {steps:,} steps"
-    learning = []
-    for sentence in describe_learning(history, begins_from_weights(folder)):
-        learning.append((sentence.text, "features" if sentence.is_of_features else "curves"))
+    features = describe_features(history, begins_from_weights(folder), facts.get("evaluated", 0))
     sentences = [  # and the name of the section
         (unfinished, "curves"),
         (describe_shortness(steps) if isinstance(steps, int) else "", "curves"),
-        *learning,
-        (describe_few_images(history, facts.get("evaluated", 0)), "features"),
+        (describe_prediction(history), "curves"),
+        (features, "features"),
         (trend, "curves"),
-        (phases.describe_cooldown(done), "curves"),
-        (phases.describe_branch(), "curves"),
+        (phases.describe(done), "curves"),
     ]
     names = {section.name for section in sections}
     points: list[tuple[str, Link | None]] = []
@@ -172,9 +173,33 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
                 f"or another objective; they may still fine-tune well (mpp finetune --encoder {folder})"
             )
     by_depth = values_by_depth(last, group)
-    evaluated = read_verdict(folder).get("facts", {}).get("evaluated", 0)
-    if describe_few_images(history, evaluated):
+    if has_few_images(read_verdict(folder).get("facts", {}).get("evaluated", 0)):
         return advice
     if accuracy >= by_depth[max(by_depth)] + MIN_GAIN_OVER_LAST_DEPTH:
         advice.append(f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)")
     return advice
+
+
+def describe_cost(history: History) -> str:
+    """PFLOP and device-hours of a run so far, such as "0.12 PFLOP, 1.5 device-hours"; "" where neither was logged."""
+    costs = {"PFLOP": series(history, PFLOP), "device-hours": series(history, DEVICE_HOURS)}
+    return ", ".join(f"{values[-1][1]:.3g} {unit}" for unit, values in costs.items() if values)
+
+
+def describe_growth(config: TrainingConfig, folder: Path) -> str:
+    """The way to continue a finished run, in a line.
+
+    Args:
+        config: the run's, resolved.
+    """
+    if config.is_fine_tuning:
+        return "the same command with a larger run.steps and another run.dir"
+    steps = config.run.steps
+    stable = config.optim.stable_steps(steps)
+    if stable not in kept_steps(folder):
+        return (
+            f"another run from this encoder (--model.init_from {quote(str(folder))}); optim.schedule wsd can continue"
+        )
+    branch = f"--run.branch_from {quote(f'{folder}@{stable}')} --run.dir NEW --optim.schedule wsd --run.steps N"
+    same_folder = "the same command with a larger run.steps; cooled down: " if stable == steps else ""
+    return f"{same_folder}{branch}"

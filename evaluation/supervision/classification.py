@@ -1,6 +1,7 @@
 """Learning labels end to end: the task that supervised pre-training and fine-tuning share."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,15 @@ from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.feed import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.log import UNREADABLE_FILE, Tracker, last_evaluation
-from mpp.training.record import read_record
+from mpp.training.run_folder import read_record
 from mpp.training.task import ImageTask
 
 OUTCOMES_NAME = "heldout"
 """Name of a run's outcomes."""
+HEAD_LEFT_OUT = "the classification head is left out"
+BOTH_HEADS_LEFT_OUT = "both heads are left out"
+"""Endings of the sentence on training, in the card of an encoder that learned labels."""
+HOW_TO_LOAD = re.compile(r"^## Load it\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 class Classification(ImageTask):
@@ -233,3 +238,16 @@ def number_of_classes(splits: Sequence[ImageDataset]) -> int:
     if train.label_kind != "class":
         return len(train.class_names)
     return 1 + max(int(split.labels.max()) for split in splits)
+
+
+def card_of_file(card: str, has_head: bool) -> str:
+    """The card of an encoder's folder as that of a file that was exported from it, which timm cannot load.
+
+    Args:
+        has_head: whether the file has the classification head, too, or both of a distilled encoder.
+    """
+    card = HOW_TO_LOAD.sub("", card)
+    if has_head:
+        card = card.replace(HEAD_LEFT_OUT, "this file has the classification head, too")
+        card = card.replace(BOTH_HEADS_LEFT_OUT, "this file has the mean of both heads, too")
+    return card

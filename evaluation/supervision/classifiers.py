@@ -28,8 +28,7 @@ from mpp.models.teachers import resize_bilinear
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, damaged_files, restore_trained
-from mpp.training.record import read_record
-from mpp.training.run_folder import group_of, saved_settings
+from mpp.training.run_folder import group_of, read_record, saved_settings
 
 TEACHER_SETTING = "distill.teacher"
 ALLOWED_SOURCES = "the folder of a finished supervised or fine-tuned run, or a timm folder with a classification head"

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, gather_object
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from mpp.config import RunConfig, require
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.runtime.hardware import is_set
 
 BUILDING_TIMEOUT = timedelta(hours=6)
@@ -103,16 +103,33 @@ def on_main_process(accelerator: Accelerator, act: Callable[[], T]) -> T:
     Raises:
         UserError: on every process, if it raises a ValueError or OSError.
     """
-    outcome: Any = None
-    if accelerator.is_main_process:
-        try:
-            outcome = act(), None
-        except (ValueError, OSError) as error:
-            outcome = None, error if isinstance(error, UserError) else UserError(str(error))
+    outcome = attempt(act) if accelerator.is_main_process else None
     result, error = broadcast_object_list([outcome])[0]
     if error is not None:
         raise error
     return result
+
+
+def on_each_node(accelerator: Accelerator, act: Callable[[], T]) -> list[T]:
+    """The results of `act`, called by one process of each node, for all processes.
+
+    Raises:
+        UserError: on every process, if it raises a ValueError or OSError on a node.
+    """
+    outcome = attempt(act) if accelerator.is_local_main_process else None
+    outcomes = [each for each in gather_object([outcome]) if each is not None]
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
+
+
+def attempt(act: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    """The result of `act`, or its ValueError or OSError as a UserError: another process may wait for either."""
+    try:
+        return act(), None
+    except (ValueError, OSError) as error:
+        return None, error if isinstance(error, UserError) else UserError(one_line(error))
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -1,29 +1,35 @@
-"""Branches: a run that continues from a kept checkpoint of another run, the trunk, in a folder of its own."""
+"""Branches: a run that continues from a kept checkpoint of another run, the trunk, in a folder of its own.
+
+A branch is a copied checkpoint, and a comparison of all settings but four (`GROWING_SETTINGS`).
+"""
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from mpp.config import TrainingConfig, require
-from mpp.config.imports import require_imports
-from mpp.config.parsing import parse_saved
+from mpp.config import OptimConfig, RunConfig, TrainingConfig, require
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE
+from mpp.models.descriptions import exported_step
 from mpp.runtime.files import complete, hold
+from mpp.runtime.messages import note
+from mpp.runtime.weights import BEST, ENCODER, SAFETENSORS_SUFFIX, run_of
 from mpp.training.checkpoint import checkpoint_path, damaged_files, kept_steps, newest_step
-from mpp.training.growth import GROWING_SETTINGS, branch_point, refuse_other_rates
 from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after
-from mpp.training.record import RECORD_FILE
 from mpp.training.run_folder import (
-    CONFIG_FILE,
-    describe_changes,
+    RECORD_FILE,
+    branch_point,
     group_of,
+    refuse_other_settings,
     saved_settings,
-    settings_changed_since,
-    without_settings,
     write_config,
 )
 
+NOT_COOLED_DOWN = "not cooled down yet"
 COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
+
+
+# --- beginning a branch ---
 
 
 def origin_of(config: TrainingConfig) -> str | None:
@@ -48,89 +54,125 @@ def begin_branch(config: TrainingConfig, folder: Path) -> None:
     A branch with a checkpoint is left as it is. The checkpoint comes last, so an interrupted copy is made again.
 
     Raises:
-        UserError: there is no such checkpoint; or the trunk differs in more than its length, or was trained at another
-            rate up to there.
+        UserError: there is no such checkpoint, or it is damaged; or the trunk has other settings, or had another rate.
     """
-    trunk, step = branch_point(config.run.branch_from)
+    origin = config.run.branch_from
+    trunk, step = branch_point(origin)
     if newest_step(folder):
-        refuse_other_branch(folder, trunk, step)
+        saved = group_of(saved_settings(folder), "run").get("branch_from")
+        is_same = saved is not None and branch_point(saved) == (trunk, step)
+        require(is_same, "run.branch_from", origin, f"{saved or 'left out'}, as when the run in {folder} began")
         return
     refuse_other_trunk(config, trunk, step)
-    refuse_damaged(trunk, step)
     with hold(folder, "run.dir"):
         if newest_step(folder):  # another process began it meanwhile
             return
         write_config(config, folder)
         try:
-            copy_files(trunk, folder, step)
+            copy_beginning(trunk, folder, step)
         except OSError as error:
-            raise UserError(describe_failed_copy(trunk, folder, step, error)) from error
-
-
-def copy_files(trunk: Path, folder: Path, step: int) -> None:
-    """Copy a checkpoint, and before it the files that belong to it, from the trunk to a branch's folder."""
-    for name in COPIED_FILES:
-        if (trunk / name).is_file():
-            with complete(folder / name) as partial:
-                shutil.copyfile(trunk / name, partial)
-    drop_after(folder, step)
-    copy_checkpoint(trunk, folder, step)
-
-
-def describe_failed_copy(trunk: Path, folder: Path, step: int, error: OSError) -> str:
-    """Why a checkpoint was not copied, in a line."""
-    source = checkpoint_path(trunk, step)
-    if not source.is_dir():
-        return f"{source} was deleted while it was copied, by its own run; branch from a step of its run.keep_at"
-    return f"{folder}: {source} cannot be copied ({error}); nothing is lost, and the same command copies it again"
-
-
-def refuse_other_branch(folder: Path, trunk: Path, step: int) -> None:
-    """Raise UserError if a run did not begin at this checkpoint."""
-    saved = group_of(saved_settings(folder), "run").get("branch_from")
-    now = f"{trunk}@{step}"
-    if saved is None or branch_point(saved) != (trunk, step):
-        origin = f"branched from {saved}" if saved else "began with its first step"
-        advice = "leave out run.branch_from to continue that run, or choose another run.dir"
-        raise UserError(f"run.branch_from is {now}, and the run in {folder} {origin}; {advice}")
+            raise UserError(f"{origin} cannot be copied ({error}); the same command copies it again") from error
 
 
 def refuse_other_trunk(config: TrainingConfig, trunk: Path, step: int) -> None:
     """Raise UserError if a run cannot continue from this checkpoint."""
     key, value = "run.branch_from", f"{trunk}@{step}"
-    require((trunk / CONFIG_FILE).is_file(), key, value, "FOLDER@STEP with the folder of a run")
     kept = kept_steps(trunk)
-    allowed = f"one of the kept steps of that run: {', '.join(map(str, kept)) or 'there are none'}"
-    require(step in kept, key, value, f"{allowed} (run.keep_at keeps some)")
-    steps = config.run.steps
-    require(steps >= step, "run.steps", steps, f"at least {step}, where the run branches from {trunk}")
-    require_imports(trunk)
-    different = without_settings(settings_changed_since(config, trunk), GROWING_SETTINGS)
-    if different:
-        allowed = f"a run that differs only in {', '.join(sorted(GROWING_SETTINGS))}"
-        raise UserError(f"{key} is {value}, a run with {describe_changes(different, 'it')}; it must be {allowed}")
-    refuse_other_rates(config, parse_saved(type(config), trunk / CONFIG_FILE), trunk, step)
+    listed = ", ".join(map(str, kept)) or "there are none"
+    require(step in kept, key, value, f"FOLDER@STEP with a kept step of a run: {listed} (run.keep_at keeps some)")
+    damaged = damaged_files(checkpoint_path(trunk, step))
+    require(not damaged, key, value, f"a whole checkpoint: its {', '.join(damaged)} is damaged")
+    refuse_other_settings(config, trunk, step, f"{key} is {value}")
 
 
-def refuse_damaged(trunk: Path, step: int) -> None:
-    """Raise UserError if a checkpoint is damaged."""
-    source = checkpoint_path(trunk, step)
-    damaged = damaged_files(source)
-    if damaged:
-        others = ", ".join(str(kept) for kept in kept_steps(trunk) if kept != step) or "none"
-        message = f"{source} is damaged ({', '.join(damaged)}): no run can branch from it; other kept steps: {others}"
-        raise UserError(message)
-
-
-def copy_checkpoint(trunk: Path, folder: Path, step: int) -> None:
-    """Copy a checkpoint, verified; UserError where it is damaged. Its copy may be written, even if it may not."""
-    source = checkpoint_path(trunk, step)
+def copy_beginning(trunk: Path, folder: Path, step: int) -> None:
+    """Copy a checkpoint, verified, and before it the files that belong to it. The copies may be written."""
+    for name in COPIED_FILES:
+        if (trunk / name).is_file():
+            with complete(folder / name) as partial:
+                shutil.copyfile(trunk / name, partial)
+    drop_after(folder, step)
     target = checkpoint_path(folder, step)
     target.parent.mkdir(exist_ok=True)
     with complete(target) as partial:
         partial.mkdir()
-        for file in source.iterdir():
+        for file in checkpoint_path(trunk, step).iterdir():
             shutil.copyfile(file, partial / file.name)
         damaged = damaged_files(partial)
         if damaged:
             raise OSError(f"the copies of {', '.join(damaged)} differ")
+
+
+# --- checkpoints to branch from ---
+
+
+def steps_to_keep(optim: OptimConfig, run: RunConfig) -> set[int]:
+    """Steps of a run whose checkpoints are written and always stay: of `run.keep_at`, and where a cooldown begins."""
+    kept = set(run.keep_at or ())
+    return kept | {optim.stable_steps(run.steps)} if optim.schedule == "wsd" else kept
+
+
+# --- phases ---
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Starts of a run's phases, in steps that are done: its cooldown, and the trunk it branched from."""
+
+    steps: int = 0
+    """Steps of the run."""
+    stable: int | None = None
+    """Steps up to the cooldown, in which the rate does not fall; None: it falls all along, as with cosine."""
+    branch_from: str | None = None
+    """FOLDER@STEP of the trunk; None: the run began with its first step."""
+
+    @property
+    def cooldown(self) -> int | None:
+        """Steps that are done when the cooldown begins; None: there is none."""
+        return self.stable if self.stable is not None and self.stable < self.steps else None
+
+    def lacks_cooldown(self, done: int) -> bool:
+        """Whether a rate that is stable at first has not fallen to its end after so many steps."""
+        return self.stable is not None and (done <= self.stable or done < self.steps)
+
+    def marks(self) -> dict[str, int]:
+        """Name of the phase or branch that begins at a step -> that step, to mark it in a curve."""
+        marks = {}
+        if self.branch_from is not None:
+            trunk, step = branch_point(self.branch_from)
+            marks[f"branch of {trunk.name}"] = step
+        if self.cooldown is not None:
+            marks["cooldown"] = self.cooldown
+        return marks
+
+    def describe(self, done: int) -> str:
+        """The phases after so many steps: "branch of trunk from step 500 on, cooldown from step 800 on"."""
+        parts = [f"{name} from step {step} on" for name, step in self.marks().items()]
+        return ", ".join([*parts, NOT_COOLED_DOWN] if self.lacks_cooldown(done) else parts)
+
+
+def saved_phases(folder: Path) -> Phases:
+    """The phases of a run by its config.yaml, whatever command wrote it; those of `Phases()` where it says none."""
+    settings = saved_settings(folder)
+    run, optim = group_of(settings, "run"), group_of(settings, "optim")
+    try:
+        schedule = OptimConfig(schedule=optim["schedule"], cooldown=optim["cooldown"])
+        phases = Phases(run["steps"], schedule.stable_steps(run["steps"]), run.get("branch_from"))
+        phases.marks()  # raises where it branches from none
+    except (UserError, KeyError, TypeError):  # no settings of today's
+        return Phases()
+    return phases
+
+
+def note_growth(encoder: str) -> None:
+    """Note that the run of an encoder has continued since it was written.
+
+    Args:
+        encoder: any that a setting may name; of a run, its folder, its encoder, or the weights of it.
+    """
+    path = Path(encoder)
+    path = path.parent if path.suffix == SAFETENSORS_SUFFIX else path
+    run = run_of(path)
+    step, newest = exported_step(run / ENCODER), newest_step(run)
+    if path.name != BEST and step is not None and step < newest:
+        note(f"{run / ENCODER} is of step {step}, and its run has continued to step {newest}")

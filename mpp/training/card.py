@@ -1,6 +1,5 @@
 """The model card of an exported encoder: with it, the folder is a complete model repository."""
 
-import re
 from pathlib import Path
 
 from torch import nn
@@ -8,14 +7,9 @@ from torch import nn
 from mpp.models.descriptions import EncoderFacts
 from mpp.models.plain import has_class
 from mpp.models.variants import VariantViT
+from mpp.training.branch import saved_phases
 from mpp.training.history import EVALUATED, History, last_logged_step
 from mpp.training.log import read_history
-from mpp.training.phases import saved_phases
-
-HEAD_LEFT_OUT = "the classification head is left out"
-BOTH_HEADS_LEFT_OUT = "both heads are left out"
-"""Endings of the sentence on training, in the card of an encoder that learned labels."""
-HOW_TO_LOAD = re.compile(r"^## Load it\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 CARD = """---
 {licence}library_name: timm
@@ -53,6 +47,7 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
         folder: of the run, with config.yaml and metrics.jsonl.
     """
     history = read_history(folder)
+    phases = saved_phases(folder).describe(last_logged_step(history))
     tags = "timm, image-feature-extraction"
     if not facts.learned_labels:
         tags += ", self-supervised"
@@ -66,21 +61,13 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
         tags=tags,
         model=facts.model,
         method=facts.method,
-        phases=describe_phases(folder, last_logged_step(history)),
+        phases=f" {phases[0].upper()}{phases[1:]}." if phases else "",
         images=facts.images,
         imports=imports,
         tokens=describe_output(encoder),
         figures=figures_section(history),
         settings=(folder / "config.yaml").read_text(encoding="utf-8"),
     )
-
-
-def describe_phases(folder: Path, done: int) -> str:
-    """A sentence on the cooldown and the trunk of a run after so many steps; "" where it has neither."""
-    phases = saved_phases(folder)
-    parts = [part for part in (phases.describe_branch(), phases.describe_cooldown(done)) if part]
-    sentence = ", ".join(parts)
-    return f" {sentence[0].upper()}{sentence[1:]}." if sentence else ""
 
 
 def figures_section(history: History) -> str:
@@ -101,16 +88,3 @@ def describe_output(encoder: nn.Module) -> str:
         return "a feature map"
     shape = f"(B, {prefix} + N, D)" if prefix else "(B, N, D)"
     return f"{shape}, the [class] token first" if has_class(encoder) else shape
-
-
-def card_of_file(card: str, has_head: bool) -> str:
-    """The card of an encoder's folder as that of a file that was exported from it, which timm cannot load.
-
-    Args:
-        has_head: whether the file has the classification head, too, or both of a distilled encoder.
-    """
-    card = HOW_TO_LOAD.sub("", card)
-    if has_head:
-        card = card.replace(HEAD_LEFT_OUT, "this file has the classification head, too")
-        card = card.replace(BOTH_HEADS_LEFT_OUT, "this file has the mean of both heads, too")
-    return card

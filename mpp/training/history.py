@@ -4,6 +4,7 @@ A line is a dictionary of scalars with `step`. The line of step 0 is of the untr
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 Line = dict[str, float]
 History = Sequence[Line]
@@ -12,6 +13,10 @@ EVALUATED = "heldout/loss"  # every evaluation has it
 COPY_BASELINES = ("heldout/nearest", "heldout/two_nearest")
 GENERAL_KNN = "general/knn"
 """Group of the kNN accuracy on the general images of `probe.path`."""
+PFLOP = "compute/pflop"
+"""Scalar of the operations that training executed so far, in 10^15."""
+DEVICE_HOURS = "speed/device_hours"
+"""Scalar of the hours that a run has trained, with its evaluations, times its devices: one for each process."""
 HOUR = 3600.0  # seconds
 RECENT_LINES = 10  # logged steps that show how a run is doing now
 
@@ -45,12 +50,7 @@ def evaluations(history: History) -> list[Line]:
 def values_by_depth(line: Line, group: str) -> dict[int, float]:
     """Depth -> value of the scalars `GROUP/depth_XX`."""
     prefix = f"{group}/depth_"
-    values = {}
-    for name, value in line.items():
-        depth = name.removeprefix(prefix)
-        if name.startswith(prefix) and depth.isdecimal():
-            values[int(depth)] = value
-    return values
+    return {int(name.removeprefix(prefix)): value for name, value in line.items() if name.startswith(prefix)}
 
 
 def best_depth(line: Line, group: str) -> tuple[int, float] | None:
@@ -90,12 +90,6 @@ def copy_baseline(line: Line) -> float:
 
 def copy_baseline_beaten_since(history: History) -> int | None:
     """The step since which every evaluation is above the copy baseline; None: the last one is not, or has none."""
-    since = None
-    for line in after_training_began(history):
-        if "heldout/accuracy" not in line or not has_copy_baseline(line):
-            continue
-        if line["heldout/accuracy"] <= copy_baseline(line):
-            since = None
-        elif since is None:
-            since = int(line["step"])
-    return since
+    lines = [line for line in after_training_began(history) if has_copy_baseline(line)]
+    above = list(takewhile(lambda line: line["heldout/accuracy"] > copy_baseline(line), reversed(lines)))
+    return int(above[-1]["step"]) if above else None

@@ -23,11 +23,10 @@ from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.averaging import averaged_weights
 from mpp.training.batches import training_batches
+from mpp.training.branch import steps_to_keep
 from mpp.training.checkpoint import Cursors, kept_steps, resume, save
-from mpp.training.cost import DEVICE_HOURS, PFLOP
 from mpp.training.feed import Feed
-from mpp.training.growth import steps_to_keep
-from mpp.training.history import EVALUATED, last_value, series
+from mpp.training.history import DEVICE_HOURS, EVALUATED, PFLOP, last_value, series
 from mpp.training.log import Tracker, read_history
 from mpp.training.parallel import start_compilers
 from mpp.training.speed import Speed
@@ -65,8 +64,7 @@ class Loop:
         if self.run_config.compile is True:
             start_compilers(self.accelerator.device)
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
-        self.watch = Watch(task, self.tracker, self.run_config, self.optim_config)
-        self.watch.note_lost_best()
+        self.watch = Watch(task, self.tracker, config)
         history = read_history(folder)  # up to this checkpoint
         self.speed = Speed(
             flops,

@@ -29,6 +29,7 @@ from mpp.errors import UserError
 from mpp.models.adaptation import has_low_rank_changes
 from mpp.runtime.hardware import local_processes, share_of_cores
 from mpp.runtime.processes import sharding
+from mpp.training.compilation import compile_model, or_eager
 from mpp.training.muon import Muon, sharding_group
 from mpp.training.optim import build_optimizer
 
@@ -90,7 +91,7 @@ class Replicated:
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
         if run.compile is True:
-            model.compile()
+            compile_model(model)
         model.to(accelerator.device)  # before the optimiser is built, which asks where it is
         optimizer = build_optimizer(model, optim)
         if isinstance(optimizer, Muon) and accelerator.num_processes > MAX_PROCESSES_ALONE:
@@ -160,7 +161,9 @@ class Sharded:
         shard_unit = partial(shard_rest, mesh=mesh, mp_policy=policy)
         for unit in units:
             if run.compile is True:
-                unit.forward = torch.compile(unit.forward)  # within the unit's hooks, which cannot be compiled
+                unit.forward = or_eager(
+                    torch.compile(unit.forward), unit.forward
+                )  # within the unit's hooks, which cannot be compiled
             shard_unit(unit, reshard_after_forward=reshard)
         shard_unit(self.model, reshard_after_forward=False)
         if self.device.type == "cpu":  # gloo takes a mean for a sum in some releases of torch

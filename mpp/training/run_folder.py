@@ -2,7 +2,7 @@
 
 config.yaml                        the resolved config
 imports/                           copies of the user's code (--import), where the run uses any; never executed
-data.json                          the images that it began with (mpp/training/record.py)
+data.json                          the images, and the first weights, that it began with (mpp/data/identity.py)
 metrics.jsonl, events.out.*        scalars; pictures
 start.safetensors                  weights and neighbours at the start of a run from weights (mpp/features/drift.py)
 heldout_patches.npz                masked patches of each held-out image (mpp/features/metrics.py)
@@ -16,163 +16,52 @@ check_crops.png                    training crops, drawn by `mpp check` before t
 report.html                        the page on the run (evaluation/report.py)
 verdict.json                       verdict and warnings of the last evaluation (mpp/training/watch.py)
 .lock                              held while a process writes here (mpp/runtime/files.py)
+
+A run continues in its folder if all of its settings that are not operational are the same, its images and first weights
+by number and digest, and its copies of the user's code. Its length and schedule may change as far as the steps that are
+done would have been the same.
 """
 
+import json
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
-from mpp.config import TrainingConfig, flatten, require, settings_of, show
+from mpp.config import TrainingConfig, flatten, rebuild, require, settings_of, show
 from mpp.config.imports import COPIES, OPTION, changed_imports, require_imports
 from mpp.config.parsing import parse_saved, read_yaml, to_yaml
 from mpp.data.data_path import is_local
+from mpp.data.identity import differences
 from mpp.errors import UserError
 from mpp.models.descriptions import exported_step
+from mpp.models.teachers import moving_average_decay
 from mpp.runtime.files import LOCK, complete, delete, partial_path, write_complete
-from mpp.runtime.messages import printable
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
 from mpp.training.checkpoint import newest_step
-from mpp.training.growth import GROWING_SETTINGS, branch_point, refuse_other_rates
-from mpp.training.record import has_moved_images, path_after_move
+from mpp.training.optim import learning_rate
 from mpp.training.user_code import imports_used
 
 CONFIG_FILE = "config.yaml"
+RECORD_FILE = "data.json"
 REPORT_PAGE = "report.html"
 CHECK_CROPS = "check_crops.png"
-PATH_SETTINGS = {
-    "": ("encoder", "checkpoint"),
-    "data": ("path", "labels"),
-    "model": ("init_from",),
-    "objective": ("teacher", "teacher_checkpoint"),
-    "probe": ("path",),
-    "distill": ("teacher",),
-}
-"""Settings of all commands that may name a local file or folder, by their group."""
-
-
-def open_run(config: TrainingConfig, accelerator: Accelerator) -> Path:
-    """The run folder of `config.run.dir`, new or to be resumed. Every process may call it; only the marker goes.
-
-    Raises:
-        UserError: the folder holds something else, or a run of another config (the settings that differ are named).
-    """
-    folder = Path(config.run.dir)
-    if accelerator.is_main_process and folder.is_dir() and is_run_folder(folder):
-        (folder / MARKER).unlink(missing_ok=True)  # before anything can fail: a script may repeat a marked run
-    refuse_other_run(config, folder)
-    return folder
-
-
-def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
-    """Raise UserError if a folder holds something else, or a run of another config."""
-    shown = printable(str(folder))
-    require(shown == str(folder), "run.dir", shown, "a name in UTF-8, which TensorBoard's files need")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"run.dir is {folder}, which is not a folder")
-    refuse_among_images("run.dir", folder, "data", config.data.path)
-    refuse_among_images("run.dir", folder, "probe", config.probe and config.probe.path)
-    if not is_run_folder(folder):
-        raise UserError(f"run.dir is {folder}, which holds other files but no run; choose another run.dir")
-    if not (folder / CONFIG_FILE).is_file():
-        return
-    require_imports(folder)
-    different = settings_changed_since(config, folder)
-    if different and GROWING_SETTINGS.issuperset(different):
-        refuse_other_rates(config, parse_saved(type(config), folder / CONFIG_FILE), folder, newest_step(folder))
-    elif different:
-        raise UserError(
-            f"run.dir is {folder}, a run with another config: {describe_changes(different, 'the run')}; "
-            "choose another run.dir, or the same values to resume"
-        )
-
-
-def refuse_among_images(key: str, place: Path, group: str, path: str | None) -> None:
-    """Raise UserError if a place to write to is inside a folder of images, the `path` of this group of settings.
-
-    Args:
-        key: the setting that names the place.
-    """
-    images = Path(path or "").expanduser()
-    if path and images.is_dir() and place.resolve().is_relative_to(images.resolve()):
-        raise UserError(f"{key} is {place}, inside {group}.path {images}: its pictures would join the images")
-
-
-LABEL_FOLDER = "data.label_folder"
-"""A run that has saved inner, as all older ones, may have another: the record of its images has their labels."""
+BEFORE_CONFIG = {LOCK, ".lock.holder", MARKER, CHECK_CROPS, COPIES, partial_path(Path(CONFIG_FILE)).name}
+"""Names in a folder in which a run has not begun yet."""
+PATH_SETTINGS = (
+    *("encoder", "checkpoint", "data.path", "data.labels", "model.init_from"),
+    *("objective.teacher", "objective.teacher_checkpoint", "probe.path", "distill.teacher"),
+)
+"""Settings of all commands that may name a local file or folder."""
+IN_RECORD = ("data.path", "data.labels", "data.label_folder")
+"""Settings that are not compared: the record has digests of the images and, where they are learned, of the labels."""
+GROWING_SETTINGS = ("run.steps", "optim.schedule", "optim.cooldown", "optim.warmup_steps")
+"""Settings that may differ where the steps that are done would have been the same: `same_until`."""
 Changes = dict[str, tuple[Any, Any]]
 """Key of a setting -> its value before, its value now."""
 
 
-def changes(before: Any, now: Any) -> Changes:
-    """Settings that are not operational in which two configs of one kind differ."""
-    saved = flatten(before)
-    relevant = [each for each in settings_of(now) if not each.about["operational"]]
-    found = {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
-    return {key: values for key, values in found.items() if not (key == LABEL_FOLDER and values[0] == "inner")}
-
-
-def describe_changes(changes: Changes, saved_in: str) -> str:
-    """Changed settings with both values: "optim.lr (0.01 in the run, 0.02 now)".
-
-    Args:
-        saved_in: name of the thing made with the earlier values, such as "the run".
-    """
-    return ", ".join(f"{key} ({show(before)} in {saved_in}, {show(now)} now)" for key, (before, now) in changes.items())
-
-
-def settings_changed_since(config: TrainingConfig, folder: Path) -> Changes:
-    """Settings in which a config differs from a run's, and with which the run may not continue; so with imported files.
-
-    Images that have moved as a whole count as the same. Compiling changes only the rounding. A number that stands for
-    null on both sides is left out where another setting made it differ.
-    """
-    before = parse_saved(type(config), folder / CONFIG_FILE)
-    different = changes(make_paths_absolute(before), make_paths_absolute(config))
-    different.pop("run.compile", None)
-    derived = derived_settings(config) & derived_settings(before)
-    different = without_settings(different, derived) or different
-    for name in changed_imports(folder, imports_used(config)):
-        different[f"{OPTION} {name}"] = (f"as in {folder / COPIES}", "other code")
-    if "data.path" not in different:
-        return different
-    before = group_of(saved_settings(folder), "data")
-    data = make_paths_absolute(config).data
-    if not has_moved_images(folder, before.get("path"), data):
-        return different
-    same = {"data.path"}
-    if path_after_move(before.get("labels"), before["path"], data.path) == data.labels:
-        same.add("data.labels")
-    return without_settings(different, same)
-
-
-def derived_settings(config: TrainingConfig) -> set[str]:
-    """Keys of settings whose value is the one that null stands for in this config."""
-    optim = config.optim
-    usual = replace(optim, warmup_steps=None, momentum=None).resolved(config.run.steps)
-    return {f"optim.{name}" for name in ("warmup_steps", "momentum") if getattr(optim, name) == getattr(usual, name)}
-
-
-def without_settings(different: Changes, keys: set[str]) -> Changes:
-    """The differences in all other settings."""
-    return {key: values for key, values in different.items() if key not in keys}
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Whether a folder is new, or a run's, or has only the files of a check, or of a run that ended before it began."""
-    if (folder / CONFIG_FILE).is_file() or not folder.is_dir():
-        return True
-    before_config = {LOCK, ".lock.holder", MARKER, CHECK_CROPS, COPIES, partial_path(folder / CONFIG_FILE).name}
-    return {path.name for path in folder.iterdir()} <= before_config
-
-
-def is_finished(folder: Path, steps: int) -> bool:
-    """Whether a run of so many steps is at its end, with its encoder: one that grew may have an earlier one."""
-    encoder = folder / ENCODER
-    return newest_step(folder) == steps and encoder.is_dir() and exported_step(encoder) in (steps, None)
+# --- what is saved ---
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:
@@ -185,6 +74,138 @@ def saved_settings(folder: Path) -> dict[str, Any]:
 def group_of(saved: dict[str, Any], name: str) -> dict[str, Any]:
     """A group of saved settings or of a record; empty where it was not saved."""
     return saved.get(name) or {}
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The record of a run's images; None if it has none."""
+    try:
+        return json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def recorded_commit(folder: Path, part: str = "train") -> str | None:
+    """The commit of the hub dataset that a run began with; None: its images are from elsewhere, or it has not begun.
+
+    Args:
+        part: of the record.
+    """
+    return group_of(read_record(folder) or {}, part).get("revision")
+
+
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether a run of so many steps is at its end, with its encoder: one that grew may have an earlier one."""
+    encoder = folder / ENCODER
+    return newest_step(folder) == steps and encoder.is_dir() and exported_step(encoder) in (steps, None)
+
+
+def names_its_images(config: TrainingConfig, folder: Path) -> bool:
+    """Whether a config names the images of the run in a folder as its config.yaml does: they need not be compared."""
+    saved, now = saved_settings(folder), flatten(make_paths_absolute(config))
+    return all(group_of(saved, "data").get(key.removeprefix("data.")) == now[key] for key in IN_RECORD)
+
+
+def branch_point(branch_from: str) -> tuple[Path, int]:
+    """The trunk's folder, absolute, and the step: of "runs/trunk@8000"."""
+    folder, _, step = branch_from.rpartition("@")
+    require(folder and step.isdecimal(), "run.branch_from", branch_from, "FOLDER@STEP, such as runs/trunk@8000")
+    return Path(folder).expanduser().absolute(), int(step)
+
+
+# --- whether a run may write there ---
+
+
+def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
+    """Raise UserError if a folder holds something else, or a run that cannot continue under this config."""
+    refuse_among_images("run.dir", folder, config.data.path)
+    require(is_run_folder(folder), "run.dir", folder, "the folder of a run, or a new one: this holds something else")
+    if (folder / CONFIG_FILE).is_file():
+        refuse_other_settings(config, folder, newest_step(folder), f"run.dir is {folder}")
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder is new, or a run's, or has only the files of a check, or of a run that ended before it began."""
+    if not folder.is_dir():
+        return not folder.exists()
+    names = {path.name for path in folder.iterdir()}
+    return CONFIG_FILE in names or names <= BEFORE_CONFIG
+
+
+def refuse_among_images(key: str, place: Path, path: str | None) -> None:
+    """Raise UserError if a place to write to is inside a folder of images, `data.path`.
+
+    Args:
+        key: the setting that names the place.
+    """
+    images = Path(path or "").expanduser()
+    if path and images.is_dir() and place.resolve().is_relative_to(images.resolve()):
+        raise UserError(f"{key} is {place}, inside data.path {images}: its pictures would join the images")
+
+
+def changes(before: Any, now: Any) -> Changes:
+    """Settings that are not operational in which two configs of one kind differ."""
+    saved = flatten(before)
+    relevant = [each for each in settings_of(now) if not each.about["operational"]]
+    return {each.key: (saved[each.key], each.value) for each in relevant if each.value != saved[each.key]}
+
+
+def describe_changes(changes: Changes, saved_in: str) -> str:
+    """Changed settings with both values: "optim.lr (0.01 in the run, 0.02 now)".
+
+    Args:
+        saved_in: name of the thing made with the earlier values, such as "the run".
+    """
+    return ", ".join(f"{key} ({show(before)} in {saved_in}, {show(now)} now)" for key, (before, now) in changes.items())
+
+
+def refuse_other_settings(config: TrainingConfig, folder: Path, done: int, place: str) -> None:
+    """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`.
+
+    Args:
+        place: the setting that names the folder, and its value.
+    """
+    require_imports(folder)
+    before = parse_saved(type(config), folder / CONFIG_FILE)
+    different = changes(make_paths_absolute(before), make_paths_absolute(config))
+    for name in changed_imports(folder, imports_used(config)):
+        different[f"{OPTION} {name}"] = (f"as in {folder / COPIES}", "other code")
+    allowed = {*IN_RECORD, *GROWING_SETTINGS, "run.compile"}  # which changes only the rounding
+    others = {key: values for key, values in different.items() if key not in allowed}
+    if others:
+        raise UserError(
+            f"{place}, a run with another config: {describe_changes(others, 'the run')}; only "
+            f"{', '.join(GROWING_SETTINGS)} may differ: choose another run.dir, or the same values to continue"
+        )
+    steps = config.run.steps
+    require(steps >= done, "run.steps", steps, f"at least {done}, the steps of {folder} that are done")
+    same = same_until(config, before, done)
+    if same < done:
+        raise UserError(
+            f"{place}, a run that cannot continue with this length or schedule: the learning rate, or the decay of the "
+            f"teacher's average, of step {same} would have been another (run.steps {before.run.steps}, optim.schedule "
+            f"{before.optim.schedule}); branch from an earlier checkpoint (--run.branch_from {folder}@STEP --run.dir "
+            "NEW), or begin a new run, best with optim.schedule wsd, which can grow"
+        )
+
+
+def same_until(config: TrainingConfig, before: TrainingConfig, done: int) -> int:
+    """The first step (from 0) that two configs take in different ways, or `done`, if none before it.
+
+    Nothing else in a step depends on the length of its run.
+    """
+    same = (step for step in range(done) if values_of_step(config, step) != values_of_step(before, step))
+    return next(same, done)
+
+
+def values_of_step(config: TrainingConfig, step: int) -> list[float]:
+    """Every value of a step that depends on the length of the run: its learning rate, its teacher's decay."""
+    values = [learning_rate(config.optim, step, config.run.steps)]
+    if config.objective is not None and config.objective.moves_teacher:
+        values.append(moving_average_decay(config.objective.half_life, step, config.run.steps))
+    return values
+
+
+# --- writing ---
 
 
 def write_config(config: TrainingConfig, folder: Path) -> None:
@@ -204,20 +225,30 @@ def write_config(config: TrainingConfig, folder: Path) -> None:
     write_complete(folder / CONFIG_FILE, to_yaml(make_paths_absolute(config)))
 
 
+def write_beginning(config: TrainingConfig, folder: Path, record: dict[str, Any]) -> None:
+    """Save the config of a run, and its images and first weights.
+
+    Raises:
+        UserError: the folder is not the run's, or the run began with others; nothing is saved.
+    """
+    before = read_record(folder) or {}
+    changed = differences(before, record)
+    if changed:
+        raise UserError(
+            f"run.dir {folder} holds a run that was started with other images or weights: {'; '.join(changed)}; "
+            "choose another run.dir, or restore the original ones"
+        )
+    write_config(config, folder)
+    kept = before | record  # parts that the run leaves out now are compared again later
+    write_complete(folder / RECORD_FILE, json.dumps(kept, indent=1))
+
+
 def make_paths_absolute(config: TrainingConfig) -> TrainingConfig:
     """The config with absolute paths of local files and folders; names of the hub and of timm stay."""
-    for group, names in PATH_SETTINGS.items():
-        holder = getattr(config, group, None) if group else config
-        absolute = {}
-        for name in names:
-            value = getattr(holder, name, None)
-            if is_local(value):
-                absolute[name] = str(Path(value).expanduser().absolute())
-        if not absolute:
-            continue
-        changes = {group: replace(holder, **absolute)} if group else absolute
-        config = replace(config, **changes)
+    settings = flatten(config)
+    paths = {key: settings[key] for key in PATH_SETTINGS if key in settings and is_local(settings[key])}
+    absolute = {key: str(Path(path).expanduser().absolute()) for key, path in paths.items()}
     if config.run.branch_from is not None:
         trunk, step = branch_point(config.run.branch_from)
-        config = replace(config, run=replace(config.run, branch_from=f"{trunk}@{step}"))
-    return config
+        absolute["run.branch_from"] = f"{trunk}@{step}"
+    return rebuild(config, absolute)

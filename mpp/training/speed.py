@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from mpp.training.cost import DEVICE_HOURS
-from mpp.training.history import HOUR
+from mpp.training.history import DEVICE_HOURS, HOUR
 
 
 class Speed:

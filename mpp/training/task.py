@@ -23,14 +23,12 @@ from mpp.features.metrics import Sums
 from mpp.features.probe import REFERENCE, GeneralImages, Probe, general_source, load_general_images
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.descriptions import EncoderFacts, export_encoder
-from mpp.models.plain import width_of
 from mpp.runtime.messages import note
 from mpp.runtime.processes import on_main_process
 from mpp.training.card import model_card
 from mpp.training.history import last_logged_step
 from mpp.training.log import Tracker, read_history
-from mpp.training.record import recorded_commit
-from mpp.training.run_folder import group_of, saved_settings
+from mpp.training.run_folder import group_of, recorded_commit, saved_settings
 
 MAX_EVALUATION_WORKERS = 4  # they stay alive next to those that load training images
 
@@ -162,21 +160,6 @@ class ImageTask:
     def evaluate_untrained(self, model: nn.Module) -> dict[str, float]:
         """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
         return self.probe(model, baseline=True) if self.probe else {}
-
-    def facts(self) -> dict[str, Any]:
-        """Fields of `mpp.training.facts.RunFacts` that are of the images."""
-        facts: dict[str, Any] = {
-            "known": self.training_image_count,
-            "width": width_of(self.model.encoder),
-            "held_out": min(len(self.held_out), self.data.eval_images),
-            "evaluated": self.probe.image_count if self.probe else len(self.held_out),
-            "general": self.probe.general_count if self.probe else 0,
-        }
-        if not isinstance(self.train, Shards):
-            shares = self.train.class_shares()
-            facts["largest_class"] = max(shares.values(), default=0.0)
-            facts["classes"] = len(shares)
-        return facts
 
     @property
     def training_image_count(self) -> int:

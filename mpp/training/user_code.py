@@ -35,16 +35,6 @@ def refuse_idle_arguments(config: TrainingConfig) -> None:
         require(value is None or is_of_user(registry[name]), f"{group}.arguments", value, allowed)
 
 
-def refuse_unregistered(config: TrainingConfig) -> None:
-    """Raise UserError where settings name a part that nothing has registered in this process.
-
-    For plans of trainings: without their --import, results would be taken for those of other settings.
-    """
-    parts_named(config)
-    model = config.model and config.model.name
-    require(not model or timm.is_model(model), "model.name", model, "a timm model, or registered by --import FILE")
-
-
 def parts_named(config: TrainingConfig) -> list[Any]:
     """The registered parts that settings name. UserError: one that nothing has registered."""
     settings = flatten(config)
