@@ -34,19 +34,18 @@ from mpp.features.reconstructions import as_rgb, as_seen, stretch
 from mpp.pretrain import Pretraining
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start_alone
-from mpp.training.batches import training_batches
+from mpp.training.batches import Feed, training_batches
 from mpp.training.branch import refuse_other_trunk
 from mpp.training.checkpoint import newest_step
 from mpp.training.data_warnings import MAX_UNREADABLE_SHARE
 from mpp.training.facts import facts_of
-from mpp.training.feed import Feed
 from mpp.training.growth import branch_point, steps_to_keep
 from mpp.training.health import find_warnings
 from mpp.training.history import RECENT_LINES
+from mpp.training.loop import TrainingStep
 from mpp.training.phases import Phases
 from mpp.training.run import resolve_config
 from mpp.training.run_folder import CHECK_CROPS, refuse_other_run
-from mpp.training.step import TrainingStep
 from mpp.training.verdict import duration
 
 SURVEY_SECONDS = 20.0
@@ -140,8 +139,17 @@ def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[StepCost,
     waiting = feed.reset_wait()
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
     steps = max(steps, 1)
-    sizes = training_step.checkpoint_bytes(), training_step.encoder_bytes()
+    encoder_bytes = sum(tensor.nbytes for tensor in training_step.model.encoder.state_dict().values())
+    sizes = checkpoint_bytes(training_step), encoder_bytes
     return StepCost(seconds / steps, waiting / steps, memory / 1e9, *sizes), batches
+
+
+def checkpoint_bytes(training_step: TrainingStep) -> int:
+    """Bytes of the model's and, after a first step, of the optimiser's tensors."""
+    tensors = list(training_step.model.state_dict().values())
+    for state in training_step.optimizer.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def checkpoints_on_disk(config: Config) -> int:

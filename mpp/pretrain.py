@@ -42,11 +42,12 @@ from mpp.models.teachers import PredictedBatch, moving_average_decay, update_mov
 from mpp.models.timm_models import cell_grid, has_class
 from mpp.runtime.files import short_digest
 from mpp.runtime.messages import note
+from mpp.runtime.processes import on_main_process
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
+from mpp.training.batches import to_device
 from mpp.training.checkpoint import restore_trained
 from mpp.training.facts import facts_of_weights
-from mpp.training.feed import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.learning_warnings import describe_collapse
 from mpp.training.log import Tracker
@@ -238,11 +239,10 @@ class Pretraining(ImageTask):
             sums = add_sums(sums, measured | self.loss_sums(loss, batch))
         sums = sum_over_processes(sums)
         scalars = {f"heldout/{name}": value for name, value in self.describe_views(sums).items()}
-        if self.accelerator.is_main_process:
-            self.log_panel(model, step, tracker)
-            if "by_image" in sums:
-                names = self.held_out_views.dataset.image_names()
-                MaskedCounts(step, sums["by_image"].numpy(), names).save(Path(self.config.run.dir))
+        on_main_process(self.accelerator, lambda: self.log_panel(model, step, tracker))
+        if self.accelerator.is_main_process and "by_image" in sums:
+            names = self.held_out_views.dataset.image_names()
+            MaskedCounts(step, sums["by_image"].numpy(), names).save(Path(self.config.run.dir))
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(self.exported(model))
         return scalars

@@ -32,9 +32,8 @@ from mpp.models.descriptions import learned_labels
 from mpp.models.encoder import build_encoder
 from mpp.models.exporting import export_encoder
 from mpp.models.timm_models import checkpoint_activations
-from mpp.training.averaging import averaged_weights
 from mpp.training.checkpoint import complete_checkpoints
-from mpp.training.optim import build_optimizer
+from mpp.training.optim import averaged_weights, build_optimizer
 
 BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
 SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))

@@ -23,9 +23,9 @@ from mpp.errors import UserError
 from mpp.models.exporting import EncoderFacts, export_encoder
 from mpp.models.predictor import MaskedPatchPredictor
 from mpp.training import batches
-from mpp.training import step as training_step
+from mpp.training import loop as training_loop
 from mpp.training.checkpoint import complete_checkpoints
-from mpp.training.step import FiniteCheck, TrainingStep
+from mpp.training.loop import FiniteCheck, TrainingStep
 
 
 def weights(folder):
@@ -411,24 +411,25 @@ def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
-def test_a_verdict_read_late_still_saves_the_weights(pretrain, tmp_path, monkeypatch, optimizer):
-    """As on a GPU: the loss of step 2 is not finite, which is noticed when the metrics of step 5 are logged."""
-    call, weights = TrainingStep.__call__, {}
+def test_a_verdict_read_late_saves_nothing_of_it(pretrain, tmp_path, monkeypatch, optimizer):
+    """As on a GPU: the loss of step 2 is not finite, which is noticed before the checkpoint after step 5."""
+    begin, add_pass = TrainingStep.begin, TrainingStep.add_pass
 
-    def poisoned(self, step, micro, measure):
+    def as_on_a_gpu(self, step, measure):
         self.finite.verifies_each_step = False
-        if step == 2:
-            micro = [batch._replace(images=batch.images * float("nan")) for batch in micro]
-        result = call(self, step, micro, measure)
-        weights[step] = [parameter.detach().clone() for parameter in self.model.parameters()]
-        return result
+        begin(self, step, measure)
 
-    monkeypatch.setattr(TrainingStep, "__call__", poisoned)
-    with pytest.raises(FloatingPointError, match=r"of step 2 is not finite .*images s\d+\.jpg, "):
-        arguments = ("--run.steps=10", "--run.log_every=5", "--run.checkpoint_every=10", "--objective.name=pixels")
-        pretrain(*arguments, f"--optim.name={optimizer}")
-    assert all(torch.equal(*pair) for pair in zip(weights[1], weights[3], strict=True))
-    assert not all(torch.equal(*pair) for pair in zip(weights[0], weights[1], strict=True))
+    def poisoned(self, batch):
+        add_pass(self, batch._replace(images=batch.images * float("nan")) if self.step == 2 else batch)
+
+    monkeypatch.setattr(TrainingStep, "begin", as_on_a_gpu)
+    monkeypatch.setattr(TrainingStep, "add_pass", poisoned)
+    arguments = ("--run.steps=10", "--run.log_every=10", "--run.eval_every=5", "--objective.name=pixels")
+    for when in ("--run.checkpoint_every=2", "--run.checkpoint_every=99"):  # saved next, and evaluated next
+        with pytest.raises(FloatingPointError, match=r"of step 2 is not finite .*images s\d+\.jpg, "):
+            pretrain(*arguments, when, f"--optim.name={optimizer}")
+        assert max(read_metrics(tmp_path / "run", "heldout/loss"), default=0) == 0
+    assert [each.name for each in complete_checkpoints(tmp_path / "run")] == ["step_00000002"]
 
 
 def test_steps_are_verified_before_their_records_pile_up(pretrain, monkeypatch):
@@ -445,7 +446,7 @@ def test_steps_are_verified_before_their_records_pile_up(pretrain, monkeypatch):
             verified.append((len(steps), len(self.unverified)))
         verify(self)
 
-    monkeypatch.setattr(training_step, "MAX_UNVERIFIED", 4)
+    monkeypatch.setattr(training_loop, "MAX_UNVERIFIED", 4)
     monkeypatch.setattr(FiniteCheck, "record", on_a_gpu)
     monkeypatch.setattr(FiniteCheck, "verify", noted)
     run = pretrain("--run.steps=10", "--run.log_every=5000", "--run.checkpoint_every=5000")

@@ -23,7 +23,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError
-from mpp.training.feed import MIN_IMAGES, RECENT_IMAGES, Feed
+from mpp.training.batches import MIN_IMAGES, RECENT_IMAGES, Feed
 from mpp.training.loop import Loop
 
 

@@ -24,8 +24,8 @@ from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
 from mpp.runtime.start import start
 from mpp.training.flops import flop_counter
+from mpp.training.loop import TrainingStep
 from mpp.training.optim import build_optimizer
-from mpp.training.step import TrainingStep
 
 CPU_MATRIX_SIDE = 2048
 GPU_MATRIX_SIDE = 4 * CPU_MATRIX_SIDE

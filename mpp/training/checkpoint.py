@@ -19,12 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from mpp.config import OptimConfig
+from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.runtime.files import clear_leftovers, complete, delete, partial_path, sha256_of
 from mpp.runtime.processes import on_main_process
-from mpp.training.averaging import parameters_of, swap_averages
-from mpp.training.optim import build_optimizer
+from mpp.training.optim import build_optimizer, parameters_of, swap_averages
 from mpp.training.parallel import gather_tensors, read_tensors
 
 COMPLETE_NAME = re.compile(r"step_\d+")
@@ -56,8 +55,8 @@ def resume(
     if not any(cursors_by_process):
         return start, {}
     before = len(cursors_by_process)
-    if before != accelerator.num_processes:
-        raise UserError(f"{accelerator.num_processes} processes; a stream is resumed with as many as before ({before})")
+    must = f"{before}, as when the run stopped: it reads a stream"
+    require(accelerator.num_processes == before, "the number of processes", accelerator.num_processes, must)
     return start, cursors_by_process[accelerator.process_index]
 
 
@@ -100,7 +99,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted_here: bo
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence[Cursors] = ()) -> Path:
-    """Write checkpoints/step_XXXXXXXX.
+    """Write checkpoints/step_XXXXXXXX: its files, and their checksums.
 
     Args:
         tensors: of `snapshot`.
@@ -111,15 +110,17 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence
     final = checkpoint_path(folder, step)
     try:
         with complete(final) as partial:
-            write_checkpoint(partial, tensors, cursors)
+            partial.mkdir(parents=True)
+            for file, tensor_by_name in tensors.items():
+                save_file({name: tensor.contiguous() for name, tensor in tensor_by_name.items()}, partial / file)
+            (partial / CURSORS_FILE).write_text(json.dumps(list(cursors)), encoding="utf-8")
+            digests = {file.name: sha256_of(file) for file in sorted(partial.iterdir())}
+            state = {"torch": torch.__version__, "sha256": digests}
+            (partial / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        earlier = [path.name for path in complete_checkpoints(folder)]
-        kept = (
-            f"{earlier[-1]} is kept, and the same command continues from it" if earlier else "there is no earlier one"
-        )
-        raise UserError(
-            f"{final.parent}: the checkpoint after step {step} cannot be written ({error}); {kept}"
-        ) from error
+        kept = newest_step(folder)
+        earlier = f"that after step {kept} is kept, and the same command continues from it" if kept else "none is kept"
+        raise UserError(f"{final}: the checkpoint cannot be written ({error}); {earlier}") from error
     return final
 
 
@@ -138,11 +139,11 @@ def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collect
     Args:
         always: steps whose checkpoints stay.
     """
-    checkpoints = complete_checkpoints(folder)
-    earlier = [path for path in checkpoints if checkpoint_step(path) <= step]
-    kept = earlier[-keep:]
-    kept += [path for path in earlier if checkpoint_step(path) in always]
-    for other in set(checkpoints) - set(kept):
+    earlier = [kept for kept in kept_steps(folder) if kept <= step]
+    stay = {*earlier[-keep:], *set(earlier).intersection(always)}
+    for other in complete_checkpoints(folder):
+        if checkpoint_step(other) in stay:
+            continue
         doomed = partial_path(other)
         try:
             delete(doomed)
@@ -150,18 +151,6 @@ def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collect
             shutil.rmtree(doomed)
         except OSError as error:  # it is read over NFS, for example
             print(f"warning: {other} cannot be deleted: {error}", file=sys.stderr)
-
-
-def write_checkpoint(folder: Path, tensors: Tensors, cursors: Sequence[Cursors]) -> None:
-    """Write a checkpoint's files, with their checksums."""
-    folder.mkdir(parents=True)
-    for file, tensor_by_name in tensors.items():
-        contiguous = {name: tensor.contiguous() for name, tensor in tensor_by_name.items()}
-        save_file(contiguous, folder / file)
-    (folder / CURSORS_FILE).write_text(json.dumps(list(cursors)), encoding="utf-8")
-    digests = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
-    state = {"torch": torch.__version__, "sha256": digests}
-    (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def newest_whole(folder: Path) -> Path | None:
@@ -189,13 +178,9 @@ def load_checkpoint(
         return 0, []
     model.load_state_dict(read_tensors(checkpoint / MODEL_FILE, model.state_dict().get))
     load_flat_state(optimizer, checkpoint / OPTIMIZER_FILE)
-    return checkpoint_step(checkpoint), read_cursors(checkpoint)
-
-
-def read_cursors(checkpoint: Path) -> list[Cursors]:
-    """The cursors of each process in a stream."""
     by_process = json.loads((checkpoint / CURSORS_FILE).read_text(encoding="utf-8"))
-    return [{int(worker): cursor for worker, cursor in cursors.items()} for cursors in by_process]
+    cursors = [{int(worker): cursor for worker, cursor in of_process.items()} for of_process in by_process]
+    return checkpoint_step(checkpoint), cursors
 
 
 def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
@@ -277,12 +262,8 @@ def flatten_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 def load_flat_state(optimizer: torch.optim.Optimizer, file: Path) -> None:
     """Load the tensors of `flatten_state` from a file."""
     parameters = parameters_of(optimizer)
-
-    def parameter_of(key: str) -> torch.Tensor:
-        return parameters[int(key.split(".", 1)[0])]
-
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in read_tensors(file, parameter_of).items():
+    state: dict[int, dict[str, torch.Tensor]] = {number: {} for number in range(len(parameters))}
+    for key, tensor in read_tensors(file, lambda key: parameters[int(key.split(".")[0])]).items():
         number, name = key.split(".", 1)
-        state.setdefault(int(number), {})[name] = tensor
+        state[int(number)][name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
