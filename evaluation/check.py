@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 from PIL import Image
 
@@ -42,6 +41,7 @@ from mpp.training.facts import facts_of
 from mpp.training.growth import branch_point, steps_to_keep
 from mpp.training.health import find_warnings
 from mpp.training.history import RECENT_LINES
+from mpp.training.log import memory_bytes
 from mpp.training.loop import TrainingStep
 from mpp.training.phases import Phases
 from mpp.training.run import resolve_config
@@ -137,7 +137,7 @@ def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[StepCost,
             break
     seconds = time.perf_counter() - begin
     waiting = feed.reset_wait()
-    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
+    memory = memory_bytes(device)
     steps = max(steps, 1)
     encoder_bytes = sum(tensor.nbytes for tensor in training_step.model.encoder.state_dict().values())
     sizes = checkpoint_bytes(training_step), encoder_bytes

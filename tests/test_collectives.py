@@ -1,6 +1,7 @@
 """What processes send in a step, counted in a process group that pretends to have many processes."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.runtime.start import start
 from mpp.training import parallel
+from mpp.training.optim import build_optimizer
 
 GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
 
@@ -63,7 +65,7 @@ def shard(model: nn.Module, processes: int, precision: str = "bf16", **run) -> p
         prepare_model=real.prepare_model,
         prepare=lambda optimizer: optimizer,
     )
-    return parallel.Sharded(model, pretended, OptimConfig(), RunConfig(**run))
+    return parallel.Sharded(model, pretended, partial(build_optimizer, config=OptimConfig()), RunConfig(**run))
 
 
 def vit(depth: int = 4) -> nn.Module:

@@ -32,7 +32,7 @@ def test_evaluations_are_in_the_hours_and_not_in_the_speed(clock):
     measured = Speed(flops=10**12, images_per_step=64, accelerator=three, history=before)
     for _ in range(10):
         clock.pass_(2)
-        measured.count_step()
+        measured.steps += 1
     with measured.paused():
         clock.pass_(60)
     scalars = measured.read(waited=5.0)
@@ -43,7 +43,7 @@ def test_evaluations_are_in_the_hours_and_not_in_the_speed(clock):
     assert scalars["speed/hours"] == pytest.approx(1 + 80 / 3600)
     assert scalars["speed/device_hours"] == pytest.approx(8 + 3 * 80 / 3600)  # 8 are of an earlier start
     clock.pass_(2)
-    measured.count_step()
+    measured.steps += 1
     following = measured.read(waited=0.0)
     assert following["speed/images_per_second"] == following["speed/images_per_second_overall"] == 32
     assert following["speed/hours"] == pytest.approx(1 + 82 / 3600)

@@ -131,7 +131,7 @@ def mpp_step(bench: Bench) -> TimedStep:
     def step() -> None:
         training_step(0, [batch], measure=False)
         if next(calls) % bench.config.run.log_every == 0:
-            training_step.finite.verify()  # which waits for a GPU
+            training_step.verify()  # which waits for a GPU
 
     return count_and_compile(step, bench, task.model)
 

@@ -21,13 +21,12 @@ from torch import nn
 
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
-from mpp.runtime.files import clear_leftovers, complete, delete, partial_path, sha256_of
+from mpp.runtime.files import complete, delete, partial_path, sha256_of
 from mpp.runtime.processes import on_main_process
 from mpp.training.optim import build_optimizer, parameters_of, swap_averages
 from mpp.training.parallel import gather_tensors, read_tensors
 
 COMPLETE_NAME = re.compile(r"step_\d+")
-LEFTOVER_NAME = re.compile(r"\.(step_\d+)\.\w+")
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 CURSORS_FILE = "cursors.json"
@@ -77,12 +76,8 @@ def save(
     """
     cursors_by_process = gather_object([cursors])
     tensors = snapshot(model, optimizer, wanted_here=accelerator.is_main_process)
-
-    def write() -> None:
-        save_checkpoint(folder, step, tensors, cursors_by_process)
-        delete_other_checkpoints(folder, step, keep, always)
-
-    on_main_process(accelerator, write)
+    on_main_process(accelerator, lambda: save_checkpoint(folder, step, tensors, cursors_by_process))
+    on_main_process(accelerator, lambda: delete_other_checkpoints(folder, step, keep, always))
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted_here: bool = True) -> Tensors:
@@ -126,11 +121,8 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence
 
 def clear_partial_checkpoints(folder: Path) -> None:
     """Delete partial checkpoints of killed processes, each as large as a whole one. No other may train there now."""
-    parent = folder / "checkpoints"
-    names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-    for match in map(LEFTOVER_NAME.fullmatch, names):
-        if match:
-            clear_leftovers(parent / match[1])
+    for leftover in (folder / "checkpoints").glob(".step_*"):
+        delete(leftover)
 
 
 def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collection[int] = ()) -> None:

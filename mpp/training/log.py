@@ -5,11 +5,9 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
@@ -80,29 +78,32 @@ class Tracker:
                 tracker.writer.add_custom_scalars(TENSORBOARD_CHARTS)
                 tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(last_kept, 0))
             else:
-                tracker.store_init_configuration({key: as_scalar(value) for key, value in flatten(config).items()})
+                scalars = {}  # trackers take no other values
+                for key, value in flatten(config).items():
+                    scalars[key] = value if isinstance(value, int | float) else str(value)
+                tracker.store_init_configuration(scalars)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log scalars of `step`. A name without a group goes to TensorBoard's group `train`."""
-        if self.accelerator.is_main_process:
-            line = json.dumps({"step": step, **values})
-            try:
-                with self.metrics_file.open("a", encoding="utf-8") as file:
-                    file.write(f"{line}\n")
-            except OSError as error:
-                message = f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is intact"
-                raise UserError(message) from error
-        tagged = {name if "/" in name else f"train/{name}": value for name, value in values.items()}
-        self.accelerator.log(tagged, step)
+        if not self.accelerator.is_main_process:
+            return
+        line = json.dumps({"step": step, **values})
+        try:
+            with self.metrics_file.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            message = f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is intact"
+            raise UserError(message) from error
+        self.accelerator.log({name if "/" in name else f"train/{name}": values[name] for name in values}, step)
 
     def log_images(self, step: int, name: str, images: Tensor) -> None:
         """Log pictures (B, 3, H, W) uint8."""
+        pictures = images.permute(0, 2, 3, 1).cpu().numpy()
         for tracker in self.accelerator.trackers:
             if tracker.name == "tensorboard":
-                tracker.log_images({name: np.asarray(images.cpu())}, step)
-            elif hasattr(tracker, "log_images"):  # the others take lists of (H, W, 3)
-                channels_last = images.permute(0, 2, 3, 1)
-                tracker.log_images({name: list(np.asarray(channels_last.cpu()))}, step)
+                tracker.log_images({name: pictures}, step, dataformats="NHWC")
+            elif hasattr(tracker, "log_images"):
+                tracker.log_images({name: list(pictures)}, step)
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Log Markdown to TensorBoard."""
@@ -112,13 +113,10 @@ class Tracker:
 
     def warn_unreadable(self, failures: list[str]) -> None:
         """Name images that could not be decoded, each once, on stderr and in unreadable.txt."""
-        new = []
-        for failure in map(printable, failures):
-            if failure not in self.unreadable:
-                self.unreadable.add(failure)
-                new.append(failure)
+        new = [failure for failure in dict.fromkeys(map(printable, failures)) if failure not in self.unreadable]
         if not new:
             return
+        self.unreadable.update(new)
         for failure in new:
             tqdm.write(f"warning: unreadable image, replaced by another: {failure}", file=sys.stderr)
         with self.unreadable_file.open("a", encoding="utf-8") as file:
@@ -158,7 +156,8 @@ class Speed:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While open, no training is timed; a GPU's unfinished work of the steps before is."""
-        self.wait_for_device()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         yield
         self.paused_seconds += time.perf_counter() - begin
@@ -167,10 +166,6 @@ class Speed:
         """Wait until a GPU has done the work that is queued."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def count_step(self) -> None:
-        """Note that a step is done."""
-        self.steps += 1
 
     def read(self, waited: float) -> dict[str, float]:
         """Scalars since the last line: images/s over all processes, waiting for data, TFLOP/s, hours, device-hours, GB.
@@ -190,18 +185,19 @@ class Speed:
             "speed/executed_tflops": self.flops * self.steps / seconds / 1e12,
             "speed/hours": self.hours,
             DEVICE_HOURS: self.device_hours,
-            "speed/memory_gb": self.memory_bytes() / 1e9,
+            "speed/memory_gb": memory_bytes(self.device) / 1e9,
         }
         self.line_begin = now
         self.paused_seconds = 0.0
         self.steps = 0
         return scalars
 
-    def memory_bytes(self) -> int:
-        """Largest memory of the GPU's tensors, or that of this process now."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return psutil.Process().memory_info().rss
+
+def memory_bytes(device: torch.device) -> int:
+    """Largest memory of the GPU's tensors, or that of this process now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss
 
 
 def wandb_id(folder: Path) -> str:
@@ -215,8 +211,8 @@ def wandb_id(folder: Path) -> str:
 def drop_after(folder: Path, step: int) -> None:
     """Drop a run's metrics after `step`, and a torn last line."""
     if (folder / METRICS_FILE).exists():
-        kept = [f"{json.dumps(line)}\n" for line in read_history(folder) if line["step"] <= step]
-        write_complete(folder / METRICS_FILE, "".join(kept))
+        kept = [line for line in read_history(folder) if line["step"] <= step]
+        write_complete(folder / METRICS_FILE, "".join(f"{json.dumps(line)}\n" for line in kept))
 
 
 def read_history(folder: Path) -> list[Line]:
@@ -224,12 +220,11 @@ def read_history(folder: Path) -> list[Line]:
     file = folder / METRICS_FILE
     if not file.is_file():
         return []
+    text = file.read_text(encoding="utf-8")
     lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
+    with suppress(ValueError):  # the last line may be torn
+        for line in text.splitlines():
             lines.append(json.loads(line))
-        except ValueError:  # the last one may be torn
-            break
     return lines
 
 
@@ -244,15 +239,7 @@ def last_scalars(folder: Path, name: str) -> Line:
     Raises:
         UserError: no run there, or none that has logged it.
     """
-    if not (folder / METRICS_FILE).is_file():
-        raise UserError(f"{folder} is not the folder of a run that has begun: it has no {METRICS_FILE}")
     lines = [line for line in read_history(folder) if name in line]
     if not lines:
-        problem = "been evaluated" if name == EVALUATED else "reached that point"
-        raise UserError(f"the run {folder} has not {problem} yet: its {METRICS_FILE} has no {name}")
+        raise UserError(f"{folder} is no run that has come so far: its {METRICS_FILE} is missing or has no {name}")
     return lines[-1]
-
-
-def as_scalar(value: Any) -> Any:
-    """A setting as a scalar: trackers take no others."""
-    return value if isinstance(value, int | float | str | bool) else str(value)

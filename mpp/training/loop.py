@@ -6,8 +6,9 @@ optimiser's state and, for a stream, how far it is read.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -22,7 +23,7 @@ from mpp.data.views import Batch
 from mpp.errors import Diverged, ReadFailed, UserError
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.runtime.messages import note, progress_bar, shortened
-from mpp.runtime.processes import maximum_of_all, on_main_process
+from mpp.runtime.processes import maximum_of_all, on_main_process, sharding
 from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
@@ -32,8 +33,8 @@ from mpp.training.cost import PFLOP
 from mpp.training.growth import steps_to_keep
 from mpp.training.history import EVALUATED, series
 from mpp.training.log import Speed, Tracker, read_history
-from mpp.training.optim import averaged_weights, learning_rate
-from mpp.training.parallel import prepare_model, refuse_unlike_weights, whole_tensor
+from mpp.training.optim import averaged_weights, build_optimizer, learning_rate
+from mpp.training.parallel import Replicated, Sharded, refuse_unlike_weights, whole_tensor
 from mpp.training.task import ImageTask
 from mpp.training.watch import Watch
 
@@ -64,9 +65,14 @@ class Loop:
         self.model = self.training_step.model
         self.torch_optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.torch_optimizer)
+        if self.start == 0 and config.run.branch_from is not None:  # it began with one
+            damaged = folder / "checkpoints"
+            raise UserError(f"all checkpoints of the branch are damaged; delete {damaged} to begin it again")
+        past = [step for step in config.run.keep_at or () if step < self.start and step not in kept_steps(folder)]
+        if past:
+            note(f"run.keep_at: the run is past the steps {past}, whose checkpoints cannot be kept")
         self.saved_step = self.start  # of the newest checkpoint
         self.steps_to_keep = steps_to_keep(config.optim, config.run)
-        self.look_at_checkpoints()
         self.feed = Feed(training_batches(task, self.start, self.cursors))  # forks: before any threads
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
         self.watch = Watch(task, self.tracker, config.run, config.optim)
@@ -79,18 +85,6 @@ class Loop:
             desc="training",
             disable=not self.accelerator.is_main_process,
         )
-
-    def look_at_checkpoints(self) -> None:
-        """Refuse a branch that has lost its first checkpoint, and note those to be kept that the run is past."""
-        run = self.run_config
-        if self.start == 0 and run.branch_from is not None:
-            raise UserError(
-                f"all checkpoints of {self.folder}, which branches from {run.branch_from}, are damaged; "
-                f"delete {self.folder / 'checkpoints'}, and the same command starts from there again"
-            )
-        for step in run.keep_at or ():
-            if step < self.start and step not in kept_steps(self.folder):
-                note(f"run.keep_at: the checkpoint after step {step} cannot be kept, since the run is past it")
 
     def train(self) -> None:
         """Train from the newest checkpoint of the run's folder to its last step, then export.
@@ -116,17 +110,16 @@ class Loop:
                 cursors |= cursor_of(batch)
             values, sums = self.training_step.finish()
             self.cursors |= cursors
-            self.speed.count_step()
+            self.speed.steps += 1
             self.bar.update()
             if logged:
-                scalars = self.log_step(done, values, sums)
-                self.end_if_refused(done, scalars)
+                self.log_step(done, values, sums)
             if due(done, run.eval_every, run.steps):
                 self.evaluate(done)
             if due(done, run.checkpoint_every, run.steps) or done in self.steps_to_keep:
                 self.save(done)
         self.bar.close()
-        with self.averaged_model() as model:
+        with self.whole_model() as model:
             if self.accelerator.is_main_process:
                 self.task.export(model, self.folder)
 
@@ -152,7 +145,7 @@ class Loop:
         return batch
 
     def end(self, done: int, failure: UserError | None) -> NoReturn:
-        """Write a checkpoint, then end the run on every process: by a signal, or the failure of any to read images."""
+        """Write a checkpoint, then end the run on every process: by a signal, or a failure of any, such as to read."""
         self.bar.close()
         self.save(done)
         failures = [each for each in gather_object([failure]) if each is not None]
@@ -163,8 +156,8 @@ class Loop:
 
     # --- metrics and evaluation ---
 
-    def log_step(self, done: int, values: Values, sums: Sums) -> dict[str, float]:
-        """Log the scalars of the step that was done last, and return them."""
+    def log_step(self, done: int, values: Values, sums: Sums) -> None:
+        """Log the scalars of the step that was done last; end the run if the task refuses to continue after them."""
         scalars = {name: float(value) for name, value in values.items()}
         scalars |= self.task.describe(sum_over_processes(sums))
         waited = maximum_of_all(self.feed.reset_wait())  # the others wait for the one that waits for its images
@@ -173,16 +166,10 @@ class Loop:
         scalars["unreadable"] = len(self.tracker.read_unreadable())
         self.tracker.log(done, scalars)
         self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
-        return scalars
-
-    def end_if_refused(self, done: int, scalars: dict[str, float]) -> None:
-        """End the run, with a checkpoint, if the task refuses to continue after a step with these scalars."""
         try:
             self.task.refuse_to_continue(scalars)
-        except UserError as error:
-            self.bar.close()
-            self.save(done)
-            raise type(error)(f"{error}; a checkpoint after step {done} is written") from None
+        except UserError as refusal:
+            self.end(done, refusal)
 
     def evaluate_at_start(self) -> None:
         """Evaluate the untrained model, the baseline of all that follows; or again where reading failed before."""
@@ -200,18 +187,16 @@ class Loop:
 
     def evaluate_untrained(self) -> None:
         """Log scalars of the untrained model."""
-        self.model.eval()
-        with self.held_out_reading(0), self.training_step.parallel.whole_model() as model:
+        with self.evaluated_model(0) as model:
             scalars = self.task.evaluate_untrained(model)
         if scalars:
             self.tracker.log(0, scalars)
 
     def evaluate(self, done: int) -> None:
         """Evaluate on the held-out images, log the scalars, and report the verdict."""
-        self.model.eval()
         for buffer in self.model.buffers():
             broadcast(buffer)  # each process has its own batch norm statistics; the main process's are exported
-        with self.held_out_reading(done), self.averaged_model() as model:
+        with self.evaluated_model(done) as model:
             self.tracker.log(done, self.task.evaluate(model, done, self.tracker))
             if self.run_config.keep_best and self.accelerator.is_main_process and self.watch.is_best():
                 self.task.export(model, self.folder, BEST)
@@ -219,21 +204,22 @@ class Loop:
             self.watch.report(done)
 
     @contextmanager
-    def held_out_reading(self, done: int) -> Iterator[None]:
-        """While open, held-out images are read, which does not count as training time; a failure ends the run.
+    def evaluated_model(self, done: int) -> Iterator[nn.Module]:
+        """The whole model in eval mode, while held-out images are read, which does not count as training time.
 
-        All processes fail together: see `FixedViewLoader`.
+        If images cannot be read, the run ends, on all processes together: see `FixedViewLoader`.
         """
+        self.model.eval()
         try:
-            with self.speed.paused():
-                yield
-        except ReadFailed as error:
-            self.end(done, error)
+            with self.speed.paused(), self.whole_model() as model:
+                yield model
+        except ReadFailed as failure:
+            self.end(done, failure)
 
     @contextmanager
-    def averaged_model(self) -> Iterator[nn.Module]:
+    def whole_model(self) -> Iterator[nn.Module]:
         """The whole model as it is evaluated and exported: its weights are their Polyak average, if there is one."""
-        self.training_step.finite.verify()
+        self.training_step.verify()
         averages = nullcontext() if self.optim_config.average is None else averaged_weights(self.torch_optimizer)
         with averages, self.training_step.parallel.whole_model() as model:
             yield model
@@ -244,7 +230,7 @@ class Loop:
         """Write a checkpoint, unless it is there, of weights that are finite and the same on all processes."""
         if done == self.saved_step:
             return
-        self.training_step.finite.verify()
+        self.training_step.verify()
         refuse_unlike_weights(self.model, done)
         with self.speed.paused():
             save(
@@ -268,12 +254,11 @@ class TrainingStep:
         self.optim_config = optim
         self.accelerator = task.accelerator
         self.layout = task.layout
-        self.run_config = task.run
-        self.parallel = prepare_model(task.model, self.accelerator, optim, self.run_config)
-        self.model = self.parallel.model
-        self.wrapped = self.parallel.wrapped
-        self.optimizer = self.parallel.optimizer
-        self.finite = FiniteCheck(self.accelerator.device, task.train.image_name)
+        kind = Sharded if sharding(self.accelerator) else Replicated
+        self.parallel = kind(task.model, self.accelerator, partial(build_optimizer, config=optim), task.run)
+        self.model, self.wrapped, self.optimizer = self.parallel.model, self.parallel.wrapped, self.parallel.optimizer
+        self.verifies_each_step = self.accelerator.device.type == "cpu"
+        self.unverified: list[StepRecord] = []
 
     def __call__(self, step: int, batches: Iterable[Batch], measure: bool) -> tuple[Values, Sums]:
         """Do one step without a loop: see `begin` and `finish`."""
@@ -291,7 +276,7 @@ class TrainingStep:
         """
         self.step, self.measure = step, measure
         self.wrapped.train()
-        self.rate = learning_rate(self.optim_config, step, self.run_config.steps)
+        self.rate = learning_rate(self.optim_config, step, self.task.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * group.get("lr_scale", 1.0)
         self.losses: list[Tensor] = []
@@ -309,7 +294,7 @@ class TrainingStep:
         """Forward and backward pass of a batch; processes share gradients in the last one."""
         number = len(self.losses)
         is_last = number == self.layout.accumulation_steps - 1
-        torch.manual_seed(self.seed_of(self.step, number))  # so that a resumed run repeats dropout
+        torch.manual_seed(self.seed_of(number))  # so that a resumed run repeats dropout
         with nullcontext() if is_last else self.parallel.without_sync():
             loss, measured = self.task.loss(self.wrapped, batch, self.measure)
             loss = loss / self.layout.loss_divisor(number)
@@ -333,62 +318,24 @@ class TrainingStep:
         if self.step < self.optim_config.frozen_steps:
             for parameter in self.model.encoder.parameters():
                 parameter.grad = None  # the optimiser takes, and clipping counts, only those with a gradient
-        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim_config.clip or math.inf)
-        norm = whole_tensor(norm)
+        clipped = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim_config.clip or math.inf)
+        norm = whole_tensor(clipped)
         loss = self.accelerator.reduce(sum(self.losses), "mean")
-        self.finite.record(self.step, loss, norm, self.losses, self.indices)
-        if self.measure or self.finite.is_due():
-            self.finite.verify()
+        is_finite = torch.stack([loss, norm]).isfinite().all()
+        self.unverified.append(StepRecord(self.step, is_finite, self.losses, self.indices))
+        if self.measure or self.verifies_each_step or len(self.unverified) >= MAX_UNVERIFIED:
+            self.verify()
         self.optimizer.step()
         self.optimizer.zero_grad()
         values = {"loss": loss, "optim/lr": self.rate, "optim/grad_norm": norm}
         return values | self.task.after_step(self.model, self.step), self.sums
 
-    def seed_of(self, step: int, number: int) -> int:
-        """The seed of everything that is drawn inside the model: distinct for (seed, step, forward pass, rank)."""
-        place = number * self.layout.world_size + self.layout.rank
-        word = random_words(Stream.MODEL, self.run_config.seed, step, place, 1)[0]
-        return int(word >> np.uint64(1))  # 63 bits
-
-
-class RecordedStep(NamedTuple):
-    """What tells whether a step was finite, and which images were in it."""
-
-    step: int
-    is_finite: Tensor
-    """Whether its loss and the norm of its gradient are, of all processes."""
-    losses: list[Tensor]
-    """This process's losses, by forward pass."""
-    indices: list[Tensor]
-    """Indices of this process's images, by forward pass."""
-
-
-class FiniteCheck:
-    """Whether losses and gradients are finite: recorded in each step, read when they are verified.
-
-    Reading a GPU's numbers would wait for it in each step. So steps are verified there when metrics are logged, and
-    before anything is evaluated or saved; on a CPU, before the weights change.
-
-    Args:
-        image_name: the name of a training image, by its index.
-    """
-
-    def __init__(self, device: torch.device, image_name: Callable[[int], str]):
-        self.image_name = image_name
-        self.verifies_each_step = device.type == "cpu"
-        self.unverified: list[RecordedStep] = []
-
-    def record(self, step: int, loss: Tensor, norm: Tensor, losses: list[Tensor], indices: list[Tensor]) -> None:
-        """The loss and the gradient's norm of a step; this process's losses and images' indices, by forward pass."""
-        is_finite = torch.stack([loss, norm]).isfinite().all()
-        self.unverified.append(RecordedStep(step, is_finite, losses, indices))
-
-    def is_due(self) -> bool:
-        """Whether to verify now, also between two lines of metrics."""
-        return self.verifies_each_step or len(self.unverified) >= MAX_UNVERIFIED
-
     def verify(self) -> None:
-        """Raise Diverged on every process, naming step and images, if a step since the last call was not finite."""
+        """Raise Diverged on every process, naming step and images, if a step since the last call was not finite.
+
+        Reading a GPU's numbers would wait for it in each step. So there it is called when metrics are logged, and
+        before anything is evaluated or saved; on a CPU, before the weights change.
+        """
         if not self.unverified or torch.stack([record.is_finite for record in self.unverified]).all():
             self.unverified.clear()
             return
@@ -399,14 +346,31 @@ class FiniteCheck:
             images += indices.tolist()
             if not loss.isfinite():
                 suspects += indices.tolist()
-        suspects = gather_object(suspects)
-        images = gather_object(images)
-        names = sorted(map(self.image_name, suspects or images))
+        suspects, images = gather_object(suspects), gather_object(images)
+        names = sorted(map(self.task.train.image_name, suspects or images))
         raise Diverged(
             f"loss or gradient of step {first.step} is not finite (nothing of it is saved; images "
             f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is intact: "
             "check these images, or begin again with a lower optim.lr in a new run.dir"
         )
+
+    def seed_of(self, number: int) -> int:
+        """The seed of all that a pass draws inside the model: distinct for (seed, step, forward pass, rank)."""
+        place = number * self.layout.world_size + self.layout.rank
+        word = random_words(Stream.MODEL, self.task.run.seed, self.step, place, 1)[0]
+        return int(word >> np.uint64(1))  # 63 bits
+
+
+class StepRecord(NamedTuple):
+    """What tells whether a step was finite, and which images were in it."""
+
+    step: int
+    is_finite: Tensor
+    """Whether its loss and the norm of its gradient are, of all processes."""
+    losses: list[Tensor]
+    """This process's losses, by forward pass."""
+    indices: list[Tensor]
+    """Indices of this process's images, by forward pass."""
 
 
 def cursor_of(batch: Batch) -> Cursors:

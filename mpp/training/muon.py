@@ -7,10 +7,9 @@ import torch
 from timm.optim.muon import zeropower_via_newtonschulz
 from timm.optim.nadamw import nadamw
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from mpp.runtime.hardware import bf16_is_native
+from mpp.training.parallel import local_part, shard_like, whole_like
 
 EPS = 1e-7  # of the norm that Newton-Schulz divides by, and of NAdamW
 NEWTON_SCHULZ_COEFFICIENTS = (
@@ -29,8 +28,8 @@ class Muon(torch.optim.Optimizer):
 
     The matrices' updates are scaled to the size of Adam's (Liu et al., 2025): both parts take the same learning rate.
 
-    Where the model is sharded, each process orthogonalises some of the matrices. NAdamW goes number by number, by each
-    process's shards.
+    Where the model is sharded, each process orthogonalises whole matrices, as where it has copies: their products would
+    be communicated in each iteration, and rounded in another way. NAdamW takes each process's shards.
 
     Args:
         groups: with `params`, `use_muon`, and any of the settings below but `capturable`. With `use_muon` the
@@ -84,8 +83,6 @@ class Muon(torch.optim.Optimizer):
             by_shape.setdefault(parameter.shape, []).append(parameter)
         for shape, matrices in by_shape.items():
             count = max(1, MAX_BATCH_ELEMENTS // shape.numel())
-            if isinstance(matrices[0], DTensor):
-                count *= sharding_group(matrices[0]).size()
             for first in range(0, len(matrices), count):
                 self.step_one_shape(matrices[first : first + count], group)
 
@@ -97,10 +94,9 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
         updates = torch._foreach_lerp(gradients, averages, group["momentum"])  # Nesterov's
-        if isinstance(matrices[0], DTensor):
-            updates = orthogonalize_sharded(updates, matrices[0].shape[0], sharding_group(matrices[0]))
-        else:
-            updates = list(orthogonalize(torch.stack(updates)))
+        whole = [whole_like(update, matrix) for update, matrix in zip(updates, matrices, strict=True)]
+        orthogonal = orthogonalize(torch.stack(whole))
+        updates = [local_part(shard_like(update, matrix)) for update, matrix in zip(orthogonal, matrices, strict=True)]
         size = 0.2 * max(matrices[0].shape) ** 0.5  # the root mean square of Adam's updates is about 0.2
         torch._foreach_add_(weights, updates, alpha=-group["lr"] * size)
 
@@ -153,40 +149,3 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         matrices, len(NEWTON_SCHULZ_COEFFICIENTS), NEWTON_SCHULZ_COEFFICIENTS, EPS, dtype=newton_schulz_dtype()
     )
     return orthogonal.float()
-
-
-def orthogonalize_sharded(updates: list[Tensor], rows: int, sharers: ProcessGroup) -> list[Tensor]:
-    """Orthogonalise matrices of which each process has some rows: each process takes whole matrices meanwhile.
-
-    Products of sharded matrices would be communicated in each iteration, and rounded in another way.
-
-    Args:
-        updates: this process's rows of each matrix.
-        rows: of a whole matrix.
-    Returns:
-        This process's rows of each, float32.
-    """
-    processes = sharers.size()
-    share_rows = -(-rows // processes)  # the last processes may have fewer
-    taken = -(-len(updates) // processes)  # matrices that a process takes
-    shape = (processes * taken, share_rows, updates[0].shape[1])
-    shares = updates[0].new_zeros(shape, dtype=newton_schulz_dtype())
-    for share, update in zip(shares, updates, strict=False):
-        share[: len(update)] = update
-    received = torch.empty_like(shares)
-    torch.distributed.all_to_all_single(received, shares, group=sharers)  # all rows of the matrices it takes
-    whole = received.unflatten(0, (processes, taken)).transpose(0, 1).flatten(1, 2)
-    whole[:, :rows] = orthogonalize(whole[:, :rows])
-    sent = whole.unflatten(1, (processes, share_rows)).transpose(0, 1).contiguous()
-    torch.distributed.all_to_all_single(shares, sent.flatten(0, 1), group=sharers)
-    return [share[: len(update)].float() for share, update in zip(shares, updates, strict=False)]
-
-
-def sharding_group(tensor: DTensor) -> ProcessGroup:
-    """The processes that have the shards of a tensor: the last dimension of its mesh."""
-    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -21,13 +21,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mpp.config import OptimConfig, RunConfig, require
+from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.models.adaptation import has_low_rank_changes
 from mpp.runtime.hardware import local_processes
 from mpp.runtime.processes import sharding
-from mpp.training.muon import local_part, sharding_group
-from mpp.training.optim import build_optimizer
+
+BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Replicated:
@@ -36,15 +36,15 @@ class Replicated:
     Attributes:
         model: without a wrapper, whose name would be in those of the weights.
         wrapped: the model, or its wrapper, that a step calls.
-        optimizer: Accelerate's wrapper of it.
+        optimizer: Accelerate's wrapper of the one that `build` makes.
     """
 
-    def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
+    def __init__(self, model: nn.Module, accelerator: Accelerator, build: BuildOptimizer, run: RunConfig):
         if run.compile is True:
             model.compile()
         model.to(accelerator.device)  # before the optimiser is built, which asks where it is
         self.accelerator = accelerator
-        self.wrapped, self.optimizer = accelerator.prepare(model, build_optimizer(model, optim))
+        self.wrapped, self.optimizer = accelerator.prepare(model, build(model))
         if isinstance(self.wrapped, DistributedDataParallel):
             self.wrapped.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
         self.model = accelerator.unwrap_model(self.wrapped)
@@ -73,7 +73,7 @@ class Sharded:
     or as `run.reduction` says.
     """
 
-    def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
+    def __init__(self, model: nn.Module, accelerator: Accelerator, build: BuildOptimizer, run: RunConfig):
         if has_low_rank_changes(model):
             raise UserError(
                 "model.lora_rank needs a whole model on each process (DDP), and the launcher shards this one; "
@@ -89,7 +89,7 @@ class Sharded:
         self.model = self.wrapped = accelerator.prepare_model(model, **autocast_only)
         self.shard(accelerator, run)
         self.syncs_each_pass = run.sync_gradients == "every_pass"
-        self.optimizer = accelerator.prepare(build_optimizer(model, optim))
+        self.optimizer = accelerator.prepare(build(model))
 
     def shard(self, accelerator: Accelerator, run: RunConfig) -> None:
         """Shard the model's units, and compile them if `run.compile`."""
@@ -111,16 +111,10 @@ class Sharded:
                 unit.forward = torch.compile(unit.forward)  # within the unit's hooks, which cannot be compiled
             shard_unit(unit, reshard_after_forward=reshard)
         shard_unit(self.model, reshard_after_forward=False)
-        if self.device.type == "cpu":  # gloo takes a mean for a sum in some releases of torch
-            for unit in {*units, self.model, self.wrapped}:
-                unit.set_force_sum_reduction_for_comms(True)
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
-        if self.syncs_each_pass:
-            yield
-            return
-        self.wrapped.set_requires_gradient_sync(False)
+        self.wrapped.set_requires_gradient_sync(self.syncs_each_pass)
         try:
             yield
         finally:
@@ -136,9 +130,6 @@ class Sharded:
             yield self.unsharded.train(self.model.training)
         finally:
             self.unsharded.to("meta")
-
-
-Parallel = Replicated | Sharded
 
 
 class Outer(nn.Module):
@@ -199,32 +190,22 @@ def compile_blocks_apart(count: int) -> None:
 
 def sharding_units(model: nn.Module) -> list[nn.Module]:
     """The blocks that are gathered one by one: of each stack all but the last, none within another."""
-    blocks = []
+    units: list[nn.Module] = []
+    inner: set[nn.Module] = set()
     for module in model.modules():
         stack = getattr(module, "blocks", None)
-        if isinstance(stack, nn.ModuleList | nn.Sequential):
-            blocks += [block for block in stack[:-1] if not isinstance(block, nn.ModuleList)]
-    inner = set()
-    for block in blocks:
-        inner.update(module for module in block.modules() if module is not block)
-    return [block for block in blocks if block not in inner]
-
-
-def prepare_model(model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig) -> Parallel:
-    """Prepare the model as the launcher asked for it: sharded, or a copy on each process."""
-    kind = Sharded if sharding(accelerator) else Replicated
-    return kind(model, accelerator, optim, run)
+        if not isinstance(stack, nn.ModuleList | nn.Sequential):
+            continue
+        for block in stack[:-1]:
+            if block not in inner and not isinstance(block, nn.ModuleList):
+                units.append(block)
+                inner.update(block.modules())
+    return units
 
 
 def without_weights(model: nn.Module) -> nn.Module:
     """A copy of a model on torch's `meta` device, which takes no memory."""
-    memo: dict[int, Tensor] = {}
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model).to("meta")
 
 
 def state_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -233,9 +214,29 @@ def state_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded. All processes have to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_like(part: Tensor, like: Tensor) -> Tensor:
+    """The whole of a tensor of which each process has the part that it has of `like`."""
+    if not isinstance(like, DTensor):
+        return part
+    layout = dict(shape=like.shape, stride=like.stride(), run_check=False)
+    return DTensor.from_local(part, like.device_mesh, like.placements, **layout).full_tensor()
+
+
+def shard_like(whole: Tensor, like: Tensor | None) -> Tensor:
+    """A tensor, sharded where `like` is and of its shape: an optimiser counts steps of a sharded weight, too."""
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def gather_tensors(tensors: Mapping[str, Tensor], wanted_here: bool) -> dict[str, Tensor]:
@@ -262,13 +263,6 @@ def read_tensors(file: Path, like: Callable[[str], Tensor | None]) -> dict[str, 
         return {name: shard_like(stored.get_tensor(name), like(name)) for name in list(stored.keys())}
 
 
-def shard_like(whole: Tensor, like: Tensor | None) -> Tensor:
-    """A tensor, sharded where `like` is and of its shape: an optimiser counts steps of a sharded weight, too."""
-    if not isinstance(like, DTensor) or whole.shape != like.shape:
-        return whole
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
 def refuse_unlike_weights(model: nn.Module, step: int) -> None:
     """Raise UserError, on all processes, if copies of the weights differ: those of DDP, or those of several nodes.
 
@@ -281,7 +275,7 @@ def refuse_unlike_weights(model: nn.Module, step: int) -> None:
     digest = []
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            share = sharding_group(parameter).rank()
+            share = parameter.device_mesh.get_coordinate()[-1]
         bits = local_part(parameter.detach()).float().view(torch.int32)
         digest.append(bits.sum(dtype=torch.int64))
     own = share, torch.stack(digest).tolist()

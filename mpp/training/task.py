@@ -1,6 +1,5 @@
 """`ImageTask`: images, batches, evaluation and export, which all training tasks have in common."""
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from mpp.features.probe import Probe
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.exporting import EncoderFacts, export_encoder
 from mpp.models.timm_models import width_of
-from mpp.runtime.messages import note
 from mpp.runtime.processes import on_main_process
 from mpp.training.card import model_card
 from mpp.training.history import last_logged_step
@@ -104,10 +102,6 @@ class ImageTask:
         """
         if not config.every:
             return None
-        together = math.lcm(config.every, self.run.eval_every)  # 0 where nothing is evaluated
-        if together > max(config.every, self.run.eval_every):
-            both = f"probe.every ({config.every}) and run.eval_every ({self.run.eval_every})"
-            note(f"features are probed every {together} steps, where both {both} are due, and at the end")
         return Probe(
             self.accelerator,
             self.fixed_view_loader,
@@ -208,11 +202,7 @@ class ImageTask:
         if self.training_image_count:
             times = self.run.steps * self.layout.global_batch_size / self.training_image_count
             seen = f", each seen {times:,.0f} times" if times >= 1000 else f", each seen {times:.3g} times"
-        line = f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
-        if self.probe and self.probe.general_views:
-            reference, test = (len(views.dataset) for views in self.probe.general_views)
-            line += f"; general images: {reference} reference, {test} test"
-        return line
+        return f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
 
     def describe_model(self) -> str:
         """The model in a line."""
