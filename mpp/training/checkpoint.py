@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from mpp.errors import UserError
 from mpp.runtime.files import complete, delete, partial_path, sha256_of
 from mpp.runtime.processes import on_main_process
 from mpp.training.optim import build_optimizer, parameters_of, swap_averages
-from mpp.training.parallel import gather_tensors, read_tensors
+from mpp.training.parallel import shard_like, whole_tensor
 
 COMPLETE_NAME = re.compile(r"step_\d+")
 MODEL_FILE = "model.safetensors"
@@ -87,10 +87,14 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted_here: bo
         model: without wrappers.
         wanted_here: whether this process wants it; the others get no tensors.
     """
-    return {
-        MODEL_FILE: gather_tensors(model.state_dict(), wanted_here),
-        OPTIMIZER_FILE: gather_tensors(flatten_state(optimizer), wanted_here),
-    }
+    sources = {MODEL_FILE: model.state_dict(), OPTIMIZER_FILE: flatten_state(optimizer)}
+    tensors: Tensors = {file: {} for file in sources}
+    for file, source in sources.items():
+        for name, tensor in source.items():  # one after the other: no GPU holds more than one that was sharded
+            whole = whole_tensor(tensor)
+            if wanted_here:
+                tensors[file][name] = whole.cpu().contiguous()
+    return tensors
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence[Cursors] = ()) -> Path:
@@ -107,7 +111,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence
         with complete(final) as partial:
             partial.mkdir(parents=True)
             for file, tensor_by_name in tensors.items():
-                save_file({name: tensor.contiguous() for name, tensor in tensor_by_name.items()}, partial / file)
+                save_file(tensor_by_name, partial / file)
             (partial / CURSORS_FILE).write_text(json.dumps(list(cursors)), encoding="utf-8")
             digests = {file.name: sha256_of(file) for file in sorted(partial.iterdir())}
             state = {"torch": torch.__version__, "sha256": digests}
@@ -259,3 +263,13 @@ def load_flat_state(optimizer: torch.optim.Optimizer, file: Path) -> None:
         number, name = key.split(".", 1)
         state[int(number)][name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def read_tensors(file: Path, like: Callable[[str], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file; of those that are sharded, this process's rows.
+
+    Args:
+        like: the present tensor of a name, which may be sharded.
+    """
+    with safe_open(file, framework="pt") as stored:
+        return {name: shard_like(stored.get_tensor(name), like(name)) for name in list(stored.keys())}

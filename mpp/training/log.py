@@ -25,14 +25,6 @@ from mpp.training.history import EVALUATED, HOUR, Line, last_value
 
 METRICS_FILE = "metrics.jsonl"
 UNREADABLE_FILE = "unreadable.txt"
-CHARTED_ACCURACIES = ("accuracy", "two_nearest", "nearest", "most_frequent")
-TENSORBOARD_CHARTS = {
-    "masked patches": {
-        "train": ["Multiline", [f"^train/{name}$" for name in CHARTED_ACCURACIES]],
-        "held out": ["Multiline", [f"^heldout/{name}$" for name in CHARTED_ACCURACIES]],
-    }
-}
-"""Scalars that are drawn together: title -> chart -> kind, and patterns of their tags."""
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -75,7 +67,6 @@ class Tracker:
             raise
         for tracker in accelerator.trackers:
             if tracker.name == "tensorboard":
-                tracker.writer.add_custom_scalars(TENSORBOARD_CHARTS)
                 tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(last_kept, 0))
             else:
                 scalars = {}  # trackers take no other values

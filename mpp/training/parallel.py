@@ -4,17 +4,14 @@ Either trains the same weights to the same checkpoints.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -96,21 +93,18 @@ class Sharded:
         reduce_dtype = torch.bfloat16 if run.reduction == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         mesh = sharding_mesh(accelerator, run)
-        reshard = sharding(accelerator).reshard_after_forward
-        units = sharding_units(self.model)
         if accelerator.mixed_precision == "bf16":
             self.wrapped = Outer(self.model)
             ignored = bf16_parameters(self.model)
             fully_shard(self.wrapped, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
             policy = replace(policy, param_dtype=torch.bfloat16)
-        if run.compile is True:  # a graph for each rate of drop path
-            compile_blocks_apart(len(units))
-        shard_unit = partial(shard_rest, mesh=mesh, mp_policy=policy)
+        units = sharding_units(self.model)
+        if run.compile is True:
+            compile_blocks_apart(units)
+        reshard = sharding(accelerator).reshard_after_forward
         for unit in units:
-            if run.compile is True:
-                unit.forward = torch.compile(unit.forward)  # within the unit's hooks, which cannot be compiled
-            shard_unit(unit, reshard_after_forward=reshard)
-        shard_unit(self.model, reshard_after_forward=False)
+            shard_rest(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        shard_rest(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
@@ -176,16 +170,18 @@ def sharding_mesh(accelerator: Accelerator, run: RunConfig) -> DeviceMesh:
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("nodes", "processes")[-len(shape) :])
 
 
-def compile_blocks_apart(count: int) -> None:
-    """Let torch compile a graph for each of `count` blocks, which differ in their rate of drop path.
+def compile_blocks_apart(blocks: list[nn.Module]) -> None:
+    """Compile each of these blocks, which differ in their rate of drop path: within its hooks of FSDP2.
 
     They are one function to torch, which compiles it again only so often. From its cache of autograd graphs, torch 2.15
     takes the graph of a block with another rate, without a word.
     """
     from torch._functorch import config as functorch_config
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count + 1)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks) + 1)
     functorch_config.enable_autograd_cache = False
+    for block in blocks:
+        block.forward = torch.compile(block.forward)
 
 
 def sharding_units(model: nn.Module) -> list[nn.Module]:
@@ -237,30 +233,6 @@ def shard_like(whole: Tensor, like: Tensor | None) -> Tensor:
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def gather_tensors(tensors: Mapping[str, Tensor], wanted_here: bool) -> dict[str, Tensor]:
-    """Tensors that may be sharded, whole; one after the other, so that no GPU holds more than one of them.
-
-    Args:
-        wanted_here: whether this process wants them, on the CPU. The others get an empty dict.
-    """
-    gathered = {}
-    for name, tensor in tensors.items():
-        whole = whole_tensor(tensor)
-        if wanted_here:
-            gathered[name] = whole.cpu()
-    return gathered
-
-
-def read_tensors(file: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; of those that are sharded, this process's rows.
-
-    Args:
-        like: the present tensor of a name, which may be sharded.
-    """
-    with safe_open(file, framework="pt") as stored:
-        return {name: shard_like(stored.get_tensor(name), like(name)) for name in list(stored.keys())}
 
 
 def refuse_unlike_weights(model: nn.Module, step: int) -> None:
