@@ -96,9 +96,10 @@ def block_matrices(model: nn.Module) -> set[str]:
     Raises:
         UserError: there are none.
     """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = set()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and "blocks" in name.split(".") and module.weight.requires_grad:
+        if isinstance(module, nn.Linear) and "blocks" in name.split(".") and f"{name}.weight" in trained:
             names.add(f"{name}.weight")
     if not names:
         raise UserError("optim.name is muon, and no matrix of a transformer block is trained; it must be adam or sgd")
