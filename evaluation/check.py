@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 from PIL import Image
 
@@ -34,15 +33,15 @@ from mpp.features.reconstructions import as_rgb, as_seen, stretch
 from mpp.pretrain import Pretraining
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start_alone
-from mpp.training.batches import training_batches
+from mpp.training.batches import Feed, training_batches
 from mpp.training.branch import Phases, refuse_other_trunk, steps_to_keep
 from mpp.training.checkpoint import newest_step
-from mpp.training.feed import Feed
 from mpp.training.health import find_warnings
 from mpp.training.history import RECENT_LINES
+from mpp.training.log import memory_bytes
+from mpp.training.loop import TrainingStep
 from mpp.training.run import resolve_config
 from mpp.training.run_folder import CHECK_CROPS, branch_point, refuse_other_run
-from mpp.training.step import TrainingStep
 
 SURVEY_SECONDS = 20.0
 MAX_TIMED_STEPS = 8
@@ -136,10 +135,19 @@ def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[StepCost,
             break
     seconds = time.perf_counter() - begin
     waiting = feed.reset_wait()
-    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
+    memory = memory_bytes(device)
     steps = max(steps, 1)
-    sizes = training_step.checkpoint_bytes(), training_step.encoder_bytes()
+    encoder_bytes = sum(tensor.nbytes for tensor in training_step.model.encoder.state_dict().values())
+    sizes = checkpoint_bytes(training_step), encoder_bytes
     return StepCost(seconds / steps, waiting / steps, memory / 1e9, *sizes), batches
+
+
+def checkpoint_bytes(training_step: TrainingStep) -> int:
+    """Bytes of the model's and, after a first step, of the optimiser's tensors."""
+    tensors = list(training_step.model.state_dict().values())
+    for state in training_step.optimizer.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def checkpoints_on_disk(config: Config) -> int:

@@ -31,9 +31,10 @@ from mpp.features.metrics import Sums
 from mpp.features.reconstructions import prediction_panel, stretch
 from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
+from mpp.runtime.processes import on_main_process
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.runtime.start import run_main
-from mpp.training.feed import to_device
+from mpp.training.batches import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker, last_evaluation
 from mpp.training.loop import due
@@ -50,8 +51,6 @@ class Contrastive(ImageTask):
     A forward pass is that of all processes together, so their number changes nothing where `data.batch_size` is null.
     So are the statistics of batch norms: by those of one process, the two views of an image would know each other.
     """
-
-    communicates_each_pass = True
 
     def __init__(self, config: ContrastiveConfig, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
@@ -145,7 +144,7 @@ class Contrastive(ImageTask):
         if self.accelerator.is_main_process:
             (projections,) = projected  # the list is empty on other processes
             scalars = self.measure_held_out(torch.from_numpy(projections).to(self.accelerator.device))
-            self.log_panel(step, tracker)
+        on_main_process(self.accelerator, lambda: self.log_panel(step, tracker))
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(model)
         return scalars

@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.config import EncoderConfig, MaskedDataConfig, SegmentationConfig
 from evaluation.figures.style import DPI, figure_style
@@ -66,7 +67,6 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
 from mpp.runtime.hardware import device
 from mpp.runtime.start import run_main, start_alone
-from mpp.training.log import event_writer
 
 MOST_FREQUENT = "the most frequent class"
 """Name of a baseline in reports and tables."""
@@ -329,7 +329,7 @@ def write_picture(
     masks = {reading: numbers[predicted.long()] for reading, predicted in readings.predictions.items()}
     figure = draw_predicted_masks(encoder, test, masks, config)
     figure.savefig(path, dpi=DPI)
-    with event_writer(events_folder(report)) as writer:
+    with SummaryWriter(str(events_folder(report))) as writer:
         writer.add_figure("segmentation", figure)
     print(f"wrote {path}")
 

@@ -15,6 +15,8 @@ Attention weights are read one block at a time. ViT-L/16 at 384 pixels took at m
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.utils.tensorboard import SummaryWriter
+
 from evaluation.config import VisualizeConfig
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.report_names import report_path, report_suffix
@@ -25,7 +27,6 @@ from mpp.config import require
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
 from mpp.runtime.start import run_main
-from mpp.training.log import event_writer
 
 
 def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> list[str]:
@@ -41,7 +42,7 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> li
     drawn = []
     missing = {}
     folder.mkdir(parents=True, exist_ok=True)
-    with deaths_explained(), event_writer(folder) as writer:
+    with deaths_explained(), SummaryWriter(str(folder)) as writer:
         for name in config.pictures:
             try:
                 drawing = PICTURES[name](subject)

@@ -43,10 +43,11 @@ from mpp.models.plain import cell_grid, has_class
 from mpp.models.teachers import PredictedBatch, moving_average_decay, update_moving_average
 from mpp.runtime.files import short_digest
 from mpp.runtime.messages import note
+from mpp.runtime.processes import on_main_process
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
+from mpp.training.batches import to_device
 from mpp.training.checkpoint import restore_trained
-from mpp.training.feed import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.health import targets_collapse
 from mpp.training.log import Tracker
@@ -231,12 +232,11 @@ class Pretraining(ImageTask):
             loss, measured = self.loss(model, batch, True)
             sums = add_sums(sums, measured | self.loss_sums(loss, batch))
         sums = sum_over_processes(sums)
-        if self.accelerator.is_main_process:
-            self.log_panel(model, step, tracker)
-            if "by_image" in sums:
-                names = self.held_out_views.dataset.image_names()
-                MaskedCounts(step, sums["by_image"].numpy(), np.array(names, str)).save(Path(self.config.run.dir))
         scalars = {f"heldout/{name}": value for name, value in self.describe_views(sums).items()}
+        on_main_process(self.accelerator, lambda: self.log_panel(model, step, tracker))
+        if self.accelerator.is_main_process and "by_image" in sums:
+            names = self.held_out_views.dataset.image_names()
+            MaskedCounts(step, sums["by_image"].numpy(), np.array(names, str)).save(Path(self.config.run.dir))
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(self.exported(model))
         return scalars

@@ -163,16 +163,16 @@ class Killed(BaseException):
 
 def kill_at(monkeypatch, step: int) -> None:
     """Stop a run in this process just before update `step` (from 0) is done."""
-    from mpp.training.step import TrainingStep
+    from mpp.training.loop import TrainingStep
 
-    update = TrainingStep.__call__
+    begin = TrainingStep.begin
 
-    def dies(self, number, *args, **kwargs):
+    def dies(self, number, measure):
         if number == step:
             raise Killed("killed")
-        return update(self, number, *args, **kwargs)
+        begin(self, number, measure)
 
-    monkeypatch.setattr(TrainingStep, "__call__", dies)
+    monkeypatch.setattr(TrainingStep, "begin", dies)
 
 
 def interrupt_after(monkeypatch, owner: type, name: str, calls: int) -> list:

@@ -257,8 +257,7 @@ def pretend_in_libraries() -> None:
 def pretend_in_ours() -> None:
     """The place that asks for a GPU by name; and what is under way, by the loop's own functions."""
     from mpp.runtime import hardware
-    from mpp.training.loop import Loop
-    from mpp.training.step import TrainingStep
+    from mpp.training.loop import Loop, TrainingStep
     from mpp.training.task import ImageTask
 
     replace_everywhere(hardware.device, lambda: DEVICE)
@@ -269,10 +268,11 @@ def pretend_in_ours() -> None:
     during(Loop, "save", lambda *_, **__: "saving")
     during(ImageTask, "export", lambda *_, **__: "exporting")
 
-    def update(self, step, micro, measure):
-        return "first updates" if step < 2 else "logged update" if measure else "update"
+    def step_of(self, *_):
+        return "first updates" if self.step < 2 else "logged update" if self.measure else "update"
 
-    during(TrainingStep, "__call__", update)
+    for name in ("add_pass", "finish"):
+        during(TrainingStep, name, step_of)
 
 
 def during(owner: type, name: str, what, then: str = "") -> None:

@@ -157,16 +157,16 @@ def environments_of(processes: int, sharded: bool) -> list[dict[str, str]]:
 
 def at_update(step: int | None, act: Callable[..., None]) -> None:
     """In each process: call `act` with the rank before update `step` (from 0), or before each."""
-    from mpp.training.step import TrainingStep
+    from mpp.training.loop import TrainingStep
 
-    update = TrainingStep.__call__
+    begin = TrainingStep.begin
 
-    def act_and_update(self, number, *args, **options):
+    def act_and_begin(self, number, measure):
         if step in (None, number):
             act(self.layout.rank)
-        return update(self, number, *args, **options)
+        begin(self, number, measure)
 
-    TrainingStep.__call__ = act_and_update
+    TrainingStep.begin = act_and_begin
 
 
 def die_at(step: int) -> None:

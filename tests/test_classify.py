@@ -31,9 +31,8 @@ from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import export_encoder, learned_labels
 from mpp.models.encoder import build_encoder
 from mpp.models.plain import checkpoint_activations
-from mpp.training.averaging import averaged_weights
 from mpp.training.checkpoint import complete_checkpoints
-from mpp.training.optim import build_optimizer
+from mpp.training.optim import averaged_weights, build_optimizer
 
 BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
 SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))

@@ -1,6 +1,7 @@
 """What processes send in a step, counted in a process group that pretends to have many processes."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +13,13 @@ from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import ModelConfig, OptimConfig, RunConfig
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.runtime.start import start
 from mpp.training import parallel
-from mpp.training.muon import Muon
+from mpp.training.optim import build_optimizer
 
 GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
 
@@ -65,7 +65,7 @@ def shard(model: nn.Module, processes: int, precision: str = "bf16", **run) -> p
         prepare_model=real.prepare_model,
         prepare=lambda optimizer: optimizer,
     )
-    return parallel.Sharded(model, pretended, OptimConfig(), RunConfig(**run))
+    return parallel.Sharded(model, pretended, partial(build_optimizer, config=OptimConfig()), RunConfig(**run))
 
 
 def vit(depth: int = 4) -> nn.Module:
@@ -145,8 +145,7 @@ def test_nodes_hold_copies_and_send_each_other_their_sums(group_of, monkeypatch)
     assert counted.bytes[REDUCE, torch.float32] == pytest.approx(4 * numbers / 8, rel=0.01)
     parameter = next(sharded.model.parameters())
     assert parameter.device_mesh.shape == (2, 8)
-    first, rows = parallel.rows_of_process(parameter)
-    assert (first, rows) == (0, -(-parameter.shape[0] // 8))
+    assert len(parameter.to_local()) == -(-parameter.shape[0] // 8)
 
 
 @pytest.mark.parametrize("processes_here", ["1", "3"])
@@ -161,42 +160,3 @@ def test_nodes_that_differ_are_refused(group_of, monkeypatch, processes_here):
 def test_settings_of_shards_are_refused_where_there_are_none(name, value):
     with pytest.raises(UserError, match=f"run.{name} is {value}; it must be .* unless the launcher shards the model"):
         start(RunConfig(**{name: value}, trackers=()))
-
-
-def muons_step(processes: int | None, matrices: int) -> tuple[int, Collectives]:
-    """Operations and collectives of a step, of one process that shares the work with others, or does all of it."""
-    parameters = [nn.Parameter(torch.ones(16, 32)) for _ in range(matrices)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = Muon([dict(params=parameters, use_muon=True)], lr=0.1)
-    if processes:
-        optimizer.sharers = distributed.group.WORLD
-    with FlopCounterMode(display=False) as flops, Collectives() as sent:
-        optimizer.step()
-    return flops.get_total_flops(), sent
-
-
-@pytest.mark.parametrize("processes", [2, 8, 24, 48, 64])
-def test_muons_operations_fall_with_the_number_of_processes(group_of, processes, matrices=24):
-    """Down to a matrix. All results are received once, in one collective; what pads them is less than half of it."""
-    group_of(processes)
-    alone, _ = muons_step(None, matrices)
-    shared, sent = muons_step(processes, matrices)
-    assert shared == alone * max(1, matrices // processes) / matrices
-    ((name, dtype),) = sent.calls
-    assert name == GATHER and sent.calls.total() == 1
-    assert 1 <= sent.bytes.total() / (matrices * 16 * 32 * dtype.itemsize) < 2
-
-
-@pytest.mark.parametrize("processes", [16, 17])
-def test_few_processes_iterate_all_matrices_each(group_of, processes):
-    group_of(processes)
-
-    class Copies(SimpleNamespace):
-        prepare = staticmethod(lambda *prepared: prepared)
-        unwrap_model = staticmethod(lambda model: model)
-
-    accelerator = Copies(device=torch.device("cpu"), num_processes=processes)
-    optimizer = parallel.Replicated(vit(), accelerator, OptimConfig(name="muon"), RunConfig()).optimizer
-    assert isinstance(optimizer, Muon)
-    assert (optimizer.sharers is distributed.group.WORLD) == (processes > 16)

@@ -405,7 +405,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, tally):
     (folder / "checkpoints").write_text("in the way")
     run = Command("pretrain", *options)
     assert run.wait() == [2]
-    assert "the checkpoint after step 2 cannot be written" in run.said and "there is no earlier one" in run.said
+    assert "step_00000002: the checkpoint cannot be written" in run.said and "none is kept" in run.said
     (folder / "checkpoints").unlink()
     finish(Command("pretrain", *options))
     assert weights(tmp_path / "whole") == weights(folder)
@@ -612,12 +612,12 @@ def test_a_loader_process_that_dies_with_its_batch_is_named(tmp_path, image_fold
 def deadly(data: bytes, slow: bool) -> None:
     """Decoding this image kills the process, as a fault in a decoder or a lack of memory does."""
     from mpp.data.decoding import decode as decoding
-    from mpp.training.step import TrainingStep
+    from mpp.training.loop import TrainingStep
 
-    decode, call = decoding.decode, TrainingStep.__call__
+    decode, begin = decoding.decode, TrainingStep.begin
     decoding.decode = lambda *given: os.kill(os.getpid(), 9) if given[0] == data else decode(*given)
     if slow:  # then the main process is not waiting for data when it hears of it
-        TrainingStep.__call__ = lambda *args, **kwargs: (time.sleep(0.3), call(*args, **kwargs))[1]
+        TrainingStep.begin = lambda *args, **kwargs: (time.sleep(0.3), begin(*args, **kwargs))[1]
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -660,16 +660,16 @@ def stuck() -> None:
 
     from mpp.data.decoding import decode as decoding
     from mpp.errors import UserError
-    from mpp.training.step import TrainingStep
+    from mpp.training.loop import TrainingStep
 
     decode, calls = decoding.decode, count()
     decoding.decode = lambda *given: ctypes.CDLL(None).pause() if next(calls) >= 12 else decode(*given)
 
-    def fail(self, step, micro, measure):
+    def fail(self, step, measure):
         time.sleep(2)
         raise UserError("the run fails")
 
-    TrainingStep.__call__ = fail
+    TrainingStep.begin = fail
 
 
 def test_a_loader_process_that_hangs_does_not_keep_the_run(tmp_path, tally):
@@ -702,7 +702,7 @@ def test_a_loader_process_that_does_not_begin_is_started_again(tmp_path, tally):
 def lack_a_batch(take_number: int) -> None:
     """On the first of two processes, images cannot be read at this take (from 1) of a batch."""
     from mpp.errors import ReadFailed
-    from mpp.training.feed import Feed
+    from mpp.training.batches import Feed
 
     take = Feed.take
     taken = []
@@ -728,18 +728,55 @@ def test_a_batch_that_one_of_two_processes_lacks_ends_both(tmp_path, tally, pass
     tally("a batch that one of two processes lacks: both end", 1)
 
 
+def lack_a_held_out_image(rank: str, number: int) -> None:
+    """On a process of this rank, this held-out view (from 1) since training began cannot be read."""
+    from mpp.data.views import FIXED_VIEW, ViewDataset
+    from mpp.errors import ReadFailed
+    from mpp.training.loop import TrainingStep
+
+    view, finish = ViewDataset.__getitem__, TrainingStep.finish
+    taken = []
+
+    def failing_view(self, key):
+        if key[0] == FIXED_VIEW and failing_view.has_trained and os.environ["RANK"] == rank:
+            taken.append(key)
+            if len(taken) == number:
+                raise ReadFailed("images cannot be read")
+        return view(self, key)
+
+    def noted(self):
+        failing_view.has_trained = True
+        return finish(self)
+
+    failing_view.has_trained = False
+    ViewDataset.__getitem__, TrainingStep.finish = failing_view, noted
+
+
+@pytest.mark.parametrize(("rank", "number"), [("1", 2), ("0", 5)], ids=["in a loader", "for the picture"])
+def test_a_held_out_image_that_one_of_two_processes_lacks_ends_both_with_a_checkpoint(tmp_path, tally, rank, number):
+    """Each has four of the eight images; after them the main process reads some for a picture."""
+    options = [*TINY, "--run.checkpoint_every=99", f"--run.dir={tmp_path / 'run'}"]
+    run = Command("pretrain", *options, processes=2, prepare=partial(lack_a_held_out_image, rank, number))
+    assert run.wait() == [2, 2], run.said[-3000:]
+    assert run.said.count("images cannot be read; a checkpoint after step 4 is written") == 2
+    assert newest_step(tmp_path / "run") == 4
+    finish(Command("pretrain", *options, processes=2))
+    assert 4 in read_metrics(tmp_path / "run", "heldout/loss")
+    tally("a held-out image that one of two processes lacks: both end", 1)
+
+
 def poison() -> None:
     """On the second of two processes, the gradient of step 5 is infinite."""
-    from mpp.training.step import TrainingStep
+    from mpp.training.loop import TrainingStep
 
-    call = TrainingStep.__call__
+    begin = TrainingStep.begin
 
-    def poisoned(self, step, micro, measure):
+    def poisoned(self, step, measure):
         if step == 5 and self.layout.rank == 1:
             next(self.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
-        return call(self, step, micro, measure)
+        begin(self, step, measure)
 
-    TrainingStep.__call__ = poisoned
+    TrainingStep.begin = poisoned
 
 
 def test_what_is_not_finite_stops_every_process(tmp_path, tally, undisturbed):

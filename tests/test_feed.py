@@ -1,19 +1,16 @@
 """Batches taken when their forward pass begins: order, steps that are dropped, and a simulated device's idle time."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from conftest import TINY, read_metrics
 
 from evaluation import supervised
-from mpp.data.loader import BatchLayout
 from mpp.errors import ReadFailed
-from mpp.runtime.signals import Ending
-from mpp.training.feed import Feed
-from mpp.training.loop import Loop
-from mpp.training.step import TrainingStep
+from mpp.runtime.signals import Ending, Preemption
+from mpp.training.batches import Feed
+from mpp.training.loop import Loop, TrainingStep
 
 PASSES = 4
 ACCUMULATION = "--data.batch_size=2"  # four passes of the tests' eight images
@@ -21,21 +18,22 @@ ACCUMULATION = "--data.batch_size=2"  # four passes of the tests' eight images
 
 def test_each_batch_is_taken_when_its_pass_begins(pretrain, monkeypatch):
     events = []
-    take, agree = Feed.take, Loop.end_unless_agreed
+    take, agreed = Feed.take, Preemption.agreed
 
     def noted_take(self):
         events.append("take")
         return take(self)
 
     def noted_agreement(self, *args):
-        events.append("agree")
-        agree(self, *args)
+        if args:
+            events.append("agree")
+        return agreed(self, *args)
 
     monkeypatch.setattr(Feed, "take", noted_take)
-    monkeypatch.setattr(Loop, "end_unless_agreed", noted_agreement)
+    monkeypatch.setattr(Preemption, "agreed", noted_agreement)
     monkeypatch.setattr(TrainingStep, "seed_of", lambda *_: events.append("pass") or 0)
     pretrain("--run.steps=1", ACCUMULATION)
-    assert events == [*["take", "pass"] * 3, "take", "agree", "pass"]
+    assert events == ["take", "agree", "pass"] * 4
 
 
 def fail_in_the_middle(monkeypatch, step: int) -> None:
@@ -116,17 +114,13 @@ def idle_share(passes: int, log_every: int, ahead: int, steps: int = 200) -> flo
     """Share of the time that the simulated device is idle, with a loader 1.1 times as fast as the device."""
     clock = SimulatedClock(load=1.0, compute=1.1, ahead=ahead)
     loop = SimpleNamespace(
-        start=0,
-        task=SimpleNamespace(layout=BatchLayout.of(8 * passes, 8, 1, 0), communicates_each_pass=False),
-        training_step=SimpleNamespace(parallel=SimpleNamespace(communicates_each_pass=False)),
         preemption=SimpleNamespace(wait_for=lambda get: get(), agreed=lambda ending: ending or Ending.NONE),
         tracker=SimpleNamespace(warn_unreadable=lambda _: None),
         feed=Feed(clock.batches()),
-        speed=SimpleNamespace(waiting=nullcontext),
     )
-    loop.end_unless_agreed = lambda *args: Loop.end_unless_agreed(loop, *args)
     for step in range(steps):
-        for _ in Loop.batches_of_step(loop, step):
+        for _ in range(passes):
+            Loop.next_batch(loop, step)
             clock.compute_pass()
         if step == 0:
             clock.idle = 0.0  # the first batch is waited for in any case

@@ -20,9 +20,8 @@ from mpp.models.networks import MaskedPatchPredictor
 from mpp.pretrain import main
 from mpp.runtime.processes import set_timeout
 from mpp.runtime.start import run_main, start
-from mpp.training.feed import copy_stream, to_device
+from mpp.training.loop import TrainingStep
 from mpp.training.optim import build_optimizer
-from mpp.training.step import TrainingStep
 
 DEVICE = os.environ.get("GPU_SUITE_DEVICE", "cuda")
 CUDA = DEVICE == "cuda"
@@ -117,18 +116,27 @@ def test_a_killed_run_ends_with_the_same_bits(run, exact, monkeypatch, precision
 @pytest.mark.parametrize("optimizer", ["adam", "muon", "sgd"])
 def test_the_host_does_not_wait_in_a_step(run, monkeypatch, no_waiting, optimizer):
     """Between two lines of metrics; the first two steps set things up."""
-    call = TrainingStep.__call__
+    add_pass = TrainingStep.add_pass
+    finish = TrainingStep.finish
     strict = []
 
-    def watched(self, step, micro, measure):
-        strict.append(step > 1 and not measure)
-        no_waiting(strict[-1])
+    def watched_pass(self, batch):
+        no_waiting(self.step > 1 and not self.measure)
         try:
-            return call(self, step, micro, measure)
+            add_pass(self, batch)
         finally:
             no_waiting(False)
 
-    monkeypatch.setattr(TrainingStep, "__call__", watched)
+    def watched_finish(self):
+        strict.append(self.step > 1 and not self.measure)
+        no_waiting(strict[-1])
+        try:
+            return finish(self)
+        finally:
+            no_waiting(False)
+
+    monkeypatch.setattr(TrainingStep, "add_pass", watched_pass)
+    monkeypatch.setattr(TrainingStep, "finish", watched_finish)
     options = ("--optim.average=0.9", "--run.log_every=5", "--data.batch_size=4", "--run.precision=bf16")
     run(DEVICE, f"--optim.name={optimizer}", *options)
     assert strict == [False] * 2 + [True] * 2 + [False] + [True] * 4 + [False]
@@ -140,26 +148,6 @@ def test_a_wait_would_be_noticed(no_waiting):
     no_waiting(True)
     with pytest.raises(RuntimeError, match="synchroniz"):
         number.item()
-
-
-@on_cuda
-def test_a_batch_is_copied_while_the_gpu_computes(no_waiting):
-    device = torch.device(DEVICE, torch.cuda.current_device())
-    computing = torch.cuda.current_stream(device)
-    images = [torch.full((64, 3, 224, 224), number, dtype=torch.uint8).pin_memory() for number in range(8)]
-    _ = [copy.sum() for copy in to_device(images, device)]  # memory and kernels are there from now on
-    torch.cuda.synchronize()
-    no_waiting(True)
-    torch.cuda._sleep(2**31)  # cycles: a second or more
-    sums = []
-    for batch in images:
-        (copy,) = to_device([batch], device)
-        sums.append(copy.sum())
-        del copy  # its memory may not be that of the next one before it is summed
-    no_waiting(False)
-    copy_stream(device).synchronize()
-    assert not computing.query()  # it still sleeps, and all batches are there
-    assert [int(each) for each in sums] == [int(batch.sum()) for batch in images]
 
 
 @pytest.mark.parametrize("name", [*TRAINING_STEPS, *MATRIX_PRODUCTS])

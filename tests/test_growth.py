@@ -243,7 +243,7 @@ def test_steps_to_keep_that_are_past_are_said_and_later_ones_refused(pretrain, c
         pretrain("--run.keep_at=[2, 9]")
     pretrain("--optim.schedule=constant", "--run.keep_checkpoints=1")
     pretrain("--optim.schedule=constant", "--run.keep_checkpoints=1", "--run.steps=6", "--run.keep_at=[3]")
-    assert "run.keep_at: the checkpoint after step 3 cannot be kept" in capsys.readouterr().out
+    assert "run.keep_at: the run is past the steps [3]" in capsys.readouterr().out
 
 
 def test_a_run_that_grew_is_finished_when_its_encoder_is_that_of_the_last_step(pretrain, tmp_path, monkeypatch):
@@ -362,7 +362,7 @@ def test_a_branch_without_a_whole_checkpoint_does_not_begin_at_step_0(pretrain, 
     for state in begun.glob("checkpoints/*/state.json"):
         state.write_text("{}")
     shutil.rmtree(begun / "encoder")
-    with pytest.raises(UserError, match=r"all checkpoints of .* are damaged; delete .*checkpoints, and the same"):
+    with pytest.raises(UserError, match=r"all checkpoints of the branch are damaged; delete .*checkpoints"):
         pretrain(*WSD, dir=begun)
     shutil.rmtree(begun / "checkpoints")
     assert read_metrics(pretrain(*WSD, dir=begun), "loss") == read_metrics(begun, "loss")

@@ -59,7 +59,7 @@ def test_a_branch_of_a_stream_is_read_by_as_many_processes_as_its_trunk(tmp_path
     words = (*COOLED, *images, f"--run.branch_from={tmp_path / 'trunk'}@2")
     two = Command("pretrain", *words, f"--run.dir={tmp_path / 'branch'}", processes=2)
     assert two.wait() == [2, 2] and "Traceback" not in two.said
-    assert "2 processes; a stream is resumed with as many as before (1)" in two.said
+    assert "the number of processes is 2; it must be 1" in two.said
     finish(*words, folder=tmp_path / "branch")
     assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
 

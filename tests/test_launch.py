@@ -16,13 +16,12 @@ import mpp.pretrain
 from evaluation.config import ContrastiveConfig, FinetuneConfig, SupervisedConfig
 from mpp.config import Config, RunConfig, flatten
 from mpp.errors import Diverged, UserError
-from mpp.runtime import hardware, start
+from mpp.runtime import start
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.processes import check_address
 from mpp.runtime.start import choose_precision, choose_threads, run_main, user_message
 from mpp.training.log import check_trackers
-from mpp.training.parallel import start_compilers
-from mpp.training.step import TrainingStep
+from mpp.training.loop import TrainingStep
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -45,18 +44,6 @@ def test_threads(monkeypatch, threads, environment, processes, expected):
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert choose_threads(RunConfig(threads=threads)) == expected
-
-
-def test_compilers_are_as_many_as_the_cores_of_a_process(monkeypatch):
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-
-    monkeypatch.setattr(AsyncCompile, "warm_pool", lambda: None)
-    monkeypatch.setattr(config, "compile_threads", 32)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(hardware, "cores", lambda: 64)
-    start_compilers(torch.device("cuda"))
-    assert config.compile_threads == 8
 
 
 ROUNDS = f"""
@@ -139,7 +126,7 @@ def test_processes_wait_long_for_images_and_not_for_a_step(pretrain, tmp_path, m
         monkeypatch.setattr(where, name, noted)
 
     note(mpp.pretrain, "load_image_datasets")
-    note(TrainingStep, "__call__")
+    note(TrainingStep, "finish")
     try:
         for name in ("one", "after"):  # one process may do several runs
             seen.clear()

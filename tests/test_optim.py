@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import timm
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpp.config import ModelConfig, OptimConfig
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
-from mpp.training.averaging import PolyakAverage
-from mpp.training.optim import build_optimizer, learning_rate, parameter_groups
+from mpp.training.optim import PolyakAverage, build_optimizer, learning_rate, parameter_groups
 
 QUINTIC = (  # coefficients of the five Newton-Schulz iterations: timm's default, from modded-nanogpt
     (4.0848, -6.8946, 2.9270),
@@ -96,7 +94,7 @@ def test_muon_is_for_the_blocks_matrices(name, more, fewer):
 
 
 def test_muon_needs_blocks():
-    with pytest.raises(ValueError, match=r"optim\.name is muon, which is for the matrices of a ViT's blocks"):
+    with pytest.raises(ValueError, match=r"optim\.name is muon, .* must be adam"):
         build_optimizer(timm.create_model("resnet18", num_classes=0), OptimConfig(name="muon"))
 
 
@@ -163,33 +161,14 @@ def test_matrices_of_a_shape_together_are_those_one_by_one(together, native, mon
         assert torch.equal(one, other)
 
 
-def test_muon_converts_the_flag_of_a_broken_step_once():
-    """On a GPU a conversion is a launch, and there are hundreds of parameters."""
-
-    class BoolCopies(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.count += (kwargs or {}).get("dtype") is torch.bool
-            return function(*args, **(kwargs or {}))
-
-    model = predictor(width=16, heads=2)
-    optimizer = build_optimizer(model, OptimConfig(name="muon"))
-    optimizer.found_inf = torch.ones(())
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, torch.nan)
-    with BoolCopies() as copies:
-        optimizer.step()
-    assert copies.count == 1
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
 def test_hooks_run_once_a_step_after_timms_own_muon_was_built():
     """torch wraps the step of each class of which one is built, and calls the hooks there."""
     timm.optim.Muon([torch.zeros(2, 2, requires_grad=True)])
     model = predictor(width=16, heads=2)
     optimizer = build_optimizer(model, OptimConfig(name="muon", lr=1e-3))
     average = PolyakAverage(optimizer, 0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert average.updates == 1
 

@@ -12,7 +12,6 @@ import yaml
 from conftest import Killed, encoded, kill_at, picture, read_metrics, title_and_tags
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mpp
@@ -23,9 +22,10 @@ from mpp.errors import UserError
 from mpp.models.descriptions import EncoderFacts, export_encoder
 from mpp.models.networks import MaskedPatchPredictor
 from mpp.training import batches
-from mpp.training import step as training_step
+from mpp.training import loop as training_loop
 from mpp.training.checkpoint import complete_checkpoints
-from mpp.training.step import FiniteCheck, TrainingStep
+from mpp.training.log import read_history
+from mpp.training.loop import TrainingStep
 
 
 def weights(folder):
@@ -82,18 +82,11 @@ def logged(folder):
     return found
 
 
-DAY, HOUR = 86_400, 3600
-
-
-@pytest.mark.parametrize("clocks", [(-DAY, -HOUR), (-HOUR, -DAY), (0, 0)], ids=str)
-def test_tensorboard_shows_the_resumed_part_whatever_the_clock_says(pretrain, monkeypatch, clocks):
-    """Each start may be on another machine, whose clock is behind, or within a second of the start before."""
+def test_tensorboard_shows_the_resumed_part(pretrain, monkeypatch):
     options, now = ("--run.steps=8", "--data.workers=0"), time.time()
-    counter = event_file_writer.AtomicCounter(9)  # 10 sorts before it; it is behind the time and the process
-    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
-    for killed_before, clock in zip((3, 5, None), (0, *clocks), strict=True):
+    for start, killed_before in enumerate((3, 5, None)):
         with monkeypatch.context() as context:
-            context.setattr(time, "time", lambda clock=clock: now + clock)
+            context.setattr(time, "time", lambda start=start: now + 60 * start)  # its files are read by their time
             if killed_before is None:
                 folder = pretrain(*options)
             else:
@@ -411,43 +404,43 @@ def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
-def test_a_verdict_read_late_still_saves_the_weights(pretrain, tmp_path, monkeypatch, optimizer):
-    """As on a GPU: the loss of step 2 is not finite, which is noticed when the metrics of step 5 are logged."""
-    call, weights = TrainingStep.__call__, {}
+def test_a_verdict_read_late_saves_nothing_of_it(pretrain, tmp_path, monkeypatch, optimizer):
+    """As on a GPU: the loss of step 2 is not finite, which is noticed before the checkpoint after step 5."""
+    begin, add_pass = TrainingStep.begin, TrainingStep.add_pass
 
-    def poisoned(self, step, micro, measure):
-        self.finite.verifies_each_step = False
-        if step == 2:
-            micro = [batch._replace(images=batch.images * float("nan")) for batch in micro]
-        result = call(self, step, micro, measure)
-        weights[step] = [parameter.detach().clone() for parameter in self.model.parameters()]
-        return result
+    def as_on_a_gpu(self, step, measure):
+        self.verifies_each_step = False
+        begin(self, step, measure)
 
-    monkeypatch.setattr(TrainingStep, "__call__", poisoned)
-    with pytest.raises(FloatingPointError, match=r"of step 2 is not finite .*images s\d+\.jpg, "):
-        arguments = ("--run.steps=10", "--run.log_every=5", "--run.checkpoint_every=10", "--objective.name=pixels")
-        pretrain(*arguments, f"--optim.name={optimizer}")
-    assert all(torch.equal(*pair) for pair in zip(weights[1], weights[3], strict=True))
-    assert not all(torch.equal(*pair) for pair in zip(weights[0], weights[1], strict=True))
+    def poisoned(self, batch):
+        add_pass(self, batch._replace(images=batch.images * float("nan")) if self.step == 2 else batch)
+
+    monkeypatch.setattr(TrainingStep, "begin", as_on_a_gpu)
+    monkeypatch.setattr(TrainingStep, "add_pass", poisoned)
+    arguments = ("--run.steps=10", "--run.log_every=10", "--run.eval_every=5", "--objective.name=pixels")
+    for when in ("--run.checkpoint_every=2", "--run.checkpoint_every=99"):  # saved next, and evaluated next
+        with pytest.raises(FloatingPointError, match=r"of step 2 is not finite .*images s\d+\.jpg, "):
+            pretrain(*arguments, when, f"--optim.name={optimizer}")
+        assert read_history(tmp_path / "run") == []
+    assert [each.name for each in complete_checkpoints(tmp_path / "run")] == ["step_00000002"]
 
 
 def test_steps_are_verified_before_their_records_pile_up(pretrain, monkeypatch):
     """As on a GPU, with a record of at most 4 steps: after 4, 8, and the last of 10, with which metrics are logged."""
-    record, verify, steps, verified = FiniteCheck.record, FiniteCheck.verify, [], []
+    begin, verify, verified = TrainingStep.begin, TrainingStep.verify, []
 
-    def on_a_gpu(self, step, *arguments):
+    def on_a_gpu(self, step, measure):
         self.verifies_each_step = False
-        steps.append(step)
-        record(self, step, *arguments)
+        begin(self, step, measure)
 
     def noted(self):
         if self.unverified:
-            verified.append((len(steps), len(self.unverified)))
+            verified.append((self.step + 1, len(self.unverified)))
         verify(self)
 
-    monkeypatch.setattr(training_step, "MAX_UNVERIFIED", 4)
-    monkeypatch.setattr(FiniteCheck, "record", on_a_gpu)
-    monkeypatch.setattr(FiniteCheck, "verify", noted)
+    monkeypatch.setattr(training_loop, "MAX_UNVERIFIED", 4)
+    monkeypatch.setattr(TrainingStep, "begin", on_a_gpu)
+    monkeypatch.setattr(TrainingStep, "verify", noted)
     run = pretrain("--run.steps=10", "--run.log_every=5000", "--run.checkpoint_every=5000")
     assert verified == [(4, 4), (8, 4), (10, 2)] and list(read_metrics(run)) == [10]
 

@@ -1,13 +1,10 @@
 """What a machine has for a run: shared memory for batches, disk for checkpoints, a kernel for attention."""
 
-from types import SimpleNamespace
-
 import pytest
 from torch.utils.data import Dataset
 
 from mpp.data.workers import WORKERS_ARE_FORKS, WatchedLoader, deaths_explained, kill_workers
 from mpp.errors import UserError
-from mpp.training import loop
 
 
 class NoRoom(Dataset):
@@ -35,21 +32,6 @@ def test_a_batch_that_cannot_be_sent_is_an_error_and_not_waited_for(capfd):
 def test_a_loader_that_has_not_begun_is_not_blamed_for_a_death():
     loader = WatchedLoader(NoRoom(), str, batch_size=None, num_workers=1)
     assert loader.unfinished_images(()) == []
-
-
-# --- disk ---
-
-
-@pytest.mark.parametrize("free", [10, 10**12])
-def test_a_run_ends_where_its_disk_has_no_room_for_a_checkpoint(pretrain, monkeypatch, free):
-    monkeypatch.setattr(loop.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    if free > 10:
-        assert (pretrain() / "encoder").is_dir()
-        return
-    with pytest.raises(
-        UserError, match=r"run\.dir is .*; it must be on a disk that has room for a checkpoint of .* MB"
-    ):
-        pretrain()
 
 
 # --- attention ---

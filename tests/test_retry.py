@@ -23,7 +23,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError
-from mpp.training.feed import MIN_IMAGES, RECENT_IMAGES, Feed
+from mpp.training.batches import MIN_IMAGES, RECENT_IMAGES, Feed
 from mpp.training.loop import Loop
 
 
@@ -99,14 +99,15 @@ def test_a_loader_processs_error_is_one_line(image_folder):
 
 def after_images_of(monkeypatch, step: int, act: Callable[[], object]) -> None:
     """Call `act` when the images of `step` (from 0) are taken, before its last forward pass."""
-    agree = Loop.end_unless_agreed
+    next_batch = Loop.next_batch
 
-    def act_first(self, number, *args):
+    def act_after(self, number):
+        batch = next_batch(self, number)
         if number == step:
             act()
-        agree(self, number, *args)
+        return batch
 
-    monkeypatch.setattr(Loop, "end_unless_agreed", act_first)
+    monkeypatch.setattr(Loop, "next_batch", act_after)
 
 
 def assert_same_run(run: Path, other: Path, *metrics: str) -> None:

@@ -20,7 +20,7 @@ from mpp.pretrain import main as pretrain_main
 from mpp.runtime.processes import check_sharding
 from mpp.runtime.start import start
 from mpp.training.checkpoint import load_checkpoint, newest_step, save_checkpoint, snapshot
-from mpp.training.optim import build_optimizer, skips_nonfinite_steps
+from mpp.training.optim import build_optimizer
 from mpp.training.parallel import sharding_units, without_weights
 
 TEN = (*TINY, "--model.depth=3", "--run.steps=10", "--run.checkpoint_every=5", "--run.eval_every=5")
@@ -345,32 +345,6 @@ def sharded_stack():
     for block in sharding_units(model):
         fully_shard(block)
     return fully_shard(model)
-
-
-@pytest.mark.parametrize(("name", "as_on_a_gpu"), [("muon", False), ("muon", True), ("adam", False)])
-def test_no_share_changes_where_an_update_is_not_finite(group_of_one, name, as_on_a_gpu, monkeypatch):
-    if as_on_a_gpu:  # where timm takes torch's functions of lists
-        monkeypatch.setattr("timm.optim.nadamw._resolve_foreach", lambda *_, **__: True)
-    model = sharded_stack()
-    optimizer = build_optimizer(model, OptimConfig(name=name))
-    assert skips_nonfinite_steps(optimizer)
-    optimizer.grad_scale, optimizer.found_inf = None, torch.zeros(())
-    for broken in (False, True):
-        model(torch.ones(1, 8)).sum().backward()
-        before = [parameter.full_tensor().clone() for parameter in model.parameters()]
-        optimizer.found_inf.fill_(broken)
-        if broken:
-            for parameter in model.parameters():
-                parameter.grad.fill_(torch.nan)
-        optimizer.step()
-        after = [parameter.full_tensor() for parameter in model.parameters()]
-        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)) == broken
-
-
-def test_shares_have_no_fused_sgd(group_of_one):
-    """So the loop looks at each verdict before the step."""
-    assert not skips_nonfinite_steps(build_optimizer(sharded_stack(), OptimConfig(name="sgd")))
-    assert skips_nonfinite_steps(build_optimizer(Stack(), OptimConfig(name="sgd")))
 
 
 def test_the_last_block_of_a_stack_is_no_unit():

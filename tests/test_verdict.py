@@ -445,12 +445,6 @@ def test_the_best_encoder_is_kept_beside_the_last(pretrain, monkeypatch):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("evaluated", "probed", "noted"), [(2, 3, ["6"]), (2, 4, []), (4, 2, []), (0, 3, [])])
-def test_probes_between_two_evaluations_are_noted(pretrain, capsys, evaluated, probed, noted):
-    pretrain(f"--run.eval_every={evaluated}", f"--probe.every={probed}", "--run.steps=1")
-    assert re.findall(r"note: features are probed every (\d+) steps, where both", capsys.readouterr().out) == noted
-
-
 @pytest.mark.faults
 def test_a_slow_loader_is_seen(pretrain, monkeypatch):
     decode = ImageDataset.decode

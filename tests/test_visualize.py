@@ -450,7 +450,7 @@ def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path,
         "evaluation.figures.images.plot_rollout", lambda images, rollout, start, residual: starts.append(start)
     )
     monkeypatch.setattr("evaluation.pictures.drawings.Drawing.write", lambda *args: None)
-    monkeypatch.setattr("mpp.training.log.SummaryWriter.add_figure", lambda *args: None)
+    monkeypatch.setattr("evaluation.visualize.SummaryWriter.add_figure", lambda *args: None)
 
     def start_of(encoder: Path | str, *settings: str) -> str:
         draw(encoder, tmp_path / "pictures", "--pictures=attention_rollout", SHOWN, *settings)

@@ -20,7 +20,7 @@ from mpp.models.encoder import build_encoder
 from mpp.models.plain import has_fused_attention
 from mpp.pretrain import Pretraining
 from mpp.runtime.start import is_out_of_memory
-from mpp.training.step import TrainingStep
+from mpp.training.loop import TrainingStep
 
 Device = Literal["auto", "cpu"]
 ResultT = TypeVar("ResultT")

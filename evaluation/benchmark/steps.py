@@ -24,8 +24,8 @@ from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
 from mpp.runtime.start import start
 from mpp.training.flops import flop_counter
+from mpp.training.loop import TrainingStep
 from mpp.training.optim import build_optimizer
-from mpp.training.step import TrainingStep
 
 CPU_MATRIX_SIDE = 2048
 GPU_MATRIX_SIDE = 4 * CPU_MATRIX_SIDE
@@ -131,7 +131,7 @@ def mpp_step(bench: Bench) -> TimedStep:
     def step() -> None:
         training_step(0, [batch], measure=False)
         if next(calls) % bench.config.run.log_every == 0:
-            training_step.finite.verify()  # which waits for a GPU
+            training_step.verify()  # which waits for a GPU
 
     return count_and_compile(step, bench, task.model)
 

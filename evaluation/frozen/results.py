@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch.utils.tensorboard import SummaryWriter
+
 from evaluation.figures.charts import ScoreAxis, plot_by_depth
 from evaluation.figures.markdown import markdown_table, without_empty_columns
 from evaluation.figures.style import DPI, figure_style
@@ -18,7 +20,6 @@ from mpp.errors import UserError
 from mpp.runtime.files import complete
 from mpp.runtime.messages import counted
 from mpp.runtime.weights import fingerprint
-from mpp.training.log import event_writer
 
 MAX_CLASSES_PRINTED = 30
 """Lines of a printed table by class."""
@@ -48,7 +49,7 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     if on_dev:
         print("on a tenth of the training images; the held-out images were not used")
     prefix = "dev_" if on_dev else ""
-    with event_writer(events_folder(path), purge_step=0) as writer:
+    with SummaryWriter(str(events_folder(path)), purge_step=0) as writer:
         for depth, summaries in by_depth.items():
             for name, summary in summaries.items():
                 writer.add_scalar(

@@ -28,7 +28,7 @@ from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.models.plain import has_running_statistics
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
-from mpp.training.feed import to_device
+from mpp.training.batches import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.log import UNREADABLE_FILE, Tracker, last_evaluation
 from mpp.training.run_folder import read_record

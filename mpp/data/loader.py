@@ -16,7 +16,8 @@ from mpp.config import DataConfig, require
 from mpp.data.dataset import ImageDataset
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.data.workers import WORKERS_ARE_FORKS, WatchedLoader, loader_processes, note_reading
-from mpp.errors import UnreadableImage
+from mpp.errors import ReadFailed, UnreadableImage
+from mpp.runtime.processes import raise_together
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 
 CHUNK_BYTES = 4 * 2**20  # of decoded images, after which a loader process hands them over
@@ -199,15 +200,23 @@ class FixedViewLoader:
             list(self.loader)  # iterating over no batches forks the workers
 
     def batches(self, views: ViewDataset) -> Iterator[Batch]:
-        """This process's share of a set that was added."""
+        """This process's share of a set that was added.
+
+        Raises:
+            ReadFailed: on every process when it has read its share, if any of them cannot read an image.
+        """
+        failure = None
         set_index = self.sets.views.index(views)
         keys = [(set_index, index) for index in range(self.rank, len(views.dataset), self.world_size)]
         self.sets.current = views
         self.keys[:] = BatchSampler(keys, self.batch_size, drop_last=False)
         try:
             yield from self.loader
+        except ReadFailed as error:
+            failure = error
         finally:
             self.keys.clear()
+        raise_together(failure)
 
 
 @dataclass(frozen=True)

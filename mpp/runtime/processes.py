@@ -132,6 +132,16 @@ def attempt(act: Callable[[], T]) -> tuple[T | None, UserError | None]:
         return None, error if isinstance(error, UserError) else UserError(one_line(error))
 
 
+def raise_together(failure: Exception | None) -> None:
+    """Raise a failure of any process on all of them, which have to call it together: else they would wait for it."""
+    if maximum_of_all(failure is not None):
+        failures = [failure]
+        if torch.distributed.is_initialized():
+            failures = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(failures, failure, group=gloo_group())
+        raise next(each for each in failures if each is not None)
+
+
 def set_timeout(timeout: timedelta) -> None:
     """Set the time that this process waits, from now on, for another one before it gives up with an error."""
     set_of_group = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before 2.10

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -19,16 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from mpp.config import OptimConfig
+from mpp.config import OptimConfig, require
 from mpp.errors import UserError
-from mpp.runtime.files import clear_leftovers, complete, delete, partial_path, sha256_of
+from mpp.runtime.files import complete, delete, partial_path, sha256_of
 from mpp.runtime.processes import on_main_process
-from mpp.training.averaging import parameters_of, swap_averages
-from mpp.training.optim import build_optimizer
-from mpp.training.parallel import gather_tensors, read_tensors
+from mpp.training.optim import build_optimizer, parameters_of, swap_averages
+from mpp.training.parallel import shard_like, whole_tensor
 
 COMPLETE_NAME = re.compile(r"step_\d+")
-LEFTOVER_NAME = re.compile(r"\.(step_\d+)\.\w+")
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 CURSORS_FILE = "cursors.json"
@@ -56,8 +54,8 @@ def resume(
     if not any(cursors_by_process):
         return start, {}
     before = len(cursors_by_process)
-    if before != accelerator.num_processes:
-        raise UserError(f"{accelerator.num_processes} processes; a stream is resumed with as many as before ({before})")
+    must = f"{before}, as when the run stopped: it reads a stream"
+    require(accelerator.num_processes == before, "the number of processes", accelerator.num_processes, must)
     return start, cursors_by_process[accelerator.process_index]
 
 
@@ -78,12 +76,8 @@ def save(
     """
     cursors_by_process = gather_object([cursors])
     tensors = snapshot(model, optimizer, wanted_here=accelerator.is_main_process)
-
-    def write() -> None:
-        save_checkpoint(folder, step, tensors, cursors_by_process)
-        delete_other_checkpoints(folder, step, keep, always)
-
-    on_main_process(accelerator, write)
+    on_main_process(accelerator, lambda: save_checkpoint(folder, step, tensors, cursors_by_process))
+    on_main_process(accelerator, lambda: delete_other_checkpoints(folder, step, keep, always))
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted_here: bool = True) -> Tensors:
@@ -93,14 +87,18 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted_here: bo
         model: without wrappers.
         wanted_here: whether this process wants it; the others get no tensors.
     """
-    return {
-        MODEL_FILE: gather_tensors(model.state_dict(), wanted_here),
-        OPTIMIZER_FILE: gather_tensors(flatten_state(optimizer), wanted_here),
-    }
+    sources = {MODEL_FILE: model.state_dict(), OPTIMIZER_FILE: flatten_state(optimizer)}
+    tensors: Tensors = {file: {} for file in sources}
+    for file, source in sources.items():
+        for name, tensor in source.items():  # one after the other: no GPU holds more than one that was sharded
+            whole = whole_tensor(tensor)
+            if wanted_here:
+                tensors[file][name] = whole.cpu().contiguous()
+    return tensors
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence[Cursors] = ()) -> Path:
-    """Write checkpoints/step_XXXXXXXX.
+    """Write checkpoints/step_XXXXXXXX: its files, and their checksums.
 
     Args:
         tensors: of `snapshot`.
@@ -111,25 +109,24 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence
     final = checkpoint_path(folder, step)
     try:
         with complete(final) as partial:
-            write_checkpoint(partial, tensors, cursors)
+            partial.mkdir(parents=True)
+            for file, tensor_by_name in tensors.items():
+                save_file(tensor_by_name, partial / file)
+            (partial / CURSORS_FILE).write_text(json.dumps(list(cursors)), encoding="utf-8")
+            digests = {file.name: sha256_of(file) for file in sorted(partial.iterdir())}
+            state = {"torch": torch.__version__, "sha256": digests}
+            (partial / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        earlier = [path.name for path in complete_checkpoints(folder)]
-        kept = (
-            f"{earlier[-1]} is kept, and the same command continues from it" if earlier else "there is no earlier one"
-        )
-        raise UserError(
-            f"{final.parent}: the checkpoint after step {step} cannot be written ({error}); {kept}"
-        ) from error
+        kept = newest_step(folder)
+        earlier = f"that after step {kept} is kept, and the same command continues from it" if kept else "none is kept"
+        raise UserError(f"{final}: the checkpoint cannot be written ({error}); {earlier}") from error
     return final
 
 
 def clear_partial_checkpoints(folder: Path) -> None:
     """Delete partial checkpoints of killed processes, each as large as a whole one. No other may train there now."""
-    parent = folder / "checkpoints"
-    names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-    for match in map(LEFTOVER_NAME.fullmatch, names):
-        if match:
-            clear_leftovers(parent / match[1])
+    for leftover in (folder / "checkpoints").glob(".step_*"):
+        delete(leftover)
 
 
 def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collection[int] = ()) -> None:
@@ -138,11 +135,11 @@ def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collect
     Args:
         always: steps whose checkpoints stay.
     """
-    checkpoints = complete_checkpoints(folder)
-    earlier = [path for path in checkpoints if checkpoint_step(path) <= step]
-    kept = earlier[-keep:]
-    kept += [path for path in earlier if checkpoint_step(path) in always]
-    for other in set(checkpoints) - set(kept):
+    earlier = [kept for kept in kept_steps(folder) if kept <= step]
+    stay = {*earlier[-keep:], *set(earlier).intersection(always)}
+    for other in complete_checkpoints(folder):
+        if checkpoint_step(other) in stay:
+            continue
         doomed = partial_path(other)
         try:
             delete(doomed)
@@ -150,18 +147,6 @@ def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collect
             shutil.rmtree(doomed)
         except OSError as error:  # it is read over NFS, for example
             print(f"warning: {other} cannot be deleted: {error}", file=sys.stderr)
-
-
-def write_checkpoint(folder: Path, tensors: Tensors, cursors: Sequence[Cursors]) -> None:
-    """Write a checkpoint's files, with their checksums."""
-    folder.mkdir(parents=True)
-    for file, tensor_by_name in tensors.items():
-        contiguous = {name: tensor.contiguous() for name, tensor in tensor_by_name.items()}
-        save_file(contiguous, folder / file)
-    (folder / CURSORS_FILE).write_text(json.dumps(list(cursors)), encoding="utf-8")
-    digests = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
-    state = {"torch": torch.__version__, "sha256": digests}
-    (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
 def newest_whole(folder: Path) -> Path | None:
@@ -189,13 +174,9 @@ def load_checkpoint(
         return 0, []
     model.load_state_dict(read_tensors(checkpoint / MODEL_FILE, model.state_dict().get))
     load_flat_state(optimizer, checkpoint / OPTIMIZER_FILE)
-    return checkpoint_step(checkpoint), read_cursors(checkpoint)
-
-
-def read_cursors(checkpoint: Path) -> list[Cursors]:
-    """The cursors of each process in a stream."""
     by_process = json.loads((checkpoint / CURSORS_FILE).read_text(encoding="utf-8"))
-    return [{int(worker): cursor for worker, cursor in cursors.items()} for cursors in by_process]
+    cursors = [{int(worker): cursor for worker, cursor in of_process.items()} for of_process in by_process]
+    return checkpoint_step(checkpoint), cursors
 
 
 def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
@@ -277,12 +258,18 @@ def flatten_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 def load_flat_state(optimizer: torch.optim.Optimizer, file: Path) -> None:
     """Load the tensors of `flatten_state` from a file."""
     parameters = parameters_of(optimizer)
-
-    def parameter_of(key: str) -> torch.Tensor:
-        return parameters[int(key.split(".", 1)[0])]
-
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in read_tensors(file, parameter_of).items():
+    state: dict[int, dict[str, torch.Tensor]] = {number: {} for number in range(len(parameters))}
+    for key, tensor in read_tensors(file, lambda key: parameters[int(key.split(".")[0])]).items():
         number, name = key.split(".", 1)
-        state.setdefault(int(number), {})[name] = tensor
+        state[int(number)][name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def read_tensors(file: Path, like: Callable[[str], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file; of those that are sharded, this process's rows.
+
+    Args:
+        like: the present tensor of a name, which may be sharded.
+    """
+    with safe_open(file, framework="pt") as stored:
+        return {name: shard_like(stored.get_tensor(name), like(name)) for name in list(stored.keys())}

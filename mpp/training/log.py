@@ -1,23 +1,18 @@
-"""Logging: the same scalars to metrics.jsonl and to Accelerate's trackers (TensorBoard by default)."""
+"""Logging: scalars to metrics.jsonl and to Accelerate's trackers (TensorBoard by default); the speed of training."""
 
 import json
-import re
 import secrets
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
 
-import numpy as np
+import psutil
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker, get_available_trackers
-from tensorboard.summary.writer import event_file_writer
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from mpp.config import RunConfig, TrainingConfig, flatten, require
@@ -25,19 +20,10 @@ from mpp.config.parsing import to_yaml
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import printable
-from mpp.training.history import EVALUATED, Line
+from mpp.training.history import DEVICE_HOURS, EVALUATED, HOUR, Line, last_value
 
 METRICS_FILE = "metrics.jsonl"
 UNREADABLE_FILE = "unreadable.txt"
-EVENT_FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\..*")  # with the time in seconds
-CHARTED_ACCURACIES = ("accuracy", "two_nearest", "nearest", "most_frequent")
-TENSORBOARD_CHARTS = {
-    "masked patches": {
-        "train": ["Multiline", [f"^train/{name}$" for name in CHARTED_ACCURACIES]],
-        "held out": ["Multiline", [f"^heldout/{name}$" for name in CHARTED_ACCURACIES]],
-    }
-}
-"""Scalars that are drawn together: title -> chart -> kind, and patterns of their tags."""
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -47,12 +33,13 @@ def check_trackers(run: RunConfig) -> None:
         require(name in installed, "run.trackers", name, f"installed: {', '.join(installed)}")
 
 
-def named_tracker(name: str, run: RunConfig) -> GeneralTracker | str:
+def named_tracker(name: str, run: RunConfig, last_kept: int) -> GeneralTracker | str:
     """One of Accelerate's trackers: its name, or an object where a resumed run needs other options (see `Tracker`)."""
     if name == "tensorboard":
-        return TensorBoardTracker(run_name="", logging_dir=run.dir)
+        return TensorBoardTracker(run_name="", logging_dir=run.dir, purge_step=last_kept + 1)
     if name == "wandb":
-        return WandBTracker(run.project, name=Path(run.dir).name, resume="allow")
+        folder = Path(run.dir)
+        return WandBTracker(run.project, name=folder.name, id=wandb_id(folder), resume="allow")
     return name
 
 
@@ -67,71 +54,59 @@ class Tracker:
         self.accelerator, self.folder = accelerator, folder
         self.metrics_file, self.unreadable_file = folder / METRICS_FILE, folder / UNREADABLE_FILE
         self.unreadable = self.read_unreadable()
+        if not accelerator.is_main_process:
+            return  # without trackers
         last_kept = step or -1  # without a checkpoint the untrained model is logged again
-        if accelerator.is_main_process:
-            drop_after(folder, last_kept)
-        accelerator.log_with = [named_tracker(name, config.run) for name in config.run.trackers]
-        self.open_trackers(last_kept)
-        for tracker in accelerator.trackers:
-            if tracker.name != "tensorboard":
-                tracker.store_init_configuration({key: as_scalar(value) for key, value in flatten(config).items()})
-            elif accelerator.is_main_process:
-                tracker.writer.add_custom_scalars(TENSORBOARD_CHARTS)
-                tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(last_kept, 0))
-
-    def open_trackers(self, last_kept: int) -> None:
-        """Open Accelerate's trackers, so that they continue after a step."""
-        accelerator = self.accelerator
-        for tracker in accelerator.log_with:
-            name = getattr(tracker, "name", None)
-            if name == "tensorboard":
-                tracker.init_kwargs["purge_step"] = last_kept + 1
-            elif name == "wandb" and accelerator.is_main_process:
-                tracker.init_kwargs["id"] = wandb_id(self.folder)
+        drop_after(folder, last_kept)
+        accelerator.log_with = [named_tracker(name, config.run, last_kept) for name in config.run.trackers]
         try:
-            with later_event_file(self.folder):
-                accelerator.init_trackers(self.folder.name)
+            accelerator.init_trackers(folder.name)
         except BaseException:
             accelerator.trackers.clear()  # those that were not opened cannot be closed
             raise
+        for tracker in accelerator.trackers:
+            if tracker.name == "tensorboard":
+                tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(last_kept, 0))
+            else:
+                scalars = {}  # trackers take no other values
+                for key, value in flatten(config).items():
+                    scalars[key] = value if isinstance(value, int | float) else str(value)
+                tracker.store_init_configuration(scalars)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log scalars of `step`. A name without a group goes to TensorBoard's group `train`."""
-        if self.accelerator.is_main_process:
-            line = json.dumps({"step": step, **values})
-            try:
-                with self.metrics_file.open("a", encoding="utf-8") as file:
-                    file.write(f"{line}\n")
-            except OSError as error:
-                message = f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is intact"
-                raise UserError(message) from error
-        tagged = {name if "/" in name else f"train/{name}": value for name, value in values.items()}
-        self.accelerator.log(tagged, step)
+        if not self.accelerator.is_main_process:
+            return
+        line = json.dumps({"step": step, **values})
+        try:
+            with self.metrics_file.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            message = f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is intact"
+            raise UserError(message) from error
+        self.accelerator.log({name if "/" in name else f"train/{name}": values[name] for name in values}, step)
 
     def log_images(self, step: int, name: str, images: Tensor) -> None:
         """Log pictures (B, 3, H, W) uint8."""
+        pictures = images.permute(0, 2, 3, 1).cpu().numpy()
         for tracker in self.accelerator.trackers:
             if tracker.name == "tensorboard":
-                tracker.log_images({name: np.asarray(images.cpu())}, step)
-            elif hasattr(tracker, "log_images"):  # the others take lists of (H, W, 3)
-                channels_last = images.permute(0, 2, 3, 1)
-                tracker.log_images({name: list(np.asarray(channels_last.cpu()))}, step)
+                tracker.log_images({name: pictures}, step, dataformats="NHWC")
+            elif hasattr(tracker, "log_images"):
+                tracker.log_images({name: list(pictures)}, step)
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Log Markdown to TensorBoard."""
         for tracker in self.accelerator.trackers:
-            if tracker.name == "tensorboard" and self.accelerator.is_main_process:
+            if tracker.name == "tensorboard":
                 tracker.writer.add_text(name, printable(text), step)
 
     def warn_unreadable(self, failures: list[str]) -> None:
         """Name images that could not be decoded, each once, on stderr and in unreadable.txt."""
-        new = []
-        for failure in map(printable, failures):
-            if failure not in self.unreadable:
-                self.unreadable.add(failure)
-                new.append(failure)
+        new = [failure for failure in dict.fromkeys(map(printable, failures)) if failure not in self.unreadable]
         if not new:
             return
+        self.unreadable.update(new)
         for failure in new:
             tqdm.write(f"warning: unreadable image, replaced by another: {failure}", file=sys.stderr)
         with self.unreadable_file.open("a", encoding="utf-8") as file:
@@ -147,31 +122,72 @@ class Tracker:
         return set(self.unreadable_file.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
-@contextmanager
-def later_event_file(folder: Path) -> Iterator[None]:
-    """While open, a TensorBoard event file that is opened in a folder gets a name that sorts after all others there.
-
-    TensorBoard reads files by name, which begins with the time in seconds, and the clock may be behind that of an
-    earlier file: a resumed run may be on another machine.
-    """
-    later = 0
-    for path in folder.glob("*tfevents*"):
-        name = EVENT_FILE_NAME.fullmatch(path.name)
-        if name:
-            later = max(later, int(name[1]))
-    clock = SimpleNamespace(time=lambda: max(time.time(), later + 1))
-    with patch.object(event_file_writer, "time", clock):
-        yield
-
-
-def event_writer(folder: Path, purge_step: int | None = None) -> SummaryWriter:
-    """TensorBoard's writer, whose file is read after those in the folder.
+class Speed:
+    """Speed and memory of training between two lines of metrics.
 
     Args:
-        purge_step: TensorBoard drops what those have from this step on; None: nothing.
+        flops: executed by a step.
+        images_per_step: over all processes.
+        history: of the run before this start.
     """
-    with later_event_file(folder):
-        return SummaryWriter(str(folder), purge_step=purge_step)
+
+    def __init__(self, flops: int, images_per_step: int, accelerator: Accelerator, history: list[Line]):
+        self.flops = flops
+        self.images_per_step = images_per_step
+        self.device = accelerator.device
+        self.devices = accelerator.num_processes  # one each
+        self.hours = last_value(history, "speed/hours")
+        self.device_hours = last_value(history, DEVICE_HOURS)
+        self.steps = 0
+        self.line_begin = time.perf_counter()
+        self.paused_seconds = 0.0
+        """Since the last line, for evaluations and checkpoints."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, no training is timed; a GPU's unfinished work of the steps before is."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        self.paused_seconds += time.perf_counter() - begin
+
+    def wait_for_device(self) -> None:
+        """Wait until a GPU has done the work that is queued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def read(self, waited: float) -> dict[str, float]:
+        """Scalars since the last line: images/s over all processes, waiting for data, TFLOP/s, hours, device-hours, GB.
+
+        Args:
+            waited: seconds for data since the last call.
+        """
+        now = time.perf_counter()
+        wall_seconds = now - self.line_begin
+        seconds = wall_seconds - self.paused_seconds
+        self.hours += wall_seconds / HOUR
+        self.device_hours += self.devices * wall_seconds / HOUR
+        scalars = {
+            "speed/images_per_second": self.images_per_step * self.steps / seconds,
+            "speed/images_per_second_overall": self.images_per_step * self.steps / wall_seconds,
+            "speed/data_wait": waited / seconds,
+            "speed/executed_tflops": self.flops * self.steps / seconds / 1e12,
+            "speed/hours": self.hours,
+            DEVICE_HOURS: self.device_hours,
+            "speed/memory_gb": memory_bytes(self.device) / 1e9,
+        }
+        self.line_begin = now
+        self.paused_seconds = 0.0
+        self.steps = 0
+        return scalars
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Largest memory of the GPU's tensors, or that of this process now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss
 
 
 def wandb_id(folder: Path) -> str:
@@ -185,8 +201,8 @@ def wandb_id(folder: Path) -> str:
 def drop_after(folder: Path, step: int) -> None:
     """Drop a run's metrics after `step`, and a torn last line."""
     if (folder / METRICS_FILE).exists():
-        kept = [f"{json.dumps(line)}\n" for line in read_history(folder) if line["step"] <= step]
-        write_complete(folder / METRICS_FILE, "".join(kept))
+        kept = [line for line in read_history(folder) if line["step"] <= step]
+        write_complete(folder / METRICS_FILE, "".join(f"{json.dumps(line)}\n" for line in kept))
 
 
 def read_history(folder: Path) -> list[Line]:
@@ -194,12 +210,11 @@ def read_history(folder: Path) -> list[Line]:
     file = folder / METRICS_FILE
     if not file.is_file():
         return []
+    text = file.read_text(encoding="utf-8")
     lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
+    with suppress(ValueError):  # the last line may be torn
+        for line in text.splitlines():
             lines.append(json.loads(line))
-        except ValueError:  # the last one may be torn
-            break
     return lines
 
 
@@ -214,15 +229,7 @@ def last_scalars(folder: Path, name: str) -> Line:
     Raises:
         UserError: no run there, or none that has logged it.
     """
-    if not (folder / METRICS_FILE).is_file():
-        raise UserError(f"{folder} is not the folder of a run that has begun: it has no {METRICS_FILE}")
     lines = [line for line in read_history(folder) if name in line]
     if not lines:
-        problem = "been evaluated" if name == EVALUATED else "reached that point"
-        raise UserError(f"the run {folder} has not {problem} yet: its {METRICS_FILE} has no {name}")
+        raise UserError(f"{folder} is no run that has come so far: its {METRICS_FILE} is missing or has no {name}")
     return lines[-1]
-
-
-def as_scalar(value: Any) -> Any:
-    """A setting as a scalar: trackers take no others."""
-    return value if isinstance(value, int | float | str | bool) else str(value)

@@ -4,114 +4,61 @@ Either trains the same weights to the same checkpoints.
 """
 
 import copy
-import os
-import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast
-from safetensors import safe_open
+from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mpp.config import OptimConfig, RunConfig, require
+from mpp.config import RunConfig, require
 from mpp.errors import UserError
 from mpp.models.adaptation import has_low_rank_changes
-from mpp.runtime.hardware import local_processes, share_of_cores
+from mpp.runtime.hardware import local_processes
 from mpp.runtime.processes import sharding
 from mpp.training.compilation import compile_model, or_eager
-from mpp.training.muon import Muon, sharding_group
-from mpp.training.optim import build_optimizer
 
-MAX_PROCESSES_ALONE = 16
-"""Data-parallel processes up to which each iterates all of Muon's matrices. That takes the same time on more, while the
-forward and backward passes of a global batch take less: of ViT-B/16's step 2 to 3 % on 8 H100, 17 % on 64. Sharing them
-sends 2 bytes a weight in each step."""
-
-
-class Parallel(Protocol):
-    """A model and its optimiser, prepared for training by all processes together."""
-
-    model: nn.Module
-    """The model without a wrapper, whose name would be in those of the weights."""
-    wrapped: nn.Module
-    """The model, or its wrapper, that a step calls."""
-    optimizer: AcceleratedOptimizer
-    communicates_each_pass: bool
-    """Whether the processes wait for each other in each forward pass, and not only in the last one of a step."""
-
-    def without_sync(self) -> AbstractContextManager[None]:
-        """While open, for all passes of a step but the last: gradients stay here, as far as they have to."""
-
-    def whole_model(self) -> AbstractContextManager[nn.Module]:
-        """The model with its present weights, unsharded; one process may call it by itself: to evaluate and export."""
-
-
-def prepare_model(model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig) -> Parallel:
-    """Prepare the model as the launcher asked for it: sharded, or a copy on each process."""
-    kind = Sharded if sharding(accelerator) else Replicated
-    return kind(model, accelerator, optim, run)
-
-
-def start_compilers(device: torch.device) -> None:
-    """Start the processes in which inductor compiles for a GPU, with SIGTERM and SIGHUP blocked.
-
-    A launcher sends these signals to a process and its children. Without compilers the last step could not be finished.
-    Call it after loader processes are forked: it starts threads in this process.
-    """
-    if device.type != "cuda":
-        return
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch would start 32 for each process of this machine
-        config.compile_threads = min(config.compile_threads, share_of_cores())
-
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # a mask is inherited
-    try:
-        AsyncCompile.warm_pool()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Replicated:
-    """One process, or several by DDP, as Accelerate prepares them."""
+    """A model and its optimiser: on one process, or copies on several by DDP, as Accelerate prepares them.
 
-    communicates_each_pass = False
+    Attributes:
+        model: without a wrapper, whose name would be in those of the weights.
+        wrapped: the model, or its wrapper, that a step calls.
+        optimizer: Accelerate's wrapper of the one that `build` makes.
+    """
 
-    def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
+    def __init__(self, model: nn.Module, accelerator: Accelerator, build: BuildOptimizer, run: RunConfig):
         if run.compile is True:
             compile_model(model)
         model.to(accelerator.device)  # before the optimiser is built, which asks where it is
-        optimizer = build_optimizer(model, optim)
-        if isinstance(optimizer, Muon) and accelerator.num_processes > MAX_PROCESSES_ALONE:
-            optimizer.sharers = torch.distributed.group.WORLD
         self.accelerator = accelerator
-        self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
+        self.wrapped, self.optimizer = accelerator.prepare(model, build(model))
         if isinstance(self.wrapped, DistributedDataParallel):
             self.wrapped.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
         self.model = accelerator.unwrap_model(self.wrapped)
 
     def without_sync(self) -> AbstractContextManager[None]:
+        """While open, for all passes of a step but the last: gradients stay here, as far as they have to."""
         return self.accelerator.no_sync(self.wrapped)
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
+        """The model with its present weights, unsharded; one process may call it by itself: to evaluate and export."""
         yield self.model
 
 
 class Sharded:
-    """FSDP2 (`fully_shard`): weights, gradients and optimiser state are split over the processes by rows.
+    """As `Replicated`, by FSDP2 (`fully_shard`): weights, gradients and optimiser state are split by rows.
 
     A unit is a block, which is gathered for its own forward and backward pass. The last block of each stack goes with
     all that is outside of blocks: its parts are called one by one (mpp/models/blocks.py), and its backward pass is
@@ -124,9 +71,7 @@ class Sharded:
     or as `run.reduction` says.
     """
 
-    communicates_each_pass = True
-
-    def __init__(self, model: nn.Module, accelerator: Accelerator, optim: OptimConfig, run: RunConfig):
+    def __init__(self, model: nn.Module, accelerator: Accelerator, build: BuildOptimizer, run: RunConfig):
         if has_low_rank_changes(model):
             raise UserError(
                 "model.lora_rank needs a whole model on each process (DDP), and the launcher shards this one; "
@@ -142,40 +87,29 @@ class Sharded:
         self.model = self.wrapped = accelerator.prepare_model(model, **autocast_only)
         self.shard(accelerator, run)
         self.syncs_each_pass = run.sync_gradients == "every_pass"
-        self.optimizer = accelerator.prepare(build_optimizer(model, optim))
+        self.optimizer = accelerator.prepare(build(model))
 
     def shard(self, accelerator: Accelerator, run: RunConfig) -> None:
         """Shard the model's units, and compile them if `run.compile`."""
         reduce_dtype = torch.bfloat16 if run.reduction == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         mesh = sharding_mesh(accelerator, run)
-        reshard = sharding(accelerator).reshard_after_forward
-        units = sharding_units(self.model)
         if accelerator.mixed_precision == "bf16":
             self.wrapped = Outer(self.model)
             ignored = bf16_parameters(self.model)
             fully_shard(self.wrapped, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
             policy = replace(policy, param_dtype=torch.bfloat16)
-        if run.compile is True:  # a graph for each rate of drop path
-            compile_blocks_apart(len(units))
-        shard_unit = partial(shard_rest, mesh=mesh, mp_policy=policy)
+        units = sharding_units(self.model)
+        if run.compile is True:
+            compile_blocks_apart(units)
+        reshard = sharding(accelerator).reshard_after_forward
         for unit in units:
-            if run.compile is True:
-                unit.forward = or_eager(
-                    torch.compile(unit.forward), unit.forward
-                )  # within the unit's hooks, which cannot be compiled
-            shard_unit(unit, reshard_after_forward=reshard)
-        shard_unit(self.model, reshard_after_forward=False)
-        if self.device.type == "cpu":  # gloo takes a mean for a sum in some releases of torch
-            for unit in {*units, self.model, self.wrapped}:
-                unit.set_force_sum_reduction_for_comms(True)
+            shard_rest(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        shard_rest(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
-        if self.syncs_each_pass:
-            yield
-            return
-        self.wrapped.set_requires_gradient_sync(False)
+        self.wrapped.set_requires_gradient_sync(self.syncs_each_pass)
         try:
             yield
         finally:
@@ -233,46 +167,42 @@ def sharding_mesh(accelerator: Accelerator, run: RunConfig) -> DeviceMesh:
     per_node = processes if run.shard_over == "all" else local_processes()
     allowed = f"all, unless each node has as many processes, above 1 (LOCAL_WORLD_SIZE is {per_node} of {processes})"
     require(per_node > 1 and processes % per_node == 0, "run.shard_over", run.shard_over, allowed)
-    if per_node == processes:
-        return init_device_mesh(accelerator.device.type, (processes,))
-    shape = (processes // per_node, per_node)
-    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("nodes", "processes"))
+    shape = (processes,) if per_node == processes else (processes // per_node, per_node)
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("nodes", "processes")[-len(shape) :])
 
 
-def compile_blocks_apart(count: int) -> None:
-    """Let torch compile a graph for each of `count` blocks, which differ in their rate of drop path.
+def compile_blocks_apart(blocks: list[nn.Module]) -> None:
+    """Compile each of these blocks, which differ in their rate of drop path: within its hooks of FSDP2.
 
     They are one function to torch, which compiles it again only so often. From its cache of autograd graphs, torch 2.15
     takes the graph of a block with another rate, without a word.
     """
     from torch._functorch import config as functorch_config
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count + 1)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks) + 1)
     functorch_config.enable_autograd_cache = False
+    for block in blocks:
+        block.forward = or_eager(torch.compile(block.forward), block.forward)
 
 
 def sharding_units(model: nn.Module) -> list[nn.Module]:
     """The blocks that are gathered one by one: of each stack all but the last, none within another."""
-    blocks = []
+    units: list[nn.Module] = []
+    inner: set[nn.Module] = set()
     for module in model.modules():
         stack = getattr(module, "blocks", None)
-        if isinstance(stack, nn.ModuleList | nn.Sequential):
-            blocks += [block for block in stack[:-1] if not isinstance(block, nn.ModuleList)]
-    inner = set()
-    for block in blocks:
-        inner.update(module for module in block.modules() if module is not block)
-    return [block for block in blocks if block not in inner]
+        if not isinstance(stack, nn.ModuleList | nn.Sequential):
+            continue
+        for block in stack[:-1]:
+            if block not in inner and not isinstance(block, nn.ModuleList):
+                units.append(block)
+                inner.update(block.modules())
+    return units
 
 
 def without_weights(model: nn.Module) -> nn.Module:
     """A copy of a model on torch's `meta` device, which takes no memory."""
-    memo: dict[int, Tensor] = {}
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model).to("meta")
 
 
 def state_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -281,56 +211,51 @@ def state_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded. All processes have to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gather_tensors(tensors: Mapping[str, Tensor], wanted_here: bool) -> dict[str, Tensor]:
-    """Tensors that may be sharded, whole; one after the other, so that no GPU holds more than one of them.
+def whole_like(part: Tensor, like: Tensor) -> Tensor:
+    """The whole of a tensor of which each process has the part that it has of `like`."""
+    if not isinstance(like, DTensor):
+        return part
+    layout = dict(shape=like.shape, stride=like.stride(), run_check=False)
+    return DTensor.from_local(part, like.device_mesh, like.placements, **layout).full_tensor()
+
+
+def shard_like(whole: Tensor, like: Tensor | None) -> Tensor:
+    """A tensor, sharded where `like` is and of its shape: an optimiser counts steps of a sharded weight, too."""
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def refuse_unlike_weights(model: nn.Module, step: int) -> None:
+    """Raise UserError, on all processes, if copies of the weights differ: those of DDP, or those of several nodes.
+
+    Each process steps by itself, so a fault of one would train another model there, and only the main one's is saved.
 
     Args:
-        wanted_here: whether this process wants them, on the CPU. The others get an empty dict.
+        step: steps done.
     """
-    gathered = {}
-    for name, tensor in tensors.items():
-        whole = whole_tensor(tensor)
-        if wanted_here:
-            gathered[name] = whole.cpu() if isinstance(tensor, DTensor) else whole
-    return gathered
-
-
-def read_tensors(file: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; of those that are sharded, this process's rows.
-
-    Args:
-        like: the present tensor of a name, which may be sharded.
-    """
-    with safe_open(file, framework="pt") as stored:
-        names: list[str] = stored.keys()
-        return {name: read_tensor(stored, name, like(name)) for name in names}
-
-
-def read_tensor(stored: safe_open, name: str, like: Tensor | None) -> Tensor:
-    """A tensor of an open file; sharded where `like` is, and of its shape (an optimiser counts steps, too)."""
-    stored_rows = stored.get_slice(name)
-    if not isinstance(like, DTensor) or tuple(stored_rows.get_shape()) != tuple(like.shape):
-        return stored.get_tensor(name)
-    first, count = rows_of_process(like)
-    rows = stored_rows[first : first + count] if count else stored.get_tensor(name)[:0]
-    return DTensor.from_local(
-        rows.to(like.device),
-        like.device_mesh,
-        like.placements,
-        shape=like.shape,
-        stride=like.stride(),
-        run_check=False,
-    )
-
-
-def rows_of_process(tensor: DTensor) -> tuple[int, int]:
-    """First row and number of rows of this process; a tensor is sharded by rows, as `Tensor.chunk` does it."""
-    group = sharding_group(tensor)
-    rows_per_process = -(-tensor.shape[0] // group.size())
-    first = rows_per_process * group.rank()
-    return min(tensor.shape[0], first), len(tensor.to_local())
+    share = 0  # which rows this process has
+    digest = []
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            share = parameter.device_mesh.get_coordinate()[-1]
+        bits = local_part(parameter.detach()).float().view(torch.int32)
+        digest.append(bits.sum(dtype=torch.int64))
+    own = share, torch.stack(digest).tolist()
+    digest_of_share: dict[int, list[int]] = {}
+    for each_share, each_digest in gather_object([own]):
+        if digest_of_share.setdefault(each_share, each_digest) != each_digest:
+            raise UserError(
+                f"the weights of the processes differ after step {step}, and nothing of it is saved: one computes "
+                "otherwise than the others; the same command continues from the last checkpoint"
+            )

@@ -1,6 +1,5 @@
 """`ImageTask`: images, batches, evaluation and export, which all training tasks have in common."""
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from mpp.features.metrics import Sums
 from mpp.features.probe import REFERENCE, GeneralImages, Probe, general_source, load_general_images
 from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
 from mpp.models.descriptions import EncoderFacts, export_encoder
-from mpp.runtime.messages import note
 from mpp.runtime.processes import on_main_process
 from mpp.training.card import model_card
 from mpp.training.history import last_logged_step
@@ -45,8 +43,6 @@ class ImageTask:
     """The encoder's training in a sentence, for the model card."""
     probe: Probe | None = None
     """Probe of the frozen features; None: `probe.every` is 0."""
-    communicates_each_pass = False
-    """Whether the loss of a forward pass needs the images of all processes."""
     learns_labels = False
     """Whether it learns from the training images' labels."""
     label_names: list[str] | None = None
@@ -70,9 +66,8 @@ class ImageTask:
     @property
     def kind(self) -> str:
         """The kind of encoder by its training, in a few words, for the model card."""
-        if self.builds_on_labels:
-            return "encoder pre-trained without labels, which builds on an encoder that learned labels"
-        return "encoder pre-trained without labels"
+        builds = ", which builds on an encoder that learned labels" if self.builds_on_labels else ""
+        return f"encoder pre-trained without labels{builds}"
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of a batch on the device and, if asked, sums for `describe`. `model` is wrapped for training."""
@@ -104,11 +99,6 @@ class ImageTask:
         """
         if not config.every:
             return None
-        together = math.lcm(config.every, self.run.eval_every)  # 0 where nothing is evaluated
-        if together > max(config.every, self.run.eval_every):
-            both = f"probe.every ({config.every}) and run.eval_every ({self.run.eval_every})"
-            note(f"features are probed every {together} steps, where both {both} are due, and at the end")
-        general = None if config.path is None else self.load_general_images(config)
         return Probe(
             self.accelerator,
             self.fixed_view_loader,
@@ -118,7 +108,7 @@ class ImageTask:
             img_size=self.img_size,
             config=config,
             representation=representation,
-            general=general,
+            general=None if config.path is None else self.load_general_images(config),
             start=None if init_from is None else Path(self.run.dir) / START_FILE,
         )
 
@@ -144,8 +134,7 @@ class ImageTask:
 
     def loss_sums(self, loss: Tensor, batch: Batch) -> Sums:
         """The part of the sums over views that `describe_views` makes the mean loss of."""
-        count = torch.tensor(len(batch.images), dtype=torch.double, device=loss.device)
-        weight = torch.tensor(self.loss_weight(batch), dtype=torch.double, device=loss.device)
+        weight, count = loss.new_tensor([self.loss_weight(batch), len(batch.images)], dtype=torch.double)
         return {"loss": loss.double() * weight, "loss_weight": weight, "images": count}
 
     def loss_weight(self, batch: Batch) -> int:
@@ -164,11 +153,7 @@ class ImageTask:
     @property
     def training_image_count(self) -> int:
         """Training images; 0: a stream has an unknown number."""
-        return 0 if isinstance(self.train, Shards) else len(self.train)
-
-    def image_name(self, index: int) -> str:
-        """The name by which a user finds a training image."""
-        return self.train.image_name(index)
+        return len(self.train) if isinstance(self.train, ImageDataset) else 0
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Whatever the task does after step `step` (from 0); scalars of it. `model` is without wrappers."""
@@ -182,46 +167,35 @@ class ImageTask:
         commit = None
         if is_hub_dataset(self.data):
             commit = self.data.revision or cached_commit(self.held_out.origin[0])
+        retries = self.data.read_retries
         if isinstance(self.train, Shards):
             train = self.train.identify(commit)
         else:
-            train = self.identify_split(self.train, commit)
+            train = identify_images(self.train, self.learns_labels, retries, commit)
         train[CLASS_NAMES_FIELD] = self.held_out.class_names[: self.held_out.classes]
         if self.learns_labels and self.held_out.label_kind != "class":
             train[LABEL_KIND_FIELD] = self.held_out.label_kind
-        record = {"train": train, "held_out": self.identify_split(self.held_out, commit)}
-        if self.probe and self.probe.general:
-            record |= self.probe.general.identify(self.data.read_retries)
-        return record
-
-    def identify_split(self, dataset: ImageDataset, commit: str | None) -> dict[str, Any]:
-        """The record of a split."""
-        return identify_images(dataset, self.learns_labels, self.data.read_retries, commit)
+        held_out = identify_images(self.held_out, self.learns_labels, retries, commit)
+        general = self.probe.general.identify(retries) if self.probe and self.probe.general else {}
+        return {"train": train, "held_out": held_out} | general
 
     def describe_images(self) -> str:
         """The images in a line: kind and number, how often each is seen, how many are held out."""
-        times = f"{self.times_seen:,.0f}" if self.times_seen >= 1000 else f"{self.times_seen:.3g}"
-        seen = f", each seen {times} times" if self.times_seen else ""
-        line = f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
-        if self.probe and self.probe.general:
-            line += f"; general images: {self.probe.general_count} test"
-        return line
-
-    @property
-    def times_seen(self) -> float:
-        """Number of times that a run sees each training image; 0: a stream has an unknown number of images."""
-        if not self.training_image_count:
-            return 0.0
-        return self.run.steps * self.layout.global_batch_size / self.training_image_count
+        seen = ""
+        if self.training_image_count:
+            times = self.run.steps * self.layout.global_batch_size / self.training_image_count
+            seen = f", each seen {times:,.0f} times" if times >= 1000 else f", each seen {times:.3g} times"
+        return f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
 
     def describe_model(self) -> str:
         """The model in a line."""
         parameters, trained = count_parameters(self.model.encoder)
-        only = "" if trained == parameters else f", of which {trained / 1e6:.3g} M are trained"
-        if has_low_rank_changes(self.model.encoder):
-            only = f", next to which {trained / 1e6:.3g} M are trained"
         size = f"{parameters / 1e6:.1f} M" if parameters >= 1e5 else f"{parameters / 1e3:.3g} k"
-        return f"{size} parameters in the encoder{only}"
+        line = f"{size} parameters in the encoder"
+        if trained == parameters:
+            return line
+        which = "next to" if has_low_rank_changes(self.model.encoder) else "of"
+        return f"{line}, {which} which {trained / 1e6:.3g} M are trained"
 
     def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
         """Write the encoder in timm's layout, with the input that it takes, and its model card.
