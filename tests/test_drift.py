@@ -268,7 +268,7 @@ def test_a_run_from_random_weights_has_neither_general_images_nor_a_start(pretra
 
 
 def test_a_run_among_general_images_is_refused(pretrain, general):
-    with pytest.raises(UserError, match=r"^run\.dir is .*, inside probe\.path .*general: its pictures would join"):
+    with pytest.raises(UserError, match=r"^run\.dir is .*, inside the images of .*general: its pictures would join"):
         pretrain("--probe.every=4", f"--probe.path={general}", dir=general / "run")
 
 

@@ -484,7 +484,7 @@ def test_a_network_that_cannot_train_or_be_exported_is_refused_before_the_run_be
 def test_the_numbers_of_patches_that_a_pattern_chooses_are_compared_before_the_run_begins(pretrain, tmp_path):
     code = "PATTERNS['mine'] = lambda *settings: random_patches(*settings)[: 2 + int(5 * settings[2](1)[0])]"
     (tmp_path / "mine.py").write_text(f"{REGRESSION}\n{code}\n")
-    with pytest.raises(UserError, match=r"number of corrupted patches of these images is .* chooses them$"):
+    with pytest.raises(UserError, match=r"corruption\.pattern .* the same number of patches"):
         pretrain(f"--import={tmp_path / 'mine.py'}", "--corruption.pattern=mine")
     assert not (tmp_path / "run").exists()
 
@@ -557,5 +557,5 @@ def test_an_encoder_of_an_import_is_loaded_with_it_and_refused_without(pretrain,
         with pytest.raises(UserError, match=f"{folder} uses custom code: add --import mine.py "):
             mpp.load_encoder(source)
     alone = (folder / "encoder").rename(tmp_path / "published")
-    with pytest.raises(UserError, match=r"config\.json is mine_squares; it must be a timm model, or one that a file"):
+    with pytest.raises(UserError, match="mine_squares"):
         mpp.load_encoder(alone)

@@ -289,9 +289,9 @@ def test_a_short_runs_warm_up_is_noted_and_resumed(pretrain, monkeypatch):
     rates = read_metrics(folder, "optim/lr")
     assert [rates[step] for step in (1, 2, 3)] == pytest.approx([0.005, 0.01, 0.01]) and rates[10] < 0.001
     longer = (*options, "--run.steps=20")  # the warm-up would be 4 steps of these, and stays that of the beginning
-    with pytest.raises(UserError, match=r"10 steps of cosine, warm-up 2, now 20 steps of cosine, warm-up 2\)"):
+    with pytest.raises(UserError, match=r"cannot continue with this length"):
         pretrain(*longer, without="--optim.warmup")
-    with pytest.raises(UserError, match=r"from step 0 on its optim\.lr was different .* warm-up 5\)"):
+    with pytest.raises(UserError, match=r"cannot continue with this length"):
         pretrain(*longer, "--optim.warmup_steps=5", without="--optim.warmup")
 
 
@@ -299,7 +299,7 @@ def test_another_config_in_the_same_folder_is_refused(pretrain, trained):
     folder = trained
     before = (folder / "config.yaml").read_bytes()
     with pytest.raises(
-        ValueError, match=r"run\.steps \(4 in the run, 5 now\), .*, optim\.lr \(0.01 in the run, 0.5 now\);"
+        ValueError, match=r"corruption\.rate \(0\.5 in the run, 0\.3 now\), optim\.lr \(0\.01 in the run, 0\.5 now\)"
     ):
         pretrain("--optim.lr=0.5", "--corruption.rate=0.3", "--run.steps=5")
     assert (folder / "config.yaml").read_bytes() == before
@@ -308,9 +308,9 @@ def test_another_config_in_the_same_folder_is_refused(pretrain, trained):
 def test_other_files_are_not_written_over(pretrain, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="holds other files but no run"):
+    with pytest.raises(ValueError, match="holds something else"):
         pretrain()
-    with pytest.raises(ValueError, match="not a folder"):
+    with pytest.raises(ValueError, match="holds something else"):
         pretrain(dir=tmp_path / "run" / "thesis.tex")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 

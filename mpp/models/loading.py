@@ -47,7 +47,7 @@ def load_first_weights(encoder: nn.Module, source: str) -> None:
 def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     """Load the weights of a .safetensors file by timm's own filter.
 
-    Sizes that differ are resampled, from those in a config.json beside the file. Left out are a prefix of all names,
+    Sizes that differ are resampled, from those in a config.json next to the file. Left out are a prefix of all names,
     and heads, decoders and [mask] that the model lacks. A head of other classes than those of the weights stays new.
 
     Args:
@@ -200,7 +200,7 @@ def require_same_computation(encoder: nn.Module, source: str, folder: Path) -> N
 
 
 def describe_computation(encoder: nn.Module) -> str:
-    """What an encoder's weights do not show of its computation, in words."""
+    """The part of an encoder's computation that its weights do not show, in words."""
     heads = {module.num_heads for module in encoder.modules() if is_attention(module)}
     activations = {type(module.act).__name__ for module in encoder.modules() if hasattr(module, "act")}
     position = getattr(encoder, "position", "none")

@@ -360,7 +360,7 @@ class TrainingStep:
 
 
 class StepRecord(NamedTuple):
-    """What tells whether a step was finite, and which images were in it."""
+    """The numbers that tell whether a step was finite, and the images that were in it."""
 
     step: int
     is_finite: Tensor
@@ -372,7 +372,7 @@ class StepRecord(NamedTuple):
 
 
 def cursor_of(batch: Batch) -> Cursors:
-    """How far the worker that read a batch of a stream has come; empty for other batches."""
+    """The place to which the worker that read a batch of a stream has come; empty for other batches."""
     if batch.cursor is None:
         return {}
     worker, *cursor = batch.cursor.tolist()

@@ -182,8 +182,10 @@ def with_moments_of_images(config: TrainingConfig, data: DataConfig, accelerator
     if config.is_fine_tuning or "auto" not in (config.model.mean, config.model.std):
         return config
     mean, std = on_main_process(accelerator, lambda: channel_moments(data))
+    config = replace(config, model=with_moments(config.model, mean, std))
+    mean, std = config.model.normalization(config.data.channels)
     accelerator.print(f"measured: model.mean {list(mean)}, model.std {list(std)}")
-    return replace(config, model=with_moments(config.model, mean, std))
+    return config
 
 
 def clear_killed_run(folder: Path) -> None:

@@ -36,6 +36,7 @@ from mpp.errors import UserError
 from mpp.models.descriptions import exported_step
 from mpp.models.teachers import moving_average_decay
 from mpp.runtime.files import LOCK, complete, delete, partial_path, write_complete
+from mpp.runtime.messages import printable
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
 from mpp.training.checkpoint import newest_step
@@ -117,7 +118,10 @@ def branch_point(branch_from: str) -> tuple[Path, int]:
 
 def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
     """Raise UserError if a folder holds something else, or a run that cannot continue under this config."""
+    shown = printable(str(folder))
+    require(shown == str(folder), "run.dir", shown, "a name in UTF-8, which TensorBoard's files need")
     refuse_among_images("run.dir", folder, config.data.path)
+    refuse_among_images("run.dir", folder, config.probe and config.probe.path)
     require(is_run_folder(folder), "run.dir", folder, "the folder of a run, or a new one: this holds something else")
     if (folder / CONFIG_FILE).is_file():
         refuse_other_settings(config, folder, newest_step(folder), f"run.dir is {folder}")
@@ -132,14 +136,14 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def refuse_among_images(key: str, place: Path, path: str | None) -> None:
-    """Raise UserError if a place to write to is inside a folder of images, `data.path`.
+    """Raise UserError if a place to write to is inside a folder of images.
 
     Args:
         key: the setting that names the place.
     """
     images = Path(path or "").expanduser()
     if path and images.is_dir() and place.resolve().is_relative_to(images.resolve()):
-        raise UserError(f"{key} is {place}, inside data.path {images}: its pictures would join the images")
+        raise UserError(f"{key} is {place}, inside the images of {images}: its pictures would join the images")
 
 
 def changes(before: Any, now: Any) -> Changes:
