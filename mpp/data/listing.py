@@ -91,7 +91,8 @@ def share(make: partial[Listing], config: ImagesConfig) -> tuple[dict[str, Any],
     """
     parent = launcher()
     start = [os.environ.get(name) for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    own = os.urandom(8) if os.environ.get("WORLD_SIZE", "1") == "1" else None
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # nothing is shared: it lists the folder each time
+    own = os.urandom(8) if alone else None
     launch = (socket.gethostname(), parent.pid, parent.create_time(), *start, own)
     key = short_digest([repr((launch, make.func.__name__, make.args)).encode(errors="surrogateescape")])
     folder = cached(f"listing-{key}", partial(write, make), is_kept=False)
