@@ -235,7 +235,7 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
     for one, other in zip(*lines, strict=True):
         assert {name: one[name] for name in of_drift} == {name: other[name] for name in of_drift}
     assert "agreement/depth_02" in lines[0][-1] and "knn/depth_02" not in lines[0][-1]
-    assert "; kNN of general images " in read_verdict(whole)["line"]
+    assert "kNN of general images " in read_verdict(whole)["line"]
     shutil.rmtree(general)
     config = parse_saved(Config, whole / "config.yaml")
     assert reopen(whole, config.data, None, 4, Accelerator(cpu=True)).probe.general_count == 0  # pictures need none

@@ -159,7 +159,7 @@ def test_general_images_are_of_one_commit_too(fake_hub, run, tmp_path):
     unfinish(tmp_path / "run")
     (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
     output = run(*probed, **options)
-    assert "after step 2" in output and "general images: kNN" in output, output
+    assert "after step 2" in output and "kNN of general images" in output, output
     assert commits_of(tmp_path / "run")["probe.path"] == COMMITS[0]
     run(*probed, name="two", processes=2, **options)
     assert commits_of(tmp_path / "two")["probe.path"] == COMMITS[1]

@@ -345,8 +345,7 @@ def test_predictions_of_every_network_and_target(pretrain, tmp_path, monkeypatch
     assert headings[0].replace("\n", " ").endswith(heading)
     saved = np.load(out / "predictions.npz")
     original = saved["original"]
-    side = 64 if "HOG" in heading else 32  # drawn larger, to be legible
-    assert original.shape == (3, side, side, 3)
+    assert original.shape == (3, 32, 32, 3)
 
     positions = saved["positions"]
     assert ("entropy" in saved) == (cells is not None)
@@ -357,7 +356,7 @@ def test_predictions_of_every_network_and_target(pretrain, tmp_path, monkeypatch
 
     corrupted = np.zeros((3, 16), bool)
     np.put_along_axis(corrupted, positions, True, axis=1)
-    corrupted = corrupted.reshape(3, 4, 4).repeat(side // 4, 1).repeat(side // 4, 2)
+    corrupted = corrupted.reshape(3, 4, 4).repeat(8, 1).repeat(8, 2)
     for name in ("seen", "predicted", "true"):
         assert (saved[name][~corrupted] == original[~corrupted]).all()
     assert (saved["predicted"][corrupted] != saved["true"][corrupted]).any()
