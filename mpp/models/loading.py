@@ -1,7 +1,7 @@
 """Load the weights of a file into a timm model: all that the model has and no others, resampled where sizes differ."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -9,11 +9,11 @@ from typing import Any
 
 import timm
 from safetensors.torch import load_file
-from timm.layers import PatchEmbed, resample_abs_pos_embed, resize_rel_pos_bias_table
+from timm.layers import PatchEmbed
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from mpp.config import Grid, ImageSize, ModelConfig, require
+from mpp.config import ImageSize, ModelConfig, require
 from mpp.errors import UserError
 from mpp.models.blocks import is_attention
 from mpp.models.descriptions import first_weights, folder_of_weights, saved_config, saved_section, trained_on
@@ -64,10 +64,9 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     if expected.keys() <= state.keys() - {"mask_token"}:
         state.pop("mask_token", None)  # by which timm's filters know files of other names
     state = adapt_channels(state, model, setting)
-    stride = saved_section(file.parent, "model_args").get("stride")
     others = (*NOT_OF_ENCODERS, *heads)
     try:
-        state = resample(state, model, trained_on(file.parent, "input_size"), stride)
+        state = resample(state, model, trained_on(file.parent, "input_size"))
         taken = {name: tensor for name, tensor in state.items() if name in expected or not name.startswith(others)}
         counts = {name: tensor for name, tensor in built.items() if name.endswith("num_batches_tracked")}
         new = {name: tensor for name, tensor in built.items() if name not in expected}
@@ -133,53 +132,29 @@ def timm_filter(model: nn.Module) -> Callable[..., Weights]:
     return next(filters, lambda state, model: state)
 
 
-def resample(state: Weights, model: nn.Module, size: ImageSize | None, stride: int | None = None) -> Weights:
-    """Weights of another input size as this model's: timm's filter, but for tables that depend on the grid of patches.
-
-    timm takes these for tables of squares, and does not know those of mpp/models/variants.py.
+def resample(state: Weights, model: nn.Module, size: ImageSize | None) -> Weights:
+    """Weights of another input size as this model's, by timm's filter; tables of the same size stay as they are.
 
     Args:
         size: height and width that the weights are for; None: unknown, and all is timm's.
-        stride: pixels from one of their patches to the next; None: they lie side by side.
+    Raises:
+        ValueError: timm would take a table of positions for that of another grid.
     """
     if size is None or not is_plain(model):
         return timm_filter(model)(state, model)
-    embed = model.patch_embed
-    is_hybrid = not isinstance(embed, PatchEmbed)
-    patch_size = (embed.feat_ratio(),) * 2 if is_hybrid else state["patch_embed.proj.weight"].shape[-2:]
-    old = grid_of_patches(size, patch_size, stride)
-    grid = tuple(embed.grid_size)
-    tables = {}
-    for name, parameter in model.state_dict().items():
-        path, _, last_name = name.rpartition(".")
-        module = model.get_submodule(path)
-        if name not in state or not (name == "pos_embed" or last_name == BIAS_TABLE or hasattr(module, "resample")):
-            continue
-        table = state[name]
-        if old == grid and table.shape == parameter.shape:
-            tables[name] = table
-        elif name == "pos_embed":
-            prefix = 0 if getattr(model, "no_embed_class", False) else model.num_prefix_tokens
-            tables[name] = resample_abs_pos_embed(table, list(grid), list(old), num_prefix_tokens=prefix)
-        elif last_name == BIAS_TABLE:
-            window = module.window_size
-            tables[name] = resize_rel_pos_bias_table(table, window, tuple(parameter.shape), on_line(old, window))
-        else:
-            tables[name] = module.resample(last_name, table, on_line(old, module.grid))
-    others = {name: tensor for name, tensor in state.items() if name not in tables}
-    return timm_filter(model)(others, model) | tables
-
-
-def grid_of_patches(size: ImageSize, patch_size: Sequence[int], stride: int | None) -> Grid:
-    """Rows and columns of patches that lie `stride` pixels apart; None: side by side."""
-    rows, columns = ((side - patch) // (stride or patch) + 1 for side, patch in zip(size, patch_size, strict=True))
-    return rows, columns
-
-
-def on_line(old: Grid, grid: Grid) -> Grid:
-    """The grid that weights of attention along rows or columns were for: a line, where this one is."""
-    rows, columns = (1 if side == 1 else old_side for side, old_side in zip(grid, old, strict=True))
-    return rows, columns
+    model.pretrained_model_args = {"img_size": size}  # from which timm's filters know the grid of `pos_embed`
+    built = model.state_dict()
+    names = {name for name in state.keys() & built.keys() if "pos_embed" in name or name.endswith(BIAS_TABLE)}
+    if names == {"pos_embed"} and type(model.patch_embed) is PatchEmbed:
+        names = set()
+    own_size = tuple(model.patch_embed.img_size)
+    fits = [state[name].shape == built[name].shape for name in names]
+    if size == own_size and all(fits):
+        others = {name: tensor for name, tensor in state.items() if name not in names}
+        return timm_filter(model)(others, model) | {name: state[name] for name in names}
+    if names and (size[0] != size[1] or (any(fits) and own_size[0] != own_size[1])):
+        raise ValueError(f"its positions are for {size} pixels, which fit this size alone, and not {own_size}")
+    return timm_filter(model)(state, model)
 
 
 # --- what weights do not show ---

@@ -8,11 +8,11 @@ a head.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from timm.layers import (
     Attention,
@@ -21,15 +21,17 @@ from timm.layers import (
     RotaryEmbeddingCat,
     apply_rot_embed_cat,
     resample_abs_pos_embed,
+    resize_rel_pos_bias_table,
     to_2tuple,
 )
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer
+from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
 from mpp.config import Grid, ImageSize, require
 from mpp.models.blocks import attention_at
-from mpp.models.loading import Weights, grid_of_patches, resample
+from mpp.models.loading import Weights, resample
 from mpp.models.plain import BIAS_TABLE, sincos_2d, uses_autocast
 
 RELATIVE = ("relative", "relative_bias", "rope")
@@ -86,18 +88,6 @@ class AbsolutePositions(nn.Module):
             return patches
         return torch.cat([self.pos_embed_prefix, patches])
 
-    def resample(self, name: str, table: Tensor, old: Grid) -> Tensor:
-        """A table of another grid, as this one's `name`: in two dimensions, as timm does, or along its only one."""
-        if name == "pos_embed":
-            return resample_abs_pos_embed(table[None], list(self.grid), list(old), num_prefix_tokens=self.prefix)[0]
-        return stretched(table, len(getattr(self, name)))
-
-
-def stretched(table: Tensor, length: int) -> Tensor:
-    """A table (N, d) along its only dimension: (length, d)."""
-    line = F.interpolate(table.T[None, :, None], (1, length), mode="bicubic", antialias=True)  # (1, d, 1, length)
-    return line[0, :, 0].T
-
 
 # --- positions that act within attention ---
 
@@ -128,10 +118,6 @@ class RelativeKeys(nn.Module):
         batch, heads = offset_logits.shape[:2]
         offsets = offsets[:, None].expand(batch, heads, -1, -1)
         return offset_logits.gather(-1, offsets)
-
-    def resample(self, name: str, table: Tensor, old: Grid) -> Tensor:
-        """The table of another grid, stretched along the sequence; the offsets of prefix tokens are stretched, too."""
-        return stretched(table, len(self.pos_embed_offsets))
 
 
 class RelativeBiases(nn.Module):
@@ -250,6 +236,12 @@ class AxialBlock(nn.Module):
         return self.along_columns(self.along_rows(x, attn_mask, is_causal), attn_mask, is_causal)
 
 
+def grid_of_patches(size: ImageSize, patch_size: Sequence[int], stride: int | None) -> Grid:
+    """Rows and columns of patches that lie `stride` pixels apart; None: side by side."""
+    rows, columns = ((side - patch) // (stride or patch) + 1 for side, patch in zip(size, patch_size, strict=True))
+    return rows, columns
+
+
 class OverlappingPatchEmbed(PatchEmbed):
     """Patches that overlap: they are `stride` pixels apart, which is a divisor of their side."""
 
@@ -347,9 +339,30 @@ class VariantViT(VisionTransformer):
         return super().no_weight_decay() | tables
 
 
+def checkpoint_filter_fn(state: Weights, model: VariantViT) -> Weights:
+    """timm's filter; tables that it does not know are resampled, too, from those of a square.
+
+    In two dimensions as timm does, those of rows, columns and offsets along their only one.
+    """
+    resampled = {}
+    for name, wanted in model.state_dict().items():
+        path, _, kind = name.rpartition(".")
+        table = state.get(name, wanted)
+        if table.shape == wanted.shape or not path:
+            continue
+        if kind == BIAS_TABLE and 1 not in model.get_submodule(path).window_size:  # timm takes a line for a square
+            resampled[name] = resize_rel_pos_bias_table(table, model.get_submodule(path).window_size, wanted.shape)
+        elif kind == "pos_embed":
+            grid, prefix = model.patch_embed.grid_size, model.num_prefix_tokens
+            resampled[name] = resample_abs_pos_embed(table[None], grid, None, prefix)[0]
+        elif "pos_embed" in kind:
+            resampled[name] = resample_abs_pos_embed(table[None], [1, len(wanted)], [1, len(table)], 0)[0]
+    return timm_filter(state | resampled, model)
+
+
 def resample_exported(state: Weights, model: VariantViT) -> Weights:
-    """timm's filter of weights: those that mpp has written are for the input size in the model's configuration."""
-    return resample(state, model, model.pretrained_cfg["input_size"][1:], getattr(model.patch_embed, "stride", None))
+    """`resample`, for timm: weights that mpp has written are for the input size in the model's configuration."""
+    return resample(state, model, tuple(model.pretrained_cfg["input_size"][1:]))
 
 
 default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patch_embed.proj", "classifier": "head"}})
