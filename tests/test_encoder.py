@@ -286,7 +286,7 @@ def test_other_moments_than_those_of_the_weights_are_noted(exported, capsys):
     assert "note" not in capsys.readouterr().out
     build_encoder(ModelConfig(**settings, mean=(0.1, 0.2, 0.3)))
     said = capsys.readouterr().out
-    assert said.startswith("note: model.std is [0.5, 0.5, 0.5], and ")
+    assert said.startswith("note: model.std is (0.5, 0.5, 0.5), and ")
     assert said.count("note") == 1
 
 

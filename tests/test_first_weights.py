@@ -73,7 +73,7 @@ def test_heads_and_decoders_may_be_left_over_and_a_wrapper_is_said(name, wrapper
     assert holds(begun(name, file), weights)
     said = capsys.readouterr().out
     if wrapper:
-        assert f"begin with `{wrapper}` are taken" in said and "and 2 more are left out" in said
+        assert f"begin with `{wrapper}`" in said
     save_file(wrapped | {f"{wrapper}{each}": tensor for each, tensor in others.items()}, file)
     assert holds(begun(name, file), weights)
 

@@ -161,14 +161,11 @@ def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> 
     return attention.proj_drop(attention.proj(attention.norm(mixed)))
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention module, timm's or ours, by torch's kernel or step by step."""
-    return hasattr(module, "fused_attn") and hasattr(module, "num_heads") and hasattr(module, "attn_drop")
-
-
 def shows_weights(attention: nn.Module | None) -> bool:
     """Whether an attention among all tokens gives its weights to `attn_drop` when it is not fused: timm's and ours."""
-    return is_attention(attention) and getattr(attention, "lines", None) is None
+    return (
+        hasattr(attention, "fused_attn") and hasattr(attention, "attn_drop") and not getattr(attention, "lines", None)
+    )
 
 
 # --- tokens between blocks in bf16 (`model.residual`); float32 positions make them float32 ---

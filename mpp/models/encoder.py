@@ -21,6 +21,7 @@ from mpp.models.descriptions import is_named, saved_config, update_description
 from mpp.models.loading import load_first_weights, load_weights, note_other_moments
 from mpp.models.plain import (
     FIXED_POSITIONS,
+    TIMM_ERRORS,
     check_cells,
     checkpoint_activations,
     fix_positions,
@@ -37,8 +38,6 @@ SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dy
 SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
 SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
 SET_ELSEWHERE |= {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "features_only"}
-TIMM_ERRORS = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
-"""Errors of timm for a model that it cannot build."""
 
 
 def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from mpp.config import ImageSize, ModelConfig, require
 from mpp.errors import UserError
-from mpp.models.blocks import is_attention
-from mpp.models.descriptions import first_weights, folder_of_weights, saved_config, saved_section, trained_on
-from mpp.models.plain import BIAS_TABLE, build_without_memory, is_plain
-from mpp.runtime.messages import note, shortened
+from mpp.models.descriptions import first_weights, folder_of_weights, saved_config, trained_on
+from mpp.models.plain import BIAS_TABLE, TIMM_ERRORS, build_without_memory, is_plain
+from mpp.runtime.messages import note
 from mpp.runtime.weights import weight_names, weights_file
 
 Weights = dict[str, Tensor]
@@ -68,10 +67,9 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     try:
         state = resample(state, model, trained_on(file.parent, "input_size"))
         taken = {name: tensor for name, tensor in state.items() if name in expected or not name.startswith(others)}
-        counts = {name: tensor for name, tensor in built.items() if name.endswith("num_batches_tracked")}
         new = {name: tensor for name, tensor in built.items() if name not in expected}
-        model.load_state_dict(counts | new | taken)  # older files lack the counts of batches
-    except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
+        model.load_state_dict(new | taken)
+    except TIMM_ERRORS as error:
         reason = shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)
         raise UserError(f"{setting} is {file}; it must be the weights of the model that is built: {reason}") from error
 
@@ -87,17 +85,14 @@ def head_modules(model: nn.Module) -> tuple[str, ...]:
 def without_prefix(state: Weights, first_name: str, file: Path) -> Weights:
     """The weights by names without a prefix, such as `module.` or `encoder.`.
 
-    It is the shortest before the first name of the model's weights; of equal ones the student's, not the teacher's. A
-    note names it, and the weights without it, which are left out.
+    It is the shortest before the first name of the model's weights; of equal ones the student's, not the teacher's.
     """
     ending = f".{first_name}"
     prefixes = [name.removesuffix(first_name) for name in state if name == first_name or name.endswith(ending)]
     prefix = min(prefixes, key=lambda each: (len(each), each), default="")
     if not prefix:
         return state
-    others = [name for name in state if not name.startswith(prefix)]
-    left_out = f"; {shortened(others)} are left out" if others else ""
-    note(f"the weights in {file} whose names begin with `{prefix}` are taken{left_out}")
+    note(f"of the weights in {file} only those are taken whose names begin with `{prefix}`")
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
@@ -110,8 +105,7 @@ def adapt_channels(state: Weights, model: nn.Module, setting: str) -> Weights:
     first = f"{model.pretrained_cfg.get('first_conv')}.weight"
     if first not in state:
         return state
-    channels = state[first].shape[1]
-    wanted = model.state_dict()[first].shape[1]
+    channels, wanted = (weights[first].shape[1] for weights in (state, model.state_dict()))
     if channels == wanted:
         return state
     require(channels == 3, f"{setting}'s input channels", channels, f"3 (RGB) or data.channels ({wanted})")
@@ -127,9 +121,11 @@ def timm_filter(model: nn.Module) -> Callable[..., Weights]:
 
     It is defined in the module of the model's class, and takes the weights by name and the model.
     """
-    modules = [sys.modules[each.__module__] for each in type(model).__mro__]
-    filters = (module.checkpoint_filter_fn for module in modules if hasattr(module, "checkpoint_filter_fn"))
-    return next(filters, lambda state, model: state)
+    for each in type(model).__mro__:
+        module = sys.modules[each.__module__]
+        if hasattr(module, "checkpoint_filter_fn"):
+            return module.checkpoint_filter_fn
+    return lambda state, model: state
 
 
 def resample(state: Weights, model: nn.Module, size: ImageSize | None) -> Weights:
@@ -162,12 +158,12 @@ def resample(state: Weights, model: nn.Module, size: ImageSize | None) -> Weight
 
 def require_same_computation(encoder: nn.Module, source: str, folder: Path) -> None:
     """Raise UserError where an encoder computes otherwise than the one in the config.json next to its first weights."""
-    name = saved_config(folder).get("architecture")
-    if not isinstance(name, str) or not timm.is_model(name):
+    config = saved_config(folder)
+    if not timm.is_model(config.get("architecture", "")):
         return
     try:
-        theirs = build_without_memory(name, **saved_section(folder, "model_args") | {"num_classes": 0})
-    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError):  # a config.json of another library
+        theirs = build_without_memory(config["architecture"], **config.get("model_args", {}) | {"num_classes": 0})
+    except TIMM_ERRORS:  # a config.json of another library
         return
     of_weights, ours = describe_computation(theirs), describe_computation(encoder)
     allowed = f"weights of an encoder that computes as this one, with {ours}: theirs has {of_weights}"
@@ -176,22 +172,20 @@ def require_same_computation(encoder: nn.Module, source: str, folder: Path) -> N
 
 def describe_computation(encoder: nn.Module) -> str:
     """The part of an encoder's computation that its weights do not show, in words."""
-    heads = {module.num_heads for module in encoder.modules() if is_attention(module)}
+    heads = {module.num_heads for module in encoder.modules() if hasattr(module, "num_heads")}
     activations = {type(module.act).__name__ for module in encoder.modules() if hasattr(module, "act")}
-    position = getattr(encoder, "position", "none")
-    if position not in COMPUTED_POSITIONS:
+    position, at = getattr(encoder, "position", "none"), getattr(encoder, "position_at", "stem")
+    if at == "stem" and position not in COMPUTED_POSITIONS:
         position = "none"  # or with weights, which show it
-    at = getattr(encoder, "position_at", "stem")
-    return f"heads {sorted(heads)}, activation {sorted(activations)}, computed positions {position}, positions at {at}"
+    return f"heads {sorted(heads)}, activation {sorted(activations)}, computed positions {position} at {at}"
 
 
 def note_other_moments(config: ModelConfig, channels: int) -> None:
     """Print a note where `model.init_from` was trained on images that were normalised in another way."""
     for name, values in zip(("mean", "std"), config.normalization(channels), strict=True):
-        theirs = trained_on(folder_of_weights(config.init_from), name) or ()
-        is_given = getattr(config, name) not in ("auto", None)
-        if is_given and len(theirs) == len(values) and theirs != tuple(values):
-            note(f"model.{name} is {[*values]}, and {config.init_from} learned with {[*theirs]}: null takes these")
+        theirs = trained_on(folder_of_weights(config.init_from), name)
+        if theirs not in (None, tuple(values)):
+            note(f"model.{name} is {values}, and {config.init_from} learned with {theirs}: null takes these")
 
 
 def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:

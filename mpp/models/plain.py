@@ -27,6 +27,8 @@ PARTS = ("patch_embed", "pos_drop", "blocks", "norm", "fc_norm", "embed_dim", "n
 ABOVE_STEM = ("blocks", "norm", "fc_norm", "head", "head_dist", "attn_pool")
 BIAS_TABLE = "relative_position_bias_table"
 FIXED_POSITIONS = "sincos_2d"  # the position embeddings that are not learned
+TIMM_ERRORS = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of timm for a model that it cannot build, or for weights of another one."""
 
 BlockArguments = dict[str, Tensor]
 """Arguments of a block other than its tokens, by name."""
@@ -155,12 +157,6 @@ def check_cells(encoder: nn.Module) -> None:
 def has_class(encoder: nn.Module) -> bool:
     """Whether a timm model has a [class] token; not all of timm's modules have `has_class_token`."""
     return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
-
-
-def width_of(encoder: nn.Module) -> int:
-    """Width of a timm model's tokens, of several stages the largest; 0: it has none."""
-    width = getattr(encoder, "embed_dim", 0)
-    return width if isinstance(width, int) else max(width)
 
 
 def has_running_statistics(model: nn.Module) -> bool:

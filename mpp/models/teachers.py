@@ -22,7 +22,7 @@ from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
 from mpp.models.adaptation import weights_by_name
 from mpp.models.encoder import Normalize, load_encoder
-from mpp.models.plain import cell_grid, gather_tokens, has_fused_attention, is_plain, set_attention
+from mpp.models.plain import TIMM_ERRORS, cell_grid, gather_tokens, has_fused_attention, is_plain, set_attention
 
 TEACHER_SETTING = "objective.teacher"
 EXPORTED = {"student": "one that was trained", "teacher": "moving average"}
@@ -65,7 +65,7 @@ class FeatureTeacher(nn.Module):
         try:
             with torch.no_grad():
                 maps = self.feature_maps(blank)
-        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        except TIMM_ERRORS as error:
             message = f"{TEACHER_SETTING} is {config.teacher}, which gives no features: {one_line(error)}"
             raise UserError(message) from error
         self.width = maps[0].shape[1]
