@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -105,19 +105,6 @@ def merge(encoder: nn.Module) -> nn.Module:
         plain.bias = layer.bias
         merged.set_submodule(name, plain)
     return merged
-
-
-def weights_by_name(encoder: nn.Module, names: Iterable[str]) -> list[Tensor]:
-    """The weights that an encoder computes with, its changes included.
-
-    Args:
-        names: of its parameters, as timm has them.
-    """
-    weights = []
-    for name in names:
-        module, _, attribute = name.rpartition(".")
-        weights.append(getattr(encoder.get_submodule(module), attribute))
-    return weights
 
 
 def count_parameters(encoder: nn.Module) -> tuple[int, int]:

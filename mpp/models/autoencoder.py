@@ -124,7 +124,7 @@ class Decoder(nn.Module):
         tokens = masked.scatter(1, visible[..., None].expand_as(tokens), tokens)  # (B, prefix + N, width)
         positions = self.positions.to(tokens.dtype) if self.bf16_residual else self.positions
         tokens = tokens + positions
-        tokens = run_blocks_at(self.blocks, tokens, corrupted, self.last_at_few, checkpointed)
+        tokens = run_blocks_at(self.blocks, tokens, corrupted, self.last_at_few, checkpointed, [{}] * len(self.blocks))
         return self.norm(tokens)
 
 

@@ -28,30 +28,20 @@ def initialize(module: nn.Module) -> None:
 
 
 def run_blocks(
-    blocks: Sequence[nn.Module],
-    tokens: Tensor,
-    checkpointed: bool,
-    block_arguments: Sequence[BlockArguments] | None = None,
+    blocks: Sequence[nn.Module], tokens: Tensor, checkpointed: bool, block_arguments: Sequence[BlockArguments]
 ) -> Tensor:
     """Tokens (B, T, D) after these blocks.
 
     Args:
         checkpointed: compute the activations of the blocks again in the backward pass, instead of keeping them.
-        block_arguments: further arguments of each block; None: there are none.
+        block_arguments: further arguments of each block.
     """
-    for block, arguments in zip(blocks, block_arguments or [{}] * len(blocks), strict=True):
+    for block, arguments in zip(blocks, block_arguments, strict=True):
         if checkpointed:
-            repeats = draws_random_numbers(block)
-            tokens = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=repeats, **arguments)
+            tokens = checkpoint(block, tokens, use_reentrant=False, **arguments)
         else:
             tokens = block(tokens, **arguments)
     return tokens
-
-
-def draws_random_numbers(block: nn.Module) -> bool:
-    """Whether a block has dropout or drop path, whose random numbers a second computation has to repeat."""
-    rates = [getattr(module, "p", 0.0) or getattr(module, "drop_prob", 0.0) for module in block.modules()]
-    return any(rates)
 
 
 # --- the last block, of which a few tokens are needed ---
@@ -63,18 +53,17 @@ def run_blocks_at(
     index: Tensor,
     last_at_few: bool,
     checkpointed: bool,
-    block_arguments: Sequence[BlockArguments] | None = None,
+    block_arguments: Sequence[BlockArguments],
 ) -> Tensor:
     """Tokens (B, K, D) at `index` (B, K) after these blocks; for other arguments see `run_blocks`.
 
     Args:
         last_at_few: `runs_at_few` of the last block.
     """
-    arguments = block_arguments or [{}] * len(blocks)
-    tokens = run_blocks(blocks[:-1], tokens, checkpointed, arguments[:-1])
+    tokens = run_blocks(blocks[:-1], tokens, checkpointed, block_arguments[:-1])
     if last_at_few:
         return block_at(blocks[-1], tokens, index)
-    return gather_tokens(blocks[-1](tokens, **arguments[-1]), index)
+    return gather_tokens(blocks[-1](tokens, **block_arguments[-1]), index)
 
 
 def block_at(block: Block, tokens: Tensor, index: Tensor) -> Tensor:
@@ -111,14 +100,12 @@ def runs_at_few(block: nn.Module, token_count: int) -> bool:
         token_count = min(token_count, 16)  # any number
     tried = copy.deepcopy(block).double().eval()
     generator = torch.Generator().manual_seed(0)
+    for parameter in tried.parameters():
+        nn.init.normal_(parameter, std=0.05, generator=generator)
+    tokens = torch.randn(1, token_count, tried.attn.qkv.in_features, generator=generator, dtype=torch.double)
+    index = torch.tensor([[0, token_count - 1]])
     with torch.no_grad():
-        for parameter in tried.parameters():
-            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-        width = tried.attn.qkv.weight.shape[1]
-        tokens = torch.randn(1, token_count, width, generator=generator).double()
-        index = torch.tensor([[0, token_count - 1]])
-        expected = gather_tokens(tried(tokens), index)
-        is_same = torch.allclose(block_at(tried, tokens, index), expected, rtol=1e-8, atol=1e-10)
+        is_same = torch.allclose(block_at(tried, tokens, index), gather_tokens(tried(tokens), index), rtol=1e-8)
     if not is_same:
         warn(f"timm {timm.__version__} has another block than mpp: the last one runs on all tokens, which is slower")
     return is_same

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mpp.config import ImageSize, ModelConfig, require
 from mpp.errors import UserError
 from mpp.models.descriptions import first_weights, folder_of_weights, saved_config, trained_on
-from mpp.models.plain import BIAS_TABLE, TIMM_ERRORS, build_without_memory, is_plain
+from mpp.models.plain import BIAS_TABLE, TIMM_ERRORS, is_plain, model_without_memory
 from mpp.runtime.messages import note
 from mpp.runtime.weights import weight_names, weights_file
 
@@ -162,7 +162,7 @@ def require_same_computation(encoder: nn.Module, source: str, folder: Path) -> N
     if not timm.is_model(config.get("architecture", "")):
         return
     try:
-        theirs = build_without_memory(config["architecture"], **config.get("model_args", {}) | {"num_classes": 0})
+        theirs = model_without_memory(config["architecture"], **config.get("model_args", {}) | {"num_classes": 0})
     except TIMM_ERRORS:  # a config.json of another library
         return
     of_weights, ours = describe_computation(theirs), describe_computation(encoder)

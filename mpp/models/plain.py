@@ -12,7 +12,6 @@ B images, N patches, T tokens (prefix first: [class], registers), V of them, D w
 """
 
 import math
-from functools import cache
 from typing import Any
 
 import timm
@@ -117,14 +116,8 @@ def stem_parameters(encoder: nn.Module) -> set[str]:
     return {name for name, _ in encoder.named_parameters() if name.split(".")[0] not in ABOVE_STEM}
 
 
-@cache
-def model_without_memory(name: str) -> nn.Module:
-    """The timm model of that name on torch's `meta` device, to look at its parts."""
-    return build_without_memory(name)
-
-
-def build_without_memory(name: str, **arguments: Any) -> nn.Module:
-    """A timm model on torch's `meta` device; the global random numbers stay as they are."""
+def model_without_memory(name: str, **arguments: Any) -> nn.Module:
+    """A timm model on torch's `meta` device, to look at its parts; the global random numbers stay as they are."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return timm.create_model(name, **arguments)
 
