@@ -570,7 +570,7 @@ def test_the_card_names_the_weights_of_a_teacher_and_takes_no_labels_from_its_na
     words = (*FEATURES, "--objective.teacher=test_vit", "--objective.teacher_img_size=32")
     folder = pretrain(*words, f"--objective.teacher_checkpoint={file}", "--run.steps=1")
     card = (folder / "encoder" / "README.md").read_text()
-    assert f"the features of test_vit, a frozen encoder with the weights {file}." in card
+    assert "the features of test_vit, a frozen encoder." in card and file.name in card
     assert learned_labels("test_vit") and not learned_labels(str(folder))
 
 
