@@ -213,8 +213,8 @@ class PositionedBlock(Block):
             tokens = tokens + positions().to(tokens.dtype)
         return tokens
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        return super().forward(self.add_positions(x), attn_mask, is_causal)  # its attention refuses masks
+    def forward(self, x: Tensor, **masks: Any) -> Tensor:
+        return super().forward(self.add_positions(x), **masks)  # its attention refuses masks
 
 
 class AxialBlock(nn.Module):
@@ -231,9 +231,9 @@ class AxialBlock(nn.Module):
         self.along_rows = PositionedBlock(*args, along="rows", **options)
         self.along_columns = PositionedBlock(*args, along="columns", **options)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(self, x: Tensor, **masks: Any) -> Tensor:
         """(B, N, D) to the same."""
-        return self.along_columns(self.along_rows(x, attn_mask, is_causal), attn_mask, is_causal)
+        return self.along_columns(self.along_rows(x, **masks), **masks)
 
 
 def grid_of_patches(size: ImageSize, patch_size: Sequence[int], stride: int | None) -> Grid:
