@@ -19,11 +19,18 @@ from evaluation import finetune, knn, supervised, visualize
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, OptimConfig
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
-from mpp.models.blocks import run_blocks
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_model
-from mpp.models.plain import cell_grid, gather_tokens, is_plain, model_without_memory, prepare_tokens, takes_some_tokens
+from mpp.models.plain import (
+    cell_grid,
+    gather_tokens,
+    is_plain,
+    model_without_memory,
+    prepare_tokens,
+    run_blocks,
+    takes_some_tokens,
+)
 from mpp.training.checkpoint import newest_step
 from mpp.training.optim import build_optimizer, parameter_groups
 

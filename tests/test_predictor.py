@@ -10,10 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Kind, corrupt
-from mpp.models.blocks import block_at, runs_at_few
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
-from mpp.models.plain import set_attention
+from mpp.models.plain import (
+    block_at,
+    runs_at_few,
+    set_attention,
+)
 from mpp.models.variants import RELATIVE
 from mpp.runtime.messages import tell
 

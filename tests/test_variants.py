@@ -15,11 +15,14 @@ import mpp
 from evaluation.pictures.positions import position_similarity
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind
-from mpp.models.blocks import attention_at
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
-from mpp.models.plain import cell_grid, set_attention
+from mpp.models.plain import (
+    attention_at,
+    cell_grid,
+    set_attention,
+)
 from mpp.models.variants import RELATIVE, AbsolutePositions, PositionedAttention
 
 NUMBERS = dict(width=24, depth=2, heads=3, img_size=32, patch_size=8)

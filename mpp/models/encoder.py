@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from mpp.config import ModelConfig, require
 from mpp.config.imports import require_imports
 from mpp.errors import UserError, one_line
-from mpp.models.blocks import use_bf16_residual
 from mpp.models.descriptions import is_named, saved_config, update_description
 from mpp.models.loading import load_first_weights, load_weights, note_other_moments
 from mpp.models.plain import (
@@ -28,6 +27,7 @@ from mpp.models.plain import (
     hold_positions,
     is_plain,
     set_attention,
+    use_bf16_residual,
 )
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import WEIGHTS, encoder_folder, refuse_pickle, run_of

@@ -21,16 +21,21 @@ from mpp.config.imports import Registry
 from mpp.corruption import Corruption, Kind, corrupt
 from mpp.errors import UserError, one_line
 from mpp.models.adaptation import choose_trained
-from mpp.models.blocks import has_bf16_residual, initialize, run_blocks, run_blocks_at, runs_at_few, use_bf16_norms
 from mpp.models.encoder import Normalize, build_encoder
 from mpp.models.plain import (
     apply_last_norm,
     cell_grid,
+    has_bf16_residual,
     has_fused_attention,
+    initialize,
     prepare_tokens,
+    run_blocks,
+    run_blocks_at,
+    runs_at_few,
     set_attention,
     sincos_2d,
     takes_some_tokens,
+    use_bf16_norms,
 )
 from mpp.models.teachers import StudentWithTeacher, build_teacher
 from mpp.objectives import Objective, build_objective, patchify

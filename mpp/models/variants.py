@@ -30,9 +30,13 @@ from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
 from mpp.config import Grid, ImageSize, require
-from mpp.models.blocks import attention_at
 from mpp.models.loading import Weights, resample
-from mpp.models.plain import BIAS_TABLE, sincos_2d, uses_autocast
+from mpp.models.plain import (
+    BIAS_TABLE,
+    attention_at,
+    sincos_2d,
+    uses_autocast,
+)
 
 RELATIVE = ("relative", "relative_bias", "rope")
 PATCHES = "b (h w) d"  # patterns of einops: the patches of an image as one sequence,
