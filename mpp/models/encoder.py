@@ -109,12 +109,10 @@ def check_encoder(encoder: nn.Module, name: str, config: ModelConfig) -> None:
     setting = ("model.name", name)
     is_known = is_plain(encoder) and hasattr(encoder, "pretrained_cfg")
     require(is_known, *setting, f"{PLAIN_TRANSFORMERS}: this is a {type(encoder).__name__}")
-    pooled = getattr(encoder, "attn_pool", None)
     allowed = (
-        'a model without attention pooling, which cannot be trained here: use model.arguments {"global_pool": "avg"} '
+        'without attention pooling: use model.arguments {"global_pool": "avg", "fc_norm": false} (Eva: use_fc_norm)'
     )
-    allowed += 'with "fc_norm" (Eva: "use_fc_norm") false'
-    require(pooled is None, *setting, allowed)
+    require(getattr(encoder, "attn_pool", None) is None, *setting, allowed)
     check_cells(encoder)
     has_positions = getattr(encoder, "pos_embed", None) is not None
     allowed = f"learned with {name}, which has position embeddings"

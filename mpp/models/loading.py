@@ -57,18 +57,16 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     heads = head_modules(model)
     has_new_head = model.num_classes != model.pretrained_cfg.get("num_classes")
     built = model.state_dict()
-    expected = {name: tensor for name, tensor in built.items() if not (has_new_head and name.startswith(heads))}
+    new = {name: tensor for name, tensor in built.items() if has_new_head and name.startswith(heads)}
     weight_names(file, setting)  # a file that cannot be read is refused
-    state = without_prefix(load_file(file), next(iter(expected)), file)
-    if expected.keys() <= state.keys() - {"mask_token"}:
+    state = without_prefix(load_file(file), next(iter(built)), file)
+    if built.keys() - new.keys() <= state.keys() - {"mask_token"}:
         state.pop("mask_token", None)  # by which timm's filters know files of other names
     state = adapt_channels(state, model, setting)
     others = (*NOT_OF_ENCODERS, *heads)
     try:
-        state = resample(state, model, trained_on(file.parent, "input_size"))
-        taken = {name: tensor for name, tensor in state.items() if name in expected or not name.startswith(others)}
-        new = {name: tensor for name, tensor in built.items() if name not in expected}
-        model.load_state_dict(new | taken)
+        state = resample(state, model, trained_on(file.parent, "input_size")) | new
+        model.load_state_dict({name: state[name] for name in state if name in built or not name.startswith(others)})
     except TIMM_ERRORS as error:
         reason = shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)
         raise UserError(f"{setting} is {file}; it must be the weights of the model that is built: {reason}") from error

@@ -296,24 +296,21 @@ class VariantViT(VisionTransformer):
     ):
         axial = mixing == "axial"
         if axial:
-            class_token = False
-            reg_tokens = 0
+            class_token, reg_tokens = False, 0
             options["global_pool"] = "avg"
         if stride not in (None, patch_size):
             options["embed_layer"] = partial(OverlappingPatchEmbed, stride=stride)
-        prefix = int(class_token) + reg_tokens
+        prefix = class_token + reg_tokens
         grid = grid_of_patches(to_2tuple(img_size), to_2tuple(patch_size), stride)
         plain_blocks = position not in RELATIVE and position_at == "stem" and not axial
         if not plain_blocks:
             block = AxialBlock if axial else PositionedBlock
             options["block_fn"] = partial(block, position=position, grid=grid, prefix=prefix)
         timm_positions = position == "learned" and position_at == "stem"  # timm's table, which takes timm's weights
-        options["pos_embed"] = "learn" if timm_positions else "none"
-        numbers = dict(embed_dim=embed_dim, class_token=class_token, reg_tokens=reg_tokens)
-        super().__init__(img_size, patch_size, **options | numbers)
+        options |= dict(pos_embed="learn" if timm_positions else "none", class_token=class_token, reg_tokens=reg_tokens)
+        super().__init__(img_size, patch_size, embed_dim=embed_dim, **options)
         self.position = position
         self.position_at = position_at
-        self.mixing = mixing
         self.takes_any_tokens = plain_blocks  # timm's own blocks do not depend on the number of tokens
         self.pos_embeds: AbsolutePositions | None = None
         if position in ("learned_2d", "sincos_2d") or position_at != "stem":
@@ -352,15 +349,17 @@ def checkpoint_filter_fn(state: Weights, model: VariantViT) -> Weights:
     for name, wanted in model.state_dict().items():
         path, _, kind = name.rpartition(".")
         table = state.get(name, wanted)
-        if table.shape == wanted.shape or not path:
+        if not path or table.shape == wanted.shape:
             continue
-        if kind == BIAS_TABLE and 1 not in model.get_submodule(path).window_size:  # timm takes a line for a square
-            resampled[name] = resize_rel_pos_bias_table(table, model.get_submodule(path).window_size, wanted.shape)
-        elif kind == "pos_embed":
-            grid, prefix = model.patch_embed.grid_size, model.num_prefix_tokens
-            resampled[name] = resample_abs_pos_embed(table[None], grid, None, prefix)[0]
+        if kind == BIAS_TABLE:
+            window = model.get_submodule(path).window_size
+            if 1 not in window:  # timm would take a line for a square
+                resampled[name] = resize_rel_pos_bias_table(table, window, wanted.shape)
         elif "pos_embed" in kind:
-            resampled[name] = resample_abs_pos_embed(table[None], [1, len(wanted)], [1, len(table)], 0)[0]
+            sizes = ([1, len(wanted)], [1, len(table)], 0)
+            if kind == "pos_embed":
+                sizes = (model.patch_embed.grid_size, None, model.num_prefix_tokens)
+            resampled[name] = resample_abs_pos_embed(table[None], *sizes)[0]
     return timm_filter(state | resampled, model)
 
 
