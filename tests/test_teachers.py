@@ -534,12 +534,12 @@ def test_no_norm_hides_a_collapse(kind):
     """Features that differ by a thousandth of themselves between patches."""
     model, _, images, corruption = model_of(objective={"teacher_depths": 2, "teacher_norm": kind})
     constant = 10 * torch.randn(16, generator=torch.Generator().manual_seed(0))
-    feature_maps = model.teacher.feature_maps
+    feature_maps = model.teacher.encoder.forward_intermediates
 
-    def almost_constant(images):
-        return [constant[:, None, None] + 1e-3 * each for each in feature_maps(images)]
+    def almost_constant(images, **options):
+        return [constant[:, None, None] + 1e-3 * each for each in feature_maps(images, **options)]
 
-    model.teacher.feature_maps = almost_constant
+    model.teacher.encoder.forward_intermediates = almost_constant
     _, targets, shown = model(images, corruption)
     sums = measure_features(targets, shown, corruption.positions, 16)
     assert feature_spread(sums, "target")["target_share"] < 1e-4

@@ -36,7 +36,6 @@ PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers w
 PLAIN_TRANSFORMERS = "a plain transformer (VisionTransformer, Eva, Beit) that timm's build_model_with_cfg has built, "
 PLAIN_TRANSFORMERS += f"such as {PLAIN_VIT}"
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
-SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
 SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
 SET_ELSEWHERE |= {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "features_only"}
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import timm
 from safetensors.torch import load_file
@@ -13,7 +12,7 @@ from timm.layers import PatchEmbed
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from mpp.config import ImageSize, ModelConfig, require
+from mpp.config import ImageSize, ModelConfig, require, sides
 from mpp.errors import UserError
 from mpp.models.descriptions import first_weights, folder_of_weights, saved_config, trained_on
 from mpp.models.plain import BIAS_TABLE, TIMM_ERRORS, is_plain, model_without_memory
@@ -126,16 +125,18 @@ def timm_filter(model: nn.Module) -> Callable[..., Weights]:
     return lambda state, model: state
 
 
-def resample(state: Weights, model: nn.Module, size: ImageSize | None) -> Weights:
+def resample(state: Weights, model: nn.Module, size: ImageSize | None = None) -> Weights:
     """Weights of another input size as this model's, by timm's filter; tables of the same size stay as they are.
 
     Args:
-        size: height and width that the weights are for; None: unknown, and all is timm's.
+        size: height and width that the weights are for; None: as far as timm knows, and otherwise all is timm's.
     Raises:
         ValueError: timm would take a table of positions for that of another grid.
     """
+    size = size or model.pretrained_model_args.get("img_size")
     if size is None or not is_plain(model):
         return timm_filter(model)(state, model)
+    size = sides(size)
     model.pretrained_model_args = {"img_size": size}  # from which timm's filters know the grid of `pos_embed`
     built = model.state_dict()
     names = {name for name in state.keys() & built.keys() if "pos_embed" in name or name.endswith(BIAS_TABLE)}
@@ -192,7 +193,6 @@ def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
     Raises:
         UserError: no config.json next to the weights has the moments that they were trained with.
     """
-    found: dict[str, Any] = {}
     for name in ("mean", "std"):
         if getattr(config, name) is not None:
             continue
@@ -201,5 +201,5 @@ def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
         require(values is not None, f"model.{name}", "null", allowed)
         if len(values) != channels:  # the mean of the known channels serves for each of the others
             values = (sum(values) / len(values),) * channels
-        found[name] = tuple(float(value) for value in values)
-    return replace(config, **found)
+        config = replace(config, **{name: tuple(map(float, values))})
+    return config

@@ -23,11 +23,9 @@ from mpp.errors import UserError, one_line
 from mpp.models.adaptation import choose_trained
 from mpp.models.encoder import Normalize, build_encoder
 from mpp.models.plain import (
-    apply_last_norm,
     cell_grid,
     has_bf16_residual,
     has_fused_attention,
-    initialize,
     prepare_tokens,
     run_blocks,
     run_blocks_at,
@@ -42,6 +40,13 @@ from mpp.objectives import Objective, build_objective, patchify
 
 PARTS = ("encoder", "normalize.mean", "normalize.std", "method", "on_top")
 """Attributes of a network. The export, at the end of the training, is the first that reads some of them."""
+
+
+def initialize(module: nn.Module) -> None:
+    """As timm's encoders: weights truncated normal of deviation 0.02, biases 0. (MAE: uniform by Xavier.)"""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
 
 
 class MaskedPatchPredictor(nn.Module):
@@ -88,7 +93,7 @@ class MaskedPatchPredictor(nn.Module):
             places = self.pixel_masking.tokens[places]
         index = encoder.num_prefix_tokens + places
         corrupted = run_blocks_at(encoder.blocks, tokens, index, self.last_at_few, checkpointed, block_arguments)
-        return self.head(apply_last_norm(encoder, corrupted))
+        return self.head(encoder.fc_norm(encoder.norm(corrupted)))  # some have their last norm in fc_norm
 
     def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Normalised images (B, C, H, W) to corrupted patch embeddings, (B, N, D)."""
@@ -200,8 +205,8 @@ class MaskedAutoencoder(nn.Module):
         visible = complement(encoder.num_prefix_tokens + corruption.unseen, token_count)
 
         seen, block_arguments = prepare_tokens(encoder, patches, visible)  # (B, V, D)
-        seen = apply_last_norm(encoder, run_blocks(encoder.blocks, seen, checkpointed, block_arguments))
-        return self.head(self.decoder(seen, visible, corrupted, checkpointed))
+        seen = run_blocks(encoder.blocks, seen, checkpointed, block_arguments)
+        return self.head(self.decoder(encoder.fc_norm(encoder.norm(seen)), visible, corrupted, checkpointed))
 
 
 def complement(index: Tensor, count: int) -> Tensor:
@@ -223,8 +228,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Linear(encoder.embed_dim, width)
         self.mask_token = nn.Parameter(torch.empty(width))
-        prefix_positions = torch.zeros(encoder.num_prefix_tokens, width)
-        positions = torch.cat([prefix_positions, sincos_2d(encoder.patch_embed.grid_size, width)])
+        positions = F.pad(sincos_2d(encoder.patch_embed.grid_size, width), (0, 0, encoder.num_prefix_tokens, 0))
         self.register_buffer("positions", positions, persistent=False)  # (prefix + N, width)
         self.blocks = nn.ModuleList(Block(width, heads, qkv_bias=True, norm_layer=LayerNorm) for _ in range(depth))
         self.norm = LayerNorm(width)
@@ -281,16 +285,14 @@ def build_model(config: Config) -> tuple[nn.Module, Objective]:
     mean, std = config.model.normalization(channels)
     _, patch_size = cell_grid(encoder)
     teacher = None
-    teacher_width = None
     if config.objective.name == "features":
         teacher = build_teacher(config.objective, encoder, Normalize(mean, std))
-        teacher_width = teacher.width
-    objective = build_objective(config.objective, patch_size, channels, teacher_width)
+    objective = build_objective(config.objective, patch_size, channels, getattr(teacher, "width", None))
     network = build_network(config.network, encoder, objective.outputs, mean, std)
     choose_trained(encoder, config.model)
-    if teacher is None:
-        return network, objective
-    return StudentWithTeacher(network, teacher, config.objective), objective
+    if teacher is not None:
+        network = StudentWithTeacher(network, teacher, config.objective)
+    return network, objective
 
 
 def build_network(

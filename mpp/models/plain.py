@@ -20,7 +20,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from timm.layers import Attention, LayerNorm, LayerScale, PatchEmbed, build_sincos2d_pos_embed
+from timm.layers import Attention, LayerNorm, LayerScale, PatchEmbed, build_sincos2d_pos_embed, maybe_add_mask
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -105,11 +105,6 @@ def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, li
     if encoder.rel_pos_bias is not None:
         arguments["shared_rel_pos_bias"] = encoder.rel_pos_bias()
     return encoder.pos_drop(tokens), [arguments] * len(encoder.blocks)
-
-
-def apply_last_norm(encoder: nn.Module, tokens: Tensor) -> Tensor:
-    """Tokens after the last block through the encoder's last norm, which some have behind their pooling."""
-    return encoder.fc_norm(encoder.norm(tokens))
 
 
 def takes_some_tokens(encoder: nn.Module) -> bool:
@@ -242,9 +237,7 @@ def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> 
         dropout = attention.attn_drop.p if attention.training else 0.0
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=logits, dropout_p=dropout)
     else:
-        products = queries * attention.scale @ keys.transpose(-2, -1)
-        if logits is not None:
-            products = products + logits
+        products = maybe_add_mask(queries * attention.scale @ keys.transpose(-2, -1), logits)
         mixed = attention.attn_drop(products.softmax(-1)) @ values
     mixed = mixed.transpose(1, 2).flatten(2)  # (B, K, D)
     return attention.proj_drop(attention.proj(attention.norm(mixed)))
@@ -252,9 +245,7 @@ def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> 
 
 def shows_weights(attention: nn.Module | None) -> bool:
     """Whether an attention among all tokens gives its weights to `attn_drop` when it is not fused: timm's and ours."""
-    return (
-        hasattr(attention, "fused_attn") and hasattr(attention, "attn_drop") and not getattr(attention, "lines", None)
-    )
+    return hasattr(attention, "fused_attn") and getattr(attention, "lines", None) is None
 
 
 # --- tokens between blocks in bf16 (`model.residual`); float32 positions make them float32 ---
@@ -266,10 +257,9 @@ class ResidualNorm(LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.bfloat16:
             return super().forward(x)
-        weight = None if self.weight is None else self.weight.to(x.dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        affine = [each if each is None else each.to(x.dtype) for each in (self.weight, self.bias)]
         with torch.autocast(x.device.type, enabled=False):
-            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)  # sums are float32 inside
+            return F.layer_norm(x, self.normalized_shape, *affine, self.eps)  # sums are float32 inside
 
 
 def use_bf16_residual(encoder: nn.Module) -> None:
@@ -347,13 +337,6 @@ def has_fused_attention(encoder: nn.Module) -> bool:
 
 
 # --- switches ---
-
-
-def initialize(module: nn.Module) -> None:
-    """As timm's encoders: weights truncated normal of deviation 0.02, biases 0. (MAE: uniform by Xavier.)"""
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
 
 
 def set_attention(encoder: nn.Module, fused: bool) -> None:

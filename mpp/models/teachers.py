@@ -66,10 +66,8 @@ class FeatureTeacher(nn.Module):
         try:
             targets, _ = self(blank, torch.zeros(1, 1, dtype=torch.int64, device=weight.device))
         except TIMM_ERRORS as error:
-            setting = f"{TEACHER_SETTING} is {config.teacher} and objective.teacher_depths is {self.depths}"
-            raise UserError(
-                f"{setting}; it must be a timm model that gives these features: {one_line(error)}"
-            ) from error
+            settings = f"{TEACHER_SETTING} is {config.teacher} and objective.teacher_depths is {self.depths}"
+            raise UserError(f"{settings}; it must be one that gives these features: {one_line(error)}") from error
         self.width = targets.shape[-1]
 
     def train(self, mode: bool = True) -> "FeatureTeacher":
@@ -84,7 +82,13 @@ class FeatureTeacher(nn.Module):
             The targets, and features by which a collapse is seen: the targets, too, but normalised as `layer` where the
             targets are as `instance`, which enlarges differences however small they are.
         """
-        maps = self.feature_maps(resize_bilinear(images, self.img_size))
+        maps = self.encoder.forward_intermediates(  # (B, D, h, w) after each depth
+            self.normalize(resize_bilinear(images, self.img_size)),
+            indices=self.depths,
+            norm=self.depths == 1,
+            output_fmt="NCHW",
+            intermediates_only=True,
+        )
         tokens = []  # (B, N, D) of each depth
         for features in maps:
             whole_patches = features[..., :: self.token_step, :: self.token_step].float()
@@ -95,16 +99,6 @@ class FeatureTeacher(nn.Module):
         if self.target_norm != "instance":
             return targets, targets
         return targets, gather_tokens(as_targets(tokens, "layer"), positions)
-
-    def feature_maps(self, images: Tensor) -> list[Tensor]:
-        """Feature maps (B, D, h, w) after each depth."""
-        return self.encoder.forward_intermediates(
-            self.normalize(images),
-            indices=self.depths,
-            norm=self.depths == 1,
-            output_fmt="NCHW",
-            intermediates_only=True,
-        )
 
 
 def resize_bilinear(values: Tensor, size: Sequence[int]) -> Tensor:

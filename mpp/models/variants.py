@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from timm.layers import (
     Attention,
@@ -63,7 +64,6 @@ class AbsolutePositions(nn.Module):
         super().__init__()
         self.kind = kind
         self.grid = grid
-        self.prefix = prefix
         if kind == "learned":
             self.pos_embed = nn.Parameter(torch.empty(prefix + math.prod(grid), width))
         elif kind == "learned_2d":
@@ -73,8 +73,7 @@ class AbsolutePositions(nn.Module):
             self.pos_embed_prefix = nn.Parameter(torch.empty(prefix, width)) if prefix else None
         else:
             require(width % 4 == 0, "model.width", width, "a multiple of 4 with model.position=sincos_2d")
-            table = torch.cat([torch.zeros(prefix, width), sincos_2d(grid, width)])
-            self.register_buffer("table", table, persistent=False)
+            self.register_buffer("table", F.pad(sincos_2d(grid, width), (0, 0, prefix, 0)), persistent=False)
         for parameter in self.parameters():
             nn.init.trunc_normal_(parameter, std=0.02)
 
@@ -105,7 +104,6 @@ class RelativeKeys(nn.Module):
 
     def __init__(self, grid: Grid, prefix: int, width: int):
         super().__init__()
-        self.grid = grid
         self.scale = width**-0.5
         tokens = prefix + math.prod(grid)
         self.pos_embed_offsets = nn.Parameter(torch.empty(2 * tokens - 1, width))
@@ -256,7 +254,7 @@ class OverlappingPatchEmbed(PatchEmbed):
 
     def _init_img_size(self, img_size: int | ImageSize) -> tuple[ImageSize, Grid, int]:
         size = to_2tuple(img_size)
-        grid = grid_of_patches(size, self.patch_size, self.stride)
+        grid = self.dynamic_feat_size(size)
         return size, grid, math.prod(grid)
 
     def dynamic_feat_size(self, img_size: ImageSize) -> Grid:
@@ -363,15 +361,10 @@ def checkpoint_filter_fn(state: Weights, model: VariantViT) -> Weights:
     return timm_filter(state | resampled, model)
 
 
-def resample_exported(state: Weights, model: VariantViT) -> Weights:
-    """`resample`, for timm: weights that mpp has written are for the input size in the model's configuration."""
-    return resample(state, model, tuple(model.pretrained_cfg["input_size"][1:]))
-
-
 default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patch_embed.proj", "classifier": "head"}})
 
 
 @register_model
 def mpp_vit(pretrained: bool = False, **options: Any) -> VariantViT:
     """The Vision Transformers that timm lacks: see `VariantViT`."""
-    return build_model_with_cfg(VariantViT, "mpp_vit", pretrained, pretrained_filter_fn=resample_exported, **options)
+    return build_model_with_cfg(VariantViT, "mpp_vit", pretrained, pretrained_filter_fn=resample, **options)
