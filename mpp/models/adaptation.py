@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mpp.config import ModelConfig, require
-from mpp.models.plain import has_running_statistics, uses_autocast
+from mpp.models.plain import has_running_statistics
 from mpp.runtime.messages import note, shortened
 
 
@@ -31,9 +31,7 @@ class LowRankChange(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # as LoRA's code does
 
     def forward(self, weight: Tensor) -> Tensor:
-        if not uses_autocast(weight.device.type):
-            return torch.addmm(weight, self.up, self.down)
-        with torch.autocast(weight.device.type, enabled=False):
+        with torch.autocast("cpu" if weight.is_meta else weight.device.type, enabled=False):
             return torch.addmm(weight, self.up, self.down)
 
 
@@ -78,8 +76,7 @@ def add_low_rank_changes(encoder: nn.Module, rank: int) -> None:
     Raises:
         UserError: there is no such layer, or one that is narrower than the rank.
     """
-    linear = [module for module in encoder.modules() if type(module) is nn.Linear]
-    frozen = [layer for layer in linear if not layer.weight.requires_grad]
+    frozen = [layer for layer in encoder.modules() if type(layer) is nn.Linear and not layer.weight.requires_grad]
     most = min((min(layer.weight.shape) for layer in frozen), default=0)
     allowed = f"at most {most}, the narrow side of the encoder's frozen linear layers (0: there is none), or null"
     require(rank <= most, "model.lora_rank", rank, allowed)
@@ -100,7 +97,7 @@ def merge(encoder: nn.Module) -> nn.Module:
     merged = copy.deepcopy(encoder)
     for name in changed:  # a copy shares the class of the layer, from which torch would remove the change for both
         layer = merged.get_submodule(name)
-        plain = nn.Linear(layer.in_features, layer.out_features, device="meta").train(layer.training)
+        plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
         plain.weight = nn.Parameter(layer.weight.detach())
         plain.bias = layer.bias
         merged.set_submodule(name, plain)
@@ -109,11 +106,9 @@ def merge(encoder: nn.Module) -> nn.Module:
 
 def count_parameters(encoder: nn.Module) -> tuple[int, int]:
     """The number of an encoder's parameters without low-rank changes, and the number that is trained, with these."""
-    total = trained = 0
-    for name, parameter in encoder.named_parameters():
-        total += 0 if ".parametrizations.weight.0." in name else parameter.numel()
-        trained += parameter.numel() if parameter.requires_grad else 0
-    return total, trained
+    own = [each for name, each in encoder.named_parameters() if ".parametrizations.weight.0." not in name]
+    trained = [each for each in encoder.parameters() if each.requires_grad]
+    return sum(each.numel() for each in own), sum(each.numel() for each in trained)
 
 
 def describe_adaptation(config: ModelConfig) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from mpp.config import HOW_READ, ImageSize, require, resized_side, sides
 from mpp.models.plain import FIXED_POSITIONS
 from mpp.runtime.files import complete
-from mpp.runtime.weights import HUB, PICKLES, SAFETENSORS_SUFFIX, ZOO, encoder_folder, weights_file
+from mpp.runtime.weights import HUB, ZOO, encoder_folder, weights_file
 
 MPP_TAG = "mpp"
 """Tag of encoders that mpp has written."""
@@ -47,7 +47,7 @@ def first_weights(source: str) -> str:
     Raises:
         UserError: nothing of that name here, in timm or, as far as timm knows, on the hub.
     """
-    if not is_named(source) or Path(source).suffix in (SAFETENSORS_SUFFIX, *PICKLES):
+    if not is_named(source):
         return source
     name = getattr(published_as(source), "hf_hub_id", None)
     allowed = (
@@ -165,13 +165,10 @@ def update_description(model: nn.Module, changes: dict[str, Any], eval_crop: flo
         eval_crop: share of the shorter side in mpp's fixed view; None: crop_pct stays.
     """
     description = model.pretrained_cfg
-    published_size = description["input_size"]
     asked = {"img_size": changes["img_size"]} if "img_size" in changes else {}
     if asked and eval_crop:
         description["crop_pct"] = timm_crop_pct(asked["img_size"], eval_crop)
     description |= resolve_input_data_config(model, asked)
-    if description["input_size"] != tuple(published_size):
-        description.pop("test_input_size", None)  # that of the published size
     if description.get("num_classes") != model.num_classes:
         description["num_classes"] = model.num_classes
         for name in ("label_names", "label_descriptions", "label_offset"):

@@ -53,7 +53,9 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     Raises:
         UserError: a file that cannot be read, or that has other weights than the model.
     """
-    heads = head_modules(model)
+    classifiers = model.pretrained_cfg.get("classifier") or ()
+    classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
+    heads = tuple(f"{classifier.split('.')[0]}." for classifier in classifiers)
     has_new_head = model.num_classes != model.pretrained_cfg.get("num_classes")
     built = model.state_dict()
     new = {name: tensor for name, tensor in built.items() if has_new_head and name.startswith(heads)}
@@ -69,14 +71,6 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     except TIMM_ERRORS as error:
         reason = shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)
         raise UserError(f"{setting} is {file}; it must be the weights of the model that is built: {reason}") from error
-
-
-def head_modules(model: nn.Module) -> tuple[str, ...]:
-    """Beginnings of the names of the weights of a model's classification heads."""
-    classifiers = model.pretrained_cfg.get("classifier") or ()
-    if isinstance(classifiers, str):
-        classifiers = (classifiers,)
-    return tuple(f"{classifier.split('.')[0]}." for classifier in classifiers)
 
 
 def without_prefix(state: Weights, first_name: str, file: Path) -> Weights:
@@ -134,22 +128,21 @@ def resample(state: Weights, model: nn.Module, size: ImageSize | None = None) ->
         ValueError: timm would take a table of positions for that of another grid.
     """
     size = size or model.pretrained_model_args.get("img_size")
-    if size is None or not is_plain(model):
-        return timm_filter(model)(state, model)
-    size = sides(size)
-    model.pretrained_model_args = {"img_size": size}  # from which timm's filters know the grid of `pos_embed`
-    built = model.state_dict()
-    names = {name for name in state.keys() & built.keys() if "pos_embed" in name or name.endswith(BIAS_TABLE)}
-    if names == {"pos_embed"} and type(model.patch_embed) is PatchEmbed:
-        names = set()
-    own_size = tuple(model.patch_embed.img_size)
-    fits = [state[name].shape == built[name].shape for name in names]
-    if size == own_size and all(fits):
-        others = {name: tensor for name, tensor in state.items() if name not in names}
-        return timm_filter(model)(others, model) | {name: state[name] for name in names}
-    if names and (size[0] != size[1] or (any(fits) and own_size[0] != own_size[1])):
-        raise ValueError(f"its positions are for {size} pixels, which fit this size alone, and not {own_size}")
-    return timm_filter(model)(state, model)
+    unchanged = set()
+    if size is not None and is_plain(model):
+        size, own_size = sides(size), tuple(model.patch_embed.img_size)
+        model.pretrained_model_args = {"img_size": size}  # from which timm's filters know the grid of `pos_embed`
+        built = model.state_dict()
+        names = {name for name in state.keys() & built.keys() if "pos_embed" in name or name.endswith(BIAS_TABLE)}
+        if names == {"pos_embed"} and type(model.patch_embed) is PatchEmbed:
+            names = set()
+        fits = [state[name].shape == built[name].shape for name in names]
+        if size == own_size and all(fits):
+            unchanged = names
+        elif names and (size[0] != size[1] or (any(fits) and own_size[0] != own_size[1])):
+            raise ValueError(f"its positions are for {size} pixels, which fit this size alone, and not {own_size}")
+    others = {name: tensor for name, tensor in state.items() if name not in unchanged}
+    return timm_filter(model)(others, model) | {name: state[name] for name in unchanged}
 
 
 # --- what weights do not show ---

@@ -8,7 +8,7 @@ a head.
 """
 
 import math
-from collections.abc import Sequence
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -219,7 +219,7 @@ class PositionedBlock(Block):
         return super().forward(self.add_positions(x), **masks)  # its attention refuses masks
 
 
-class AxialBlock(nn.Module):
+def axial_block(*args: Any, **options: Any) -> nn.Sequential:
     """A block along each row of patches, then one along each column, each with its MLP (paper, appendix D.6).
 
     Position embeddings are added once, to the input.
@@ -227,20 +227,13 @@ class AxialBlock(nn.Module):
     Args:
         options: of both blocks.
     """
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__()
-        self.along_rows = PositionedBlock(*args, along="rows", **options)
-        self.along_columns = PositionedBlock(*args, along="columns", **options)
-
-    def forward(self, x: Tensor, **masks: Any) -> Tensor:
-        """(B, N, D) to the same."""
-        return self.along_columns(self.along_rows(x, **masks), **masks)
+    parts = {f"along_{line}": PositionedBlock(*args, along=line, **options) for line in LINES}
+    return nn.Sequential(OrderedDict(parts))
 
 
-def grid_of_patches(size: ImageSize, patch_size: Sequence[int], stride: int | None) -> Grid:
-    """Rows and columns of patches that lie `stride` pixels apart; None: side by side."""
-    rows, columns = ((side - patch) // (stride or patch) + 1 for side, patch in zip(size, patch_size, strict=True))
+def grid_of_patches(size: ImageSize, patch_size: int, stride: int) -> Grid:
+    """Rows and columns of patches that lie `stride` pixels apart."""
+    rows, columns = ((side - patch_size) // stride + 1 for side in size)
     return rows, columns
 
 
@@ -259,7 +252,7 @@ class OverlappingPatchEmbed(PatchEmbed):
 
     def dynamic_feat_size(self, img_size: ImageSize) -> Grid:
         """Rows and columns of patches of an image of this size."""
-        return grid_of_patches(img_size, self.patch_size, self.stride)
+        return grid_of_patches(img_size, self.patch_size[0], self.stride)
 
     def feat_ratio(self, as_scalar: bool = True) -> int | Grid:
         """Pixels from one patch to the next."""
@@ -296,13 +289,14 @@ class VariantViT(VisionTransformer):
         if axial:
             class_token, reg_tokens = False, 0
             options["global_pool"] = "avg"
-        if stride not in (None, patch_size):
+        stride = stride or patch_size
+        if stride != patch_size:
             options["embed_layer"] = partial(OverlappingPatchEmbed, stride=stride)
         prefix = class_token + reg_tokens
-        grid = grid_of_patches(to_2tuple(img_size), to_2tuple(patch_size), stride)
+        grid = grid_of_patches(to_2tuple(img_size), patch_size, stride)
         plain_blocks = position not in RELATIVE and position_at == "stem" and not axial
         if not plain_blocks:
-            block = AxialBlock if axial else PositionedBlock
+            block = axial_block if axial else PositionedBlock
             options["block_fn"] = partial(block, position=position, grid=grid, prefix=prefix)
         timm_positions = position == "learned" and position_at == "stem"  # timm's table, which takes timm's weights
         options |= dict(pos_embed="learn" if timm_positions else "none", class_token=class_token, reg_tokens=reg_tokens)
