@@ -86,7 +86,7 @@ def prepare_tokens(
         prefix = encoder.num_prefix_tokens
         of_blocks = [rotation_at(each, kept[:, prefix:] - prefix) for each in of_blocks]
     arguments = [{"rope": each} for each in of_blocks]
-    return tokens, arguments if len(arguments) == depth else arguments * depth
+    return tokens, arguments * (depth // len(arguments))
 
 
 def rotation_at(rope: Tensor, places: Tensor) -> Tensor:
@@ -101,10 +101,8 @@ def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, li
     tokens = torch.cat([encoder.cls_token.expand(len(patches), -1, -1), patches], dim=1)
     if encoder.pos_embed is not None:
         tokens = tokens + encoder.pos_embed
-    arguments = {}
-    if encoder.rel_pos_bias is not None:
-        arguments["shared_rel_pos_bias"] = encoder.rel_pos_bias()
-    return encoder.pos_drop(tokens), [arguments] * len(encoder.blocks)
+    bias = None if encoder.rel_pos_bias is None else encoder.rel_pos_bias()
+    return encoder.pos_drop(tokens), [{"shared_rel_pos_bias": bias}] * len(encoder.blocks)
 
 
 def takes_some_tokens(encoder: nn.Module) -> bool:
@@ -384,10 +382,8 @@ def fix_positions(encoder: nn.Module) -> None:
     width = encoder.embed_dim
     require(encoder.pos_embed is not None, *setting, "learned with a model that has no table of position embeddings")
     require(width % 4 == 0, *setting, f"learned with a width ({width}) that is not a multiple of 4")
-    patch_positions = sincos_2d(encoder.patch_embed.grid_size, width)
-    table = torch.zeros_like(encoder.pos_embed.data)
-    table[0, -len(patch_positions) :] = patch_positions
-    hold_positions(encoder, table)
+    table = sincos_2d(encoder.patch_embed.grid_size, width)
+    hold_positions(encoder, F.pad(table, (0, 0, encoder.pos_embed.shape[1] - len(table), 0))[None])
 
 
 def hold_positions(encoder: nn.Module, table: Tensor) -> None:

@@ -202,8 +202,9 @@ def build_teacher(config: ObjectiveConfig, encoder: nn.Module, normalize: Normal
 
 def leave_out_teacher(teacher: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
     """Remove a frozen teacher's weights from a checkpoint's state."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        del state[name]
+    for name in [*state]:
+        if name.startswith(prefix):
+            del state[name]
 
 
 def allow_missing_teacher(teacher: nn.Module, keys: Any) -> None:

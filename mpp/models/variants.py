@@ -117,8 +117,7 @@ class RelativeKeys(nn.Module):
         embeddings = self.pos_embed_offsets.to(queries.dtype)
         offset_logits = queries @ embeddings.T * self.scale  # (B, heads, K, 2 T - 1)
         offsets = self.offsets[None] if index is None else self.offsets[index]  # (1, T, T) or (B, K, T)
-        batch, heads = offset_logits.shape[:2]
-        offsets = offsets[:, None].expand(batch, heads, -1, -1)
+        offsets = offsets[:, None].expand(*offset_logits.shape[:2], -1, -1)
         return offset_logits.gather(-1, offsets)
 
 
@@ -174,8 +173,7 @@ class PositionedAttention(Attention):
         self.grid = grid
         if along is not None:
             self.lines = LINES[along]
-            rows, columns = grid
-            grid = (1, columns) if along == "rows" else (rows, 1)
+            grid = (1, grid[1]) if along == "rows" else (grid[0], 1)
         if position == "relative":
             self.added = RelativeKeys(grid, prefix, self.head_dim)
         elif position == "relative_bias":
@@ -298,15 +296,14 @@ class VariantViT(VisionTransformer):
         if not plain_blocks:
             block = axial_block if axial else PositionedBlock
             options["block_fn"] = partial(block, position=position, grid=grid, prefix=prefix)
-        timm_positions = position == "learned" and position_at == "stem"  # timm's table, which takes timm's weights
-        options |= dict(pos_embed="learn" if timm_positions else "none", class_token=class_token, reg_tokens=reg_tokens)
+        has_table = position in ("learned_2d", "sincos_2d") or position_at != "stem"
+        pos_embed = "learn" if position == "learned" and not has_table else "none"  # timm's, which takes timm's weights
+        options |= dict(pos_embed=pos_embed, class_token=class_token, reg_tokens=reg_tokens)
         super().__init__(img_size, patch_size, embed_dim=embed_dim, **options)
         self.position = position
         self.position_at = position_at
         self.takes_any_tokens = plain_blocks  # timm's own blocks do not depend on the number of tokens
-        self.pos_embeds: AbsolutePositions | None = None
-        if position in ("learned_2d", "sincos_2d") or position_at != "stem":
-            self.pos_embeds = AbsolutePositions(position, grid, prefix, embed_dim)
+        self.pos_embeds = AbsolutePositions(position, grid, prefix, embed_dim) if has_table else None
         for block in self.blocks[1:] if position_at != "stem" else ():
             first_part = block.along_rows if axial else block
             first_part.added = (self.pos_embeds,)
@@ -315,9 +312,8 @@ class VariantViT(VisionTransformer):
                 first_part.added = (first_part.positions,)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        if uses_autocast(x.device.type):
-            x = x.float()  # as positions are: blocks add to these tokens
-        tokens = super()._pos_embed(x)  # with the prefix tokens
+        # with the prefix tokens; float as positions are: blocks add to these tokens
+        tokens = super()._pos_embed(x.float() if uses_autocast(x.device.type) else x)
         if self.pos_embeds is None:
             return tokens
         return self.pos_drop(tokens + self.pos_embeds())
