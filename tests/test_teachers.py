@@ -365,8 +365,8 @@ def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain):
     kept = last_weights(taught)
     assert all(torch.equal(exported[name], kept[f"teacher.encoder.{name}"]) for name in exported)
     assert not torch.equal(exported["norm.weight"], kept["student.encoder.norm.weight"])
-    assert "This encoder is the moving average" in (taught / "encoder" / "README.md").read_text()
-    assert "This encoder is the one that was trained" in (whole / "encoder" / "README.md").read_text()
+    assert "This encoder is the teacher" in (taught / "encoder" / "README.md").read_text()
+    assert "This encoder is the student" in (whole / "encoder" / "README.md").read_text()
 
 
 def lineage_said(folder, capsys):

@@ -55,8 +55,8 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
     try:
         encoder = timm.create_model(name, num_classes=0, **arguments)
     except TIMM_ERRORS as error:
-        described = f"model.name is {name} and model.arguments is {config.arguments}"
-        raise UserError(f"{described}, which timm cannot build with these dimensions: {one_line(error)}") from error
+        given = f"model.name is {name} and model.arguments is {config.arguments}"
+        raise UserError(f"{given}, which timm cannot build with these dimensions: {one_line(error)}") from error
     check_encoder(encoder, name, config)
     fused = config.attention == "fused" or (config.attention == "auto" and uses_gpu())
     set_attention(encoder, fused)
@@ -167,7 +167,7 @@ def load_encoder(
 
     published = pretrained and file is None
     try:
-        model = create_model(name, published, changes)
+        model = create_model(name, published, **changes)
     except (*TIMM_ERRORS, OSError, SafetensorError) as error:
         hint = f" (without a network, set {weights_setting} to a file with its weights)" if published else ""
         raise UserError(f"{setting} is {source}, which cannot be loaded{hint}: {one_line(error)}") from error
@@ -182,14 +182,14 @@ def load_encoder(
     return model.eval() if config else model
 
 
-def create_model(name: str, pretrained: bool, changes: dict[str, Any]) -> nn.Module:
+def create_model(name: str, pretrained: bool, img_size: Any = None, **changes: Any) -> nn.Module:
     """`timm.create_model`, without `img_size` for networks that take any size and lack that argument."""
-    try:
-        return timm.create_model(name, pretrained, **changes)
-    except TypeError:
-        if "img_size" not in changes:
-            raise
-    return timm.create_model(name, pretrained, **{each: changes[each] for each in changes if each != "img_size"})
+    if img_size is not None:
+        try:
+            return timm.create_model(name, pretrained, img_size=img_size, **changes)
+        except TypeError:  # raised again if it has another cause
+            pass
+    return timm.create_model(name, pretrained, **changes)
 
 
 class Normalize(nn.Module):

@@ -25,8 +25,6 @@ NOT_OF_ENCODERS = ("head.", "head_dist.", "attn_pool.", "decoder_", "mask_token"
 """Beginnings of the names of weights that an encoder may lack: heads, MAE's decoder, and [mask]."""
 LONGEST_REASON = 400
 """Characters of torch's error for weights that do not fit."""
-COMPUTED_POSITIONS = ("rope", "sincos_2d")
-"""Positions of `mpp_vit` that are no weights."""
 
 
 def load_first_weights(encoder: nn.Module, source: str) -> None:
@@ -166,10 +164,8 @@ def describe_computation(encoder: nn.Module) -> str:
     """The part of an encoder's computation that its weights do not show, in words."""
     heads = {module.num_heads for module in encoder.modules() if hasattr(module, "num_heads")}
     activations = {type(module.act).__name__ for module in encoder.modules() if hasattr(module, "act")}
-    position, at = getattr(encoder, "position", "none"), getattr(encoder, "position_at", "stem")
-    if at == "stem" and position not in COMPUTED_POSITIONS:
-        position = "none"  # or with weights, which show it
-    return f"heads {sorted(heads)}, activation {sorted(activations)}, computed positions {position} at {at}"
+    positions = getattr(encoder, "computed_positions", "none")
+    return f"heads {sorted(heads)}, activation {sorted(activations)}, computed positions {positions}"
 
 
 def note_other_moments(config: ModelConfig, channels: int) -> None:

@@ -81,19 +81,14 @@ def prepare_tokens(
     tokens = encoder.norm_pre(tokens)
     if rope is None:
         return tokens, [{}] * depth
-    of_blocks = rope if getattr(encoder, "rope_mixed", False) else [rope]
+    of_blocks = rope if getattr(encoder, "rope_mixed", False) else [rope]  # of each (N, 2 d) or (heads, N, 2 d)
     if kept is not None:
         prefix = encoder.num_prefix_tokens
-        of_blocks = [rotation_at(each, kept[:, prefix:] - prefix) for each in of_blocks]
+        places = kept[:, prefix:] - prefix
+        by_head = [each.view(-1, *each.shape[-2:]) for each in of_blocks]
+        of_blocks = [each[:, places].transpose(0, 1) for each in by_head]  # (B, 1 or heads, V - prefix, 2 d)
     arguments = [{"rope": each} for each in of_blocks]
     return tokens, arguments * (depth // len(arguments))
-
-
-def rotation_at(rope: Tensor, places: Tensor) -> Tensor:
-    """A rotation (N, 2 d) or (heads, N, 2 d) at places (B, V): (B, 1 or heads, V, 2 d)."""
-    if rope.ndim == 2:
-        return rope[places][:, None]
-    return rope[:, places].transpose(0, 1)
 
 
 def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, list[BlockArguments]]:
@@ -192,7 +187,7 @@ def runs_at_few(block: nn.Module, token_count: int) -> bool:
     if next(block.parameters()).is_meta:
         return True  # there are no numbers to compare
     if not hasattr(block, "add_positions"):
-        token_count = min(token_count, 16)  # any number
+        token_count = 16  # any number
     tried = copy.deepcopy(block).double().eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in tried.parameters():
