@@ -118,7 +118,7 @@ LEARNED_2D = dict(position="learned_2d", heads=4)
         (dict(name="vit_base_patch32_clip_quickgelu_224"), dict(name="vit_base_patch32_clip_224"), "has .*QuickGELU"),
         (dict(position="rope"), dict(position="none"), "none.* has .*rope"),
         (dict(position="none", heads=4), dict(position="rope"), "rope.* has .*none"),
-        (LEARNED_2D, LEARNED_2D | {"position_at": "every_shared"}, "every_shared.* has .*stem"),
+        (LEARNED_2D, LEARNED_2D | {"position_at": "every_shared"}, "every_shared.* has .*none"),
     ],
 )
 @pytest.mark.parametrize("from_file", [False, True])

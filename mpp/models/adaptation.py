@@ -106,18 +106,16 @@ def merge(encoder: nn.Module) -> nn.Module:
 
 def count_parameters(encoder: nn.Module) -> tuple[int, int]:
     """The number of an encoder's parameters without low-rank changes, and the number that is trained, with these."""
-    own = [each for name, each in encoder.named_parameters() if ".parametrizations.weight.0." not in name]
-    trained = [each for each in encoder.parameters() if each.requires_grad]
-    return sum(each.numel() for each in own), sum(each.numel() for each in trained)
+    total = trained = 0
+    for name, parameter in encoder.named_parameters():
+        total += 0 if ".parametrizations.weight.0." in name else parameter.numel()
+        trained += parameter.numel() if parameter.requires_grad else 0
+    return total, trained
 
 
 def describe_adaptation(config: ModelConfig) -> str:
     """A sentence on the part that was trained, without its full stop; empty where all was."""
     if config.train is None and config.lora_rank is None:
         return ""
-    if config.lora_rank is None:
-        return f"Of the encoder, parameters named `{config.train}` were trained, and the others stayed"
-    changes = f"matrices of the encoder were changed by products of rank {config.lora_rank} (LoRA), which are merged"
-    if config.train is None:
-        return f"The {changes}; its other parameters stayed"
-    return f"Of the encoder, parameters named `{config.train}` were trained; the other {changes}"
+    chosen = f"model.train {config.train}, model.lora_rank {config.lora_rank}"
+    return f"Of the encoder only a part was trained ({chosen}); low-rank changes (LoRA) are merged"

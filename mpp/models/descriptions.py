@@ -89,12 +89,9 @@ def exported_step(folder: Path) -> int | None:
     return saved_config(folder).get("step")
 
 
-def trained_on(folder: Path, entry: str) -> Any:
-    """The `mean`, `std` or `input_size` (height and width) of an exported encoder's images. None: unknown."""
-    value = saved_section(folder, "pretrained_cfg").get(entry)
-    if not value:
-        return None
-    return tuple(value[1:] if entry == "input_size" else value)  # a size without the channels
+def trained_on(folder: Path, entry: str) -> tuple[float, ...]:
+    """The `mean`, `std` or `input_size` (channels, height, width) of an exported encoder's images. Empty: unknown."""
+    return tuple(saved_section(folder, "pretrained_cfg").get(entry) or ())
 
 
 def licence_of(source: str | None) -> str | None:

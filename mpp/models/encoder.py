@@ -36,8 +36,8 @@ PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers w
 PLAIN_TRANSFORMERS = "a plain transformer (VisionTransformer, Eva, Beit) that timm's build_model_with_cfg has built, "
 PLAIN_TRANSFORMERS += f"such as {PLAIN_VIT}"
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
-SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
 SET_ELSEWHERE |= {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "features_only"}
+SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
 
 
 def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
@@ -203,8 +203,8 @@ class Normalize(nn.Module):
         super().__init__()
         self.mean = tuple(mean)
         self.std = tuple(std)
-        self.register_buffer("shift", 255 * torch.tensor(self.mean).view(-1, 1, 1), persistent=False)
-        self.register_buffer("scale", 255 * torch.tensor(self.std).view(-1, 1, 1), persistent=False)
+        for name, values in (("shift", self.mean), ("scale", self.std)):
+            self.register_buffer(name, 255 * torch.tensor(values).view(-1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         return (images - self.shift) / self.scale

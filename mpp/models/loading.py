@@ -64,7 +64,7 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     state = adapt_channels(state, model, setting)
     others = (*NOT_OF_ENCODERS, *heads)
     try:
-        state = resample(state, model, trained_on(file.parent, "input_size")) | new
+        state = resample(state, model, trained_on(file.parent, "input_size")[1:]) | new
         model.load_state_dict({name: state[name] for name in state if name in built or not name.startswith(others)})
     except TIMM_ERRORS as error:
         reason = shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)
@@ -117,17 +117,17 @@ def timm_filter(model: nn.Module) -> Callable[..., Weights]:
     return lambda state, model: state
 
 
-def resample(state: Weights, model: nn.Module, size: ImageSize | None = None) -> Weights:
+def resample(state: Weights, model: nn.Module, size: ImageSize | tuple[()] = ()) -> Weights:
     """Weights of another input size as this model's, by timm's filter; tables of the same size stay as they are.
 
     Args:
-        size: height and width that the weights are for; None: as far as timm knows, and otherwise all is timm's.
+        size: height and width that the weights are for; empty: as far as timm knows, and otherwise all is timm's.
     Raises:
         ValueError: timm would take a table of positions for that of another grid.
     """
     size = size or model.pretrained_model_args.get("img_size")
     unchanged = set()
-    if size is not None and is_plain(model):
+    if size and is_plain(model):
         size, own_size = sides(size), tuple(model.patch_embed.img_size)
         model.pretrained_model_args = {"img_size": size}  # from which timm's filters know the grid of `pos_embed`
         built = model.state_dict()
@@ -172,7 +172,7 @@ def note_other_moments(config: ModelConfig, channels: int) -> None:
     """Print a note where `model.init_from` was trained on images that were normalised in another way."""
     for name, values in zip(("mean", "std"), config.normalization(channels), strict=True):
         theirs = trained_on(folder_of_weights(config.init_from), name)
-        if theirs not in (None, tuple(values)):
+        if theirs not in ((), tuple(values)):
             note(f"model.{name} is {values}, and {config.init_from} learned with {theirs}: null takes these")
 
 
@@ -187,8 +187,8 @@ def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
             continue
         values = trained_on(folder_of_weights(config.init_from), name)
         allowed = f"numbers or auto: no config.json next to {config.init_from} has those of the weights"
-        require(values is not None, f"model.{name}", "null", allowed)
+        require(values, f"model.{name}", "null", allowed)
         if len(values) != channels:  # the mean of the known channels serves for each of the others
             values = (sum(values) / len(values),) * channels
-        config = replace(config, **{name: tuple(map(float, values))})
+        config = replace(config, **{name: values})
     return config

@@ -260,9 +260,6 @@ def use_bf16_residual(encoder: nn.Module) -> None:
     before_blocks = encoder.norm_pre if hasattr(encoder, "norm_pre") else encoder.pos_drop
     before_blocks.register_forward_hook(to_autocast_type)
     use_bf16_norms(encoder)
-    for block in encoder.blocks:
-        if getattr(block, "gamma_1", None) is not None:  # Eva and Beit scale by a parameter, which is float32
-            block.register_forward_hook(to_input_type)
 
 
 def use_bf16_norms(module: nn.Module) -> None:
@@ -270,7 +267,7 @@ def use_bf16_norms(module: nn.Module) -> None:
     for child in module.modules():
         if type(child) is LayerNorm:
             child.__class__ = ResidualNorm
-        elif isinstance(child, LayerScale):
+        elif isinstance(child, LayerScale) or getattr(child, "gamma_1", None) is not None:  # blocks of Eva and Beit
             child.register_forward_hook(to_input_type)
 
 

@@ -73,16 +73,14 @@ class AbsolutePositions(nn.Module):
             self.pos_embed_prefix = nn.Parameter(torch.empty(prefix, width)) if prefix else None
         else:
             require(width % 4 == 0, "model.width", width, "a multiple of 4 with model.position=sincos_2d")
-            self.register_buffer("table", F.pad(sincos_2d(grid, width), (0, 0, prefix, 0)), persistent=False)
+            self.register_buffer("pos_embed", F.pad(sincos_2d(grid, width), (0, 0, prefix, 0)), persistent=False)
         for parameter in self.parameters():
             nn.init.trunc_normal_(parameter, std=0.02)
 
     def forward(self) -> Tensor:
         """The embeddings, (T, D)."""
-        if self.kind == "learned":
+        if self.kind != "learned_2d":
             return self.pos_embed
-        if self.kind == "sincos_2d":
-            return self.table
         grid_rows, grid_columns = self.grid
         rows = self.pos_embed_rows[:, None].expand(-1, grid_columns, -1)
         columns = self.pos_embed_columns.expand(grid_rows, -1, -1)
