@@ -298,6 +298,8 @@ class VariantViT(VisionTransformer):
         pos_embed = "learn" if position == "learned" and not has_table else "none"  # timm's, which takes timm's weights
         options |= dict(pos_embed=pos_embed, class_token=class_token, reg_tokens=reg_tokens)
         super().__init__(img_size, patch_size, embed_dim=embed_dim, **options)
+        self.position = position
+        self.mixing = mixing
         is_computed = position in ("rope", "sincos_2d") or position_at != "stem"
         self.computed_positions = f"{position} at {position_at}" if is_computed else "none"  # what no weights show
         self.takes_any_tokens = plain_blocks  # timm's own blocks do not depend on the number of tokens
