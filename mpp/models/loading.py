@@ -77,7 +77,7 @@ def without_prefix(state: Weights, first_name: str, file: Path) -> Weights:
     It is the shortest before the first name of the model's weights; of equal ones the student's, not the teacher's.
     """
     ending = f".{first_name}"
-    prefixes = [name.removesuffix(first_name) for name in state if name == first_name or name.endswith(ending)]
+    prefixes = [name.removesuffix(first_name) for name in state if f".{name}".endswith(ending)]
     prefix = min(prefixes, key=lambda each: (len(each), each), default="")
     if not prefix:
         return state

@@ -61,10 +61,10 @@ class FeatureTeacher(nn.Module):
         self.token_step = 1  # from one whole patch of the grid to the next, in tokens; more where patches overlap
         if is_plain(encoder):
             self.token_step = cell_grid(encoder)[1] // encoder.patch_embed.feat_ratio()
-        weight = next(encoder.parameters())
-        blank = torch.zeros(1, len(normalize.mean), *img_size, device=weight.device)
+        device = next(encoder.parameters()).device
+        blank = torch.zeros(1, len(normalize.mean), *img_size, device=device)
         try:
-            targets, _ = self(blank, torch.zeros(1, 1, dtype=torch.int64, device=weight.device))
+            targets, _ = self(blank, blank.new_zeros(1, 1, dtype=torch.int64))
         except TIMM_ERRORS as error:
             settings = f"{TEACHER_SETTING} is {config.teacher} and objective.teacher_depths is {self.depths}"
             raise UserError(f"{settings}; it must be one that gives these features: {one_line(error)}") from error
