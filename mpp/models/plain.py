@@ -36,7 +36,7 @@ FIXED_POSITIONS = "sincos_2d"  # the position embeddings that are not learned
 TIMM_ERRORS = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 """Errors of timm for a model that it cannot build, or for weights of another one."""
 
-BlockArguments = dict[str, Tensor]
+BlockArguments = dict[str, Tensor | None]
 """Arguments of a block other than its tokens, by name."""
 
 

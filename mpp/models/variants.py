@@ -72,7 +72,6 @@ class AbsolutePositions(nn.Module):
             self.pos_embed_columns = nn.Parameter(torch.empty(grid[1], width // 2))
             self.pos_embed_prefix = nn.Parameter(torch.empty(prefix, width)) if prefix else None
         else:
-            require(width % 4 == 0, "model.width", width, "a multiple of 4 with model.position=sincos_2d")
             self.register_buffer("pos_embed", F.pad(sincos_2d(grid, width), (0, 0, prefix, 0)), persistent=False)
         for parameter in self.parameters():
             nn.init.trunc_normal_(parameter, std=0.02)
