@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, repeat
 from timm.layers import (
     Attention,
     PatchEmbed,
@@ -80,10 +80,9 @@ class AbsolutePositions(nn.Module):
         """The embeddings, (T, D)."""
         if self.kind != "learned_2d":
             return self.pos_embed
-        grid_rows, grid_columns = self.grid
-        rows = self.pos_embed_rows[:, None].expand(-1, grid_columns, -1)
-        columns = self.pos_embed_columns.expand(grid_rows, -1, -1)
-        patches = torch.cat([rows, columns], dim=-1).flatten(0, 1)  # (N, D)
+        rows = repeat(self.pos_embed_rows, "row d -> (row column) d", column=self.grid[1])
+        columns = repeat(self.pos_embed_columns, "column d -> (row column) d", row=self.grid[0])
+        patches = torch.cat([rows, columns], dim=-1)  # (N, D)
         if self.pos_embed_prefix is None:
             return patches
         return torch.cat([self.pos_embed_prefix, patches])
