@@ -230,7 +230,7 @@ def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> 
         dropout = attention.attn_drop.p if attention.training else 0.0
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=logits, dropout_p=dropout)
     else:
-        products = maybe_add_mask(queries * attention.scale @ keys.transpose(-2, -1), logits)
+        products = maybe_add_mask(queries * attention.scale @ keys.mT, logits)
         mixed = attention.attn_drop(products.softmax(-1)) @ values
     mixed = mixed.transpose(1, 2).flatten(2)  # (B, K, D)
     return attention.proj_drop(attention.proj(attention.norm(mixed)))

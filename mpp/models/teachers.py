@@ -89,10 +89,8 @@ class FeatureTeacher(nn.Module):
             output_fmt="NCHW",
             intermediates_only=True,
         )
-        tokens = []  # (B, N, D) of each depth
-        for features in maps:
-            whole_patches = features[..., :: self.token_step, :: self.token_step].float()
-            tokens.append(resize_bilinear(whole_patches, self.grid).flatten(2).transpose(1, 2))
+        of_patches = [each[..., :: self.token_step, :: self.token_step].float() for each in maps]
+        tokens = [resize_bilinear(each, self.grid).flatten(2).mT for each in of_patches]  # (B, N, D) of each depth
         if self.depths == 1 and hasattr(self.encoder, "fc_norm"):  # some encoders have their last norm there
             tokens = [self.encoder.fc_norm(each) for each in tokens]
         targets = gather_tokens(as_targets(tokens, self.target_norm), positions)
@@ -113,7 +111,7 @@ def as_targets(tokens: list[Tensor], norm: str) -> Tensor:
     if norm == "layer":
         tokens = [F.layer_norm(each, each.shape[-1:]) for each in tokens]
     elif norm == "instance":
-        tokens = [F.instance_norm(each.transpose(1, 2)).transpose(1, 2) for each in tokens]
+        tokens = [F.instance_norm(each.mT).mT for each in tokens]
     mean = torch.stack(tokens).mean(0)
     return mean if norm == "none" else F.layer_norm(mean, mean.shape[-1:])
 
