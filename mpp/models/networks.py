@@ -11,7 +11,7 @@ from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, repeat
 from timm.layers import LayerNorm, PatchEmbed
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -134,8 +134,7 @@ class PixelMasking(nn.Module):
         cells = patchify(images, self.side)  # (B, N, C, P, P)
         blank = images.new_zeros(cells[0, 0].numel())
         corrupted = corrupt(cells.flatten(2), blank, corruption).view(cells.shape)
-        columns = images.shape[-1] // self.side
-        return rearrange(corrupted, "b (h w) c p q -> b c (h p) (w q)", w=columns)
+        return rearrange(corrupted, "b (h w) c p q -> b c (h p) (w q)", w=self.grid[1])
 
     def masked_tokens(self, corruption: Corruption) -> Tensor:
         """Whether the whole window of a token is masked, (B, T, 1)."""
@@ -144,10 +143,9 @@ class PixelMasking(nn.Module):
         visible.scatter_(1, corruption.positions, (~is_mask).float())
         if corruption.hidden is not None:
             visible.scatter_(1, corruption.hidden, 0.0)
-        visible = visible.view(-1, *self.grid)
-        for dim in (1, 2):
-            visible = visible.repeat_interleave(self.tokens_per_side, dim)
-        visible_in_window = F.max_pool2d(visible, self.tokens_per_side, stride=1)  # (B, token rows, token columns)
+        count = self.tokens_per_side
+        visible = repeat(visible, "b (row column) -> b (row y) (column x)", row=self.grid[0], y=count, x=count)
+        visible_in_window = F.max_pool2d(visible, count, stride=1)  # (B, token rows, token columns)
         return visible_in_window.flatten(1)[..., None] == 0
 
 

@@ -257,7 +257,7 @@ class ResidualNorm(LayerNorm):
 
 def use_bf16_residual(encoder: nn.Module) -> None:
     """Run an encoder's blocks on bf16 tokens under autocast; its weights and their names stay as they are."""
-    before_blocks = encoder.norm_pre if hasattr(encoder, "norm_pre") else encoder.pos_drop
+    before_blocks = getattr(encoder, "norm_pre", encoder.pos_drop)
     before_blocks.register_forward_hook(to_autocast_type)
     use_bf16_norms(encoder)
 
