@@ -9,9 +9,8 @@ from model_inputs import HALVES, draw_batch, random_images, randomize, scaled
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig
-from mpp.models.autoencoder import MaskedAutoencoder, complement, decoder_numbers
 from mpp.models.encoder import build_encoder
-from mpp.models.networks import build_network
+from mpp.models.networks import MaskedAutoencoder, build_network, complement, decoder_numbers
 from mpp.models.plain import has_fused_attention, set_attention
 from mpp.objectives import patchify
 from mpp.training.flops import executed_flops

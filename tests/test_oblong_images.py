@@ -78,13 +78,23 @@ def test_tables_are_resampled_from_their_own_grid(tmp_path, kind):
     unchanged = mpp.load_encoder(tmp_path, img_size=(16, 32))
     assert all(map(torch.equal, source.parameters(), unchanged.parameters()))
     for size in ((32, 64), (32, 16), (8, 64)):
+        if kind != "learned":  # timm knows the grid of this table alone
+            assert_no_other_size(tmp_path, size, settings)
+            continue
         loaded = mpp.load_encoder(tmp_path, img_size=size)
         continued = build_encoder(ModelConfig(img_size=size, init_from=str(tmp_path), **settings))
         for encoder in (loaded, continued):
             assert_only_tables_differ(encoder, source)
-            if kind == "learned":
-                expected = resampled_by_timm(source.pos_embed, (size[0] // 4, size[1] // 4), (4, 8))
-                torch.testing.assert_close(encoder.pos_embed, expected)
+            expected = resampled_by_timm(source.pos_embed, (size[0] // 4, size[1] // 4), (4, 8))
+            torch.testing.assert_close(encoder.pos_embed, expected)
+
+
+def assert_no_other_size(source: Path, size: tuple[int, int], settings: dict) -> None:
+    """Weights of another size are refused, by both doors."""
+    with pytest.raises(UserError, match="fit this size alone"):
+        mpp.load_encoder(source, img_size=size)
+    with pytest.raises(UserError, match="fit this size alone"):
+        build_encoder(ModelConfig(img_size=size, init_from=str(source), **settings))
 
 
 def assert_only_tables_differ(encoder: nn.Module, source: nn.Module) -> None:
@@ -109,6 +119,9 @@ def test_a_line_of_as_many_patches_as_a_square_is_no_square(tmp_path, name):
     for size, other in ((long, square), (square, long), (long, long)):
         source = build_encoder(ModelConfig(img_size=size, **settings))
         export_plain(source, tmp_path / "encoder", size)
+        if name and "_r_" in name and size != other:
+            assert_no_other_size(tmp_path, other, settings)
+            continue
         continued = build_encoder(ModelConfig(img_size=other, init_from=str(tmp_path), **settings))
         expected = source.pos_embed
         if size != other:
@@ -119,24 +132,35 @@ def test_a_line_of_as_many_patches_as_a_square_is_no_square(tmp_path, name):
         torch.testing.assert_close(mpp.load_encoder(tmp_path, img_size=other).pos_embed, continued.pos_embed)
 
 
-@pytest.mark.parametrize("size", [(96, 32), (64, 64), (48, 96), (32, 96)])
-def test_the_biases_of_a_beit_are_resampled_from_its_own_grid(tmp_path, size):
+@pytest.mark.parametrize("size", [(96, 32), (64, 64), (48, 96)])
+def test_the_biases_of_a_beit_are_for_their_own_oblong(tmp_path, size):
     """Those of [96, 32] are as many as those of [32, 96], and timm would take them as they are."""
     settings = dict(name="beit_base_patch16_224", width=16, depth=1, heads=2)
     source = build_encoder(ModelConfig(img_size=(32, 96), **settings))
     for parameter in source.parameters():
         nn.init.normal_(parameter)
     export_plain(source, tmp_path / "encoder", (32, 96))
-    continued = build_encoder(ModelConfig(img_size=size, init_from=str(tmp_path), **settings)).state_dict()
-    loaded = mpp.load_encoder(tmp_path, img_size=size).state_dict()
-    assert loaded.keys() == continued.keys()
-    assert all(torch.equal(loaded[name], continued[name]) for name in loaded)
-    assert mpp.load_encoder(tmp_path, img_size=size, num_classes=3).head.out_features == 3
+    assert_no_other_size(tmp_path, size, settings)
+    continued = build_encoder(ModelConfig(img_size=(32, 96), init_from=str(tmp_path), **settings)).state_dict()
+    assert all(torch.equal(continued[name], weight) for name, weight in source.state_dict().items())
+    assert mpp.load_encoder(tmp_path, num_classes=3).head.out_features == 3
     (tmp_path / "encoder" / "config.json").unlink()  # which has the size
     weights = str(tmp_path / "encoder" / "model.safetensors")
     if size in ((64, 64), (48, 96)):
         with pytest.raises(UserError, match=r"^model\.init_from is .*Cannot infer non-square source window"):
             build_encoder(ModelConfig(img_size=size, init_from=weights, **settings))
+
+
+@pytest.mark.parametrize("size", [(3, 27), (2, 14)])
+def test_the_biases_of_an_oblong_are_no_square_of_as_many(tmp_path, size):
+    """timm would take the 81 of 2 x 14 for those of 5 x 5, also where this is the size of the model."""
+    settings = dict(name="beit_base_patch16_224", width=16, depth=1, heads=2, img_size=[16 * side for side in size])
+    source = build_encoder(ModelConfig(**settings))
+    for parameter in source.parameters():
+        nn.init.normal_(parameter)
+    export_plain(source, tmp_path / "encoder", settings["img_size"])
+    loaded = mpp.load_encoder(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in source.state_dict().items())
 
 
 def test_patches_that_overlap_begin_from_plain_ones(tmp_path):
@@ -163,11 +187,11 @@ def test_weights_of_other_patches_begin_an_oblong_encoder(pretrain):
 def test_a_hybrid_takes_oblong_images(tmp_path):
     hybrid = build_encoder(ModelConfig(name="vit_tiny_r_s16_p8_224", img_size=(64, 128)))
     export_plain(hybrid, tmp_path / "hybrid", (64, 128))
-    for size, grid in (((128, 64), (4, 2)), ((64, 64), (2, 2))):
-        encoder = mpp.load_encoder(tmp_path / "hybrid", img_size=size, num_classes=3)
-        torch.testing.assert_close(encoder.pos_embed, resampled_by_timm(hybrid.pos_embed, grid, (2, 4)))
-        assert torch.equal(encoder.norm.weight, hybrid.norm.weight)
-        assert encoder(torch.rand(1, 3, *size)).shape == (1, 3)
+    encoder = mpp.load_encoder(tmp_path / "hybrid", num_classes=3)
+    assert torch.equal(encoder.pos_embed, hybrid.pos_embed)
+    assert encoder(torch.rand(1, 3, 64, 128)).shape == (1, 3)
+    for size in ((128, 64), (64, 64)):
+        assert_no_other_size(tmp_path / "hybrid", size, dict(name="vit_tiny_r_s16_p8_224"))
 
 
 @pytest.mark.faults

@@ -10,10 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Kind, corrupt
-from mpp.models.blocks import block_at, draws_random_numbers, runs_at_few
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
-from mpp.models.plain import set_attention
+from mpp.models.plain import (
+    block_at,
+    runs_at_few,
+    set_attention,
+)
 from mpp.models.variants import RELATIVE
 from mpp.runtime.messages import tell
 
@@ -168,13 +171,6 @@ def test_every_parameter_learns():
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.any(), name
-
-
-@pytest.mark.parametrize(("rates", "random"), [({}, False), ({"dropout": 0.1}, True), ({"drop_path": 0.1}, True)])
-def test_random_numbers_are_repeated_where_a_block_draws_any(rates, random):
-    """Otherwise their state is not read, which takes time for each block."""
-    encoder = build_encoder(ModelConfig(width=16, depth=2, heads=2, img_size=32, patch_size=8, **rates))
-    assert draws_random_numbers(encoder.blocks[-1]) is random
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -11,11 +11,13 @@ from torch import nn
 from traffic import count_traffic
 
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig, RunConfig
-from mpp.models.blocks import has_bf16_residual
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import build_model
-from mpp.models.plain import cell_grid
+from mpp.models.plain import (
+    cell_grid,
+    has_bf16_residual,
+)
 from mpp.pretrain import pretrain
 
 NUMBERS = dict(width=32, depth=3, heads=2, img_size=32, patch_size=8)

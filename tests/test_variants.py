@@ -15,12 +15,15 @@ import mpp
 from evaluation.pictures.positions import position_similarity
 from mpp.config import CorruptionConfig, ModelConfig
 from mpp.corruption import Corruption, Kind
-from mpp.models.blocks import attention_at
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
-from mpp.models.plain import cell_grid, set_attention
-from mpp.models.variants import RELATIVE, AbsolutePositions, PositionedAttention, RelativeKeys
+from mpp.models.plain import (
+    attention_at,
+    cell_grid,
+    set_attention,
+)
+from mpp.models.variants import RELATIVE, AbsolutePositions, PositionedAttention
 
 NUMBERS = dict(width=24, depth=2, heads=3, img_size=32, patch_size=8)
 KINDS = {
@@ -326,7 +329,7 @@ def test_what_timm_offers_and_this_cannot_do_is_refused_and_the_rest_works(kind)
     assert map_.shape == (2, 24, *encoder.patch_embed.grid_size)
     with pytest.raises(NotImplementedError, match=r"mpp\.load_encoder"):
         encoder.set_input_size(64)
-    with pytest.raises(NotImplementedError, match="no mask"):  # and not ignored
+    with pytest.raises((NotImplementedError, TypeError), match="mask"):  # and not ignored
         encoder.forward_features(images, attn_mask=torch.zeros(1))
 
 
@@ -353,6 +356,10 @@ def test_an_exported_encoder_is_rebuilt_also_for_other_images(kind, tmp_path):
     for other in (loaded, by_timm):
         set_attention(other, fused=False)
         torch.testing.assert_close(other.forward_features(images), encoder.forward_features(images), rtol=0, atol=1e-5)
+    if kind == "axial, relative_bias":
+        with pytest.raises(mpp.errors.UserError, match="size mismatch"):
+            mpp.load_encoder(tmp_path / "encoder", img_size=64)
+        return
     larger = mpp.load_encoder(tmp_path / "encoder", img_size=64)
     assert larger.forward_features(torch.randn(1, 3, 64, 64)).isfinite().all()
     weights = dict(encoder.named_parameters())
@@ -364,12 +371,35 @@ def test_an_exported_encoder_is_rebuilt_also_for_other_images(kind, tmp_path):
         assert torch.equal(parameter, larger_weights[name])
 
 
-def test_offsets_of_another_grid_are_stretched_along_the_sequence():
-    keys = RelativeKeys((1, 9), 0, 1)
-    of_five = torch.arange(-4.0, 5)[:, None]
-    stretched = keys.resample("pos_embed_offsets", of_five, (1, 5))[:, 0]
-    torch.testing.assert_close(stretched, -stretched.flip(0))  # no offset stays in the middle
-    torch.testing.assert_close(stretched[4:-4], torch.arange(-4, 5) * 9 / 17)
+@pytest.mark.parametrize("kind", ["relative", "learned_2d", "every", "relative_bias"])
+def test_tables_of_a_square_are_stretched_as_they_lie(kind, tmp_path):
+    """Offsets along the sequence, rows and columns along theirs; others in two dimensions as timm does."""
+    encoder = build(**KINDS[kind])
+    with torch.no_grad():
+        for name, parameter in encoder.named_parameters():
+            if "pos_embed_" in name and "prefix" not in name:
+                parameter.copy_(torch.linspace(-1, 1, len(parameter))[:, None].expand_as(parameter))
+    export_encoder(encoder, tmp_path / "encoder", 32, *HALVES, 1.0)
+    larger = mpp.load_encoder(tmp_path / "encoder", img_size=64)
+    for (name, table), (_, other) in zip(encoder.named_parameters(), larger.named_parameters(), strict=True):
+        if "pos_embed_" in name and "prefix" not in name:
+            torch.testing.assert_close(other, -other.flip(0))  # no offset stays in the middle
+            assert (other.diff(dim=0)[2:-2] > 0).all()
+        elif name.endswith(".pos_embed"):
+            expected = timm.layers.resample_abs_pos_embed(table[None], [8, 8], [4, 4], 1)[0]
+            torch.testing.assert_close(other, expected)
+        elif "bias_table" in name:
+            expected = timm.layers.resize_rel_pos_bias_table(table, (8, 8), tuple(other.shape), (4, 4))
+            torch.testing.assert_close(other, expected)
+        else:
+            assert torch.equal(other, table)
+
+
+@pytest.mark.parametrize("kind", ["every", "relative"])
+def test_timm_itself_takes_no_table_of_as_many_patches(kind, tmp_path):
+    export_encoder(build(**KINDS[kind]), tmp_path / "encoder", 32, *HALVES, 1.0)
+    with pytest.raises(ValueError, match="fit this size alone"):
+        timm.create_model(f"local-dir:{tmp_path / 'encoder'}", pretrained=True, img_size=(16, 64))
 
 
 @pytest.mark.faults

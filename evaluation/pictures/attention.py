@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from evaluation.frozen.encoder import FrozenEncoder, patch_grid
 from mpp.errors import Unavailable
-from mpp.models.blocks import shows_weights
-from mpp.models.plain import has_class, set_attention
+from mpp.models.plain import (
+    has_class,
+    set_attention,
+    shows_weights,
+)
 
 
 def visit_attention(encoder: FrozenEncoder, images: Tensor, visit: Callable[[int, Tensor], None]) -> None:

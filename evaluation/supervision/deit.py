@@ -21,11 +21,16 @@ from evaluation.config import DistillConfig, Pooling
 from evaluation.supervision.heads import HeadedEncoder, require_defaults
 from mpp.config import ModelConfig, require
 from mpp.features.frozen import pool
-from mpp.models.blocks import has_bf16_residual, use_bf16_residual
 from mpp.models.descriptions import first_weights
 from mpp.models.encoder import architecture, build_encoder
 from mpp.models.loading import load_first_weights
-from mpp.models.plain import fix_positions, has_fused_attention, set_attention
+from mpp.models.plain import (
+    fix_positions,
+    has_bf16_residual,
+    has_fused_attention,
+    set_attention,
+    use_bf16_residual,
+)
 from mpp.runtime.weights import weight_names, weights_file
 
 DISTILLED_VIT = "deit_base_distilled_patch16_224"

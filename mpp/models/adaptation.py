@@ -3,14 +3,14 @@
 import copy
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mpp.config import ModelConfig, require
-from mpp.models.plain import has_running_statistics, uses_autocast
+from mpp.models.plain import has_running_statistics
 from mpp.runtime.messages import note, shortened
 
 
@@ -31,9 +31,7 @@ class LowRankChange(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # as LoRA's code does
 
     def forward(self, weight: Tensor) -> Tensor:
-        if not uses_autocast(weight.device.type):
-            return torch.addmm(weight, self.up, self.down)
-        with torch.autocast(weight.device.type, enabled=False):
+        with torch.autocast("cpu" if weight.is_meta else weight.device.type, enabled=False):
             return torch.addmm(weight, self.up, self.down)
 
 
@@ -78,8 +76,7 @@ def add_low_rank_changes(encoder: nn.Module, rank: int) -> None:
     Raises:
         UserError: there is no such layer, or one that is narrower than the rank.
     """
-    linear = [module for module in encoder.modules() if type(module) is nn.Linear]
-    frozen = [layer for layer in linear if not layer.weight.requires_grad]
+    frozen = [layer for layer in encoder.modules() if type(layer) is nn.Linear and not layer.weight.requires_grad]
     most = min((min(layer.weight.shape) for layer in frozen), default=0)
     allowed = f"at most {most}, the narrow side of the encoder's frozen linear layers (0: there is none), or null"
     require(rank <= most, "model.lora_rank", rank, allowed)
@@ -100,24 +97,11 @@ def merge(encoder: nn.Module) -> nn.Module:
     merged = copy.deepcopy(encoder)
     for name in changed:  # a copy shares the class of the layer, from which torch would remove the change for both
         layer = merged.get_submodule(name)
-        plain = nn.Linear(layer.in_features, layer.out_features, device="meta").train(layer.training)
+        plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
         plain.weight = nn.Parameter(layer.weight.detach())
         plain.bias = layer.bias
         merged.set_submodule(name, plain)
     return merged
-
-
-def weights_by_name(encoder: nn.Module, names: Iterable[str]) -> list[Tensor]:
-    """The weights that an encoder computes with, its changes included.
-
-    Args:
-        names: of its parameters, as timm has them.
-    """
-    weights = []
-    for name in names:
-        module, _, attribute = name.rpartition(".")
-        weights.append(getattr(encoder.get_submodule(module), attribute))
-    return weights
 
 
 def count_parameters(encoder: nn.Module) -> tuple[int, int]:
@@ -133,9 +117,5 @@ def describe_adaptation(config: ModelConfig) -> str:
     """A sentence on the part that was trained, without its full stop; empty where all was."""
     if config.train is None and config.lora_rank is None:
         return ""
-    if config.lora_rank is None:
-        return f"Of the encoder, parameters named `{config.train}` were trained, and the others stayed"
-    changes = f"matrices of the encoder were changed by products of rank {config.lora_rank} (LoRA), which are merged"
-    if config.train is None:
-        return f"The {changes}; its other parameters stayed"
-    return f"Of the encoder, parameters named `{config.train}` were trained; the other {changes}"
+    chosen = f"model.train {config.train}, model.lora_rank {config.lora_rank}"
+    return f"Of the encoder only a part was trained ({chosen}); low-rank changes (LoRA) are merged"

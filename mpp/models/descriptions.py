@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from timm.models import save_for_hf
+from timm.data.model_config import resolve_input_data_config
+from timm.models import PretrainedCfg, save_for_hf
 from torch import nn
 
 from mpp.config import HOW_READ, ImageSize, require, resized_side, sides
 from mpp.models.plain import FIXED_POSITIONS
 from mpp.runtime.files import complete
-from mpp.runtime.weights import HUB, PICKLES, SAFETENSORS_SUFFIX, ZOO, encoder_folder, weights_file
+from mpp.runtime.weights import HUB, ZOO, encoder_folder, weights_file
 
 MPP_TAG = "mpp"
 """Tag of encoders that mpp has written."""
@@ -34,29 +35,32 @@ def is_named(encoder: str) -> bool:
     return not (encoder.startswith((HUB, ZOO)) or Path(encoder).exists())
 
 
+def published_as(name: str) -> PretrainedCfg | None:
+    """timm's configuration of the weights that it has published by that name; None: there are none."""
+    name = name.removeprefix(f"{HUB}timm/")
+    return timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+
+
 def first_weights(source: str) -> str:
     """The first weights' path, zoo:NAME or hf-hub:NAME as given; for the name of a timm model, its hf-hub:NAME.
 
     Raises:
         UserError: nothing of that name here, in timm or, as far as timm knows, on the hub.
     """
-    if not is_named(source) or Path(source).suffix in (SAFETENSORS_SUFFIX, *PICKLES):
+    if not is_named(source):
         return source
-    published = timm.get_pretrained_cfg(source) if timm.is_model(source) else None
-    if published is None and "/" in source:
-        return source  # a path, whose absence has its own message
+    name = getattr(published_as(source), "hf_hub_id", None)
     allowed = (
         "a run folder, an encoder folder, a .safetensors file, zoo:NAME, hf-hub:NAME, or the name of a timm model "
     )
-    allowed += "model with weights on the hub, such as vit_small_patch16_dinov3.lvd1689m"
-    require(published is not None and published.hf_hub_id is not None, "model.init_from", source, allowed)
-    return f"{HUB}{published.hf_hub_id}"
+    allowed += "with weights on the hub, such as vit_small_patch16_dinov3.lvd1689m"
+    require(name is not None, "model.init_from", source, allowed)
+    return f"{HUB}{name}"
 
 
 def folder_of_weights(source: str) -> Path:
     """The folder of the weights that `model.init_from` names, which may have a config.json."""
-    path = Path(first_weights(source))
-    return path.parent if path.suffix == SAFETENSORS_SUFFIX else encoder_folder(path, "model.init_from")
+    return weights_file(Path(first_weights(source)), "model.init_from").parent
 
 
 # --- config.json ---
@@ -70,30 +74,24 @@ def as_saved(value: Any) -> Any:
 def saved_config(folder: Path) -> dict[str, Any]:
     """The config.json of an encoder folder; empty where it is missing or cannot be read."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def saved_section(folder: Path, name: str) -> dict[str, Any]:
-    """A section of the config.json of an encoder folder; empty where it is missing or no section."""
-    section = saved_config(folder).get(name)
-    return section if isinstance(section, dict) else {}
+    """A section of the config.json of an encoder folder; empty where it is missing."""
+    return saved_config(folder).get(name) or {}
 
 
 def exported_step(folder: Path) -> int | None:
     """The steps that the encoder in a folder was trained for; None: unknown."""
-    step = saved_config(folder).get("step")
-    return step if isinstance(step, int) else None
+    return saved_config(folder).get("step")
 
 
-def trained_on(folder: Path, entry: str) -> Any:
-    """The `mean`, `std` or `input_size` (height and width) of an exported encoder's images. None: unknown."""
-    value = saved_section(folder, "pretrained_cfg").get(entry)
-    if not value:
-        return None
-    return tuple(value[1:] if entry == "input_size" else value)  # a size without the channels
+def trained_on(folder: Path, entry: str) -> tuple[float, ...]:
+    """The `mean`, `std` or `input_size` (channels, height, width) of an exported encoder's images. Empty: unknown."""
+    return tuple(saved_section(folder, "pretrained_cfg").get(entry) or ())
 
 
 def licence_of(source: str | None) -> str | None:
@@ -101,9 +99,7 @@ def licence_of(source: str | None) -> str | None:
     if source is None:
         return None
     saved = saved_section(folder_of_weights(source), "pretrained_cfg").get("license")
-    name = first_weights(source).removeprefix(f"{HUB}timm/")
-    published = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
-    return saved or (published.license if published else None)
+    return saved or getattr(published_as(first_weights(source)), "license", None)
 
 
 def how_read(encoder: str) -> dict[str, Any]:
@@ -130,9 +126,7 @@ def learned_labels(encoder: str) -> bool:
     """
     name = encoder.removeprefix(f"{HUB}timm/")
     if is_named(name):
-        if not timm.is_model(name):
-            return False
-        published = timm.get_pretrained_cfg(name)
+        published = published_as(name)
         return published is not None and (published.num_classes != 0 or published.tag not in TAGS_WITHOUT_LABELS)
     config = saved_config(weights_file(Path(encoder), "encoder").parent)
     return config.get("learned_labels") is True or config.get("num_classes") not in (None, 0)
@@ -168,21 +162,12 @@ def update_description(model: nn.Module, changes: dict[str, Any], eval_crop: flo
         eval_crop: share of the shorter side in mpp's fixed view; None: crop_pct stays.
     """
     description = model.pretrained_cfg
-    published_channels, *published_size = description["input_size"]
-    channels = changes.get("in_chans", published_channels)
-    size = sides(changes.get("img_size", published_size))
-    if "img_size" in changes and eval_crop:
-        description["crop_pct"] = timm_crop_pct(size, eval_crop)
-    if channels != published_channels:  # the mean of the known channels serves for each of the others
-        for name in ("mean", "std"):
-            values = description[name]
-            description[name] = (sum(values) / len(values),) * channels
-    if (published_channels, *published_size) != (channels, *size):
-        description["input_size"] = (channels, *size)
-        description.pop("test_input_size", None)  # that of the published size
-    classes = changes.get("num_classes", description.get("num_classes"))
-    if classes != description.get("num_classes"):
-        description["num_classes"] = classes
+    asked = {"img_size": changes["img_size"]} if "img_size" in changes else {}
+    if asked and eval_crop:
+        description["crop_pct"] = timm_crop_pct(asked["img_size"], eval_crop)
+    description |= resolve_input_data_config(model, asked)
+    if description.get("num_classes") != model.num_classes:
+        description["num_classes"] = model.num_classes
         for name in ("label_names", "label_descriptions", "label_offset"):
             description.pop(name, None)
 
@@ -239,8 +224,6 @@ def export_encoder(
         mean, std: of the input's channels, for pixels scaled to [0, 1].
         crop_pct: share of the shorter side in the fixed view; timm gets `timm_crop_pct` of it.
         card: text of README.md; empty: no such file.
-    Raises:
-        UserError: a head for another number of classes.
     """
     data_config = dict(
         mean=tuple(mean),
@@ -250,20 +233,6 @@ def export_encoder(
         input_size=(len(mean), *sides(img_size)),
         crop_pct=timm_crop_pct(img_size, crop_pct),
     )
-    ours = model_config(encoder, crop_pct, facts)
-    with complete(folder) as partial:
-        save_for_hf(encoder, str(partial), model_config=ours, safe_serialization=True, data_config=data_config)
-        saved = saved_config(partial)
-        saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
-        if facts.label_names or not encoder.num_classes:
-            saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
-        (partial / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
-        if card:
-            (partial / "README.md").write_text(card, encoding="utf-8")
-
-
-def model_config(encoder: nn.Module, crop_pct: float, facts: EncoderFacts) -> dict[str, Any]:
-    """The entries of config.json that timm does not write itself; for arguments and errors see `export_encoder`."""
     is_fixed = any(name == "pos_embed" for name, _ in encoder.named_buffers())
     entries = {
         "pretrained_cfg": {"tag": MPP_TAG, "license": facts.licence},  # not those of published weights
@@ -273,11 +242,15 @@ def model_config(encoder: nn.Module, crop_pct: float, facts: EncoderFacts) -> di
         "step": facts.step,  # its run may grow beyond it
         "learned_labels": facts.learned_labels or None,
         "label_kind": facts.label_kind if facts.label_kind != "class" else None,
+        "label_names": list(facts.label_names) if facts.label_names else None,
     }
     ours = {name: entry for name, entry in entries.items() if entry is not None}
-    if facts.label_names:
-        count = len(facts.label_names)
-        allowed = f"{encoder.num_classes}, the outputs of the model's head"
-        require(encoder.num_classes in (0, count), "the number of label_names", count, allowed)
-        ours["label_names"] = list(facts.label_names)  # which timm moves into pretrained_cfg
-    return ours
+    with complete(folder) as partial:
+        save_for_hf(encoder, str(partial), model_config=ours, safe_serialization=True, data_config=data_config)
+        saved = saved_config(partial)
+        saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
+        if not encoder.num_classes:
+            saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
+        (partial / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")
+        if card:
+            (partial / "README.md").write_text(card, encoding="utf-8")

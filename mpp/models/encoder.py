@@ -16,29 +16,28 @@ from torch import Tensor, nn
 from mpp.config import ModelConfig, require
 from mpp.config.imports import require_imports
 from mpp.errors import UserError, one_line
-from mpp.models.blocks import use_bf16_residual
 from mpp.models.descriptions import is_named, saved_config, update_description
 from mpp.models.loading import load_first_weights, load_weights, note_other_moments
 from mpp.models.plain import (
     FIXED_POSITIONS,
+    TIMM_ERRORS,
     check_cells,
     checkpoint_activations,
     fix_positions,
     hold_positions,
     is_plain,
     set_attention,
+    use_bf16_residual,
 )
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import WEIGHTS, encoder_folder, refuse_pickle, run_of
 
 PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
-PLAIN_TRANSFORMERS = f"a plain timm transformer (VisionTransformer, Eva, Beit), such as {PLAIN_VIT}"
+PLAIN_TRANSFORMERS = "a plain transformer (VisionTransformer, Eva, Beit) that timm's build_model_with_cfg has built, "
+PLAIN_TRANSFORMERS += f"such as {PLAIN_VIT}"
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
-SET_ELSEWHERE |= {"embed_layer", "block_fn", "mlp_layer", "attn_layer"}  # classes, which no config.json can hold
-SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
 SET_ELSEWHERE |= {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "features_only"}
-TIMM_ERRORS = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
-"""Errors of timm for a model that it cannot build."""
+SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
 
 
 def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
@@ -55,11 +54,9 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
         arguments["in_chans"] = channels
     try:
         encoder = timm.create_model(name, num_classes=0, **arguments)
-    except UserError:
-        raise
     except TIMM_ERRORS as error:
-        described = f"model.name is {name} and model.arguments is {config.arguments}"
-        raise UserError(f"{described}, which timm cannot build with these dimensions: {one_line(error)}") from error
+        given = f"model.name is {name} and model.arguments is {config.arguments}"
+        raise UserError(f"{given}, which timm cannot build with these dimensions: {one_line(error)}") from error
     check_encoder(encoder, name, config)
     fused = config.attention == "fused" or (config.attention == "auto" and uses_gpu())
     set_attention(encoder, fused)
@@ -81,13 +78,9 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: an unknown name, or `model.arguments` that this timm model does not take.
     """
-    numbers = config.numbers()
-    arguments = dict(
-        img_size=numbers["img_size"],
-        patch_size=numbers["patch_size"],
-        embed_dim=numbers["width"],
-        depth=numbers["depth"],
-        num_heads=numbers["heads"],
+    timm_names = {"width": "embed_dim", "heads": "num_heads"}
+    arguments = {timm_names.get(name, name): number for name, number in config.numbers().items()}
+    arguments |= dict(
         pos_drop_rate=config.dropout or None,
         proj_drop_rate=config.dropout or None,
         drop_path_rate=config.drop_path or None,
@@ -97,13 +90,8 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     name = config.name or PLAIN_VIT
     if config.is_variant():
         name = "mpp_vit"
-        arguments |= dict(
-            position=config.position,
-            position_at=config.position_at,
-            stride=config.stride,
-            mixing=config.mixing,
-            pos_embed=None,
-        )
+        arguments |= {each: getattr(config, each) for each in ("position", "position_at", "stride", "mixing")}
+        arguments["pos_embed"] = None
         refused.add("no_embed_class")
     if config.mixing == "axial":
         refused |= {"class_token", "reg_tokens", "global_pool", "fix_init"}
@@ -118,14 +106,12 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 def check_encoder(encoder: nn.Module, name: str, config: ModelConfig) -> None:
     """Raise UserError where a timm model is no plain transformer, or does not fit the settings."""
     setting = ("model.name", name)
-    require(is_plain(encoder), *setting, f"{PLAIN_TRANSFORMERS}: this is a {type(encoder).__name__}")
-    if getattr(encoder, "attn_pool", None) is not None:
-        norm = "use_fc_norm" if hasattr(encoder, "rope") else "fc_norm"  # Eva's and ViT's
-        arguments = f'{{"global_pool": "avg", "{norm}": false}}'
-        allowed = f"a model without attention pooling, which cannot be trained here: use model.arguments '{arguments}'"
-        raise UserError(f"model.name is {name}; it must be {allowed}")
-    allowed = "built by timm.models.build_model_with_cfg: an export needs the pretrained_cfg that it adds"
-    require(hasattr(encoder, "pretrained_cfg"), *setting, allowed)
+    is_known = is_plain(encoder) and hasattr(encoder, "pretrained_cfg")
+    require(is_known, *setting, f"{PLAIN_TRANSFORMERS}: this is a {type(encoder).__name__}")
+    allowed = (
+        'without attention pooling: use model.arguments {"global_pool": "avg", "fc_norm": false} (Eva: use_fc_norm)'
+    )
+    require(getattr(encoder, "attn_pool", None) is None, *setting, allowed)
     check_cells(encoder)
     has_positions = getattr(encoder, "pos_embed", None) is not None
     allowed = f"learned with {name}, which has position embeddings"
@@ -181,9 +167,7 @@ def load_encoder(
 
     published = pretrained and file is None
     try:
-        model = create_model(name, published, changes)
-    except UserError:
-        raise
+        model = create_model(name, published, **changes)
     except (*TIMM_ERRORS, OSError, SafetensorError) as error:
         hint = f" (without a network, set {weights_setting} to a file with its weights)" if published else ""
         raise UserError(f"{setting} is {source}, which cannot be loaded{hint}: {one_line(error)}") from error
@@ -198,14 +182,14 @@ def load_encoder(
     return model.eval() if config else model
 
 
-def create_model(name: str, pretrained: bool, changes: dict[str, Any]) -> nn.Module:
+def create_model(name: str, pretrained: bool, img_size: Any = None, **changes: Any) -> nn.Module:
     """`timm.create_model`, without `img_size` for networks that take any size and lack that argument."""
-    try:
-        return timm.create_model(name, pretrained, **changes)
-    except TypeError:
-        if "img_size" not in changes:
-            raise
-    return timm.create_model(name, pretrained, **{each: changes[each] for each in changes if each != "img_size"})
+    if img_size is not None:
+        try:
+            return timm.create_model(name, pretrained, img_size=img_size, **changes)
+        except TypeError:  # raised again if it has another cause
+            pass
+    return timm.create_model(name, pretrained, **changes)
 
 
 class Normalize(nn.Module):
@@ -219,8 +203,8 @@ class Normalize(nn.Module):
         super().__init__()
         self.mean = tuple(mean)
         self.std = tuple(std)
-        self.register_buffer("shift", 255 * torch.tensor(self.mean).view(-1, 1, 1), persistent=False)
-        self.register_buffer("scale", 255 * torch.tensor(self.std).view(-1, 1, 1), persistent=False)
+        for name, values in (("shift", self.mean), ("scale", self.std)):
+            self.register_buffer(name, 255 * torch.tensor(values).view(-1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         return (images - self.shift) / self.scale

@@ -1,24 +1,22 @@
 """Load the weights of a file into a timm model: all that the model has and no others, resampled where sizes differ."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import timm
 from safetensors.torch import load_file
-from timm.layers import PatchEmbed, resample_abs_pos_embed, resize_rel_pos_bias_table
+from timm.layers import PatchEmbed
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from mpp.config import Grid, ImageSize, ModelConfig, require
+from mpp.config import ImageSize, ModelConfig, require, sides
 from mpp.errors import UserError
-from mpp.models.blocks import is_attention
-from mpp.models.descriptions import first_weights, folder_of_weights, saved_config, saved_section, trained_on
-from mpp.models.plain import BIAS_TABLE, build_without_memory, is_plain
-from mpp.runtime.messages import note, shortened
+from mpp.models.descriptions import first_weights, folder_of_weights, saved_config, trained_on
+from mpp.models.plain import BIAS_TABLE, TIMM_ERRORS, is_plain, model_without_memory
+from mpp.runtime.messages import note
 from mpp.runtime.weights import weight_names, weights_file
 
 Weights = dict[str, Tensor]
@@ -27,8 +25,6 @@ NOT_OF_ENCODERS = ("head.", "head_dist.", "attn_pool.", "decoder_", "mask_token"
 """Beginnings of the names of weights that an encoder may lack: heads, MAE's decoder, and [mask]."""
 LONGEST_REASON = 400
 """Characters of torch's error for weights that do not fit."""
-COMPUTED_POSITIONS = ("rope", "sincos_2d")
-"""Positions of `mpp_vit` that are no weights."""
 
 
 def load_first_weights(encoder: nn.Module, source: str) -> None:
@@ -55,50 +51,37 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     Raises:
         UserError: a file that cannot be read, or that has other weights than the model.
     """
-    heads = head_modules(model)
+    classifiers = model.pretrained_cfg.get("classifier") or ()
+    classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
+    heads = tuple(f"{classifier.split('.')[0]}." for classifier in classifiers)
     has_new_head = model.num_classes != model.pretrained_cfg.get("num_classes")
     built = model.state_dict()
-    expected = {name: tensor for name, tensor in built.items() if not (has_new_head and name.startswith(heads))}
+    new = {name: tensor for name, tensor in built.items() if has_new_head and name.startswith(heads)}
     weight_names(file, setting)  # a file that cannot be read is refused
-    state = without_prefix(load_file(file), next(iter(expected)), file)
-    if expected.keys() <= state.keys() - {"mask_token"}:
+    state = without_prefix(load_file(file), next(iter(built)), file)
+    if built.keys() - new.keys() <= state.keys() - {"mask_token"}:
         state.pop("mask_token", None)  # by which timm's filters know files of other names
     state = adapt_channels(state, model, setting)
-    stride = saved_section(file.parent, "model_args").get("stride")
     others = (*NOT_OF_ENCODERS, *heads)
     try:
-        state = resample(state, model, trained_on(file.parent, "input_size"), stride)
-        taken = {name: tensor for name, tensor in state.items() if name in expected or not name.startswith(others)}
-        counts = {name: tensor for name, tensor in built.items() if name.endswith("num_batches_tracked")}
-        new = {name: tensor for name, tensor in built.items() if name not in expected}
-        model.load_state_dict(counts | new | taken)  # older files lack the counts of batches
-    except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
+        state = resample(state, model, trained_on(file.parent, "input_size")[1:]) | new
+        model.load_state_dict({name: state[name] for name in state if name in built or not name.startswith(others)})
+    except TIMM_ERRORS as error:
         reason = shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)
         raise UserError(f"{setting} is {file}; it must be the weights of the model that is built: {reason}") from error
-
-
-def head_modules(model: nn.Module) -> tuple[str, ...]:
-    """Beginnings of the names of the weights of a model's classification heads."""
-    classifiers = model.pretrained_cfg.get("classifier") or ()
-    if isinstance(classifiers, str):
-        classifiers = (classifiers,)
-    return tuple(f"{classifier.split('.')[0]}." for classifier in classifiers)
 
 
 def without_prefix(state: Weights, first_name: str, file: Path) -> Weights:
     """The weights by names without a prefix, such as `module.` or `encoder.`.
 
-    It is the shortest before the first name of the model's weights; of equal ones the student's, not the teacher's. A
-    note names it, and the weights without it, which are left out.
+    It is the shortest before the first name of the model's weights; of equal ones the student's, not the teacher's.
     """
     ending = f".{first_name}"
-    prefixes = [name.removesuffix(first_name) for name in state if name == first_name or name.endswith(ending)]
+    prefixes = [name.removesuffix(first_name) for name in state if f".{name}".endswith(ending)]
     prefix = min(prefixes, key=lambda each: (len(each), each), default="")
     if not prefix:
         return state
-    others = [name for name in state if not name.startswith(prefix)]
-    left_out = f"; {shortened(others)} are left out" if others else ""
-    note(f"the weights in {file} whose names begin with `{prefix}` are taken{left_out}")
+    note(f"of the weights in {file} only those are taken whose names begin with `{prefix}`")
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
@@ -111,8 +94,7 @@ def adapt_channels(state: Weights, model: nn.Module, setting: str) -> Weights:
     first = f"{model.pretrained_cfg.get('first_conv')}.weight"
     if first not in state:
         return state
-    channels = state[first].shape[1]
-    wanted = model.state_dict()[first].shape[1]
+    channels, wanted = (weights[first].shape[1] for weights in (state, model.state_dict()))
     if channels == wanted:
         return state
     require(channels == 3, f"{setting}'s input channels", channels, f"3 (RGB) or data.channels ({wanted})")
@@ -128,58 +110,37 @@ def timm_filter(model: nn.Module) -> Callable[..., Weights]:
 
     It is defined in the module of the model's class, and takes the weights by name and the model.
     """
-    modules = [sys.modules[each.__module__] for each in type(model).__mro__]
-    filters = (module.checkpoint_filter_fn for module in modules if hasattr(module, "checkpoint_filter_fn"))
-    return next(filters, lambda state, model: state)
+    for each in type(model).__mro__:
+        module = sys.modules[each.__module__]
+        if hasattr(module, "checkpoint_filter_fn"):
+            return module.checkpoint_filter_fn
+    return lambda state, model: state
 
 
-def resample(state: Weights, model: nn.Module, size: ImageSize | None, stride: int | None = None) -> Weights:
-    """Weights of another input size as this model's: timm's filter, but for tables that depend on the grid of patches.
-
-    timm takes these for tables of squares, and does not know those of mpp/models/variants.py.
+def resample(state: Weights, model: nn.Module, size: ImageSize | tuple[()] = ()) -> Weights:
+    """Weights of another input size as this model's, by timm's filter; tables of the same size stay as they are.
 
     Args:
-        size: height and width that the weights are for; None: unknown, and all is timm's.
-        stride: pixels from one of their patches to the next; None: they lie side by side.
+        size: height and width that the weights are for; empty: as far as timm knows, and otherwise all is timm's.
+    Raises:
+        ValueError: timm would take a table of positions for that of another grid.
     """
-    if size is None or not is_plain(model):
-        return timm_filter(model)(state, model)
-    embed = model.patch_embed
-    is_hybrid = not isinstance(embed, PatchEmbed)
-    patch_size = (embed.feat_ratio(),) * 2 if is_hybrid else state["patch_embed.proj.weight"].shape[-2:]
-    old = grid_of_patches(size, patch_size, stride)
-    grid = tuple(embed.grid_size)
-    tables = {}
-    for name, parameter in model.state_dict().items():
-        path, _, last_name = name.rpartition(".")
-        module = model.get_submodule(path)
-        if name not in state or not (name == "pos_embed" or last_name == BIAS_TABLE or hasattr(module, "resample")):
-            continue
-        table = state[name]
-        if old == grid and table.shape == parameter.shape:
-            tables[name] = table
-        elif name == "pos_embed":
-            prefix = 0 if getattr(model, "no_embed_class", False) else model.num_prefix_tokens
-            tables[name] = resample_abs_pos_embed(table, list(grid), list(old), num_prefix_tokens=prefix)
-        elif last_name == BIAS_TABLE:
-            window = module.window_size
-            tables[name] = resize_rel_pos_bias_table(table, window, tuple(parameter.shape), on_line(old, window))
-        else:
-            tables[name] = module.resample(last_name, table, on_line(old, module.grid))
-    others = {name: tensor for name, tensor in state.items() if name not in tables}
-    return timm_filter(model)(others, model) | tables
-
-
-def grid_of_patches(size: ImageSize, patch_size: Sequence[int], stride: int | None) -> Grid:
-    """Rows and columns of patches that lie `stride` pixels apart; None: side by side."""
-    rows, columns = ((side - patch) // (stride or patch) + 1 for side, patch in zip(size, patch_size, strict=True))
-    return rows, columns
-
-
-def on_line(old: Grid, grid: Grid) -> Grid:
-    """The grid that weights of attention along rows or columns were for: a line, where this one is."""
-    rows, columns = (1 if side == 1 else old_side for side, old_side in zip(grid, old, strict=True))
-    return rows, columns
+    size = size or model.pretrained_model_args.get("img_size")
+    unchanged = set()
+    if size and is_plain(model):
+        size, own_size = sides(size), tuple(model.patch_embed.img_size)
+        model.pretrained_model_args = {"img_size": size}  # from which timm's filters know the grid of `pos_embed`
+        built = model.state_dict()
+        names = {name for name in state.keys() & built.keys() if "pos_embed" in name or name.endswith(BIAS_TABLE)}
+        if names == {"pos_embed"} and type(model.patch_embed) is PatchEmbed:
+            names = set()
+        fits = [state[name].shape == built[name].shape for name in names]
+        if size == own_size and all(fits):
+            unchanged = names
+        elif names and (size[0] != size[1] or (any(fits) and own_size[0] != own_size[1])):
+            raise ValueError(f"its positions are for {size} pixels, which fit this size alone, and not {own_size}")
+    others = {name: tensor for name, tensor in state.items() if name not in unchanged}
+    return timm_filter(model)(others, model) | {name: state[name] for name in unchanged}
 
 
 # --- what weights do not show ---
@@ -187,12 +148,12 @@ def on_line(old: Grid, grid: Grid) -> Grid:
 
 def require_same_computation(encoder: nn.Module, source: str, folder: Path) -> None:
     """Raise UserError where an encoder computes otherwise than the one in the config.json next to its first weights."""
-    name = saved_config(folder).get("architecture")
-    if not isinstance(name, str) or not timm.is_model(name):
+    config = saved_config(folder)
+    if not timm.is_model(config.get("architecture", "")):
         return
     try:
-        theirs = build_without_memory(name, **saved_section(folder, "model_args") | {"num_classes": 0})
-    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError):  # a config.json of another library
+        theirs = model_without_memory(config["architecture"], **config.get("model_args", {}) | {"num_classes": 0})
+    except TIMM_ERRORS:  # a config.json of another library
         return
     of_weights, ours = describe_computation(theirs), describe_computation(encoder)
     allowed = f"weights of an encoder that computes as this one, with {ours}: theirs has {of_weights}"
@@ -201,22 +162,18 @@ def require_same_computation(encoder: nn.Module, source: str, folder: Path) -> N
 
 def describe_computation(encoder: nn.Module) -> str:
     """The part of an encoder's computation that its weights do not show, in words."""
-    heads = {module.num_heads for module in encoder.modules() if is_attention(module)}
+    heads = {module.num_heads for module in encoder.modules() if hasattr(module, "num_heads")}
     activations = {type(module.act).__name__ for module in encoder.modules() if hasattr(module, "act")}
-    position = getattr(encoder, "position", "none")
-    if position not in COMPUTED_POSITIONS:
-        position = "none"  # or with weights, which show it
-    at = getattr(encoder, "position_at", "stem")
-    return f"heads {sorted(heads)}, activation {sorted(activations)}, computed positions {position}, positions at {at}"
+    positions = getattr(encoder, "computed_positions", "none")
+    return f"heads {sorted(heads)}, activation {sorted(activations)}, computed positions {positions}"
 
 
 def note_other_moments(config: ModelConfig, channels: int) -> None:
     """Print a note where `model.init_from` was trained on images that were normalised in another way."""
     for name, values in zip(("mean", "std"), config.normalization(channels), strict=True):
-        theirs = trained_on(folder_of_weights(config.init_from), name) or ()
-        is_given = getattr(config, name) not in ("auto", None)
-        if is_given and len(theirs) == len(values) and theirs != tuple(values):
-            note(f"model.{name} is {[*values]}, and {config.init_from} learned with {[*theirs]}: null takes these")
+        theirs = trained_on(folder_of_weights(config.init_from), name)
+        if theirs not in ((), tuple(values)):
+            note(f"model.{name} is {values}, and {config.init_from} learned with {theirs}: null takes these")
 
 
 def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
@@ -225,14 +182,13 @@ def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
     Raises:
         UserError: no config.json next to the weights has the moments that they were trained with.
     """
-    found: dict[str, Any] = {}
     for name in ("mean", "std"):
         if getattr(config, name) is not None:
             continue
         values = trained_on(folder_of_weights(config.init_from), name)
         allowed = f"numbers or auto: no config.json next to {config.init_from} has those of the weights"
-        require(values is not None, f"model.{name}", "null", allowed)
+        require(values, f"model.{name}", "null", allowed)
         if len(values) != channels:  # the mean of the known channels serves for each of the others
             values = (sum(values) / len(values),) * channels
-        found[name] = tuple(float(value) for value in values)
-    return replace(config, **found)
+        config = replace(config, **{name: values})
+    return config

@@ -1,4 +1,4 @@
-"""The networks for pre-training: an encoder and the parts that predict. The paper's is here.
+"""The networks for pre-training: an encoder and the parts that predict. The paper's, and the masked autoencoder.
 
 A network is a module with an `encoder`, which is exported, a `normalize` for its input, and two texts for the model
 card: its `method`, and the parts `on_top` of the encoder. It turns images (B, C, H, W) and their corruption into
@@ -10,24 +10,43 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
-from einops import rearrange
-from timm.layers import PatchEmbed
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from timm.layers import LayerNorm, PatchEmbed
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from mpp.config import Config, NetworkConfig
+from mpp.config import Config, NetworkConfig, require
 from mpp.config.imports import Registry
 from mpp.corruption import Corruption, Kind, corrupt
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.models.adaptation import choose_trained
-from mpp.models.autoencoder import MaskedAutoencoder
-from mpp.models.blocks import initialize, run_blocks_at, runs_at_few
 from mpp.models.encoder import Normalize, build_encoder
-from mpp.models.plain import apply_last_norm, cell_grid, prepare_tokens
+from mpp.models.plain import (
+    cell_grid,
+    has_bf16_residual,
+    has_fused_attention,
+    prepare_tokens,
+    run_blocks,
+    run_blocks_at,
+    runs_at_few,
+    set_attention,
+    sincos_2d,
+    takes_some_tokens,
+    use_bf16_norms,
+)
 from mpp.models.teachers import StudentWithTeacher, build_teacher
 from mpp.objectives import Objective, build_objective, patchify
 
 PARTS = ("encoder", "normalize.mean", "normalize.std", "method", "on_top")
 """Attributes of a network. The export, at the end of the training, is the first that reads some of them."""
+
+
+def initialize(module: nn.Module) -> None:
+    """As timm's encoders: weights truncated normal of deviation 0.02, biases 0. (MAE: uniform by Xavier.)"""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
 
 
 class MaskedPatchPredictor(nn.Module):
@@ -74,7 +93,7 @@ class MaskedPatchPredictor(nn.Module):
             places = self.pixel_masking.tokens[places]
         index = encoder.num_prefix_tokens + places
         corrupted = run_blocks_at(encoder.blocks, tokens, index, self.last_at_few, checkpointed, block_arguments)
-        return self.head(apply_last_norm(encoder, corrupted))
+        return self.head(encoder.fc_norm(encoder.norm(corrupted)))  # some have their last norm in fc_norm
 
     def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Normalised images (B, C, H, W) to corrupted patch embeddings, (B, N, D)."""
@@ -104,38 +123,149 @@ class PixelMasking(nn.Module):
 
     def __init__(self, encoder: nn.Module):
         super().__init__()
-        (rows, columns), self.side = cell_grid(encoder)
-        stride = encoder.patch_embed.feat_ratio()  # pixels from one token to the next
-        token_rows, token_columns = encoder.patch_embed.grid_size
-        first_tokens = torch.arange(rows)[:, None] * token_columns + torch.arange(columns)
-        tokens_per_side = self.side // stride
-        tokens = tokens_per_side * first_tokens.flatten()  # (N,): the token whose window each cell is
-        self.register_buffer("tokens", tokens, persistent=False)
-
-        ends = torch.tensor([0, self.side - 1])  # of a window
-        cell_rows = (torch.arange(token_rows)[:, None] * stride + ends) // self.side  # (token rows, 2)
-        cell_columns = (torch.arange(token_columns)[:, None] * stride + ends) // self.side
-        corners = cell_rows[:, None, :, None] * columns + cell_columns[:, None, :]  # (token rows, token columns, 2, 2)
-        cells = corners.flatten(2).flatten(0, 1)  # (T, 4): the cells at the corners of each token's window
-        self.register_buffer("cells", cells, persistent=False)
+        self.grid, self.side = cell_grid(encoder)
+        self.tokens_per_side = self.side // encoder.patch_embed.feat_ratio()  # of a cell, from one token to the next
+        tokens = torch.arange(encoder.patch_embed.num_patches).view(encoder.patch_embed.grid_size)
+        tokens = tokens[:: self.tokens_per_side, :: self.tokens_per_side]  # those whose windows are cells
+        self.register_buffer("tokens", tokens.flatten(), persistent=False)  # (N,)
 
     def corrupt(self, images: Tensor, corruption: Corruption) -> Tensor:
         """Normalised images (B, C, H, W) with corrupted cells."""
         cells = patchify(images, self.side)  # (B, N, C, P, P)
         blank = images.new_zeros(cells[0, 0].numel())
         corrupted = corrupt(cells.flatten(2), blank, corruption).view(cells.shape)
-        columns = images.shape[-1] // self.side
-        return rearrange(corrupted, "b (h w) c p q -> b c (h p) (w q)", w=columns)
+        return rearrange(corrupted, "b (h w) c p q -> b c (h p) (w q)", w=self.grid[1])
 
     def masked_tokens(self, corruption: Corruption) -> Tensor:
         """Whether the whole window of a token is masked, (B, T, 1)."""
-        batch = len(corruption.positions)
         is_mask = corruption.kinds == int(Kind.MASK)
-        masked = torch.zeros(batch, len(self.tokens), dtype=torch.bool, device=self.tokens.device)  # (B, N)
-        masked.scatter_(1, corruption.positions, is_mask)
+        visible = torch.ones(len(is_mask), len(self.tokens), device=is_mask.device)  # (B, N)
+        visible.scatter_(1, corruption.positions, (~is_mask).float())
         if corruption.hidden is not None:
-            masked.scatter_(1, corruption.hidden, True)
-        return masked[:, self.cells].all(-1, keepdim=True)
+            visible.scatter_(1, corruption.hidden, 0.0)
+        count = self.tokens_per_side
+        visible = repeat(visible, "b (row column) -> b (row y) (column x)", row=self.grid[0], y=count, x=count)
+        visible_in_window = F.max_pool2d(visible, count, stride=1)  # (B, token rows, token columns)
+        return visible_in_window.flatten(1)[..., None] == 0
+
+
+# --- the masked autoencoder ---
+
+MAE_DECODER_WIDTH = 512
+MAE_DECODER_DEPTH = 8
+HEAD_WIDTH = 32  # of a head of the decoder; MAE's has 16
+
+
+class MaskedAutoencoder(nn.Module):
+    """A ViT that sees only the visible patches, a small decoder, and a linear head on the corrupted patches (MAE).
+
+    The encoder's compute falls with the patches that it sees (He et al., CVPR 2022). The decoder's last block computes
+    only what the loss needs, as in the paper's network.
+
+    Every corrupted patch counts as a [mask], whatever its kind.
+
+    Args:
+        encoder: a plain timm transformer; trained in place, and the only part that is exported.
+    Raises:
+        UserError: an encoder that needs all tokens, or whose windows overlap; a decoder that cannot be built.
+    """
+
+    method = "a masked autoencoder (He et al., CVPR 2022), whose encoder saw only the visible patches"
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        outputs: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        config: NetworkConfig,
+    ):
+        super().__init__()
+        independent = type(encoder.patch_embed) is PatchEmbed and takes_some_tokens(encoder)
+        allowed = "predictor with a hybrid, overlapping patches, axial mixing or tables of biases (BEiT): the encoder "
+        allowed += "here sees some patches alone"
+        require(independent, "network.name", "autoencoder", allowed)
+        self.normalize = Normalize(mean, std)
+        self.encoder = encoder
+        width, depth, heads = decoder_numbers(config, encoder)
+        self.on_top = f"a decoder of width {width}, {depth} blocks and {heads} heads"
+        self.decoder = Decoder(encoder, width, depth, heads)
+        self.head = nn.Linear(width, outputs)
+        initialize(self.head)
+
+    def forward(self, images: Tensor, corruption: Corruption) -> Tensor:
+        """Images (B, C, H, W) from 0 to 255 to predictions (B, K, outputs), in the order of `corruption.positions`."""
+        encoder = self.encoder
+        checkpointed = self.training and encoder.grad_checkpointing
+        patches = encoder.patch_embed(self.normalize(images))
+        corrupted = encoder.num_prefix_tokens + corruption.positions
+        token_count = encoder.num_prefix_tokens + encoder.patch_embed.num_patches
+        visible = complement(encoder.num_prefix_tokens + corruption.unseen, token_count)
+
+        seen, block_arguments = prepare_tokens(encoder, patches, visible)  # (B, V, D)
+        seen = run_blocks(encoder.blocks, seen, checkpointed, block_arguments)
+        return self.head(self.decoder(encoder.fc_norm(encoder.norm(seen)), visible, corrupted, checkpointed))
+
+
+def complement(index: Tensor, count: int) -> Tensor:
+    """Numbers below `count` that are not in index (B, K): (B, count - K), ascending."""
+    present = torch.zeros(len(index), count, dtype=torch.int32, device=index.device)
+    present.scatter_(1, index, 1)
+    absent_first = present.argsort(dim=1, stable=True)
+    return absent_first[:, : count - index.shape[1]]
+
+
+class Decoder(nn.Module):
+    """Visible tokens back in their places, [mask] elsewhere, fixed positions, and blocks.
+
+    Args:
+        encoder: gives the tokens that are decoded.
+    """
+
+    def __init__(self, encoder: nn.Module, width: int, depth: int, heads: int):
+        super().__init__()
+        self.embed = nn.Linear(encoder.embed_dim, width)
+        self.mask_token = nn.Parameter(torch.empty(width))
+        positions = F.pad(sincos_2d(encoder.patch_embed.grid_size, width), (0, 0, encoder.num_prefix_tokens, 0))
+        self.register_buffer("positions", positions, persistent=False)  # (prefix + N, width)
+        self.blocks = nn.ModuleList(Block(width, heads, qkv_bias=True, norm_layer=LayerNorm) for _ in range(depth))
+        self.norm = LayerNorm(width)
+        self.apply(initialize)
+        nn.init.trunc_normal_(self.mask_token, std=0.02)
+        set_attention(self, has_fused_attention(encoder))
+        self.bf16_residual = has_bf16_residual(encoder)
+        if self.bf16_residual:
+            use_bf16_norms(self)
+        self.last_at_few = runs_at_few(self.blocks[-1], len(positions))
+
+    def forward(self, tokens: Tensor, visible: Tensor, corrupted: Tensor, checkpointed: bool) -> Tensor:
+        """Decode the corrupted patches.
+
+        Args:
+            tokens: (B, V, D), the encoder's output.
+            visible: (B, V), their places among all tokens.
+            corrupted: (B, K), the places whose output is needed.
+        Returns:
+            (B, K, width).
+        """
+        tokens = self.embed(tokens)
+        masked = self.mask_token.to(tokens.dtype).expand(len(tokens), len(self.positions), -1)
+        tokens = masked.scatter(1, visible[..., None].expand_as(tokens), tokens)  # (B, prefix + N, width)
+        positions = self.positions.to(tokens.dtype) if self.bf16_residual else self.positions
+        tokens = tokens + positions
+        tokens = run_blocks_at(self.blocks, tokens, corrupted, self.last_at_few, checkpointed, [{}] * len(self.blocks))
+        return self.norm(tokens)
+
+
+def decoder_numbers(config: NetworkConfig, encoder: nn.Module) -> tuple[int, int, int]:
+    """Width, depth and heads of the decoder: those of the config, or two thirds of the encoder's, at most MAE's."""
+    two_thirds_of_heads = max(1, round(2 * encoder.embed_dim / (3 * HEAD_WIDTH)))
+    two_thirds_of_blocks = max(1, round(2 * len(encoder.blocks) / 3))
+    width = config.decoder_width or min(MAE_DECODER_WIDTH, HEAD_WIDTH * two_thirds_of_heads)
+    depth = config.decoder_depth or min(MAE_DECODER_DEPTH, two_thirds_of_blocks)
+    heads = config.decoder_heads or max(1, width // HEAD_WIDTH)
+    require(width % heads == 0, "network.decoder_width", width, f"a multiple of network.decoder_heads ({heads})")
+    return width, depth, heads
 
 
 NETWORKS = Registry("network.name", {"predictor": MaskedPatchPredictor, "autoencoder": MaskedAutoencoder})
@@ -153,16 +283,14 @@ def build_model(config: Config) -> tuple[nn.Module, Objective]:
     mean, std = config.model.normalization(channels)
     _, patch_size = cell_grid(encoder)
     teacher = None
-    teacher_width = None
     if config.objective.name == "features":
         teacher = build_teacher(config.objective, encoder, Normalize(mean, std))
-        teacher_width = teacher.width
-    objective = build_objective(config.objective, patch_size, channels, teacher_width)
+    objective = build_objective(config.objective, patch_size, channels, getattr(teacher, "width", None))
     network = build_network(config.network, encoder, objective.outputs, mean, std)
     choose_trained(encoder, config.model)
-    if teacher is None:
-        return network, objective
-    return StudentWithTeacher(network, teacher, config.objective), objective
+    if teacher is not None:
+        network = StudentWithTeacher(network, teacher, config.objective)
+    return network, objective
 
 
 def build_network(
@@ -174,12 +302,9 @@ def build_network(
         UserError: no such network, or one that does not fit the encoder.
     """
     network = NETWORKS[config.name](encoder, outputs, mean, std, config=config)
-    for part in PARTS:
-        try:
-            attrgetter(part)(network)
-        except AttributeError as error:
-            needed = ", ".join(PARTS)
-            raise UserError(
-                f"network.name is {config.name}, which has no {part}; it must be a module with {needed}"
-            ) from error
+    try:
+        attrgetter(*PARTS)(network)
+    except AttributeError as error:
+        allowed = f"a module with {', '.join(PARTS)}: {one_line(error)}"
+        raise UserError(f"network.name is {config.name}; it must be {allowed}") from error
     return network

@@ -8,27 +8,35 @@ They are recognised by their attributes, not by their class:
 | Eva | `_pos_embed`, which also gives rotations; `norm_pre` | `rope`: one for all blocks, or each its own (mixed) |
 | Beit | [class], positions, `pos_drop` | `shared_rel_pos_bias`, where the blocks share one |
 
-B images, N patches, T tokens (prefix first: [class], registers), V of them, D width, d width of a head.
+B images, N patches, T tokens (prefix first: [class], registers), V or K of them, D width, d width of a head.
 """
 
+import copy
 import math
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import timm
 import torch
-from timm.layers import PatchEmbed, build_sincos2d_pos_embed
+import torch.nn.functional as F
+from einops import rearrange
+from timm.layers import Attention, LayerNorm, LayerScale, PatchEmbed, build_sincos2d_pos_embed, maybe_add_mask
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mpp.config import Grid, check_grid, require
 from mpp.errors import UserError
+from mpp.runtime.messages import warn
 
 PARTS = ("patch_embed", "pos_drop", "blocks", "norm", "fc_norm", "embed_dim", "num_prefix_tokens")
 ABOVE_STEM = ("blocks", "norm", "fc_norm", "head", "head_dist", "attn_pool")
 BIAS_TABLE = "relative_position_bias_table"
 FIXED_POSITIONS = "sincos_2d"  # the position embeddings that are not learned
+TIMM_ERRORS = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of timm for a model that it cannot build, or for weights of another one."""
 
-BlockArguments = dict[str, Tensor]
+BlockArguments = dict[str, Tensor | None]
 """Arguments of a block other than its tokens, by name."""
 
 
@@ -73,19 +81,14 @@ def prepare_tokens(
     tokens = encoder.norm_pre(tokens)
     if rope is None:
         return tokens, [{}] * depth
-    of_blocks = rope if getattr(encoder, "rope_mixed", False) else [rope]
+    of_blocks = rope if getattr(encoder, "rope_mixed", False) else [rope]  # of each (N, 2 d) or (heads, N, 2 d)
     if kept is not None:
         prefix = encoder.num_prefix_tokens
-        of_blocks = [rotation_at(each, kept[:, prefix:] - prefix) for each in of_blocks]
+        places = kept[:, prefix:] - prefix
+        by_head = [each.view(-1, *each.shape[-2:]) for each in of_blocks]
+        of_blocks = [each[:, places].transpose(0, 1) for each in by_head]  # (B, 1 or heads, V - prefix, 2 d)
     arguments = [{"rope": each} for each in of_blocks]
-    return tokens, arguments if len(arguments) == depth else arguments * depth
-
-
-def rotation_at(rope: Tensor, places: Tensor) -> Tensor:
-    """A rotation (N, 2 d) or (heads, N, 2 d) at places (B, V): (B, 1 or heads, V, 2 d)."""
-    if rope.ndim == 2:
-        return rope[places][:, None]
-    return rope[:, places].transpose(0, 1)
+    return tokens, arguments * (depth // len(arguments))
 
 
 def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, list[BlockArguments]]:
@@ -93,15 +96,8 @@ def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, li
     tokens = torch.cat([encoder.cls_token.expand(len(patches), -1, -1), patches], dim=1)
     if encoder.pos_embed is not None:
         tokens = tokens + encoder.pos_embed
-    arguments = {}
-    if encoder.rel_pos_bias is not None:
-        arguments["shared_rel_pos_bias"] = encoder.rel_pos_bias()
-    return encoder.pos_drop(tokens), [arguments] * len(encoder.blocks)
-
-
-def apply_last_norm(encoder: nn.Module, tokens: Tensor) -> Tensor:
-    """Tokens after the last block through the encoder's last norm, which some have behind their pooling."""
-    return encoder.fc_norm(encoder.norm(tokens))
+    bias = None if encoder.rel_pos_bias is None else encoder.rel_pos_bias()
+    return encoder.pos_drop(tokens), [{"shared_rel_pos_bias": bias}] * len(encoder.blocks)
 
 
 def takes_some_tokens(encoder: nn.Module) -> bool:
@@ -115,16 +111,179 @@ def stem_parameters(encoder: nn.Module) -> set[str]:
     return {name for name, _ in encoder.named_parameters() if name.split(".")[0] not in ABOVE_STEM}
 
 
-@cache
-def model_without_memory(name: str) -> nn.Module:
-    """The timm model of that name on torch's `meta` device, to look at its parts."""
-    return build_without_memory(name)
-
-
-def build_without_memory(name: str, **arguments: Any) -> nn.Module:
-    """A timm model on torch's `meta` device; the global random numbers stay as they are."""
+def model_without_memory(name: str, **arguments: Any) -> nn.Module:
+    """A timm model on torch's `meta` device, to look at its parts; the global random numbers stay as they are."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return timm.create_model(name, **arguments)
+
+
+# --- blocks, of whose last one a few tokens are needed ---
+
+
+def run_blocks(
+    blocks: Sequence[nn.Module], tokens: Tensor, checkpointed: bool, block_arguments: Sequence[BlockArguments]
+) -> Tensor:
+    """Tokens (B, T, D) after these blocks.
+
+    Args:
+        checkpointed: compute the activations of the blocks again in the backward pass, instead of keeping them.
+        block_arguments: further arguments of each block.
+    """
+    for block, arguments in zip(blocks, block_arguments, strict=True):
+        if checkpointed:
+            tokens = checkpoint(block, tokens, use_reentrant=False, **arguments)
+        else:
+            tokens = block(tokens, **arguments)
+    return tokens
+
+
+def run_blocks_at(
+    blocks: Sequence[nn.Module],
+    tokens: Tensor,
+    index: Tensor,
+    last_at_few: bool,
+    checkpointed: bool,
+    block_arguments: Sequence[BlockArguments],
+) -> Tensor:
+    """Tokens (B, K, D) at `index` (B, K) after these blocks; for other arguments see `run_blocks`.
+
+    Args:
+        last_at_few: `runs_at_few` of the last block.
+    """
+    tokens = run_blocks(blocks[:-1], tokens, checkpointed, block_arguments[:-1])
+    if last_at_few:
+        return block_at(blocks[-1], tokens, index)
+    return gather_tokens(blocks[-1](tokens, **block_arguments[-1]), index)
+
+
+def block_at(block: Block, tokens: Tensor, index: Tensor) -> Tensor:
+    """The output of timm's block at `index`, without computing the rest.
+
+    Args:
+        block: one with `runs_at_few`.
+        tokens: (B, T, D), all of them: every token is a key and a value.
+        index: (B, K), the tokens whose output is needed.
+    Returns:
+        (B, K, D).
+    """
+    if hasattr(block, "add_positions"):
+        tokens = block.add_positions(tokens)
+    attended = attention_at(block.attn, block.norm1(tokens), index)
+    output = gather_tokens(tokens, index) + block.drop_path1(block.ls1(attended))
+    return output + block.drop_path2(block.ls2(block.mlp(block.norm2(output))))
+
+
+def runs_at_few(block: nn.Module, token_count: int) -> bool:
+    """Whether `block_at` gives what the block itself gives. It is tried, because timm's next release may have another.
+
+    In float64, and with random weights, so that parts count that begin at zero. A warning says where timm's plain block
+    differs; other blocks (Eva's, Beit's) are known to.
+
+    Args:
+        token_count: T.
+    """
+    if not isinstance(block, Block) or not isinstance(block.attn, Attention):
+        return False
+    if next(block.parameters()).is_meta:
+        return True  # there are no numbers to compare
+    if not hasattr(block, "add_positions"):
+        token_count = 16  # any number
+    tried = copy.deepcopy(block).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in tried.parameters():
+        nn.init.normal_(parameter, std=0.05, generator=generator)
+    tokens = torch.randn(1, token_count, tried.attn.qkv.in_features, generator=generator, dtype=torch.double)
+    index = torch.tensor([[0, token_count - 1]])
+    with torch.no_grad():
+        is_same = torch.allclose(block_at(tried, tokens, index), gather_tokens(tried(tokens), index), rtol=1e-8)
+    if not is_same:
+        warn(f"timm {timm.__version__} has another block than mpp: the last one runs on all tokens, which is slower")
+    return is_same
+
+
+# --- attention ---
+
+
+def attention_at(attention: Attention, tokens: Tensor, index: Tensor | None) -> Tensor:
+    """Attention with only the tokens at `index` (B, K) as queries; None: all. (B, T, D) to (B, K, D).
+
+    `PositionedAttention` of mpp/models/variants.py turns queries and keys, or adds to their products.
+    """
+    weight = attention.qkv.weight
+    bias = attention.qkv.bias
+    width = weight.shape[0] // 3
+    query_bias, key_value_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+    query_tokens = tokens if index is None else gather_tokens(tokens, index)
+    queries = F.linear(query_tokens, weight[:width], query_bias)  # (B, K, width)
+    keys_values = F.linear(tokens, weight[width:], key_value_bias)  # (B, T, 2 * width)
+    queries = rearrange(queries, "b k (h d) -> b h k d", h=attention.num_heads)
+    keys, values = rearrange(keys_values, "b t (two h d) -> two b h t d", two=2, h=attention.num_heads)
+    queries = attention.q_norm(queries)
+    keys = attention.k_norm(keys)
+    rotation = getattr(attention, "rotation", None)
+    if rotation is not None:
+        queries = rotation(queries, index)
+        keys = rotation(keys, None)
+    added = getattr(attention, "added", None)
+    logits = None if added is None else added(queries, index).to(queries.dtype)  # (B or 1, heads, K, T), to add
+    if attention.fused_attn:
+        dropout = attention.attn_drop.p if attention.training else 0.0
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=logits, dropout_p=dropout)
+    else:
+        products = maybe_add_mask(queries * attention.scale @ keys.mT, logits)
+        mixed = attention.attn_drop(products.softmax(-1)) @ values
+    mixed = mixed.transpose(1, 2).flatten(2)  # (B, K, D)
+    return attention.proj_drop(attention.proj(attention.norm(mixed)))
+
+
+def shows_weights(attention: nn.Module | None) -> bool:
+    """Whether an attention among all tokens gives its weights to `attn_drop` when it is not fused: timm's and ours."""
+    return hasattr(attention, "fused_attn") and getattr(attention, "lines", None) is None
+
+
+# --- tokens between blocks in bf16 (`model.residual`); float32 positions make them float32 ---
+
+
+class ResidualNorm(LayerNorm):
+    """timm's layer norm; of bf16 tokens it is bf16, where autocast on a GPU would write float32 copies of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            return super().forward(x)
+        affine = [each if each is None else each.to(x.dtype) for each in (self.weight, self.bias)]
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, *affine, self.eps)  # sums are float32 inside
+
+
+def use_bf16_residual(encoder: nn.Module) -> None:
+    """Run an encoder's blocks on bf16 tokens under autocast; its weights and their names stay as they are."""
+    before_blocks = getattr(encoder, "norm_pre", encoder.pos_drop)
+    before_blocks.register_forward_hook(to_autocast_type)
+    use_bf16_norms(encoder)
+
+
+def use_bf16_norms(module: nn.Module) -> None:
+    """Keep bf16 tokens in bf16 through the norms and scales of a module."""
+    for child in module.modules():
+        if type(child) is LayerNorm:
+            child.__class__ = ResidualNorm
+        elif isinstance(child, LayerScale) or getattr(child, "gamma_1", None) is not None:  # blocks of Eva and Beit
+            child.register_forward_hook(to_input_type)
+
+
+def has_bf16_residual(encoder: nn.Module) -> bool:
+    """Whether the encoder's blocks run on bf16 tokens: see `use_bf16_residual`."""
+    return any(isinstance(module, ResidualNorm) for module in encoder.modules())
+
+
+def to_autocast_type(_: nn.Module, __: Any, tokens: Tensor) -> Tensor:
+    """Hook: the output in bf16 under autocast; without, float32 tokens stay so."""
+    return tokens.to(torch.bfloat16) if uses_autocast(tokens.device.type) else tokens
+
+
+def to_input_type(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """Hook: the output in the type of the input."""
+    return output.to(inputs[0].dtype)
 
 
 # --- properties ---
@@ -155,12 +314,6 @@ def check_cells(encoder: nn.Module) -> None:
 def has_class(encoder: nn.Module) -> bool:
     """Whether a timm model has a [class] token; not all of timm's modules have `has_class_token`."""
     return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
-
-
-def width_of(encoder: nn.Module) -> int:
-    """Width of a timm model's tokens, of several stages the largest; 0: it has none."""
-    width = getattr(encoder, "embed_dim", 0)
-    return width if isinstance(width, int) else max(width)
 
 
 def has_running_statistics(model: nn.Module) -> bool:
@@ -221,10 +374,8 @@ def fix_positions(encoder: nn.Module) -> None:
     width = encoder.embed_dim
     require(encoder.pos_embed is not None, *setting, "learned with a model that has no table of position embeddings")
     require(width % 4 == 0, *setting, f"learned with a width ({width}) that is not a multiple of 4")
-    patch_positions = sincos_2d(encoder.patch_embed.grid_size, width)
-    table = torch.zeros_like(encoder.pos_embed.data)
-    table[0, -len(patch_positions) :] = patch_positions
-    hold_positions(encoder, table)
+    table = sincos_2d(encoder.patch_embed.grid_size, width)
+    hold_positions(encoder, F.pad(table, (0, 0, encoder.pos_embed.shape[1] - len(table), 0))[None])
 
 
 def hold_positions(encoder: nn.Module, table: Tensor) -> None:

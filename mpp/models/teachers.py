@@ -7,6 +7,7 @@ B images, N patches of the student's grid, K corrupted patches, D width of the t
 
 import copy
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +21,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from mpp.config import Grid, ImageSize, ObjectiveConfig, check_grid, require, sides
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
-from mpp.models.adaptation import weights_by_name
 from mpp.models.encoder import Normalize, load_encoder
-from mpp.models.plain import cell_grid, gather_tokens, has_fused_attention, is_plain, set_attention
+from mpp.models.plain import TIMM_ERRORS, cell_grid, gather_tokens, has_fused_attention, is_plain, set_attention
 
 TEACHER_SETTING = "objective.teacher"
-EXPORTED = {"student": "one that was trained", "teacher": "moving average"}
 
 
 class FeatureTeacher(nn.Module):
@@ -56,21 +55,20 @@ class FeatureTeacher(nn.Module):
         self.grid = grid
         self.img_size = img_size
         self.target_norm = config.teacher_norm
-        self.depths = teacher_depths(encoder, config)
+        blocks = getattr(encoder, "blocks", None)
+        half = 1 if blocks is None or config.frozen_teacher else max(1, len(blocks) // 2)
+        self.depths = config.teacher_depths or half  # the number of the last blocks whose features are averaged
         self.token_step = 1  # from one whole patch of the grid to the next, in tokens; more where patches overlap
         if is_plain(encoder):
             self.token_step = cell_grid(encoder)[1] // encoder.patch_embed.feat_ratio()
-        weight = next(encoder.parameters())
-        blank = torch.zeros(1, len(normalize.mean), *img_size, device=weight.device)
+        device = next(encoder.parameters()).device
+        blank = torch.zeros(1, len(normalize.mean), *img_size, device=device)
         try:
-            with torch.no_grad():
-                maps = self.feature_maps(blank)
-        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-            message = f"{TEACHER_SETTING} is {config.teacher}, which gives no features: {one_line(error)}"
-            raise UserError(message) from error
-        self.width = maps[0].shape[1]
-        allowed = f"1 with {config.teacher}, whose stages differ in size"
-        require(len({each.shape for each in maps}) == 1, "objective.teacher_depths", self.depths, allowed)
+            targets, _ = self(blank, blank.new_zeros(1, 1, dtype=torch.int64))
+        except TIMM_ERRORS as error:
+            settings = f"{TEACHER_SETTING} is {config.teacher} and objective.teacher_depths is {self.depths}"
+            raise UserError(f"{settings}; it must be one that gives these features: {one_line(error)}") from error
+        self.width = targets.shape[-1]
 
     def train(self, mode: bool = True) -> "FeatureTeacher":
         """Stay in eval mode, whatever the student's mode: without dropout and drop path."""
@@ -84,27 +82,21 @@ class FeatureTeacher(nn.Module):
             The targets, and features by which a collapse is seen: the targets, too, but normalised as `layer` where the
             targets are as `instance`, which enlarges differences however small they are.
         """
-        maps = self.feature_maps(resize_bilinear(images, self.img_size))
-        tokens = []  # (B, N, D) of each depth
-        for features in maps:
-            whole_patches = features[..., :: self.token_step, :: self.token_step].float()
-            tokens.append(resize_bilinear(whole_patches, self.grid).flatten(2).transpose(1, 2))
+        maps = self.encoder.forward_intermediates(  # (B, D, h, w) after each depth
+            self.normalize(resize_bilinear(images, self.img_size)),
+            indices=self.depths,
+            norm=self.depths == 1,
+            output_fmt="NCHW",
+            intermediates_only=True,
+        )
+        of_patches = [each[..., :: self.token_step, :: self.token_step].float() for each in maps]
+        tokens = [resize_bilinear(each, self.grid).flatten(2).mT for each in of_patches]  # (B, N, D) of each depth
         if self.depths == 1 and hasattr(self.encoder, "fc_norm"):  # some encoders have their last norm there
             tokens = [self.encoder.fc_norm(each) for each in tokens]
         targets = gather_tokens(as_targets(tokens, self.target_norm), positions)
         if self.target_norm != "instance":
             return targets, targets
         return targets, gather_tokens(as_targets(tokens, "layer"), positions)
-
-    def feature_maps(self, images: Tensor) -> list[Tensor]:
-        """Feature maps (B, D, h, w) after each depth."""
-        return self.encoder.forward_intermediates(
-            self.normalize(images),
-            indices=self.depths,
-            norm=self.depths == 1,
-            output_fmt="NCHW",
-            intermediates_only=True,
-        )
 
 
 def resize_bilinear(values: Tensor, size: Sequence[int]) -> Tensor:
@@ -119,25 +111,9 @@ def as_targets(tokens: list[Tensor], norm: str) -> Tensor:
     if norm == "layer":
         tokens = [F.layer_norm(each, each.shape[-1:]) for each in tokens]
     elif norm == "instance":
-        tokens = [F.instance_norm(each.transpose(1, 2)).transpose(1, 2) for each in tokens]
+        tokens = [F.instance_norm(each.mT).mT for each in tokens]
     mean = torch.stack(tokens).mean(0)
     return mean if norm == "none" else F.layer_norm(mean, mean.shape[-1:])
-
-
-def teacher_depths(encoder: nn.Module, config: ObjectiveConfig) -> int:
-    """Number of the encoder's last blocks whose features are averaged.
-
-    Raises:
-        UserError: it has fewer, or timm gives no features after its blocks.
-    """
-    has_features = hasattr(encoder, "forward_intermediates")
-    require(has_features, TEACHER_SETTING, config.teacher, "a timm model that has `forward_intermediates`")
-    blocks = getattr(encoder, "blocks", None)
-    most = len(encoder.feature_info) if blocks is None else len(blocks)
-    half = 1 if blocks is None or config.frozen_teacher else max(1, most // 2)
-    depths = config.teacher_depths or half
-    require(depths <= most, "objective.teacher_depths", depths, f"at most {most}, the blocks of {config.teacher}")
-    return depths
 
 
 class PredictedBatch(NamedTuple):
@@ -164,12 +140,9 @@ class StudentWithTeacher(nn.Module):
         super().__init__()
         self.student = student
         self.teacher = teacher
-        frozen = config.frozen_teacher
-        if frozen:
-            weights = f" with the weights {config.teacher_checkpoint}" if config.teacher_checkpoint else ""
-            predicted = f"{frozen}, a frozen encoder{weights}"
-        else:
-            predicted = f"its own moving average. This encoder is the {EXPORTED[config.export]}"
+        predicted = f"its own moving average. This encoder is the {config.export}"
+        if config.frozen_teacher:
+            predicted = f"{config.teacher}, a frozen encoder"
         self.method = f"{student.method}. It predicted the features of {predicted}"
         height, width = teacher.img_size
         self.on_top = f"{student.on_top}, a teacher with an input of {height} x {width} pixels"
@@ -191,7 +164,7 @@ class StudentWithTeacher(nn.Module):
 
 
 def build_teacher(config: ObjectiveConfig, encoder: nn.Module, normalize: Normalize) -> FeatureTeacher:
-    """The teacher of the settings.
+    """The teacher of the settings. The weights of one that is frozen are no part of checkpoints.
 
     Args:
         encoder: the student's.
@@ -200,39 +173,26 @@ def build_teacher(config: ObjectiveConfig, encoder: nn.Module, normalize: Normal
         UserError: no encoder there, or one of other channels.
     """
     grid, _ = cell_grid(encoder)
-    if config.frozen_teacher is not None:
-        return build_frozen_teacher(config, grid, len(normalize.mean), has_fused_attention(encoder))
-    average = copy.deepcopy(encoder)
-    if average.grad_checkpointing:
+    if config.frozen_teacher is None:
+        average = copy.deepcopy(encoder)
         average.set_grad_checkpointing(False)  # there is no backward pass
-    return FeatureTeacher(average, normalize, grid, config, encoder.patch_embed.img_size)
-
-
-def build_frozen_teacher(config: ObjectiveConfig, grid: Grid, channels: int, fused: bool) -> FeatureTeacher:
-    """A teacher that exists and stays as it is; its weights are no part of checkpoints.
-
-    Args:
-        grid: rows and columns of the student's patches.
-        fused: whether attention is computed by torch's fused kernel.
-    """
-    with_weights = torch.get_default_device().type != "meta"
+        return FeatureTeacher(average, normalize, grid, config, encoder.patch_embed.img_size)
     model = load_encoder(
         config.teacher,
-        with_weights,
+        torch.get_default_device().type != "meta",
         config.teacher_checkpoint,
         setting=TEACHER_SETTING,
         img_size=config.teacher_img_size,
         num_classes=0,
     )
-    set_attention(model, fused)
+    set_attention(model, has_fused_attention(encoder))
     data_config = resolve_model_data_config(model)
-    own_channels, *own_size = data_config["input_size"]
-    require(own_channels == channels, f"{TEACHER_SETTING}'s input channels", own_channels, f"{channels}")
+    channels, *own_size = data_config["input_size"]
+    require(channels == len(normalize.mean), f"{TEACHER_SETTING}'s input channels", channels, len(normalize.mean))
     img_size = sides(config.teacher_img_size or own_size)
     if config.teacher_img_size and isinstance(getattr(model, "patch_embed", None), PatchEmbed):  # ignores the rest
         check_grid(img_size, model.patch_embed.patch_size[0], f"{TEACHER_SETTING}_img_size")
-    normalize = Normalize(data_config["mean"], data_config["std"])
-    teacher = FeatureTeacher(model, normalize, grid, config, img_size)
+    teacher = FeatureTeacher(model, Normalize(data_config["mean"], data_config["std"]), grid, config, img_size)
     teacher.register_state_dict_post_hook(leave_out_teacher)
     teacher.register_load_state_dict_post_hook(allow_missing_teacher)
     return teacher
@@ -240,8 +200,9 @@ def build_frozen_teacher(config: ObjectiveConfig, grid: Grid, channels: int, fus
 
 def leave_out_teacher(teacher: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
     """Remove a frozen teacher's weights from a checkpoint's state."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        del state[name]
+    for name in [*state]:
+        if name.startswith(prefix):
+            del state[name]
 
 
 def allow_missing_teacher(teacher: nn.Module, keys: Any) -> None:
@@ -255,17 +216,16 @@ def update_moving_average(teacher: nn.Module, student: nn.Module, decay: float) 
 
     Running statistics, which are averages already, are copied from the student.
     """
-    averages = [local_weights(parameter) for parameter in teacher.parameters()]
-    names = [name for name, _ in teacher.named_parameters()]
-    weights = [local_weights(weight) for weight in weights_by_name(student, names)]
+    averages = [local_part(average) for average in teacher.parameters()]
+    weights = [local_part(attrgetter(name)(student)) for name, _ in teacher.named_parameters()]  # with low-rank changes
     get_ema_multi_avg_fn(decay)(averages, weights, None)
     for teacher_buffer, student_buffer in zip(teacher.buffers(), student.buffers(), strict=True):
         teacher_buffer.copy_(student_buffer)
 
 
-def local_weights(parameter: Tensor) -> Tensor:
-    """A parameter's weights, or this process's shard of them."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+def local_part(tensor: Tensor) -> Tensor:
+    """A tensor, or this process's shard of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def moving_average_decay(half_life: tuple[float, float], step: int, steps: int) -> float:

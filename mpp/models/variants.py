@@ -8,12 +8,13 @@ a head.
 """
 
 import math
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, repeat
 from timm.layers import (
     Attention,
     PatchEmbed,
@@ -21,16 +22,22 @@ from timm.layers import (
     RotaryEmbeddingCat,
     apply_rot_embed_cat,
     resample_abs_pos_embed,
+    resize_rel_pos_bias_table,
     to_2tuple,
 )
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block, VisionTransformer
+from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
 from mpp.config import Grid, ImageSize, require
-from mpp.models.blocks import attention_at
-from mpp.models.loading import Weights, grid_of_patches, resample
-from mpp.models.plain import BIAS_TABLE, sincos_2d, uses_autocast
+from mpp.models.loading import Weights, resample
+from mpp.models.plain import (
+    BIAS_TABLE,
+    attention_at,
+    sincos_2d,
+    uses_autocast,
+)
 
 RELATIVE = ("relative", "relative_bias", "rope")
 PATCHES = "b (h w) d"  # patterns of einops: the patches of an image as one sequence,
@@ -57,7 +64,6 @@ class AbsolutePositions(nn.Module):
         super().__init__()
         self.kind = kind
         self.grid = grid
-        self.prefix = prefix
         if kind == "learned":
             self.pos_embed = nn.Parameter(torch.empty(prefix + math.prod(grid), width))
         elif kind == "learned_2d":
@@ -66,37 +72,20 @@ class AbsolutePositions(nn.Module):
             self.pos_embed_columns = nn.Parameter(torch.empty(grid[1], width // 2))
             self.pos_embed_prefix = nn.Parameter(torch.empty(prefix, width)) if prefix else None
         else:
-            require(width % 4 == 0, "model.width", width, "a multiple of 4 with model.position=sincos_2d")
-            table = torch.cat([torch.zeros(prefix, width), sincos_2d(grid, width)])
-            self.register_buffer("table", table, persistent=False)
+            self.register_buffer("pos_embed", F.pad(sincos_2d(grid, width), (0, 0, prefix, 0)), persistent=False)
         for parameter in self.parameters():
             nn.init.trunc_normal_(parameter, std=0.02)
 
     def forward(self) -> Tensor:
         """The embeddings, (T, D)."""
-        if self.kind == "learned":
+        if self.kind != "learned_2d":
             return self.pos_embed
-        if self.kind == "sincos_2d":
-            return self.table
-        grid_rows, grid_columns = self.grid
-        rows = self.pos_embed_rows[:, None].expand(-1, grid_columns, -1)
-        columns = self.pos_embed_columns.expand(grid_rows, -1, -1)
-        patches = torch.cat([rows, columns], dim=-1).flatten(0, 1)  # (N, D)
+        rows = repeat(self.pos_embed_rows, "row d -> (row column) d", column=self.grid[1])
+        columns = repeat(self.pos_embed_columns, "column d -> (row column) d", row=self.grid[0])
+        patches = torch.cat([rows, columns], dim=-1)  # (N, D)
         if self.pos_embed_prefix is None:
             return patches
         return torch.cat([self.pos_embed_prefix, patches])
-
-    def resample(self, name: str, table: Tensor, old: Grid) -> Tensor:
-        """A table of another grid, as this one's `name`: in two dimensions, as timm does, or along its only one."""
-        if name == "pos_embed":
-            return resample_abs_pos_embed(table[None], list(self.grid), list(old), num_prefix_tokens=self.prefix)[0]
-        return stretched(table, len(getattr(self, name)))
-
-
-def stretched(table: Tensor, length: int) -> Tensor:
-    """A table (N, d) along its only dimension: (length, d)."""
-    line = F.interpolate(table.T[None, :, None], (1, length), mode="bicubic", antialias=True)  # (1, d, 1, length)
-    return line[0, :, 0].T
 
 
 # --- positions that act within attention ---
@@ -111,7 +100,6 @@ class RelativeKeys(nn.Module):
 
     def __init__(self, grid: Grid, prefix: int, width: int):
         super().__init__()
-        self.grid = grid
         self.scale = width**-0.5
         tokens = prefix + math.prod(grid)
         self.pos_embed_offsets = nn.Parameter(torch.empty(2 * tokens - 1, width))
@@ -125,13 +113,8 @@ class RelativeKeys(nn.Module):
         embeddings = self.pos_embed_offsets.to(queries.dtype)
         offset_logits = queries @ embeddings.T * self.scale  # (B, heads, K, 2 T - 1)
         offsets = self.offsets[None] if index is None else self.offsets[index]  # (1, T, T) or (B, K, T)
-        batch, heads = offset_logits.shape[:2]
-        offsets = offsets[:, None].expand(batch, heads, -1, -1)
+        offsets = offsets[:, None].expand(*offset_logits.shape[:2], -1, -1)
         return offset_logits.gather(-1, offsets)
-
-    def resample(self, name: str, table: Tensor, old: Grid) -> Tensor:
-        """The table of another grid, stretched along the sequence; the offsets of prefix tokens are stretched, too."""
-        return stretched(table, len(self.pos_embed_offsets))
 
 
 class RelativeBiases(nn.Module):
@@ -186,8 +169,7 @@ class PositionedAttention(Attention):
         self.grid = grid
         if along is not None:
             self.lines = LINES[along]
-            rows, columns = grid
-            grid = (1, columns) if along == "rows" else (rows, 1)
+            grid = (1, grid[1]) if along == "rows" else (grid[0], 1)
         if position == "relative":
             self.added = RelativeKeys(grid, prefix, self.head_dim)
         elif position == "relative_bias":
@@ -227,11 +209,11 @@ class PositionedBlock(Block):
             tokens = tokens + positions().to(tokens.dtype)
         return tokens
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        return super().forward(self.add_positions(x), attn_mask, is_causal)  # its attention refuses masks
+    def forward(self, x: Tensor, **masks: Any) -> Tensor:
+        return super().forward(self.add_positions(x), **masks)  # its attention refuses masks
 
 
-class AxialBlock(nn.Module):
+def axial_block(*args: Any, **options: Any) -> nn.Sequential:
     """A block along each row of patches, then one along each column, each with its MLP (paper, appendix D.6).
 
     Position embeddings are added once, to the input.
@@ -239,15 +221,14 @@ class AxialBlock(nn.Module):
     Args:
         options: of both blocks.
     """
+    parts = {f"along_{line}": PositionedBlock(*args, along=line, **options) for line in LINES}
+    return nn.Sequential(OrderedDict(parts))
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__()
-        self.along_rows = PositionedBlock(*args, along="rows", **options)
-        self.along_columns = PositionedBlock(*args, along="columns", **options)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """(B, N, D) to the same."""
-        return self.along_columns(self.along_rows(x, attn_mask, is_causal), attn_mask, is_causal)
+def grid_of_patches(size: ImageSize, patch_size: int, stride: int) -> Grid:
+    """Rows and columns of patches that lie `stride` pixels apart."""
+    rows, columns = ((side - patch_size) // stride + 1 for side in size)
+    return rows, columns
 
 
 class OverlappingPatchEmbed(PatchEmbed):
@@ -260,12 +241,12 @@ class OverlappingPatchEmbed(PatchEmbed):
 
     def _init_img_size(self, img_size: int | ImageSize) -> tuple[ImageSize, Grid, int]:
         size = to_2tuple(img_size)
-        grid = grid_of_patches(size, self.patch_size, self.stride)
+        grid = self.dynamic_feat_size(size)
         return size, grid, math.prod(grid)
 
     def dynamic_feat_size(self, img_size: ImageSize) -> Grid:
         """Rows and columns of patches of an image of this size."""
-        return grid_of_patches(img_size, self.patch_size, self.stride)
+        return grid_of_patches(img_size, self.patch_size[0], self.stride)
 
     def feat_ratio(self, as_scalar: bool = True) -> int | Grid:
         """Pixels from one patch to the next."""
@@ -300,28 +281,27 @@ class VariantViT(VisionTransformer):
     ):
         axial = mixing == "axial"
         if axial:
-            class_token = False
-            reg_tokens = 0
+            class_token, reg_tokens = False, 0
             options["global_pool"] = "avg"
-        if stride not in (None, patch_size):
+        stride = stride or patch_size
+        if stride != patch_size:
             options["embed_layer"] = partial(OverlappingPatchEmbed, stride=stride)
-        prefix = int(class_token) + reg_tokens
-        grid = grid_of_patches(to_2tuple(img_size), to_2tuple(patch_size), stride)
+        prefix = class_token + reg_tokens
+        grid = grid_of_patches(to_2tuple(img_size), patch_size, stride)
         plain_blocks = position not in RELATIVE and position_at == "stem" and not axial
         if not plain_blocks:
-            block = AxialBlock if axial else PositionedBlock
+            block = axial_block if axial else PositionedBlock
             options["block_fn"] = partial(block, position=position, grid=grid, prefix=prefix)
-        timm_positions = position == "learned" and position_at == "stem"  # timm's table, which takes timm's weights
-        options["pos_embed"] = "learn" if timm_positions else "none"
-        numbers = dict(embed_dim=embed_dim, class_token=class_token, reg_tokens=reg_tokens)
-        super().__init__(img_size, patch_size, **options | numbers)
+        has_table = position in ("learned_2d", "sincos_2d") or position_at != "stem"
+        pos_embed = "learn" if position == "learned" and not has_table else "none"  # timm's, which takes timm's weights
+        options |= dict(pos_embed=pos_embed, class_token=class_token, reg_tokens=reg_tokens)
+        super().__init__(img_size, patch_size, embed_dim=embed_dim, **options)
         self.position = position
-        self.position_at = position_at
         self.mixing = mixing
+        is_computed = position in ("rope", "sincos_2d") or position_at != "stem"
+        self.computed_positions = f"{position} at {position_at}" if is_computed else "none"  # what no weights show
         self.takes_any_tokens = plain_blocks  # timm's own blocks do not depend on the number of tokens
-        self.pos_embeds: AbsolutePositions | None = None
-        if position in ("learned_2d", "sincos_2d") or position_at != "stem":
-            self.pos_embeds = AbsolutePositions(position, grid, prefix, embed_dim)
+        self.pos_embeds = AbsolutePositions(position, grid, prefix, embed_dim) if has_table else None
         for block in self.blocks[1:] if position_at != "stem" else ():
             first_part = block.along_rows if axial else block
             first_part.added = (self.pos_embeds,)
@@ -330,9 +310,8 @@ class VariantViT(VisionTransformer):
                 first_part.added = (first_part.positions,)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        if uses_autocast(x.device.type):
-            x = x.float()  # as positions are: blocks add to these tokens
-        tokens = super()._pos_embed(x)  # with the prefix tokens
+        # with the prefix tokens; float as positions are: blocks add to these tokens
+        tokens = super()._pos_embed(x.float() if uses_autocast(x.device.type) else x)
         if self.pos_embeds is None:
             return tokens
         return self.pos_drop(tokens + self.pos_embeds())
@@ -347,9 +326,27 @@ class VariantViT(VisionTransformer):
         return super().no_weight_decay() | tables
 
 
-def resample_exported(state: Weights, model: VariantViT) -> Weights:
-    """timm's filter of weights: those that mpp has written are for the input size in the model's configuration."""
-    return resample(state, model, model.pretrained_cfg["input_size"][1:], getattr(model.patch_embed, "stride", None))
+def checkpoint_filter_fn(state: Weights, model: VariantViT) -> Weights:
+    """timm's filter; tables that it does not know are resampled, too, from those of a square.
+
+    In two dimensions as timm does, those of rows, columns and offsets along their only one.
+    """
+    resampled = {}
+    for name, wanted in model.state_dict().items():
+        path, _, kind = name.rpartition(".")
+        table = state.get(name, wanted)
+        if not path or table.shape == wanted.shape:
+            continue
+        if kind == BIAS_TABLE:
+            window = model.get_submodule(path).window_size
+            if 1 not in window:  # timm would take a line for a square
+                resampled[name] = resize_rel_pos_bias_table(table, window, wanted.shape)
+        elif "pos_embed" in kind:
+            sizes = ([1, len(wanted)], [1, len(table)], 0)
+            if kind == "pos_embed":
+                sizes = (model.patch_embed.grid_size, None, model.num_prefix_tokens)
+            resampled[name] = resample_abs_pos_embed(table[None], *sizes)[0]
+    return timm_filter(state | resampled, model)
 
 
 default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patch_embed.proj", "classifier": "head"}})
@@ -358,4 +355,4 @@ default_cfgs = generate_default_cfgs({"mpp_vit": {"url": "", "first_conv": "patc
 @register_model
 def mpp_vit(pretrained: bool = False, **options: Any) -> VariantViT:
     """The Vision Transformers that timm lacks: see `VariantViT`."""
-    return build_model_with_cfg(VariantViT, "mpp_vit", pretrained, pretrained_filter_fn=resample_exported, **options)
+    return build_model_with_cfg(VariantViT, "mpp_vit", pretrained, pretrained_filter_fn=resample, **options)
