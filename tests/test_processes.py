@@ -274,7 +274,7 @@ def test_sums_are_reduced_and_never_pickled(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0, 0]
 
 
-SHARES = [(11, False), (12, True), (2, False), (2, True)]  # rows of all, and whether they are kept in a file
+SHARES = (11, 12, 2)  # rows of all
 
 
 def share_out(rank: int, store: str) -> None:
@@ -282,9 +282,8 @@ def share_out(rank: int, store: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     accelerator = SimpleNamespace(num_processes=3, is_main_process=rank == 0)
     frozen.ROWS_PER_MESSAGE = 2
-    for count, in_file in SHARES:
+    for count in SHARES:
         whole = np.arange(2 * count).reshape(count, 2)
-        frozen.IN_MEMORY = 0 if in_file else 10**9
         own = [whole[rank::3], whole[rank::3, 0]] if rank < count else []
         collected = frozen.interleave(own, count, accelerator)
         assert len(collected) == (0 if rank else 2)

@@ -20,10 +20,9 @@ from evaluation.frozen.report_names import report_path_of_command
 from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error_of
-from evaluation.metrics.summaries import summarize_accuracies
+from evaluation.metrics.summaries import evenly_spaced, summarize_accuracies
 from mpp.config import Settings, changed_settings, nested, require
 from mpp.data.labels import AUTO
-from mpp.features.arrays import evenly_spaced
 from mpp.features.metrics import effective_ranks
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.runtime.hardware import device

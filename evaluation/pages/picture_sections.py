@@ -14,6 +14,7 @@ from evaluation.config import ReportConfig, VisualizeConfig
 from evaluation.figures.charts import plot_map
 from evaluation.frozen.report_names import report_suffix
 from evaluation.frozen.run_images import load_unchanged_splits_of
+from evaluation.metrics.summaries import evenly_spaced
 from evaluation.pages.page import Block, Missing, Picture, Section, Table, chart, figure_as_picture, image_as_picture
 from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.gallery import (
@@ -27,8 +28,7 @@ from evaluation.pictures.gallery import (
 from evaluation.pictures.subject import Subject, load_subject
 from mpp.config import flatten, rebuild
 from mpp.data.workers import deaths_explained
-from mpp.errors import Unavailable, UserError
-from mpp.features.arrays import NPZ_ERRORS, evenly_spaced
+from mpp.errors import NPZ_ERRORS, Unavailable, UserError
 from mpp.features.neighbours import Neighbours, find_other_neighbours
 from mpp.pretrain import Pretraining, is_pretraining, reopen
 from mpp.training.history import History, after_training_began, best_depth, probe_lines

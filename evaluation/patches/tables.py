@@ -11,11 +11,10 @@ from evaluation.config import SegmentationConfig
 from evaluation.figures.images import plot_segmentation
 from evaluation.figures.markdown import markdown_table
 from evaluation.metrics.pixels import PixelClasses
-from evaluation.metrics.summaries import summarize_values
+from evaluation.metrics.summaries import evenly_spaced, summarize_values
 from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchEncoder
 from evaluation.patches.masks import MaskedImages
-from mpp.features.arrays import evenly_spaced
 from mpp.features.reconstructions import as_one_picture
 from mpp.runtime.randomness import FIXED_VIEW
 

@@ -15,6 +15,7 @@ from evaluation.config import ProbeDataConfig
 from evaluation.frozen.by_class import draw_confusion
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import kind_of
+from evaluation.metrics.summaries import evenly_spaced
 from evaluation.pages.page import (
     Block,
     ColorKey,
@@ -40,7 +41,6 @@ from evaluation.predictions.summary import (
 from mpp.data.crops import limit_aspect
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
-from mpp.features.arrays import evenly_spaced
 from mpp.features.reconstructions import as_one_picture
 from mpp.runtime.messages import counted, printable
 

@@ -22,7 +22,6 @@ from mpp.data.decoding.channels import Stored, select_channels
 from mpp.data.decoding.pictures import from_pil
 from mpp.data.views import Batch
 from mpp.errors import Unavailable
-from mpp.features.arrays import IN_MEMORY, empty_array, let_go
 from mpp.models.encoder import Normalize
 from mpp.models.plain import has_class
 from mpp.runtime.processes import gloo_group
@@ -182,7 +181,7 @@ def to_pixels(image: Tensor | Image.Image, channels: int) -> Tensor:
 def extract(
     batches: Iterable[Batch], encode: Callable[[Tensor], list[Tensor]], count: int, accelerator: Accelerator
 ) -> tuple[list[NDArray[np.float32]], NDArray[np.int64]]:
-    """Features of a whole dataset, on the main process; empty on the others. Large arrays are mapped from files.
+    """Features of a whole dataset, on the main process; empty on the others.
 
     Args:
         batches: of this process: the images rank, rank + processes, ... in their order.
@@ -192,31 +191,25 @@ def extract(
         (count, D) for each depth; labels (count,), or (count, L) where an image may have several. On the other
         processes no depth, and no label.
     """
-    own_count = len(range(accelerator.process_index, count, accelerator.num_processes))
-    own: list[NDArray] = []  # of each depth; of the labels
+    columns: list[NDArray] = []  # of this process: features of each depth, then labels
     filled = 0
     for batch in batches:
         with torch.no_grad(), accelerator.autocast():
             encoded = encode(batch.images.to(accelerator.device, non_blocking=True))
-        arrays = [features.float().cpu().numpy() for features in encoded]
-        arrays.append(batch.labels.numpy())
-        own = own or empty_like(arrays, own_count)
-        for rows, array in zip(own, arrays, strict=True):
-            rows[filled : filled + len(array)] = array
-            let_go(rows)
+        arrays = [*(features.float().cpu().numpy() for features in encoded), batch.labels.numpy()]
+        columns = columns or empty_like(arrays, len(range(accelerator.process_index, count, accelerator.num_processes)))
+        for column, array in zip(columns, arrays, strict=True):
+            column[filled : filled + len(array)] = array
         filled += len(batch.labels)
     if accelerator.num_processes > 1:
-        own = interleave(own, count, accelerator)
-    if not accelerator.is_main_process:
-        return [], np.empty(0, np.int64)
-    *features, labels = own
+        columns = interleave(columns, count, accelerator)
+    *features, labels = columns or [np.empty(0, np.int64)]
     return features, labels
 
 
 def empty_like(arrays: Sequence[NDArray], count: int) -> list[NDArray]:
-    """Arrays of `count` rows like these; in files where they are too large for memory together."""
-    in_files = count * sum(array[:1].nbytes for array in arrays) > IN_MEMORY
-    return [empty_array((count, *array.shape[1:]), array.dtype, in_files) for array in arrays]
+    """Arrays of `count` rows like these, to be filled."""
+    return [np.empty((count, *array.shape[1:]), array.dtype) for array in arrays]
 
 
 def interleave(own: Sequence[NDArray], count: int, accelerator: Accelerator) -> list[NDArray]:
@@ -225,14 +218,11 @@ def interleave(own: Sequence[NDArray], count: int, accelerator: Accelerator) -> 
     whole: list[NDArray] = []
     for first in range(0, count, ROWS_PER_MESSAGE * processes):
         start = first // processes
-        message = [np.asarray(array[start : start + ROWS_PER_MESSAGE]) for array in own]
-        messages: list[Any] | None = [None] * processes if accelerator.is_main_process else None
+        message = [array[start : start + ROWS_PER_MESSAGE] for array in own]
+        messages = [None] * processes if accelerator.is_main_process else None
         torch.distributed.gather_object(message, messages, group=gloo_group())
-        if messages is None:
-            continue
-        whole = whole or empty_like(own, count)
-        for rank, of_rank in enumerate(messages):
-            for array, rows in zip(whole, of_rank, strict=False):
-                array[first + rank : first + ROWS_PER_MESSAGE * processes : processes] = rows
-                let_go(array)
+        for rank, of_rank in enumerate(messages or []):
+            whole = whole or empty_like(own, count)
+            for column, rows in zip(whole, of_rank, strict=False):
+                column[first + rank : first + ROWS_PER_MESSAGE * processes : processes] = rows
     return whole

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from mpp.config import Grid
 from mpp.corruption import Corruption, Kind
-from mpp.errors import UserError
-from mpp.features.arrays import NPZ_ERRORS
+from mpp.errors import NPZ_ERRORS, UserError
 from mpp.objectives import Objective, patches_at
 from mpp.runtime.files import complete
 
