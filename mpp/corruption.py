@@ -6,7 +6,7 @@ B images, N patches on a grid of rows x columns, K corrupted patches, D width.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from enum import IntEnum
 from functools import cache
@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mpp.config import CorruptionConfig, Grid, require
 from mpp.config.imports import Registry
-from mpp.errors import UserError
 from mpp.runtime.randomness import DrawUniform, Stream, endless_uniforms
 
 Positions = NDArray[np.int64]
@@ -47,8 +47,8 @@ class Corruption(NamedTuple):
     """(B, U) int64, ascending: further patches that are masked but not predicted. None: there are none."""
 
     def to(self, device: torch.device | str) -> "Corruption":
-        """The same on a device."""
-        return Corruption(*(part if part is None else part.to(device) for part in self))
+        """The same on a device; the host does not wait for pinned memory."""
+        return Corruption(*(part if part is None else part.to(device, non_blocking=True) for part in self))
 
     @property
     def unseen(self) -> Tensor:
@@ -105,16 +105,13 @@ def blockwise(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -
     wide, as far as whole numbers and the grid allow. Of a rectangle with more patches than are left, the first ones in
     reading order are corrupted.
     """
-    corrupted = np.zeros(grid, bool)
-    count = corrupted_count(config.rate, corrupted.size)
-    while (left := count - np.count_nonzero(corrupted)) > 0:
-        area_number, ratio_number, row_number, column_number = draw_uniform(4)
+    count = corrupted_count(config.rate, math.prod(grid))
+
+    def shape(area_number: float, ratio_number: float, left: int) -> tuple[float, float]:
         area = min(MIN_RECTANGLE_PATCHES, count) + area_number * max(left - MIN_RECTANGLE_PATCHES, 0)
-        ratio = MIN_RECTANGLE_RATIO ** (1 - 2 * ratio_number)  # its logarithm is uniform, as in BEiT's code
-        inside = rectangle(grid, area, ratio, row_number, column_number)
-        new = np.flatnonzero(inside & ~corrupted)
-        corrupted.flat[new[:left]] = True
-    return np.flatnonzero(corrupted)
+        return area, MIN_RECTANGLE_RATIO ** (1 - 2 * ratio_number)  # its logarithm is uniform, as in BEiT's code
+
+    return union_of_rectangles(config, grid, draw_uniform, shape, from_corner=False)
 
 
 def multiblock(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
@@ -123,17 +120,12 @@ def multiblock(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) 
     A rectangle is from 0.75 to 1.5 times as high as wide, as far as whole numbers and the grid allow. The last one is
     cut to the number left, beginning at a corner that is drawn: all sides of the image are corrupted equally often.
     """
-    corrupted = np.zeros(grid, bool)
-    count = corrupted_count(config.rate, corrupted.size)
-    while (left := count - np.count_nonzero(corrupted)) > 0:
-        area_number, ratio_number, row_number, column_number, corner_number = draw_uniform(5)
-        area = (0.15 + 0.05 * area_number) * corrupted.size
-        ratio = 0.75 * 2**ratio_number
-        inside = rectangle(grid, area, ratio, row_number, column_number)
-        new = np.flatnonzero(inside & ~corrupted)
-        from_corner = np.argsort(reading_rank(grid, corner_number)[new])
-        corrupted.flat[new[from_corner][:left]] = True
-    return np.flatnonzero(corrupted)
+    patches = math.prod(grid)
+
+    def shape(area_number: float, ratio_number: float, left: int) -> tuple[float, float]:
+        return (0.15 + 0.05 * area_number) * patches, 0.75 * 2**ratio_number
+
+    return union_of_rectangles(config, grid, draw_uniform, shape, from_corner=True)
 
 
 PATTERNS = Registry(
@@ -148,27 +140,43 @@ PATTERNS = Registry(
 """Patterns by name: settings, grid and a source of uniform numbers -> positions."""
 
 
-def rectangle(grid: Grid, area: float, ratio: float, row_number: float, column_number: float) -> NDArray[np.bool_]:
-    """A rectangle of about this area and height / width within the grid, as a mask (rows, columns).
+def union_of_rectangles(
+    config: CorruptionConfig,
+    grid: Grid,
+    draw_uniform: DrawUniform,
+    shape: Callable[[float, float, int], tuple[float, float]],
+    from_corner: bool,
+) -> Positions:
+    """Rectangles within the grid, one after the other, until K patches are in one.
 
     Args:
-        row_number, column_number: in [0, 1): its place.
+        shape: two numbers in [0, 1), and the number of patches left -> about the area, and height / width.
+        from_corner: of a rectangle with more patches than are left take the first ones from any corner on, not always
+            in reading order.
     """
     rows, columns = grid
-    height = min(max(1, round(math.sqrt(area * ratio))), rows)
-    width = min(max(1, round(math.sqrt(area / ratio))), columns)
-    top = int(row_number * (rows - height + 1))
-    left = int(column_number * (columns - width + 1))
-    inside = np.zeros(grid, bool)
-    inside[top : top + height, left : left + width] = True
-    return inside
+    corrupted = np.zeros(grid, bool)
+    count = corrupted_count(config.rate, corrupted.size)
+    while (left := count - np.count_nonzero(corrupted)) > 0:
+        area_number, ratio_number, row_number, column_number = draw_uniform(4)
+        area, ratio = shape(area_number, ratio_number, left)
+        height = min(max(1, round(math.sqrt(area * ratio))), rows)
+        width = min(max(1, round(math.sqrt(area / ratio))), columns)
+        row = int(row_number * (rows - height + 1))
+        column = int(column_number * (columns - width + 1))
+        new = ~corrupted
+        new[:row] = new[row + height :] = False
+        new[:, :column] = new[:, column + width :] = False
+        order = reading_order(grid, draw_uniform(1)[0] if from_corner else 0)
+        corrupted.flat[order[new.flat[order]][:left]] = True
+    return np.flatnonzero(corrupted)
 
 
-def reading_rank(grid: Grid, number: float) -> NDArray[np.int64]:
-    """Rank of each patch (N,) in one of eight reading orders: by rows or by columns, from any corner on.
+def reading_order(grid: Grid, number: float) -> Positions:
+    """All positions (N,) in one of eight reading orders: by rows or by columns, from any corner on.
 
     Args:
-        number: in [0, 1): which order.
+        number: in [0, 1): which order; 0: by rows from the first patch on.
     """
     choice = int(8 * number)
     positions = np.arange(math.prod(grid)).reshape(grid)
@@ -178,9 +186,7 @@ def reading_rank(grid: Grid, number: float) -> NDArray[np.int64]:
         positions = positions[::-1]
     if choice & 2:
         positions = positions[:, ::-1]
-    rank = np.empty(positions.size, np.int64)
-    rank[positions.ravel()] = np.arange(positions.size)
-    return rank
+    return positions.ravel()
 
 
 def positions_to_hide(
@@ -190,11 +196,10 @@ def positions_to_hide(
 
     Of the patches that are not corrupted, 1 - context are hidden, beginning at an edge.
     """
-    uncorrupted = np.setdiff1d(np.arange(math.prod(grid)), positions)
-    context_size = max(1, round(config.context * len(uncorrupted)))
-    rank = reading_rank(grid, draw_uniform(1)[0])[uncorrupted]
-    from_edge = uncorrupted[np.argsort(rank)]
-    return np.sort(from_edge[: len(uncorrupted) - context_size])
+    order = reading_order(grid, draw_uniform(1)[0])
+    from_edge = order[~np.isin(order, positions)]
+    context_size = max(1, round(config.context * len(from_edge)))
+    return np.sort(from_edge[: len(from_edge) - context_size])
 
 
 def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int) -> Corruption:
@@ -207,7 +212,12 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     patches = math.prod(grid)
     chosen = PATTERNS[config.pattern](config, grid, draw_uniform)
     positions = np.sort(np.atleast_1d(chosen))  # None, of a function without a return, is refused below
-    require_some_patches(positions, patches, config.pattern)
+    fits = positions.ndim == 1 and positions.dtype == np.int64 and 0 < len(positions) < patches
+    fits = fits and positions[0] >= 0 and positions[-1] < patches and not (positions[1:] == positions[:-1]).any()
+    if not fits:  # a mask of all patches is none, and a patch that is drawn twice would count twice
+        given = f"{config.pattern}, which chose {np.array2string(positions, threshold=8)}"
+        allowed = f"one that chooses different whole numbers (int64) from 0 to {patches - 1}, not all of them"
+        require(False, "corruption.pattern", given, allowed)
     count = len(positions)
     # The order in which the numbers are drawn is part of the result: a pattern's hidden patches are drawn last.
     kind_numbers, source_numbers, shift_numbers = draw_uniform(3 * count).reshape(3, count)
@@ -215,10 +225,8 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     kinds = (kind_numbers >= config.mask).astype(np.int64) + (kind_numbers >= config.mask + config.random)
     is_random = kinds == Kind.RANDOM.value
     from_batch = config.source == "batch"
-    if from_batch:  # any patch of another image
-        others = (source_numbers * patches).astype(np.int64)
-    else:  # any patch of the image but itself
-        others = (source_numbers * (patches - 1)).astype(np.int64)
+    others = (source_numbers * (patches - 1 + from_batch)).astype(np.int64)  # any patch of another image, or
+    if not from_batch:  # any of the image but itself
         others += others >= positions
     drawn = {"positions": positions, "kinds": kinds, "sources": np.where(is_random, others, positions)}
     if from_batch:
@@ -226,20 +234,6 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     if config.pattern == "multiblock":
         drawn["hidden"] = positions_to_hide(config, grid, positions, draw_uniform)
     return Corruption(**{name: torch.from_numpy(part) for name, part in drawn.items()})
-
-
-def require_some_patches(positions: Positions, patch_count: int, pattern: str) -> None:
-    """Raise UserError where a pattern's positions, sorted, are not some of the N patches, each once.
-
-    A mask of all patches is none, and a patch that is drawn twice would count twice.
-    """
-    fits = positions.ndim == 1 and positions.dtype == np.int64 and 0 < len(positions) < patch_count
-    fits = fits and positions[0] >= 0 and positions[-1] < patch_count
-    if not fits or (positions[1:] == positions[:-1]).any():
-        raise UserError(
-            f"corruption.pattern is {pattern}, which chose {np.array2string(positions, threshold=8)}; it must choose "
-            f"different whole numbers (int64) from 0 to {patch_count - 1}, not all of them"
-        )
 
 
 def stack(drawn: Sequence[Corruption]) -> Corruption:
@@ -262,7 +256,7 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
     batch, patches, width = embeddings.shape
     mask_token = mask_token.to(embeddings.dtype)
     flat = source_images(corruption, batch) * patches + corruption.sources
-    replaced = torch.nn.functional.embedding(flat, embeddings.flatten(0, 1))  # (B, K, D)
+    replaced = F.embedding(flat, embeddings.flatten(0, 1))  # (B, K, D)
     is_masked = (corruption.kinds == int(Kind.MASK))[..., None]  # an int: the compiler takes an enum for unequal
     replaced = torch.where(is_masked, mask_token, replaced)
     embeddings = embeddings.scatter(1, corruption.positions[..., None].expand(-1, -1, width), replaced)
