@@ -42,7 +42,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
 from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at
-from mpp.features.metrics import effective_ranks
+from mpp.features.metrics import effective_rank
 from mpp.features.neighbours import find_neighbours, knn_means, knn_predict
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
@@ -645,11 +645,11 @@ def test_effective_rank_counts_directions():
     orthonormal = torch.linalg.qr(torch.randn(50, 8, dtype=torch.double, generator=generator))[0]
     directions = [3 * orthonormal[:, :count] @ torch.eye(8)[:count].double() for count in (1, 2, 8)]
     cpu = torch.device("cpu")
-    assert effective_ranks(directions, cpu) == pytest.approx([1, 2, 8], rel=1e-6)
+    assert [effective_rank(rows, cpu) for rows in directions] == pytest.approx([1, 2, 8], rel=1e-6)
     drawn = torch.randn(40, 12, generator=generator) * torch.linspace(0, 5, 12)
     collapsed = drawn[:1] + torch.tensor([0, 1e-7, 1e-5, 1e-3])[:, None, None] * drawn
     parts = [drawn, drawn.T, 100 * drawn, torch.zeros(5, 3), *collapsed, torch.zeros(40, 12)]
-    ranks = effective_ranks(parts, cpu)
+    ranks = [effective_rank(part, cpu) for part in parts]
     assert ranks[:3] == pytest.approx([rank_by_svd(drawn)] * 3)
     assert ranks[3] == ranks[-1] == 0
     assert ranks[4:-1] == pytest.approx([rank_by_svd(part) for part in collapsed], rel=1e-4)

@@ -5,7 +5,6 @@ weight. B images, N patches, K corrupted patches, D width of features, M held-ou
 """
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -264,23 +263,17 @@ def is_right(predicted: Tensor, labels: Tensor) -> Tensor:
     return (predicted[:, None] == labels.reshape(len(labels), -1)).any(1)
 
 
-def effective_ranks(features: Sequence[Tensor | NDArray], device: torch.device) -> list[float]:
-    """Effective rank at each depth (RankMe: Garrido et al., 2023): the number of directions in which features spread.
+def effective_rank(features: Tensor | NDArray, device: torch.device) -> float:
+    """Effective rank of features (N, D) (RankMe: Garrido et al., 2023): the number of directions in which they spread.
 
     A loss does not show the collapse of features; their rank does.
 
-    Args:
-        features: (N, D) for each depth; D may differ.
     Returns:
-        A rank for each depth, from 1 to min(N, D): k where k orthogonal directions are equally strong; 0 where all
-        features of a depth are 0.
+        From 1 to min(N, D): k where k orthogonal directions are equally strong; 0 where all features are 0.
     """
-    ranks = []
-    for of_depth in features:
-        rows = torch.as_tensor(of_depth).to(device).double()
-        count, width = rows.shape
-        ranks.append(rank_of_gram(rows @ rows.T if count < width else rows.T @ rows))
-    return ranks
+    rows = torch.as_tensor(features).to(device).double()
+    count, width = rows.shape
+    return rank_of_gram(rows @ rows.T if count < width else rows.T @ rows)
 
 
 def rank_of_gram(gram: Tensor) -> float:
