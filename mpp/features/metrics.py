@@ -129,7 +129,7 @@ def measure_predictions(
     for kind in Kind:
         of_kind = corruption.kinds == kind
         if counted is not None:
-            of_kind &= counted
+            of_kind &= counted.to(of_kind.device)
         sums[f"count_{kind.name.lower()}"] = of_kind.sum().double()
         sums[f"right_{kind.name.lower()}"] = (right[0] * of_kind).sum()
         if kind == Kind.MASK:
