@@ -88,7 +88,8 @@ def extract_split(
     batches = RecordedBatches(
         progress_bar(loader, desc=progress, disable=not shows_progress), views.dataset.split, strict
     )
-    by_depth, labels = extract(batches, encode, count, accelerator)
+    features, labels = extract(batches, encode, count, accelerator)
+    by_depth, labels = [each.numpy() for each in features], labels.numpy()
 
     requested = np.arange(rank, count, processes)
     replaced = requested[requested != np.array(batches.indices, np.int64)]

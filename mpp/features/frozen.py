@@ -11,7 +11,6 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from PIL import Image
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from mpp.models.plain import has_class
 from mpp.runtime.processes import gloo_group
 
 IMAGES_PER_FORWARD = 64
-ROWS_PER_MESSAGE = 4096  # of each process: bounds the memory
 
 
 # --- the features of some images ---
@@ -180,49 +178,47 @@ def to_pixels(image: Tensor | Image.Image, channels: int) -> Tensor:
 
 def extract(
     batches: Iterable[Batch], encode: Callable[[Tensor], list[Tensor]], count: int, accelerator: Accelerator
-) -> tuple[list[NDArray[np.float32]], NDArray[np.int64]]:
-    """Features of a whole dataset, on the main process; empty on the others.
+) -> tuple[list[Tensor], Tensor]:
+    """Features of a whole dataset, on the CPU of the main process; empty on the others.
 
     Args:
         batches: of this process: the images rank, rank + processes, ... in their order.
         encode: images (B, C, H, W) on the device to features (B, D), one for each depth.
         count: images of the dataset.
     Returns:
-        (count, D) for each depth; labels (count,), or (count, L) where an image may have several. On the other
+        (count, D) float32 for each depth; labels (count,), or (count, L) where an image may have several. On the other
         processes no depth, and no label.
     """
-    columns: list[NDArray] = []  # of this process: features of each depth, then labels
+    rows = -(-count // accelerator.num_processes)  # of each process: the last row may be empty
+    columns: list[Tensor] = []
     filled = 0
     for batch in batches:
         with torch.no_grad(), accelerator.autocast():
             encoded = encode(batch.images.to(accelerator.device, non_blocking=True))
-        arrays = [*(features.float().cpu().numpy() for features in encoded), batch.labels.numpy()]
-        columns = columns or empty_like(arrays, len(range(accelerator.process_index, count, accelerator.num_processes)))
-        for column, array in zip(columns, arrays, strict=True):
-            column[filled : filled + len(array)] = array
+        parts = [*(features.float().cpu() for features in encoded), batch.labels]
+        columns = columns or [part.new_empty(rows, *part.shape[1:]) for part in parts]
+        for column, part in zip(columns, parts, strict=True):
+            column[filled : filled + len(part)] = part
         filled += len(batch.labels)
     if accelerator.num_processes > 1:
-        columns = interleave(columns, count, accelerator)
-    *features, labels = columns or [np.empty(0, np.int64)]
+        columns = gather_rows(columns, count, accelerator)
+    *features, labels = columns or [torch.empty(0, dtype=torch.int64)]
     return features, labels
 
 
-def empty_like(arrays: Sequence[NDArray], count: int) -> list[NDArray]:
-    """Arrays of `count` rows like these, to be filled."""
-    return [np.empty((count, *array.shape[1:]), array.dtype) for array in arrays]
+def gather_rows(own: list[Tensor], count: int, accelerator: Accelerator) -> list[Tensor]:
+    """All rows of each column, on the main process; no column on the others.
 
-
-def interleave(own: Sequence[NDArray], count: int, accelerator: Accelerator) -> list[NDArray]:
-    """All rows, on the main process: process r has the rows r, r + processes, ...; no arrays where it has none."""
-    processes = accelerator.num_processes
-    whole: list[NDArray] = []
-    for first in range(0, count, ROWS_PER_MESSAGE * processes):
-        start = first // processes
-        message = [array[start : start + ROWS_PER_MESSAGE] for array in own]
-        messages = [None] * processes if accelerator.is_main_process else None
-        torch.distributed.gather_object(message, messages, group=gloo_group())
-        for rank, of_rank in enumerate(messages or []):
-            whole = whole or empty_like(own, count)
-            for column, rows in zip(whole, of_rank, strict=False):
-                column[first + rank : first + ROWS_PER_MESSAGE * processes : processes] = rows
+    Args:
+        own: as many rows in each process, perhaps one too many: process r has the rows r, r + processes, ...; no
+            columns where it has none.
+    """
+    blank = [[torch.empty_like(column, device="meta") for column in own]]
+    torch.distributed.broadcast_object_list(blank, src=0, group=gloo_group())
+    whole = []
+    for column in own or [torch.empty_like(column, device="cpu") for column in blank[0]]:
+        parts = [torch.empty_like(column) for _ in range(accelerator.num_processes)]
+        torch.distributed.gather(column, parts if accelerator.is_main_process else None, group=gloo_group())
+        if accelerator.is_main_process:
+            whole.append(torch.stack(parts, dim=1).flatten(0, 1)[:count])
     return whole

@@ -231,7 +231,7 @@ class Probe:
             return features
 
         features, labels = extract(self.loader.batches(views), encode, len(views.dataset), self.accelerator)
-        return dict(zip(names, map(torch.from_numpy, features), strict=False)), torch.from_numpy(labels)
+        return dict(zip(names, features, strict=False)), labels
 
 
 def crop_and_enlarge(images: Tensor, part: Part) -> Tensor:
