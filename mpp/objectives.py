@@ -9,7 +9,6 @@ S softmaxes give a colour: one, or one for each channel.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,8 +21,6 @@ from mpp.config.imports import Registry
 from mpp.gradients import ORIENTATION_BINS, oriented_gradients
 from mpp.palette import MOST_CLASSES, Palette, palette_for
 
-DISTANCES: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss, None: F.mse_loss}
-"""Mean distances over all values of all patches, by `objective.loss`."""
 GREY = 128  # in pictures, for [mask] and other patches without a colour
 
 
@@ -84,10 +81,6 @@ class Objective(nn.Module):
     def decide(self, predictions: Tensor) -> Tensor:
         """The most likely targets, (B, K, ...)."""
         return predictions
-
-    def pictures(self, predictions: Tensor, targets: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
-        """Predictions and targets as pixels: see `paint`."""
-        return self.paint(self.decide(predictions), clean), self.paint(targets, clean)
 
     def colour_classes(self, targets: Tensor) -> Tensor:
         """Colour classes of targets, (B, K, cells * S) int64, where there is a palette.
@@ -151,7 +144,33 @@ class MeanColor(Objective):
         return torch.distributions.Categorical(logits=logits).entropy().sum(-1) / math.log(2)
 
 
-class Pixels(Objective):
+class Regression(Objective):
+    """Regress targets (B, K, ...) by their mean distance from the predictions over all values: `objective.loss`.
+
+    It is the squared distance (L2) by default, and of a teacher's features the smooth L1.
+    """
+
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
+        super().__init__(config, patch_size, channels)
+        distances = {
+            "l1": F.l1_loss,
+            "l2": F.mse_loss,
+            "smooth_l1": partial(F.smooth_l1_loss, beta=config.beta),
+            "cosine": cosine_distance,
+        }
+        self.distance = distances[config.loss or ("smooth_l1" if config.name == "features" else "l2")]
+
+    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return self.distance(predictions, targets.flatten(2))
+
+
+def cosine_distance(predictions: Tensor, targets: Tensor) -> Tensor:
+    """Mean of 1 - cosine of prediction and target, (..., D) each: 0 where they point the same way."""
+    cosines = F.cosine_similarity(predictions, targets, dim=-1)
+    return (1 - cosines).mean()
+
+
+class Pixels(Regression):
     """Regress the patch's pixels, scaled to [-1, 1], by their mean squared (L2) or mean absolute (L1, SimMIM) error.
 
     Accuracy: the share of patches whose mean predicted pixel falls in the colour class of the true mean; of many
@@ -167,7 +186,6 @@ class Pixels(Objective):
 
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
-        self.distance = DISTANCES[config.loss]
         self.outputs = channels * patch_size**2
         self.is_normalized = config.normalize == "patch"
         if not self.is_normalized:
@@ -185,8 +203,7 @@ class Pixels(Objective):
         return (pixels - mean) / deviation
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        scaled = targets if self.is_normalized else scale_pixels(targets)
-        return self.distance(predictions, scaled.flatten(2))
+        return super().loss(predictions, targets if self.is_normalized else scale_pixels(targets))
 
     def decide(self, predictions: Tensor) -> Tensor:
         scaled = predictions.unflatten(-1, (self.channels, self.patch_size, self.patch_size))
@@ -209,7 +226,7 @@ def moments(patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return pixels, mean, (variance + 1e-6).sqrt()
 
 
-class Hog(Objective):
+class Hog(Regression):
     """Regress the histograms of oriented gradients of the patch's cells, in each colour channel (MaskFeat).
 
     No accuracy and no picture: a histogram of edges has no colour. The targets of 16 images at 224 pixels take 50 to 60
@@ -220,7 +237,6 @@ class Hog(Objective):
         super().__init__(config, patch_size, channels)
         self.cell = min(config.cell, patch_size)
         require(patch_size % self.cell == 0, "objective.cell", self.cell, f"a divisor of the patch size ({patch_size})")
-        self.distance = DISTANCES[config.loss]
         self.side = patch_size // self.cell  # side of the patch, in cells
         self.outputs = self.side**2 * channels * ORIENTATION_BINS
 
@@ -229,51 +245,19 @@ class Hog(Objective):
         patches = rearrange(cells, "b c o (h g) (w f) -> b (h w) (g f c o)", g=self.side, f=self.side)
         return select_patches(patches, positions)
 
-    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return self.distance(predictions, targets)
 
-
-class TeacherFeatures(Objective):
+class TeacherFeatures(Regression):
     """Regress a teacher's features of the patch; the network gives the targets (mpp/models/teachers.py).
 
-    No accuracy: features have no classes. Pictures show predictions and targets along the first principal components of
-    these targets: the first as the first channel, and so on.
+    No accuracy and no picture: features have no classes and no colours.
 
     Args:
         width: of the teacher's features.
     """
 
-    shown = "features, by the principal components of the targets"
-
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int, width: int):
         super().__init__(config, patch_size, channels)
         self.outputs = width
-        smooth_l1 = partial(F.smooth_l1_loss, beta=config.beta)
-        distances = DISTANCES | {None: smooth_l1, "smooth_l1": smooth_l1, "cosine": cosine_distance}
-        self.distance = distances[config.loss]
-
-    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return self.distance(predictions, targets)
-
-    def pictures(self, predictions: Tensor, targets: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
-        rows = targets.flatten(0, 1).double()
-        mean = rows.mean(0)
-        directions = torch.linalg.svd(rows - mean, full_matrices=False)[2][: self.channels]  # fewer of few patches
-        reach = 2 * ((rows - mean) @ directions.T).square().mean(0).sqrt()  # most of the targets lie within
-
-        def paint(features: Tensor) -> Tensor:
-            scores = (features.double() - mean) @ directions.T  # (B, K, channels)
-            colors = (127.5 + 127.5 * scores / reach.clamp(min=1e-12)).clamp(0, 255)
-            colors = F.pad(colors, (0, self.channels - len(directions)), value=GREY)
-            return colors[..., None, None].expand(clean.shape)
-
-        return paint(predictions), paint(targets)
-
-
-def cosine_distance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Mean of 1 - cosine of prediction and target, (..., D) each: 0 where they point the same way."""
-    cosines = F.cosine_similarity(predictions, targets, dim=-1)
-    return (1 - cosines).mean()
 
 
 OBJECTIVES = Registry(

@@ -44,18 +44,17 @@ class Palette(NamedTuple):
         whole = 255 * math.prod(pixels.shape[-2:])
         level = pixels.sum((-2, -1), dtype=torch.float64) * levels / whole
         level = level.long().clamp(max=levels - 1)
-        return level if self.factorized else (level * self.place_values(level.device)).sum(-1, keepdim=True)
+        return (level.unflatten(-1, (self.softmaxes, -1)) * self.place_values(level.device)).sum(-1)
 
     def colors(self, classes: Tensor) -> Tensor:
         """The middle of each class's bin; (..., S) int64 to (..., C) uint8."""
         levels = 2**self.bits
-        if not self.factorized:
-            classes = classes // self.place_values(classes.device) % levels
-        return ((2 * classes + 1) * 255 // (2 * levels)).to(torch.uint8)
+        level = (classes[..., None] // self.place_values(classes.device) % levels).flatten(-2)
+        return ((2 * level + 1) * 255 // (2 * levels)).to(torch.uint8)
 
     def place_values(self, device: torch.device) -> Tensor:
-        """(C,): the class number of a level of each channel, where all channels together have one class."""
-        return 2 ** (self.bits * torch.arange(self.channels - 1, -1, -1, device=device))
+        """(C / S,): the class number of a level of each channel of a softmax."""
+        return 2 ** (self.bits * torch.arange(self.channels // self.softmaxes - 1, -1, -1, device=device))
 
     def count(self, classes: Tensor) -> Tensor:
         """Number of occurrences of each class: (n, cells * S) int64 to (S, classes) float64."""

@@ -113,8 +113,8 @@ def test_a_single_patch_of_one_value_has_a_loss_and_a_picture(name):
     targets = torch.ones(1, 1, 2) if is_of_features else tested.targets(clean, torch.zeros(1, 1, dtype=torch.int64))
     predictions = torch.zeros(1, 1, tested.outputs)
     assert tested.loss(predictions, targets).isfinite()
-    for picture in tested.pictures(predictions, targets, patchify(clean, 1)):
-        assert picture.isfinite().all()
+    for shown in (tested.decide(predictions), targets):
+        assert tested.paint(shown, patchify(clean, 1)).isfinite().all()
 
 
 def test_patches_are_in_the_encoders_order_and_taken_where_asked():

@@ -86,8 +86,7 @@ def draw_predictions(subject: Subject) -> Drawing:
     """Original, corrupted, predicted and true patches of held-out images, and the entropy of the predictions.
 
     `pixels`, `hog` and `features` are regressions and have no entropy. Pixels normalised by patch are drawn with each
-    patch's true mean and deviation, which the model does not predict; `features` as the first principal components of
-    the targets; `hog` is not drawn.
+    patch's true mean and deviation, which the model does not predict; `hog` and `features` are grey.
     """
     task = open_pretraining(subject)
     with subject.accelerator.autocast():

@@ -64,7 +64,8 @@ def prediction_columns(
     clean = select_patches(patches, corruption.positions)
     index = corruption.positions[..., None, None, None].expand_as(clean)
     columns = [patches]
-    for pixels in objective.pictures(predictions, targets, clean):
+    for shown in (objective.decide(predictions), targets):
+        pixels = objective.paint(shown, clean)
         columns.append(patches.scatter(1, index, pixels.to(patches.dtype)))
     original, predicted, true = stretch(unpatchify(torch.stack(columns), images), images)
     return torch.stack([original, as_seen(original, corruption, objective.patch_size), predicted, true])
