@@ -164,13 +164,12 @@ def to_pixels(image: Tensor | Image.Image, channels: int) -> Tensor:
         image = torch.from_numpy(np.ascontiguousarray(values))  # the view of an upright image may run backwards
     allowed = f"PIL images of 8 bits, or a tensor (B, {channels}, H, W), of torch.uint8 or from 0 to 255"
     require(torch.is_tensor(image), "images", f"of {type(image).__name__}", allowed)
-    pixels = image if image.dtype == torch.uint8 else image.float()
-    largest = pixels.max()
-    in_range = pixels.min() >= 0 and (largest == 0 or 1 < largest <= 255)  # many libraries have values from 0 to 1
-    is_of_bytes = image.dtype == torch.uint8 or (image.is_floating_point() and bool(in_range))
+    low, high = image.float().aminmax()
+    is_in_range = low == high == 0 or (low >= 0 and 1 < high <= 255)  # many libraries have values from 0 to 1
+    is_of_bytes = image.dtype == torch.uint8 or (image.is_floating_point() and is_in_range)
     fits = image.ndim == 3 and len(image) == channels and is_of_bytes
-    require(fits, "images", f"{image.dtype} {tuple(image.shape)} each up to {largest:g}", allowed)
-    return pixels.cpu()
+    require(fits, "images", f"{image.dtype} {tuple(image.shape)} each up to {high:g}", allowed)
+    return (image if image.dtype == torch.uint8 else image.float()).cpu()
 
 
 # --- all images of a dataset ---

@@ -153,22 +153,20 @@ class Probe:
         self.sets: dict[str, list[ViewDataset]] = {}
         """Scalars' name -> the images that are probed and, unless it is `agreement`, those whose labels vote."""
 
-        def add(dataset: ImageDataset, count: int, seed: int, data: DataConfig = data) -> ViewDataset:
-            return loader.add(ViewDataset(dataset.choose(count, seed), data, img_size))
+        def add(name: str, data: DataConfig, *images: ImageDataset) -> None:
+            choices = (data.eval_images, data.cut_seed), (config.images, data.eval_seed)
+            chosen = [each.choose(*choice) for each, choice in zip(images, choices, strict=False)]
+            self.sets[name] = [loader.add(ViewDataset(each, data, img_size)) for each in chosen]
 
         train, test = train_images.labelled(), held_out.labelled()
         if train is None or test is None or train.labels.ndim > 1:  # there are no labels
             few = min(data.eval_images, MAX_IMAGES_FOR_RANK)
-            self.sets["agreement"] = [add(held_out, few, data.cut_seed)]
+            add("agreement", replace(data, eval_images=few), held_out)
         else:
-            tested = add(test, data.eval_images, data.cut_seed)
-            self.sets["knn"] = [tested, add(train, config.images, data.eval_seed)]
-            note_tested(train.labels, tested.dataset.labels, train.class_names)
+            add("knn", data, test, train)
+            note_tested(train.labels, self.sets["knn"][0].dataset.labels, train.class_names)
         if general is not None:
-            as_photographs = settings_of_general_images(data)
-            tested = add(general.test.labelled(), data.eval_images, data.cut_seed, as_photographs)
-            voting = add(general.reference.labelled(), config.images, data.eval_seed, as_photographs)
-            self.sets[GENERAL] = [tested, voting]
+            add(GENERAL, settings_of_general_images(data), general.test.labelled(), general.reference.labelled())
 
     @property
     def image_count(self) -> int:
