@@ -64,10 +64,6 @@ class Shard(NamedTuple):
         """File of the notes on its images."""
         return Path(self.config.out) / NOTES_FOLDER / f"{self.file.stem}.json"
 
-    def is_written(self) -> bool:
-        """Whether the shard and its notes are there."""
-        return self.file.is_file() and self.notes.is_file()
-
 
 # --- shards ---
 
@@ -137,7 +133,7 @@ def select_columns(config: PrepareConfig, rows: datasets.Dataset) -> datasets.Da
     """The images, as the column `image`, and their labels."""
     image_column = find_image_column(config.data, rows.features)
     label_column, _ = find_label_column(config.data, rows.features)
-    columns = [name for name in rows.column_names if name in (image_column, label_column)]
+    columns = [name for name in dict.fromkeys((image_column, label_column)) if name]
     others = [name for name in rows.column_names if name not in columns]
     if others:
         note(f"the shards have images and labels only, without {', '.join(others)}; data.label_column names the labels")
@@ -238,10 +234,8 @@ def records_of_folder(config: PrepareConfig) -> dict[str, Any]:
 
 def open_folder(config: PrepareConfig, records: dict[str, Any]) -> None:
     """Save settings and images of a new folder; refuse one that was prepared from other images."""
-    before = records_of_folder(config) or records
-    changed = [split for split in before | records if before.get(split) != records.get(split)]
-    given = f"{config.out}, prepared from other images ({', '.join(changed)})"
-    require(not changed, "out", given, "another folder")
+    is_same = records_of_folder(config) in ({}, records)
+    require(is_same, "out", f"{config.out}, prepared from other images", "another folder")
     notes = Path(config.out) / NOTES_FOLDER
     notes.mkdir(parents=True, exist_ok=True)
     write_complete(notes / SETTINGS_FILE, to_yaml(config))
@@ -253,7 +247,7 @@ def open_folder(config: PrepareConfig, records: dict[str, Any]) -> None:
 
 def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
     """Write the shards that are not there, in parallel; returns the notes of all."""
-    missing = [shard for shard in shards if not shard.is_written()]
+    missing = [shard for shard in shards if not shard.file.is_file()]  # its notes are written before it
     images = sum(len(shard.rows) for shard in shards)
     there = f"{len(shards) - len(missing)} of them there already"
     print(f"{describe_source(config.data)}: {counted(images, 'image')} to {counted(len(shards), 'shard')}, {there}")
