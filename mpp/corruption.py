@@ -7,7 +7,7 @@ B images, N patches on a grid of rows x columns, K corrupted patches, D width.
 
 import math
 from collections.abc import Callable, Sequence
-from decimal import ROUND_HALF_UP, Decimal
+from decimal import Decimal
 from enum import IntEnum
 from functools import cache
 from typing import NamedTuple
@@ -63,7 +63,7 @@ def corrupted_count(rate: float, count: int, unit: str = "patches") -> int:
     Raises:
         UserError: none, or all, would be corrupted.
     """
-    corrupted = int((Decimal(str(rate)) * count).quantize(Decimal(1), rounding=ROUND_HALF_UP))
+    corrupted = int(Decimal(str(rate)) * count + Decimal("0.5"))
     allowed = f"a share that masks 1 to {count - 1} of {count} {unit}"
     require(0 < corrupted < count, "corruption.rate", rate, allowed)
     return corrupted
@@ -180,13 +180,9 @@ def reading_order(grid: Grid, number: float) -> Positions:
     """
     choice = int(8 * number)
     positions = np.arange(math.prod(grid)).reshape(grid)
-    if choice >= 4:
+    if choice & 4:
         positions = positions.T
-    if choice & 1:
-        positions = positions[::-1]
-    if choice & 2:
-        positions = positions[:, ::-1]
-    return positions.ravel()
+    return positions[:: -1 if choice & 1 else 1, :: -1 if choice & 2 else 1].ravel()
 
 
 def positions_to_hide(

@@ -30,8 +30,5 @@ def oriented_gradients(images: Tensor, cell: int) -> Tensor:
     length = torch.hypot(down, right)
     orientation = torch.atan2(down, right) * (ORIENTATION_BINS / math.pi)
     bins = orientation.floor() % ORIENTATION_BINS  # opposite gradients are one orientation
-    votes = []
-    for number in range(ORIENTATION_BINS):
-        votes_of_pixels = length.where(bins == number, 0.0)
-        votes.append(F.avg_pool2d(votes_of_pixels, cell))
+    votes = [F.avg_pool2d(length.where(bins == number, 0.0), cell) for number in range(ORIENTATION_BINS)]
     return F.normalize(torch.stack(votes, dim=2), dim=2)

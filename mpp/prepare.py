@@ -248,9 +248,8 @@ def open_folder(config: PrepareConfig, records: dict[str, Any]) -> None:
 def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
     """Write the shards that are not there, in parallel; returns the notes of all."""
     missing = [shard for shard in shards if not shard.file.is_file()]  # its notes are written before it
-    images = sum(len(shard.rows) for shard in shards)
-    there = f"{len(shards) - len(missing)} of them there already"
-    print(f"{describe_source(config.data)}: {counted(images, 'image')} to {counted(len(shards), 'shard')}, {there}")
+    there = len(shards) - len(missing)
+    print(f"{describe_source(config.data)}: {counted(len(shards), 'shard')}, {there} of them there already")
     workers = min(config.workers or cores(), len(missing))
     writers = WatchedLoader(missing, str, batch_size=None, num_workers=workers, collate_fn=write_shard)
     bar = progress_bar(total=sum(len(shard.rows) for shard in missing), unit="image", desc="preparing")

@@ -132,7 +132,8 @@ def neighbour_blocks(subject: Subject, max_images: int, history: History) -> lis
     if count < MIN_IMAGES_COMPARED:
         raise Unavailable(f"{count} held-out images are too few for neighbours")
     queries = evenly_spaced(count, MAX_QUERIES).tolist()
-    neighbours = find_other_neighbours(gallery.features, queries, NEIGHBOURS_OF_A_QUERY)
+    of_all = find_other_neighbours(gallery.features, NEIGHBOURS_OF_A_QUERY)
+    neighbours = Neighbours(of_all.similarity[queries], of_all.index[queries])
     rows = []
     for query, nearest in zip(queries, neighbours.index.tolist(), strict=True):
         rows.append([gallery.pixels[query], *gallery.pixels[nearest]])

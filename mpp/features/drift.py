@@ -26,9 +26,8 @@ STEM, NORM, ALL_WEIGHTS = "stem", "norm", "all"
 
 def keep_start(file: Path, encoder: nn.Module) -> None:
     """Write the weights that the drift is measured from. Raises OSError where the file cannot be written."""
-    tensors = {}
-    for name, weight in merge(encoder).named_parameters():
-        tensors[f"{MOVEMENT}/{name}"] = weight.detach().cpu().contiguous()
+    weights = merge(encoder).named_parameters()
+    tensors = {f"{MOVEMENT}/{name}": weight.detach().cpu().contiguous() for name, weight in weights}
     with complete(file) as partial:
         save_file(tensors, partial)
         use_default_permissions(partial)

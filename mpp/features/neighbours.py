@@ -51,17 +51,10 @@ def find_neighbours(bank: Tensor | NDArray, queries: Tensor, count: int) -> Neig
     return Neighbours(*map(torch.cat, zip(*nearest, strict=True)))
 
 
-def find_other_neighbours(features: Tensor, queries: Sequence[int], count: int) -> Neighbours:
-    """The nearest other rows for some rows of (N, D).
-
-    Args:
-        queries: numbers of these M rows.
-        count: k; fewer where there are fewer other rows.
-    """
+def find_other_neighbours(features: Tensor, count: int) -> Neighbours:
+    """The nearest other rows for each row of (N, D): `count` of them, or fewer where there are fewer other rows."""
     units = F.normalize(features, dim=-1)
-    rows = torch.as_tensor(queries, device=features.device)
-    similarity = units[rows] @ units.T
-    similarity.scatter_(1, rows[:, None], -math.inf)
+    similarity = (units @ units.T).fill_diagonal_(-math.inf)
     return largest_of_rows(similarity, min(count, len(features) - 1))
 
 
@@ -135,10 +128,11 @@ def knn_means(
         k -> (M, V), on the device of `test`.
     """
     nearest = find_neighbours(train, test, max(neighbours))
+    values = train_values.to(test)
     means = {}
     for k in neighbours:
-        weights = nearest.first(k).weights(temperature)
-        index, values = nearest.first(k).index, train_values.to(test)
-        sums = F.embedding_bag(index, values, mode="sum", per_sample_weights=weights)  # without a copy for each query
+        near = nearest.first(k)
+        weights = near.weights(temperature)
+        sums = F.embedding_bag(near.index, values, per_sample_weights=weights, mode="sum")  # no (M, k, V) in memory
         means[k] = sums / weights.sum(1, keepdim=True)
     return means

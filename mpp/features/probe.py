@@ -250,7 +250,7 @@ def agreement(one: Tensor, other: Tensor, neighbours: int = AGREEMENT_NEIGHBOURS
         The share of the `neighbours` nearest images by one crop (cosine, the image itself left out) that are among as
         many by the other. 1 where there are too few images to choose among.
     """
-    near, other_near = (find_other_neighbours(each, range(len(each)), neighbours).index for each in (one, other))
+    near, other_near = (find_other_neighbours(each, neighbours).index for each in (one, other))
     kept = (near[:, :, None] == other_near[:, None, :]).any(2)
     return float(kept.sum() / kept.numel()) if kept.numel() else 1.0
 
