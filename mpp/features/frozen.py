@@ -89,13 +89,10 @@ def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, nor
     prefix = getattr(encoder, "num_prefix_tokens", None)
     if normed and representation == "mean" and prefix is None:
         return encoder.forward_head(tokens, pre_logits=True)
-    parts = []
-    if representation in ("class", "both"):
-        if not has_class(encoder):
-            raise Unavailable(f"representation is {representation}, but this encoder has no [class] token; use mean")
-        parts.append(tokens[:, 0])
-    if representation in ("mean", "both"):
-        parts.append(tokens.mean((2, 3)) if tokens.ndim == 4 else tokens[:, prefix or 0 :].mean(1))
+    if representation != "mean" and not has_class(encoder):
+        raise Unavailable(f"representation is {representation}, but this encoder has no [class] token; use mean")
+    mean = tokens.mean((2, 3)) if tokens.ndim == 4 else tokens[:, prefix or 0 :].mean(1)
+    parts = {"class": [tokens[:, 0]], "mean": [mean], "both": [tokens[:, 0], mean]}[representation]
     if normed and hasattr(encoder, "fc_norm"):
         parts = [encoder.fc_norm(part) for part in parts]
     return torch.cat(parts, dim=-1)
