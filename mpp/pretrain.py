@@ -46,6 +46,7 @@ from mpp.runtime.messages import note
 from mpp.runtime.processes import on_main_process
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
+from mpp.training.batches import to_device
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
 from mpp.training.health import targets_collapse
@@ -145,9 +146,10 @@ class Pretraining(ImageTask):
     def loss_of(self, predictions: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
         """Mean loss of the patches that count, see `counted_patches`; 0 where none does."""
         if counted is not None:
-            if not counted.any():
+            images, patches = to_device(counted.nonzero(as_tuple=True), predictions.device)
+            if not len(images):
                 return predictions.sum() * 0
-            predictions, targets = predictions[counted][None], targets[counted][None]
+            predictions, targets = predictions[images, patches][None], targets[images, patches][None]
         return self.objective.loss(predictions, targets)
 
     def loss_weight(self, batch: Batch) -> int:
