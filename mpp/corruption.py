@@ -74,9 +74,13 @@ def corrupted_count(rate: float, count: int, unit: str = "patches") -> int:
 
 def random_patches(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
     """Any K patches."""
-    patches = math.prod(grid)
-    order = np.argsort(draw_uniform(patches), kind="stable")
-    return order[: corrupted_count(config.rate, patches)]
+    return choose(config, math.prod(grid), draw_uniform)
+
+
+def choose(config: CorruptionConfig, count: int, draw_uniform: DrawUniform, unit: str = "patches") -> Positions:
+    """The numbers of some of `count` patches or blocks, `corruption.rate` of them."""
+    order = np.argsort(draw_uniform(count), kind="stable")
+    return order[: corrupted_count(config.rate, count, unit)]
 
 
 def square_blocks(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
@@ -92,8 +96,7 @@ def square_blocks(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUnifor
     fits = rows % side == 0 == columns % side and side < max(grid)
     require(fits, "corruption.block", side, f"a divisor of the grid of patches ({rows} x {columns}), and smaller")
     squares = np.zeros((rows // side, columns // side), bool)
-    order = np.argsort(draw_uniform(squares.size), kind="stable")
-    squares.flat[order[: corrupted_count(config.rate, squares.size, "blocks")]] = True
+    squares.flat[choose(config, squares.size, draw_uniform, "blocks")] = True
     patches = squares.repeat(side, 0).repeat(side, 1)
     return np.flatnonzero(patches)
 
@@ -224,12 +227,13 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     others = (source_numbers * (patches - 1 + from_batch)).astype(np.int64)  # any patch of another image, or
     if not from_batch:  # any of the image but itself
         others += others >= positions
-    drawn = {"positions": positions, "kinds": kinds, "sources": np.where(is_random, others, positions)}
+    shifts = hidden = None
     if from_batch:
-        drawn["shifts"] = np.where(is_random, (shift_numbers * 2**31).astype(np.int64) + 1, 0)
+        shifts = np.where(is_random, (shift_numbers * 2**31).astype(np.int64) + 1, 0)
     if config.pattern == "multiblock":
-        drawn["hidden"] = positions_to_hide(config, grid, positions, draw_uniform)
-    return Corruption(**{name: torch.from_numpy(part) for name, part in drawn.items()})
+        hidden = positions_to_hide(config, grid, positions, draw_uniform)
+    drawn = (positions, kinds, np.where(is_random, others, positions), shifts, hidden)
+    return Corruption(*(None if part is None else torch.from_numpy(part) for part in drawn))
 
 
 def stack(drawn: Sequence[Corruption]) -> Corruption:

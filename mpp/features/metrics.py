@@ -19,7 +19,7 @@ from torch import Tensor
 from mpp.config import Grid
 from mpp.corruption import Corruption, Kind
 from mpp.errors import NPZ_ERRORS, UserError
-from mpp.objectives import Objective, patches_at
+from mpp.objectives import Objective, patchify, select_patches
 from mpp.runtime.files import complete
 
 Sums = dict[str, Tensor]
@@ -151,7 +151,8 @@ def copies_of_visible(objective: Objective, images: Tensor, corruption: Corrupti
     height, width = images.shape[-2:]
     grid = (height // objective.patch_size, width // objective.patch_size)
     first, second = nearest_visible(corruption, grid).unbind(-1)  # (B, K)
-    both = patches_at(images, first, objective.patch_size).float() + patches_at(images, second, objective.patch_size)
+    patches = patchify(images, objective.patch_size)
+    both = select_patches(patches, first).float() + select_patches(patches, second)
     round_up = images.dtype == torch.uint8  # halves of whole numbers
     mean = ((both + round_up) / 2).to(images.dtype)  # (B, K, C, P, P)
     row = rearrange(mean, "b k c p q -> b c p (k q)")  # side by side, as images
