@@ -255,7 +255,11 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
     """
     batch, patches, width = embeddings.shape
     mask_token = mask_token.to(embeddings.dtype)
-    flat = source_images(corruption, batch) * patches + corruption.sources
+    images = torch.arange(batch, device=embeddings.device)[:, None]
+    if corruption.shifts is not None:  # a batch of one image, such as the last of the held-out images, has no other
+        distance = 1 + (corruption.shifts - 1) % max(batch - 1, 1)  # from 1 to B - 1: another image, if there is one
+        images = (images + torch.where(corruption.shifts > 0, distance, 0)) % batch
+    flat = images * patches + corruption.sources
     replaced = F.embedding(flat, embeddings.flatten(0, 1))  # (B, K, D)
     is_masked = (corruption.kinds == int(Kind.MASK))[..., None]  # an int: the compiler takes an enum for unequal
     replaced = torch.where(is_masked, mask_token, replaced)
@@ -264,15 +268,3 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
         return embeddings
     hidden = corruption.hidden[..., None].expand(-1, -1, width)
     return embeddings.scatter(1, hidden, mask_token.expand(hidden.shape))
-
-
-def source_images(corruption: Corruption, batch_size: int) -> Tensor:
-    """Images of the batch, (B, K) or (B, 1), whose embeddings the patches get: another one where there is a shift.
-
-    A batch of one image, such as the last of the held-out images, has no other: the patch is of the same image.
-    """
-    images = torch.arange(batch_size, device=corruption.positions.device)[:, None]
-    if corruption.shifts is None:
-        return images
-    distance = 1 + (corruption.shifts - 1) % max(batch_size - 1, 1)  # from 1 to B - 1: another image, if there is one
-    return (images + torch.where(corruption.shifts > 0, distance, 0)) % batch_size

@@ -58,10 +58,8 @@ class Palette(NamedTuple):
 
     def count(self, classes: Tensor) -> Tensor:
         """Number of occurrences of each class: (n, cells * S) int64 to (S, classes) float64."""
-        first_numbers = self.classes * torch.arange(self.softmaxes, device=classes.device)
-        numbers = classes.reshape(-1, self.softmaxes) + first_numbers  # apart for each softmax
-        counts = torch.bincount(numbers.flatten(), minlength=self.softmaxes * self.classes)
-        return counts.view(self.softmaxes, -1).double()
+        by_softmax = classes.reshape(-1, self.softmaxes).T
+        return torch.stack([numbers.bincount(minlength=self.classes) for numbers in by_softmax]).double()
 
 
 def palette_for(config: ObjectiveConfig, channels: int) -> Palette:
