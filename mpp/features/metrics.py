@@ -23,18 +23,12 @@ from mpp.objectives import Objective, patchify, select_patches
 from mpp.runtime.files import complete
 
 Sums = dict[str, Tensor]
-SHARES = {
-    "accuracy": ("right_mask", "count_mask"),
-    "accuracy_random": ("right_random", "count_random"),
-    "accuracy_keep": ("right_keep", "count_keep"),
-    "nearest": ("right_nearest", "count_mask"),
-    "two_nearest": ("right_two_nearest", "count_mask"),
-}
-"""Scalar -> the sum of right patches, and that of the patches that count for it."""
 COUNTS_FILE = "heldout_patches.npz"
 COUNTED = ("masked", "model", "nearest", "two_nearest")
 """The columns of `MaskedCounts.counts`: masked patches, and the right ones of the model and of two baselines (see
 `summarize`)."""
+ACCURACIES = ("accuracy", "accuracy_random", "accuracy_keep")
+"""Scalars by Kind."""
 
 
 # --- sums, and what they say ---
@@ -71,11 +65,12 @@ def summarize(sums: Sums) -> dict[str, float]:
     scalars: dict[str, float] = {}
     if "features" in sums:
         scalars |= feature_spread(sums, "target") | feature_spread(sums, "prediction") | place_share(sums)
-    for name, (right, count) in SHARES.items():
-        if sums.get(count, 0) > 0:
-            scalars[name] = float(sums[right] / sums[count])
-    if "nearest" in scalars:
-        scalars["most_frequent"] = float(sums["colors"].amax(-1).sum() / sums["colors"].sum())
+    if "counts" in sums:
+        shares = sums["counts"] / sums["counts"][0]  # (4, 3), NaN of a kind without patches
+        named = dict(zip(ACCURACIES, shares[1].tolist(), strict=True))
+        named |= dict(zip(COUNTED[2:], shares[2:, Kind.MASK].tolist(), strict=True))
+        named["most_frequent"] = float(sums["colors"].amax(-1).sum() / sums["colors"].sum())
+        scalars |= {name: share for name, share in named.items() if not math.isnan(share)}
     return scalars
 
 
@@ -124,21 +119,15 @@ def measure_predictions(
         return {}
     truth = objective.colour_classes(objective.targets(images, corruption.positions))  # (B, K, cells * S)
     guesses = objective.colour_classes(objective.decide(predictions)), *copies_of_visible(objective, images, corruption)
-    right = torch.stack([(guess == truth).double().mean(-1) for guess in guesses])  # (3, B, K) shares of cells
-    sums = {}
-    for kind in Kind:
-        of_kind = corruption.kinds == kind
-        if counted is not None:
-            of_kind &= counted.to(of_kind.device)
-        sums[f"count_{kind.name.lower()}"] = of_kind.sum().double()
-        sums[f"right_{kind.name.lower()}"] = (right[0] * of_kind).sum()
-        if kind == Kind.MASK:
-            counts = torch.stack([torch.ones_like(right[0]), *right]) * of_kind  # (4, B, K), by COUNTED
-            sums["colors"] = objective.palette.count(truth[of_kind])
-    sums["right_nearest"], sums["right_two_nearest"] = counts[2:].sum((1, 2))
+    right = [(guess == truth).double().mean(-1) for guess in guesses]  # (B, K) each: shares of cells
+    of_kind = torch.stack([corruption.kinds == kind for kind in Kind])  # (3, B, K)
+    if counted is not None:
+        of_kind &= counted.to(of_kind.device)
+    counts = torch.stack([torch.ones_like(right[0]), *right])[:, None] * of_kind  # (4, 3, B, K), by COUNTED
+    sums = {"counts": counts.sum((2, 3)), "colors": objective.palette.count(truth[of_kind[Kind.MASK]])}
     if image_numbers is not None:
         by_image = counts.new_zeros(image_count, len(COUNTED))
-        sums["by_image"] = by_image.index_add_(0, image_numbers.to(counts.device), counts.sum(-1).T)
+        sums["by_image"] = by_image.index_add_(0, image_numbers.to(counts.device), counts[:, Kind.MASK].sum(-1).T)
     return sums
 
 
@@ -245,10 +234,9 @@ def place_share(sums: Sums) -> dict[str, float]:
     Near 1, targets tell where a patch is, and nothing of its content.
     """
     count = sums["features"]
-    seen = sums["place_count"] > 0
-    degrees_of_freedom = count - seen.sum()
+    degrees_of_freedom = count - (sums["place_count"] > 0).sum()
     squares = sums["target_products"].diagonal().sum()
-    squares_of_place_means = (sums["place_sum"][seen].square().sum(1) / sums["place_count"][seen]).sum()
+    squares_of_place_means = (sums["place_sum"].square().sum(1) / sums["place_count"].clamp(min=1)).sum()
     squares_around_mean = squares - sums["target_sum"].square().sum() / count
     if degrees_of_freedom <= 0 or squares_around_mean <= 0:
         return {}
