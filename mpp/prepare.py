@@ -223,23 +223,12 @@ def records_of_folder(config: PrepareConfig) -> dict[str, Any]:
     out = Path(config.out)
     saved = out / NOTES_FOLDER / SETTINGS_FILE
     if not saved.is_file():
-        others = out.is_dir() and any(path.name not in (LOCK, ".lock.holder") for path in out.iterdir())
+        others = {path.name for path in out.iterdir()} - {LOCK, ".lock.holder", NOTES_FOLDER}
         require(not others, "out", out, "a new folder, or one that this command began")
         return {}
     different = describe_changes(changes(parse_saved(PrepareConfig, saved), config), "the folder")
     require(not different, "out", f"{out}, prepared with other settings: {different}", "another folder")
-    file = saved.with_name(IMAGES_FILE)
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def open_folder(config: PrepareConfig, records: dict[str, Any]) -> None:
-    """Save settings and images of a new folder; refuse one that was prepared from other images."""
-    is_same = records_of_folder(config) in ({}, records)
-    require(is_same, "out", f"{config.out}, prepared from other images", "another folder")
-    notes = Path(config.out) / NOTES_FOLDER
-    notes.mkdir(parents=True, exist_ok=True)
-    write_complete(notes / SETTINGS_FILE, to_yaml(config))
-    write_complete(notes / IMAGES_FILE, json.dumps(records))
+    return json.loads(saved.with_name(IMAGES_FILE).read_text(encoding="utf-8"))
 
 
 # --- the work ---
@@ -296,11 +285,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     images = Path(config.data.path).expanduser()
     is_inside = images.is_dir() and out.resolve().is_relative_to(images.resolve())
     require(not is_inside, "out", out, f"outside of {images}: its shards would be read as images")
-    begun_with = [record["revision"] for record in records_of_folder(config).values()]
-    commit = resolve_commit(config.data, next(filter(None, begun_with), None))
-    shards, records = plan_shards(config, commit)
     with hold(out, "out"):
-        open_folder(config, records)
+        begun_with = records_of_folder(config)
+        commits = [record["revision"] for record in begun_with.values()]
+        shards, records = plan_shards(config, resolve_commit(config.data, next(filter(None, commits), None)))
+        require(begun_with in ({}, records), "out", f"{out}, prepared from other images", "another folder")
+        notes = out / NOTES_FOLDER
+        notes.mkdir(exist_ok=True)
+        write_complete(notes / IMAGES_FILE, json.dumps(records))
+        write_complete(notes / SETTINGS_FILE, to_yaml(config))
         print_summary(config, write_missing(config, shards))
 
 

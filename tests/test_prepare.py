@@ -196,7 +196,7 @@ def test_names_that_lead_out_write_nothing_there(tmp_path):
 def test_bad_settings_are_named(folder, tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         main([*options(folder, tmp_path / "out"), *settings])
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "data").exists()
 
 
 def test_other_settings_are_named_before_images_are_looked_for(folder, tmp_path):
@@ -242,7 +242,7 @@ def test_splits_that_would_be_read_as_others_are_refused(tmp_path, split, read_a
     out = tmp_path.parent / f"{tmp_path.name}-out"
     with pytest.raises(UserError, match=f"would be read as .*{read_as}.*; it must be splits"):
         main([f"--data.path={tmp_path}", f"--out={out}"])
-    assert not out.exists()
+    assert not (out / "data").exists()
 
 
 def test_words_for_usual_splits_are_these_splits(tmp_path):
@@ -251,7 +251,7 @@ def test_words_for_usual_splits_are_these_splits(tmp_path):
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "three")
     with pytest.raises(UserError, match="would be read as train, validation, validation"):
         main([f"--data.path={tmp_path / 'three'}", f"--out={tmp_path / 'out'}"])
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "data").exists()
     datasets.DatasetDict({name: parts[name] for name in ("Train", "val")}).save_to_disk(tmp_path / "two")
     main([f"--data.path={tmp_path / 'two'}", f"--out={tmp_path / 'out'}"])
     train, held_out = load_image_datasets(SourceConfig(path=str(tmp_path / "out")))
