@@ -72,12 +72,13 @@ def write_shard(shard: Shard) -> int:
     """Write a shard, and notes on its images; returns the number of images, with those that were dropped."""
     kept: list[dict[str, Any]] = []
     dropped: list[str] = []
+    source = shard.config.data
     array_dtype = find_array_dtype(shard.rows.features["image"])
     for row in shard.rows:
-        name = relative_name(row["image"], shard.config.data.path)
+        name = relative_name(row["image"], source.path)
         try:
-            data = read_cell(row["image"], shard.config.data.read_retries, array_dtype, shard.config.data.path)
-            prepared = prepare_image(data, shard.config, name)
+            image = read_cell(row["image"], source.read_retries, array_dtype, source.path)
+            prepared = prepare_image(image, shard.config, name)
         except UnreadableImage as error:
             dropped.append(f"{name or 'an image without a name'}: {error}")
             continue

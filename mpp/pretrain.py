@@ -12,7 +12,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
@@ -27,11 +26,11 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.metrics import (
-    MaskedCounts,
     Sums,
     add_sums,
     measure_features,
     measure_predictions,
+    save_masked_counts,
     sum_over_processes,
     summarize,
 )
@@ -229,7 +228,7 @@ class Pretraining(ImageTask):
         on_main_process(self.accelerator, lambda: self.log_panel(model, step, tracker))
         if self.accelerator.is_main_process and "by_image" in sums:
             names = self.held_out_views.dataset.image_names()
-            MaskedCounts(step, sums["by_image"].numpy(), np.array(names, str)).save(Path(self.config.run.dir))
+            save_masked_counts(Path(self.config.run.dir), step, sums["by_image"].numpy(), names)
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(self.exported(model))
         return scalars

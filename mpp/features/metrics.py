@@ -5,8 +5,8 @@ weight. B images, N patches, K corrupted patches, D width of features, M held-ou
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from mpp.runtime.files import complete
 Sums = dict[str, Tensor]
 COUNTS_FILE = "heldout_patches.npz"
 COUNTED = ("masked", "model", "nearest", "two_nearest")
-"""The columns of `MaskedCounts.counts`: masked patches, and the right ones of the model and of two baselines (see
+"""The columns of counts by image: masked patches, and the right ones of the model and of two baselines (see
 `summarize`)."""
 ACCURACIES = ("accuracy", "accuracy_random", "accuracy_keep")
 """Scalars by Kind."""
@@ -84,16 +84,16 @@ def nearest_visible(corruption: Corruption, grid: Grid) -> Tensor:
     If only one patch is visible, it is both.
     """
     unseen = corruption.unseen
-    numbers = torch.arange(math.prod(grid), device=unseen.device)
-    places = torch.stack([numbers // grid[1], numbers % grid[1]], dim=1)
+    patches = math.prod(grid)
+    places = torch.cartesian_prod(*map(torch.arange, grid)).to(unseen.device)
     squared_distances = (places[:, None] - places).square().sum(-1)
-    keys = squared_distances * len(numbers) + numbers  # (N, N): of equally near ones the first has the lowest
-    beyond = len(numbers) ** 3  # no two patches are as far apart
-    is_unseen = torch.zeros(len(unseen), len(numbers), dtype=torch.bool, device=unseen.device)
+    keys = squared_distances * patches + torch.arange(patches, device=unseen.device)  # of equal ones the first is least
+    beyond = patches**3  # no two patches are as far apart
+    is_unseen = torch.zeros(len(unseen), patches, dtype=torch.bool, device=unseen.device)
     is_unseen.scatter_(1, unseen, True)
     visible = keys[corruption.positions].masked_fill_(is_unseen[:, None], beyond)  # (B, K, N)
     two = visible.topk(2, largest=False).values
-    return torch.where(two < beyond, two, two[..., :1]) % len(numbers)
+    return torch.where(two < beyond, two, two[..., :1]) % patches
 
 
 @torch.no_grad()
@@ -112,7 +112,7 @@ def measure_predictions(
         predictions: (B, K, outputs).
         images: (B, C, H, W), clean.
         corruption: of the images that the model saw.
-        image_numbers: (B,) of the images among `image_count`, for `by_image`, (image_count, 4): see `MaskedCounts`.
+        image_numbers: (B,) of the images among `image_count`, for `by_image`, (image_count, 4) by COUNTED.
         counted: (B, K) bool, patches that count. None: all.
     """
     if objective.palette is None:
@@ -150,23 +150,20 @@ def copies_of_visible(objective: Objective, images: Tensor, corruption: Corrupti
     return nearest, objective.colour_classes(objective.targets(row, all_of_row))
 
 
-class MaskedCounts(NamedTuple):
-    """Masked patches of each held-out image in a run's last evaluation, and those that are right: for intervals."""
+def save_masked_counts(folder: Path, step: int, counts: NDArray[np.float64], images: Sequence[str]) -> None:
+    """Write the masked patches of each held-out image, and those that are right, into the folder of a run.
 
-    step: int
-    counts: NDArray[np.float64]
-    """(M, 4) patches, by COUNTED; of a patch with several cells, the share that is right counts."""
-    images: NDArray[np.str_]
-    """(M,) names."""
-
-    def save(self, folder: Path) -> None:
-        """Write them into the folder of a run."""
-        with complete(folder / COUNTS_FILE) as partial, partial.open("wb") as file:
-            np.savez_compressed(file, **self._asdict())
+    Args:
+        step: of the evaluation.
+        counts: (M, 4) patches, by COUNTED; of a patch with several cells, the share that is right counts.
+        images: their M names.
+    """
+    with complete(folder / COUNTS_FILE) as partial, partial.open("wb") as file:
+        np.savez_compressed(file, step=step, counts=counts, images=np.array(images, str))
 
 
-def load_masked_counts(folder: Path, step: int) -> MaskedCounts | None:
-    """The counts of the evaluation after `step`; None: they were not kept, as by earlier versions.
+def load_masked_counts(folder: Path, step: int) -> tuple[NDArray[np.float64], list[str]] | None:
+    """The counts (M, 4) of the evaluation after `step`, and M names; None: they were not kept, as by earlier versions.
 
     Raises:
         UserError: the file cannot be read.
@@ -176,10 +173,9 @@ def load_masked_counts(folder: Path, step: int) -> MaskedCounts | None:
         return None
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            kept = MaskedCounts(*(arrays[name] for name in MaskedCounts._fields))
+            return (arrays["counts"], arrays["images"].tolist()) if arrays["step"] == step else None
     except NPZ_ERRORS as error:
         raise UserError(f"{path} cannot be read: {error}; delete it to evaluate without intervals") from error
-    return kept if kept.step == step else None
 
 
 # --- predicted features ---
