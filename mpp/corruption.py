@@ -108,13 +108,15 @@ def blockwise(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -
     wide, as far as whole numbers and the grid allow. Of a rectangle with more patches than are left, the first ones in
     reading order are corrupted.
     """
-    count = corrupted_count(config.rate, math.prod(grid))
-
-    def shape(area_number: float, ratio_number: float, left: int) -> tuple[float, float]:
-        area = min(MIN_RECTANGLE_PATCHES, count) + area_number * max(left - MIN_RECTANGLE_PATCHES, 0)
-        return area, MIN_RECTANGLE_RATIO ** (1 - 2 * ratio_number)  # its logarithm is uniform, as in BEiT's code
-
-    return union_of_rectangles(config, grid, draw_uniform, shape, from_corner=False)
+    least = min(MIN_RECTANGLE_PATCHES, corrupted_count(config.rate, math.prod(grid)))
+    return union_of_rectangles(
+        config,
+        grid,
+        draw_uniform,
+        area=lambda number, left: least + number * max(left - MIN_RECTANGLE_PATCHES, 0),
+        ratio=lambda number: MIN_RECTANGLE_RATIO ** (1 - 2 * number),  # its logarithm is uniform, as in BEiT's code
+        from_corner=False,
+    )
 
 
 def multiblock(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
@@ -124,11 +126,14 @@ def multiblock(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) 
     cut to the number left, beginning at a corner that is drawn: all sides of the image are corrupted equally often.
     """
     patches = math.prod(grid)
-
-    def shape(area_number: float, ratio_number: float, left: int) -> tuple[float, float]:
-        return (0.15 + 0.05 * area_number) * patches, 0.75 * 2**ratio_number
-
-    return union_of_rectangles(config, grid, draw_uniform, shape, from_corner=True)
+    return union_of_rectangles(
+        config,
+        grid,
+        draw_uniform,
+        area=lambda number, left: (0.15 + 0.05 * number) * patches,
+        ratio=lambda number: 0.75 * 2**number,
+        from_corner=True,
+    )
 
 
 PATTERNS = Registry(
@@ -147,13 +152,15 @@ def union_of_rectangles(
     config: CorruptionConfig,
     grid: Grid,
     draw_uniform: DrawUniform,
-    shape: Callable[[float, float, int], tuple[float, float]],
+    area: Callable[[float, int], float],
+    ratio: Callable[[float], float],
     from_corner: bool,
 ) -> Positions:
     """Rectangles within the grid, one after the other, until K patches are in one.
 
     Args:
-        shape: two numbers in [0, 1), and the number of patches left -> about the area, and height / width.
+        area: number in [0, 1), and patches left to corrupt -> about the patches of a rectangle.
+        ratio: number in [0, 1) -> about its height / width.
         from_corner: of a rectangle with more patches than are left take the first ones from any corner on, not always
             in reading order.
     """
@@ -162,9 +169,9 @@ def union_of_rectangles(
     count = corrupted_count(config.rate, corrupted.size)
     while (left := count - np.count_nonzero(corrupted)) > 0:
         area_number, ratio_number, row_number, column_number = draw_uniform(4)
-        area, ratio = shape(area_number, ratio_number, left)
-        height = min(max(1, round(math.sqrt(area * ratio))), rows)
-        width = min(max(1, round(math.sqrt(area / ratio))), columns)
+        size, shape = area(area_number, left), ratio(ratio_number)
+        height = min(max(1, round(math.sqrt(size * shape))), rows)
+        width = min(max(1, round(math.sqrt(size / shape))), columns)
         row = int(row_number * (rows - height + 1))
         column = int(column_number * (columns - width + 1))
         new = ~corrupted
