@@ -213,8 +213,9 @@ def gather_rows(own: list[Tensor], count: int, accelerator: Accelerator) -> list
     torch.distributed.broadcast_object_list(blank, src=0, group=gloo_group())
     whole = []
     for column in own or [torch.empty_like(column, device="cpu") for column in blank[0]]:
-        parts = [torch.empty_like(column) for _ in range(accelerator.num_processes)]
-        torch.distributed.gather(column, parts if accelerator.is_main_process else None, group=gloo_group())
-        if accelerator.is_main_process:
+        is_main = accelerator.is_main_process
+        parts = [torch.empty_like(column) for _ in range(accelerator.num_processes)] if is_main else None
+        torch.distributed.gather(column, parts, group=gloo_group())
+        if parts:
             whole.append(torch.stack(parts, dim=1).flatten(0, 1)[:count])
     return whole
