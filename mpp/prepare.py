@@ -148,10 +148,9 @@ def record_of_rows(config: PrepareConfig, rows: datasets.Dataset, commit: str | 
     """The record of a split's images and labels."""
     files = short_digest(split_fingerprint(rows, "image", config.data.read_retries))
     record = {"images": len(rows), "files": files, "revision": commit}
-    for column in rows.column_names:
-        if column != "image":
-            values = json.dumps(column_of(rows, column).to_pylist(), default=str)
-            record["labels"] = short_digest([str(rows.features[column]).encode(), values.encode()])
+    for column in rows.column_names[1:]:  # the labels, if there are any
+        values = json.dumps(column_of(rows, column).to_pylist(), default=str)
+        record["labels"] = short_digest([str(rows.features[column]).encode(), values.encode()])
     return record
 
 
@@ -188,9 +187,7 @@ def shrink(values: NDArray, side: int) -> NDArray:
     """Values (C, H, W) of any type, resized until their shorter side is `side`; of the same type."""
     exact = values if values.dtype == np.uint8 else values.astype(np.float64)
     resized = functional.resize(torch.from_numpy(exact), [side], antialias=True).numpy()
-    if values.dtype.kind != "f":
-        resized = np.rint(resized)
-    return resized.astype(values.dtype)
+    return (resized if values.dtype.kind == "f" else np.rint(resized)).astype(values.dtype)
 
 
 def encode(values: NDArray, form: str, quality: int = 0) -> bytes:

@@ -103,10 +103,8 @@ def features_at(
 ) -> list[Tensor]:
     """Features after each depth, (B, D) float32 or (B, 2 D) for `both`: see `tokens_at` and `pool`."""
     last = len(stages(encoder))
-    features = []
-    for depth, tokens in zip(depths, tokens_at(encoder, images, depths), strict=True):
-        features.append(pool(encoder, tokens, representation, normed=depth == last).float())
-    return features
+    tokens_by_depth = zip(depths, tokens_at(encoder, images, depths), strict=True)
+    return [pool(encoder, tokens, representation, normed=depth == last).float() for depth, tokens in tokens_by_depth]
 
 
 # --- images in memory ---
