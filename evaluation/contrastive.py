@@ -143,7 +143,7 @@ class Contrastive(ImageTask):
         scalars = {}
         if self.accelerator.is_main_process:
             (projections,) = projected  # the list is empty on other processes
-            scalars = self.measure_held_out(torch.from_numpy(projections).to(self.accelerator.device))
+            scalars = self.measure_held_out(projections.to(self.accelerator.device))
         on_main_process(self.accelerator, lambda: self.log_panel(step, tracker))
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(model)

@@ -19,7 +19,6 @@ from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.run_images import LoadedSplits
-from mpp.features.arrays import in_blocks, select
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
 
@@ -43,7 +42,7 @@ def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
         drawn = draw_by_class(features.train_labels, seed)
         for shots in config.shots:
             chosen = np.concatenate([images[:shots] for images in drawn])
-            support = select(features.train, chosen)
+            support = features.train[chosen]
             predictions = predict(support, features.train_labels[chosen], features.test, classes, config.l2)
             for l2, predicted in zip(config.l2, predictions, strict=True):
                 result = {"shots": shots, "seed": seed, "l2": l2, "outcomes": features.outcomes(predicted)}
@@ -91,8 +90,8 @@ def predict(
     weights = least_squares(whitened, targets, l2)
 
     predictions: list[list[NDArray[np.int64]]] = [[] for _ in l2]
-    for block in in_blocks(test, TEST_IMAGES_PER_BLOCK):
-        block = (block.astype(np.float64) - mean) / std
+    for start in range(0, len(test), TEST_IMAGES_PER_BLOCK):
+        block = (test[start : start + TEST_IMAGES_PER_BLOCK].astype(np.float64) - mean) / std
         for of_l2, weight in zip(predictions, weights, strict=True):
             scores = block @ weight[:-1] + BIAS * weight[-1]
             of_l2.append(scores.argmax(1))

@@ -41,7 +41,6 @@ from evaluation.supervision.learners import Learner, learner_of
 from mpp.config import require
 from mpp.data.dataset import names_by_number
 from mpp.data.labels import LABEL_KINDS
-from mpp.features.arrays import in_blocks
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import progress_bar
 from mpp.runtime.start import run_main
@@ -185,8 +184,8 @@ def copy_to_device(features: NDArray) -> Tensor:
 
 def blocks_on_device(features: NDArray, rows: int) -> Iterator[Tensor]:
     """Features as float32 on the device, `rows` at a time."""
-    for block in in_blocks(features, rows):
-        yield torch.tensor(block, dtype=torch.float32, device=device())
+    for start in range(0, len(features), rows):
+        yield torch.tensor(features[start : start + rows], dtype=torch.float32, device=device())
 
 
 def fit(

@@ -79,10 +79,11 @@ def outcomes_by_line(run: Path, step: int) -> dict[str, Outcomes]:
     kept = load_masked_counts(run, step)
     if kept is None:
         return {}
-    masked, *others = kept.counts.T
+    counts, images = kept
+    masked, *others = counts.T
     outcomes = {}
     for name, right in zip(COUNTED[1:], others, strict=True):
-        outcomes[name.replace("_", " ")] = Outcomes("patches", masked, right, images=kept.images.tolist())
+        outcomes[name.replace("_", " ")] = Outcomes("patches", masked, right, images=images)
     return outcomes
 
 

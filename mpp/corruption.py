@@ -6,20 +6,20 @@ B images, N patches on a grid of rows x columns, K corrupted patches, D width.
 """
 
 import math
-from collections.abc import Sequence
-from decimal import ROUND_HALF_UP, Decimal
+from collections.abc import Callable, Sequence
+from decimal import Decimal
 from enum import IntEnum
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mpp.config import CorruptionConfig, Grid, require
 from mpp.config.imports import Registry
-from mpp.errors import UserError
 from mpp.runtime.randomness import DrawUniform, Stream, endless_uniforms
 
 Positions = NDArray[np.int64]
@@ -47,8 +47,8 @@ class Corruption(NamedTuple):
     """(B, U) int64, ascending: further patches that are masked but not predicted. None: there are none."""
 
     def to(self, device: torch.device | str) -> "Corruption":
-        """The same on a device."""
-        return Corruption(*(part if part is None else part.to(device) for part in self))
+        """The same on a device; the host does not wait for pinned memory."""
+        return Corruption(*(part if part is None else part.to(device, non_blocking=True) for part in self))
 
     @property
     def unseen(self) -> Tensor:
@@ -63,7 +63,7 @@ def corrupted_count(rate: float, count: int, unit: str = "patches") -> int:
     Raises:
         UserError: none, or all, would be corrupted.
     """
-    corrupted = int((Decimal(str(rate)) * count).quantize(Decimal(1), rounding=ROUND_HALF_UP))
+    corrupted = int(Decimal(str(rate)) * count + Decimal("0.5"))
     allowed = f"a share that masks 1 to {count - 1} of {count} {unit}"
     require(0 < corrupted < count, "corruption.rate", rate, allowed)
     return corrupted
@@ -74,9 +74,13 @@ def corrupted_count(rate: float, count: int, unit: str = "patches") -> int:
 
 def random_patches(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
     """Any K patches."""
-    patches = math.prod(grid)
-    order = np.argsort(draw_uniform(patches), kind="stable")
-    return order[: corrupted_count(config.rate, patches)]
+    return choose(config, math.prod(grid), draw_uniform)
+
+
+def choose(config: CorruptionConfig, count: int, draw_uniform: DrawUniform, unit: str = "patches") -> Positions:
+    """The numbers of some of `count` patches or blocks, `corruption.rate` of them."""
+    order = np.argsort(draw_uniform(count), kind="stable")
+    return order[: corrupted_count(config.rate, count, unit)]
 
 
 def square_blocks(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
@@ -92,8 +96,7 @@ def square_blocks(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUnifor
     fits = rows % side == 0 == columns % side and side < max(grid)
     require(fits, "corruption.block", side, f"a divisor of the grid of patches ({rows} x {columns}), and smaller")
     squares = np.zeros((rows // side, columns // side), bool)
-    order = np.argsort(draw_uniform(squares.size), kind="stable")
-    squares.flat[order[: corrupted_count(config.rate, squares.size, "blocks")]] = True
+    squares.flat[choose(config, squares.size, draw_uniform, "blocks")] = True
     patches = squares.repeat(side, 0).repeat(side, 1)
     return np.flatnonzero(patches)
 
@@ -105,16 +108,15 @@ def blockwise(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -
     wide, as far as whole numbers and the grid allow. Of a rectangle with more patches than are left, the first ones in
     reading order are corrupted.
     """
-    corrupted = np.zeros(grid, bool)
-    count = corrupted_count(config.rate, corrupted.size)
-    while (left := count - np.count_nonzero(corrupted)) > 0:
-        area_number, ratio_number, row_number, column_number = draw_uniform(4)
-        area = min(MIN_RECTANGLE_PATCHES, count) + area_number * max(left - MIN_RECTANGLE_PATCHES, 0)
-        ratio = MIN_RECTANGLE_RATIO ** (1 - 2 * ratio_number)  # its logarithm is uniform, as in BEiT's code
-        inside = rectangle(grid, area, ratio, row_number, column_number)
-        new = np.flatnonzero(inside & ~corrupted)
-        corrupted.flat[new[:left]] = True
-    return np.flatnonzero(corrupted)
+    least = min(MIN_RECTANGLE_PATCHES, corrupted_count(config.rate, math.prod(grid)))
+    return union_of_rectangles(
+        config,
+        grid,
+        draw_uniform,
+        area=lambda number, left: least + number * max(left - MIN_RECTANGLE_PATCHES, 0),
+        ratio=lambda number: MIN_RECTANGLE_RATIO ** (1 - 2 * number),  # its logarithm is uniform, as in BEiT's code
+        from_corner=False,
+    )
 
 
 def multiblock(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) -> Positions:
@@ -123,17 +125,15 @@ def multiblock(config: CorruptionConfig, grid: Grid, draw_uniform: DrawUniform) 
     A rectangle is from 0.75 to 1.5 times as high as wide, as far as whole numbers and the grid allow. The last one is
     cut to the number left, beginning at a corner that is drawn: all sides of the image are corrupted equally often.
     """
-    corrupted = np.zeros(grid, bool)
-    count = corrupted_count(config.rate, corrupted.size)
-    while (left := count - np.count_nonzero(corrupted)) > 0:
-        area_number, ratio_number, row_number, column_number, corner_number = draw_uniform(5)
-        area = (0.15 + 0.05 * area_number) * corrupted.size
-        ratio = 0.75 * 2**ratio_number
-        inside = rectangle(grid, area, ratio, row_number, column_number)
-        new = np.flatnonzero(inside & ~corrupted)
-        from_corner = np.argsort(reading_rank(grid, corner_number)[new])
-        corrupted.flat[new[from_corner][:left]] = True
-    return np.flatnonzero(corrupted)
+    patches = math.prod(grid)
+    return union_of_rectangles(
+        config,
+        grid,
+        draw_uniform,
+        area=lambda number, left: (0.15 + 0.05 * number) * patches,
+        ratio=lambda number: 0.75 * 2**number,
+        from_corner=True,
+    )
 
 
 PATTERNS = Registry(
@@ -148,39 +148,51 @@ PATTERNS = Registry(
 """Patterns by name: settings, grid and a source of uniform numbers -> positions."""
 
 
-def rectangle(grid: Grid, area: float, ratio: float, row_number: float, column_number: float) -> NDArray[np.bool_]:
-    """A rectangle of about this area and height / width within the grid, as a mask (rows, columns).
+def union_of_rectangles(
+    config: CorruptionConfig,
+    grid: Grid,
+    draw_uniform: DrawUniform,
+    area: Callable[[float, int], float],
+    ratio: Callable[[float], float],
+    from_corner: bool,
+) -> Positions:
+    """Rectangles within the grid, one after the other, until K patches are in one.
 
     Args:
-        row_number, column_number: in [0, 1): its place.
+        area: number in [0, 1), and patches left to corrupt -> about the patches of a rectangle.
+        ratio: number in [0, 1) -> about its height / width.
+        from_corner: of a rectangle with more patches than are left take the first ones from any corner on, not always
+            in reading order.
     """
     rows, columns = grid
-    height = min(max(1, round(math.sqrt(area * ratio))), rows)
-    width = min(max(1, round(math.sqrt(area / ratio))), columns)
-    top = int(row_number * (rows - height + 1))
-    left = int(column_number * (columns - width + 1))
-    inside = np.zeros(grid, bool)
-    inside[top : top + height, left : left + width] = True
-    return inside
+    corrupted = np.zeros(grid, bool)
+    count = corrupted_count(config.rate, corrupted.size)
+    while (left := count - np.count_nonzero(corrupted)) > 0:
+        area_number, ratio_number, row_number, column_number = draw_uniform(4)
+        size, shape = area(area_number, left), ratio(ratio_number)
+        height = min(max(1, round(math.sqrt(size * shape))), rows)
+        width = min(max(1, round(math.sqrt(size / shape))), columns)
+        row = int(row_number * (rows - height + 1))
+        column = int(column_number * (columns - width + 1))
+        new = ~corrupted
+        new[:row] = new[row + height :] = False
+        new[:, :column] = new[:, column + width :] = False
+        order = reading_order(grid, draw_uniform(1)[0] if from_corner else 0)
+        corrupted.flat[order[new.flat[order]][:left]] = True
+    return np.flatnonzero(corrupted)
 
 
-def reading_rank(grid: Grid, number: float) -> NDArray[np.int64]:
-    """Rank of each patch (N,) in one of eight reading orders: by rows or by columns, from any corner on.
+def reading_order(grid: Grid, number: float) -> Positions:
+    """All positions (N,) in one of eight reading orders: by rows or by columns, from any corner on.
 
     Args:
-        number: in [0, 1): which order.
+        number: in [0, 1): which order; 0: by rows from the first patch on.
     """
     choice = int(8 * number)
     positions = np.arange(math.prod(grid)).reshape(grid)
-    if choice >= 4:
+    if choice & 4:
         positions = positions.T
-    if choice & 1:
-        positions = positions[::-1]
-    if choice & 2:
-        positions = positions[:, ::-1]
-    rank = np.empty(positions.size, np.int64)
-    rank[positions.ravel()] = np.arange(positions.size)
-    return rank
+    return positions[:: -1 if choice & 1 else 1, :: -1 if choice & 2 else 1].ravel()
 
 
 def positions_to_hide(
@@ -190,11 +202,10 @@ def positions_to_hide(
 
     Of the patches that are not corrupted, 1 - context are hidden, beginning at an edge.
     """
-    uncorrupted = np.setdiff1d(np.arange(math.prod(grid)), positions)
-    context_size = max(1, round(config.context * len(uncorrupted)))
-    rank = reading_rank(grid, draw_uniform(1)[0])[uncorrupted]
-    from_edge = uncorrupted[np.argsort(rank)]
-    return np.sort(from_edge[: len(uncorrupted) - context_size])
+    order = reading_order(grid, draw_uniform(1)[0])
+    from_edge = order[~np.isin(order, positions)]
+    context_size = max(1, round(config.context * len(from_edge)))
+    return np.sort(from_edge[: len(from_edge) - context_size])
 
 
 def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int) -> Corruption:
@@ -207,7 +218,12 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     patches = math.prod(grid)
     chosen = PATTERNS[config.pattern](config, grid, draw_uniform)
     positions = np.sort(np.atleast_1d(chosen))  # None, of a function without a return, is refused below
-    require_some_patches(positions, patches, config.pattern)
+    fits = positions.ndim == 1 and positions.dtype == np.int64 and 0 < len(positions) < patches
+    fits = fits and positions[0] >= 0 and positions[-1] < patches and not (positions[1:] == positions[:-1]).any()
+    if not fits:  # a mask of all patches is none, and a patch that is drawn twice would count twice
+        given = f"{config.pattern}, which chose {np.array2string(positions, threshold=8)}"
+        allowed = f"one that chooses different whole numbers (int64) from 0 to {patches - 1}, not all of them"
+        require(False, "corruption.pattern", given, allowed)
     count = len(positions)
     # The order in which the numbers are drawn is part of the result: a pattern's hidden patches are drawn last.
     kind_numbers, source_numbers, shift_numbers = draw_uniform(3 * count).reshape(3, count)
@@ -215,31 +231,16 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     kinds = (kind_numbers >= config.mask).astype(np.int64) + (kind_numbers >= config.mask + config.random)
     is_random = kinds == Kind.RANDOM.value
     from_batch = config.source == "batch"
-    if from_batch:  # any patch of another image
-        others = (source_numbers * patches).astype(np.int64)
-    else:  # any patch of the image but itself
-        others = (source_numbers * (patches - 1)).astype(np.int64)
+    others = (source_numbers * (patches - 1 + from_batch)).astype(np.int64)  # any patch of another image, or
+    if not from_batch:  # any of the image but itself
         others += others >= positions
-    drawn = {"positions": positions, "kinds": kinds, "sources": np.where(is_random, others, positions)}
+    shifts = hidden = None
     if from_batch:
-        drawn["shifts"] = np.where(is_random, (shift_numbers * 2**31).astype(np.int64) + 1, 0)
+        shifts = np.where(is_random, (shift_numbers * 2**31).astype(np.int64) + 1, 0)
     if config.pattern == "multiblock":
-        drawn["hidden"] = positions_to_hide(config, grid, positions, draw_uniform)
-    return Corruption(**{name: torch.from_numpy(part) for name, part in drawn.items()})
-
-
-def require_some_patches(positions: Positions, patch_count: int, pattern: str) -> None:
-    """Raise UserError where a pattern's positions, sorted, are not some of the N patches, each once.
-
-    A mask of all patches is none, and a patch that is drawn twice would count twice.
-    """
-    fits = positions.ndim == 1 and positions.dtype == np.int64 and 0 < len(positions) < patch_count
-    fits = fits and positions[0] >= 0 and positions[-1] < patch_count
-    if not fits or (positions[1:] == positions[:-1]).any():
-        raise UserError(
-            f"corruption.pattern is {pattern}, which chose {np.array2string(positions, threshold=8)}; it must choose "
-            f"different whole numbers (int64) from 0 to {patch_count - 1}, not all of them"
-        )
+        hidden = positions_to_hide(config, grid, positions, draw_uniform)
+    drawn = (positions, kinds, np.where(is_random, others, positions), shifts, hidden)
+    return Corruption(*(None if part is None else torch.from_numpy(part) for part in drawn))
 
 
 def stack(drawn: Sequence[Corruption]) -> Corruption:
@@ -261,8 +262,12 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
     """
     batch, patches, width = embeddings.shape
     mask_token = mask_token.to(embeddings.dtype)
-    flat = source_images(corruption, batch) * patches + corruption.sources
-    replaced = torch.nn.functional.embedding(flat, embeddings.flatten(0, 1))  # (B, K, D)
+    images = torch.arange(batch, device=embeddings.device)[:, None]
+    if corruption.shifts is not None:  # a batch of one image, such as the last of the held-out images, has no other
+        distance = 1 + (corruption.shifts - 1) % max(batch - 1, 1)  # from 1 to B - 1: another image, if there is one
+        images = (images + torch.where(corruption.shifts > 0, distance, 0)) % batch
+    flat = images * patches + corruption.sources
+    replaced = F.embedding(flat, embeddings.flatten(0, 1))  # (B, K, D)
     is_masked = (corruption.kinds == int(Kind.MASK))[..., None]  # an int: the compiler takes an enum for unequal
     replaced = torch.where(is_masked, mask_token, replaced)
     embeddings = embeddings.scatter(1, corruption.positions[..., None].expand(-1, -1, width), replaced)
@@ -270,15 +275,3 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
         return embeddings
     hidden = corruption.hidden[..., None].expand(-1, -1, width)
     return embeddings.scatter(1, hidden, mask_token.expand(hidden.shape))
-
-
-def source_images(corruption: Corruption, batch_size: int) -> Tensor:
-    """Images of the batch, (B, K) or (B, 1), whose embeddings the patches get: another one where there is a shift.
-
-    A batch of one image, such as the last of the held-out images, has no other: the patch is of the same image.
-    """
-    images = torch.arange(batch_size, device=corruption.positions.device)[:, None]
-    if corruption.shifts is None:
-        return images
-    distance = 1 + (corruption.shifts - 1) % max(batch_size - 1, 1)  # from 1 to B - 1: another image, if there is one
-    return (images + torch.where(corruption.shifts > 0, distance, 0)) % batch_size

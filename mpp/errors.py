@@ -1,12 +1,16 @@
 """Errors that the user can mend; every other exception is a bug."""
 
 import re
+import zlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from zipfile import BadZipFile
 
 ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 """Begin of the system's messages."""
+NPZ_ERRORS = (OSError, EOFError, ValueError, KeyError, BadZipFile, zlib.error)
+"""Errors of numpy for an .npz file that was cut off, is damaged, or is another kind of file."""
 
 
 class UserError(ValueError):

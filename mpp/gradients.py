@@ -1,4 +1,4 @@
-"""Histograms of oriented gradients of images, and pictures of their orientations (Dalal and Triggs, 2005)."""
+"""Histograms of oriented gradients of images (Dalal and Triggs, 2005)."""
 
 import math
 
@@ -30,22 +30,5 @@ def oriented_gradients(images: Tensor, cell: int) -> Tensor:
     length = torch.hypot(down, right)
     orientation = torch.atan2(down, right) * (ORIENTATION_BINS / math.pi)
     bins = orientation.floor() % ORIENTATION_BINS  # opposite gradients are one orientation
-    votes = []
-    for number in range(ORIENTATION_BINS):
-        votes_of_pixels = length.where(bins == number, 0.0)
-        votes.append(F.avg_pool2d(votes_of_pixels, cell))
+    votes = [F.avg_pool2d(length.where(bins == number, 0.0), cell) for number in range(ORIENTATION_BINS)]
     return F.normalize(torch.stack(votes, dim=2), dim=2)
-
-
-def orientation_lines(side: int) -> Tensor:
-    """Pictures of a line through a square for each orientation, along the edge: at right angles to the gradient.
-
-    Returns:
-        (9, side, side) float32, from 0 to 1.
-    """
-    angles = (torch.arange(ORIENTATION_BINS) + 0.5) * math.pi / ORIENTATION_BINS
-    sines = angles.sin()[:, None, None]
-    cosines = angles.cos()[:, None, None]
-    places = torch.arange(side) - (side - 1) / 2  # from the centre
-    distances = sines * places[:, None] + cosines * places  # from the line
-    return (0.5 + side / 12 - distances.abs()).clamp(0, 1)

@@ -9,7 +9,6 @@ S softmaxes give a colour: one, or one for each channel.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,11 +18,9 @@ from torch import Tensor, nn
 
 from mpp.config import ObjectiveConfig, require
 from mpp.config.imports import Registry
-from mpp.gradients import ORIENTATION_BINS, orientation_lines, oriented_gradients
-from mpp.palette import MOST_CLASSES, Palette, palette_for, sum_pixels
+from mpp.gradients import ORIENTATION_BINS, oriented_gradients
+from mpp.palette import MOST_CLASSES, Palette, palette_for
 
-DISTANCES: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss, None: F.mse_loss}
-"""Mean distances over all values of all patches, by `objective.loss`."""
 GREY = 128  # in pictures, for [mask] and other patches without a colour
 
 
@@ -53,11 +50,12 @@ def unscale_pixels(scaled: Tensor) -> Tensor:
     return ((scaled + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-class Objective:
+class Objective(nn.Module):
     """Targets of corrupted patches and their loss. A new objective sets `outputs`, and defines `targets` and `loss`.
 
     The other members serve accuracy and pictures, and have defaults. An objective moves tensors of its own to the
-    device of the images, and keeps nothing from one batch to the next: a resumed run would lack it.
+    device of the images, has no weights to be trained, and keeps nothing from one batch to the next: a resumed run
+    would lack it.
     """
 
     outputs: int
@@ -68,6 +66,7 @@ class Objective:
     """Content of a picture of a prediction, in a few words."""
 
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int = 3):
+        super().__init__()
         self.patch_size = patch_size
         self.channels = channels
 
@@ -82,10 +81,6 @@ class Objective:
     def decide(self, predictions: Tensor) -> Tensor:
         """The most likely targets, (B, K, ...)."""
         return predictions
-
-    def pictures(self, predictions: Tensor, targets: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
-        """Predictions and targets as pixels: see `paint`."""
-        return self.paint(self.decide(predictions), clean), self.paint(targets, clean)
 
     def colour_classes(self, targets: Tensor) -> Tensor:
         """Colour classes of targets, (B, K, cells * S) int64, where there is a palette.
@@ -107,14 +102,17 @@ class Objective:
         return None
 
 
-class GridColor(Objective):
-    """Classify the mean colour of each cell of a grid over the patch. Accuracy: the share of correct cells."""
+class MeanColor(Objective):
+    """Classify the mean colour of the patch, one of 2**(C * bits) classes, or of each cell of a grid over it.
 
-    shown = "colours of a grid over each patch"
+    Accuracy: the share of correct cells.
+    """
+
+    shown = "mean colours"
 
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
-        self.grid = self.grid_side(config)
+        self.grid = config.grid if config.name == "grid_color" else 1  # cells along a side of the patch
         require(patch_size % self.grid == 0, "objective.grid", self.grid, f"a divisor of the patch size ({patch_size})")
         self.palette = Palette(channels, config.bits, config.factorized)
         self.classes = self.palette.classes
@@ -122,17 +120,10 @@ class GridColor(Objective):
         require(self.classes <= MOST_CLASSES, "objective.bits", config.bits, allowed)
         self.outputs = self.classes * self.palette.softmaxes * self.grid**2
 
-    def grid_side(self, config: ObjectiveConfig) -> int:
-        """Cells along a side of the patch."""
-        return config.grid
-
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         patches = patches_at(images, positions, self.patch_size)
         cells = rearrange(patches, "b k c (g h) (f w) -> b k (g f) c h w", g=self.grid, f=self.grid)
-        cell_side = self.patch_size // self.grid
-        largest_sum = 255 * cell_side**2
-        classes = self.palette.classify(sum_pixels(cells), largest_sum)  # (B, K, cells, S)
-        return classes.flatten(2)
+        return self.palette.classes_of(cells).flatten(2)
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(predictions.reshape(-1, self.classes), targets.flatten())
@@ -144,178 +135,33 @@ class GridColor(Objective):
         return targets
 
     def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        classes = targets.unflatten(-1, (-1, self.palette.softmaxes))  # (B, K, cells, S)
-        colors = self.palette.colors(classes)
+        colors = self.palette.colors(targets.unflatten(-1, (-1, self.palette.softmaxes)))
         cell_side = self.patch_size // self.grid
         return repeat(colors, "b k (g f) c -> b k c (g h) (f w)", g=self.grid, h=cell_side, w=cell_side)
 
     def entropy(self, predictions: Tensor) -> Tensor:
-        logits = predictions.unflatten(-1, (-1, self.classes))  # (B, K, cells * S, classes)
-        entropy = torch.distributions.Categorical(logits=logits).entropy() / math.log(2)
-        return entropy.unflatten(-1, (-1, self.palette.softmaxes)).sum(-1)
+        logits = predictions.unflatten(-1, (-1, self.palette.softmaxes, self.classes))  # (B, K, cells, S, classes)
+        return torch.distributions.Categorical(logits=logits).entropy().sum(-1) / math.log(2)
 
 
-class MeanColor(GridColor):
-    """Classify the patch's mean colour, one of 2**(C * bits) classes: a grid of one cell.
+class Regression(Objective):
+    """Regress targets (B, K, ...) by their mean distance from the predictions over all values: `objective.loss`.
 
-    Accuracy: the share of correct patches.
+    It is the squared distance (L2) by default, and of a teacher's features the smooth L1.
     """
-
-    shown = "mean colours"
-
-    def grid_side(self, config: ObjectiveConfig) -> int:
-        return 1
-
-
-class Pixels(Objective):
-    """Regress the patch's pixels, scaled to [-1, 1], by their mean squared (L2) or mean absolute (L1, SimMIM) error.
-
-    Accuracy: the share of patches whose mean predicted pixel falls in the colour class of the true mean; of many
-    channels, the share of the channels.
-    """
-
-    shown = "pixels"
 
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
         super().__init__(config, patch_size, channels)
-        self.palette = palette_for(config, channels)
-        self.distance = DISTANCES[config.loss]
-        self.outputs = channels * patch_size**2
-
-    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
-        return patches_at(images, positions, self.patch_size)  # (B, K, C, P, P)
-
-    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return self.distance(predictions, scale_pixels(targets.flatten(2)))
-
-    def decide(self, predictions: Tensor) -> Tensor:
-        patches = predictions.unflatten(-1, (self.channels, self.patch_size, self.patch_size))
-        return unscale_pixels(patches)
-
-    def colour_classes(self, targets: Tensor) -> Tensor:
-        largest_sum = 255 * self.patch_size**2
-        return self.palette.classify(sum_pixels(targets), largest_sum)
-
-    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        return targets
-
-
-class NormalizedPixels(Pixels):
-    """Regress the patch's pixels less their mean and divided by their deviation, over all channels together (MAE).
-
-    The deviation is the unbiased one, of pixels scaled to [-1, 1], with 1e-6 added to its square, as in MAE's code.
-    There is no accuracy: the brightness of a patch and its contrast are not predicted, and the true values would give
-    the answer away.
-    """
-
-    shown = "pixels, denormalised by each patch's true mean and deviation"
-
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
-        super().__init__(config, patch_size, channels)
-        allowed = "none where a patch is one pixel of one channel, which has no deviation"
-        require(self.outputs > 1, "objective.normalize", config.normalize, allowed)
-        self.palette = None
-
-    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
-        patches = patches_at(images, positions, self.patch_size)
-        pixels, mean, deviation = self.moments(patches)
-        return (pixels - mean) / deviation  # (B, K, C, P, P)
-
-    def moments(self, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pixels in [-1, 1]; their mean and deviation, (B, K, 1, 1, 1)."""
-        pixels = scale_pixels(patches)
-        variance, mean = torch.var_mean(pixels, (-3, -2, -1), keepdim=True)
-        return pixels, mean, (variance + 1e-6).sqrt()
+        distances = {
+            "l1": F.l1_loss,
+            "l2": F.mse_loss,
+            "smooth_l1": partial(F.smooth_l1_loss, beta=config.beta),
+            "cosine": cosine_distance,
+        }
+        self.distance = distances[config.loss or ("smooth_l1" if config.name == "features" else "l2")]
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return self.distance(predictions, targets.flatten(2))
-
-    def decide(self, predictions: Tensor) -> Tensor:
-        return predictions.unflatten(-1, (self.channels, self.patch_size, self.patch_size))
-
-    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        _, mean, deviation = self.moments(clean)
-        return unscale_pixels(targets * deviation + mean)
-
-
-class Hog(Objective):
-    """Regress the histograms of oriented gradients of the patch's cells, in each colour channel (MaskFeat).
-
-    No accuracy: a histogram of edges has no colour. Pictures draw a line for each orientation, along the edge. The
-    larger the orientation's share of the histogram, the brighter the line. Red, green and blue are the three channels.
-    The targets of 16 images at 224 pixels take 50 to 60 ms on two cores (AVX-512), a sixth of a step of ViT-Ti/16;
-    those of `mean_color` 1 ms.
-    """
-
-    shown = "HOG, as its edges"
-
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
-        super().__init__(config, patch_size, channels)
-        self.cell = min(config.cell, patch_size)
-        require(patch_size % self.cell == 0, "objective.cell", self.cell, f"a divisor of the patch size ({patch_size})")
-        self.distance = DISTANCES[config.loss]
-        self.side = patch_size // self.cell  # side of the patch, in cells
-        self.outputs = self.side**2 * channels * ORIENTATION_BINS
-
-    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
-        cells = oriented_gradients(images, self.cell)
-        patches = rearrange(cells, "b c o (h g) (w f) -> b (h w) (g f c o)", g=self.side, f=self.side)
-        return select_patches(patches, positions)
-
-    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return self.distance(predictions, targets)
-
-    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
-        shares = targets.clamp(0, 1).unflatten(-1, (self.side, self.side, self.channels, ORIENTATION_BINS))
-        lines = orientation_lines(self.cell).to(targets.device)  # (9, h, w)
-        brightest = torch.zeros(*shares.shape[:-1], *lines.shape[1:], device=targets.device)  # maximum over the lines
-        for share, line in zip(shares.unbind(-1), lines, strict=True):
-            brightest = torch.maximum(brightest, share[..., None, None] * line)
-        pixels = (255 * brightest).to(torch.uint8)
-        return rearrange(pixels, "b k g f c h w -> b k c (g h) (f w)")
-
-
-class TeacherFeatures(Objective):
-    """Regress a teacher's features of the patch; the network gives the targets (mpp/models/teachers.py).
-
-    No accuracy: features have no classes. Pictures show predictions and targets along the first three principal
-    components of these targets, as red, green and blue; for images that are not RGB, along the first.
-
-    Args:
-        width: of the teacher's features.
-    """
-
-    shown = "features, by the three principal components of the targets"
-
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int, width: int):
-        super().__init__(config, patch_size, channels)
-        self.outputs = width
-        if channels != 3:
-            self.shown = "features, by the first principal component of the targets"
-        smooth_l1 = partial(F.smooth_l1_loss, beta=config.beta)
-        distances = DISTANCES | {None: smooth_l1, "smooth_l1": smooth_l1, "cosine": cosine_distance}
-        self.distance = distances[config.loss]
-
-    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return self.distance(predictions, targets)
-
-    def pictures(self, predictions: Tensor, targets: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
-        rows = targets.flatten(0, 1).double()
-        mean = rows.mean(0)
-        components = torch.linalg.svd(rows - mean, full_matrices=False)[2]
-        directions = components[:3]  # (3, D), or fewer rows if there are few patches
-        deviations = ((rows - mean) @ directions.T).std(0, correction=min(1, len(rows) - 1))
-        reach = 2 * deviations.clamp(min=1e-12)  # most of the targets lie within
-
-        def paint(features: Tensor) -> Tensor:
-            scores = (features.double() - mean) @ directions.T  # (B, K, 3)
-            colors = (127.5 + 127.5 * scores / reach).clamp(0, 255)
-            colors = F.pad(colors, (0, 3 - len(directions)), value=GREY)
-            if self.channels != 3:
-                colors = colors[..., :1].expand(*colors.shape[:-1], self.channels)
-            return colors[..., None, None].expand(clean.shape)
-
-        return paint(predictions), paint(targets)
 
 
 def cosine_distance(predictions: Tensor, targets: Tensor) -> Tensor:
@@ -324,19 +170,102 @@ def cosine_distance(predictions: Tensor, targets: Tensor) -> Tensor:
     return (1 - cosines).mean()
 
 
-def build_pixels(config: ObjectiveConfig, patch_size: int, channels: int) -> Objective:
-    """Pixels, normalised by each patch's mean and deviation where `objective.normalize` is patch."""
-    if config.normalize == "patch":
-        return NormalizedPixels(config, patch_size, channels)
-    return Pixels(config, patch_size, channels)
+class Pixels(Regression):
+    """Regress the patch's pixels, scaled to [-1, 1], by their mean squared (L2) or mean absolute (L1, SimMIM) error.
+
+    Accuracy: the share of patches whose mean predicted pixel falls in the colour class of the true mean; of many
+    channels, the share of the channels.
+
+    With `objective.normalize` patch, of the pixels less their mean and divided by their deviation, over all channels
+    together (MAE). The deviation is the unbiased one, of scaled pixels, with 1e-6 added to its square, as in MAE's
+    code. There is no accuracy then: the brightness of a patch and its contrast are not predicted, and the true values
+    would give the answer away.
+    """
+
+    shown = "pixels"
+
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
+        super().__init__(config, patch_size, channels)
+        self.outputs = channels * patch_size**2
+        self.is_normalized = config.normalize == "patch"
+        if not self.is_normalized:
+            self.palette = palette_for(config, channels)
+            return
+        self.shown = "pixels, denormalised by each patch's true mean and deviation"
+        allowed = "none where a patch is one pixel of one channel, which has no deviation"
+        require(self.outputs > 1, "objective.normalize", config.normalize, allowed)
+
+    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
+        patches = patches_at(images, positions, self.patch_size)  # (B, K, C, P, P)
+        if not self.is_normalized:
+            return patches
+        pixels, mean, deviation = moments(patches)
+        return (pixels - mean) / deviation
+
+    def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(predictions, targets if self.is_normalized else scale_pixels(targets))
+
+    def decide(self, predictions: Tensor) -> Tensor:
+        scaled = predictions.unflatten(-1, (self.channels, self.patch_size, self.patch_size))
+        return scaled if self.is_normalized else unscale_pixels(scaled)
+
+    def colour_classes(self, targets: Tensor) -> Tensor:
+        return self.palette.classes_of(targets)
+
+    def paint(self, targets: Tensor, clean: Tensor) -> Tensor:
+        if not self.is_normalized:
+            return targets
+        _, mean, deviation = moments(clean)
+        return unscale_pixels(targets * deviation + mean)
+
+
+def moments(patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pixels (..., C, P, P) in [-1, 1]; their mean and deviation, (..., 1, 1, 1)."""
+    pixels = scale_pixels(patches)
+    variance, mean = torch.var_mean(pixels, (-3, -2, -1), keepdim=True)
+    return pixels, mean, (variance + 1e-6).sqrt()
+
+
+class Hog(Regression):
+    """Regress the histograms of oriented gradients of the patch's cells, in each colour channel (MaskFeat).
+
+    No accuracy and no picture: a histogram of edges has no colour. The targets of 16 images at 224 pixels take 50 to 60
+    ms on two cores (AVX-512), a sixth of a step of ViT-Ti/16; those of `mean_color` 1 ms.
+    """
+
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
+        super().__init__(config, patch_size, channels)
+        self.cell = min(config.cell, patch_size)
+        require(patch_size % self.cell == 0, "objective.cell", self.cell, f"a divisor of the patch size ({patch_size})")
+        self.side = patch_size // self.cell  # side of the patch, in cells
+        self.outputs = self.side**2 * channels * ORIENTATION_BINS
+
+    def targets(self, images: Tensor, positions: Tensor) -> Tensor:
+        cells = oriented_gradients(images, self.cell)
+        patches = rearrange(cells, "b c o (h g) (w f) -> b (h w) (g f c o)", g=self.side, f=self.side)
+        return select_patches(patches, positions)
+
+
+class TeacherFeatures(Regression):
+    """Regress a teacher's features of the patch; the network gives the targets (mpp/models/teachers.py).
+
+    No accuracy and no picture: features have no classes and no colours.
+
+    Args:
+        width: of the teacher's features.
+    """
+
+    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int, width: int):
+        super().__init__(config, patch_size, channels)
+        self.outputs = width
 
 
 OBJECTIVES = Registry(
     "objective.name",
     {
         "mean_color": MeanColor,
-        "grid_color": GridColor,
-        "pixels": build_pixels,
+        "grid_color": MeanColor,
+        "pixels": Pixels,
         "hog": Hog,
         "features": TeacherFeatures,
     },
@@ -354,18 +283,9 @@ def build_objective(
     Raises:
         UserError: no such objective, or one that does not fit the patch size or the channels.
     """
-    if config.name == "features":
-        return TeacherFeatures(config, patch_size, channels, teacher_width)
-    objective = OBJECTIVES[config.name](config, patch_size, channels)
-    refuse_own_weights(objective, config.name)
-    return objective
-
-
-def refuse_own_weights(objective: Objective, name: str) -> None:
-    """Raise UserError where an objective has weights to be trained: only those of the network are."""
-    weights: list[object] = []
-    for part in (objective, *vars(objective).values()):
-        weights += part.parameters() if isinstance(part, nn.Module) else [part]
-    trained = any(isinstance(each, nn.Parameter) and each.requires_grad for each in weights)
+    options = {"width": teacher_width} if config.name == "features" else {}
+    objective = OBJECTIVES[config.name](config, patch_size, channels, **options)
+    trained = any(weight.requires_grad for weight in objective.parameters())
     allowed = "one without weights to be trained: only a network's are; frozen ones (requires_grad_(False)) may stay"
-    require(not trained, "objective.name", name, allowed)
+    require(not trained, "objective.name", config.name, allowed)
+    return objective

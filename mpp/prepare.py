@@ -8,33 +8,36 @@ parallel, whole or not at all; the same command continues where it was broken of
 would write every image twice, and begin again.
 """
 
-import contextlib
-import ctypes
+import io
 import json
 import os
+import re
 import shlex
-import signal
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torchvision.transforms.v2 import functional
 
 from mpp.config import PrepareConfig, require
 from mpp.config.parsing import parse, parse_saved, to_yaml
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
+from mpp.data.decoding.decode import read_values
+from mpp.data.decoding.formats import JPEG
 from mpp.data.folder import split_of_cell, split_of_shard
 from mpp.data.identity import split_fingerprint
 from mpp.data.labels import column_of, find_label_column
 from mpp.data.remote import resolve_commit
 from mpp.data.sources import load_splits
-from mpp.errors import UnreadableImage, UserError
-from mpp.prepared_image import prepare_image
+from mpp.data.workers import WatchedLoader, deaths_explained
+from mpp.errors import UnreadableImage
 from mpp.runtime.files import LOCK, complete, hold, short_digest, write_complete
 from mpp.runtime.hardware import cores
 from mpp.runtime.messages import counted, note, printable, progress_bar
@@ -45,7 +48,8 @@ from mpp.training.run_folder import changes, describe_changes
 NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files next to the shards for data
 SETTINGS_FILE = "config.yaml"
 IMAGES_FILE = "images.json"
-SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+NOTES_OF_JPEG = re.compile(rb"\xff([\xe1-\xed\xef\xfe]|\xe0(?!\0\x10JFIF\0)|\xee(?!\0\x0eAdobe)|\xd9.)", re.DOTALL)
+"""Segments of applications but for the numbers of JFIF and Adobe, comments, and what follows the end."""
 
 
 class Shard(NamedTuple):
@@ -60,36 +64,33 @@ class Shard(NamedTuple):
         """File of the notes on its images."""
         return Path(self.config.out) / NOTES_FOLDER / f"{self.file.stem}.json"
 
-    def is_written(self) -> bool:
-        """Whether the shard and its notes are there."""
-        return self.file.is_file() and self.notes.is_file()
-
 
 # --- shards ---
 
 
-def write_shard(shard: Shard) -> None:
-    """Write a shard, and notes on its images."""
+def write_shard(shard: Shard) -> int:
+    """Write a shard, and notes on its images; returns the number of images, with those that were dropped."""
     kept: list[dict[str, Any]] = []
     dropped: list[str] = []
+    source = shard.config.data
     array_dtype = find_array_dtype(shard.rows.features["image"])
     for row in shard.rows:
-        name = relative_name(row["image"], shard.config.data.path)
+        name = relative_name(row["image"], source.path)
         try:
-            data = read_cell(row["image"], shard.config.data.read_retries, array_dtype, shard.config.data.path)
-            prepared = prepare_image(data, shard.config, name)
+            image = read_cell(row["image"], source.read_retries, array_dtype, source.path)
+            prepared = prepare_image(image, shard.config, name)
         except UnreadableImage as error:
             dropped.append(f"{name or 'an image without a name'}: {error}")
             continue
         kept.append(row | {"image": {"bytes": prepared, "path": name}})
-    notes = {"kept": len(kept), "dropped": dropped}
     features = datasets.Features(shard.rows.features | {"image": datasets.Image()})
-    shard.file.parent.mkdir(exist_ok=True)
     columns = {column: [row[column] for row in kept] for column in features}  # of no rows, `from_list` makes none
+    shard.file.parent.mkdir(exist_ok=True)
     with complete(shard.file) as partial:
         with partial.open("wb") as file:  # of a name, the library expands ~, and takes `a::b` for a URL
             datasets.Dataset.from_dict(columns, features=features).to_parquet(file)  # without compression of images
-        write_complete(shard.notes, json.dumps(notes))
+        write_complete(shard.notes, json.dumps({"kept": len(kept), "dropped": dropped}))
+    return len(shard.rows)
 
 
 def relative_name(cell: Any, root: str) -> str | None:
@@ -110,7 +111,11 @@ def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard],
         UserError: the images cannot be loaded, or a split's shards would be read as another split.
     """
     splits = load_splits(replace(config.data, revision=commit))
-    check_split_names(config, list(splits))
+    read_as = [split_of_shard(shard_name(split, 0, 1)) for split in splits]
+    keeps_names = read_as == [split_of_cell(split) for split in splits] and len(set(read_as)) == len(read_as)
+    allowed = "splits train, validation, test, or others of letters, digits and _ without such a word at the end"
+    given = f"whose splits {', '.join(splits)} would be read as {', '.join(read_as)}"
+    require(keeps_names, "data.path", f"{config.data.path}, {given}", allowed)
     shards: list[Shard] = []
     records = {}
     for split, rows in splits.items():
@@ -129,11 +134,7 @@ def select_columns(config: PrepareConfig, rows: datasets.Dataset) -> datasets.Da
     """The images, as the column `image`, and their labels."""
     image_column = find_image_column(config.data, rows.features)
     label_column, _ = find_label_column(config.data, rows.features)
-    if image_column != "image" and label_column == "image":
-        raise UserError("the labels' column is called image, as the column of images is in shards; rename it")
-    columns = [image_column]
-    if label_column and label_column != image_column:
-        columns.append(label_column)
+    columns = [name for name in dict.fromkeys((image_column, label_column)) if name]
     others = [name for name in rows.column_names if name not in columns]
     if others:
         note(f"the shards have images and labels only, without {', '.join(others)}; data.label_column names the labels")
@@ -147,10 +148,9 @@ def record_of_rows(config: PrepareConfig, rows: datasets.Dataset, commit: str | 
     """The record of a split's images and labels."""
     files = short_digest(split_fingerprint(rows, "image", config.data.read_retries))
     record = {"images": len(rows), "files": files, "revision": commit}
-    for column in rows.column_names:
-        if column != "image":
-            values = json.dumps(column_of(rows, column).to_pylist(), default=str)
-            record["labels"] = short_digest([str(rows.features[column]).encode(), values.encode()])
+    for column in rows.column_names[1:]:  # the labels, if there are any
+        values = json.dumps(column_of(rows, column).to_pylist(), default=str)
+        record["labels"] = short_digest([str(rows.features[column]).encode(), values.encode()])
     return record
 
 
@@ -159,21 +159,54 @@ def shard_name(split: str, number: int, count: int) -> str:
     return f"{split}-{number:05d}-of-{count:05d}.parquet"
 
 
-def check_split_names(config: PrepareConfig, splits: Sequence[str]) -> None:
-    """Refuse splits whose shards would be read as another split: held-out images would be trained on.
+# --- images ---
 
-    A word for a usual split, such as `val`, is that split.
+
+def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | None = None) -> bytes:
+    """An image file that is shrunk to `config.short_side`, where it is larger. It has no metadata, such as EXIF.
+
+    Raises:
+        UnreadableImage: it cannot be decoded.
+        UserError: the format cannot hold it.
     """
-    seen: set[str] = set()
-    for split in splits:
-        read_as = split_of_shard(shard_name(split, 0, 1), ())
-        if read_as != split_of_cell(split) or read_as in seen:
-            raise UserError(
-                f"{describe_source(config.data)} has the split {printable(split)}, whose shards would be read as "
-                f"{printable(read_as)}; a split must be train, validation, test, or another name of letters, digits "
-                "and _ without such a word at its end, each once"
-            )
-        seen.add(read_as)
+    values = np.ascontiguousarray(read_values(image, config.data))  # an upright view may run backwards
+    fits = config.format == "npy" or values.dtype == np.uint8
+    allowed = f"npy for {name or 'an image'}, which has {values.dtype} values"
+    require(fits, "format", f"{config.format}, which holds 8 bits", allowed)
+    if min(values.shape[1:]) > config.short_side:
+        return encode(shrink(values, config.short_side), config.format, config.quality)
+    if config.format != "jpeg":
+        return encode(values, config.format)
+    has_pixels_of_file = config.data.bands is None and config.data.nodata is None
+    if has_pixels_of_file and isinstance(image, bytes) and JPEG.begins(image) and not NOTES_OF_JPEG.search(image):
+        return image
+    return encode(values, "png")
+
+
+def shrink(values: NDArray, side: int) -> NDArray:
+    """Values (C, H, W) of any type, resized until their shorter side is `side`; of the same type."""
+    exact = values if values.dtype == np.uint8 else values.astype(np.float64)
+    resized = functional.resize(torch.from_numpy(exact), [side], antialias=True).numpy()
+    return (resized if values.dtype.kind == "f" else np.rint(resized)).astype(values.dtype)
+
+
+def encode(values: NDArray, form: str, quality: int = 0) -> bytes:
+    """A file of values (C, H, W): an array (H, W, C) of numpy's, or of 8 bits in a format of PIL's.
+
+    Raises:
+        UnreadableImage: it is longer than the format allows.
+    """
+    buffer = io.BytesIO()
+    pixels = np.ascontiguousarray(values.transpose(1, 2, 0))
+    if form == "npy":
+        np.save(buffer, pixels)
+        return buffer.getvalue()
+    try:
+        Image.fromarray(pixels[..., 0] if len(values) == 1 else pixels).save(buffer, form, quality=quality)
+    except OSError as error:  # JPEG is at most 65,500 pixels long
+        height, width = values.shape[1:]
+        raise UnreadableImage(f"{form} does not hold {width} x {height} pixels; --format ppm or npy does") from error
+    return buffer.getvalue()
 
 
 # --- the folder ---
@@ -188,53 +221,28 @@ def records_of_folder(config: PrepareConfig) -> dict[str, Any]:
     out = Path(config.out)
     saved = out / NOTES_FOLDER / SETTINGS_FILE
     if not saved.is_file():
-        others = out.is_dir() and any(path.name not in (LOCK, ".lock.holder") for path in out.iterdir())
-        require(not others, "out", config.out, "a new folder, or one that this command began")
+        others = {path.name for path in out.iterdir()} - {LOCK, ".lock.holder", NOTES_FOLDER}
+        require(not others, "out", out, "a new folder, or one that this command began")
         return {}
-    different = changes(parse_saved(PrepareConfig, saved), config)
-    if different:
-        described = describe_changes(different, "the folder")
-        raise UserError(f"out is {out}, prepared with other settings: {described}; choose another out")
-    file = saved.with_name(IMAGES_FILE)
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def open_folder(config: PrepareConfig, records: dict[str, Any]) -> None:
-    """Save settings and images of a new folder; refuse one that was prepared from other images."""
-    before = records_of_folder(config) or records
-    changed = [split for split in before | records if before.get(split) != records.get(split)]
-    if changed:
-        raise UserError(f"out is {config.out}, prepared from other images ({', '.join(changed)}); choose another out")
-    notes = Path(config.out) / NOTES_FOLDER
-    notes.mkdir(parents=True, exist_ok=True)
-    write_complete(notes / SETTINGS_FILE, to_yaml(config))
-    write_complete(notes / IMAGES_FILE, json.dumps(records))
+    different = describe_changes(changes(parse_saved(PrepareConfig, saved), config), "the folder")
+    require(not different, "out", f"{out}, prepared with other settings: {different}", "another folder")
+    return json.loads(saved.with_name(IMAGES_FILE).read_text(encoding="utf-8"))
 
 
 # --- the work ---
 
 
-def start_process() -> None:
-    """Start a process of the pool: it has one thread, and ends with its parent (on Linux)."""
-    torch.set_num_threads(1)
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
 def write_missing(config: PrepareConfig, shards: list[Shard]) -> list[dict[str, Any]]:
     """Write the shards that are not there, in parallel; returns the notes of all."""
-    missing = [shard for shard in shards if not shard.is_written()]
-    images = sum(len(shard.rows) for shard in shards)
-    there = f"{len(shards) - len(missing)} of them there already"
-    print(f"{describe_source(config.data)}: {counted(images, 'image')} to {counted(len(shards), 'shard')}, {there}")
-    workers = min(config.workers or cores(), max(1, len(missing)))
+    missing = [shard for shard in shards if not shard.file.is_file()]  # its notes are written before it
+    there = len(shards) - len(missing)
+    print(f"{describe_source(config.data)}: {counted(len(shards), 'shard')}, {there} of them there already")
+    workers = min(config.workers or cores(), len(missing))
+    writers = WatchedLoader(missing, str, batch_size=None, num_workers=workers, collate_fn=write_shard)
     bar = progress_bar(total=sum(len(shard.rows) for shard in missing), unit="image", desc="preparing")
-    with bar, ProcessPoolExecutor(workers, initializer=start_process) as pool:
-        try:
-            for shard, _ in zip(missing, pool.map(write_shard, missing), strict=True):
-                bar.update(len(shard.rows))
-        except BrokenProcessPool:
-            raise UserError("a process died (out of memory?); the same command continues, with fewer workers") from None
+    with bar, deaths_explained():
+        for images in writers:
+            bar.update(images)
     return [json.loads(shard.notes.read_text(encoding="utf-8")) for shard in shards]
 
 
@@ -253,9 +261,7 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
         print(f"dropped {len(dropped)} that cannot be decoded, such as {dropped[0]}: see {listing}")
     require(kept, "out", config.out, f"of images of which some can be decoded: see {listing}")
     if config.format == "npy":
-        print(
-            "note: arrays have the numbers of the files; unless these use all of their type, name data.range in the run"
-        )
+        note("arrays have the numbers of the files; unless these use all of their type, name data.range in the run")
     print(f"next: {training_command(config)}    (large sets: --data.streaming true)")
 
 
@@ -272,18 +278,20 @@ def training_command(config: PrepareConfig) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare a dataset as the command line, or `arguments`, say."""
     config = parse(PrepareConfig, arguments)
-    if config.data.path is None:
-        raise UserError("data.path is null; it must be a dataset of the hub, a folder, or a file")
+    require(config.data.path, "data.path", "null", "a dataset of the hub, a folder, or a file")
     out = Path(config.out)
-    require(not out.exists() or out.is_dir(), "out", config.out, "a folder")
     images = Path(config.data.path).expanduser()
     is_inside = images.is_dir() and out.resolve().is_relative_to(images.resolve())
-    require(not is_inside, "out", config.out, f"outside of {images}: its shards would be read as images")
-    commits_before = {record["revision"] for record in records_of_folder(config).values()} - {None}
-    commit = resolve_commit(config.data, commits_before.pop() if commits_before else None)
-    shards, records = plan_shards(config, commit)
+    require(not is_inside, "out", out, f"outside of {images}: its shards would be read as images")
     with hold(out, "out"):
-        open_folder(config, records)
+        begun_with = records_of_folder(config)
+        commits = [record["revision"] for record in begun_with.values()]
+        shards, records = plan_shards(config, resolve_commit(config.data, next(filter(None, commits), None)))
+        require(begun_with in ({}, records), "out", f"{out}, prepared from other images", "another folder")
+        notes = out / NOTES_FOLDER
+        notes.mkdir(exist_ok=True)
+        write_complete(notes / IMAGES_FILE, json.dumps(records))
+        write_complete(notes / SETTINGS_FILE, to_yaml(config))
         print_summary(config, write_missing(config, shards))
 
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
-from mpp.config import Config, SourceConfig, require
+from mpp.config import Config, ProbeConfig, SourceConfig, require
 from mpp.config.parsing import as_command_line, check_given, parse, parse_saved
 from mpp.corruption import Corruption, draw
 from mpp.data.dataset import ImageDataset
@@ -27,11 +26,11 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, ViewDataset, collate
 from mpp.errors import UserError
 from mpp.features.metrics import (
-    MaskedCounts,
     Sums,
     add_sums,
     measure_features,
     measure_predictions,
+    save_masked_counts,
     sum_over_processes,
     summarize,
 )
@@ -81,12 +80,9 @@ class Pretraining(ImageTask):
         self.corrupted_count = len(draw(config.corruption, self.grid, config.run.seed, 0, 0).positions)
         self.licence = licence_of(config.model.init_from)
         self.predicts_features = config.objective.name == "features"
-        self.moves_teacher = config.objective.moves_teacher
         if config.objective.frozen_teacher:
             note_other_reading(config)
-        for encoder_name in first_encoders(config).values():
-            if learned_labels(encoder_name):
-                self.builds_on_labels = True
+        self.builds_on_labels = any(map(learned_labels, first_encoders(config).values()))
         train_images = self.load_images(config)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
@@ -144,8 +140,6 @@ class Pretraining(ImageTask):
             return loss, measure_features(predictions, features, corruption.positions, self.patch_count)
         image_numbers = None if model.training else batch.indices  # of held-out images
         count = len(self.held_out_views.dataset)
-        if counted is not None:
-            counted = counted.to(predictions.device)
         return loss, measure_predictions(self.objective, predictions, images, corruption, image_numbers, count, counted)
 
     def loss_of(self, predictions: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
@@ -163,9 +157,8 @@ class Pretraining(ImageTask):
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""
-        drawn = {name: part for name, part in batch.corruption._asdict().items() if part is not None}
-        images, *parts = to_device([batch.images, *drawn.values()], self.accelerator.device)
-        corruption = Corruption(**dict(zip(drawn, parts, strict=True)))
+        images = batch.images.to(self.accelerator.device, non_blocking=True)
+        corruption = batch.corruption.to(self.accelerator.device)
         return self.predict_images(model, images, corruption), images, corruption
 
     def predict_images(self, model: nn.Module, images: Tensor, corruption: Corruption) -> PredictedBatch:
@@ -201,17 +194,16 @@ class Pretraining(ImageTask):
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Move the teacher, if it is a moving average."""
-        if not self.moves_teacher:
+        objective = self.config.objective
+        if not objective.moves_teacher:
             return {}
-        decay = moving_average_decay(self.config.objective.half_life, step, self.config.run.steps)
+        decay = moving_average_decay(objective.half_life, step, self.config.run.steps)
         update_moving_average(model.teacher.encoder, model.encoder, decay)
         return {"teacher/decay": decay}
 
     def refuse_to_continue(self, scalars: dict[str, float]) -> None:
         """Stop, if `objective.stop_on_collapse`, when the targets have become the same for all patches."""
-        if not self.config.objective.stop_on_collapse:
-            return
-        message = targets_collapse([scalars], self.config)
+        message = self.config.objective.stop_on_collapse and targets_collapse([scalars], self.config)
         if message:
             raise UserError(f"targets collapse: {message}")
 
@@ -236,7 +228,7 @@ class Pretraining(ImageTask):
         on_main_process(self.accelerator, lambda: self.log_panel(model, step, tracker))
         if self.accelerator.is_main_process and "by_image" in sums:
             names = self.held_out_views.dataset.image_names()
-            MaskedCounts(step, sums["by_image"].numpy(), np.array(names, str)).save(Path(self.config.run.dir))
+            save_masked_counts(Path(self.config.run.dir), step, sums["by_image"].numpy(), names)
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(self.exported(model))
         return scalars
@@ -323,8 +315,7 @@ def reopen(
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
     data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
-    probe = dataclasses.replace(config.probe, path=None, image_column=None, label_column=None)
-    config = dataclasses.replace(config, data=data, model=model, probe=probe)
+    config = dataclasses.replace(config, data=data, model=model, probe=ProbeConfig(every=0))
     task = Pretraining(config, accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0))
     step = restore_trained(folder, task.model, config.optim)
     require(step > 0, "encoder", folder, "a run with an intact checkpoint")

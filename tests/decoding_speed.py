@@ -22,7 +22,7 @@ from PIL import Image
 from evaluation.benchmark.loading import image_files
 from mpp.config import ImagesConfig
 from mpp.data.decoding.decode import decode
-from mpp.prepared_image import encode
+from mpp.prepare import encode
 
 CROP = (slice(20, 220), slice(30, 270))
 

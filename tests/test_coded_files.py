@@ -23,7 +23,7 @@ from mpp.config import PrepareConfig as Prepare
 from mpp.data.decoding.decode import stored_orientation
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage
-from mpp.prepared_image import prepare_image
+from mpp.prepare import prepare_image
 
 CODED = Path(__file__).parent / "coded"
 RGB = picture(0)  # 40 x 48

@@ -20,7 +20,7 @@ from mpp.data.loader import cache_decoded
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage, UserError
 from mpp.prepare import main as prepare
-from mpp.prepared_image import prepare_image
+from mpp.prepare import prepare_image
 
 RGB = picture(0)  # 40 x 48
 DEEP = np.random.default_rng(0).integers(0, 65536, (40, 48, 5), dtype=np.uint16)

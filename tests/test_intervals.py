@@ -13,7 +13,7 @@ from evaluation.metrics.pixels import PixelClasses
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, keep_outcomes, labelled_outcomes, score_of
 from evaluation.patches.scores import count_confusion
 from mpp.errors import UserError
-from mpp.features.metrics import COUNTS_FILE, MaskedCounts, load_masked_counts
+from mpp.features.metrics import COUNTS_FILE, load_masked_counts, save_masked_counts
 
 KIND = OneClass()
 SIMULATIONS = 400
@@ -232,7 +232,7 @@ def test_outcomes_are_kept_beside_a_report(tmp_path):
 def test_damaged_files_of_outcomes_and_counts_are_named(damage, tmp_path):
     zeros = np.zeros(1000)
     file = save_outcomes(tmp_path / "knn.json", [Outcomes("patches", zeros, zeros)])
-    MaskedCounts(7, np.zeros((1000, 4)), []).save(tmp_path)
+    save_masked_counts(tmp_path, 7, np.zeros((1000, 4)), [])
     for each in (file, tmp_path / COUNTS_FILE):
         content = each.read_bytes()
         start = content.index(b".npy") + 30  # of compressed numbers

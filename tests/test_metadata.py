@@ -13,7 +13,7 @@ from PIL import Image, PngImagePlugin
 from mpp.config import ImagesConfig, PrepareConfig
 from mpp.data.decoding.decode import read_values
 from mpp.errors import UserError
-from mpp.prepared_image import prepare_image
+from mpp.prepare import prepare_image
 
 SECRET = "Mustermann, Hauptstr. 5"
 RGB = picture(0)

@@ -5,7 +5,6 @@ import statistics
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpp.config import CorruptionConfig, ObjectiveConfig
 from mpp.corruption import Corruption, Kind, draw, stack
@@ -29,7 +28,7 @@ def corruption_of(images: int, side: int, **settings) -> Corruption:
 )
 def test_nearest_visible_patches_by_search(pattern, side, rate):
     corruption = corruption_of(20, side, rate=rate, pattern=pattern)
-    nearest = nearest_visible(corruption.positions, (side, side))
+    nearest = nearest_visible(corruption, (side, side))
     for positions, nearest_of_image in zip(corruption.positions.tolist(), nearest.tolist(), strict=True):
         visible = [patch for patch in range(side**2) if patch not in positions]
         for position, nearest_two in zip(positions, nearest_of_image, strict=True):
@@ -37,36 +36,6 @@ def test_nearest_visible_patches_by_search(pattern, side, rate):
             distances = {patch: math.dist(divmod(patch, side), place) for patch in visible}
             by_distance = sorted(visible, key=distances.get)  # of equally near ones the first stays first
             assert nearest_two == [by_distance[0], by_distance[:2][-1]]
-
-
-class Operations(TorchDispatchMode):
-    """Number of operations, and the most numbers that one of them returned."""
-
-    count = 0
-    largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.count += 1
-        if isinstance(result, torch.Tensor):
-            self.largest = max(self.largest, result.numel())
-        return result
-
-
-def test_neighbours_of_many_images_take_as_many_operations_as_of_few(monkeypatch):
-    positions = corruption_of(128, 8).positions
-    few = positions[:8]
-    with Operations() as of_few:
-        nearest_visible(few, (8, 8))
-    with Operations() as of_many:
-        nearest = nearest_visible(positions, (8, 8))
-    assert of_few.count == of_many.count
-
-    five_images = 5 * 32 * 64  # of 32 patches and their 64 distances
-    monkeypatch.setattr("mpp.features.metrics.DISTANCES_PER_BLOCK", five_images)
-    with Operations() as operations:
-        assert torch.equal(nearest_visible(positions, (8, 8)), nearest)
-    assert operations.largest == five_images
 
 
 def share_equal(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -95,7 +64,7 @@ def test_measures_against_a_loop(name):
     copied = []
     mixed = []
     colors = []
-    nearest = nearest_visible(corruption.positions, (4, 4))
+    nearest = nearest_visible(corruption, (4, 4))
     for b in range(6):
         for k, position in enumerate(corruption.positions[b]):
             kind = Kind(int(corruption.kinds[b, k]))

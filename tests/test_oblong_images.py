@@ -13,7 +13,7 @@ import mpp
 from evaluation import fewshot, finetune, visualize
 from evaluation.config import EVERY
 from mpp.config import CorruptionConfig, ModelConfig
-from mpp.corruption import draw
+from mpp.corruption import draw, stack
 from mpp.errors import UserError
 from mpp.features.metrics import nearest_visible
 from mpp.models.descriptions import export_encoder
@@ -25,9 +25,10 @@ WIDE = "--model.img_size=[16,32]"
 @pytest.mark.parametrize("grid", [(2, 7), (7, 2), (3, 5), (1, 6)])
 def test_nearest_visible_patches_by_search(grid):
     columns = grid[1]
-    corrupted = draw(CorruptionConfig(), grid, 0, 0, 0).positions.tolist()
+    corruption = stack([draw(CorruptionConfig(), grid, 0, 0, 0)])
+    corrupted = corruption.positions[0].tolist()
     visible = [position for position in range(grid[0] * grid[1]) if position not in corrupted]
-    nearest = nearest_visible(torch.tensor([corrupted]), grid)[0].tolist()
+    nearest = nearest_visible(corruption, grid)[0].tolist()
 
     def squared_distance(one: int, other: int) -> int:
         rows_apart = one // columns - other // columns

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from conftest import HANGS, TINY, encoded, launched, picture, read_metrics
 from safetensors.torch import load_file, save_file
@@ -274,19 +275,18 @@ def test_sums_are_reduced_and_never_pickled(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0, 0]
 
 
-SHARES = [(11, False), (12, True), (2, False), (2, True)]  # rows of all, and whether they are kept in a file
+SHARES = (11, 12, 2)  # rows of all
 
 
 def share_out(rank: int, store: str) -> None:
-    """One of three processes, which send their rows two at a time, and agree on the largest number."""
+    """One of three processes, which send their rows, and agree on the largest number."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     accelerator = SimpleNamespace(num_processes=3, is_main_process=rank == 0)
-    frozen.ROWS_PER_MESSAGE = 2
-    for count, in_file in SHARES:
-        whole = np.arange(2 * count).reshape(count, 2)
-        frozen.IN_MEMORY = 0 if in_file else 10**9
-        own = [whole[rank::3], whole[rank::3, 0]] if rank < count else []
-        collected = frozen.interleave(own, count, accelerator)
+    for count in SHARES:
+        whole = torch.arange(2 * count).view(count, 2)
+        padded = F.pad(whole, (0, 0, 0, 2))[rank::3][: -(-count // 3)]
+        own = [padded, padded[:, 0].float()] if rank < count else []
+        collected = frozen.gather_rows(own, count, accelerator)
         assert len(collected) == (0 if rank else 2)
         if rank == 0:
             assert (collected[0] == whole).all() and (collected[1] == whole[:, 0]).all()

@@ -310,27 +310,6 @@ def test_spread_is_that_of_all_patches_together():
     assert constant == {"target_deviation": 0, "target_share": 0, "target_rank": 0}
 
 
-def test_pictures_show_both_in_one_basis():
-    objective = objective_of(6)
-    targets = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(0))
-    clean = torch.zeros(2, 7, 3, 8, 8, dtype=torch.uint8)
-    one, other = objective.pictures(targets, targets, clean)
-    assert torch.equal(one, other)
-    assert one.shape == clean.shape
-    assert one.float().std() > 20
-    shifted, same = objective.pictures(targets + 1, targets, clean)
-    assert torch.equal(same, other)
-    assert not torch.equal(shifted, other)
-    grey, _ = objective.pictures(targets.mean((0, 1)).expand_as(targets), targets, clean)
-    torch.testing.assert_close(grey, torch.full_like(grey, 127.5), atol=1e-3, rtol=0)
-    few, _ = objective.pictures(targets[:1, :2], targets[:1, :2], clean[:1, :2])
-    assert few.shape == (1, 2, 3, 8, 8)
-    alone = objective_of(6, channels=1)  # of one channel: along the first component
-    first, _ = alone.pictures(targets, targets, clean[:, :, :1])
-    assert torch.equal(first, one[:, :, :1])
-    assert "the first principal component" in alone.shown
-
-
 def test_the_teachers_forward_pass_is_in_the_compute():
     """An encoder's forward pass, of all tokens, is a quarter of the student's three and its own."""
     with_teacher, _, images, corruption = model_of()

@@ -19,7 +19,7 @@ from mpp.data.decoding.decode import decode
 from mpp.data.loader import BatchLayout, training_loader
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
-from mpp.prepared_image import encode
+from mpp.prepare import encode
 from mpp.pretrain import Pretraining
 
 PREFETCHED_BATCHES = 2

@@ -251,8 +251,8 @@ class VisualizeConfig(Settings):
     rollout_from: Literal["auto", "class", "patches"] = setting("auto", needs={"pictures": "attention_rollout"})
     """Start of the rollout. auto: [class], or the mean of the patches if [class] was not trained on its own."""
     bands: Integers | None = setting(None, at_least=1)
-    """Channels shown as red, green and blue, or one shown as grey, counted from 1: [3, 2, 1]. null: RGB and grey as
-    they are; other channels side by side, or their mean under an overlay."""
+    """Channels shown as red, green and blue, or one shown as grey, counted from 1: [3, 2, 1]. null: the first
+    three, or the first where there are fewer."""
     representation: Representation = setting("mean", needs={"pictures": ("rank", "accuracy_by_depth")})
     """Pooling of the features for rank and accuracy_by_depth."""
 

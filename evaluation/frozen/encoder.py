@@ -22,7 +22,7 @@ from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import is_named
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.plain import set_attention
-from mpp.palette import palette_for, sum_pixels
+from mpp.palette import palette_for
 from mpp.runtime.hardware import uses_gpu
 from mpp.training.branch import note_growth
 
@@ -100,11 +100,10 @@ class ColorBaseline(nn.Module):
     def forward(self, images: Tensor, representation: Representation, depths: Sequence[int]) -> list[Tensor]:
         """As in FrozenEncoder; there is one depth and one representation."""
         cells = rearrange(images, "b c (h p) (w q) -> b (h w) c p q", h=CELLS_PER_SIDE, w=CELLS_PER_SIDE)
-        sums = sum_pixels(cells)  # (B, 64, C)
-        largest_sum = 255 * cells[0, 0, 0].numel()
         if self.kind == "pixels":
-            return [sums.flatten(1).float() / largest_sum]
-        classes = self.palette.classify(sums, largest_sum)  # (B, 64, S)
+            sums = cells.sum((-2, -1), dtype=torch.float64)  # (B, 64, C)
+            return [sums.flatten(1).float() / (255 * cells[0, 0, 0].numel())]
+        classes = self.palette.classes_of(cells)  # (B, 64, S)
         return [F.one_hot(classes, self.palette.classes).sum(1).flatten(1).float()]
 
 

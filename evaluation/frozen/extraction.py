@@ -21,7 +21,6 @@ from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError
-from mpp.features.arrays import select
 from mpp.features.frozen import extract
 from mpp.runtime.messages import progress_bar, warn
 
@@ -89,7 +88,8 @@ def extract_split(
     batches = RecordedBatches(
         progress_bar(loader, desc=progress, disable=not shows_progress), views.dataset.split, strict
     )
-    by_depth, labels = extract(batches, encode, count, accelerator)
+    features, labels = extract(batches, encode, count, accelerator)
+    by_depth, labels = [each.numpy() for each in features], labels.numpy()
 
     requested = np.arange(rank, count, processes)
     replaced = requested[requested != np.array(batches.indices, np.int64)]
@@ -99,8 +99,8 @@ def extract_split(
     if len(kept) == 0:
         raise UserError(f"none of the {count} images of {batches.split} can be decoded, such as {unreadable[0]}")
     if replaced and accelerator.is_main_process:
-        by_depth = [select(features, kept) for features in by_depth]
-        labels = select(labels, kept)
+        by_depth = [features[kept] for features in by_depth]
+        labels = labels[kept]
     return SplitFeatures(by_depth, labels, kept, unreadable)
 
 

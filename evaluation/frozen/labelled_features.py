@@ -3,21 +3,18 @@
 N training images, M test images, D width.
 """
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS
 from mpp.config import require
 from mpp.data.dataset import has_label, names_by_number
-from mpp.errors import UserError
-from mpp.features.arrays import IN_MEMORY, NPZ_ERRORS, in_blocks, let_go, select
+from mpp.errors import NPZ_ERRORS, UserError
 from mpp.runtime.files import complete
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import Stream, permutation
@@ -80,9 +77,9 @@ class LabelledFeatures(NamedTuple):
         note(f"{source}: {missing[0]} training and {missing[1]} test images without a label are left out")
         of_train, of_test = (np.flatnonzero(each) for each in known)
         return self._replace(
-            train=select(self.train, of_train),
+            train=self.train[of_train],
             train_labels=self.train_labels[of_train],
-            test=select(self.test, of_test),
+            test=self.test[of_test],
             test_labels=self.test_labels[of_test],
             test_images=[self.test_images[index] for index in of_test] if len(self.test_images) else (),
         )
@@ -127,10 +124,10 @@ class LabelledFeatures(NamedTuple):
         """The training features, a tenth of which is the test split: choices are made on it."""
         train, dev = cut_dev_split(len(self.train))
         return LabelledFeatures(
-            select(self.train, train),
-            select(self.train_labels, train),
-            select(self.train, dev),
-            select(self.train_labels, dev),
+            self.train[train],
+            self.train_labels[train],
+            self.train[dev],
+            self.train_labels[dev],
             self.class_names,
             kind=self.kind,
         )
@@ -151,7 +148,7 @@ def check_split(source: str, split: str, features: NDArray, labels: NDArray, kin
         raise UserError(f"{source}: no labelled images in {split}")
     if not np.issubdtype(features.dtype, np.floating):
         raise UserError(f"{source}: {split}_features are {features.dtype}, not floating-point numbers")
-    if not all(np.isfinite(block).all() for block in in_blocks(features)):
+    if not np.isfinite(features).all():
         raise UserError(f"{source}: {split}_features have values that are not finite")
 
 
@@ -171,7 +168,7 @@ def cut_dev_split(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def save_features(path: Path, features: LabelledFeatures) -> None:
-    """Write one depth's features as .npz, complete or not at all; an earlier file that is mapped stays readable."""
+    """Write one depth's features as .npz, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, NDArray] = dict(zip(ARRAY_NAMES, features[: len(ARRAY_NAMES)], strict=True))
     arrays |= {} if features.kind == "class" else {KIND_NAME: np.array(features.kind)}
@@ -181,11 +178,10 @@ def save_features(path: Path, features: LabelledFeatures) -> None:
             arrays[name] = np.array(list(texts), str)
     with complete(path, shared=True) as partial, partial.open("wb") as file:  # numpy would add .npz to a name without
         np.savez(file, **arrays)
-    let_go(features.train)
 
 
 def load_features(path: Path) -> LabelledFeatures:
-    """Load features, mapped where they are large, and their labels; nothing in the file is executed.
+    """Load features and their labels; nothing in the file is executed.
 
     Raises:
         UserError: no such file, an array missing or pickled, shapes that disagree, values that are not finite.
@@ -202,9 +198,7 @@ def load_features(path: Path) -> LabelledFeatures:
             kind = str(arrays[KIND_NAME]) if KIND_NAME in arrays else "class"
             if kind not in KINDS:
                 raise ValueError(f"its kind of label is {kind}; it must be one of {', '.join(KINDS)}")
-            features = LabelledFeatures(*(load_member(arrays, name) for name in ARRAY_NAMES), **texts, kind=kind)
-    except UserError:
-        raise  # of temporary files
+            features = LabelledFeatures(*(arrays[name] for name in ARRAY_NAMES), **texts, kind=kind)
     except NPZ_ERRORS as error:
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.checked(str(path))
@@ -216,16 +210,3 @@ def load_texts(arrays: np.lib.npyio.NpzFile, name: str) -> list[str]:
     if texts.ndim != 1 or texts.dtype.kind != "U":
         raise ValueError(f"{name} must be a list of texts")
     return texts.tolist()
-
-
-def load_member(arrays: NpzFile, name: str) -> NDArray:
-    """An array of an .npz file: in memory, or, where it is large, mapped from a temporary copy.
-
-    numpy maps only .npy files. Checksums are compared either way, and no pickled object is loaded.
-    """
-    member = arrays.zip.getinfo(f"{name}.npy")
-    if member.file_size <= IN_MEMORY:
-        return arrays[name]
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(arrays.zip.extract(member, folder))
-        return np.load(copy, mmap_mode="r", allow_pickle=False)  # it can be read when its name is gone

@@ -20,11 +20,10 @@ from evaluation.frozen.report_names import report_path_of_command
 from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error_of
-from evaluation.metrics.summaries import summarize_accuracies
+from evaluation.metrics.summaries import evenly_spaced, summarize_accuracies
 from mpp.config import Settings, changed_settings, nested, require
 from mpp.data.labels import AUTO
-from mpp.features.arrays import evenly_spaced
-from mpp.features.metrics import effective_ranks
+from mpp.features.metrics import effective_rank
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import progress_bar
@@ -99,8 +98,7 @@ def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
     """The effective rank of the tested features at each depth, of as many images as `features/rank` in training."""
     count = len(next(iter(by_depth.values())).test)
     ranked = evenly_spaced(count, MAX_IMAGES_FOR_RANK)  # files may be in the order of their classes
-    ranks = effective_ranks([features.test[ranked] for features in by_depth.values()], device())
-    return dict(zip(by_depth, ranks, strict=True))
+    return {depth: effective_rank(features.test[ranked], device()) for depth, features in by_depth.items()}
 
 
 def extract_once(

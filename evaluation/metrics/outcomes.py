@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mpp.errors import UserError
-from mpp.features.arrays import NPZ_ERRORS
+from mpp.errors import NPZ_ERRORS, UserError
 from mpp.runtime.files import complete
 from mpp.runtime.messages import printable
 

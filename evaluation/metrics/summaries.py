@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evaluation.metrics.scoring import mean_interval
 
@@ -30,3 +31,8 @@ def summarize_values(values: Sequence[float]) -> dict[str, float]:
     """Mean, (population) standard deviation and number of some values; null of a file is NaN."""
     numbers = np.array(values, float)
     return {"mean": float(numbers.mean()), "std": float(numbers.std()), "count": len(values)}
+
+
+def evenly_spaced(length: int, count: int) -> NDArray[np.int64]:
+    """So many indices of a sequence, evenly spaced from the first to the last; all where there are no more."""
+    return np.linspace(0, length - 1, min(count, length)).astype(int)

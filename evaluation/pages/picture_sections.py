@@ -14,6 +14,7 @@ from evaluation.config import ReportConfig, VisualizeConfig
 from evaluation.figures.charts import plot_map
 from evaluation.frozen.report_names import report_suffix
 from evaluation.frozen.run_images import load_unchanged_splits_of
+from evaluation.metrics.summaries import evenly_spaced
 from evaluation.pages.page import Block, Missing, Picture, Section, Table, chart, figure_as_picture, image_as_picture
 from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.gallery import (
@@ -27,8 +28,7 @@ from evaluation.pictures.gallery import (
 from evaluation.pictures.subject import Subject, load_subject
 from mpp.config import flatten, rebuild
 from mpp.data.workers import deaths_explained
-from mpp.errors import Unavailable, UserError
-from mpp.features.arrays import NPZ_ERRORS, evenly_spaced
+from mpp.errors import NPZ_ERRORS, Unavailable, UserError
 from mpp.features.neighbours import Neighbours, find_other_neighbours
 from mpp.pretrain import Pretraining, is_pretraining, reopen
 from mpp.training.history import History, after_training_began, best_depth, probe_lines
@@ -132,7 +132,8 @@ def neighbour_blocks(subject: Subject, max_images: int, history: History) -> lis
     if count < MIN_IMAGES_COMPARED:
         raise Unavailable(f"{count} held-out images are too few for neighbours")
     queries = evenly_spaced(count, MAX_QUERIES).tolist()
-    neighbours = find_other_neighbours(gallery.features, queries, NEIGHBOURS_OF_A_QUERY)
+    of_all = find_other_neighbours(gallery.features, NEIGHBOURS_OF_A_QUERY)
+    neighbours = Neighbours(of_all.similarity[queries], of_all.index[queries])
     rows = []
     for query, nearest in zip(queries, neighbours.index.tolist(), strict=True):
         rows.append([gallery.pixels[query], *gallery.pixels[nearest]])

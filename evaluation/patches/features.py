@@ -15,7 +15,6 @@ from torch import Tensor
 from evaluation.frozen.encoder import FrozenEncoder, patch_grid
 from evaluation.frozen.labelled_features import cut_dev_split
 from mpp.config import ImageSize
-from mpp.features.arrays import select
 from mpp.features.frozen import tokens_at
 
 
@@ -45,10 +44,10 @@ class PatchFeatures(NamedTuple):
         """The training features, a tenth of whose images are the test split: choices are made on it."""
         train, dev = cut_dev_split(len(self.train))
         return PatchFeatures(
-            select(self.train, train),
-            select(self.train_masks, train),
-            select(self.train, dev),
-            select(self.train_masks, dev),
+            self.train[train],
+            self.train_masks[train],
+            self.train[dev],
+            self.train_masks[dev],
         )
 
 

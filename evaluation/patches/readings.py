@@ -124,11 +124,9 @@ def neighbour_votes(
     """
     queries = features.flatten(0, -2)
     labels = labels.to(queries.device)
-    shares = []
-    for neighbours in find_neighbours(bank, queries, min(config.neighbours, len(bank))):
-        votes = count_votes(neighbours, labels, classes, config.temperature)
-        shares.append(votes / votes.sum(1, keepdim=True))
-    return torch.cat(shares).unflatten(0, features.shape[:-1]).movedim(-1, 1)
+    votes = count_votes(find_neighbours(bank, queries, config.neighbours), labels, classes, config.temperature)
+    shares = votes / votes.sum(1, keepdim=True)
+    return shares.unflatten(0, features.shape[:-1]).movedim(-1, 1)
 
 
 @torch.no_grad()

@@ -11,12 +11,11 @@ from evaluation.config import SegmentationConfig
 from evaluation.figures.images import plot_segmentation
 from evaluation.figures.markdown import markdown_table
 from evaluation.metrics.pixels import PixelClasses
-from evaluation.metrics.summaries import summarize_values
+from evaluation.metrics.summaries import evenly_spaced, summarize_values
 from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchEncoder
 from evaluation.patches.masks import MaskedImages
-from mpp.features.arrays import evenly_spaced
-from mpp.features.reconstructions import as_one_picture
+from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.randomness import FIXED_VIEW
 
 MEAN_IOU = PixelClasses()
@@ -90,4 +89,4 @@ def draw_predicted_masks(
     for reading, predicted in predictions.items():
         columns[reading] = predicted[torch.from_numpy(chosen)].long().numpy()
     classes = 1 + max(int(column.max()) for column in columns.values())
-    return plot_segmentation(as_one_picture(images).movedim(1, -1).numpy(), columns, classes)
+    return plot_segmentation(as_rgb(stretch(images)).movedim(1, -1).numpy(), columns, classes)

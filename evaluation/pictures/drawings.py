@@ -40,7 +40,7 @@ from mpp.data.labels import AUTO
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.errors import Unavailable, UserError
-from mpp.features.metrics import effective_ranks
+from mpp.features.metrics import effective_rank
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.reconstructions import as_rgb, prediction_columns
 from mpp.pretrain import Pretraining, is_pretraining, reopen
@@ -86,8 +86,7 @@ def draw_predictions(subject: Subject) -> Drawing:
     """Original, corrupted, predicted and true patches of held-out images, and the entropy of the predictions.
 
     `pixels`, `hog` and `features` are regressions and have no entropy. Pixels normalised by patch are drawn with each
-    patch's true mean and deviation, which the model does not predict; `hog` as lines along its edges; `features` as the
-    first three principal components of the targets.
+    patch's true mean and deviation, which the model does not predict; `hog` and `features` are grey.
     """
     task = open_pretraining(subject)
     with subject.accelerator.autocast():
@@ -287,7 +286,8 @@ def draw_rank(subject: Subject) -> Drawing:
         with subject.accelerator.autocast():
             feature_batches.append(subject.encoder(images, subject.config.representation, depths))
     by_depth = concatenate(feature_batches)
-    ranks = dict(zip(depths, effective_ranks(by_depth, subject.accelerator.device), strict=True))
+    device = subject.accelerator.device
+    ranks = {depth: effective_rank(rows, device) for depth, rows in zip(depths, by_depth, strict=True)}
     figure = charts.plot_series({"rank": ranks}, f"effective rank of {count} images", x_label="depth (blocks)")
     return Drawing(figure, {"images": count, "width": by_depth[-1].shape[1], "rank_by_depth": ranks})
 

@@ -22,7 +22,7 @@ from mpp.config.imports import COPIES, changed_imports, imported, require_import
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
 from mpp.data.views import Batch
-from mpp.features.reconstructions import as_one_picture, as_rgb, stretch
+from mpp.features.reconstructions import as_rgb, stretch
 from mpp.models.plain import has_class
 from mpp.runtime.messages import warn
 from mpp.runtime.start import start_alone
@@ -86,12 +86,9 @@ class Subject(NamedTuple):
     def to_pixels(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) for display, (B, H, W, 3) uint8.
 
-        Deep images are stretched (see `stretch`). Other than 1 or 3 channels are shown by `bands`, or as their mean in
-        grey.
+        Deep images are stretched: see `stretch`.
         """
-        bands = self.config.bands
-        pictures = as_rgb(stretch(images), bands) if bands else as_one_picture(images)
-        return pictures.movedim(1, -1).cpu()
+        return as_rgb(stretch(images), self.config.bands).movedim(1, -1).cpu()
 
 
 def concatenate(batches: Iterable[Sequence[Tensor]], dim: int = 0) -> list[Tensor]:

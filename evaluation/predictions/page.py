@@ -15,6 +15,7 @@ from evaluation.config import ProbeDataConfig
 from evaluation.frozen.by_class import draw_confusion
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import kind_of
+from evaluation.metrics.summaries import evenly_spaced
 from evaluation.pages.page import (
     Block,
     ColorKey,
@@ -40,8 +41,7 @@ from evaluation.predictions.summary import (
 from mpp.data.crops import limit_aspect
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
-from mpp.features.arrays import evenly_spaced
-from mpp.features.reconstructions import as_one_picture
+from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.messages import counted, printable
 
 EXTREMES = 12  # of the surest images, of the least sure, of those that are wrong
@@ -74,10 +74,10 @@ class RowImages:
         return printable(images.image_name(index))
 
     def thumbnail(self, row: int) -> Image.Image:
-        """The image, small; of other channels than RGB and grey their mean."""
+        """The image, small."""
         images, index = self.place(row)
         pixels = limit_aspect(images.decode(index, self.data), (1, 1))
-        return Image.fromarray(as_one_picture(pixels).permute(1, 2, 0).contiguous().numpy())
+        return Image.fromarray(as_rgb(stretch(pixels)).permute(1, 2, 0).contiguous().numpy())
 
 
 def write_predictions_page(

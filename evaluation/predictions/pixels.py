@@ -35,7 +35,7 @@ from mpp.config import ImageSize
 from mpp.data.crops import MAX_RELATIVE_ASPECT, covering_size
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UnreadableImage
-from mpp.features.reconstructions import as_one_picture
+from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.messages import printable
 
 WINDOWS_PER_FORWARD = 16
@@ -109,7 +109,7 @@ def resize_to_cover(pixels: Tensor, size: ImageSize, share: float) -> ImageToSeg
         raise UnreadableImage(f"{width} x {height} pixels are too long for a mask: cut it in parts")
     covering = [max(own, least) for own, least in zip(covering_size(height, width, size, share), size, strict=True)]
     resized = functional.resize(pixels, covering, interpolation=functional.InterpolationMode.BILINEAR, antialias=True)
-    return ImageToSegment(resized, as_one_picture(pixels))
+    return ImageToSegment(resized, as_rgb(stretch(pixels)))
 
 
 def predict_mask(logits: Tensor, size: tuple[int, int]) -> PredictedMask:

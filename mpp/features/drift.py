@@ -5,11 +5,10 @@ The weights are written when the run begins, and read in each probe: a resumed r
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mpp.errors import one_line
@@ -27,9 +26,8 @@ STEM, NORM, ALL_WEIGHTS = "stem", "norm", "all"
 
 def keep_start(file: Path, encoder: nn.Module) -> None:
     """Write the weights that the drift is measured from. Raises OSError where the file cannot be written."""
-    tensors = {}
-    for name, weight in merge(encoder).named_parameters():
-        tensors[f"{MOVEMENT}/{name}"] = weight.detach().cpu().contiguous()
+    weights = merge(encoder).named_parameters()
+    tensors = {f"{MOVEMENT}/{name}": weight.detach().cpu().contiguous() for name, weight in weights}
     with complete(file) as partial:
         save_file(tensors, partial)
         use_default_permissions(partial)
@@ -38,22 +36,21 @@ def keep_start(file: Path, encoder: nn.Module) -> None:
 def measure_drift(file: Path, encoder: nn.Module) -> dict[str, float]:
     """Scalars of the movement since `keep_start`; {} with a warning where the start is not known."""
     try:
-        with safe_open(file, framework="pt") as start:
-            moved = movement(merge(encoder), lambda name: start.get_tensor(f"{MOVEMENT}/{name}"))
+        start = load_file(file)
     except (OSError, SafetensorError) as error:
         warn(f"{file} cannot be read, so that no drift since the start is measured: {one_line(error)}")
         return {}
-    return {f"{MOVEMENT}/{part}": value for part, value in moved.items()}
+    return movement(merge(encoder), start)
 
 
-def movement(encoder: nn.Module, start: Callable[[str], Tensor]) -> dict[str, float]:
+def movement(encoder: nn.Module, start: dict[str, Tensor]) -> dict[str, float]:
     """Distance that weights moved, relative to their norm at the start: |w - w0| / |w0| (Frobenius), by part.
 
     Args:
         encoder: with low-rank changes merged into its weights: see `merge`.
-        start: a parameter's name to its value at the start.
+        start: the weights of `keep_start`.
     Returns:
-        Part -> movement: `stem`, `depth_XX` of each block, `norm`, `all`. A part that was zero is left out.
+        MOVEMENT/PART -> movement, of `stem`, `depth_XX` of each block, `norm`, `all`. A part that was zero is left out.
     """
     of_stem = stem_parameters(encoder)
     moved: dict[str, float] = defaultdict(float)  # squares
@@ -63,8 +60,8 @@ def movement(encoder: nn.Module, start: Callable[[str], Tensor]) -> dict[str, fl
         if name.startswith(("blocks.", "stages.")):
             part = f"depth_{1 + int(name.split('.')[1]):02d}"
         now = parameter.detach().double()
-        before = start(name).to(now)
+        before = start[f"{MOVEMENT}/{name}"].to(now)
         moved[part] += float((now - before).square().sum())
         length[part] += float(before.square().sum())
     moved[ALL_WEIGHTS], length[ALL_WEIGHTS] = sum(moved.values()), sum(length.values())
-    return {part: math.sqrt(moved[part] / length[part]) for part in length if length[part] > 0}
+    return {f"{MOVEMENT}/{part}": math.sqrt(moved[part] / length[part]) for part in length if length[part] > 0}

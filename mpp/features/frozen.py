@@ -11,7 +11,6 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from PIL import Image
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
@@ -22,13 +21,11 @@ from mpp.data.decoding.channels import Stored, select_channels
 from mpp.data.decoding.pictures import from_pil
 from mpp.data.views import Batch
 from mpp.errors import Unavailable
-from mpp.features.arrays import IN_MEMORY, empty_array, let_go
 from mpp.models.encoder import Normalize
 from mpp.models.plain import has_class
 from mpp.runtime.processes import gloo_group
 
 IMAGES_PER_FORWARD = 64
-ROWS_PER_MESSAGE = 4096  # of each process: bounds the memory
 
 
 # --- the features of some images ---
@@ -92,13 +89,10 @@ def pool(encoder: nn.Module, tokens: Tensor, representation: Representation, nor
     prefix = getattr(encoder, "num_prefix_tokens", None)
     if normed and representation == "mean" and prefix is None:
         return encoder.forward_head(tokens, pre_logits=True)
-    parts = []
-    if representation in ("class", "both"):
-        if not has_class(encoder):
-            raise Unavailable(f"representation is {representation}, but this encoder has no [class] token; use mean")
-        parts.append(tokens[:, 0])
-    if representation in ("mean", "both"):
-        parts.append(tokens.mean((2, 3)) if tokens.ndim == 4 else tokens[:, prefix or 0 :].mean(1))
+    if representation != "mean" and not has_class(encoder):
+        raise Unavailable(f"representation is {representation}, but this encoder has no [class] token; use mean")
+    mean = tokens.mean((2, 3)) if tokens.ndim == 4 else tokens[:, prefix or 0 :].mean(1)
+    parts = {"class": [tokens[:, 0]], "mean": [mean], "both": [tokens[:, 0], mean]}[representation]
     if normed and hasattr(encoder, "fc_norm"):
         parts = [encoder.fc_norm(part) for part in parts]
     return torch.cat(parts, dim=-1)
@@ -109,10 +103,8 @@ def features_at(
 ) -> list[Tensor]:
     """Features after each depth, (B, D) float32 or (B, 2 D) for `both`: see `tokens_at` and `pool`."""
     last = len(stages(encoder))
-    features = []
-    for depth, tokens in zip(depths, tokens_at(encoder, images, depths), strict=True):
-        features.append(pool(encoder, tokens, representation, normed=depth == last).float())
-    return features
+    tokens_by_depth = zip(depths, tokens_at(encoder, images, depths), strict=True)
+    return [pool(encoder, tokens, representation, normed=depth == last).float() for depth, tokens in tokens_by_depth]
 
 
 # --- images in memory ---
@@ -167,13 +159,12 @@ def to_pixels(image: Tensor | Image.Image, channels: int) -> Tensor:
         image = torch.from_numpy(np.ascontiguousarray(values))  # the view of an upright image may run backwards
     allowed = f"PIL images of 8 bits, or a tensor (B, {channels}, H, W), of torch.uint8 or from 0 to 255"
     require(torch.is_tensor(image), "images", f"of {type(image).__name__}", allowed)
-    pixels = image if image.dtype == torch.uint8 else image.float()
-    largest = pixels.max()
-    in_range = pixels.min() >= 0 and (largest == 0 or 1 < largest <= 255)  # many libraries have values from 0 to 1
-    is_of_bytes = image.dtype == torch.uint8 or (image.is_floating_point() and bool(in_range))
+    low, high = image.float().aminmax()
+    is_in_range = low == high == 0 or (low >= 0 and 1 < high <= 255)  # many libraries have values from 0 to 1
+    is_of_bytes = image.dtype == torch.uint8 or (image.is_floating_point() and is_in_range)
     fits = image.ndim == 3 and len(image) == channels and is_of_bytes
-    require(fits, "images", f"{image.dtype} {tuple(image.shape)} each up to {largest:g}", allowed)
-    return pixels.cpu()
+    require(fits, "images", f"{image.dtype} {tuple(image.shape)} each up to {high:g}", allowed)
+    return (image if image.dtype == torch.uint8 else image.float()).cpu()
 
 
 # --- all images of a dataset ---
@@ -181,58 +172,48 @@ def to_pixels(image: Tensor | Image.Image, channels: int) -> Tensor:
 
 def extract(
     batches: Iterable[Batch], encode: Callable[[Tensor], list[Tensor]], count: int, accelerator: Accelerator
-) -> tuple[list[NDArray[np.float32]], NDArray[np.int64]]:
-    """Features of a whole dataset, on the main process; empty on the others. Large arrays are mapped from files.
+) -> tuple[list[Tensor], Tensor]:
+    """Features of a whole dataset, on the CPU of the main process; empty on the others.
 
     Args:
         batches: of this process: the images rank, rank + processes, ... in their order.
         encode: images (B, C, H, W) on the device to features (B, D), one for each depth.
         count: images of the dataset.
     Returns:
-        (count, D) for each depth; labels (count,), or (count, L) where an image may have several. On the other
+        (count, D) float32 for each depth; labels (count,), or (count, L) where an image may have several. On the other
         processes no depth, and no label.
     """
-    own_count = len(range(accelerator.process_index, count, accelerator.num_processes))
-    own: list[NDArray] = []  # of each depth; of the labels
+    rows = -(-count // accelerator.num_processes)  # of each process: the last row may be empty
+    columns: list[Tensor] = []
     filled = 0
     for batch in batches:
         with torch.no_grad(), accelerator.autocast():
             encoded = encode(batch.images.to(accelerator.device, non_blocking=True))
-        arrays = [features.float().cpu().numpy() for features in encoded]
-        arrays.append(batch.labels.numpy())
-        own = own or empty_like(arrays, own_count)
-        for rows, array in zip(own, arrays, strict=True):
-            rows[filled : filled + len(array)] = array
-            let_go(rows)
+        parts = [*(features.float().cpu() for features in encoded), batch.labels]
+        columns = columns or [part.new_empty(rows, *part.shape[1:]) for part in parts]
+        for column, part in zip(columns, parts, strict=True):
+            column[filled : filled + len(part)] = part
         filled += len(batch.labels)
     if accelerator.num_processes > 1:
-        own = interleave(own, count, accelerator)
-    if not accelerator.is_main_process:
-        return [], np.empty(0, np.int64)
-    *features, labels = own
+        columns = gather_rows(columns, count, accelerator)
+    *features, labels = columns or [torch.empty(0, dtype=torch.int64)]
     return features, labels
 
 
-def empty_like(arrays: Sequence[NDArray], count: int) -> list[NDArray]:
-    """Arrays of `count` rows like these; in files where they are too large for memory together."""
-    in_files = count * sum(array[:1].nbytes for array in arrays) > IN_MEMORY
-    return [empty_array((count, *array.shape[1:]), array.dtype, in_files) for array in arrays]
+def gather_rows(own: list[Tensor], count: int, accelerator: Accelerator) -> list[Tensor]:
+    """All rows of each column, on the main process; no column on the others.
 
-
-def interleave(own: Sequence[NDArray], count: int, accelerator: Accelerator) -> list[NDArray]:
-    """All rows, on the main process: process r has the rows r, r + processes, ...; no arrays where it has none."""
-    processes = accelerator.num_processes
-    whole: list[NDArray] = []
-    for first in range(0, count, ROWS_PER_MESSAGE * processes):
-        start = first // processes
-        message = [np.asarray(array[start : start + ROWS_PER_MESSAGE]) for array in own]
-        messages: list[Any] | None = [None] * processes if accelerator.is_main_process else None
-        torch.distributed.gather_object(message, messages, group=gloo_group())
-        if messages is None:
-            continue
-        whole = whole or empty_like(own, count)
-        for rank, of_rank in enumerate(messages):
-            for array, rows in zip(whole, of_rank, strict=False):
-                array[first + rank : first + ROWS_PER_MESSAGE * processes : processes] = rows
-                let_go(array)
+    Args:
+        own: as many rows in each process, perhaps one too many: process r has the rows r, r + processes, ...; no
+            columns where it has none.
+    """
+    blank = [[torch.empty_like(column, device="meta") for column in own]]
+    torch.distributed.broadcast_object_list(blank, src=0, group=gloo_group())
+    whole = []
+    for column in own or [torch.empty_like(column, device="cpu") for column in blank[0]]:
+        is_main = accelerator.is_main_process
+        parts = [torch.empty_like(column) for _ in range(accelerator.num_processes)] if is_main else None
+        torch.distributed.gather(column, parts, group=gloo_group())
+        if parts:
+            whole.append(torch.stack(parts, dim=1).flatten(0, 1)[:count])
     return whole

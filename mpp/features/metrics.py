@@ -7,7 +7,6 @@ weight. B images, N patches, K corrupted patches, D width of features, M held-ou
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,20 +18,17 @@ from torch import Tensor
 
 from mpp.config import Grid
 from mpp.corruption import Corruption, Kind
-from mpp.errors import UserError
-from mpp.features.arrays import NPZ_ERRORS
-from mpp.objectives import Objective, patches_at
+from mpp.errors import NPZ_ERRORS, UserError
+from mpp.objectives import Objective, patchify, select_patches
 from mpp.runtime.files import complete
 
 Sums = dict[str, Tensor]
-DISTANCES_PER_BLOCK = 2**22  # between patches of several images: bounds the memory, to 16 MB
-NOT_COUNTED = -1  # instead of a kind of corruption
-ACCURACY_OF_KIND = {"mask": "accuracy", "random": "accuracy_random", "keep": "accuracy_keep"}
-"""Kind of corruption -> scalar."""
 COUNTS_FILE = "heldout_patches.npz"
 COUNTED = ("masked", "model", "nearest", "two_nearest")
-"""The columns of `MaskedCounts.counts`: masked patches, and the right ones of the model and of two baselines (see
+"""The columns of counts by image: masked patches, and the right ones of the model and of two baselines (see
 `summarize`)."""
+ACCURACIES = ("accuracy", "accuracy_random", "accuracy_keep")
+"""Scalars by Kind."""
 
 
 # --- sums, and what they say ---
@@ -64,56 +60,40 @@ def summarize(sums: Sums) -> dict[str, float]:
     `accuracy`, the headline, is of the masked patches; `accuracy_random` and `accuracy_keep` of the two other kinds.
     On the same masked patches: `most_frequent`, the best that one colour for all can reach (chosen on these very
     patches), `nearest`, a copy of the nearest uncorrupted patch, and `two_nearest`, the mean of the two nearest.
-    Of features, how far they spread: see `feature_spread`; and `target_place`: see `place_share`.
+    Of features, how far they spread (see `feature_spread`), and how much of that their places explain (`place_share`).
     """
     scalars: dict[str, float] = {}
     if "features" in sums:
-        scalars |= feature_spread(sums, "target")
-        scalars |= feature_spread(sums, "prediction")
-        place = place_share(sums)
-        if place is not None:
-            scalars["target_place"] = place
-    for kind, name in ACCURACY_OF_KIND.items():
-        if sums.get(f"count_{kind}", 0) > 0:
-            scalars[name] = float(sums[f"right_{kind}"] / sums[f"count_{kind}"])
-    if sums.get("count_mask", 0) > 0:
-        scalars["most_frequent"] = float(sums["colors"].amax(-1).sum() / sums["colors"].sum())
-        for name in ("nearest", "two_nearest"):
-            scalars[name] = float(sums[f"right_{name}"] / sums["count_mask"])
+        scalars |= feature_spread(sums, "target") | feature_spread(sums, "prediction") | place_share(sums)
+    if "counts" in sums:
+        shares = sums["counts"] / sums["counts"][0]  # (4, 3), NaN of a kind without patches
+        named = dict(zip(ACCURACIES, shares[1].tolist(), strict=True))
+        named |= dict(zip(COUNTED[2:], shares[2:, Kind.MASK].tolist(), strict=True))
+        named["most_frequent"] = float(sums["colors"].amax(-1).sum() / sums["colors"].sum())
+        scalars |= {name: share for name, share in named.items() if not math.isnan(share)}
     return scalars
 
 
 # --- predicted colours ---
 
 
-def nearest_visible(positions: Tensor, grid: Grid, hidden: Tensor | None = None) -> Tensor:
+def nearest_visible(corruption: Corruption, grid: Grid) -> Tensor:
     """For each corrupted patch the two nearest visible ones: (B, K) positions to (B, K, 2) positions.
 
     Nearest on a grid of N = rows x columns patches, centre to centre; of equally near ones the first in reading order.
     If only one patch is visible, it is both.
-
-    Args:
-        hidden: (B, U) positions that are not visible either.
     """
-    rows, columns = grid
-    patches = rows * columns
-    places = torch.arange(patches, device=positions.device)
-    row, column = places // columns, places % columns
-    squared_distances = (row[:, None] - row) ** 2 + (column[:, None] - column) ** 2
-    keys = squared_distances * patches + places  # (N, N): of equally near ones the first has the lowest
-    beyond = (rows**2 + columns**2) * patches  # no two patches are as far apart
-
-    unseen = positions if hidden is None else torch.cat([positions, hidden], 1)
-    is_unseen = torch.zeros(len(positions), patches, dtype=torch.bool, device=positions.device)
+    unseen = corruption.unseen
+    patches = math.prod(grid)
+    places = torch.cartesian_prod(*map(torch.arange, grid)).to(unseen.device)
+    squared_distances = (places[:, None] - places).square().sum(-1)
+    keys = squared_distances * patches + torch.arange(patches, device=unseen.device)  # of equal ones the first is least
+    beyond = patches**3  # no two patches are as far apart
+    is_unseen = torch.zeros(len(unseen), patches, dtype=torch.bool, device=unseen.device)
     is_unseen.scatter_(1, unseen, True)
-    nearest = []
-    images_per_block = max(1, DISTANCES_PER_BLOCK // (positions.shape[1] * patches))
-    blocks = zip(positions.split(images_per_block), is_unseen.split(images_per_block), strict=True)
-    for block_positions, block_is_unseen in blocks:
-        visible = keys[block_positions].masked_fill_(block_is_unseen[:, None], beyond)  # (b, K, N)
-        two = visible.topk(2, largest=False).values
-        nearest.append(torch.where(two < beyond, two, two[..., :1]) % patches)
-    return torch.cat(nearest)
+    visible = keys[corruption.positions].masked_fill_(is_unseen[:, None], beyond)  # (B, K, N)
+    two = visible.topk(2, largest=False).values
+    return torch.where(two < beyond, two, two[..., :1]) % patches
 
 
 @torch.no_grad()
@@ -132,37 +112,23 @@ def measure_predictions(
         predictions: (B, K, outputs).
         images: (B, C, H, W), clean.
         corruption: of the images that the model saw.
-        image_numbers: (B,) of the images among `image_count`, for `by_image`, (image_count, 4): see `MaskedCounts`.
+        image_numbers: (B,) of the images among `image_count`, for `by_image`, (image_count, 4) by COUNTED.
         counted: (B, K) bool, patches that count. None: all.
     """
     if objective.palette is None:
         return {}
     truth = objective.colour_classes(objective.targets(images, corruption.positions))  # (B, K, cells * S)
-    kinds = corruption.kinds if counted is None else torch.where(counted, corruption.kinds, NOT_COUNTED)
-    right = share_right(objective.colour_classes(objective.decide(predictions)), truth)
-    sums = {}
-    for kind in Kind:
-        of_kind = kinds == kind
-        name = kind.name.lower()
-        sums[f"count_{name}"] = of_kind.sum().double()
-        sums[f"right_{name}"] = (right * of_kind).sum()
-
-    masked = kinds == Kind.MASK
-    of_baselines = [share_right(classes, truth) for classes in copies_of_visible(objective, images, corruption)]
-    counts = [masked.double()] + [share * masked for share in (right, *of_baselines)]  # (B, K) each, by COUNTED
-    for name, share in zip(COUNTED[2:], counts[2:], strict=True):
-        sums[f"right_{name}"] = share.sum()
-    sums["colors"] = objective.palette.count(truth[masked])
+    guesses = objective.colour_classes(objective.decide(predictions)), *copies_of_visible(objective, images, corruption)
+    right = [(guess == truth).double().mean(-1) for guess in guesses]  # (B, K) each: shares of cells
+    of_kind = torch.stack([corruption.kinds == kind for kind in Kind])  # (3, B, K)
+    if counted is not None:
+        of_kind &= counted.to(of_kind.device)
+    counts = torch.stack([torch.ones_like(right[0]), *right])[:, None] * of_kind  # (4, 3, B, K), by COUNTED
+    sums = {"counts": counts.sum((2, 3)), "colors": objective.palette.count(truth[of_kind[Kind.MASK]])}
     if image_numbers is not None:
-        of_images = torch.stack(counts).sum(-1).T  # (B, 4)
-        by_image = of_images.new_zeros(image_count, len(COUNTED))
-        sums["by_image"] = by_image.index_add_(0, image_numbers.to(by_image.device), of_images)
+        by_image = counts.new_zeros(image_count, len(COUNTED))
+        sums["by_image"] = by_image.index_add_(0, image_numbers.to(counts.device), counts[:, Kind.MASK].sum(-1).T)
     return sums
-
-
-def share_right(classes: Tensor, truth: Tensor) -> Tensor:
-    """The share of each patch's cells that are right: (B, K, cells * S) to (B, K)."""
-    return (classes == truth).double().mean(-1)
 
 
 def copies_of_visible(objective: Objective, images: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor]:
@@ -173,34 +139,31 @@ def copies_of_visible(objective: Objective, images: Tensor, corruption: Corrupti
     """
     height, width = images.shape[-2:]
     grid = (height // objective.patch_size, width // objective.patch_size)
-    first, second = nearest_visible(corruption.positions, grid, corruption.hidden).unbind(-1)  # (B, K)
-    one = patches_at(images, first, objective.patch_size)  # (B, K, C, P, P)
-    other = patches_at(images, second, objective.patch_size)
-    whole_numbers = images.dtype == torch.uint8  # their halves are rounded up
-    mean = ((one.int() + other.int() + 1) // 2).to(torch.uint8) if whole_numbers else (one + other) / 2
+    first, second = nearest_visible(corruption, grid).unbind(-1)  # (B, K)
+    patches = patchify(images, objective.patch_size)
+    both = select_patches(patches, first).float() + select_patches(patches, second)
+    round_up = images.dtype == torch.uint8  # halves of whole numbers
+    mean = ((both + round_up) / 2).to(images.dtype)  # (B, K, C, P, P)
     row = rearrange(mean, "b k c p q -> b c p (k q)")  # side by side, as images
     all_of_row = torch.arange(first.shape[1], device=images.device).expand_as(first)
     nearest = objective.colour_classes(objective.targets(images, first))
     return nearest, objective.colour_classes(objective.targets(row, all_of_row))
 
 
-class MaskedCounts(NamedTuple):
-    """Masked patches of each held-out image in a run's last evaluation, and those that are right: for intervals."""
+def save_masked_counts(folder: Path, step: int, counts: NDArray[np.float64], images: Sequence[str]) -> None:
+    """Write the masked patches of each held-out image, and those that are right, into the folder of a run.
 
-    step: int
-    counts: NDArray[np.float64]
-    """(M, 4) patches, by COUNTED; of a patch with several cells, the share that is right counts."""
-    images: NDArray[np.str_]
-    """(M,) names."""
-
-    def save(self, folder: Path) -> None:
-        """Write them into the folder of a run."""
-        with complete(folder / COUNTS_FILE) as partial, partial.open("wb") as file:
-            np.savez_compressed(file, **self._asdict())
+    Args:
+        step: of the evaluation.
+        counts: (M, 4) patches, by COUNTED; of a patch with several cells, the share that is right counts.
+        images: their M names.
+    """
+    with complete(folder / COUNTS_FILE) as partial, partial.open("wb") as file:
+        np.savez_compressed(file, step=step, counts=counts, images=np.array(images, str))
 
 
-def load_masked_counts(folder: Path, step: int) -> MaskedCounts | None:
-    """The counts of the evaluation after `step`; None: they were not kept, as by earlier versions.
+def load_masked_counts(folder: Path, step: int) -> tuple[NDArray[np.float64], list[str]] | None:
+    """The counts (M, 4) of the evaluation after `step`, and M names; None: they were not kept, as by earlier versions.
 
     Raises:
         UserError: the file cannot be read.
@@ -210,10 +173,9 @@ def load_masked_counts(folder: Path, step: int) -> MaskedCounts | None:
         return None
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            kept = MaskedCounts(*(arrays[name] for name in MaskedCounts._fields))
+            return (arrays["counts"], arrays["images"].tolist()) if arrays["step"] == step else None
     except NPZ_ERRORS as error:
         raise UserError(f"{path} cannot be read: {error}; delete it to evaluate without intervals") from error
-    return kept if kept.step == step else None
 
 
 # --- predicted features ---
@@ -227,18 +189,15 @@ def measure_features(predictions: Tensor, targets: Tensor, positions: Tensor, pa
         predictions, targets: (B, K, D).
         positions: (B, K), of N `patch_count`.
     """
-    target_rows = targets.flatten(0, 1).double()
-    prediction_rows = predictions.flatten(0, 1).double()
-    count, width = target_rows.shape
+    sums = {}
+    for name, features in (("prediction", predictions), ("target", targets)):
+        rows = features.flatten(0, 1).double()
+        sums |= {f"{name}_sum": rows.sum(0), f"{name}_products": rows.T @ rows}  # (D,), (D, D)
     places = positions.flatten()
-    return {
-        "features": target_rows.new_full((), count),
-        "target_sum": target_rows.sum(0),  # (D,)
-        "target_products": target_rows.T @ target_rows,  # (D, D)
-        "prediction_sum": prediction_rows.sum(0),
-        "prediction_products": prediction_rows.T @ prediction_rows,
-        "place_count": target_rows.new_zeros(patch_count).index_add_(0, places, torch.ones_like(target_rows[:, 0])),
-        "place_sum": target_rows.new_zeros(patch_count, width).index_add_(0, places, target_rows),
+    return sums | {
+        "features": rows.new_full((), len(rows)),
+        "place_count": rows.new_zeros(patch_count).index_add_(0, places, torch.ones_like(rows[:, 0])),
+        "place_sum": rows.new_zeros(patch_count, rows.shape[1]).index_add_(0, places, rows),  # of targets
     }
 
 
@@ -263,20 +222,22 @@ def feature_spread(sums: Sums, name: str) -> dict[str, float]:
     }
 
 
-def place_share(sums: Sums) -> float | None:
-    """Share of the targets' variance that their places explain, without bias; None: too few images for an estimate.
+def place_share(sums: Sums) -> dict[str, float]:
+    """`target_place`: share of the targets' variance that their places explain, without bias.
+
+    Empty: there are too few images for an estimate.
 
     Near 1, targets tell where a patch is, and nothing of its content.
     """
     count = sums["features"]
-    seen = sums["place_count"] > 0
-    degrees_of_freedom = count - seen.sum()
+    degrees_of_freedom = count - (sums["place_count"] > 0).sum()
     squares = sums["target_products"].diagonal().sum()
-    squares_of_place_means = (sums["place_sum"][seen].square().sum(1) / sums["place_count"][seen]).sum()
+    squares_of_place_means = (sums["place_sum"].square().sum(1) / sums["place_count"].clamp(min=1)).sum()
     squares_around_mean = squares - sums["target_sum"].square().sum() / count
     if degrees_of_freedom <= 0 or squares_around_mean <= 0:
-        return None
-    return float(1 - (squares - squares_of_place_means) / degrees_of_freedom * (count - 1) / squares_around_mean)
+        return {}
+    share = float(1 - (squares - squares_of_place_means) / degrees_of_freedom * (count - 1) / squares_around_mean)
+    return {"target_place": share}
 
 
 # --- features of images ---
@@ -287,23 +248,17 @@ def is_right(predicted: Tensor, labels: Tensor) -> Tensor:
     return (predicted[:, None] == labels.reshape(len(labels), -1)).any(1)
 
 
-def effective_ranks(features: Sequence[Tensor | NDArray], device: torch.device) -> list[float]:
-    """Effective rank at each depth (RankMe: Garrido et al., 2023): the number of directions in which features spread.
+def effective_rank(features: Tensor | NDArray, device: torch.device) -> float:
+    """Effective rank of features (N, D) (RankMe: Garrido et al., 2023): the number of directions in which they spread.
 
     A loss does not show the collapse of features; their rank does.
 
-    Args:
-        features: (N, D) for each depth; D may differ.
     Returns:
-        A rank for each depth, from 1 to min(N, D): k where k orthogonal directions are equally strong; 0 where all
-        features of a depth are 0.
+        From 1 to min(N, D): k where k orthogonal directions are equally strong; 0 where all features are 0.
     """
-    ranks = []
-    for of_depth in features:
-        rows = torch.as_tensor(of_depth).to(device).double()
-        count, width = rows.shape
-        ranks.append(rank_of_gram(rows @ rows.T if count < width else rows.T @ rows))
-    return ranks
+    rows = torch.as_tensor(features).to(device).double()
+    count, width = rows.shape
+    return rank_of_gram(rows @ rows.T if count < width else rows.T @ rows)
 
 
 def rank_of_gram(gram: Tensor) -> float:

@@ -4,7 +4,7 @@ N rows of a bank (training images, patches), M queries, D width, k neighbours, C
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpp.features.arrays import in_blocks
 from mpp.runtime.messages import progress_bar
 
-QUERIES_PER_BLOCK = 1024  # with BANK_ROWS_PER_BLOCK, bounds the memory of similarities
-BANK_ROWS_PER_BLOCK = 2**15
+QUERIES_PER_BLOCK = 1024
+SIMILARITIES_PER_BLOCK = 2**25  # bounds their memory, to 134 MB
 TIED_ROWS_PER_SORT = 64
+PATIENCE = 30  # seconds without a progress bar: ImageNet takes an hour of a CPU
 
 
 class Neighbours(NamedTuple):
@@ -26,51 +26,35 @@ class Neighbours(NamedTuple):
     similarity: Tensor  # (M, k) cosines
     index: Tensor  # (M, k) int64, rows of the bank
 
+    def first(self, count: int) -> "Neighbours":
+        """The nearest `count` of them."""
+        return Neighbours(self.similarity[:, :count], self.index[:, :count])
 
-def find_neighbours(bank: Tensor | NDArray, queries: Tensor, count: int) -> list[Neighbours]:
+    def weights(self, temperature: float) -> Tensor:
+        """Weights exp(s / temperature) of votes, (M, k), in shares of the nearest one's."""
+        return ((self.similarity - self.similarity[:, :1]) / temperature).exp()
+
+
+def find_neighbours(bank: Tensor | NDArray, queries: Tensor, count: int) -> Neighbours:
     """The nearest rows of a bank for queries that are not in it; of equally near rows the first come first.
 
     Args:
-        bank: (N, D), on any device and of any floating-point type, perhaps mapped: read once, block by block.
+        bank: (N, D), on any device and of any floating-point type.
         queries: (M, D), on the device and of the type to compute in.
-        count: k, at most N.
-    Returns:
-        Neighbours of consecutive blocks of queries.
+        count: k; N where that is less.
     """
-    query_blocks = [F.normalize(block, dim=-1) for block in queries.split(QUERIES_PER_BLOCK)]
-    nearest = [Neighbours(block[:, :0], block[:, :0].long()) for block in query_blocks]
-    bank_blocks = progress_bar(
-        in_blocks(bank, BANK_ROWS_PER_BLOCK),
-        desc="neighbours",
-        total=math.ceil(len(bank) / BANK_ROWS_PER_BLOCK),
-        disable=len(bank) <= BANK_ROWS_PER_BLOCK,  # ImageNet takes an hour of a CPU
-    )
-    first_row = 0
-    for block in bank_blocks:
-        if not isinstance(block, Tensor):
-            block = torch.tensor(block)  # a copy: mapped arrays must not be written to
-        rows = F.normalize(block.to(queries), dim=-1)
-        for number, units in enumerate(query_blocks):
-            in_block = largest_of_rows(units @ rows.T, count)
-            similarity = torch.cat([nearest[number].similarity, in_block.similarity], dim=1)
-            index = torch.cat([nearest[number].index, in_block.index + first_row], dim=1)  # ascending where equal
-            similarity, chosen = largest_of_rows(similarity, count)
-            nearest[number] = Neighbours(similarity, index.gather(1, chosen))
-        first_row += len(rows)
-    return nearest
+    rows = F.normalize(torch.as_tensor(bank).to(queries), dim=-1)
+    blocks = F.normalize(queries, dim=-1).split(min(QUERIES_PER_BLOCK, 1 + SIMILARITIES_PER_BLOCK // len(rows)))
+    nearest = []
+    for block in progress_bar(blocks, desc="neighbours", delay=PATIENCE):
+        nearest.append(largest_of_rows(block @ rows.T, min(count, len(rows))))
+    return Neighbours(*map(torch.cat, zip(*nearest, strict=True)))
 
 
-def find_other_neighbours(features: Tensor, queries: Sequence[int], count: int) -> Neighbours:
-    """The nearest other rows for some rows of (N, D).
-
-    Args:
-        queries: numbers of these M rows.
-        count: k; fewer where there are fewer other rows.
-    """
+def find_other_neighbours(features: Tensor, count: int) -> Neighbours:
+    """The nearest other rows for each row of (N, D): `count` of them, or fewer where there are fewer other rows."""
     units = F.normalize(features, dim=-1)
-    rows = torch.as_tensor(queries, device=features.device)
-    similarity = units[rows] @ units.T
-    similarity.scatter_(1, rows[:, None], -math.inf)
+    similarity = (units @ units.T).fill_diagonal_(-math.inf)
     return largest_of_rows(similarity, min(count, len(features) - 1))
 
 
@@ -87,19 +71,14 @@ def largest_of_rows(values: Tensor, count: int) -> Neighbours:
         sorted_values, order = values[rows].sort(descending=True, stable=True)
         largest[rows] = sorted_values[:, :candidates]
         index[rows] = order[:, :candidates]
-    return Neighbours(largest[:, :count], index[:, :count])
+    return Neighbours(largest, index).first(count)
 
 
 # --- kNN ---
 
 
-def vote_weights(similarity: Tensor, temperature: float) -> Tensor:
-    """Weights exp(s / temperature) of neighbours (M, k), in shares of the nearest one's, which come first."""
-    return ((similarity - similarity[:, :1]) / temperature).exp()
-
-
 def count_votes(neighbours: Neighbours, bank_classes: Tensor, classes: int, temperature: float) -> Tensor:
-    """Votes for each class: see `vote_weights`.
+    """Votes for each class: see `Neighbours.weights`.
 
     Args:
         bank_classes: (N,) int64 of the bank's rows, from 0 to C - 1.
@@ -107,24 +86,9 @@ def count_votes(neighbours: Neighbours, bank_classes: Tensor, classes: int, temp
     Returns:
         (M, C).
     """
-    weights = vote_weights(neighbours.similarity, temperature)
+    weights = neighbours.weights(temperature)
     votes = torch.zeros(len(weights), classes, dtype=weights.dtype, device=weights.device)
     return votes.scatter_add_(1, bank_classes[neighbours.index], weights)
-
-
-def predict_by_neighbours(
-    train: Tensor | NDArray, test: Tensor, neighbours: Sequence[int], predict: Callable[[Neighbours], Tensor]
-) -> dict[int, Tensor]:
-    """Predictions by the k nearest training images of each test image: see `knn_predict`.
-
-    Args:
-        predict: neighbours (M, k) to the predictions for their M test images.
-    """
-    blocks = find_neighbours(train, test, min(max(neighbours), len(train)))
-    return {
-        k: torch.cat([predict(Neighbours(*(part[:, :k] for part in nearest))) for nearest in blocks])
-        for k in neighbours
-    }
 
 
 def knn_predict(
@@ -143,12 +107,13 @@ def knn_predict(
     Returns:
         k -> (M,) int64, on the device of `test`.
     """
+    nearest = find_neighbours(train, test, max(neighbours))
     labels, classes = train_labels.to(test.device).unique(return_inverse=True)  # labels may be far apart
-
-    def vote(nearest: Neighbours) -> Tensor:
-        return labels[count_votes(nearest, classes, len(labels), temperature).argmax(-1)]
-
-    return predict_by_neighbours(train, test, neighbours, vote)
+    predictions = {}
+    for k in neighbours:
+        votes = count_votes(nearest.first(k), classes, len(labels), temperature)
+        predictions[k] = labels[votes.argmax(-1)]
+    return predictions
 
 
 def knn_means(
@@ -162,10 +127,12 @@ def knn_means(
     Returns:
         k -> (M, V), on the device of `test`.
     """
+    nearest = find_neighbours(train, test, max(neighbours))
     values = train_values.to(test)
-
-    def mean(nearest: Neighbours) -> Tensor:
-        weights = vote_weights(nearest.similarity, temperature)
-        return (weights[..., None] * values[nearest.index]).sum(1) / weights.sum(1, keepdim=True)
-
-    return predict_by_neighbours(train, test, neighbours, mean)
+    means = {}
+    for k in neighbours:
+        near = nearest.first(k)
+        weights = near.weights(temperature)
+        sums = F.embedding_bag(near.index, values, per_sample_weights=weights, mode="sum")  # no (M, k, V) in memory
+        means[k] = sums / weights.sum(1, keepdim=True)
+    return means

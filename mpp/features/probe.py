@@ -5,7 +5,6 @@ second labelled set, `probe.path`, which tests an encoder beyond its own images)
 start. N images, D width.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional
 
@@ -28,7 +26,7 @@ from mpp.data.sources import find_held_out_split, load_image_datasets, load_spli
 from mpp.data.views import ViewDataset
 from mpp.features.drift import keep_start, measure_drift
 from mpp.features.frozen import extract, features_at, stages
-from mpp.features.metrics import effective_ranks, is_right
+from mpp.features.metrics import effective_rank, is_right
 from mpp.features.neighbours import find_other_neighbours, knn_predict
 from mpp.runtime.processes import on_main_process
 
@@ -118,15 +116,6 @@ def settings_of_general_images(data: DataConfig) -> DataConfig:
 # --- the probe ---
 
 
-class ProbedFeatures(NamedTuple):
-    """Features of a set of N images, on the main process; empty on the others."""
-
-    by_depth: dict[str, NDArray]
-    """`depth_XX` -> (N, D) after that block; BASELINE -> (N, C * 64) mean colours of a grid, where it is asked for."""
-    labels: NDArray
-    """(N,)."""
-
-
 class Probe:
     """Effective rank of the features after each block and, with labels, kNN accuracy; without, neighbours' agreement.
 
@@ -161,35 +150,28 @@ class Probe:
         self.general = general
         self.start = start
 
-        def add(dataset: ImageDataset, count: int, seed: int, data: DataConfig = data) -> ViewDataset:
-            return loader.add(ViewDataset(dataset.choose(count, seed), data, img_size))
+        self.sets: dict[str, list[ViewDataset]] = {}
+        """Scalars' name -> the images that are probed and, unless it is `agreement`, those whose labels vote."""
+
+        def add(name: str, data: DataConfig, *images: ImageDataset) -> None:
+            choices = (data.eval_images, data.cut_seed), (config.images, data.eval_seed)
+            chosen = [each.choose(*choice) for each, choice in zip(images, choices, strict=False)]
+            self.sets[name] = [loader.add(ViewDataset(each, data, img_size)) for each in chosen]
 
         train, test = train_images.labelled(), held_out.labelled()
-        self.references: dict[str, ViewDataset] = {}
-        """Scalars' name -> the images whose labels vote."""
-        self.tests: dict[str, ViewDataset] = {}
-        """Scalars' name -> the images that are probed."""
         if train is None or test is None or train.labels.ndim > 1:  # there are no labels
             few = min(data.eval_images, MAX_IMAGES_FOR_RANK)
-            self.tests["agreement"] = add(held_out, few, data.cut_seed)
+            add("agreement", replace(data, eval_images=few), held_out)
         else:
-            self.tests["knn"] = add(test, data.eval_images, data.cut_seed)
-            self.references["knn"] = add(train, config.images, data.eval_seed)
-            note_tested(train.labels, self.tests["knn"].dataset.labels, train.class_names)
+            add("knn", data, test, train)
+            note_tested(train.labels, self.sets["knn"][0].dataset.labels, train.class_names)
         if general is not None:
-            as_photographs = settings_of_general_images(data)
-            self.tests[GENERAL] = add(general.test.labelled(), data.eval_images, data.cut_seed, as_photographs)
-            self.references[GENERAL] = add(general.reference.labelled(), config.images, data.eval_seed, as_photographs)
+            add(GENERAL, settings_of_general_images(data), general.test.labelled(), general.reference.labelled())
 
     @property
     def image_count(self) -> int:
         """Number of held-out images that are probed."""
-        return len(next(iter(self.tests.values())).dataset)
-
-    @property
-    def general_count(self) -> int:
-        """Number of general images that are classified; 0: there are none."""
-        return len(self.tests[GENERAL].dataset) if self.general else 0
+        return len(next(iter(self.sets.values()))[0].dataset)
 
     def __call__(self, model: nn.Module, baseline: bool = False) -> dict[str, float]:
         """Probe a model that has an `encoder` and a `normalize`. All processes call it.
@@ -203,19 +185,22 @@ class Probe:
             the main process.
         """
         scalars: dict[str, float] = {}
-        for name, views in self.tests.items():
-            tested = self.extract(model, views, baseline)
+        device = self.accelerator.device
+        for name, (tested, *voting) in self.sets.items():
+            features, labels = self.extract(model, tested, baseline)
             if name != GENERAL:
-                depths = [depth for depth in tested.by_depth if depth != BASELINE]
-                ranks = effective_ranks([tested.by_depth[depth] for depth in depths], self.accelerator.device)
-                scalars |= {f"features/rank/{depth}": rank for depth, rank in zip(depths, ranks, strict=True)}
-            if name in self.references:
-                reference = self.extract(model, self.references[name], baseline)
-                scalars |= self.scores(name, self.knn_accuracy, reference, tested)
+                depths = [depth for depth in features if depth != BASELINE]
+                scalars |= {f"features/rank/{depth}": effective_rank(features[depth], device) for depth in depths}
+            if voting:
+                references, classes = self.extract(model, *voting, baseline)
+                for depth, rows in features.items():
+                    predicted = knn_predict(references[depth], classes, rows.to(device), [self.k], KNN_TEMPERATURE)
+                    scalars[f"{name}/{depth}"] = float(is_right(predicted[self.k].cpu(), labels).double().mean())
             else:
-                crops = [self.extract(model, views, baseline, part) for part in (NORTH_WEST, SOUTH_EAST)]
-                scalars |= self.scores(name, agreement, *crops)
-                scalars[f"{name}/chance"] = agreement_by_chance(len(views.dataset))
+                scalars[f"{name}/chance"] = agreement_by_chance(len(tested.dataset))
+                one, other = (self.extract(model, tested, baseline, part)[0] for part in (NORTH_WEST, SOUTH_EAST))
+                for depth in one:
+                    scalars[f"{name}/{depth}"] = agreement(one[depth].to(device), other[depth].to(device))
         if self.start is not None:
             if baseline:
                 on_main_process(self.accelerator, lambda: keep_start(self.start, model.encoder))
@@ -223,8 +208,15 @@ class Probe:
                 scalars |= measure_drift(self.start, model.encoder)
         return scalars if self.accelerator.is_main_process else {}
 
-    def extract(self, model: nn.Module, views: ViewDataset, baseline: bool, part: Part | None = None) -> ProbedFeatures:
-        """Features of a set, of a part of each image if one is given."""
+    def extract(
+        self, model: nn.Module, views: ViewDataset, baseline: bool, part: Part | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Features of a set of N images, of a part of each if one is given, on the CPU of the main process.
+
+        Returns:
+            `depth_XX` -> (N, D) after that block; BASELINE -> (N, C * 64) mean colours of a grid, with `baseline`.
+            labels (N,). Both are empty on the other processes.
+        """
         depths = range(1, 1 + len(stages(model.encoder)))
         names = [f"depth_{depth:02d}" for depth in depths] + [BASELINE] * baseline
 
@@ -237,28 +229,7 @@ class Probe:
             return features
 
         features, labels = extract(self.loader.batches(views), encode, len(views.dataset), self.accelerator)
-        return ProbedFeatures(dict(zip(names, features, strict=False)), labels)  # on other processes there are none
-
-    def scores(
-        self, name: str, score: Callable[..., float], one: ProbedFeatures, other: ProbedFeatures
-    ) -> dict[str, float]:
-        """Scores of two sets, by depth, and that of the colour baseline if they have it.
-
-        Args:
-            score: features (N, D) and labels (N,) of both to a score.
-        """
-        scalars = {}
-        for depth in one.by_depth:
-            arrays = (one.by_depth[depth], other.by_depth[depth], one.labels, other.labels)
-            scalars[f"{name}/{depth}"] = score(
-                *(torch.from_numpy(array).to(self.accelerator.device) for array in arrays)
-            )
-        return scalars
-
-    def knn_accuracy(self, reference: Tensor, test: Tensor, reference_labels: Tensor, test_labels: Tensor) -> float:
-        """kNN accuracy of a test set's features (M, D) by those of the reference set (N, D)."""
-        predictions = knn_predict(reference, reference_labels, test, [self.k], KNN_TEMPERATURE)
-        return float(is_right(predictions[self.k], test_labels).double().mean())
+        return dict(zip(names, features, strict=False)), labels
 
 
 def crop_and_enlarge(images: Tensor, part: Part) -> Tensor:
@@ -270,7 +241,7 @@ def crop_and_enlarge(images: Tensor, part: Part) -> Tensor:
     return pixels.round().to(images.dtype) if images.dtype == torch.uint8 else pixels
 
 
-def agreement(one: Tensor, other: Tensor, *_: Tensor, neighbours: int = AGREEMENT_NEIGHBOURS) -> float:
+def agreement(one: Tensor, other: Tensor, neighbours: int = AGREEMENT_NEIGHBOURS) -> float:
     """Agreement of images' neighbours between two crops: it needs no labels.
 
     Args:
@@ -279,7 +250,7 @@ def agreement(one: Tensor, other: Tensor, *_: Tensor, neighbours: int = AGREEMEN
         The share of the `neighbours` nearest images by one crop (cosine, the image itself left out) that are among as
         many by the other. 1 where there are too few images to choose among.
     """
-    near, other_near = (find_other_neighbours(each, range(len(each)), neighbours).index for each in (one, other))
+    near, other_near = (find_other_neighbours(each, neighbours).index for each in (one, other))
     kept = (near[:, :, None] == other_near[:, None, :]).any(2)
     return float(kept.sum() / kept.numel()) if kept.numel() else 1.0
 

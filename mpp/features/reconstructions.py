@@ -16,31 +16,16 @@ COLUMNS = ("original", "corrupted", "predicted", "true")
 
 
 def as_rgb(images: Tensor, bands: Sequence[int] | None = None) -> Tensor:
-    """Images in colours for display.
+    """Images in colours for display, (..., 3, H, W) uint8.
 
     Args:
         images: (..., C, H, W) from 0 to 255.
-        bands: the channels that are red, green and blue, or the one that is grey, counted from 1. None: RGB and grey as
-            they are; several others side by side, each of them grey.
-    Returns:
-        (..., 3, H, W) uint8, or (..., 3, H, C * W).
+        bands: the channels that are red, green and blue, or the one that is grey, counted from 1. None: the first
+            three, or the first where there are fewer.
     """
-    pixels = to_8_bits(images)
-    if bands:
-        pixels = pixels[..., [band - 1 for band in bands], :, :]
-    elif pixels.shape[-3] not in (1, 3):
-        pixels = rearrange(pixels, "... c h w -> ... 1 h (c w)")
+    bands = bands or ((1, 2, 3) if images.shape[-3] >= 3 else (1,))
+    pixels = to_8_bits(images[..., [band - 1 for band in bands], :, :])
     return pixels.expand(*pixels.shape[:-3], 3, *pixels.shape[-2:])
-
-
-def as_one_picture(images: Tensor) -> Tensor:
-    """Images (..., C, H, W) from 0 to 255 in colours for display, with contrast (see `stretch`): (..., 3, H, W) uint8.
-
-    Of other channels than RGB and grey their mean is shown.
-    """
-    if images.shape[-3] not in (1, 3):
-        images = images.float().mean(-3, keepdim=True)
-    return as_rgb(stretch(images))
 
 
 def stretch(images: Tensor, like: Tensor | None = None) -> Tensor:
@@ -52,15 +37,12 @@ def stretch(images: Tensor, like: Tensor | None = None) -> Tensor:
         like: the images (B, C, H, W) whose percentiles count. None: these.
     """
     reference = images if like is None else like
-    channels = reference.shape[-3]
+    *leading, channels, _, _ = reference.shape
     if reference.dtype == torch.uint8 and channels in (1, 3):
         return images
-    values = reference.float().flatten(-2)
-    if channels == 3:
-        values = values.flatten(-2)[..., None, :]
-    ordered = values.sort(-1).values
+    ordered = reference.float().flatten(-3 if channels == 3 else -2).sort(-1).values
     last = ordered.shape[-1] - 1
-    low, high = (ordered[..., round(share * last), None, None] for share in CONTRAST)
+    low, high = (ordered[..., round(share * last)].reshape(*leading, -1, 1, 1) for share in CONTRAST)
     stretched = ((images.float() - low) * 255 / (high - low).clamp(min=1)).clamp(0, 255)
     return torch.where(high - low >= 1, stretched, images.float())
 
@@ -80,28 +62,32 @@ def prediction_columns(
     """
     patches = patchify(images, objective.patch_size)
     clean = select_patches(patches, corruption.positions)
-    index = corruption.positions[..., None].expand(-1, -1, patches[0, 0].numel())
+    index = corruption.positions[..., None, None, None].expand_as(clean)
     columns = [patches]
-    for pixels in objective.pictures(predictions, targets, clean):
-        replaced = patches.flatten(2).scatter(1, index, pixels.to(patches.dtype).flatten(2))
-        columns.append(replaced.view(patches.shape))
-    rows = images.shape[-2] // objective.patch_size
-    pictures = rearrange(torch.stack(columns), "n b (h w) c p q -> n b c (h p) (w q)", h=rows)
-    original, predicted, true = stretch(pictures, images)
+    for shown in (objective.decide(predictions), targets):
+        pixels = objective.paint(shown, clean)
+        columns.append(patches.scatter(1, index, pixels.to(patches.dtype)))
+    original, predicted, true = stretch(unpatchify(torch.stack(columns), images), images)
     return torch.stack([original, as_seen(original, corruption, objective.patch_size), predicted, true])
 
 
 def as_seen(images: Tensor, corruption: Corruption, patch_size: int) -> Tensor:
     """Images (B, C, H, W) as the model sees them: [mask] is grey."""
     patches = patchify(images, patch_size)
-    grey = torch.full(patches.shape[2:], GREY, device=patches.device).flatten()
-    seen = corrupt(patches.flatten(2).float(), grey, corruption).to(patches.dtype).view(patches.shape)
-    return rearrange(seen, "b (h w) c p q -> b c (h p) (w q)", h=images.shape[-2] // patch_size)
+    grey = torch.full(patches[0, 0].shape, GREY, device=patches.device).flatten()
+    seen = corrupt(patches.flatten(2).float(), grey, corruption)
+    return unpatchify(seen.to(images.dtype).view(patches.shape), images)
+
+
+def unpatchify(patches: Tensor, images: Tensor) -> Tensor:
+    """Patches (..., N, C, P, P) as images (..., C, H, W), as high as these."""
+    rows = images.shape[-2] // patches.shape[-2]
+    return rearrange(patches, "... (h w) c p q -> ... c (h p) (w q)", h=rows)
 
 
 def prediction_panel(columns: Tensor) -> Tensor:
     """Columns (n, B, C, H, W) as one picture with a row for each image, (3, B * H, n * W); small W are enlarged."""
     columns = as_rgb(columns)
     times = max(1, PANEL_SIDE // columns.shape[-1])
-    columns = columns.repeat_interleave(times, -2).repeat_interleave(times, -1)
-    return rearrange(columns, "n b c h w -> c (b h) (n w)")
+    enlarged = columns.repeat_interleave(times, -2).repeat_interleave(times, -1)
+    return rearrange(enlarged, "n b c h w -> c (b h) (n w)")
