@@ -18,8 +18,8 @@ verdict.json                       verdict and warnings of the last evaluation (
 .lock                              held while a process writes here (mpp/runtime/files.py)
 
 A run continues in its folder if all of its settings that are not operational are the same, its images and first weights
-by number and digest, and its copies of the user's code. Its length and schedule may change as far as the steps that are
-done would have been the same.
+by number and digest, and its copies of the user's code, which are replaced before its first checkpoint. Its length and
+schedule may change as far as the steps that are done would have been the same.
 """
 
 import json
@@ -27,21 +27,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import timm
+
 from mpp.config import TrainingConfig, flatten, rebuild, require, settings_of, show
-from mpp.config.imports import COPIES, OPTION, changed_imports, require_imports
+from mpp.config.imports import COPIES, OPTION, changed_imports, imported, require_imports
 from mpp.config.parsing import parse_saved, read_yaml, to_yaml
+from mpp.corruption import PATTERNS
 from mpp.data.data_path import is_local
 from mpp.data.identity import differences
 from mpp.errors import UserError
 from mpp.models.descriptions import exported_step
+from mpp.models.networks import NETWORKS
 from mpp.models.teachers import moving_average_decay
+from mpp.objectives import OBJECTIVES
 from mpp.runtime.files import LOCK, complete, delete, partial_path, write_complete
 from mpp.runtime.messages import printable
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
 from mpp.training.checkpoint import newest_step
 from mpp.training.optim import learning_rate
-from mpp.training.user_code import imports_used
 
 CONFIG_FILE = "config.yaml"
 RECORD_FILE = "data.json"
@@ -58,6 +62,9 @@ IN_RECORD = ("data.path", "data.labels", "data.label_folder")
 """Settings that are not compared: the record has digests of the images and, where they are learned, of the labels."""
 GROWING_SETTINGS = ("run.steps", "optim.schedule", "optim.cooldown", "optim.warmup_steps")
 """Settings that may differ where the steps that are done would have been the same: `same_until`."""
+OURS = ("mpp", "timm")
+"""Packages whose parts are not the user's."""
+REGISTRIES = (OBJECTIVES, PATTERNS, NETWORKS)
 Changes = dict[str, tuple[Any, Any]]
 """Key of a setting -> its value before, its value now."""
 
@@ -111,6 +118,42 @@ def branch_point(branch_from: str) -> tuple[Path, int]:
     folder, _, step = branch_from.rpartition("@")
     require(folder and step.isdecimal(), "run.branch_from", branch_from, "FOLDER@STEP, such as runs/trunk@8000")
     return Path(folder).expanduser().absolute(), int(step)
+
+
+# --- code of the user ---
+
+
+def parts_named(config: TrainingConfig) -> dict[str, Any]:
+    """Setting -> the function or class that it names: of mpp, of timm, or of a file of `--import`.
+
+    Raises:
+        UserError: nothing has registered it.
+    """
+    settings = flatten(config)
+    parts = {each.setting: each[settings[each.setting]] for each in REGISTRIES if each.setting in settings}
+    model = settings.get("model.name")
+    if model and timm.is_model(model):
+        parts["model.name"] = timm.model_entrypoint(model)
+    return parts
+
+
+def is_of_user(part: Any) -> bool:
+    """Whether a function or class is neither mpp's nor timm's."""
+    return part.__module__.partition(".")[0] not in OURS
+
+
+def imports_used(config: TrainingConfig) -> dict[str, bytes]:
+    """The imported files that a run depends on: all, if its settings name any part of the user, and else none."""
+    return imported if any(map(is_of_user, parts_named(config).values())) else {}
+
+
+def refuse_idle_arguments(config: TrainingConfig) -> None:
+    """Raise UserError for `arguments` of a part that is not of the user, which takes none."""
+    settings, parts = flatten(config), parts_named(config)
+    for registry in REGISTRIES:
+        key = f"{registry.setting.partition('.')[0]}.arguments"
+        allowed = f"null or left out: {registry.setting} {settings[registry.setting]} takes none"
+        require(settings[key] is None or is_of_user(parts[registry.setting]), key, settings[key], allowed)
 
 
 # --- whether a run may write there ---
@@ -171,7 +214,7 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int, place
     require_imports(folder)
     before = parse_saved(type(config), folder / CONFIG_FILE)
     different = changes(make_paths_absolute(before), make_paths_absolute(config))
-    for name in changed_imports(folder, imports_used(config)):
+    for name in changed_imports(folder, imports_used(config)) if done else ():
         different[f"{OPTION} {name}"] = (f"as in {folder / COPIES}", "other code")
     allowed = {*IN_RECORD, *GROWING_SETTINGS, "run.compile"}  # which changes only the rounding
     others = {key: values for key, values in different.items() if key not in allowed}
@@ -219,8 +262,8 @@ def write_config(config: TrainingConfig, folder: Path) -> None:
     """
     refuse_other_run(config, folder)  # once more: building the task may have taken long
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / CONFIG_FILE).is_file():
-        delete(folder / COPIES)  # of a start that was killed before it wrote the config
+    if not newest_step(folder):
+        delete(folder / COPIES)  # nothing is lost if the code has changed
     for name, content in imports_used(config).items():
         copy = folder / COPIES / name
         copy.parent.mkdir(parents=True, exist_ok=True)
