@@ -55,7 +55,7 @@ from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, refuse_idle_arguments, saved_settings
 from mpp.training.task import ImageTask
-from mpp.training.watch import read_verdict
+from mpp.training.verdict import read_verdict
 
 PANEL_IMAGES = 8
 CLASS_IS_UNTRAINED = (

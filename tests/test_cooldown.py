@@ -17,10 +17,10 @@ from evaluation.frozen.encoder import open_frozen_encoder
 from evaluation.pages.curves import curves_of_run
 from evaluation.pages.run_sections import command_to_repeat
 from evaluation.pages.run_words import next_steps, verdict_points
-from mpp.config import Config
+from mpp.config import Config, OptimConfig, RunConfig
 from mpp.config.parsing import parse
 from mpp.errors import UserError
-from mpp.training.branch import Phases, saved_phases
+from mpp.training.branch import describe_phases, phases, saved_schedule
 from mpp.training.log import read_history
 from mpp.training.verdict import LOSS_FALLS, describe_trend, verdict
 
@@ -60,20 +60,20 @@ def test_a_loss_that_falls_in_the_cooldown_is_no_reason_to_train_longer(losses, 
 
 
 def test_phases_in_words_and_as_marks():
-    branch = Phases(steps=1000, stable=800, branch_from="/data/runs/trunk@500")
-    assert branch.describe(1000) == "branch of trunk from step 500 on, cooldown from step 800 on"
-    assert branch.describe(900) == f"{branch.describe(1000)}, not cooled down yet"
-    assert branch.marks() == {"branch of trunk": 500, "cooldown": 800}
-    constant = Phases(steps=1000, stable=1000)
-    assert (constant.describe(1000), Phases(steps=1000).describe(1000)) == ("not cooled down yet", "")
-    assert constant.marks() == Phases(steps=1000).marks() == {}
+    run, wsd = RunConfig(steps=1000, branch_from="/data/runs/trunk@500"), OptimConfig(schedule="wsd")
+    assert describe_phases(run, wsd, 1000) == "branch of trunk from step 500 on, cooldown from step 800 on"
+    assert describe_phases(run, wsd, 900) == f"{describe_phases(run, wsd, 1000)}, not cooled down yet"
+    assert phases(run, wsd) == {"branch of trunk": 500, "cooldown": 800}
+    run, constant = RunConfig(steps=1000), OptimConfig(schedule="constant")
+    assert (describe_phases(run, constant, 1000), describe_phases(run, OptimConfig(), 1)) == ("not cooled down yet", "")
+    assert phases(run, constant) == phases(run, OptimConfig()) == {}
 
 
-@pytest.mark.parametrize("run", ["", "run: 3", "run: {steps: x}", "run: {steps: 9, branch_from: trunk}"])
+@pytest.mark.parametrize("run", ["", "run: 3", "run: {steps: x}"])
 @pytest.mark.parametrize("optim", ["", "optim: {}", "optim: {schedule: 3}", "optim: {schedule: wsd, cooldown: x}"])
 def test_settings_that_are_not_todays_have_no_phases(tmp_path, run, optim):
     (tmp_path / "config.yaml").write_text(f"{run}\n{optim}\n")
-    assert saved_phases(tmp_path) == Phases()
+    assert phases(*saved_schedule(tmp_path)) == {}
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_the_card_says_how_the_run_ended(trunk_and_branch, trained):
 
 def test_curves_mark_the_cooldown_and_the_trunk(trunk_and_branch):
     _, branch = trunk_and_branch
-    charts = curves_of_run(read_history(branch), saved_phases(branch).marks())
+    charts = curves_of_run(read_history(branch), phases(*saved_schedule(branch)))
     for chart in charts:
         drawing = base64.b64decode(chart.source.partition(",")[2]).decode()
         assert "branch of trunk" in drawing and "cooldown" in drawing, chart.title

@@ -35,7 +35,7 @@ from mpp.features.probe import (
 from mpp.models.networks import build_model
 from mpp.pretrain import reopen
 from mpp.training.log import read_history
-from mpp.training.watch import read_verdict
+from mpp.training.verdict import read_verdict
 
 ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
 PROBED = ("--run.eval_every=2", "--probe.every=2", "--probe.images=40", "--data.eval_images=30")

@@ -13,7 +13,7 @@ from evaluation.pages.run_sections import COMMANDS, begins_from_weights
 from mpp.config import TrainingConfig
 from mpp.config.parsing import parse_saved
 from mpp.errors import UserError
-from mpp.training.branch import saved_phases
+from mpp.training.branch import COOLDOWN, describe_phases, is_cooled_down, phases, saved_schedule
 from mpp.training.checkpoint import kept_steps
 from mpp.training.history import (
     DEVICE_HOURS,
@@ -37,9 +37,8 @@ from mpp.training.verdict import (
     describe_trend,
     has_few_images,
     name_of_start,
-    percent,
+    read_verdict,
 )
-from mpp.training.watch import read_verdict
 
 MIN_GAIN_OVER_BASELINES = 0.03  # in accuracy
 MIN_GAIN_OVER_LAST_DEPTH = 0.01  # in accuracy
@@ -90,8 +89,8 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
     """Sentences of the verdict, each with a link to the section of the page that shows it."""
     steps = group_of(saved_settings(folder), "run").get("steps")
     facts = read_verdict(folder).get("facts", {})
-    phases = saved_phases(folder)
-    trend = describe_trend(history, facts.get("moving", False), phases.cooldown)
+    run, optim = saved_schedule(folder)
+    trend = describe_trend(history, facts.get("moving", False), phases(run, optim).get(COOLDOWN))
     done = last_logged_step(history)
     finished = not isinstance(steps, int) or done >= steps
     unfinished = "" if finished else f"The run is not finished: it logged {done:,} of {steps:,} steps"
@@ -102,7 +101,7 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
         (describe_prediction(history), "curves"),
         (features, "features"),
         (trend, "curves"),
-        (phases.describe(done), "curves"),
+        (describe_phases(run, optim, done), "curves"),
     ]
     names = {section.name for section in sections}
     points: list[tuple[str, Link | None]] = []
@@ -130,7 +129,7 @@ def next_steps(folder: Path, history: History, finished: bool, trend: str) -> li
     if trend.startswith(LOSS_FALLS):
         falls = "still falls" if trend == LOSS_FALLS else "was still falling before the cooldown"
         advice.append(f"train longer, since the held-out loss {falls}: {advice_to_train_longer(folder)}")
-    elif saved_phases(folder).lacks_cooldown(last_logged_step(history)):
+    elif not is_cooled_down(*saved_schedule(folder), last_logged_step(history)):
         advice.append(f"cool down before the features are compared, or train longer: {advice_to_train_longer(folder)}")
     if config_class_of(saved_settings(folder)) in CLASSIFIERS:
         return [*advice, f"predict new images: mpp predict --classifier {folder} --data.path NEW_IMAGES"]
@@ -164,7 +163,7 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
         start = name_of_start(begins_from_weights(folder))
         if baseline + MIN_GAIN_OVER_BASELINES >= 1:
             advice.append(
-                f"the probe is saturated: {start} or pixel colours already reach {percent(baseline)}, so it cannot "
+                f"the probe is saturated: {start} or pixel colours already reach {baseline:.1%}, so it cannot "
                 "tell features apart; evaluate with harder labels (--data.path, --data.label_column)"
             )
         elif accuracy < baseline + MIN_GAIN_OVER_BASELINES:

@@ -4,7 +4,7 @@ A branch is a copied checkpoint, and a comparison of all settings but four (`GRO
 """
 
 import shutil
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 from mpp.config import OptimConfig, RunConfig, TrainingConfig, require
@@ -25,6 +25,7 @@ from mpp.training.run_folder import (
     write_config,
 )
 
+COOLDOWN = "cooldown"
 NOT_COOLED_DOWN = "not cooled down yet"
 COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
 
@@ -115,53 +116,40 @@ def steps_to_keep(optim: OptimConfig, run: RunConfig) -> set[int]:
 # --- phases ---
 
 
-@dataclass(frozen=True)
-class Phases:
-    """Starts of a run's phases, in steps that are done: its cooldown, and the trunk it branched from."""
-
-    steps: int = 0
-    """Steps of the run."""
-    stable: int | None = None
-    """Steps up to the cooldown, in which the rate does not fall; None: it falls all along, as with cosine."""
-    branch_from: str | None = None
-    """FOLDER@STEP of the trunk; None: the run began with its first step."""
-
-    @property
-    def cooldown(self) -> int | None:
-        """Steps that are done when the cooldown begins; None: there is none."""
-        return self.stable if self.stable is not None and self.stable < self.steps else None
-
-    def lacks_cooldown(self, done: int) -> bool:
-        """Whether a rate that is stable at first has not fallen to its end after so many steps."""
-        return self.stable is not None and (done <= self.stable or done < self.steps)
-
-    def marks(self) -> dict[str, int]:
-        """Name of the phase or branch that begins at a step -> that step, to mark it in a curve."""
-        marks = {}
-        if self.branch_from is not None:
-            trunk, step = branch_point(self.branch_from)
-            marks[f"branch of {trunk.name}"] = step
-        if self.cooldown is not None:
-            marks["cooldown"] = self.cooldown
-        return marks
-
-    def describe(self, done: int) -> str:
-        """The phases after so many steps: "branch of trunk from step 500 on, cooldown from step 800 on"."""
-        parts = [f"{name} from step {step} on" for name, step in self.marks().items()]
-        return ", ".join([*parts, NOT_COOLED_DOWN] if self.lacks_cooldown(done) else parts)
+def phases(run: RunConfig, optim: OptimConfig) -> dict[str, int]:
+    """Name of a phase of a run, or of the branch that it is -> the steps that are done when it begins."""
+    begin = {}
+    if run.branch_from is not None:
+        trunk, begin_of_branch = branch_point(run.branch_from)
+        begin[f"branch of {trunk.name}"] = begin_of_branch
+    stable = optim.stable_steps(run.steps)
+    if stable is not None and stable < run.steps:
+        begin[COOLDOWN] = stable
+    return begin
 
 
-def saved_phases(folder: Path) -> Phases:
-    """The phases of a run by its config.yaml, whatever command wrote it; those of `Phases()` where it says none."""
+def is_cooled_down(run: RunConfig, optim: OptimConfig, done: int) -> bool:
+    """Whether the rate has fallen to its end after so many steps, or falls all along, as with cosine."""
+    stable = optim.stable_steps(run.steps)
+    return stable is None or stable < run.steps <= done
+
+
+def describe_phases(run: RunConfig, optim: OptimConfig, done: int) -> str:
+    """The phases after so many steps: "branch of trunk from step 500 on, cooldown from step 800 on"."""
+    parts = [f"{name} from step {step} on" for name, step in phases(run, optim).items()]
+    return ", ".join(parts if is_cooled_down(run, optim, done) else [*parts, NOT_COOLED_DOWN])
+
+
+def saved_schedule(folder: Path) -> tuple[RunConfig, OptimConfig]:
+    """The settings of a run's phases by its config.yaml, whatever command wrote it; where it has none, the defaults."""
     settings = saved_settings(folder)
     run, optim = group_of(settings, "run"), group_of(settings, "optim")
-    try:
-        schedule = OptimConfig(schedule=optim["schedule"], cooldown=optim["cooldown"])
-        phases = Phases(run["steps"], schedule.stable_steps(run["steps"]), run.get("branch_from"))
-        phases.marks()  # raises where it branches from none
-    except (UserError, KeyError, TypeError):  # no settings of today's
-        return Phases()
-    return phases
+    with suppress(UserError, KeyError, TypeError):  # no settings of today's
+        return (
+            RunConfig(steps=run["steps"], branch_from=run.get("branch_from")),
+            OptimConfig(schedule=optim["schedule"], cooldown=optim["cooldown"]),
+        )
+    return RunConfig(), OptimConfig()
 
 
 def note_growth(encoder: str) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from mpp.models.descriptions import EncoderFacts
 from mpp.models.plain import has_class
 from mpp.models.variants import VariantViT
-from mpp.training.branch import saved_phases
+from mpp.training.branch import describe_phases, saved_schedule
 from mpp.training.history import EVALUATED, History, last_logged_step
 from mpp.training.log import read_history
 
@@ -47,7 +47,7 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
         folder: of the run, with config.yaml and metrics.jsonl.
     """
     history = read_history(folder)
-    phases = saved_phases(folder).describe(last_logged_step(history))
+    phases = describe_phases(*saved_schedule(folder), last_logged_step(history))
     tags = "timm, image-feature-extraction"
     if not facts.learned_labels:
         tags += ", self-supervised"

@@ -35,7 +35,7 @@ from mpp.training.log import Speed, Tracker, read_history
 from mpp.training.optim import averaged_weights, build_optimizer, learning_rate
 from mpp.training.parallel import Replicated, Sharded, refuse_unlike_weights, whole_tensor
 from mpp.training.task import ImageTask
-from mpp.training.watch import Watch
+from mpp.training.verdict import Watch
 
 MAX_NAMED_IMAGES = 16  # in the message of a step that is not finite
 MAX_UNVERIFIED = 1_000  # steps, whose losses and images' indices are kept

@@ -51,7 +51,7 @@ from mpp.training.run_folder import (
     write_beginning,
 )
 from mpp.training.task import ImageTask
-from mpp.training.watch import VERDICT
+from mpp.training.verdict import VERDICT
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""

@@ -14,7 +14,7 @@ wandb_id                           the run's id, where wandb is asked for
 preempted                          the marker of a run that a signal stopped (mpp/runtime/signals.py)
 check_crops.png                    training crops, drawn by `mpp check` before the run (evaluation/check.py)
 report.html                        the page on the run (evaluation/report.py)
-verdict.json                       verdict and warnings of the last evaluation (mpp/training/watch.py)
+verdict.json                       verdict and warnings of the last evaluation (mpp/training/verdict.py)
 .lock                              held while a process writes here (mpp/runtime/files.py)
 
 A run continues in its folder if all of its settings that are not operational are the same, its images and first weights

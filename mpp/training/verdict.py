@@ -1,13 +1,24 @@
-"""The verdict: one line on how a run is doing, of three parts: the prediction, the features, and its progress."""
+"""The verdict: one line on how a run is doing, of three parts: the prediction, the features, and its progress.
 
+After each evaluation a run prints it, with each warning that is new; all of them are in verdict.json, too.
+"""
+
+import json
+import math
+import sys
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from mpp.config import TrainingConfig
 from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.features.drift import ALL_WEIGHTS, MOVEMENT
+from mpp.runtime.files import write_complete
 from mpp.runtime.messages import counted
-from mpp.training.branch import NOT_COOLED_DOWN, Phases
-from mpp.training.health import FEWEST_STEPS, is_moving
+from mpp.training.branch import COOLDOWN, NOT_COOLED_DOWN, is_cooled_down, phases
+from mpp.training.health import FEWEST_STEPS, find_warnings, is_moving
 from mpp.training.history import (
     EVALUATED,
     GENERAL_KNN,
@@ -22,16 +33,20 @@ from mpp.training.history import (
     lines_with,
     probe_lines,
     series,
+    values_by_depth,
 )
+from mpp.training.log import Tracker, read_history
+from mpp.training.run_folder import branch_point
+from mpp.training.task import ImageTask
 
+VERDICT = "verdict.json"
 SCORES = {
-    "heldout/macro_map": "held-out mAP",
-    "heldout/r2": "held-out R2",
-    "heldout/accuracy": "held-out accuracy",
-    EVALUATED: "held-out loss",
+    "heldout/macro_map": "held-out mAP {:.1%}",
+    "heldout/r2": "held-out R2 {:.4g}",
+    "heldout/accuracy": "held-out accuracy {:.1%}",
+    EVALUATED: "held-out loss {:.4g}",
 }
-"""Scalars by which an evaluation is described, the first that it has, and how they are called."""
-SHARES = ("heldout/macro_map", "heldout/accuracy")
+"""Scalars by which an evaluation is described, by the first that it has."""
 ACCURACY_BASELINES = {"heldout/largest_class": "largest class", "heldout/chance": "chance"}
 """Baselines of the accuracy of supervised and of contrastive training, and how they are called."""
 BASELINES = ACCURACY_BASELINES | {"heldout/any_order_of_the_images": "any order"}
@@ -42,6 +57,78 @@ LOSS_RISES = "held-out loss rising"
 FLAT_LOSS_CHANGE = 0.005  # relative, since the evaluation before
 
 
+class Watch:
+    """Reports how a run is doing while it trains, on the main process."""
+
+    def __init__(self, task: ImageTask, tracker: Tracker, config: TrainingConfig):
+        self.task, self.tracker, self.config = task, tracker, config
+        self.folder = tracker.folder
+        printed = read_verdict(self.folder).get("warnings", [])
+        self.warned_at = {each["check"]: each["step"] for each in printed}
+        """Name of a warning that was printed, perhaps by an earlier process -> the step when it was new."""
+
+    def warn_of_settings(self) -> None:
+        """Print the warnings that follow from the settings, before the first step."""
+        if self.tracker.accelerator.is_main_process:
+            self.warn(0, [])
+
+    def report(self, step: int) -> None:
+        """Report how the run is doing after an evaluation that is logged. An error in here does not end the run."""
+        if not self.tracker.accelerator.is_main_process:
+            return
+        try:
+            self.write_verdict(step)
+        except Exception as error:
+            tqdm.write(f"warning: no verdict after step {step}: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def write_verdict(self, step: int) -> None:
+        """The verdict and the new warnings, to the console, TensorBoard and verdict.json."""
+        history = read_history(self.folder)
+        probe = self.task.probe
+        probed = probe.image_count if probe else len(self.task.held_out)
+        warnings = self.warn(step, history)
+        line = verdict(history, self.config, warnings, probed)
+        tqdm.write(f"step {step} of {self.config.run.steps}: {line}")
+        listed = [f"- **{name}**: {message}" for name, message in warnings.items()]
+        self.tracker.log_text(step, "verdict", "\n\n".join([line, *listed]))
+        saved = {
+            "model": self.task.describe_model(),
+            "images": self.task.describe_images(),
+            "step": step,
+            "line": line,
+            "warnings": [{"check": name, "step": self.warned_at[name], "message": warnings[name]} for name in warnings],
+            "off": list(warnings),
+            "facts": {"moving": is_moving(self.config), "evaluated": probed},
+        }
+        write_complete(self.folder / VERDICT, json.dumps(saved, indent=1))
+
+    def warn(self, step: int, history: History) -> dict[str, str]:
+        """Print the new warnings after a step; all of them, name -> message."""
+        warnings = find_warnings(history, self.config)
+        for name, message in warnings.items():
+            if name not in self.warned_at:
+                tqdm.write(f"warning: {name}: {message}", file=sys.stderr)
+                self.warned_at[name] = step
+        return warnings
+
+    def is_best(self) -> bool:
+        """Whether the evaluation that was logged last has the best features so far; of a branch, since it began.
+
+        The trunk's best encoder is in the trunk's folder, and may be of a later step.
+        """
+        origin = self.config.run.branch_from
+        first = branch_point(origin)[1] if origin else -1
+        return has_best_features([line for line in read_history(self.folder) if line["step"] > first])
+
+
+def read_verdict(folder: Path) -> dict[str, Any]:
+    """A run's latest verdict: `model`, `images`, `step`, `line`, `warnings`, `off`, `facts`; {} if there is none."""
+    try:
+        return json.loads((folder / VERDICT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
 def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = (), probed: int = 0) -> str:
     """A run in one line.
 
@@ -49,22 +136,19 @@ def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = 
         warnings: their names.
         probed: see `describe_features`.
     """
-    steps = config.run.steps
-    phases = Phases(steps, config.optim.stable_steps(steps))
+    run, optim = config.run, config.optim
     parts = [
         describe_prediction(history),
-        describe_features(history, begins_from_weights(config), probed),
-        describe_trend(history, is_moving(config), phases.cooldown),
-        NOT_COOLED_DOWN if phases.lacks_cooldown(last_logged_step(history)) else "",
-        describe_shortness(steps),
+        describe_features(history, name_of_start(config.model and config.model.init_from), probed),
+        describe_trend(history, is_moving(config), phases(run, optim).get(COOLDOWN)),
+        "" if is_cooled_down(run, optim, last_logged_step(history)) else NOT_COOLED_DOWN,
+        describe_shortness(run.steps),
         ", ".join(warnings) and f"warnings: {', '.join(warnings)}",
     ]
-    return "; ".join(part for part in parts if part)
+    return "; ".join(filter(None, parts))
 
 
-def begins_from_weights(config: TrainingConfig) -> bool:
-    """Whether a run did not begin with random weights."""
-    return config.model is not None and config.model.init_from is not None
+# --- the prediction ---
 
 
 def describe_prediction(history: History) -> str:
@@ -74,43 +158,45 @@ def describe_prediction(history: History) -> str:
         return "not evaluated yet"
     last = lines[-1]
     if has_copy_baseline(last):
-        return describe_copying(history, last["heldout/accuracy"], copy_baseline(last))
-    name = next(name for name in SCORES if name in last)
-    score = percent(last[name]) if name in SHARES else f"{last[name]:.4g}"
-    baselines = {label: last[baseline] for baseline, label in BASELINES.items() if baseline in last}
-    return f"{SCORES[name]} {score}{in_brackets(baselines)}"
+        accuracy, copying = f"{last['heldout/accuracy']:.1%}", f"{copy_baseline(last):.1%}"
+        since = copy_baseline_beaten_since(history)
+        beaten = "not beaten" if since is None else f"beaten since step {since}"
+        if accuracy == copying:
+            beaten = "matched"
+        return f"masked-patch accuracy {accuracy} (copy baseline {copying}, {beaten})"
+    score = next(name for name in SCORES if name in last)
+    return SCORES[score].format(last[score]) + in_brackets({BASELINES[name]: last.get(name) for name in BASELINES})
 
 
-def describe_copying(history: History, accuracy: float, copying: float) -> str:
-    """Accuracy on masked patches, next to that of copying the nearest visible ones."""
-    since = copy_baseline_beaten_since(history)
-    beaten = "not beaten" if since is None else f"beaten since step {since}"
-    if percent(accuracy) == percent(copying):
-        beaten = "matched"
-    return f"masked-patch accuracy {percent(accuracy)} (copy baseline {percent(copying)}, {beaten})"
+def in_brackets(baselines: dict[str, float | None]) -> str:
+    """The baselines that are known as " (chance 10.0%, ...)"; "" if there are none."""
+    listed = ", ".join(f"{name} {share:.1%}" for name, share in baselines.items() if share is not None)
+    return f" ({listed})" if listed else ""
 
 
-def describe_features(history: History, from_weights: bool, probed: int = 0) -> str:
+# --- the features ---
+
+
+def describe_features(history: History, start: str, probed: int = 0) -> str:
     """The best block's probe on own and on general images, with baselines, and how far the weights have moved.
 
     Args:
-        from_weights: whether the run began from weights.
+        start: the name of the weights at step 0.
         probed: own images that are probed; 0: unknown. An accuracy on few is uncertain.
     """
-    start = name_of_start(from_weights)
     own, _ = probe_lines(history)
     parts = [describe_probe(history, group, start) for group in (own, GENERAL_KNN)]
     if parts[0] and has_few_images(probed):
         parts[0] += f" on only {counted(probed, 'image')}"
     moved = series(history, f"{MOVEMENT}/{ALL_WEIGHTS}")
     if moved:
-        parts.append(f"the weights moved by {percent(moved[-1][1])}")
-    return ", ".join(part for part in parts if part)
+        parts.append(f"the weights moved by {moved[-1][1]:.1%}")
+    return ", ".join(filter(None, parts))
 
 
-def name_of_start(from_weights: bool) -> str:
-    """The name of the weights at step 0."""
-    return "the start" if from_weights else "random weights"
+def name_of_start(init_from: str | None) -> str:
+    """The name of the weights at step 0, by `model.init_from`."""
+    return "the start" if init_from else "random weights"
 
 
 def has_few_images(probed: int) -> bool:
@@ -130,14 +216,29 @@ def describe_probe(history: History, group: str, start: str) -> str:
         return ""
     first, last = lines[0], lines[-1]
     block, value = best_depth(last, group)
-    baselines = {}
-    if first["step"] == 0:
-        baselines[start] = best_depth(first, group)[1]
-        if f"{group}/floor_pixels" in first:
-            baselines["pixel colours"] = first[f"{group}/floor_pixels"]
-    if f"{group}/chance" in last:
-        baselines["chance"] = last[f"{group}/chance"]
-    return f"{PROBES[group]} {percent(value)} at block {block}{in_brackets(baselines)}"
+    baselines = {
+        start: best_depth(first, group)[1] if first["step"] == 0 else None,
+        "pixel colours": first.get(f"{group}/floor_pixels"),
+        "chance": last.get(f"{group}/chance"),
+    }
+    return f"{PROBES[group]} {value:.1%} at block {block}{in_brackets(baselines)}"
+
+
+def has_best_features(history: History) -> bool:
+    """Whether the last evaluation has the best features so far, by the probe.
+
+    Without a probe: by the held-out accuracy, or the loss where there is none.
+    """
+    lines = evaluations(history)
+    group, _ = probe_lines(lines)
+    scores = [-math.inf]
+    for line in lines:
+        values = values_by_depth(line, group).values() if group else [line.get("heldout/accuracy", -line[EVALUATED])]
+        scores.append(max(values, default=-math.inf))
+    return scores[-1] > max(scores[:-1], default=-math.inf)
+
+
+# --- its progress ---
 
 
 def describe_trend(history: History, moving: bool, cooldown: int | None = None) -> str:
@@ -148,46 +249,17 @@ def describe_trend(history: History, moving: bool, cooldown: int | None = None) 
         cooldown: steps that are done when the cooldown begins; None: there is none. The loss falls faster in it,
             whatever more steps would bring: the trend is then that of the evaluations before.
     """
-    lines = evaluations(history)
-    before = [line for line in lines if cooldown is None or line["step"] <= cooldown]
-    losses = [line[EVALUATED] for line in before]
-    if len(losses) < 2 or moving:
+    losses = series(history, EVALUATED)
+    before = [loss for step, loss in losses if cooldown is None or step <= cooldown]
+    if len(before) < 2 or moving:
         return ""
-    change = (losses[-1] - losses[-2]) / (abs(losses[-2]) or 1)
+    change, flat = before[-1] - before[-2], FLAT_LOSS_CHANGE * abs(before[-2])
     trend = LOSS_FLAT
-    if change < -FLAT_LOSS_CHANGE:
-        trend = LOSS_FALLS
-    elif change > FLAT_LOSS_CHANGE:
-        trend = LOSS_RISES
-    return trend if len(before) == len(lines) else f"{trend} before the cooldown"
+    if abs(change) > flat:
+        trend = LOSS_RISES if change > 0 else LOSS_FALLS
+    return trend if len(before) == len(losses) else f"{trend} before the cooldown"
 
 
 def describe_shortness(steps: int) -> str:
     """A remark on a run of too few steps; "" of any other."""
     return f"fewer than {FEWEST_STEPS} steps, too few to evaluate learning" if steps < FEWEST_STEPS else ""
-
-
-def has_best_features(history: History) -> bool:
-    """Whether the last evaluation has the best features so far, by the probe.
-
-    Without a probe: by the held-out accuracy, or the loss where there is none.
-    """
-    lines = evaluations(history)
-    group, probed = probe_lines(lines)
-    if group:
-        scores = {line["step"]: best_depth(line, group)[1] for line in probed}
-    else:
-        scores = {line["step"]: line.get("heldout/accuracy", -line[EVALUATED]) for line in lines}
-    last = scores.pop(last_logged_step(lines), None)
-    return last is not None and all(last > before for before in scores.values())
-
-
-def percent(share: float) -> str:
-    """A share as "45.3%"."""
-    return f"{100 * share:.1f}%"
-
-
-def in_brackets(baselines: dict[str, float]) -> str:
-    """Baselines as " (chance 10.0 %, ...)"; "" if there are none."""
-    listed = ", ".join(f"{name} {percent(share)}" for name, share in baselines.items())
-    return f" ({listed})" if listed else ""
