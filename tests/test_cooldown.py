@@ -7,13 +7,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import TINY
 from test_growth import WSD, encoder_of
 from test_verdict import CONFIG, config_of, evaluation
 
-from evaluation import check, finetune
-from evaluation.config import EncoderConfig, ProbeDataConfig
-from evaluation.frozen.encoder import open_frozen_encoder
+from evaluation import check
 from evaluation.pages.curves import curves_of_run
 from evaluation.pages.run_sections import command_to_repeat
 from evaluation.pages.run_words import next_steps, verdict_points
@@ -137,37 +134,6 @@ def test_a_run_that_is_not_cooled_down_is_advised_to(pretrain):
     run = pretrain(*CONSTANT)
     advice, *_ = next_steps(run, read_history(run), finished=True, trend="")
     assert "cool down before the features are compared, or train longer: the same command with a larger run" in advice
-
-
-def test_an_evaluation_notes_an_encoder_that_is_older_than_its_run(pretrain, capsys):
-    run = pretrain(*CONSTANT, "--run.steps=8")
-    config = run / "encoder" / "config.json"
-    open_frozen_encoder(EncoderConfig(str(run)), ProbeDataConfig())
-    assert "has continued" not in capsys.readouterr().out
-    config.write_text(config.read_text().replace('"step": 8', '"step": 4'))
-    open_frozen_encoder(EncoderConfig(str(run)), ProbeDataConfig())
-    assert f"note: {run}/encoder is of step 4, and its run has continued to step 8" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("begins", ["model.init_from", "objective.teacher", "fine-tuning"])
-def test_a_run_that_begins_from_an_encoder_older_than_its_run_notes_it(pretrain, tmp_path, begins, capsys):
-    run = pretrain(*CONSTANT)
-    file = run / "encoder" / "config.json"
-    file.write_text(file.read_text().replace('"step": 4', '"step": 2'))
-    if begins == "fine-tuning":
-        tiny = [word for word in TINY if not word.startswith(("--model", "--probe", "--data.eval_images"))]
-        finetune.main([*tiny, f"--encoder={run}", "--lrs=0.01", f"--run.dir={tmp_path / 'tuned'}"])
-    else:
-        more = ["--objective.name=features"] if begins == "objective.teacher" else []
-        weights = file.parent / "model.safetensors" if begins == "model.init_from" else run
-        pretrain(f"--{begins}={weights}", *more, dir=tmp_path / "begun")
-    assert f"note: {run}/encoder is of step 2, and its run has continued to step 4" in capsys.readouterr().out
-
-
-def test_an_evaluation_of_a_cosine_run_notes_nothing(trained, capsys):
-    open_frozen_encoder(EncoderConfig(str(trained)), ProbeDataConfig())
-    open_frozen_encoder(EncoderConfig("floor:pixels"), ProbeDataConfig())
-    assert "note" not in capsys.readouterr().out
 
 
 def test_a_check_says_where_the_cooldown_begins_and_what_is_left_of_a_branch(pretrain, tmp_path, capsys):

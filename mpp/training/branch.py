@@ -10,10 +10,7 @@ from pathlib import Path
 from mpp.config import OptimConfig, RunConfig, TrainingConfig, require
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE
-from mpp.models.descriptions import exported_step
 from mpp.runtime.files import complete, hold
-from mpp.runtime.messages import note
-from mpp.runtime.weights import BEST, ENCODER, SAFETENSORS_SUFFIX, run_of
 from mpp.training.checkpoint import checkpoint_path, damaged_files, kept_steps, newest_step
 from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after
 from mpp.training.run_folder import (
@@ -33,20 +30,19 @@ COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
 # --- beginning a branch ---
 
 
-def origin_of(config: TrainingConfig) -> str | None:
-    """The checkpoint that a run branches from: as it is given or, where it is not, as the run's folder says."""
-    saved = group_of(saved_settings(Path(config.run.dir)), "run")
-    return config.run.branch_from or saved.get("branch_from")
+def origin_of(config: TrainingConfig) -> tuple[str | None, Path]:
+    """The checkpoint that a run branches from, and the folder with the settings of its steps so far.
 
-
-def first_folder(config: TrainingConfig) -> Path:
-    """Folder with the settings of a run's steps so far: its own or, where it is to begin as a branch, the trunk's."""
+    Returns:
+        FOLDER@STEP, as it is given or, otherwise, as the run's folder says; None: it is no branch.
+        The run's own folder or, where it is to begin as a branch, the trunk's.
+    """
     folder = Path(config.run.dir)
-    origin = origin_of(config)
-    if origin is None or newest_step(folder):
-        return folder
-    trunk, _ = branch_point(origin)
-    return trunk
+    origin = config.run.branch_from or group_of(saved_settings(folder), "run").get("branch_from")
+    if origin is None:
+        return None, folder
+    trunk, step = branch_point(origin)
+    return f"{trunk}@{step}", folder if newest_step(folder) else trunk
 
 
 def begin_branch(config: TrainingConfig, folder: Path) -> None:
@@ -61,8 +57,7 @@ def begin_branch(config: TrainingConfig, folder: Path) -> None:
     trunk, step = branch_point(origin)
     if newest_step(folder):
         saved = group_of(saved_settings(folder), "run").get("branch_from")
-        is_same = saved is not None and branch_point(saved) == (trunk, step)
-        require(is_same, "run.branch_from", origin, f"{saved or 'left out'}, as when the run in {folder} began")
+        require(saved == origin, "run.branch_from", origin, f"{saved or 'left out'}, as when the run in {folder} began")
         return
     refuse_other_trunk(config, trunk, step)
     with hold(folder, "run.dir"):
@@ -77,13 +72,11 @@ def begin_branch(config: TrainingConfig, folder: Path) -> None:
 
 def refuse_other_trunk(config: TrainingConfig, trunk: Path, step: int) -> None:
     """Raise UserError if a run cannot continue from this checkpoint."""
-    key, value = "run.branch_from", f"{trunk}@{step}"
     kept = kept_steps(trunk)
     listed = ", ".join(map(str, kept)) or "there are none"
-    require(step in kept, key, value, f"FOLDER@STEP with a kept step of a run: {listed} (run.keep_at keeps some)")
-    damaged = damaged_files(checkpoint_path(trunk, step))
-    require(not damaged, key, value, f"a whole checkpoint: its {', '.join(damaged)} is damaged")
-    refuse_other_settings(config, trunk, step, f"{key} is {value}")
+    allowed = f"FOLDER@STEP with a kept step of a run: {listed} (run.keep_at keeps some)"
+    require(step in kept, "run.branch_from", f"{trunk}@{step}", allowed)
+    refuse_other_settings(config, trunk, step)
 
 
 def copy_beginning(trunk: Path, folder: Path, step: int) -> None:
@@ -93,15 +86,13 @@ def copy_beginning(trunk: Path, folder: Path, step: int) -> None:
             with complete(folder / name) as partial:
                 shutil.copyfile(trunk / name, partial)
     drop_after(folder, step)
-    target = checkpoint_path(folder, step)
-    target.parent.mkdir(exist_ok=True)
-    with complete(target) as partial:
-        partial.mkdir()
+    with complete(checkpoint_path(folder, step)) as partial:
+        partial.mkdir(parents=True)
         for file in checkpoint_path(trunk, step).iterdir():
             shutil.copyfile(file, partial / file.name)
         damaged = damaged_files(partial)
         if damaged:
-            raise OSError(f"the copies of {', '.join(damaged)} differ")
+            raise OSError(f"{', '.join(damaged)} is damaged")
 
 
 # --- checkpoints to branch from ---
@@ -109,8 +100,8 @@ def copy_beginning(trunk: Path, folder: Path, step: int) -> None:
 
 def steps_to_keep(optim: OptimConfig, run: RunConfig) -> set[int]:
     """Steps of a run whose checkpoints are written and always stay: of `run.keep_at`, and where a cooldown begins."""
-    kept = set(run.keep_at or ())
-    return kept | {optim.stable_steps(run.steps)} if optim.schedule == "wsd" else kept
+    kept = {*(run.keep_at or ()), optim.stable_steps(run.steps)}
+    return kept - {None, run.steps}  # the last is the newest
 
 
 # --- phases ---
@@ -150,17 +141,3 @@ def saved_schedule(folder: Path) -> tuple[RunConfig, OptimConfig]:
             OptimConfig(schedule=optim["schedule"], cooldown=optim["cooldown"]),
         )
     return RunConfig(), OptimConfig()
-
-
-def note_growth(encoder: str) -> None:
-    """Note that the run of an encoder has continued since it was written.
-
-    Args:
-        encoder: any that a setting may name; of a run, its folder, its encoder, or the weights of it.
-    """
-    path = Path(encoder)
-    path = path.parent if path.suffix == SAFETENSORS_SUFFIX else path
-    run = run_of(path)
-    step, newest = exported_step(run / ENCODER), newest_step(run)
-    if path.name != BEST and step is not None and step < newest:
-        note(f"{run / ENCODER} is of step {step}, and its run has continued to step {newest}")

@@ -40,8 +40,7 @@ from mpp.models.descriptions import exported_step
 from mpp.models.networks import NETWORKS
 from mpp.models.teachers import moving_average_decay
 from mpp.objectives import OBJECTIVES
-from mpp.runtime.files import LOCK, complete, delete, partial_path, write_complete
-from mpp.runtime.messages import printable
+from mpp.runtime.files import complete, delete, write_complete
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
 from mpp.training.checkpoint import newest_step
@@ -51,8 +50,8 @@ CONFIG_FILE = "config.yaml"
 RECORD_FILE = "data.json"
 REPORT_PAGE = "report.html"
 CHECK_CROPS = "check_crops.png"
-BEFORE_CONFIG = {LOCK, ".lock.holder", MARKER, CHECK_CROPS, COPIES, partial_path(Path(CONFIG_FILE)).name}
-"""Names in a folder in which a run has not begun yet."""
+BEFORE_CONFIG = {MARKER, CHECK_CROPS, COPIES}
+"""Names in a folder in which a run has not begun yet, besides hidden ones."""
 PATH_SETTINGS = (
     *("encoder", "checkpoint", "data.path", "data.labels", "model.init_from"),
     *("objective.teacher", "objective.teacher_checkpoint", "probe.path", "distill.teacher"),
@@ -109,8 +108,8 @@ def is_finished(folder: Path, steps: int) -> bool:
 
 def names_its_images(config: TrainingConfig, folder: Path) -> bool:
     """Whether a config names the images of the run in a folder as its config.yaml does: they need not be compared."""
-    saved, now = saved_settings(folder), flatten(make_paths_absolute(config))
-    return all(group_of(saved, "data").get(key.removeprefix("data.")) == now[key] for key in IN_RECORD)
+    before = parse_saved(type(config), folder / CONFIG_FILE)
+    return changes(before, make_paths_absolute(config)).keys().isdisjoint(IN_RECORD)
 
 
 def branch_point(branch_from: str) -> tuple[Path, int]:
@@ -161,20 +160,18 @@ def refuse_idle_arguments(config: TrainingConfig) -> None:
 
 def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
     """Raise UserError if a folder holds something else, or a run that cannot continue under this config."""
-    shown = printable(str(folder))
-    require(shown == str(folder), "run.dir", shown, "a name in UTF-8, which TensorBoard's files need")
     refuse_among_images("run.dir", folder, config.data.path)
     refuse_among_images("run.dir", folder, config.probe and config.probe.path)
     require(is_run_folder(folder), "run.dir", folder, "the folder of a run, or a new one: this holds something else")
     if (folder / CONFIG_FILE).is_file():
-        refuse_other_settings(config, folder, newest_step(folder), f"run.dir is {folder}")
+        refuse_other_settings(config, folder, newest_step(folder))
 
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a folder is new, or a run's, or has only the files of a check, or of a run that ended before it began."""
     if not folder.is_dir():
         return not folder.exists()
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     return CONFIG_FILE in names or names <= BEFORE_CONFIG
 
 
@@ -205,22 +202,18 @@ def describe_changes(changes: Changes, saved_in: str) -> str:
     return ", ".join(f"{key} ({show(before)} in {saved_in}, {show(now)} now)" for key, (before, now) in changes.items())
 
 
-def refuse_other_settings(config: TrainingConfig, folder: Path, done: int, place: str) -> None:
-    """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`.
-
-    Args:
-        place: the setting that names the folder, and its value.
-    """
+def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> None:
+    """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`."""
     require_imports(folder)
     before = parse_saved(type(config), folder / CONFIG_FILE)
-    different = changes(make_paths_absolute(before), make_paths_absolute(config))
+    different = changes(before, make_paths_absolute(config))
     for name in changed_imports(folder, imports_used(config)) if done else ():
         different[f"{OPTION} {name}"] = (f"as in {folder / COPIES}", "other code")
     allowed = {*IN_RECORD, *GROWING_SETTINGS, "run.compile"}  # which changes only the rounding
     others = {key: values for key, values in different.items() if key not in allowed}
     if others:
         raise UserError(
-            f"{place}, a run with another config: {describe_changes(others, 'the run')}; only "
+            f"{folder} is a run with another config: {describe_changes(others, 'the run')}; only "
             f"{', '.join(GROWING_SETTINGS)} may differ: choose another run.dir, or the same values to continue"
         )
     steps = config.run.steps
@@ -228,10 +221,10 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int, place
     same = same_until(config, before, done)
     if same < done:
         raise UserError(
-            f"{place}, a run that cannot continue with this length or schedule: the learning rate, or the decay of the "
-            f"teacher's average, of step {same} would have been another (run.steps {before.run.steps}, optim.schedule "
-            f"{before.optim.schedule}); branch from an earlier checkpoint (--run.branch_from {folder}@STEP --run.dir "
-            "NEW), or begin a new run, best with optim.schedule wsd, which can grow"
+            f"{folder} is a run that cannot continue with this length or schedule: the learning rate, or the decay of "
+            f"the teacher's average, of step {same} would have been another; branch from an earlier checkpoint "
+            f"(--run.branch_from {folder}@STEP --run.dir NEW), or begin a new run, best with optim.schedule wsd, which "
+            "can grow"
         )
 
 
@@ -246,9 +239,10 @@ def same_until(config: TrainingConfig, before: TrainingConfig, done: int) -> int
 
 def values_of_step(config: TrainingConfig, step: int) -> list[float]:
     """Every value of a step that depends on the length of the run: its learning rate, its teacher's decay."""
-    values = [learning_rate(config.optim, step, config.run.steps)]
-    if config.objective is not None and config.objective.moves_teacher:
-        values.append(moving_average_decay(config.objective.half_life, step, config.run.steps))
+    objective, steps = config.objective, config.run.steps
+    values = [learning_rate(config.optim, step, steps)]
+    if objective is not None and objective.moves_teacher:
+        values.append(moving_average_decay(objective.half_life, step, steps))
     return values
 
 
@@ -272,30 +266,29 @@ def write_config(config: TrainingConfig, folder: Path) -> None:
     write_complete(folder / CONFIG_FILE, to_yaml(make_paths_absolute(config)))
 
 
-def write_beginning(config: TrainingConfig, folder: Path, record: dict[str, Any]) -> None:
+def write_beginning(config: TrainingConfig, folder: Path, records: list[dict[str, Any]]) -> None:
     """Save the config of a run, and its images and first weights.
 
+    Args:
+        records: of each node, which may have copies of its own: with other images, its split and order would be others.
     Raises:
-        UserError: the folder is not the run's, or the run began with others; nothing is saved.
+        UserError: the folder is not the run's, or the run, or another node, began with others; nothing is saved.
     """
     before = read_record(folder) or {}
-    changed = differences(before, record)
-    if changed:
-        raise UserError(
-            f"run.dir {folder} holds a run that was started with other images or weights: {'; '.join(changed)}; "
-            "choose another run.dir, or restore the original ones"
-        )
+    for record in records:
+        changed = differences(records[0] | before, record)
+        if changed:
+            raise UserError(
+                f"run.dir {folder} is of a run that was started with other images or weights, or another node has "
+                f"others: {'; '.join(changed)}; choose another run.dir, or restore the original ones"
+            )
     write_config(config, folder)
-    kept = before | record  # parts that the run leaves out now are compared again later
+    kept = before | records[0]  # parts that the run leaves out now are compared again later
     write_complete(folder / RECORD_FILE, json.dumps(kept, indent=1))
 
 
 def make_paths_absolute(config: TrainingConfig) -> TrainingConfig:
     """The config with absolute paths of local files and folders; names of the hub and of timm stay."""
     settings = flatten(config)
-    paths = {key: settings[key] for key in PATH_SETTINGS if key in settings and is_local(settings[key])}
-    absolute = {key: str(Path(path).expanduser().absolute()) for key, path in paths.items()}
-    if config.run.branch_from is not None:
-        trunk, step = branch_point(config.run.branch_from)
-        absolute["run.branch_from"] = f"{trunk}@{step}"
-    return rebuild(config, absolute)
+    local = [key for key in PATH_SETTINGS if is_local(settings.get(key))]
+    return rebuild(config, {key: str(Path(settings[key]).expanduser().absolute()) for key in local})

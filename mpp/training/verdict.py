@@ -89,8 +89,7 @@ class Watch:
         warnings = self.warn(step, history)
         line = verdict(history, self.config, warnings, probed)
         tqdm.write(f"step {step} of {self.config.run.steps}: {line}")
-        listed = [f"- **{name}**: {message}" for name, message in warnings.items()]
-        self.tracker.log_text(step, "verdict", "\n\n".join([line, *listed]))
+        self.tracker.log_text(step, "verdict", line)
         saved = {
             "model": self.task.describe_model(),
             "images": self.task.describe_images(),
