@@ -34,7 +34,7 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start_alone
 from mpp.training.batches import Feed, training_batches
-from mpp.training.branch import COOLDOWN, is_cooled_down, phases, refuse_other_trunk, steps_to_keep
+from mpp.training.branch import refuse_other_trunk, steps_to_keep
 from mpp.training.checkpoint import newest_step
 from mpp.training.health import find_warnings
 from mpp.training.history import RECENT_LINES
@@ -295,10 +295,10 @@ def print_phases(config: Config) -> None:
         trunk, step = branch_point(run.branch_from)
         copied = "has copied" if newest_step(Path(run.dir)) else "copies"
         rows.append(["branch", f"{copied} the checkpoint of {trunk} after step {step} of {run.steps}"])
-    cooldown = phases(run, config.optim).get(COOLDOWN)
-    if cooldown is not None:
-        rows.append(["cooldown", f"the last {run.steps - cooldown} of {run.steps} steps, from step {cooldown} on"])
-    elif not is_cooled_down(run, config.optim, run.steps):
+    stable = config.optim.stable_steps(run.steps)
+    if stable is not None and stable < run.steps:
+        rows.append(["cooldown", f"the last {run.steps - stable} of {run.steps} steps, from step {stable} on"])
+    elif stable is not None:
         rows.append(["cooldown", "none: the learning rate never falls; a branch cools down (optim.schedule wsd)"])
     if rows:
         print_table("Phases", rows)

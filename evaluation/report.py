@@ -22,7 +22,6 @@ from evaluation.pages.run_words import subtitle, verdict_points
 from mpp.config import rebuild, require
 from mpp.config.imports import require_imports
 from mpp.runtime.start import run_main
-from mpp.training.branch import phases, saved_schedule
 from mpp.training.log import read_history
 from mpp.training.run_folder import REPORT_PAGE
 from mpp.training.verdict import read_verdict
@@ -40,7 +39,7 @@ def report(config: ReportConfig) -> Path:
     history = read_history(folder)
     require(len(history) > 0, "encoder", folder, "a run with logged metrics: its metrics.jsonl is empty or missing")
     sections = [
-        Section("curves", "Curves", curves_of_run(history, phases(*saved_schedule(folder)))),
+        Section("curves", "Curves", curves_of_run(history)),
         Section("features", "Evaluation of the features", features_blocks(config, folder, history)),
         *picture_sections(config, folder, history),
         Section("images", "Unreadable images", unreadable_blocks(folder)),

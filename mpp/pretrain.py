@@ -53,7 +53,7 @@ from mpp.training.health import targets_collapse
 from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
-from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, refuse_idle_arguments, saved_settings
+from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, parts_named, saved_settings
 from mpp.training.task import ImageTask
 from mpp.training.verdict import read_verdict
 
@@ -68,7 +68,7 @@ class Pretraining(ImageTask):
 
     def __init__(self, config: Config, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
-        refuse_idle_arguments(config)
+        parts_named(config)  # raises where one has arguments for nothing
         self.config = config
         if config.corruption.source == "batch":
             layout.require_several(" with corruption.source=batch")

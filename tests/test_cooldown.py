@@ -1,6 +1,5 @@
 """Readers of a run know its cooldown and its trunk: verdict, card, curves, advice, check, evaluations."""
 
-import base64
 import json
 import re
 import shlex
@@ -11,13 +10,12 @@ from test_growth import WSD, encoder_of
 from test_verdict import CONFIG, config_of, evaluation
 
 from evaluation import check
-from evaluation.pages.curves import curves_of_run
 from evaluation.pages.run_sections import command_to_repeat
 from evaluation.pages.run_words import next_steps, verdict_points
-from mpp.config import Config, OptimConfig, RunConfig
+from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.errors import UserError
-from mpp.training.branch import describe_phases, phases, saved_schedule
+from mpp.training.branch import is_cooled_down, saved_schedule
 from mpp.training.log import read_history
 from mpp.training.verdict import LOSS_FALLS, describe_trend, verdict
 
@@ -56,21 +54,11 @@ def test_a_loss_that_falls_in_the_cooldown_is_no_reason_to_train_longer(losses, 
     assert describe_trend(history, moving=False, cooldown=cooldown) == said
 
 
-def test_phases_in_words_and_as_marks():
-    run, wsd = RunConfig(steps=1000, branch_from="/data/runs/trunk@500"), OptimConfig(schedule="wsd")
-    assert describe_phases(run, wsd, 1000) == "branch of trunk from step 500 on, cooldown from step 800 on"
-    assert describe_phases(run, wsd, 900) == f"{describe_phases(run, wsd, 1000)}, not cooled down yet"
-    assert phases(run, wsd) == {"branch of trunk": 500, "cooldown": 800}
-    run, constant = RunConfig(steps=1000), OptimConfig(schedule="constant")
-    assert (describe_phases(run, constant, 1000), describe_phases(run, OptimConfig(), 1)) == ("not cooled down yet", "")
-    assert phases(run, constant) == phases(run, OptimConfig()) == {}
-
-
 @pytest.mark.parametrize("run", ["", "run: 3", "run: {steps: x}"])
 @pytest.mark.parametrize("optim", ["", "optim: {}", "optim: {schedule: 3}", "optim: {schedule: wsd, cooldown: x}"])
-def test_settings_that_are_not_todays_have_no_phases(tmp_path, run, optim):
+def test_settings_that_are_not_todays_have_no_cooldown(tmp_path, run, optim):
     (tmp_path / "config.yaml").write_text(f"{run}\n{optim}\n")
-    assert phases(*saved_schedule(tmp_path)) == {}
+    assert is_cooled_down(*saved_schedule(tmp_path), 1)
 
 
 @pytest.fixture
@@ -81,26 +69,13 @@ def trunk_and_branch(pretrain, tmp_path):
 
 def test_the_card_says_how_the_run_ended(trunk_and_branch, trained):
     trunk, branch = ((folder / "encoder" / "README.md").read_text() for folder in trunk_and_branch)
-    assert ". Not cooled down yet.\n" in trunk
-    assert ". Branch of trunk from step 2 on, cooldown from step 2 on.\n" in branch
-    assert "cooldown from" not in (trained / "encoder" / "README.md").read_text()
-
-
-def test_curves_mark_the_cooldown_and_the_trunk(trunk_and_branch):
-    _, branch = trunk_and_branch
-    charts = curves_of_run(read_history(branch), phases(*saved_schedule(branch)))
-    for chart in charts:
-        drawing = base64.b64decode(chart.source.partition(",")[2]).decode()
-        assert "branch of trunk" in drawing and "cooldown" in drawing, chart.title
-    plain = curves_of_run(read_history(branch), {})
-    assert b"cooldown" not in base64.b64decode(plain[0].source.partition(",")[2])
+    assert ". It is not cooled down yet.\n" in trunk
+    assert "cooled down" not in branch + (trained / "encoder" / "README.md").read_text()
 
 
 def test_the_report_says_how_the_run_ended(trunk_and_branch):
-    trunk, branch = trunk_and_branch
-    sentences = [sentence for sentence, _ in verdict_points(branch, read_history(branch), [])]
-    assert "Branch of trunk from step 2 on, cooldown from step 2 on" in sentences
-    assert "Not cooled down yet" in [sentence for sentence, _ in verdict_points(trunk, read_history(trunk), [])]
+    of_trunk, of_branch = (dict(verdict_points(run, read_history(run), [])) for run in trunk_and_branch)
+    assert "Not cooled down yet" in of_trunk and "Not cooled down yet" not in of_branch
 
 
 def test_a_branch_is_repeated_without_its_trunk():

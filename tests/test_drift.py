@@ -239,7 +239,7 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
     shutil.rmtree(general)
     config = parse_saved(Config, whole / "config.yaml")
     assert reopen(whole, config.data, None, 4, Accelerator(cpu=True)).probe.general_count == 0  # pictures need none
-    blocks = features_of_run(read_history(whole), {}, "the start")
+    blocks = features_of_run(read_history(whole), "the start")
     charts = {each.title: each for each in blocks if isinstance(each, Chart)}
     by_depth = charts["kNN accuracy on general images by depth"].table
     assert list(by_depth.headings) == ["depth", "after 4 steps", "the start", "pixel colours"]

@@ -208,7 +208,7 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
     config = settings_to_train(encoder)
     check_beginning(encoder)
     run_folder = Path(config.run.dir)
-    if not is_finished(run_folder, config.run.steps):
+    if not is_finished(config, run_folder):
         forget_features()
     try:
         train_unless_diverged(encoder, config, folder)

@@ -23,7 +23,6 @@ from mpp.config.parsing import as_command_line, parse_saved
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
 from mpp.runtime.weights import BEST, ENCODER, fingerprint, has_encoder
-from mpp.training.branch import phases, saved_schedule
 from mpp.training.history import History, evaluations
 from mpp.training.run_folder import CONFIG_FILE, group_of, recorded_commit, saved_settings
 from mpp.training.verdict import name_of_start
@@ -36,7 +35,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History) -> lis
     """kNN and rank by depth, and the results of the evaluation commands."""
     page_folder = Path(config.out).parent if config.out else folder
     start = name_of_start(begins_from_weights(folder))
-    blocks: list[Block | Missing] = [*features_of_run(history, phases(*saved_schedule(folder)), start)]
+    blocks: list[Block | Missing] = [*features_of_run(history, start)]
     rows = []
     details: list[Block] = []
     weights = fingerprints_of_run(folder)

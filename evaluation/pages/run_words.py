@@ -13,7 +13,7 @@ from evaluation.pages.run_sections import COMMANDS, begins_from_weights
 from mpp.config import TrainingConfig
 from mpp.config.parsing import parse_saved
 from mpp.errors import UserError
-from mpp.training.branch import COOLDOWN, describe_phases, is_cooled_down, phases, saved_schedule
+from mpp.training.branch import NOT_COOLED_DOWN, is_cooled_down, saved_schedule
 from mpp.training.checkpoint import kept_steps
 from mpp.training.history import (
     DEVICE_HOURS,
@@ -89,8 +89,8 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
     """Sentences of the verdict, each with a link to the section of the page that shows it."""
     steps = group_of(saved_settings(folder), "run").get("steps")
     facts = read_verdict(folder).get("facts", {})
-    run, optim = saved_schedule(folder)
-    trend = describe_trend(history, facts.get("moving", False), phases(run, optim).get(COOLDOWN))
+    _, stable = schedule = saved_schedule(folder)
+    trend = describe_trend(history, facts.get("moving", False), stable)
     done = last_logged_step(history)
     finished = not isinstance(steps, int) or done >= steps
     unfinished = "" if finished else f"The run is not finished: it logged {done:,} of {steps:,} steps"
@@ -101,7 +101,7 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
         (describe_prediction(history), "curves"),
         (features, "features"),
         (trend, "curves"),
-        (describe_phases(run, optim, done), "curves"),
+        ("" if is_cooled_down(*schedule, done) else NOT_COOLED_DOWN, "curves"),
     ]
     names = {section.name for section in sections}
     points: list[tuple[str, Link | None]] = []

@@ -22,7 +22,6 @@ from mpp.training.run_folder import (
     write_config,
 )
 
-COOLDOWN = "cooldown"
 NOT_COOLED_DOWN = "not cooled down yet"
 COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
 
@@ -104,40 +103,22 @@ def steps_to_keep(optim: OptimConfig, run: RunConfig) -> set[int]:
     return kept - {None, run.steps}  # the last is the newest
 
 
-# --- phases ---
+# --- the cooldown ---
 
 
-def phases(run: RunConfig, optim: OptimConfig) -> dict[str, int]:
-    """Name of a phase of a run, or of the branch that it is -> the steps that are done when it begins."""
-    begin = {}
-    if run.branch_from is not None:
-        trunk, begin_of_branch = branch_point(run.branch_from)
-        begin[f"branch of {trunk.name}"] = begin_of_branch
-    stable = optim.stable_steps(run.steps)
-    if stable is not None and stable < run.steps:
-        begin[COOLDOWN] = stable
-    return begin
+def is_cooled_down(steps: int, stable: int | None, done: int) -> bool:
+    """Whether the rate has fallen to its end after `done` steps, or falls all along, as with cosine.
+
+    Args:
+        stable: see `OptimConfig.stable_steps`.
+    """
+    return stable is None or stable < steps <= done
 
 
-def is_cooled_down(run: RunConfig, optim: OptimConfig, done: int) -> bool:
-    """Whether the rate has fallen to its end after so many steps, or falls all along, as with cosine."""
-    stable = optim.stable_steps(run.steps)
-    return stable is None or stable < run.steps <= done
-
-
-def describe_phases(run: RunConfig, optim: OptimConfig, done: int) -> str:
-    """The phases after so many steps: "branch of trunk from step 500 on, cooldown from step 800 on"."""
-    parts = [f"{name} from step {step} on" for name, step in phases(run, optim).items()]
-    return ", ".join(parts if is_cooled_down(run, optim, done) else [*parts, NOT_COOLED_DOWN])
-
-
-def saved_schedule(folder: Path) -> tuple[RunConfig, OptimConfig]:
-    """The settings of a run's phases by its config.yaml, whatever command wrote it; where it has none, the defaults."""
+def saved_schedule(folder: Path) -> tuple[int, int | None]:
+    """Steps of a run, and those up to its cooldown, by its config.yaml; (0, None): it says neither."""
     settings = saved_settings(folder)
-    run, optim = group_of(settings, "run"), group_of(settings, "optim")
     with suppress(UserError, KeyError, TypeError):  # no settings of today's
-        return (
-            RunConfig(steps=run["steps"], branch_from=run.get("branch_from")),
-            OptimConfig(schedule=optim["schedule"], cooldown=optim["cooldown"]),
-        )
-    return RunConfig(), OptimConfig()
+        steps, optim = settings["run"]["steps"], settings["optim"]
+        return steps, OptimConfig(schedule=optim["schedule"], cooldown=optim["cooldown"]).stable_steps(steps)
+    return 0, None

@@ -7,7 +7,7 @@ from torch import nn
 from mpp.models.descriptions import EncoderFacts
 from mpp.models.plain import has_class
 from mpp.models.variants import VariantViT
-from mpp.training.branch import describe_phases, saved_schedule
+from mpp.training.branch import NOT_COOLED_DOWN, is_cooled_down, saved_schedule
 from mpp.training.history import EVALUATED, History, last_logged_step
 from mpp.training.log import read_history
 
@@ -19,7 +19,7 @@ tags: [{tags}, mpp]
 
 # {name}: {kind}
 
-{model}. {method}.{phases}
+{model}. {method}.{progress}
 
 Images: {images}.
 
@@ -47,7 +47,7 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
         folder: of the run, with config.yaml and metrics.jsonl.
     """
     history = read_history(folder)
-    phases = describe_phases(*saved_schedule(folder), last_logged_step(history))
+    cooled_down = is_cooled_down(*saved_schedule(folder), last_logged_step(history))
     tags = "timm, image-feature-extraction"
     if not facts.learned_labels:
         tags += ", self-supervised"
@@ -61,7 +61,7 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
         tags=tags,
         model=facts.model,
         method=facts.method,
-        phases=f" {phases[0].upper()}{phases[1:]}." if phases else "",
+        progress="" if cooled_down else f" It is {NOT_COOLED_DOWN}.",
         images=facts.images,
         imports=imports,
         tokens=describe_output(encoder),

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import release_memory
 
-from mpp.config import DataConfig, RunConfig, TrainingConfig, changed_settings
+from mpp.config import DataConfig, TrainingConfig, changed_settings
 from mpp.config.imports import import_words
 from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout
@@ -38,7 +38,6 @@ from mpp.training.run_folder import (
     group_of,
     is_finished,
     is_run_folder,
-    names_its_images,
     recorded_commit,
     refuse_other_run,
     saved_settings,
@@ -75,9 +74,8 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
     refuse_other_run(resolved, folder)
     if resolved.run.branch_from is not None:
         on_main_process(accelerator, lambda: begin_branch(resolved, folder))
-    steps = resolved.run.steps
-    if on_main_process(accelerator, lambda: is_finished(folder, steps) and names_its_images(resolved, folder)):
-        accelerator.print(f"{folder} is finished: {steps} steps, encoder in {folder / ENCODER}")
+    if on_main_process(accelerator, lambda: is_finished(resolved, folder)):
+        accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / ENCODER}")
         return folder
     with Preemption(accelerator, folder) as preemption:
         with releasing_resources(accelerator), deaths_explained():
@@ -100,13 +98,10 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     compiled = config.run.compile
     if compiled == "auto":  # no GPU has measured what it gains
         compiled = group_of(begun, "run").get("compile", False)
-    run = replace(
-        config.run,
-        precision=precision,
-        compile=compiled,
-        branch_from=branch_from,
-        keep_at=steps_kept_for_good(config.run),
-    )
+    kept = group_of(saved_settings(Path(config.run.dir)), "run").get("keep_at") or ()  # by earlier commands: for good
+    keep_at = sorted(step for step in {*kept, *(config.run.keep_at or ())} if step <= config.run.steps)
+    changed = dict(precision=precision, compile=compiled, branch_from=branch_from, keep_at=tuple(keep_at) or None)
+    run = replace(config.run, **changed)
     optim = config.optim
     if optim.warmup_steps is None:  # a run that grows keeps the number that it began with
         optim = replace(optim, warmup_steps=group_of(begun, "optim").get("warmup_steps"))
@@ -118,13 +113,6 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     measured = group_of(saved, "model")  # at its first start
     model = with_moments(config.model, measured.get("mean"), measured.get("std"))
     return replace(resolved, model=moments_of_weights(model, config.data.channels))
-
-
-def steps_kept_for_good(run: RunConfig) -> tuple[int, ...] | None:
-    """`run.keep_at`, with the steps of earlier commands: their checkpoints stay for good."""
-    before = group_of(saved_settings(Path(run.dir)), "run").get("keep_at") or ()
-    steps = {*before, *(run.keep_at or ())}
-    return tuple(sorted(step for step in steps if step <= run.steps)) or None
 
 
 def describe_overrides(config: TrainingConfig) -> str:
@@ -201,8 +189,8 @@ def pin_commit(data: DataConfig, folder: Path, accelerator: Accelerator) -> Data
 
 def fingerprint_first_weights(config: TrainingConfig) -> dict[str, Any]:
     """Fingerprints of the weights that a run begins from and is taught by; none of random or missing ones."""
-    weights = {key: fingerprint(Path(path)) for key, path in first_encoders(config).items()}
-    return {key: {"weights": each} for key, each in weights.items() if each}
+    encoders = first_encoders(config).items()
+    return {key: {"weights": digest} for key, path in encoders if (digest := fingerprint(Path(path)))}
 
 
 def first_encoders(config: TrainingConfig) -> dict[str, str]:

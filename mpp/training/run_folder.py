@@ -100,14 +100,14 @@ def recorded_commit(folder: Path, part: str = "train") -> str | None:
     return group_of(read_record(folder) or {}, part).get("revision")
 
 
-def is_finished(folder: Path, steps: int) -> bool:
-    """Whether a run of so many steps is at its end, with its encoder: one that grew may have an earlier one."""
-    encoder = folder / ENCODER
-    return newest_step(folder) == steps and encoder.is_dir() and exported_step(encoder) in (steps, None)
+def is_finished(config: TrainingConfig, folder: Path) -> bool:
+    """Whether a run is at its end, and its images are named as before, so that they need not be compared.
 
-
-def names_its_images(config: TrainingConfig, folder: Path) -> bool:
-    """Whether a config names the images of the run in a folder as its config.yaml does: they need not be compared."""
+    Its encoder may be an earlier one, if it has grown.
+    """
+    steps, encoder = config.run.steps, folder / ENCODER
+    if newest_step(folder) != steps or not encoder.is_dir() or exported_step(encoder) not in (steps, None):
+        return False
     before = parse_saved(type(config), folder / CONFIG_FILE)
     return changes(before, make_paths_absolute(config)).keys().isdisjoint(IN_RECORD)
 
@@ -122,17 +122,24 @@ def branch_point(branch_from: str) -> tuple[Path, int]:
 # --- code of the user ---
 
 
-def parts_named(config: TrainingConfig) -> dict[str, Any]:
-    """Setting -> the function or class that it names: of mpp, of timm, or of a file of `--import`.
+def parts_named(config: TrainingConfig) -> list[Any]:
+    """The functions and classes that settings name: of mpp, of timm, or of a file of `--import`.
 
     Raises:
-        UserError: nothing has registered it.
+        UserError: nothing has registered one, or one has `arguments` that is not the user's and takes none.
     """
     settings = flatten(config)
-    parts = {each.setting: each[settings[each.setting]] for each in REGISTRIES if each.setting in settings}
+    parts = []
+    for registry in REGISTRIES:
+        key, name = registry.setting, settings.get(registry.setting)
+        if name is not None:
+            parts.append(registry[name])
+            arguments = f"{key.partition('.')[0]}.arguments"
+            takes_any = settings[arguments] is None or is_of_user(parts[-1])
+            require(takes_any, arguments, settings[arguments], f"null or left out: {key} {name} takes none")
     model = settings.get("model.name")
     if model and timm.is_model(model):
-        parts["model.name"] = timm.model_entrypoint(model)
+        parts.append(timm.model_entrypoint(model))
     return parts
 
 
@@ -143,16 +150,7 @@ def is_of_user(part: Any) -> bool:
 
 def imports_used(config: TrainingConfig) -> dict[str, bytes]:
     """The imported files that a run depends on: all, if its settings name any part of the user, and else none."""
-    return imported if any(map(is_of_user, parts_named(config).values())) else {}
-
-
-def refuse_idle_arguments(config: TrainingConfig) -> None:
-    """Raise UserError for `arguments` of a part that is not of the user, which takes none."""
-    settings, parts = flatten(config), parts_named(config)
-    for registry in REGISTRIES:
-        key = f"{registry.setting.partition('.')[0]}.arguments"
-        allowed = f"null or left out: {registry.setting} {settings[registry.setting]} takes none"
-        require(settings[key] is None or is_of_user(parts[registry.setting]), key, settings[key], allowed)
+    return imported if any(map(is_of_user, parts_named(config))) else {}
 
 
 # --- whether a run may write there ---

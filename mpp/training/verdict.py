@@ -17,7 +17,7 @@ from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.features.drift import ALL_WEIGHTS, MOVEMENT
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import counted
-from mpp.training.branch import COOLDOWN, NOT_COOLED_DOWN, is_cooled_down, phases
+from mpp.training.branch import NOT_COOLED_DOWN, is_cooled_down
 from mpp.training.health import FEWEST_STEPS, find_warnings, is_moving
 from mpp.training.history import (
     EVALUATED,
@@ -135,13 +135,14 @@ def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = 
         warnings: their names.
         probed: see `describe_features`.
     """
-    run, optim = config.run, config.optim
+    steps = config.run.steps
+    stable = config.optim.stable_steps(steps)
     parts = [
         describe_prediction(history),
         describe_features(history, name_of_start(config.model and config.model.init_from), probed),
-        describe_trend(history, is_moving(config), phases(run, optim).get(COOLDOWN)),
-        "" if is_cooled_down(run, optim, last_logged_step(history)) else NOT_COOLED_DOWN,
-        describe_shortness(run.steps),
+        describe_trend(history, is_moving(config), stable),
+        "" if is_cooled_down(steps, stable, last_logged_step(history)) else NOT_COOLED_DOWN,
+        describe_shortness(steps),
         ", ".join(warnings) and f"warnings: {', '.join(warnings)}",
     ]
     return "; ".join(filter(None, parts))
@@ -240,16 +241,16 @@ def has_best_features(history: History) -> bool:
 # --- its progress ---
 
 
-def describe_trend(history: History, moving: bool, cooldown: int | None = None) -> str:
+def describe_trend(history: History, moving: bool, stable: int | None = None) -> str:
     """Whether the held-out loss changed by half a percent since the evaluation before; "" where there is none.
 
     Args:
         moving: whether targets move: they may be easier, or harder, than before, and there is no trend.
-        cooldown: steps that are done when the cooldown begins; None: there is none. The loss falls faster in it,
-            whatever more steps would bring: the trend is then that of the evaluations before.
+        stable: steps up to the cooldown; None: there is none. The loss falls faster in it, whatever more steps would
+            bring: the trend is then that of the evaluations before.
     """
     losses = series(history, EVALUATED)
-    before = [loss for step, loss in losses if cooldown is None or step <= cooldown]
+    before = [loss for step, loss in losses if stable is None or step <= stable]
     if len(before) < 2 or moving:
         return ""
     change, flat = before[-1] - before[-2], FLAT_LOSS_CHANGE * abs(before[-2])
