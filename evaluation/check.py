@@ -34,14 +34,13 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start_alone
 from mpp.training.batches import Feed, training_batches
-from mpp.training.branch import refuse_other_trunk, steps_to_keep
 from mpp.training.checkpoint import newest_step
 from mpp.training.health import find_warnings
 from mpp.training.history import RECENT_LINES
 from mpp.training.log import memory_bytes
 from mpp.training.loop import TrainingStep
 from mpp.training.run import resolve_config
-from mpp.training.run_folder import CHECK_CROPS, branch_point, refuse_other_run
+from mpp.training.run_folder import CHECK_CROPS, branch_point, refuse_other_run, refuse_other_trunk, steps_to_keep
 
 SURVEY_SECONDS = 20.0
 MAX_TIMED_STEPS = 8

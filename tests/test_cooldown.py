@@ -15,8 +15,8 @@ from evaluation.pages.run_words import next_steps, verdict_points
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.errors import UserError
-from mpp.training.branch import is_cooled_down, saved_schedule
 from mpp.training.log import read_history
+from mpp.training.run_folder import is_cooled_down, saved_schedule
 from mpp.training.verdict import LOSS_FALLS, describe_trend, verdict
 
 CONSTANT = ("--optim.schedule=constant",)

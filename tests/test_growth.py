@@ -13,7 +13,7 @@ from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError
 from mpp.pretrain import Pretraining
-from mpp.training import branch
+from mpp.training import run_folder
 from mpp.training.checkpoint import kept_steps
 from mpp.training.optim import learning_rate
 from mpp.training.run_folder import same_until
@@ -202,7 +202,7 @@ def test_a_copy_that_is_interrupted_is_made_again(pretrain, tmp_path, monkeypatc
         if target.name == "optimizer.safetensors":
             raise Killed("killed")
 
-    monkeypatch.setattr(branch.shutil, "copyfile", dies)
+    monkeypatch.setattr(run_folder.shutil, "copyfile", dies)
     with pytest.raises(Killed):
         pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
     monkeypatch.undo()
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(pretrain, tmp_path
         if file.parent == source:
             shutil.rmtree(source)
 
-    monkeypatch.setattr(branch.shutil, "copyfile", deletes)
+    monkeypatch.setattr(run_folder.shutil, "copyfile", deletes)
     with pytest.raises(UserError, match=r"trunk@2 cannot be copied"):
         pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
     assert kept_steps(tmp_path / "branch") == []
@@ -351,8 +351,8 @@ def test_a_branch_that_another_process_began_meanwhile_is_left(pretrain, tmp_pat
     trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
     begun = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
     seen = iter([0, 4])
-    monkeypatch.setattr(branch, "newest_step", lambda folder: next(seen))
-    branch.begin_branch(parse_saved(Config, begun / "config.yaml"), begun)
+    monkeypatch.setattr(run_folder, "newest_step", lambda folder: next(seen))
+    run_folder.begin_branch(parse_saved(Config, begun / "config.yaml"), begun)
     assert kept_steps(begun) == [2, 4] and list(read_metrics(begun)) == [1, 2, 3, 4]
 
 

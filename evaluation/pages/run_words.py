@@ -13,7 +13,6 @@ from evaluation.pages.run_sections import COMMANDS, begins_from_weights
 from mpp.config import TrainingConfig
 from mpp.config.parsing import parse_saved
 from mpp.errors import UserError
-from mpp.training.branch import NOT_COOLED_DOWN, is_cooled_down, saved_schedule
 from mpp.training.checkpoint import kept_steps
 from mpp.training.history import (
     DEVICE_HOURS,
@@ -28,14 +27,21 @@ from mpp.training.history import (
     series,
     values_by_depth,
 )
-from mpp.training.run_folder import CONFIG_FILE, group_of, read_record, saved_settings
+from mpp.training.run_folder import (
+    CONFIG_FILE,
+    NOT_COOLED_DOWN,
+    group_of,
+    is_cooled_down,
+    read_record,
+    saved_schedule,
+    saved_settings,
+)
 from mpp.training.verdict import (
     LOSS_FALLS,
     describe_features,
     describe_prediction,
     describe_shortness,
     describe_trend,
-    has_few_images,
     name_of_start,
     read_verdict,
 )
@@ -94,7 +100,7 @@ def verdict_points(folder: Path, history: History, sections: Sequence[Section]) 
     done = last_logged_step(history)
     finished = not isinstance(steps, int) or done >= steps
     unfinished = "" if finished else f"The run is not finished: it logged {done:,} of {steps:,} steps"
-    features = describe_features(history, begins_from_weights(folder), facts.get("evaluated", 0))
+    features = describe_features(history, name_of_start(begins_from_weights(folder)))
     sentences = [  # and the name of the section
         (unfinished, "curves"),
         (describe_shortness(steps) if isinstance(steps, int) else "", "curves"),
@@ -172,8 +178,6 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
                 f"or another objective; they may still fine-tune well (mpp finetune --encoder {folder})"
             )
     by_depth = values_by_depth(last, group)
-    if has_few_images(read_verdict(folder).get("facts", {}).get("evaluated", 0)):
-        return advice
     if accuracy >= by_depth[max(by_depth)] + MIN_GAIN_OVER_LAST_DEPTH:
         advice.append(f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)")
     return advice

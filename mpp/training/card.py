@@ -7,21 +7,21 @@ from torch import nn
 from mpp.models.descriptions import EncoderFacts
 from mpp.models.plain import has_class
 from mpp.models.variants import VariantViT
-from mpp.training.branch import NOT_COOLED_DOWN, is_cooled_down, saved_schedule
-from mpp.training.history import EVALUATED, History, last_logged_step
+from mpp.training.history import History, evaluations, last_logged_step
 from mpp.training.log import read_history
+from mpp.training.run_folder import NOT_COOLED_DOWN, is_cooled_down, saved_schedule
 
 CARD = """---
 {licence}library_name: timm
 pipeline_tag: image-feature-extraction
-tags: [{tags}, mpp]
+tags: [timm, image-feature-extraction{tags}, mpp]
 ---
 
-# {name}: {kind}
+# {name}: {facts.kind}
 
-{model}. {method}.{progress}
+{facts.model}. {facts.method}.{progress}
 
-Images: {images}.
+Images: {facts.images}.
 
 ## Load it
 
@@ -48,21 +48,15 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
     """
     history = read_history(folder)
     cooled_down = is_cooled_down(*saved_schedule(folder), last_logged_step(history))
-    tags = "timm, image-feature-extraction"
-    if not facts.learned_labels:
-        tags += ", self-supervised"
     imports = "import timm"
     if isinstance(encoder, VariantViT):
         imports = f"import mpp.models  # timm then knows this architecture\n{imports}"
     return CARD.format(
         licence=f"license: {facts.licence}\n" if facts.licence else "",
         name=folder.name,
-        kind=facts.kind,
-        tags=tags,
-        model=facts.model,
-        method=facts.method,
+        facts=facts,
+        tags="" if facts.learned_labels else ", self-supervised",
         progress="" if cooled_down else f" It is {NOT_COOLED_DOWN}.",
-        images=facts.images,
         imports=imports,
         tokens=describe_output(encoder),
         figures=figures_section(history),
@@ -72,7 +66,7 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
 
 def figures_section(history: History) -> str:
     """The figures of the last evaluation below a heading; empty where the run was never evaluated."""
-    lines = [line for line in history if EVALUATED in line]
+    lines = evaluations(history)
     if not lines:
         return ""
     scalars = lines[-1]

@@ -29,15 +29,16 @@ from mpp.runtime.processes import SHARDED, TRAINING_TIMEOUT, on_each_node, on_ma
 from mpp.runtime.signals import MARKER, Preemption
 from mpp.runtime.start import start
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
-from mpp.training.branch import begin_branch, origin_of
 from mpp.training.checkpoint import clear_partial_checkpoints, newest_step
 from mpp.training.flops import flops_of_step
 from mpp.training.log import check_trackers
 from mpp.training.loop import Loop
 from mpp.training.run_folder import (
+    begin_branch,
     group_of,
     is_finished,
     is_run_folder,
+    origin_of,
     recorded_commit,
     refuse_other_run,
     saved_settings,

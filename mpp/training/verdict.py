@@ -13,11 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mpp.config import TrainingConfig
-from mpp.data.overview import FEW_TEST_IMAGES
-from mpp.features.drift import ALL_WEIGHTS, MOVEMENT
 from mpp.runtime.files import write_complete
-from mpp.runtime.messages import counted
-from mpp.training.branch import NOT_COOLED_DOWN, is_cooled_down
 from mpp.training.health import FEWEST_STEPS, find_warnings, is_moving
 from mpp.training.history import (
     EVALUATED,
@@ -36,7 +32,7 @@ from mpp.training.history import (
     values_by_depth,
 )
 from mpp.training.log import Tracker, read_history
-from mpp.training.run_folder import branch_point
+from mpp.training.run_folder import NOT_COOLED_DOWN, branch_point, is_cooled_down
 from mpp.training.task import ImageTask
 
 VERDICT = "verdict.json"
@@ -84,10 +80,8 @@ class Watch:
     def write_verdict(self, step: int) -> None:
         """The verdict and the new warnings, to the console, TensorBoard and verdict.json."""
         history = read_history(self.folder)
-        probe = self.task.probe
-        probed = probe.image_count if probe else len(self.task.held_out)
         warnings = self.warn(step, history)
-        line = verdict(history, self.config, warnings, probed)
+        line = verdict(history, self.config, warnings)
         tqdm.write(f"step {step} of {self.config.run.steps}: {line}")
         self.tracker.log_text(step, "verdict", line)
         saved = {
@@ -97,7 +91,7 @@ class Watch:
             "line": line,
             "warnings": [{"check": name, "step": self.warned_at[name], "message": warnings[name]} for name in warnings],
             "off": list(warnings),
-            "facts": {"moving": is_moving(self.config), "evaluated": probed},
+            "facts": {"moving": is_moving(self.config)},
         }
         write_complete(self.folder / VERDICT, json.dumps(saved, indent=1))
 
@@ -128,18 +122,17 @@ def read_verdict(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = (), probed: int = 0) -> str:
+def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = ()) -> str:
     """A run in one line.
 
     Args:
         warnings: their names.
-        probed: see `describe_features`.
     """
     steps = config.run.steps
     stable = config.optim.stable_steps(steps)
     parts = [
         describe_prediction(history),
-        describe_features(history, name_of_start(config.model and config.model.init_from), probed),
+        describe_features(history, name_of_start(config.model and config.model.init_from)),
         describe_trend(history, is_moving(config), stable),
         "" if is_cooled_down(steps, stable, last_logged_step(history)) else NOT_COOLED_DOWN,
         describe_shortness(steps),
@@ -177,31 +170,19 @@ def in_brackets(baselines: dict[str, float | None]) -> str:
 # --- the features ---
 
 
-def describe_features(history: History, start: str, probed: int = 0) -> str:
-    """The best block's probe on own and on general images, with baselines, and how far the weights have moved.
+def describe_features(history: History, start: str) -> str:
+    """The best block's probe on own and on general images, with baselines.
 
     Args:
         start: the name of the weights at step 0.
-        probed: own images that are probed; 0: unknown. An accuracy on few is uncertain.
     """
     own, _ = probe_lines(history)
-    parts = [describe_probe(history, group, start) for group in (own, GENERAL_KNN)]
-    if parts[0] and has_few_images(probed):
-        parts[0] += f" on only {counted(probed, 'image')}"
-    moved = series(history, f"{MOVEMENT}/{ALL_WEIGHTS}")
-    if moved:
-        parts.append(f"the weights moved by {moved[-1][1]:.1%}")
-    return ", ".join(filter(None, parts))
+    return ", ".join(filter(None, [describe_probe(history, group, start) for group in (own, GENERAL_KNN)]))
 
 
 def name_of_start(init_from: str | None) -> str:
     """The name of the weights at step 0, by `model.init_from`."""
     return "the start" if init_from else "random weights"
-
-
-def has_few_images(probed: int) -> bool:
-    """Whether a probe is of so few images that its accuracy is uncertain by 10 points or more."""
-    return 0 < probed < FEW_TEST_IMAGES
 
 
 def describe_probe(history: History, group: str, start: str) -> str:
