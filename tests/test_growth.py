@@ -347,15 +347,6 @@ def test_a_branch_point_may_be_spelled_in_any_way(pretrain, tmp_path, monkeypatc
     assert pretrain(*WSD, dir=branch) == branch
 
 
-def test_a_branch_that_another_process_began_meanwhile_is_left(pretrain, tmp_path, monkeypatch):
-    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
-    begun = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-    seen = iter([0, 4])
-    monkeypatch.setattr(run_folder, "newest_step", lambda folder: next(seen))
-    run_folder.begin_branch(parse_saved(Config, begun / "config.yaml"), begun)
-    assert kept_steps(begun) == [2, 4] and list(read_metrics(begun)) == [1, 2, 3, 4]
-
-
 def test_a_branch_without_a_whole_checkpoint_does_not_begin_at_step_0(pretrain, tmp_path):
     trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
     begun = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")

@@ -30,7 +30,6 @@ from mpp.training.history import (
 from mpp.training.run_folder import (
     CONFIG_FILE,
     NOT_COOLED_DOWN,
-    group_of,
     is_cooled_down,
     read_record,
     saved_schedule,
@@ -53,13 +52,13 @@ MIN_GAIN_OVER_LAST_DEPTH = 0.01  # in accuracy
 def subtitle(folder: Path, history: History) -> str:
     """The model, its training, its images, and how long it was trained."""
     settings = saved_settings(folder)
-    record = read_record(folder) or {}
-    model = read_verdict(folder).get("model") or group_of(settings, "model").get("name") or "a ViT"
-    train_images = group_of(record, "train").get("images")
-    path = group_of(settings, "data").get("path") or "mpp's birds"
+    record = read_record(folder)
+    model = read_verdict(folder).get("model") or settings["model"].get("name") or "a ViT"
+    train_images = record["train"].get("images")
+    path = settings["data"].get("path") or "mpp's birds"
     images = f"{train_images:,} images" if isinstance(train_images, int) else "images"
     training = f"{describe_method(settings)} on {images} of {path}"
-    held_out_images = group_of(record, "held_out").get("images")
+    held_out_images = record["held_out"].get("images")
     if held_out_images:
         training += f" ({held_out_images:,} held out)"
     parts = [str(model), training, describe_progress(settings, history, train_images)]
@@ -72,18 +71,18 @@ def subtitle(folder: Path, history: History) -> str:
 
 def describe_method(settings: dict[str, Any]) -> str:
     """The objective and the network of a pre-training run; "trained" for any other."""
-    objective = group_of(settings, "objective").get("name")
+    objective = settings["objective"].get("name")
     if not objective:
         return "trained"
-    network = group_of(settings, "network").get("name", "predictor")
+    network = settings["network"].get("name", "predictor")
     return f"pre-trained by {objective} ({network})"
 
 
 def describe_progress(settings: dict[str, Any], history: History, train_images: int | None) -> str:
     """Steps done, the batch size, and how often each image was seen, as far as they are known."""
     step = last_logged_step(history)
-    steps = group_of(settings, "run").get("steps")
-    batch_size = group_of(settings, "optim").get("global_batch_size")
+    steps = settings["run"].get("steps")
+    batch_size = settings["optim"].get("global_batch_size")
     progress = f"{step:,} of {steps:,} steps" if isinstance(steps, int) else f"{step:,} steps"
     if batch_size and train_images:
         epochs = step * batch_size / train_images
@@ -93,7 +92,7 @@ def describe_progress(settings: dict[str, Any], history: History, train_images: 
 
 def verdict_points(folder: Path, history: History, sections: Sequence[Section]) -> list[tuple[str, Link | None]]:
     """Sentences of the verdict, each with a link to the section of the page that shows it."""
-    steps = group_of(saved_settings(folder), "run").get("steps")
+    steps = saved_settings(folder)["run"].get("steps")
     facts = read_verdict(folder).get("facts", {})
     _, stable = schedule = saved_schedule(folder)
     trend = describe_trend(history, facts.get("moving", False), stable)

@@ -4,7 +4,6 @@ A line is a dictionary of scalars with `step`. The line of step 0 is of the untr
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 Line = dict[str, float]
 History = Sequence[Line]
@@ -87,6 +86,9 @@ def copy_baseline(line: Line) -> float:
 
 def copy_baseline_beaten_since(history: History) -> int | None:
     """The step since which every evaluation is above the copy baseline; None: the last one is not, or has none."""
-    lines = [line for line in history if has_copy_baseline(line)]
-    above = list(takewhile(lambda line: line["heldout/accuracy"] > copy_baseline(line), reversed(lines)))
-    return int(above[-1]["step"]) if above else None
+    since = None
+    for line in history:
+        if has_copy_baseline(line):
+            is_above = line["heldout/accuracy"] > copy_baseline(line)
+            since = (since or int(line["step"])) if is_above else None
+    return since

@@ -35,7 +35,6 @@ from mpp.training.log import check_trackers
 from mpp.training.loop import Loop
 from mpp.training.run_folder import (
     begin_branch,
-    group_of,
     is_finished,
     is_run_folder,
     origin_of,
@@ -98,20 +97,20 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     compiled = config.run.compile
     if compiled == "auto":  # no GPU has measured what it gains
-        compiled = group_of(begun, "run").get("compile", False)
-    kept = group_of(saved_settings(Path(config.run.dir)), "run").get("keep_at") or ()  # by earlier commands: for good
+        compiled = begun["run"].get("compile", False)
+    kept = saved_settings(Path(config.run.dir))["run"].get("keep_at") or ()  # by earlier commands: for good
     keep_at = sorted(step for step in {*kept, *(config.run.keep_at or ())} if step <= config.run.steps)
     changed = dict(precision=precision, compile=compiled, branch_from=branch_from, keep_at=tuple(keep_at) or None)
     run = replace(config.run, **changed)
     optim = config.optim
     if optim.warmup_steps is None:  # a run that grows keeps the number that it began with
-        optim = replace(optim, warmup_steps=group_of(begun, "optim").get("warmup_steps"))
+        optim = replace(optim, warmup_steps=begun["optim"].get("warmup_steps"))
     resolved = replace(config, run=run, optim=optim.resolved(config.run.steps))
     if config.is_fine_tuning:
         return resolved
     if precision == "fp32" and config.model.residual == "bf16":  # run.precision was left to the launcher or the machine
         note("model.residual bf16 has no effect here: run.precision is fp32")
-    measured = group_of(saved, "model")  # at its first start
+    measured = saved["model"]  # at its first start
     model = with_moments(config.model, measured.get("mean"), measured.get("std"))
     return replace(resolved, model=moments_of_weights(model, config.data.channels))
 

@@ -78,24 +78,25 @@ Changes = dict[str, tuple[Any, Any]]
 # --- what is saved ---
 
 
-def saved_settings(folder: Path) -> dict[str, Any]:
-    """The settings of a run folder's config.yaml, whatever command wrote it; {} if there is none."""
+class Saved(dict[str, Any]):
+    """Saved settings or records by group: one that was not saved is empty."""
+
+    def __missing__(self, group: str) -> dict[str, Any]:
+        return {}
+
+
+def saved_settings(folder: Path) -> Saved:
+    """The settings of a run folder's config.yaml, whatever command wrote it; empty if there is none."""
     with suppress(OSError, UserError):  # missing or damaged
-        return read_yaml(folder / CONFIG_FILE)
-    return {}
+        return Saved(read_yaml(folder / CONFIG_FILE))
+    return Saved()
 
 
-def group_of(saved: dict[str, Any], name: str) -> dict[str, Any]:
-    """A group of saved settings or of a record; empty where it was not saved."""
-    return saved.get(name) or {}
-
-
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """The record of a run's images; None if it has none."""
-    try:
-        return json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def read_record(folder: Path) -> Saved:
+    """The record of a run's images; empty if it has none."""
+    with suppress(OSError, ValueError):
+        return Saved(json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
+    return Saved()
 
 
 def recorded_commit(folder: Path, part: str = "train") -> str | None:
@@ -104,7 +105,7 @@ def recorded_commit(folder: Path, part: str = "train") -> str | None:
     Args:
         part: of the record.
     """
-    return group_of(read_record(folder) or {}, part).get("revision")
+    return read_record(folder)[part].get("revision")
 
 
 def is_finished(config: TrainingConfig, folder: Path) -> bool:
@@ -279,7 +280,7 @@ def write_beginning(config: TrainingConfig, folder: Path, records: list[dict[str
     Raises:
         UserError: the folder is not the run's, or the run, or another node, began with others; nothing is saved.
     """
-    before = read_record(folder) or {}
+    before = read_record(folder)
     for record in records:
         changed = differences(records[0] | before, record)
         if changed:
@@ -310,7 +311,7 @@ def origin_of(config: TrainingConfig) -> tuple[str | None, Path]:
         The run's own folder or, where it is to begin as a branch, the trunk's.
     """
     folder = Path(config.run.dir)
-    origin = config.run.branch_from or group_of(saved_settings(folder), "run").get("branch_from")
+    origin = config.run.branch_from or saved_settings(folder)["run"].get("branch_from")
     if origin is None:
         return None, folder
     trunk, step = branch_point(origin)
@@ -328,13 +329,11 @@ def begin_branch(config: TrainingConfig, folder: Path) -> None:
     origin = config.run.branch_from
     trunk, step = branch_point(origin)
     if newest_step(folder):
-        saved = group_of(saved_settings(folder), "run").get("branch_from")
+        saved = saved_settings(folder)["run"].get("branch_from")
         require(saved == origin, "run.branch_from", origin, f"{saved or 'left out'}, as when the run in {folder} began")
         return
     refuse_other_trunk(config, trunk, step)
     with hold(folder, "run.dir"):
-        if newest_step(folder):  # another process began it meanwhile
-            return
         write_config(config, folder)
         try:
             copy_beginning(trunk, folder, step)

@@ -19,7 +19,6 @@ from mpp.training.history import (
     EVALUATED,
     GENERAL_KNN,
     History,
-    after_training_began,
     best_depth,
     copy_baseline,
     copy_baseline_beaten_since,
@@ -193,7 +192,7 @@ def describe_probe(history: History, group: str, start: str) -> str:
         start: the name of the weights at step 0.
     """
     lines = lines_with(history, group)
-    if not after_training_began(lines):
+    if not lines or lines[-1]["step"] == 0:
         return ""
     first, last = lines[0], lines[-1]
     block, value = best_depth(last, group)
