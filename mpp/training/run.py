@@ -34,6 +34,7 @@ from mpp.training.flops import flops_of_step
 from mpp.training.log import check_trackers
 from mpp.training.loop import Loop
 from mpp.training.run_folder import (
+    Saved,
     begin_branch,
     is_finished,
     is_run_folder,
@@ -93,7 +94,7 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     """The config as it is carried out and saved: settings left to the machine and to the run's length have a value."""
     branch_from, begun_in = origin_of(config)
     saved = saved_settings(begun_in)
-    begun = saved if newest_step(begun_in) else {}
+    begun = saved if newest_step(begun_in) else Saved()
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     compiled = config.run.compile
     if compiled == "auto":  # no GPU has measured what it gains

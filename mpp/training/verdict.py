@@ -1,12 +1,13 @@
 """The verdict: one line on how a run is doing, of three parts: the prediction, the features, and its progress.
 
-After each evaluation a run prints it, with each warning that is new; all of them are in verdict.json, too.
+After each evaluation a run prints it, with each warning that is new; verdict.json has it, with all warnings.
 """
 
 import json
 import math
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +53,18 @@ LOSS_RISES = "held-out loss rising"
 FLAT_LOSS_CHANGE = 0.005  # relative, since the evaluation before
 
 
+@dataclass
 class Watch:
     """Reports how a run is doing while it trains, on the main process."""
 
-    def __init__(self, task: ImageTask, tracker: Tracker, config: TrainingConfig):
-        self.task, self.tracker, self.config = task, tracker, config
-        self.folder = tracker.folder
-        printed = read_verdict(self.folder).get("warnings", [])
-        self.warned_at = {each["check"]: each["step"] for each in printed}
-        """Name of a warning that was printed, perhaps by an earlier process -> the step when it was new."""
+    task: ImageTask
+    tracker: Tracker
+    config: TrainingConfig
 
     def warn_of_settings(self) -> None:
         """Print the warnings that follow from the settings, before the first step."""
         if self.tracker.accelerator.is_main_process:
-            self.warn(0, [])
+            print_warnings(find_warnings([], self.config))
 
     def report(self, step: int) -> None:
         """Report how the run is doing after an evaluation that is logged. An error in here does not end the run."""
@@ -74,12 +73,16 @@ class Watch:
         try:
             self.write_verdict(step)
         except Exception as error:
-            tqdm.write(f"warning: no verdict after step {step}: {type(error).__name__}: {error}", file=sys.stderr)
+            print_warnings({f"no verdict after step {step}": f"{type(error).__name__}: {error}"})
 
     def write_verdict(self, step: int) -> None:
         """The verdict and the new warnings, to the console, TensorBoard and verdict.json."""
-        history = read_history(self.folder)
-        warnings = self.warn(step, history)
+        folder = self.tracker.folder
+        history = read_history(folder)
+        warnings = find_warnings(history, self.config)
+        since = dict.fromkeys(find_warnings([], self.config), 0)
+        since |= {each["check"]: each["step"] for each in read_verdict(folder).get("warnings", [])}
+        print_warnings({name: message for name, message in warnings.items() if name not in since})
         line = verdict(history, self.config, warnings)
         tqdm.write(f"step {step} of {self.config.run.steps}: {line}")
         self.tracker.log_text(step, "verdict", line)
@@ -88,20 +91,13 @@ class Watch:
             "images": self.task.describe_images(),
             "step": step,
             "line": line,
-            "warnings": [{"check": name, "step": self.warned_at[name], "message": warnings[name]} for name in warnings],
+            "warnings": [
+                {"check": name, "step": since.get(name, step), "message": message} for name, message in warnings.items()
+            ],
             "off": list(warnings),
             "facts": {"moving": is_moving(self.config)},
         }
-        write_complete(self.folder / VERDICT, json.dumps(saved, indent=1))
-
-    def warn(self, step: int, history: History) -> dict[str, str]:
-        """Print the new warnings after a step; all of them, name -> message."""
-        warnings = find_warnings(history, self.config)
-        for name, message in warnings.items():
-            if name not in self.warned_at:
-                tqdm.write(f"warning: {name}: {message}", file=sys.stderr)
-                self.warned_at[name] = step
-        return warnings
+        write_complete(folder / VERDICT, json.dumps(saved, indent=1))
 
     def is_best(self) -> bool:
         """Whether the evaluation that was logged last has the best features so far; of a branch, since it began.
@@ -110,7 +106,13 @@ class Watch:
         """
         origin = self.config.run.branch_from
         first = branch_point(origin)[1] if origin else -1
-        return has_best_features([line for line in read_history(self.folder) if line["step"] > first])
+        return has_best_features([line for line in read_history(self.tracker.folder) if line["step"] > first])
+
+
+def print_warnings(warnings: dict[str, str]) -> None:
+    """Print warnings, name -> message, above the progress bar."""
+    for name, message in warnings.items():
+        tqdm.write(f"warning: {name}: {message}", file=sys.stderr)
 
 
 def read_verdict(folder: Path) -> dict[str, Any]:
