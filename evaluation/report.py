@@ -48,7 +48,7 @@ def report(config: ReportConfig) -> Path:
     ]
     shown, missing = without_missing(sections)
     if not read_verdict(folder):
-        missing["Verdict"] = "verdict.json is missing: the verdict above is computed from the metrics"
+        missing["Verdict"] = "the run was not evaluated, or verdict.json is gone"
     page = Page(
         title=str(folder),
         subtitle=subtitle(folder, history),

@@ -16,8 +16,7 @@ from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.training.log import read_history
-from mpp.training.run_folder import is_cooled_down, saved_schedule
-from mpp.training.verdict import LOSS_FALLS, describe_trend, verdict
+from mpp.training.verdict import LOSS_FALLS, NOT_COOLED_DOWN, describe_trend, verdict
 
 CONSTANT = ("--optim.schedule=constant",)
 
@@ -51,26 +50,13 @@ def test_the_verdict_says_what_is_not_cooled_down_yet(stable, step, said):
 )
 def test_a_loss_that_falls_in_the_cooldown_is_no_reason_to_train_longer(losses, cooldown, said):
     history = [evaluation(300 * (number + 1), loss) for number, loss in enumerate(losses)]
-    assert describe_trend(history, moving=False, cooldown=cooldown) == said
-
-
-@pytest.mark.parametrize("run", ["", "run: 3", "run: {steps: x}"])
-@pytest.mark.parametrize("optim", ["", "optim: {}", "optim: {schedule: 3}", "optim: {schedule: wsd, cooldown: x}"])
-def test_settings_that_are_not_todays_have_no_cooldown(tmp_path, run, optim):
-    (tmp_path / "config.yaml").write_text(f"{run}\n{optim}\n")
-    assert is_cooled_down(*saved_schedule(tmp_path), 1)
+    assert describe_trend(history, moving=False, stable=cooldown) == said
 
 
 @pytest.fixture
 def trunk_and_branch(pretrain, tmp_path):
     trunk = pretrain(*CONSTANT, "--run.eval_every=1", dir=tmp_path / "trunk")
     return trunk, pretrain(*WSD, "--run.eval_every=1", f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-
-
-def test_the_card_says_how_the_run_ended(trunk_and_branch, trained):
-    trunk, branch = ((folder / "encoder" / "README.md").read_text() for folder in trunk_and_branch)
-    assert ". It is not cooled down yet.\n" in trunk
-    assert "cooled down" not in branch + (trained / "encoder" / "README.md").read_text()
 
 
 def test_the_report_says_how_the_run_ended(trunk_and_branch):
@@ -88,7 +74,7 @@ def test_a_branch_is_repeated_without_its_trunk():
 @pytest.mark.parametrize("kind", ["constant", "wsd"])
 def test_advice_to_train_longer_is_a_command_that_works(pretrain, tmp_path, kind):
     run = pretrain(*(CONSTANT if kind == "constant" else WSD))
-    advice, *_ = next_steps(run, read_history(run), finished=True, trend=LOSS_FALLS)
+    advice, *_ = next_steps(run, read_history(run), finished=True, parts=[LOSS_FALLS])
     assert advice.startswith("train longer, since the held-out loss still falls: ")
     options = re.search(r"--run\.branch_from .*? --run.steps \w+", advice)[0]
     words = shlex.split(options.replace("NEW", str(tmp_path / "new")).replace("steps N", "steps 8"))
@@ -101,13 +87,13 @@ def test_advice_to_train_longer_is_a_command_that_works(pretrain, tmp_path, kind
 
 
 def test_advice_to_train_longer_of_a_cosine_run_is_another_run(trained):
-    advice, *_ = next_steps(trained, read_history(trained), finished=True, trend=LOSS_FALLS)
+    advice, *_ = next_steps(trained, read_history(trained), finished=True, parts=[LOSS_FALLS])
     assert f"another run from this encoder (--model.init_from {trained})" in advice
 
 
 def test_a_run_that_is_not_cooled_down_is_advised_to(pretrain):
     run = pretrain(*CONSTANT)
-    advice, *_ = next_steps(run, read_history(run), finished=True, trend="")
+    advice, *_ = next_steps(run, read_history(run), finished=True, parts=[NOT_COOLED_DOWN])
     assert "cool down before the features are compared, or train longer: the same command with a larger run" in advice
 
 

@@ -224,10 +224,10 @@ def test_a_run_that_was_killed_or_is_old_has_a_page(finished_run, tmp_path):
         config.write("of_an_older_length: 1\n")
     report([f"--encoder={run}", *FAST])
     page = read(run / "report.html")
-    assert_has(page, "The run is not finished: it logged 3 of 4 steps", "Not evaluated yet")
+    assert_has(page, "The run is not finished: it logged 3 of 4 steps")
     assert_has(page, "the command that started the run continues it")
     assert_has(page, "Pictures: there is no encoder yet", "Held-out figures: the run has not been evaluated yet")
-    assert_has(page, "Verdict: verdict.json is missing", "config.yaml is from another version of mpp")
+    assert_has(page, "Verdict: the run was not evaluated", "config.yaml is from another version of mpp")
 
 
 @pytest.mark.faults

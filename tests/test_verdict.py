@@ -540,7 +540,8 @@ def test_what_is_said_of_runs_that_were_trained(name):
 def facts_of(folder: Path) -> dict:
     """What `config_of_history` takes, of a run."""
     saved = saved_settings(folder)
-    optim, moving = saved["optim"], read_verdict(folder)["facts"]["moving"]
+    optim, objective = saved["optim"], saved["objective"]
+    moving = objective["name"] == "features" and objective["teacher"] == "ema"
     names = {"images": "global_batch_size", "lr": "lr", "warmup": "warmup_steps", "clip": "clip"}
     return {"steps": saved["run"]["steps"], "moving": moving} | {name: optim[key] for name, key in names.items()}
 

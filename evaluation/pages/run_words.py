@@ -27,20 +27,12 @@ from mpp.training.history import (
     series,
     values_by_depth,
 )
-from mpp.training.run_folder import (
-    CONFIG_FILE,
-    NOT_COOLED_DOWN,
-    is_cooled_down,
-    read_record,
-    saved_schedule,
-    saved_settings,
-)
+from mpp.training.run_folder import CONFIG_FILE, read_record, saved_settings
 from mpp.training.verdict import (
+    BETWEEN_PARTS,
     LOSS_FALLS,
-    describe_features,
-    describe_prediction,
-    describe_shortness,
-    describe_trend,
+    NOT_COOLED_DOWN,
+    PROBES,
     name_of_start,
     read_verdict,
 )
@@ -93,28 +85,18 @@ def describe_progress(settings: dict[str, Any], history: History, train_images: 
 def verdict_points(folder: Path, history: History, sections: Sequence[Section]) -> list[tuple[str, Link | None]]:
     """Sentences of the verdict, each with a link to the section of the page that shows it."""
     steps = saved_settings(folder)["run"].get("steps")
-    facts = read_verdict(folder).get("facts", {})
-    _, stable = schedule = saved_schedule(folder)
-    trend = describe_trend(history, facts.get("moving", False), stable)
     done = last_logged_step(history)
     finished = not isinstance(steps, int) or done >= steps
-    unfinished = "" if finished else f"The run is not finished: it logged {done:,} of {steps:,} steps"
-    features = describe_features(history, name_of_start(begins_from_weights(folder)))
-    sentences = [  # and the name of the section
-        (unfinished, "curves"),
-        (describe_shortness(steps) if isinstance(steps, int) else "", "curves"),
-        (describe_prediction(history), "curves"),
-        (features, "features"),
-        (trend, "curves"),
-        ("" if is_cooled_down(*schedule, done) else NOT_COOLED_DOWN, "curves"),
-    ]
+    unfinished = [] if finished else [f"The run is not finished: it logged {done:,} of {steps:,} steps"]
+    parts = read_verdict(folder).get("line", "").split(BETWEEN_PARTS)
+    parts = [part for part in parts if part and not part.startswith("warnings")]  # which have a place of their own
     names = {section.name for section in sections}
     points: list[tuple[str, Link | None]] = []
-    for sentence, name in sentences:
-        if sentence:
-            evidence = Link("why", f"#{name}") if name in names else None
-            points.append((capitalized(sentence), evidence))
-    for advice in next_steps(folder, history, finished, trend):
+    for sentence in [*unfinished, *parts]:
+        name = "features" if sentence.startswith(tuple(PROBES.values())) else "curves"
+        evidence = Link("why", f"#{name}") if name in names else None
+        points.append((capitalized(sentence), evidence))
+    for advice in next_steps(folder, history, finished, parts):
         points.append((f"Next: {advice}", None))
     return points
 
@@ -126,15 +108,19 @@ def capitalized(sentence: str) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-def next_steps(folder: Path, history: History, finished: bool, trend: str) -> list[str]:
-    """Advice on how to continue."""
+def next_steps(folder: Path, history: History, finished: bool, parts: Sequence[str]) -> list[str]:
+    """Advice on how to continue.
+
+    Args:
+        parts: of the verdict.
+    """
     if not finished:
         return ["the command that started the run continues it"]
     advice = []
-    if trend.startswith(LOSS_FALLS):
-        falls = "still falls" if trend == LOSS_FALLS else "was still falling before the cooldown"
+    if any(part.startswith(LOSS_FALLS) for part in parts):
+        falls = "still falls" if LOSS_FALLS in parts else "was still falling before the cooldown"
         advice.append(f"train longer, since the held-out loss {falls}: {advice_to_train_longer(folder)}")
-    elif not is_cooled_down(*saved_schedule(folder), last_logged_step(history)):
+    elif NOT_COOLED_DOWN in parts:
         advice.append(f"cool down before the features are compared, or train longer: {advice_to_train_longer(folder)}")
     if config_class_of(saved_settings(folder)) in CLASSIFIERS:
         return [*advice, f"predict new images: mpp predict --classifier {folder} --data.path NEW_IMAGES"]

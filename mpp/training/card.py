@@ -7,9 +7,8 @@ from torch import nn
 from mpp.models.descriptions import EncoderFacts
 from mpp.models.plain import has_class
 from mpp.models.variants import VariantViT
-from mpp.training.history import History, evaluations, last_logged_step
+from mpp.training.history import History, evaluations
 from mpp.training.log import read_history
-from mpp.training.run_folder import NOT_COOLED_DOWN, is_cooled_down, saved_schedule
 
 CARD = """---
 {licence}library_name: timm
@@ -19,7 +18,7 @@ tags: [timm, image-feature-extraction{tags}, mpp]
 
 # {name}: {facts.kind}
 
-{facts.model}. {facts.method}.{progress}
+{facts.model}. {facts.method}.
 
 Images: {facts.images}.
 
@@ -47,7 +46,6 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
         folder: of the run, with config.yaml and metrics.jsonl.
     """
     history = read_history(folder)
-    cooled_down = is_cooled_down(*saved_schedule(folder), last_logged_step(history))
     imports = "import timm"
     if isinstance(encoder, VariantViT):
         imports = f"import mpp.models  # timm then knows this architecture\n{imports}"
@@ -56,7 +54,6 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
         name=folder.name,
         facts=facts,
         tags="" if facts.learned_labels else ", self-supervised",
-        progress="" if cooled_down else f" It is {NOT_COOLED_DOWN}.",
         imports=imports,
         tokens=describe_output(encoder),
         figures=figures_section(history),

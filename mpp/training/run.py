@@ -128,7 +128,9 @@ def build_and_train(
     """Build the task, and train it in the run's folder, which no other process may write to meanwhile."""
     batch_size, processes = config.optim.global_batch_size, accelerator.num_processes
     layout = BatchLayout.of(batch_size, config.data.batch_size, processes, accelerator.process_index)
-    data = pin_commit(config.data, folder, accelerator)
+    # The commit of a hub dataset with which the run began, one for all processes: a branch may move in between.
+    commit = on_main_process(accelerator, lambda: resolve_commit(config.data, recorded_commit(folder)))
+    data = replace(config.data, revision=commit or config.data.revision)
     config = with_moments_of_images(config, data, accelerator)
     # config.yaml keeps data.revision as it was given, so that the same command resumes; data.json has the commit.
     task = build(replace(config, data=data), accelerator, layout)
@@ -177,15 +179,6 @@ def clear_killed_run(folder: Path) -> None:
     for name in (ENCODER, BEST):
         clear_leftovers(folder / name)
     clear_partial_checkpoints(folder)
-
-
-def pin_commit(data: DataConfig, folder: Path, accelerator: Accelerator) -> DataConfig:
-    """The settings of the images with the commit of a hub dataset instead of a branch.
-
-    It is one for all processes, and that with which the run began: a branch may move in between.
-    """
-    commit = on_main_process(accelerator, lambda: resolve_commit(data, recorded_commit(folder)))
-    return replace(data, revision=commit) if commit else data
 
 
 def fingerprint_first_weights(config: TrainingConfig) -> dict[str, Any]:

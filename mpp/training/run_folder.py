@@ -70,7 +70,6 @@ OURS = ("mpp", "timm")
 REGISTRIES = (OBJECTIVES, PATTERNS, NETWORKS)
 COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
 """Files that a branch takes from its trunk, with a checkpoint."""
-NOT_COOLED_DOWN = "not cooled down yet"
 Changes = dict[str, tuple[Any, Any]]
 """Key of a setting -> its value before, its value now."""
 
@@ -239,17 +238,15 @@ def same_until(config: TrainingConfig, before: TrainingConfig, done: int) -> int
 
     Nothing else in a step depends on the length of its run.
     """
-    same = (step for step in range(done) if values_of_step(config, step) != values_of_step(before, step))
-    return next(same, done)
+    return next((step for step in range(done) if schedule_at(config, step) != schedule_at(before, step)), done)
 
 
-def values_of_step(config: TrainingConfig, step: int) -> list[float]:
-    """Every value of a step that depends on the length of the run: its learning rate, its teacher's decay."""
+def schedule_at(config: TrainingConfig, step: int) -> tuple[float, float | None]:
+    """The values of a step that depend on the length of the run: its learning rate, its teacher's decay."""
     objective, steps = config.objective, config.run.steps
-    values = [learning_rate(config.optim, step, steps)]
-    if objective is not None and objective.moves_teacher:
-        values.append(moving_average_decay(objective.half_life, step, steps))
-    return values
+    moves = objective is not None and objective.moves_teacher
+    decay = moving_average_decay(objective.half_life, step, steps) if moves else None
+    return learning_rate(config.optim, step, steps), decay
 
 
 # --- writing ---
@@ -370,24 +367,3 @@ def steps_to_keep(optim: OptimConfig, run: RunConfig) -> set[int]:
     """Steps of a run whose checkpoints are written and always stay: of `run.keep_at`, and where a cooldown begins."""
     kept = {*(run.keep_at or ()), optim.stable_steps(run.steps)}
     return kept - {None, run.steps}  # the last is the newest
-
-
-# --- the cooldown ---
-
-
-def is_cooled_down(steps: int, stable: int | None, done: int) -> bool:
-    """Whether the rate has fallen to its end after `done` steps, or falls all along, as with cosine.
-
-    Args:
-        stable: see `OptimConfig.stable_steps`.
-    """
-    return stable is None or stable < steps <= done
-
-
-def saved_schedule(folder: Path) -> tuple[int, int | None]:
-    """Steps of a run, and those up to its cooldown, by its config.yaml; (0, None): it says neither."""
-    settings = saved_settings(folder)
-    with suppress(UserError, KeyError, TypeError):  # no settings of today's
-        steps, optim = settings["run"]["steps"], settings["optim"]
-        return steps, OptimConfig(schedule=optim["schedule"], cooldown=optim["cooldown"]).stable_steps(steps)
-    return 0, None

@@ -32,10 +32,12 @@ from mpp.training.history import (
     values_by_depth,
 )
 from mpp.training.log import Tracker, read_history
-from mpp.training.run_folder import NOT_COOLED_DOWN, branch_point, is_cooled_down
+from mpp.training.run_folder import branch_point
 from mpp.training.task import ImageTask
 
 VERDICT = "verdict.json"
+BETWEEN_PARTS = "; "
+"""Between the parts of a verdict."""
 SCORES = {
     "heldout/macro_map": "held-out mAP {:.1%}",
     "heldout/r2": "held-out R2 {:.4g}",
@@ -48,8 +50,8 @@ ACCURACY_BASELINES = {"heldout/largest_class": "largest class", "heldout/chance"
 BASELINES = ACCURACY_BASELINES | {"heldout/any_order_of_the_images": "any order"}
 PROBES = {"knn": "kNN", "agreement": "neighbour agreement", GENERAL_KNN: "kNN of general images"}
 LOSS_FALLS = "held-out loss still falling"
-LOSS_FLAT = "held-out loss flat"
-LOSS_RISES = "held-out loss rising"
+NOT_COOLED_DOWN = "not cooled down yet"
+TOO_SHORT = f"fewer than {FEWEST_STEPS} steps, too few to evaluate learning"
 FLAT_LOSS_CHANGE = 0.005  # relative, since the evaluation before
 
 
@@ -95,7 +97,6 @@ class Watch:
                 {"check": name, "step": since.get(name, step), "message": message} for name, message in warnings.items()
             ],
             "off": list(warnings),
-            "facts": {"moving": is_moving(self.config)},
         }
         write_complete(folder / VERDICT, json.dumps(saved, indent=1))
 
@@ -116,7 +117,7 @@ def print_warnings(warnings: dict[str, str]) -> None:
 
 
 def read_verdict(folder: Path) -> dict[str, Any]:
-    """A run's latest verdict: `model`, `images`, `step`, `line`, `warnings`, `off`, `facts`; {} if there is none."""
+    """A run's latest verdict: `model`, `images`, `step`, `line`, `warnings`, `off`; {} if there is none."""
     try:
         return json.loads((folder / VERDICT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -131,15 +132,16 @@ def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = 
     """
     steps = config.run.steps
     stable = config.optim.stable_steps(steps)
+    cooled_down = stable is None or stable < steps <= last_logged_step(history)
     parts = [
         describe_prediction(history),
         describe_features(history, name_of_start(config.model and config.model.init_from)),
         describe_trend(history, is_moving(config), stable),
-        "" if is_cooled_down(steps, stable, last_logged_step(history)) else NOT_COOLED_DOWN,
-        describe_shortness(steps),
+        "" if cooled_down else NOT_COOLED_DOWN,
+        TOO_SHORT if steps < FEWEST_STEPS else "",
         ", ".join(warnings) and f"warnings: {', '.join(warnings)}",
     ]
-    return "; ".join(filter(None, parts))
+    return BETWEEN_PARTS.join(filter(None, parts))
 
 
 # --- the prediction ---
@@ -177,8 +179,7 @@ def describe_features(history: History, start: str) -> str:
     Args:
         start: the name of the weights at step 0.
     """
-    own, _ = probe_lines(history)
-    return ", ".join(filter(None, [describe_probe(history, group, start) for group in (own, GENERAL_KNN)]))
+    return ", ".join(filter(None, [describe_probe(history, group, start) for group in PROBES]))
 
 
 def name_of_start(init_from: str | None) -> str:
@@ -236,12 +237,7 @@ def describe_trend(history: History, moving: bool, stable: int | None = None) ->
     if len(before) < 2 or moving:
         return ""
     change, flat = before[-1] - before[-2], FLAT_LOSS_CHANGE * abs(before[-2])
-    trend = LOSS_FLAT
+    trend = "held-out loss flat"
     if abs(change) > flat:
-        trend = LOSS_RISES if change > 0 else LOSS_FALLS
+        trend = "held-out loss rising" if change > 0 else LOSS_FALLS
     return trend if len(before) == len(losses) else f"{trend} before the cooldown"
-
-
-def describe_shortness(steps: int) -> str:
-    """A remark on a run of too few steps; "" of any other."""
-    return f"fewer than {FEWEST_STEPS} steps, too few to evaluate learning" if steps < FEWEST_STEPS else ""
