@@ -1,4 +1,4 @@
-"""Readers of a run know its cooldown and its trunk: verdict, card, curves, advice, check, evaluations."""
+"""Readers of a run know its cooldown and its trunk: verdict, advice, check."""
 
 import json
 import re

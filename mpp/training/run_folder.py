@@ -282,8 +282,8 @@ def write_beginning(config: TrainingConfig, folder: Path, records: list[dict[str
         changed = differences(records[0] | before, record)
         if changed:
             raise UserError(
-                f"run.dir {folder} is of a run that was started with other images or weights, or another node has "
-                f"others: {'; '.join(changed)}; choose another run.dir, or restore the original ones"
+                f"run.dir {folder} is of a run that was started with other images or weights: {'; '.join(changed)}; or "
+                "another node has others; choose another run.dir, or restore the original ones"
             )
     write_config(config, folder)
     kept = before | records[0]  # parts that the run leaves out now are compared again later
