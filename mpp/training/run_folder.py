@@ -211,7 +211,7 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> No
     """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`."""
     require_imports(folder)
     before = parse_saved(type(config), folder / CONFIG_FILE)
-    different = changes(before, make_paths_absolute(config))
+    different = changes(make_paths_absolute(before), make_paths_absolute(config))
     for name in changed_imports(folder, imports_used(config)) if done else ():
         different[f"{OPTION} {name}"] = (f"as in {folder / COPIES}", "other code")
     allowed = {*IN_RECORD, *GROWING_SETTINGS, "run.compile"}  # which changes only the rounding

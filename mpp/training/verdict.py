@@ -133,9 +133,11 @@ def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = 
     steps = config.run.steps
     stable = config.optim.stable_steps(steps)
     cooled_down = stable is None or stable < steps <= last_logged_step(history)
+    start = name_of_start(config.model and config.model.init_from)
+    probes = [describe_probe(history, group, start) for group in PROBES]
     parts = [
         describe_prediction(history),
-        describe_features(history, name_of_start(config.model and config.model.init_from)),
+        ", ".join(filter(None, probes)),
         describe_trend(history, is_moving(config), stable),
         "" if cooled_down else NOT_COOLED_DOWN,
         TOO_SHORT if steps < FEWEST_STEPS else "",
@@ -171,15 +173,6 @@ def in_brackets(baselines: dict[str, float | None]) -> str:
 
 
 # --- the features ---
-
-
-def describe_features(history: History, start: str) -> str:
-    """The best block's probe on own and on general images, with baselines.
-
-    Args:
-        start: the name of the weights at step 0.
-    """
-    return ", ".join(filter(None, [describe_probe(history, group, start) for group in PROBES]))
 
 
 def name_of_start(init_from: str | None) -> str:
