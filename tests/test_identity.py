@@ -28,7 +28,7 @@ def test_a_hub_that_did_not_answer_at_the_start_does_not_keep_a_run_from_continu
 
 
 def test_a_run_inside_its_images_is_refused(pretrain, image_folder):
-    with pytest.raises(UserError, match=r"run\.dir is .*run, inside data\.path"):
+    with pytest.raises(UserError, match=r"run\.dir is .*run, inside the images"):
         pretrain(f"--data.path={image_folder}", dir=image_folder / "some" / "run")
     assert not (image_folder / "some").exists()
 
