@@ -169,8 +169,7 @@ class Pretraining(ImageTask):
         corruption = Corruption(**dict(zip(drawn, parts, strict=True)))
         predicted = self.predict_images(model, images, corruption)
         shape, expected = predicted.predictions.shape, (*corruption.positions.shape, self.objective.outputs)
-        key = f"the shape of what network.name {self.config.network.name} predicts"
-        require(shape == expected, key, shape, expected)
+        require(shape == expected, "the shape of the network's predictions", shape, expected)
         return predicted, images, corruption
 
     def predict_images(self, model: nn.Module, images: Tensor, corruption: Corruption) -> PredictedBatch:

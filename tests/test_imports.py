@@ -467,7 +467,7 @@ WRONG_NETWORKS = {
     "no text": ("Network.on_top = property(lambda self: self.missing)", r"mine, which has no on_top; it must be a"),
     "all patches": (
         "Network.forward = lambda self, images, _: self.head(self.encoder.forward_features(self.normalize(images)))",
-        r"network\.name mine predicts is .*8, 17, 3.*; it must be \(8, 8, 3\)",
+        r"shape of the network's predictions is .*8, 17, 3.*; it must be \(8, 8, 3\)",
     ),
 }
 

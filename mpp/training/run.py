@@ -226,6 +226,6 @@ def write_run_page(folder: Path) -> None:
     words = (sys.executable, str(REPORT_SCRIPT), "--encoder", str(folder), *import_words())
     env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     try:
-        subprocess.run(words, env=env, check=True, timeout=REPORT_TIMEOUT_S)
+        subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL, timeout=REPORT_TIMEOUT_S)
     except subprocess.SubprocessError:  # it has printed its own error, unless it took too long
         warn(f"the report is not written; `mpp report --encoder {shlex.quote(str(folder))}` writes it")
