@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import release_memory
 
-from mpp.config import DataConfig, TrainingConfig, changed_settings
+from mpp.config import TrainingConfig, changed_settings
 from mpp.config.imports import import_words
 from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout
@@ -131,7 +131,10 @@ def build_and_train(
     # The commit of a hub dataset with which the run began, one for all processes: a branch may move in between.
     commit = on_main_process(accelerator, lambda: resolve_commit(config.data, recorded_commit(folder)))
     data = replace(config.data, revision=commit or config.data.revision)
-    config = with_moments_of_images(config, data, accelerator)
+    if not config.is_fine_tuning and "auto" in (config.model.mean, config.model.std):
+        mean, std = on_main_process(accelerator, lambda: channel_moments(data))
+        config = replace(config, model=with_moments(config.model, mean, std))
+        accelerator.print(f"measured: model.mean {config.model.mean}, model.std {config.model.std}")
     # config.yaml keeps data.revision as it was given, so that the same command resumes; data.json has the commit.
     task = build(replace(config, data=data), accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
@@ -159,16 +162,6 @@ def exclusive(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     with ExitStack() as stack:
         on_main_process(accelerator, partial(stack.enter_context, hold(folder, "run.dir")))
         yield
-
-
-def with_moments_of_images(config: TrainingConfig, data: DataConfig, accelerator: Accelerator) -> TrainingConfig:
-    """The config with the mean and deviation of the images of `data`, measured where they are not known yet."""
-    if config.is_fine_tuning or "auto" not in (config.model.mean, config.model.std):
-        return config
-    mean, std = on_main_process(accelerator, lambda: channel_moments(data))
-    model = with_moments(config.model, mean, std)
-    accelerator.print(f"measured: model.mean {model.mean}, model.std {model.std}")
-    return replace(config, model=model)
 
 
 def clear_killed_run(folder: Path) -> None:
