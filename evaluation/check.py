@@ -34,14 +34,13 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start_alone
 from mpp.training.batches import Feed, training_batches
-from mpp.training.branch import Phases, refuse_other_trunk, steps_to_keep
 from mpp.training.checkpoint import newest_step
 from mpp.training.health import find_warnings
 from mpp.training.history import RECENT_LINES
 from mpp.training.log import memory_bytes
 from mpp.training.loop import TrainingStep
 from mpp.training.run import resolve_config
-from mpp.training.run_folder import CHECK_CROPS, branch_point, refuse_other_run
+from mpp.training.run_folder import CHECK_CROPS, branch_point, refuse_other_run, refuse_other_trunk, steps_to_keep
 
 SURVEY_SECONDS = 20.0
 MAX_TIMED_STEPS = 8
@@ -290,16 +289,15 @@ def steps_done(config: Config) -> int:
 def print_phases(config: Config) -> None:
     """Print the checkpoint that the run branches from, and the start of the cooldown, if there are any."""
     run = config.run
-    phases = Phases(run.steps, config.optim.stable_steps(run.steps), run.branch_from)
     rows = []
     if run.branch_from is not None:
         trunk, step = branch_point(run.branch_from)
         copied = "has copied" if newest_step(Path(run.dir)) else "copies"
         rows.append(["branch", f"{copied} the checkpoint of {trunk} after step {step} of {run.steps}"])
-    if phases.cooldown is not None:
-        cooling = run.steps - phases.cooldown
-        rows.append(["cooldown", f"the last {cooling} of {run.steps} steps, from step {phases.cooldown} on"])
-    elif phases.stable is not None:
+    stable = config.optim.stable_steps(run.steps)
+    if stable is not None and stable < run.steps:
+        rows.append(["cooldown", f"the last {run.steps - stable} of {run.steps} steps, from step {stable} on"])
+    elif stable is not None:
         rows.append(["cooldown", "none: the learning rate never falls; a branch cools down (optim.schedule wsd)"])
     if rows:
         print_table("Phases", rows)

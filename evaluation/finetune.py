@@ -48,7 +48,6 @@ from mpp.models.plain import checkpoint_activations
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
 from mpp.runtime.weights import fingerprint
-from mpp.training.branch import note_growth
 from mpp.training.history import DEVICE_HOURS, PFLOP
 from mpp.training.log import Tracker, last_evaluation, last_scalars
 from mpp.training.run import train, write_run_page
@@ -104,8 +103,6 @@ class Finetuning(Classification):
         """The encoder that training begins from, and its input."""
         allowed = "a model: a colour baseline has no weights"
         require(not is_colour_baseline(config.encoder), "encoder", config.encoder, allowed)
-        if config.weights == config.encoder:
-            note_growth(config.encoder)
         frozen = load_frozen_encoder(
             config.encoder,
             config.checkpoint,

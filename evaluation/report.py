@@ -22,10 +22,9 @@ from evaluation.pages.run_words import subtitle, verdict_points
 from mpp.config import rebuild, require
 from mpp.config.imports import require_imports
 from mpp.runtime.start import run_main
-from mpp.training.branch import saved_phases
 from mpp.training.log import read_history
 from mpp.training.run_folder import REPORT_PAGE
-from mpp.training.watch import read_verdict
+from mpp.training.verdict import read_verdict
 
 
 def report(config: ReportConfig) -> Path:
@@ -40,7 +39,7 @@ def report(config: ReportConfig) -> Path:
     history = read_history(folder)
     require(len(history) > 0, "encoder", folder, "a run with logged metrics: its metrics.jsonl is empty or missing")
     sections = [
-        Section("curves", "Curves", curves_of_run(history, saved_phases(folder).marks())),
+        Section("curves", "Curves", curves_of_run(history)),
         Section("features", "Evaluation of the features", features_blocks(config, folder, history)),
         *picture_sections(config, folder, history),
         Section("images", "Unreadable images", unreadable_blocks(folder)),
@@ -49,7 +48,7 @@ def report(config: ReportConfig) -> Path:
     ]
     shown, missing = without_missing(sections)
     if not read_verdict(folder):
-        missing["Verdict"] = "verdict.json is missing: the verdict above is computed from the metrics"
+        missing["Verdict"] = "the run was not evaluated, or verdict.json is gone"
     page = Page(
         title=str(folder),
         subtitle=subtitle(folder, history),

@@ -52,10 +52,9 @@ from mpp.training.health import targets_collapse
 from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
-from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, saved_settings
+from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, parts_named, saved_settings
 from mpp.training.task import ImageTask
-from mpp.training.user_code import imports_used, refuse_idle_arguments, require_shape, require_useful_loss
-from mpp.training.watch import read_verdict
+from mpp.training.verdict import read_verdict
 
 PANEL_IMAGES = 8
 CLASS_IS_UNTRAINED = (
@@ -68,7 +67,7 @@ class Pretraining(ImageTask):
 
     def __init__(self, config: Config, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
-        refuse_idle_arguments(config)
+        parts_named(config)  # raises where one has arguments for nothing
         self.config = config
         if config.corruption.source == "batch":
             layout.require_several(" with corruption.source=batch")
@@ -87,8 +86,6 @@ class Pretraining(ImageTask):
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
         self.probe = self.build_probe(train_images, config.probe, init_from=config.model.init_from)
-        if imports_used(config):
-            self.rehearse()
 
     def load_images(self, config: Config) -> ImageDataset:
         """Load the training and the held-out images.
@@ -156,41 +153,21 @@ class Pretraining(ImageTask):
         return super().loss_weight(batch) if counted is None else int(counted.sum())
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
-        """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device."""
-        images = batch.images.to(self.accelerator.device, non_blocking=True)
-        corruption = batch.corruption.to(self.accelerator.device)
-        return self.predict_images(model, images, corruption), images, corruption
-
-    def predict_images(self, model: nn.Module, images: Tensor, corruption: Corruption) -> PredictedBatch:
-        """Predictions and targets of images (B, C, H, W) on the model's device."""
-        if self.predicts_features:
-            return model(images, corruption)  # the targets, which its teacher computes, are included
-        predictions = model(images, corruption)
-        targets = self.objective.targets(images, corruption.positions)
-        return PredictedBatch(predictions, targets)
-
-    def rehearse(self) -> None:
-        """Carry out code of the user once, on some held-out images, from the mask to the picture.
-
-        The run folder is not yet written. Once it is, the code may not change any more, so a mistake that shows only in
-        the first evaluation would cost the run.
+        """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device.
 
         Raises:
-            UserError: predictions of another shape, or a loss that is no scalar with a gradient.
+            UserError: the predictions are not (images, corrupted patches, outputs), which a loss might not notice.
         """
-        views = self.held_out_views
-        batch = collate([views[FIXED_VIEW, index] for index in range(min(PANEL_IMAGES, len(views.dataset)))])
-        with torch.enable_grad():
-            predicted = self.predict_images(self.model.eval(), batch.images, batch.corruption)
-            predictions = predicted.predictions.float()
-            expected = (*batch.corruption.positions.shape, self.objective.outputs)
-            require_shape(predictions, expected, self.config.network.name)
-            loss = self.loss_of(predictions, predicted.targets, counted_patches(batch))
-        require_useful_loss(loss, self.config.objective.name)
-        if not self.predicts_features:
-            measure_predictions(self.objective, predictions.detach(), batch.images, batch.corruption)
-        prediction_columns(self.objective, predictions.detach(), predicted.targets, batch.images, batch.corruption)
-        self.model.train()
+        images = batch.images.to(self.accelerator.device, non_blocking=True)
+        corruption = batch.corruption.to(self.accelerator.device)
+        if self.predicts_features:
+            predicted = model(images, corruption)  # the targets, which its teacher computes, are included
+        else:
+            predictions = model(images, corruption)
+            predicted = PredictedBatch(predictions, self.objective.targets(images, corruption.positions))
+        shape, expected = predicted.predictions.shape, (*corruption.positions.shape, self.objective.outputs)
+        require(shape == expected, "the shape of the network's predictions", shape, expected)
+        return predicted, images, corruption
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Move the teacher, if it is a moving average."""

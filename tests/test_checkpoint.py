@@ -145,7 +145,6 @@ def test_what_a_killed_run_left_half_written_is_gone_when_it_goes_on(pretrain, r
     half_written += [
         "checkpoints/.step_00000003.partial/model.safetensors",
         ".data.json.partial",
-        ".verdict.json.partial",
     ]
     of_others = [".report.html.partial", ".encoder.onnx.partial", "evaluation/.features.npz.7.partial"]
     for name in half_written + of_others:

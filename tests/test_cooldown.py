@@ -1,28 +1,22 @@
-"""Readers of a run know its cooldown and its trunk: verdict, card, curves, advice, check, evaluations."""
+"""Readers of a run know its cooldown and its trunk: verdict, advice, check."""
 
-import base64
 import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
-from conftest import TINY
 from test_growth import WSD, encoder_of
 from test_verdict import CONFIG, config_of, evaluation
 
-from evaluation import check, finetune
-from evaluation.config import EncoderConfig, ProbeDataConfig
-from evaluation.frozen.encoder import open_frozen_encoder
-from evaluation.pages.curves import curves_of_run
+from evaluation import check
 from evaluation.pages.run_sections import command_to_repeat
 from evaluation.pages.run_words import next_steps, verdict_points
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.errors import UserError
-from mpp.training.branch import Phases, saved_phases
 from mpp.training.log import read_history
-from mpp.training.verdict import LOSS_FALLS, describe_trend, verdict
+from mpp.training.verdict import LOSS_FALLS, NOT_COOLED_DOWN, describe_trend, verdict
 
 CONSTANT = ("--optim.schedule=constant",)
 
@@ -56,24 +50,7 @@ def test_the_verdict_says_what_is_not_cooled_down_yet(stable, step, said):
 )
 def test_a_loss_that_falls_in_the_cooldown_is_no_reason_to_train_longer(losses, cooldown, said):
     history = [evaluation(300 * (number + 1), loss) for number, loss in enumerate(losses)]
-    assert describe_trend(history, moving=False, cooldown=cooldown) == said
-
-
-def test_phases_in_words_and_as_marks():
-    branch = Phases(steps=1000, stable=800, branch_from="/data/runs/trunk@500")
-    assert branch.describe(1000) == "branch of trunk from step 500 on, cooldown from step 800 on"
-    assert branch.describe(900) == f"{branch.describe(1000)}, not cooled down yet"
-    assert branch.marks() == {"branch of trunk": 500, "cooldown": 800}
-    constant = Phases(steps=1000, stable=1000)
-    assert (constant.describe(1000), Phases(steps=1000).describe(1000)) == ("not cooled down yet", "")
-    assert constant.marks() == Phases(steps=1000).marks() == {}
-
-
-@pytest.mark.parametrize("run", ["", "run: 3", "run: {steps: x}", "run: {steps: 9, branch_from: trunk}"])
-@pytest.mark.parametrize("optim", ["", "optim: {}", "optim: {schedule: 3}", "optim: {schedule: wsd, cooldown: x}"])
-def test_settings_that_are_not_todays_have_no_phases(tmp_path, run, optim):
-    (tmp_path / "config.yaml").write_text(f"{run}\n{optim}\n")
-    assert saved_phases(tmp_path) == Phases()
+    assert describe_trend(history, moving=False, stable=cooldown) == said
 
 
 @pytest.fixture
@@ -82,28 +59,9 @@ def trunk_and_branch(pretrain, tmp_path):
     return trunk, pretrain(*WSD, "--run.eval_every=1", f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
 
 
-def test_the_card_says_how_the_run_ended(trunk_and_branch, trained):
-    trunk, branch = ((folder / "encoder" / "README.md").read_text() for folder in trunk_and_branch)
-    assert ". Not cooled down yet.\n" in trunk
-    assert ". Branch of trunk from step 2 on, cooldown from step 2 on.\n" in branch
-    assert "cooldown from" not in (trained / "encoder" / "README.md").read_text()
-
-
-def test_curves_mark_the_cooldown_and_the_trunk(trunk_and_branch):
-    _, branch = trunk_and_branch
-    charts = curves_of_run(read_history(branch), saved_phases(branch).marks())
-    for chart in charts:
-        drawing = base64.b64decode(chart.source.partition(",")[2]).decode()
-        assert "branch of trunk" in drawing and "cooldown" in drawing, chart.title
-    plain = curves_of_run(read_history(branch), {})
-    assert b"cooldown" not in base64.b64decode(plain[0].source.partition(",")[2])
-
-
 def test_the_report_says_how_the_run_ended(trunk_and_branch):
-    trunk, branch = trunk_and_branch
-    sentences = [sentence for sentence, _ in verdict_points(branch, read_history(branch), [])]
-    assert "Branch of trunk from step 2 on, cooldown from step 2 on" in sentences
-    assert "Not cooled down yet" in [sentence for sentence, _ in verdict_points(trunk, read_history(trunk), [])]
+    of_trunk, of_branch = (dict(verdict_points(run, read_history(run), [])) for run in trunk_and_branch)
+    assert "Not cooled down yet" in of_trunk and "Not cooled down yet" not in of_branch
 
 
 def test_a_branch_is_repeated_without_its_trunk():
@@ -116,7 +74,7 @@ def test_a_branch_is_repeated_without_its_trunk():
 @pytest.mark.parametrize("kind", ["constant", "wsd"])
 def test_advice_to_train_longer_is_a_command_that_works(pretrain, tmp_path, kind):
     run = pretrain(*(CONSTANT if kind == "constant" else WSD))
-    advice, *_ = next_steps(run, read_history(run), finished=True, trend=LOSS_FALLS)
+    advice, *_ = next_steps(run, read_history(run), finished=True, parts=[LOSS_FALLS])
     assert advice.startswith("train longer, since the held-out loss still falls: ")
     options = re.search(r"--run\.branch_from .*? --run.steps \w+", advice)[0]
     words = shlex.split(options.replace("NEW", str(tmp_path / "new")).replace("steps N", "steps 8"))
@@ -129,45 +87,14 @@ def test_advice_to_train_longer_is_a_command_that_works(pretrain, tmp_path, kind
 
 
 def test_advice_to_train_longer_of_a_cosine_run_is_another_run(trained):
-    advice, *_ = next_steps(trained, read_history(trained), finished=True, trend=LOSS_FALLS)
+    advice, *_ = next_steps(trained, read_history(trained), finished=True, parts=[LOSS_FALLS])
     assert f"another run from this encoder (--model.init_from {trained})" in advice
 
 
 def test_a_run_that_is_not_cooled_down_is_advised_to(pretrain):
     run = pretrain(*CONSTANT)
-    advice, *_ = next_steps(run, read_history(run), finished=True, trend="")
+    advice, *_ = next_steps(run, read_history(run), finished=True, parts=[NOT_COOLED_DOWN])
     assert "cool down before the features are compared, or train longer: the same command with a larger run" in advice
-
-
-def test_an_evaluation_notes_an_encoder_that_is_older_than_its_run(pretrain, capsys):
-    run = pretrain(*CONSTANT, "--run.steps=8")
-    config = run / "encoder" / "config.json"
-    open_frozen_encoder(EncoderConfig(str(run)), ProbeDataConfig())
-    assert "has continued" not in capsys.readouterr().out
-    config.write_text(config.read_text().replace('"step": 8', '"step": 4'))
-    open_frozen_encoder(EncoderConfig(str(run)), ProbeDataConfig())
-    assert f"note: {run}/encoder is of step 4, and its run has continued to step 8" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("begins", ["model.init_from", "objective.teacher", "fine-tuning"])
-def test_a_run_that_begins_from_an_encoder_older_than_its_run_notes_it(pretrain, tmp_path, begins, capsys):
-    run = pretrain(*CONSTANT)
-    file = run / "encoder" / "config.json"
-    file.write_text(file.read_text().replace('"step": 4', '"step": 2'))
-    if begins == "fine-tuning":
-        tiny = [word for word in TINY if not word.startswith(("--model", "--probe", "--data.eval_images"))]
-        finetune.main([*tiny, f"--encoder={run}", "--lrs=0.01", f"--run.dir={tmp_path / 'tuned'}"])
-    else:
-        more = ["--objective.name=features"] if begins == "objective.teacher" else []
-        weights = file.parent / "model.safetensors" if begins == "model.init_from" else run
-        pretrain(f"--{begins}={weights}", *more, dir=tmp_path / "begun")
-    assert f"note: {run}/encoder is of step 2, and its run has continued to step 4" in capsys.readouterr().out
-
-
-def test_an_evaluation_of_a_cosine_run_notes_nothing(trained, capsys):
-    open_frozen_encoder(EncoderConfig(str(trained)), ProbeDataConfig())
-    open_frozen_encoder(EncoderConfig("floor:pixels"), ProbeDataConfig())
-    assert "note" not in capsys.readouterr().out
 
 
 def test_a_check_says_where_the_cooldown_begins_and_what_is_left_of_a_branch(pretrain, tmp_path, capsys):

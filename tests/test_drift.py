@@ -35,7 +35,7 @@ from mpp.features.probe import (
 from mpp.models.networks import build_model
 from mpp.pretrain import reopen
 from mpp.training.log import read_history
-from mpp.training.watch import read_verdict
+from mpp.training.verdict import read_verdict
 
 ADAM = ("--optim.name=adam", "--optim.lr=3e-3")
 PROBED = ("--run.eval_every=2", "--probe.every=2", "--probe.images=40", "--data.eval_images=30")
@@ -239,7 +239,7 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
     shutil.rmtree(general)
     config = parse_saved(Config, whole / "config.yaml")
     assert reopen(whole, config.data, None, 4, Accelerator(cpu=True)).probe is None  # pictures need none
-    blocks = features_of_run(read_history(whole), {}, "the start")
+    blocks = features_of_run(read_history(whole), "the start")
     charts = {each.title: each for each in blocks if isinstance(each, Chart)}
     by_depth = charts["kNN accuracy on general images by depth"].table
     assert list(by_depth.headings) == ["depth", "after 4 steps", "the start", "pixel colours"]

@@ -12,7 +12,7 @@ import pytest
 from conftest import TINY, read_metrics, wait_until
 from server import Command, die_at, mount_apart, mounts_are_allowed, wait_at
 
-from mpp.training import branch
+from mpp.training import run_folder
 from mpp.training.checkpoint import kept_steps
 
 pytestmark = pytest.mark.faults
@@ -96,7 +96,7 @@ def die_in_copy(number: int) -> None:
         target.write_bytes(content)
         copied.append(target)
 
-    branch.shutil.copyfile = dies
+    run_folder.shutil.copyfile = dies
 
 
 def test_kills_while_a_branch_copies(tmp_path, tally):

@@ -9,12 +9,14 @@ import torch
 import yaml
 from conftest import CUT, Killed, encoded, kill_at, picture, read_metrics
 
-from mpp.config import DataConfig, ModelConfig
+from mpp.config import Config, DataConfig, ModelConfig
+from mpp.config.parsing import parse
 from mpp.data.identity import differences, identify_images
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
+from mpp.training.run_folder import write_beginning
 
 
 def test_a_hub_that_did_not_answer_at_the_start_does_not_keep_a_run_from_continuing():
@@ -29,6 +31,18 @@ def test_a_run_inside_its_images_is_refused(pretrain, image_folder):
     with pytest.raises(UserError, match=r"run\.dir is .*run, inside the images"):
         pretrain(f"--data.path={image_folder}", dir=image_folder / "some" / "run")
     assert not (image_folder / "some").exists()
+
+
+def test_nodes_with_other_images_are_refused(tmp_path):
+    """Copies on their own disks, say."""
+    config = parse(Config, [f"--run.dir={tmp_path / 'run'}"])
+    records = [{"train": {"files": "some"}}, {"train": {"files": "others"}}]
+    with pytest.raises(UserError, match=r"other images or weights: train: files changed; or another node has others"):
+        write_beginning(config, tmp_path / "run", records)
+    assert not (tmp_path / "run").exists()
+    write_beginning(config, tmp_path / "run", records[:1] * 2)
+    with pytest.raises(UserError, match=r"other images or weights: train: files changed"):
+        write_beginning(config, tmp_path / "run", records[1:])
 
 
 def records_of(folder: Path, **settings) -> dict:

@@ -32,8 +32,7 @@ from mpp.training import health
 from mpp.training.health import WARNINGS, find_warnings
 from mpp.training.log import read_history
 from mpp.training.run_folder import saved_settings
-from mpp.training.verdict import has_best_features, verdict
-from mpp.training.watch import read_verdict
+from mpp.training.verdict import has_best_features, read_verdict, verdict
 
 
 def config_of(
@@ -122,13 +121,6 @@ def without(line: dict, *names: str) -> dict:
     return {name: value for name, value in line.items() if not name.startswith(names)}
 
 
-def test_a_probe_of_few_images_is_said_to_be_of_few():
-    assert "kNN 41.1% at block 2 (random weights 21.0%, pixel colours 25.0%) on only 25 images" in verdict(
-        healthy(), CONFIG, probed=25
-    )
-    assert "on only" not in verdict(healthy(), CONFIG, probed=100) + verdict(healthy(), CONFIG)
-
-
 def run_with_ranks(*ranks: float) -> list[dict]:
     """History with these effective ranks, one an evaluation."""
     return history(*(evaluation(100 * n, **{"features/rank/depth_01": rank}) for n, rank in enumerate(ranks, 1)))
@@ -167,10 +159,7 @@ WELL = {
     "targets collapse": [(history(evaluation(400), target_share=0.011), CONFIG)],
     "overfitting": [(run_with_losses(2.5, 2.0, 2.03, 2.03), CONFIG)],
     "gradients almost always clipped": [(history(evaluation(400), **{"optim/grad_norm": 4.9}), CONFIG)],
-    "data-loading bottleneck": [
-        (history(evaluation(400), **{"speed/data_wait": 0.3}), CONFIG),
-        (history(evaluation(400), **{"speed/data_wait": 0.6, "speed/gpu_idle": 0.1}), CONFIG),  # while the GPU computes
-    ],
+    "data-loading bottleneck": [(history(evaluation(400), **{"speed/data_wait": 0.3}), CONFIG)],
     "trained weights at risk": [
         ([], BEGUN),
         ([], config_of(lr=6e-5, **GENTLE)),  # 5 x 5e-5 x 64 / 256 is 6.25e-5
@@ -281,20 +270,9 @@ def test_the_line_says_where_a_run_stands():
 
 def test_the_line_of_a_run_from_weights_has_what_it_gained_and_lost():
     lines = with_general(0.74, 0.731)
-    lines[-1] |= {"drift/weights/all": 0.021}
-    said = (
-        "kNN 40.0% at block 2 (the start 30.0%), kNN of general images 73.1% at block 2 (the start 74.0%), the weights "
-        "moved by 2.1%"
-    )
+    said = "kNN 40.0% at block 2 (the start 30.0%), kNN of general images 73.1% at block 2 (the start 74.0%)"
     assert said in verdict(lines, BEGUN)
     assert "the start" not in verdict(lines[1:], BEGUN) and "random weights 30.0%" in verdict(lines, CONFIG)
-
-
-def test_weights_that_stay_have_moved_by_nothing():
-    """As in the frozen start: that is a measurement, and no lack of one."""
-    frozen = evaluation(400) | {"drift/weights/all": 0.0}
-    assert "the weights moved by 0.0%" in verdict([frozen], BEGUN)
-    assert "the weights moved" not in verdict([evaluation(400)], BEGUN)
 
 
 def test_without_labels_the_line_has_agreement():
@@ -455,7 +433,7 @@ def test_a_slow_loader_is_seen(pretrain, monkeypatch):
 
 @pytest.mark.faults
 def test_a_verdict_that_fails_does_not_end_a_run(pretrain, monkeypatch, capsys):
-    monkeypatch.setattr("mpp.training.watch.verdict", lambda *_: 1 / 0)
+    monkeypatch.setattr("mpp.training.verdict.verdict", lambda *_: 1 / 0)
     folder = pretrain()
     assert "warning: no verdict after step 4: ZeroDivisionError: division by zero" in capsys.readouterr().err
     assert (folder / "encoder").is_dir() and read_verdict(folder) == {}
@@ -562,7 +540,8 @@ def test_what_is_said_of_runs_that_were_trained(name):
 def facts_of(folder: Path) -> dict:
     """What `config_of_history` takes, of a run."""
     saved = saved_settings(folder)
-    optim, moving = saved["optim"], read_verdict(folder)["facts"]["moving"]
+    optim, objective = saved["optim"], saved["objective"]
+    moving = objective["name"] == "features" and objective["teacher"] == "ema"
     names = {"images": "global_batch_size", "lr": "lr", "warmup": "warmup_steps", "clip": "clip"}
     return {"steps": saved["run"]["steps"], "moving": moving} | {name: optim[key] for name, key in names.items()}
 

@@ -1,6 +1,6 @@
 """Branches of a comparison: an encoder that continues from a checkpoint of another one, its trunk, at the same seed.
 
-It ends with the bits of a run that was never interrupted (mpp/training/branch.py), and is known by that run's digest.
+It ends with the bits of a run that was never interrupted, and is known by that run's digest.
 """
 
 from mpp.config import TrainingConfig, flatten, require, settings_of, show

@@ -17,7 +17,7 @@ from mpp.config.imports import imported
 from mpp.data.data_path import is_local
 from mpp.runtime.files import short_digest
 from mpp.runtime.weights import fingerprint
-from mpp.training.user_code import imports_used
+from mpp.training.run_folder import imports_used
 
 PLACES = {"encoder", "checkpoint", "out", "run.dir"}
 """Settings that are places: a result depends on the content there, not on the place."""

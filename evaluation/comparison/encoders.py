@@ -18,7 +18,7 @@ from mpp.config import HOW_READ, SourceConfig, TrainingConfig, require
 from mpp.config.parsing import as_command_line, parse
 from mpp.errors import UserError
 from mpp.models.descriptions import how_read
-from mpp.training.user_code import parts_named
+from mpp.training.run_folder import parts_named
 
 SettingsT = TypeVar("SettingsT")
 

@@ -208,7 +208,7 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
     config = settings_to_train(encoder)
     check_beginning(encoder)
     run_folder = Path(config.run.dir)
-    if not is_finished(run_folder, config.run.steps):
+    if not is_finished(config, run_folder):
         forget_features()
     try:
         train_unless_diverged(encoder, config, folder)
@@ -238,7 +238,7 @@ def settings_to_train(encoder: Encoder) -> TrainingConfig:
 def check_beginning(encoder: Encoder) -> None:
     """Raise UserError where the encoder exists, and was trained on other images or from other weights than today's."""
     config = settings_to_train(encoder)
-    before = read_record(encoder.path) or {}
+    before = read_record(encoder.path)
     now = record_images(config.data, label_task(config)) or {}
     compared = fingerprint_first_weights(config)
     for split, images in now.items():

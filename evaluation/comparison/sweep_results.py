@@ -30,7 +30,7 @@ from mpp.config.imports import import_words
 from mpp.config.parsing import as_command_line
 from mpp.errors import UserError
 from mpp.runtime.files import write_complete
-from mpp.training.run_folder import group_of, saved_settings
+from mpp.training.run_folder import saved_settings
 
 LONGER = 4
 """Length of the run that the last line proposes, in lengths of a trial."""
@@ -108,7 +108,7 @@ def result_of(trial: Trial, rows: list[ResultRow], chosen_by: str) -> TrialResul
         if cell:
             cells[evaluation] = cell
     run = Path(with_seed(trial.entry.encoder, trial.entry.seeds[0]))
-    steps = group_of(saved_settings(run), "run").get("steps")
+    steps = saved_settings(run)["run"].get("steps")
     costs = mean_of(rows, "training_pflop"), mean_of(rows, "training_device_hours")
     return TrialResult(trial, cells, *costs, steps, chosen_by)
 

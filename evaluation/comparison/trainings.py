@@ -23,7 +23,7 @@ from mpp.runtime.weights import HUB, ZOO
 from mpp.training.flops import flops_of_step
 from mpp.training.history import PFLOP
 from mpp.training.log import last_scalars
-from mpp.training.run_folder import branch_point, group_of, saved_settings
+from mpp.training.run_folder import branch_point, saved_settings
 from mpp.training.task import ImageTask
 
 PETA = 1e15
@@ -133,7 +133,7 @@ def pflop_without_trunk(run: Path) -> float:
         UserError: there is no record of it.
     """
     last = last_scalars(run, PFLOP)
-    branch_from = group_of(saved_settings(run), "run").get("branch_from")
+    branch_from = saved_settings(run)["run"].get("branch_from")
     taken = branch_point(branch_from)[1] if branch_from else 0
     if last["step"] <= taken:  # it has logged no step of its own yet
         return 0.0

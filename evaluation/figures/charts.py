@@ -23,7 +23,6 @@ from evaluation.figures.style import (
 )
 
 SERIES_COLORS = ["#1b7fd6", "#e07b00", "#8c96a0", "#c2569c", "#2aa198", "#b58900", "#6c5fc7"]
-MARK_COLOR = "#5b6570"
 MAX_MARKED_POINTS = 30
 PANELS_IN_A_ROW = 4
 MAX_CLASSES_NAMED = 24
@@ -59,13 +58,11 @@ def plot_series(
     scale: str = "linear",
     percent: bool = False,
     x_label: str = "steps",
-    marks: dict[str, int] | None = None,
 ) -> Figure:
     """Scalars that a run logged: name -> x -> y.
 
     Args:
         percent: the y values are shares, and shown in percent.
-        marks: name -> x of a dotted line with that name.
     """
     figure = Figure(figsize=(4.6, 2.9), layout="constrained")
     axes = figure.add_subplot()
@@ -85,10 +82,6 @@ def plot_series(
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    for name, x in (marks or {}).items():
-        axes.axvline(x, color=MARK_COLOR, linestyle=":", linewidth=1.2)
-        place = dict(xytext=(-3, 4), textcoords="offset points", rotation=90, ha="right", va="bottom")
-        axes.annotate(name, (x, 0), xycoords=("data", "axes fraction"), fontsize=7, color=MARK_COLOR, **place)
     if len(lines) > 4:  # a legend inside would hide lines
         axes.legend(fontsize=7.5, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     elif len(lines) > 1:

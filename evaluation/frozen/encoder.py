@@ -24,7 +24,6 @@ from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.plain import set_attention
 from mpp.palette import palette_for
 from mpp.runtime.hardware import uses_gpu
-from mpp.training.branch import note_growth
 
 CELLS_PER_SIDE = 8  # of the colour baselines
 BASELINE_SIZE = 64  # of the images that a colour baseline is shown, where nothing else is asked for
@@ -146,8 +145,6 @@ def load_frozen_encoder(
 
 def open_frozen_encoder(frozen: EncoderConfig, data: ProbeDataConfig) -> FrozenEncoder | ColorBaseline:
     """Load the encoder that a command's settings name, for the channels of its images."""
-    if not frozen.random and frozen.checkpoint is None:
-        note_growth(frozen.encoder)
     encoder = load_frozen_encoder(
         frozen.encoder, frozen.checkpoint, frozen.random, frozen.img_size, frozen.seed, data.channels
     )

@@ -25,7 +25,7 @@ from mpp.data.sources import image_arguments, load_image_datasets
 from mpp.errors import ReadFailed, UnreadableImage, UserError
 from mpp.models.descriptions import is_named
 from mpp.runtime.messages import note, warn
-from mpp.training.run_folder import group_of, read_record, saved_settings
+from mpp.training.run_folder import read_record, saved_settings
 
 MAX_TEST_IMAGES_SEARCHED = 1000  # test images that are searched for among the training images of another location
 MAX_TRAINING_IMAGES_SEARCHED = 200_000  # reading the sizes of so many files takes some seconds
@@ -79,7 +79,7 @@ def find_labelled_images(encoder: str) -> LabelledImages | None:
     saved = saved_settings(run)
     if config_class_of(saved) not in CLASSIFIERS:
         return None
-    record = (read_record(run) or {}).get("train", {})
+    record = read_record(run)["train"]
     return LabelledImages(run_source(run), record, saved.get("task", "class"))
 
 
@@ -103,10 +103,10 @@ def lineage(encoder: str) -> Iterator[str]:
 def parent_encoders(run: Path) -> dict[str, str]:
     """The initial weights and the teachers of a run: setting -> an encoder, or its file of weights."""
     saved = saved_settings(run)
-    objective = group_of(saved, "objective")
+    objective = saved["objective"]
     parents = {
-        "model.init_from": group_of(saved, "model").get("init_from"),
-        "distill.teacher": group_of(saved, "distill").get("teacher"),
+        "model.init_from": saved["model"].get("init_from"),
+        "distill.teacher": saved["distill"].get("teacher"),
     }
     if saved.get("init") == "encoder":
         parents["encoder"] = saved.get("checkpoint") or saved.get("encoder")

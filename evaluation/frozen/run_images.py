@@ -87,7 +87,7 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
         UserError: the run's images are gone, or have changed.
     """
     record = read_record(run)
-    if record is None or not is_first_process():
+    if not record or not is_first_process():
         return None
     path = run_image_settings(run).get("path")
     could_be_on_hub = could_be_hub_name(path)
@@ -160,7 +160,7 @@ def is_moved_copy(run: Path, path: str | None) -> bool:
     """Whether `path` holds the images of a run that are no longer where they were; a note says how others differ."""
     before = run_image_settings(run).get("path")
     gone = before is not None and Path(before).is_absolute() and not is_local(before)
-    if not gone or not is_local(path) or read_record(run) is None:
+    if not gone or not is_local(path) or not read_record(run):
         return False
     source = run_source(run)
     moved = replace(source, path=path, labels=path_after_move(source.labels, before, path))
@@ -247,7 +247,7 @@ def image_differences(folder: Path, data: SourceConfig, splits: LoadedSplits | N
     Raises:
         UserError: they cannot be loaded.
     """
-    before = read_record(folder) or {}
+    before = read_record(folder)
     if is_known_by_files(before):
         return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
     now = {}

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
@@ -33,17 +32,10 @@ PROBE_TITLES = {
 }
 Lines = dict[str, dict[float, float]]
 """Name -> x -> y."""
-Marks = dict[str, int]
-"""Name of the phase or branch that begins at a step of a run -> that step."""
 
 
-def curves_of_run(history: History, marks: Marks) -> list[Chart | Missing]:
-    """Loss, accuracy with its baselines, a teacher's targets, learning rate, gradient norm, speed, waiting.
-
-    Args:
-        marks: steps that all charts mark.
-    """
-    chart_of = partial(chart_of_scalars, marks=marks)
+def curves_of_run(history: History) -> list[Chart | Missing]:
+    """Loss, accuracy with its baselines, a teacher's targets, learning rate, gradient norm, speed, waiting."""
     trained = after_training_began(history)
     accuracies = {
         "held out": "heldout/accuracy",
@@ -82,7 +74,7 @@ def curves_of_run(history: History, marks: Marks) -> list[Chart | Missing]:
     return blocks
 
 
-def features_of_run(history: History, marks: Marks, start: str) -> list[Chart | Missing]:
+def features_of_run(history: History, start: str) -> list[Chart | Missing]:
     """kNN accuracy (without labels: the neighbours' agreement) and effective rank, over steps and by depth.
 
     Besides, kNN accuracy on general images and the drift since the start, where they were measured.
@@ -90,17 +82,16 @@ def features_of_run(history: History, marks: Marks, start: str) -> list[Chart | 
     Args:
         start: the name of the weights at step 0: see `name_of_start`.
     """
-    chart_of = partial(chart_of_scalars, marks=marks)
     group, lines = probe_lines(history)
     if not lines:
         return [Missing("kNN, agreement, rank", "not probed (probe.every)")]
     depths = some_depths(lines[-1], group)
     ranks = {f"depth {depth}": f"features/rank/depth_{depth:02d}" for depth in depths}
     charts = [
-        *charts_of_probe(history, group, marks, start),
-        *charts_of_probe(history, GENERAL_KNN, marks, start),
+        *charts_of_probe(history, group, start),
+        *charts_of_probe(history, GENERAL_KNN, start),
         chart_of("Effective rank", history, ranks, "effective rank"),
-        *charts_of_drift(history, marks),
+        *charts_of_drift(history),
     ]
     blocks: list[Chart | Missing] = [each for each in charts if each]
     if group == "agreement":
@@ -108,7 +99,7 @@ def features_of_run(history: History, marks: Marks, start: str) -> list[Chart | 
     return blocks
 
 
-def charts_of_probe(history: History, group: str, marks: Marks, start: str) -> list[Chart | None]:
+def charts_of_probe(history: History, group: str, start: str) -> list[Chart | None]:
     """A probe over steps at some depths, and by depth; none where nothing was probed."""
     lines = lines_with(history, group)
     if not lines:
@@ -116,7 +107,7 @@ def charts_of_probe(history: History, group: str, marks: Marks, start: str) -> l
     probed = {f"depth {depth}": f"{group}/depth_{depth:02d}" for depth in some_depths(lines[-1], group)}
     title = PROBE_TITLES[group]
     return [
-        chart_of_scalars(title, history, probed, "share", percent=True, marks=marks),
+        chart_of(title, history, probed, "share", percent=True),
         chart_by_depth(f"{title} by depth", lines, group, start),
     ]
 
@@ -128,7 +119,7 @@ def some_depths(line: Line, group: str) -> list[int]:
     return sorted({depths[0], depths[len(depths) // 2], depths[-1], best})
 
 
-def charts_of_drift(history: History, marks: Marks) -> list[Chart | None]:
+def charts_of_drift(history: History) -> list[Chart | None]:
     """Movement of the weights since the start, over steps and by depth."""
     lines = lines_with(history, MOVEMENT)
     if not lines:
@@ -139,7 +130,7 @@ def charts_of_drift(history: History, marks: Marks) -> list[Chart | None]:
     moved_by_depth: Lines = {"relative movement": of_stem | values_by_depth(last, MOVEMENT)}
     parts = {"all weights": f"{MOVEMENT}/{ALL_WEIGHTS}", "before the blocks": f"{MOVEMENT}/{STEM}"}
     return [
-        chart_of_scalars(moved, history, parts, "relative to their norm", percent=True, marks=marks),
+        chart_of(moved, history, parts, "relative to their norm", percent=True),
         chart_of_lines(f"{moved}, by depth", moved_by_depth, "relative to their norm", "depth (0: before the blocks)"),
     ]
 
@@ -150,14 +141,13 @@ def chart_of_lines(title: str, lines: Lines, label: str, x_label: str) -> Chart:
     return chart(title, figure, chart_table(lines, "depth", percent=True))
 
 
-def chart_of_scalars(
+def chart_of(
     title: str,
     history: History,
     scalars: dict[str, str],
     label: str,
     scale: str = "linear",
     percent: bool = False,
-    marks: Marks | None = None,
 ) -> Chart | None:
     """A chart of scalars over steps, name of the line -> name of the scalar; None where none of them was logged."""
     lines: Lines = {}
@@ -167,7 +157,7 @@ def chart_of_scalars(
             lines[name] = dict(evenly_chosen(points, MAX_POINTS_OF_A_LINE))
     if not lines:
         return None
-    figure = plot_series(lines, label, scale, percent, marks=marks)
+    figure = plot_series(lines, label, scale, percent)
     return chart(title, figure, chart_table(lines, "steps", percent))
 
 

@@ -23,9 +23,8 @@ from mpp.config.parsing import as_command_line, parse_saved
 from mpp.errors import UserError
 from mpp.runtime.messages import counted
 from mpp.runtime.weights import BEST, ENCODER, fingerprint, has_encoder
-from mpp.training.branch import saved_phases
 from mpp.training.history import History, evaluations
-from mpp.training.run_folder import CONFIG_FILE, group_of, recorded_commit, saved_settings
+from mpp.training.run_folder import CONFIG_FILE, recorded_commit, saved_settings
 from mpp.training.verdict import name_of_start
 
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
@@ -36,7 +35,7 @@ def features_blocks(config: ReportConfig, folder: Path, history: History) -> lis
     """kNN and rank by depth, and the results of the evaluation commands."""
     page_folder = Path(config.out).parent if config.out else folder
     start = name_of_start(begins_from_weights(folder))
-    blocks: list[Block | Missing] = [*features_of_run(history, saved_phases(folder).marks(), start)]
+    blocks: list[Block | Missing] = [*features_of_run(history, start)]
     rows = []
     details: list[Block] = []
     weights = fingerprints_of_run(folder)
@@ -92,7 +91,7 @@ def is_of_other_weights(report: dict[str, Any], weights: set[str], history: Hist
 
 def begins_from_weights(folder: Path) -> bool:
     """Whether a run began from weights (`model.init_from`), and not with random ones."""
-    return bool(group_of(saved_settings(folder), "model").get("init_from"))
+    return bool(saved_settings(folder)["model"].get("init_from"))
 
 
 def rows_of_evaluation(file: Path, report: dict[str, Any], page_folder: Path) -> list[list[str | Link]]:

@@ -13,7 +13,6 @@ from evaluation.pages.run_sections import COMMANDS, begins_from_weights
 from mpp.config import TrainingConfig
 from mpp.config.parsing import parse_saved
 from mpp.errors import UserError
-from mpp.training.branch import saved_phases
 from mpp.training.checkpoint import kept_steps
 from mpp.training.history import (
     DEVICE_HOURS,
@@ -28,18 +27,15 @@ from mpp.training.history import (
     series,
     values_by_depth,
 )
-from mpp.training.run_folder import CONFIG_FILE, group_of, read_record, saved_settings
+from mpp.training.run_folder import CONFIG_FILE, read_record, saved_settings
 from mpp.training.verdict import (
+    BETWEEN_PARTS,
     LOSS_FALLS,
-    describe_features,
-    describe_prediction,
-    describe_shortness,
-    describe_trend,
-    has_few_images,
+    NOT_COOLED_DOWN,
+    PROBES,
     name_of_start,
-    percent,
+    read_verdict,
 )
-from mpp.training.watch import read_verdict
 
 MIN_GAIN_OVER_BASELINES = 0.03  # in accuracy
 MIN_GAIN_OVER_LAST_DEPTH = 0.01  # in accuracy
@@ -48,13 +44,13 @@ MIN_GAIN_OVER_LAST_DEPTH = 0.01  # in accuracy
 def subtitle(folder: Path, history: History) -> str:
     """The model, its training, its images, and how long it was trained."""
     settings = saved_settings(folder)
-    record = read_record(folder) or {}
-    model = read_verdict(folder).get("model") or group_of(settings, "model").get("name") or "a ViT"
-    train_images = group_of(record, "train").get("images")
-    path = group_of(settings, "data").get("path") or "mpp's birds"
+    record = read_record(folder)
+    model = read_verdict(folder).get("model") or settings["model"].get("name") or "a ViT"
+    train_images = record["train"].get("images")
+    path = settings["data"].get("path") or "mpp's birds"
     images = f"{train_images:,} images" if isinstance(train_images, int) else "images"
     training = f"{describe_method(settings)} on {images} of {path}"
-    held_out_images = group_of(record, "held_out").get("images")
+    held_out_images = record["held_out"].get("images")
     if held_out_images:
         training += f" ({held_out_images:,} held out)"
     parts = [str(model), training, describe_progress(settings, history, train_images)]
@@ -67,18 +63,18 @@ def subtitle(folder: Path, history: History) -> str:
 
 def describe_method(settings: dict[str, Any]) -> str:
     """The objective and the network of a pre-training run; "trained" for any other."""
-    objective = group_of(settings, "objective").get("name")
+    objective = settings["objective"].get("name")
     if not objective:
         return "trained"
-    network = group_of(settings, "network").get("name", "predictor")
+    network = settings["network"].get("name", "predictor")
     return f"pre-trained by {objective} ({network})"
 
 
 def describe_progress(settings: dict[str, Any], history: History, train_images: int | None) -> str:
     """Steps done, the batch size, and how often each image was seen, as far as they are known."""
     step = last_logged_step(history)
-    steps = group_of(settings, "run").get("steps")
-    batch_size = group_of(settings, "optim").get("global_batch_size")
+    steps = settings["run"].get("steps")
+    batch_size = settings["optim"].get("global_batch_size")
     progress = f"{step:,} of {steps:,} steps" if isinstance(steps, int) else f"{step:,} steps"
     if batch_size and train_images:
         epochs = step * batch_size / train_images
@@ -88,29 +84,19 @@ def describe_progress(settings: dict[str, Any], history: History, train_images: 
 
 def verdict_points(folder: Path, history: History, sections: Sequence[Section]) -> list[tuple[str, Link | None]]:
     """Sentences of the verdict, each with a link to the section of the page that shows it."""
-    steps = group_of(saved_settings(folder), "run").get("steps")
-    facts = read_verdict(folder).get("facts", {})
-    phases = saved_phases(folder)
-    trend = describe_trend(history, facts.get("moving", False), phases.cooldown)
+    steps = saved_settings(folder)["run"].get("steps")
     done = last_logged_step(history)
     finished = not isinstance(steps, int) or done >= steps
-    unfinished = "" if finished else f"The run is not finished: it logged {done:,} of {steps:,} steps"
-    features = describe_features(history, begins_from_weights(folder), facts.get("evaluated", 0))
-    sentences = [  # and the name of the section
-        (unfinished, "curves"),
-        (describe_shortness(steps) if isinstance(steps, int) else "", "curves"),
-        (describe_prediction(history), "curves"),
-        (features, "features"),
-        (trend, "curves"),
-        (phases.describe(done), "curves"),
-    ]
+    unfinished = [] if finished else [f"The run is not finished: it logged {done:,} of {steps:,} steps"]
+    parts = read_verdict(folder).get("line", "").split(BETWEEN_PARTS)
+    parts = [part for part in parts if part and not part.startswith("warnings")]  # which have a place of their own
     names = {section.name for section in sections}
     points: list[tuple[str, Link | None]] = []
-    for sentence, name in sentences:
-        if sentence:
-            evidence = Link("why", f"#{name}") if name in names else None
-            points.append((capitalized(sentence), evidence))
-    for advice in next_steps(folder, history, finished, trend):
+    for sentence in [*unfinished, *parts]:
+        name = "features" if sentence.startswith(tuple(PROBES.values())) else "curves"
+        evidence = Link("why", f"#{name}") if name in names else None
+        points.append((capitalized(sentence), evidence))
+    for advice in next_steps(folder, history, finished, parts):
         points.append((f"Next: {advice}", None))
     return points
 
@@ -122,15 +108,19 @@ def capitalized(sentence: str) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-def next_steps(folder: Path, history: History, finished: bool, trend: str) -> list[str]:
-    """Advice on how to continue."""
+def next_steps(folder: Path, history: History, finished: bool, parts: Sequence[str]) -> list[str]:
+    """Advice on how to continue.
+
+    Args:
+        parts: of the verdict.
+    """
     if not finished:
         return ["the command that started the run continues it"]
     advice = []
-    if trend.startswith(LOSS_FALLS):
-        falls = "still falls" if trend == LOSS_FALLS else "was still falling before the cooldown"
+    if any(part.startswith(LOSS_FALLS) for part in parts):
+        falls = "still falls" if LOSS_FALLS in parts else "was still falling before the cooldown"
         advice.append(f"train longer, since the held-out loss {falls}: {advice_to_train_longer(folder)}")
-    elif saved_phases(folder).lacks_cooldown(last_logged_step(history)):
+    elif NOT_COOLED_DOWN in parts:
         advice.append(f"cool down before the features are compared, or train longer: {advice_to_train_longer(folder)}")
     if config_class_of(saved_settings(folder)) in CLASSIFIERS:
         return [*advice, f"predict new images: mpp predict --classifier {folder} --data.path NEW_IMAGES"]
@@ -164,7 +154,7 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
         start = name_of_start(begins_from_weights(folder))
         if baseline + MIN_GAIN_OVER_BASELINES >= 1:
             advice.append(
-                f"the probe is saturated: {start} or pixel colours already reach {percent(baseline)}, so it cannot "
+                f"the probe is saturated: {start} or pixel colours already reach {baseline:.1%}, so it cannot "
                 "tell features apart; evaluate with harder labels (--data.path, --data.label_column)"
             )
         elif accuracy < baseline + MIN_GAIN_OVER_BASELINES:
@@ -173,8 +163,6 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
                 f"or another objective; they may still fine-tune well (mpp finetune --encoder {folder})"
             )
     by_depth = values_by_depth(last, group)
-    if has_few_images(read_verdict(folder).get("facts", {}).get("evaluated", 0)):
-        return advice
     if accuracy >= by_depth[max(by_depth)] + MIN_GAIN_OVER_LAST_DEPTH:
         advice.append(f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)")
     return advice

@@ -27,7 +27,7 @@ from mpp.models.plain import has_class
 from mpp.runtime.messages import warn
 from mpp.runtime.start import start_alone
 from mpp.runtime.weights import run_of
-from mpp.training.run_folder import group_of, saved_settings
+from mpp.training.run_folder import saved_settings
 
 DRAWN_IMAGES_PER_BATCH = 4  # attention weights of a block are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
 
@@ -57,7 +57,7 @@ class Subject(NamedTuple):
             return published.get("tag") != "mpp"  # mpp's pre-training, from the hub without its run
         if "objective" in saved:
             return False
-        head = group_of(saved, "head")  # of a supervised run; fine-tuning has no such group
+        head = saved["head"]  # of a supervised run; fine-tuning has no such group
         pooling = saved.get("pooling") or head.get("pooling")
         return pooling != "mean"
 

@@ -186,7 +186,7 @@ def score_of_run(folder: Path) -> dict[str, Any]:
     score = kind_of(outcomes).score
     accuracy = last_evaluation(folder).get(f"heldout/{score}", math.nan)
     result = {"accuracy": accuracy, "outcomes": outcomes}
-    held_out = (read_record(folder) or {}).get("held_out", {}).get("images", len(outcomes))
+    held_out = read_record(folder)["held_out"].get("images", len(outcomes))
     left_out = held_out - len(outcomes)
     if left_out > 0:
         note(f"{left_out} of {held_out} held-out images cannot be decoded and are left out: see {UNREADABLE_FILE}")

@@ -28,7 +28,7 @@ from mpp.models.teachers import resize_bilinear
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint
 from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, damaged_files, restore_trained
-from mpp.training.run_folder import group_of, read_record, saved_settings
+from mpp.training.run_folder import read_record, saved_settings
 
 TEACHER_SETTING = "distill.teacher"
 ALLOWED_SOURCES = "the folder of a finished supervised or fine-tuned run, or a timm folder with a classification head"
@@ -168,7 +168,7 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     frozen = load_frozen_encoder(str(run))
     check_channels(frozen, channels, setting)
     classes = outputs_of_head(checkpoints[-1] / MODEL_FILE)
-    learned = (read_record(run) or {}).get("train", {})
+    learned = read_record(run)["train"]
     kind = learned.get(LABEL_KIND_FIELD, "class")
     network = rebuild_network(frozen, settings, classes, kind)
     restore_trained(run, network, OptimConfig(**settings["optim"]))
@@ -191,7 +191,7 @@ def rebuild_network(frozen: FrozenEncoder, settings: dict[str, Any], classes: in
     """The network that a run trained, by its saved settings, to load its weights into."""
     encoder = frozen.model.requires_grad_(True)  # restoring averaged weights matches them with trained parameters
     head = settings.get("head") or {"kind": "linear", "pooling": settings.get("pooling")}  # of fine-tuning: one layer
-    is_distilled = group_of(settings, "distill").get("teacher") is not None
+    is_distilled = settings["distill"].get("teacher") is not None
     heads = [build_head(head["kind"], encoder.head_hidden_size, classes)]
     if label_kind == "number":
         heads = [nn.Sequential(heads[0], Rescale(0.0, 1.0))]  # the checkpoint has both numbers

@@ -7,21 +7,20 @@ from torch import nn
 from mpp.models.descriptions import EncoderFacts
 from mpp.models.plain import has_class
 from mpp.models.variants import VariantViT
-from mpp.training.branch import saved_phases
-from mpp.training.history import EVALUATED, History, last_logged_step
+from mpp.training.history import History, evaluations
 from mpp.training.log import read_history
 
 CARD = """---
 {licence}library_name: timm
 pipeline_tag: image-feature-extraction
-tags: [{tags}, mpp]
+tags: [timm, image-feature-extraction{tags}, mpp]
 ---
 
-# {name}: {kind}
+# {name}: {facts.kind}
 
-{model}. {method}.{phases}
+{facts.model}. {facts.method}.
 
-Images: {images}.
+Images: {facts.images}.
 
 ## Load it
 
@@ -47,22 +46,14 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
         folder: of the run, with config.yaml and metrics.jsonl.
     """
     history = read_history(folder)
-    phases = saved_phases(folder).describe(last_logged_step(history))
-    tags = "timm, image-feature-extraction"
-    if not facts.learned_labels:
-        tags += ", self-supervised"
     imports = "import timm"
     if isinstance(encoder, VariantViT):
         imports = f"import mpp.models  # timm then knows this architecture\n{imports}"
     return CARD.format(
         licence=f"license: {facts.licence}\n" if facts.licence else "",
         name=folder.name,
-        kind=facts.kind,
-        tags=tags,
-        model=facts.model,
-        method=facts.method,
-        phases=f" {phases[0].upper()}{phases[1:]}." if phases else "",
-        images=facts.images,
+        facts=facts,
+        tags="" if facts.learned_labels else ", self-supervised",
         imports=imports,
         tokens=describe_output(encoder),
         figures=figures_section(history),
@@ -72,7 +63,7 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
 
 def figures_section(history: History) -> str:
     """The figures of the last evaluation below a heading; empty where the run was never evaluated."""
-    lines = [line for line in history if EVALUATED in line]
+    lines = evaluations(history)
     if not lines:
         return ""
     scalars = lines[-1]

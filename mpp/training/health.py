@@ -16,11 +16,11 @@ from mpp.training.history import (
     EVALUATED,
     RECENT_LINES,
     History,
-    after_training_began,
     copy_baseline,
     copy_baseline_beaten_since,
     evaluations,
     has_copy_baseline,
+    lines_with,
     series,
     values_by_depth,
 )
@@ -50,18 +50,16 @@ def not_learning(history: History, config: TrainingConfig) -> str | None:
     lines = evaluations(history)
     if not lines or lines[-1]["step"] < steps_before_checks(config):
         return None
-    last = lines[-1]
+    first_loss, last = lines[0][EVALUATED], lines[-1]
     if "heldout/most_frequent" in last:
         is_stuck = last["heldout/accuracy"] <= last["heldout/most_frequent"]
         observed = f"held-out accuracy {last['heldout/accuracy']:.1%} is at the level of the most frequent colour"
     else:
-        first_loss = lines[0][EVALUATED]
-        changes = [abs(line[EVALUATED] - first_loss) for line in lines]
-        is_stuck = len(lines) >= 3 and max(changes) < STALLED_LOSS_CHANGE * abs(first_loss) and not is_moving(config)
+        change = max(abs(line[EVALUATED] - first_loss) for line in lines)
+        is_stuck = len(lines) >= 3 and change < STALLED_LOSS_CHANGE * abs(first_loss) and not is_moving(config)
         observed = f"the held-out loss is where it was at the first evaluation ({first_loss:.4g})"
-    if not is_stuck:
-        return None
-    return f"{observed}; raise optim.lr ({config.optim.lr:g}), or lower it if the loss jumps, and look at the pictures"
+    advice = "raise optim.lr, or lower it if the loss jumps, and look at the pictures"
+    return f"{observed}; {advice}" if is_stuck else None
 
 
 def below_copy_baseline(history: History, config: TrainingConfig) -> str | None:
@@ -70,14 +68,13 @@ def below_copy_baseline(history: History, config: TrainingConfig) -> str | None:
     The default run on the birds passes it just at a third of its steps, which therefore does not count yet.
     """
     lines = [line for line in history if has_copy_baseline(line)]
-    if not lines or copy_baseline_beaten_since(history) is not None:
+    if not lines or lines[-1]["step"] <= max(FEWEST_STEPS - 1, config.run.steps / 3):
         return None
-    last = lines[-1]
-    if last["step"] < FEWEST_STEPS or last["step"] <= config.run.steps / 3:
+    if copy_baseline_beaten_since(history) is not None:
         return None
     return (
-        f"held-out accuracy {last['heldout/accuracy']:.1%} is not above that of copying the nearest visible patches "
-        f"({copy_baseline(last):.1%}); raise run.steps or optim.lr, use more images, or larger patches "
+        f"held-out accuracy {lines[-1]['heldout/accuracy']:.1%} is not above that of copying the nearest visible "
+        f"patches ({copy_baseline(lines[-1]):.1%}); raise run.steps or optim.lr, use more images, or larger patches "
         "(model.patch_size)"
     )
 
@@ -90,13 +87,13 @@ def features_collapse(history: History, config: TrainingConfig) -> str | None:
     """
     if not history or history[-1]["step"] < steps_before_checks(config):
         return None
-    by_depth = [values_by_depth(line, "features/rank") for line in history]
-    ranks = [median(each.values()) for each in by_depth if each]
-    if len(ranks) < 2 or ranks[-1] >= COLLAPSED_RANK or ranks[-1] >= max(ranks[:-1]) / 2:
+    probed = lines_with(history, "features/rank")
+    ranks = [median(values_by_depth(line, "features/rank").values()) for line in probed]
+    if not ranks or ranks[-1] >= min(COLLAPSED_RANK, max(ranks) / 2):
         return None
     return (
-        f"the effective rank of the features has fallen from {max(ranks):.1f} to {ranks[-1]:.1f}; lower optim.lr "
-        f"({config.optim.lr:g}), or change what is predicted (objective.name)"
+        f"the effective rank of the features has fallen from {max(ranks):.1f} to {ranks[-1]:.1f}; lower optim.lr, or "
+        "change what is predicted (objective.name)"
     )
 
 
@@ -106,26 +103,23 @@ def targets_collapse(history: History, config: TrainingConfig) -> str | None:
     Layer-normed targets have a mean square of 1, and the root of this share is their deviation over the patches: 0.1,
     below which data2vec's code stops too. Healthy runs had a share of 0.56 and more.
     """
-    shares = [line["target_share"] for line in history if "target_share" in line]
-    if not shares or shares[-1] >= MIN_TARGET_SHARE:
+    shares = series(history, "target_share")
+    if not shares or shares[-1][1] >= MIN_TARGET_SHARE:
         return None
-    advice = "change objective.teacher, or raise objective.teacher_depths"
-    if is_moving(config):
-        advice = (
-            f"lower optim.lr ({config.optim.lr:g}), raise objective.half_life, or set objective.teacher_norm instance"
-        )
-    return f"{1 - shares[-1]:.1%} of the targets' mean square is the same for all patches; {advice}"
+    return (
+        f"{1 - shares[-1][1]:.1%} of the targets' mean square is the same for all patches; with a moving average lower "
+        "optim.lr, raise objective.half_life, or set objective.teacher_norm instance; otherwise change "
+        "objective.teacher, or raise objective.teacher_depths"
+    )
 
 
 def overfitting(history: History, config: TrainingConfig) -> str | None:
     """For two evaluations the held-out loss is above its least, now by more than 2 %, while the training loss falls."""
-    trained = after_training_began(history)
-    held_out = series(trained, EVALUATED)
+    held_out, losses = series(history, EVALUATED), series(history, "loss")
     if len(held_out) < 3 or is_moving(config):
         return None
     best_step, least = min(held_out[:-2], key=lambda pair: pair[1])
     (_, before), (_, now) = held_out[-2:]
-    losses = series(trained, "loss")
     at_best_step = [loss for step, loss in losses if step <= best_step][-RECENT_LINES:]
     recent = [loss for _, loss in losses][-RECENT_LINES:]
     rises = before > least and now > least + LOSS_RISE * abs(least)
@@ -143,22 +137,14 @@ def gradients_almost_always_clipped(history: History, config: TrainingConfig) ->
     norms = [norm for step, norm in series(history, "optim/grad_norm") if step > warmup][-5 * RECENT_LINES :]
     if clip is None or len(norms) < RECENT_LINES:
         return None
-    share = sum(norm > FAR_ABOVE_CLIP * clip for norm in norms) / len(norms)
-    if share < CLIPPED_SHARE:
+    if sum(norm > FAR_ABOVE_CLIP * clip for norm in norms) < CLIPPED_SHARE * len(norms):
         return None
-    return (
-        f"the gradient's norm was above {FAR_ABOVE_CLIP:g} times optim.clip ({clip:g}) in {share:.0%} of the logged "
-        f"steps; divide optim.lr ({config.optim.lr:g}) by three"
-    )
+    return f"the gradient's norm is nearly always above {FAR_ABOVE_CLIP:g} times optim.clip; divide optim.lr by three"
 
 
 def data_loading_bottleneck(history: History, config: TrainingConfig) -> str | None:
-    """Training waits for images a third of its time or more: without, it would be half as fast again.
-
-    On a GPU its own idle time counts: the host is ahead of it, and may wait while it computes.
-    """
-    waits = series(history, "speed/gpu_idle") or series(history, "speed/data_wait")
-    recent = [wait for _, wait in waits][-RECENT_LINES:]
+    """Training waits for images a third of its time or more: without, it would be half as fast again."""
+    recent = [wait for _, wait in series(history, "speed/data_wait")][-RECENT_LINES:]
     if len(recent) < RECENT_LINES or median(recent) < MAX_DATA_WAIT:
         return None
     return (
@@ -223,5 +209,4 @@ WARNINGS: dict[str, Callable[[History, TrainingConfig], str | None]] = {
 
 def find_warnings(history: History, config: TrainingConfig) -> dict[str, str]:
     """All warnings about a run: name -> message, the observation and the setting to change."""
-    messages = {name: check(history, config) for name, check in WARNINGS.items()}
-    return {name: message for name, message in messages.items() if message}
+    return {name: message for name, check in WARNINGS.items() if (message := check(history, config))}

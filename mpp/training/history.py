@@ -4,7 +4,6 @@ A line is a dictionary of scalars with `step`. The line of step 0 is of the untr
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 Line = dict[str, float]
 History = Sequence[Line]
@@ -43,8 +42,8 @@ def after_training_began(history: History) -> list[Line]:
 
 
 def evaluations(history: History) -> list[Line]:
-    """The lines of evaluations after training began."""
-    return [line for line in after_training_began(history) if EVALUATED in line]
+    """The lines of evaluations on the held-out images, which begin after training."""
+    return [line for line in history if EVALUATED in line]
 
 
 def values_by_depth(line: Line, group: str) -> dict[int, float]:
@@ -53,12 +52,9 @@ def values_by_depth(line: Line, group: str) -> dict[int, float]:
     return {int(name.removeprefix(prefix)): value for name, value in line.items() if name.startswith(prefix)}
 
 
-def best_depth(line: Line, group: str) -> tuple[int, float] | None:
-    """The depth with the largest value, and the value; None: the line has no such scalar."""
-    values = values_by_depth(line, group)
-    if not values:
-        return None
-    return max(values.items(), key=lambda item: item[1])
+def best_depth(line: Line, group: str) -> tuple[int, float]:
+    """The depth with the largest value, and the value, of a line that has the group: see `lines_with`."""
+    return max(values_by_depth(line, group).items(), key=lambda item: item[1])
 
 
 def probe_lines(history: History) -> tuple[str, list[Line]]:
@@ -90,6 +86,9 @@ def copy_baseline(line: Line) -> float:
 
 def copy_baseline_beaten_since(history: History) -> int | None:
     """The step since which every evaluation is above the copy baseline; None: the last one is not, or has none."""
-    lines = [line for line in after_training_began(history) if has_copy_baseline(line)]
-    above = list(takewhile(lambda line: line["heldout/accuracy"] > copy_baseline(line), reversed(lines)))
-    return int(above[-1]["step"]) if above else None
+    since = None
+    for line in history:
+        if has_copy_baseline(line):
+            is_above = line["heldout/accuracy"] > copy_baseline(line)
+            since = (since or int(line["step"])) if is_above else None
+    return since

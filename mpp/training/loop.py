@@ -28,14 +28,14 @@ from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.batches import Feed, training_batches
-from mpp.training.branch import steps_to_keep
 from mpp.training.checkpoint import Cursors, kept_steps, resume, save
 from mpp.training.history import EVALUATED, PFLOP, series
 from mpp.training.log import Speed, Tracker, read_history
 from mpp.training.optim import averaged_weights, build_optimizer, learning_rate
 from mpp.training.parallel import Replicated, Sharded, refuse_unlike_weights, whole_tensor
+from mpp.training.run_folder import steps_to_keep
 from mpp.training.task import ImageTask
-from mpp.training.watch import Watch
+from mpp.training.verdict import Watch
 
 MAX_NAMED_IMAGES = 16  # in the message of a step that is not finite
 MAX_UNVERIFIED = 1_000  # steps, whose losses and images' indices are kept

@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,16 +15,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import release_memory
 
-from mpp.config import DataConfig, RunConfig, TrainingConfig, changed_settings
+from mpp.config import TrainingConfig, changed_settings
 from mpp.config.imports import import_words
 from mpp.config.parsing import to_yaml
-from mpp.data.identity import differences
 from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments, with_moments
 from mpp.data.remote import resolve_commit
 from mpp.data.workers import deaths_explained, kill_workers
-from mpp.errors import UserError
-from mpp.features.drift import START_FILE
 from mpp.models.loading import moments_of_weights
 from mpp.runtime.files import clear_leftovers, hold
 from mpp.runtime.messages import note, warn
@@ -33,30 +29,25 @@ from mpp.runtime.processes import SHARDED, TRAINING_TIMEOUT, on_each_node, on_ma
 from mpp.runtime.signals import MARKER, Preemption
 from mpp.runtime.start import start
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
-from mpp.training.branch import begin_branch, first_folder, note_growth, origin_of
-from mpp.training.checkpoint import clear_partial_checkpoints, kept_steps, newest_step
+from mpp.training.checkpoint import clear_partial_checkpoints, newest_step
 from mpp.training.flops import flops_of_step
-from mpp.training.log import METRICS_FILE, check_trackers
+from mpp.training.log import check_trackers
 from mpp.training.loop import Loop
 from mpp.training.run_folder import (
-    CONFIG_FILE,
-    RECORD_FILE,
-    group_of,
+    Saved,
+    begin_branch,
     is_finished,
     is_run_folder,
-    names_its_images,
+    origin_of,
     recorded_commit,
     refuse_other_run,
     saved_settings,
     write_beginning,
 )
 from mpp.training.task import ImageTask
-from mpp.training.watch import VERDICT
 
 Build = Callable[[Any, Accelerator, BatchLayout], ImageTask]
 """From a config to its task; raises UserError where config and data do not fit."""
-WRITTEN_WHOLE = (CONFIG_FILE, RECORD_FILE, METRICS_FILE, VERDICT, START_FILE, ENCODER, BEST)
-"""Files and folders of a run, besides checkpoints, that training writes aside and renames."""
 REPORT_SCRIPT = Path(__file__).parents[2] / "evaluation" / "report.py"  # `-m` might find another `evaluation` here
 REPORT_TIMEOUT_S = 600  # other processes of the run wait meanwhile, for at most 20 minutes
 LAUNCHER_VARIABLES = (
@@ -84,9 +75,8 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
     refuse_other_run(resolved, folder)
     if resolved.run.branch_from is not None:
         on_main_process(accelerator, lambda: begin_branch(resolved, folder))
-    is_known = names_its_images(resolved, folder)  # otherwise they are compared, and the run ends as it did
-    if on_main_process(accelerator, lambda: is_known and is_finished(folder, resolved.run.steps)):
-        accelerator.print(f"{folder} is finished: {resolved.run.steps} steps, encoder in {folder / 'encoder'}")
+    if on_main_process(accelerator, lambda: is_finished(resolved, folder)):
+        accelerator.print(f"{folder} is finished: {config.run.steps} steps, encoder in {folder / ENCODER}")
         return folder
     with Preemption(accelerator, folder) as preemption:
         with releasing_resources(accelerator), deaths_explained():
@@ -102,33 +92,28 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
 
 def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> TrainingConfig:
     """The config as it is carried out and saved: settings left to the machine and to the run's length have a value."""
-    origin = first_folder(config)
-    saved = saved_settings(origin) if newest_step(origin) else {}
+    branch_from, begun_in = origin_of(config)
+    saved = saved_settings(begun_in)
+    begun = saved if newest_step(begun_in) else Saved()
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     compiled = config.run.compile
     if compiled == "auto":  # no GPU has measured what it gains
-        compiled = group_of(saved, "run").get("compile", False)
-    run = replace(config.run, precision=precision, compile=compiled, branch_from=origin_of(config))
-    run = replace(run, keep_at=steps_kept_for_good(run))
+        compiled = begun["run"].get("compile", False)
+    kept = saved_settings(Path(config.run.dir))["run"].get("keep_at") or ()  # by earlier commands: for good
+    keep_at = sorted(step for step in {*kept, *(config.run.keep_at or ())} if step <= config.run.steps)
+    changed = dict(precision=precision, compile=compiled, branch_from=branch_from, keep_at=tuple(keep_at) or None)
+    run = replace(config.run, **changed)
     optim = config.optim
     if optim.warmup_steps is None:  # a run that grows keeps the number that it began with
-        optim = replace(optim, warmup_steps=group_of(saved, "optim").get("warmup_steps"))
+        optim = replace(optim, warmup_steps=begun["optim"].get("warmup_steps"))
     resolved = replace(config, run=run, optim=optim.resolved(config.run.steps))
     if config.is_fine_tuning:
         return resolved
     if precision == "fp32" and config.model.residual == "bf16":  # run.precision was left to the launcher or the machine
         note("model.residual bf16 has no effect here: run.precision is fp32")
-    measured = group_of(saved_settings(origin), "model")  # when the run began
+    measured = saved["model"]  # at its first start
     model = with_moments(config.model, measured.get("mean"), measured.get("std"))
     return replace(resolved, model=moments_of_weights(model, config.data.channels))
-
-
-def steps_kept_for_good(run: RunConfig) -> tuple[int, ...] | None:
-    """`run.keep_at`, with the steps of earlier commands whose checkpoints are there: those stay for good."""
-    folder = Path(run.dir)
-    before = group_of(saved_settings(folder), "run").get("keep_at") or ()
-    steps = {*(run.keep_at or ()), *set(before).intersection(kept_steps(folder))}
-    return tuple(sorted(step for step in steps if step <= run.steps)) or None
 
 
 def describe_overrides(config: TrainingConfig) -> str:
@@ -143,19 +128,21 @@ def build_and_train(
     """Build the task, and train it in the run's folder, which no other process may write to meanwhile."""
     batch_size, processes = config.optim.global_batch_size, accelerator.num_processes
     layout = BatchLayout.of(batch_size, config.data.batch_size, processes, accelerator.process_index)
-    data = pin_commit(config.data, folder, accelerator)
-    config = with_moments_of_images(config, data, accelerator)
+    # The commit of a hub dataset with which the run began, one for all processes: a branch may move in between.
+    commit = on_main_process(accelerator, lambda: resolve_commit(config.data, recorded_commit(folder)))
+    data = replace(config.data, revision=commit or config.data.revision)
+    if not config.is_fine_tuning and "auto" in (config.model.mean, config.model.std):
+        mean, std = on_main_process(accelerator, lambda: channel_moments(data))
+        config = replace(config, model=with_moments(config.model, mean, std))
+        accelerator.print(f"measured: model.mean {config.model.mean}, model.std {config.model.std}")
     # config.yaml keeps data.revision as it was given, so that the same command resumes; data.json has the commit.
-    for encoder in first_encoders(config).values():
-        note_growth(encoder)
     task = build(replace(config, data=data), accelerator, layout)
     accelerator.print(f"model: {task.describe_model()}\nimages: {task.describe_images()}")
     with exclusive(folder, accelerator):
         on_main_process(accelerator, lambda: clear_killed_run(folder))
         records = on_each_node(accelerator, task.record)
-        refuse_other_nodes(records)
-        record = records[0] | fingerprint_first_weights(config)
-        on_main_process(accelerator, lambda: write_beginning(config, folder, record))
+        weights = fingerprint_first_weights(config)
+        on_main_process(accelerator, lambda: write_beginning(config, folder, [each | weights for each in records]))
         flops = flops_of_step(task, layout.global_batch_size, config.optim)
         set_timeout(TRAINING_TIMEOUT)
         if accelerator.num_processes > 1:  # several agree before their first step
@@ -177,48 +164,20 @@ def exclusive(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
 
 
-def with_moments_of_images(config: TrainingConfig, data: DataConfig, accelerator: Accelerator) -> TrainingConfig:
-    """The config with the mean and deviation of the images of `data`, measured where they are not known yet."""
-    if config.is_fine_tuning or "auto" not in (config.model.mean, config.model.std):
-        return config
-    mean, std = on_main_process(accelerator, lambda: channel_moments(data))
-    config = replace(config, model=with_moments(config.model, mean, std))
-    mean, std = config.model.normalization(config.data.channels)
-    accelerator.print(f"measured: model.mean {list(mean)}, model.std {list(std)}")
-    return config
-
-
 def clear_killed_run(folder: Path) -> None:
-    """Delete half-written files of killed processes in a run's folder, which this process holds.
+    """Delete what killed processes left half written in a run's folder, which this process holds, and is large.
 
-    Pages and results of evaluations are written by commands that do not hold it, perhaps now: theirs stay.
+    A small file is replaced when it is written again.
     """
-    for name in WRITTEN_WHOLE:
+    for name in (ENCODER, BEST):
         clear_leftovers(folder / name)
     clear_partial_checkpoints(folder)
 
 
-def refuse_other_nodes(records: list[dict[str, Any]]) -> None:
-    """Raise UserError if a node has other images: copies on its own disk, say. Its split and order would be others."""
-    for record in records:
-        changed = differences(records[0], record)
-        if changed:
-            raise UserError(f"the nodes do not have the same images or weights: {'; '.join(changed)} on another node")
-
-
-def pin_commit(data: DataConfig, folder: Path, accelerator: Accelerator) -> DataConfig:
-    """The settings of the images with the commit of a hub dataset instead of a branch.
-
-    It is one for all processes, and that with which the run began: a branch may move in between.
-    """
-    commit = on_main_process(accelerator, lambda: resolve_commit(data, recorded_commit(folder)))
-    return replace(data, revision=commit) if commit else data
-
-
 def fingerprint_first_weights(config: TrainingConfig) -> dict[str, Any]:
     """Fingerprints of the weights that a run begins from and is taught by; none of random or missing ones."""
-    weights = {key: fingerprint(Path(path)) for key, path in first_encoders(config).items()}
-    return {key: {"weights": each} for key, each in weights.items() if each}
+    encoders = first_encoders(config).items()
+    return {key: {"weights": digest} for key, path in encoders if (digest := fingerprint(Path(path)))}
 
 
 def first_encoders(config: TrainingConfig) -> dict[str, str]:
@@ -236,9 +195,8 @@ def releasing_resources(accelerator: Accelerator) -> Iterator[None]:
     """At the end, also after an error: release loader processes, trackers and memory; the process group stays."""
     try:
         yield
-    except BaseException as error:
+    except BaseException:
         kill_workers()
-        forget_variables(error)
         raise
     finally:
         for tracker in accelerator.trackers:
@@ -251,16 +209,6 @@ def releasing_resources(accelerator: Accelerator) -> Iterator[None]:
         torch.compiler.reset()  # code compiled for this model would count against the next
 
 
-def forget_variables(error: BaseException | None) -> None:
-    """Drop the variables of the functions that an exception left: it keeps them alive while it is handled.
-
-    A model and its gradients are among them, and the caller, as a comparison does, may train the next.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
 def write_run_page(folder: Path) -> None:
     """Have `mpp report` write `report.html` in a run folder, in a process of its own; a failure is a warning.
 
@@ -270,9 +218,7 @@ def write_run_page(folder: Path) -> None:
     """
     words = (sys.executable, str(REPORT_SCRIPT), "--encoder", str(folder), *import_words())
     env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
-    options = dict(capture_output=True, text=True, errors="replace", timeout=REPORT_TIMEOUT_S)
     try:
-        print(*subprocess.run(words, env=env, check=True, **options).stdout.splitlines()[-1:])
-    except subprocess.SubprocessError as error:
-        cause = (error.stderr or str(error)).strip().splitlines()[-1]
-        warn(f"the report is not written ({cause}); `mpp report --encoder {shlex.quote(str(folder))}` writes it")
+        subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL, timeout=REPORT_TIMEOUT_S)
+    except subprocess.SubprocessError:  # it has printed its own error, unless it took too long
+        warn(f"the report is not written; `mpp report --encoder {shlex.quote(str(folder))}` writes it")

@@ -14,41 +14,48 @@ wandb_id                           the run's id, where wandb is asked for
 preempted                          the marker of a run that a signal stopped (mpp/runtime/signals.py)
 check_crops.png                    training crops, drawn by `mpp check` before the run (evaluation/check.py)
 report.html                        the page on the run (evaluation/report.py)
-verdict.json                       verdict and warnings of the last evaluation (mpp/training/watch.py)
+verdict.json                       verdict and warnings of the last evaluation (mpp/training/verdict.py)
 .lock                              held while a process writes here (mpp/runtime/files.py)
 
 A run continues in its folder if all of its settings that are not operational are the same, its images and first weights
-by number and digest, and its copies of the user's code. Its length and schedule may change as far as the steps that are
-done would have been the same.
+by number and digest, and its copies of the user's code, which are replaced before its first checkpoint. Its length and
+schedule may change as far as the steps that are done would have been the same. A branch is a copied checkpoint, and a
+comparison of all settings but these.
 """
 
 import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mpp.config import TrainingConfig, flatten, rebuild, require, settings_of, show
-from mpp.config.imports import COPIES, OPTION, changed_imports, require_imports
+import timm
+
+from mpp.config import OptimConfig, RunConfig, TrainingConfig, flatten, rebuild, require, settings_of, show
+from mpp.config.imports import COPIES, OPTION, changed_imports, imported, require_imports
 from mpp.config.parsing import parse_saved, read_yaml, to_yaml
+from mpp.corruption import PATTERNS
 from mpp.data.data_path import is_local
 from mpp.data.identity import differences
 from mpp.errors import UserError
+from mpp.features.drift import START_FILE
 from mpp.models.descriptions import exported_step
+from mpp.models.networks import NETWORKS
 from mpp.models.teachers import moving_average_decay
-from mpp.runtime.files import LOCK, complete, delete, partial_path, write_complete
-from mpp.runtime.messages import printable
+from mpp.objectives import OBJECTIVES
+from mpp.runtime.files import complete, delete, hold, write_complete
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
-from mpp.training.checkpoint import newest_step
+from mpp.training.checkpoint import checkpoint_path, damaged_files, kept_steps, newest_step
+from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after
 from mpp.training.optim import learning_rate
-from mpp.training.user_code import imports_used
 
 CONFIG_FILE = "config.yaml"
 RECORD_FILE = "data.json"
 REPORT_PAGE = "report.html"
 CHECK_CROPS = "check_crops.png"
-BEFORE_CONFIG = {LOCK, ".lock.holder", MARKER, CHECK_CROPS, COPIES, partial_path(Path(CONFIG_FILE)).name}
-"""Names in a folder in which a run has not begun yet."""
+BEFORE_CONFIG = {MARKER, CHECK_CROPS, COPIES}
+"""Names in a folder in which a run has not begun yet, besides hidden ones."""
 PATH_SETTINGS = (
     *("encoder", "checkpoint", "data.path", "data.labels", "model.init_from"),
     *("objective.teacher", "objective.teacher_checkpoint", "probe.path", "distill.teacher"),
@@ -58,6 +65,11 @@ IN_RECORD = ("data.path", "data.labels", "data.label_folder")
 """Settings that are not compared: the record has digests of the images and, where they are learned, of the labels."""
 GROWING_SETTINGS = ("run.steps", "optim.schedule", "optim.cooldown", "optim.warmup_steps")
 """Settings that may differ where the steps that are done would have been the same: `same_until`."""
+OURS = ("mpp", "timm")
+"""Packages whose parts are not the user's."""
+REGISTRIES = (OBJECTIVES, PATTERNS, NETWORKS)
+COPIED_FILES = (METRICS_FILE, UNREADABLE_FILE, RECORD_FILE, START_FILE)
+"""Files that a branch takes from its trunk, with a checkpoint."""
 Changes = dict[str, tuple[Any, Any]]
 """Key of a setting -> its value before, its value now."""
 
@@ -65,24 +77,25 @@ Changes = dict[str, tuple[Any, Any]]
 # --- what is saved ---
 
 
-def saved_settings(folder: Path) -> dict[str, Any]:
-    """The settings of a run folder's config.yaml, whatever command wrote it; {} if there is none."""
+class Saved(dict[str, Any]):
+    """Saved settings or records by group: one that was not saved is empty."""
+
+    def __missing__(self, group: str) -> dict[str, Any]:
+        return {}
+
+
+def saved_settings(folder: Path) -> Saved:
+    """The settings of a run folder's config.yaml, whatever command wrote it; empty if there is none."""
     with suppress(OSError, UserError):  # missing or damaged
-        return read_yaml(folder / CONFIG_FILE)
-    return {}
+        return Saved(read_yaml(folder / CONFIG_FILE))
+    return Saved()
 
 
-def group_of(saved: dict[str, Any], name: str) -> dict[str, Any]:
-    """A group of saved settings or of a record; empty where it was not saved."""
-    return saved.get(name) or {}
-
-
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """The record of a run's images; None if it has none."""
-    try:
-        return json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def read_record(folder: Path) -> Saved:
+    """The record of a run's images; empty if it has none."""
+    with suppress(OSError, ValueError):
+        return Saved(json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
+    return Saved()
 
 
 def recorded_commit(folder: Path, part: str = "train") -> str | None:
@@ -91,19 +104,19 @@ def recorded_commit(folder: Path, part: str = "train") -> str | None:
     Args:
         part: of the record.
     """
-    return group_of(read_record(folder) or {}, part).get("revision")
+    return read_record(folder)[part].get("revision")
 
 
-def is_finished(folder: Path, steps: int) -> bool:
-    """Whether a run of so many steps is at its end, with its encoder: one that grew may have an earlier one."""
-    encoder = folder / ENCODER
-    return newest_step(folder) == steps and encoder.is_dir() and exported_step(encoder) in (steps, None)
+def is_finished(config: TrainingConfig, folder: Path) -> bool:
+    """Whether a run is at its end, and its images are named as before, so that they need not be compared.
 
-
-def names_its_images(config: TrainingConfig, folder: Path) -> bool:
-    """Whether a config names the images of the run in a folder as its config.yaml does: they need not be compared."""
-    saved, now = saved_settings(folder), flatten(make_paths_absolute(config))
-    return all(group_of(saved, "data").get(key.removeprefix("data.")) == now[key] for key in IN_RECORD)
+    Its encoder may be an earlier one, if it has grown.
+    """
+    steps, encoder = config.run.steps, folder / ENCODER
+    if newest_step(folder) != steps or not encoder.is_dir() or exported_step(encoder) not in (steps, None):
+        return False
+    before = parse_saved(type(config), folder / CONFIG_FILE)
+    return changes(before, make_paths_absolute(config)).keys().isdisjoint(IN_RECORD)
 
 
 def branch_point(branch_from: str) -> tuple[Path, int]:
@@ -113,25 +126,57 @@ def branch_point(branch_from: str) -> tuple[Path, int]:
     return Path(folder).expanduser().absolute(), int(step)
 
 
+# --- code of the user ---
+
+
+def parts_named(config: TrainingConfig) -> list[Any]:
+    """The functions and classes that settings name: of mpp, of timm, or of a file of `--import`.
+
+    Raises:
+        UserError: nothing has registered one, or one has `arguments` that is not the user's and takes none.
+    """
+    settings = flatten(config)
+    parts = []
+    for registry in REGISTRIES:
+        key, name = registry.setting, settings.get(registry.setting)
+        if name is not None:
+            parts.append(registry[name])
+            arguments = f"{key.partition('.')[0]}.arguments"
+            takes_any = settings[arguments] is None or is_of_user(parts[-1])
+            require(takes_any, arguments, settings[arguments], f"null or left out: {key} {name} takes none")
+    model = settings.get("model.name")
+    if model and timm.is_model(model):
+        parts.append(timm.model_entrypoint(model))
+    return parts
+
+
+def is_of_user(part: Any) -> bool:
+    """Whether a function or class is neither mpp's nor timm's."""
+    return part.__module__.partition(".")[0] not in OURS
+
+
+def imports_used(config: TrainingConfig) -> dict[str, bytes]:
+    """The imported files that a run depends on: all, if its settings name any part of the user, and else none."""
+    return imported if any(map(is_of_user, parts_named(config))) else {}
+
+
 # --- whether a run may write there ---
 
 
 def refuse_other_run(config: TrainingConfig, folder: Path) -> None:
     """Raise UserError if a folder holds something else, or a run that cannot continue under this config."""
-    shown = printable(str(folder))
-    require(shown == str(folder), "run.dir", shown, "a name in UTF-8, which TensorBoard's files need")
     refuse_among_images("run.dir", folder, config.data.path)
     refuse_among_images("run.dir", folder, config.probe and config.probe.path)
     require(is_run_folder(folder), "run.dir", folder, "the folder of a run, or a new one: this holds something else")
     if (folder / CONFIG_FILE).is_file():
-        refuse_other_settings(config, folder, newest_step(folder), f"run.dir is {folder}")
+        refuse_other_settings(config, folder, newest_step(folder))
 
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a folder is new, or a run's, or has only the files of a check, or of a run that ended before it began."""
     if not folder.is_dir():
         return not folder.exists()
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     return CONFIG_FILE in names or names <= BEFORE_CONFIG
 
 
@@ -162,22 +207,18 @@ def describe_changes(changes: Changes, saved_in: str) -> str:
     return ", ".join(f"{key} ({show(before)} in {saved_in}, {show(now)} now)" for key, (before, now) in changes.items())
 
 
-def refuse_other_settings(config: TrainingConfig, folder: Path, done: int, place: str) -> None:
-    """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`.
-
-    Args:
-        place: the setting that names the folder, and its value.
-    """
+def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> None:
+    """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`."""
     require_imports(folder)
     before = parse_saved(type(config), folder / CONFIG_FILE)
     different = changes(make_paths_absolute(before), make_paths_absolute(config))
-    for name in changed_imports(folder, imports_used(config)):
+    for name in changed_imports(folder, imports_used(config)) if done else ():
         different[f"{OPTION} {name}"] = (f"as in {folder / COPIES}", "other code")
     allowed = {*IN_RECORD, *GROWING_SETTINGS, "run.compile"}  # which changes only the rounding
     others = {key: values for key, values in different.items() if key not in allowed}
     if others:
         raise UserError(
-            f"{place}, a run with another config: {describe_changes(others, 'the run')}; only "
+            f"{folder} is a run with another config: {describe_changes(others, 'the run')}; only "
             f"{', '.join(GROWING_SETTINGS)} may differ: choose another run.dir, or the same values to continue"
         )
     steps = config.run.steps
@@ -185,10 +226,10 @@ def refuse_other_settings(config: TrainingConfig, folder: Path, done: int, place
     same = same_until(config, before, done)
     if same < done:
         raise UserError(
-            f"{place}, a run that cannot continue with this length or schedule: the learning rate, or the decay of the "
-            f"teacher's average, of step {same} would have been another (run.steps {before.run.steps}, optim.schedule "
-            f"{before.optim.schedule}); branch from an earlier checkpoint (--run.branch_from {folder}@STEP --run.dir "
-            "NEW), or begin a new run, best with optim.schedule wsd, which can grow"
+            f"{folder} is a run that cannot continue with this length or schedule: the learning rate, or the decay of "
+            f"the teacher's average, of step {same} would have been another; branch from an earlier checkpoint "
+            f"(--run.branch_from {folder}@STEP --run.dir NEW), or begin a new run, best with optim.schedule wsd, which "
+            "can grow"
         )
 
 
@@ -197,16 +238,15 @@ def same_until(config: TrainingConfig, before: TrainingConfig, done: int) -> int
 
     Nothing else in a step depends on the length of its run.
     """
-    same = (step for step in range(done) if values_of_step(config, step) != values_of_step(before, step))
-    return next(same, done)
+    return next((step for step in range(done) if schedule_at(config, step) != schedule_at(before, step)), done)
 
 
-def values_of_step(config: TrainingConfig, step: int) -> list[float]:
-    """Every value of a step that depends on the length of the run: its learning rate, its teacher's decay."""
-    values = [learning_rate(config.optim, step, config.run.steps)]
-    if config.objective is not None and config.objective.moves_teacher:
-        values.append(moving_average_decay(config.objective.half_life, step, config.run.steps))
-    return values
+def schedule_at(config: TrainingConfig, step: int) -> tuple[float, float | None]:
+    """The values of a step that depend on the length of the run: its learning rate, its teacher's decay."""
+    objective, steps = config.objective, config.run.steps
+    moves = objective is not None and objective.moves_teacher
+    decay = moving_average_decay(objective.half_life, step, steps) if moves else None
+    return learning_rate(config.optim, step, steps), decay
 
 
 # --- writing ---
@@ -219,8 +259,8 @@ def write_config(config: TrainingConfig, folder: Path) -> None:
     """
     refuse_other_run(config, folder)  # once more: building the task may have taken long
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / CONFIG_FILE).is_file():
-        delete(folder / COPIES)  # of a start that was killed before it wrote the config
+    if not newest_step(folder):
+        delete(folder / COPIES)  # nothing is lost if the code has changed
     for name, content in imports_used(config).items():
         copy = folder / COPIES / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -229,30 +269,101 @@ def write_config(config: TrainingConfig, folder: Path) -> None:
     write_complete(folder / CONFIG_FILE, to_yaml(make_paths_absolute(config)))
 
 
-def write_beginning(config: TrainingConfig, folder: Path, record: dict[str, Any]) -> None:
+def write_beginning(config: TrainingConfig, folder: Path, records: list[dict[str, Any]]) -> None:
     """Save the config of a run, and its images and first weights.
 
+    Args:
+        records: of each node, which may have copies of its own: with other images, its split and order would be others.
     Raises:
-        UserError: the folder is not the run's, or the run began with others; nothing is saved.
+        UserError: the folder is not the run's, or the run, or another node, began with others; nothing is saved.
     """
-    before = read_record(folder) or {}
-    changed = differences(before, record)
-    if changed:
-        raise UserError(
-            f"run.dir {folder} holds a run that was started with other images or weights: {'; '.join(changed)}; "
-            "choose another run.dir, or restore the original ones"
-        )
+    before = read_record(folder)
+    for record in records:
+        changed = differences(records[0] | before, record)
+        if changed:
+            raise UserError(
+                f"run.dir {folder} is of a run that was started with other images or weights: {'; '.join(changed)}; or "
+                "another node has others; choose another run.dir, or restore the original ones"
+            )
     write_config(config, folder)
-    kept = before | record  # parts that the run leaves out now are compared again later
+    kept = before | records[0]  # parts that the run leaves out now are compared again later
     write_complete(folder / RECORD_FILE, json.dumps(kept, indent=1))
 
 
 def make_paths_absolute(config: TrainingConfig) -> TrainingConfig:
     """The config with absolute paths of local files and folders; names of the hub and of timm stay."""
     settings = flatten(config)
-    paths = {key: settings[key] for key in PATH_SETTINGS if key in settings and is_local(settings[key])}
-    absolute = {key: str(Path(path).expanduser().absolute()) for key, path in paths.items()}
-    if config.run.branch_from is not None:
-        trunk, step = branch_point(config.run.branch_from)
-        absolute["run.branch_from"] = f"{trunk}@{step}"
-    return rebuild(config, absolute)
+    local = [key for key in PATH_SETTINGS if is_local(settings.get(key))]
+    return rebuild(config, {key: str(Path(settings[key]).expanduser().absolute()) for key in local})
+
+
+# --- branches: runs that continue from a kept checkpoint of another run, the trunk ---
+
+
+def origin_of(config: TrainingConfig) -> tuple[str | None, Path]:
+    """The checkpoint that a run branches from, and the folder with the settings of its steps so far.
+
+    Returns:
+        FOLDER@STEP, as it is given or, otherwise, as the run's folder says; None: it is no branch.
+        The run's own folder or, where it is to begin as a branch, the trunk's.
+    """
+    folder = Path(config.run.dir)
+    origin = config.run.branch_from or saved_settings(folder)["run"].get("branch_from")
+    if origin is None:
+        return None, folder
+    trunk, step = branch_point(origin)
+    return f"{trunk}@{step}", folder if newest_step(folder) else trunk
+
+
+def begin_branch(config: TrainingConfig, folder: Path) -> None:
+    """Copy a branch's first checkpoint, and the files that belong to it, from the trunk; afterwards it is resumed.
+
+    A branch with a checkpoint is left as it is. The checkpoint comes last, so an interrupted copy is made again.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged; or the trunk has other settings, or had another rate.
+    """
+    origin = config.run.branch_from
+    trunk, step = branch_point(origin)
+    if newest_step(folder):
+        saved = saved_settings(folder)["run"].get("branch_from")
+        require(saved == origin, "run.branch_from", origin, f"{saved or 'left out'}, as when the run in {folder} began")
+        return
+    refuse_other_trunk(config, trunk, step)
+    with hold(folder, "run.dir"):
+        write_config(config, folder)
+        try:
+            copy_beginning(trunk, folder, step)
+        except OSError as error:
+            raise UserError(f"{origin} cannot be copied ({error}); the same command copies it again") from error
+
+
+def refuse_other_trunk(config: TrainingConfig, trunk: Path, step: int) -> None:
+    """Raise UserError if a run cannot continue from this checkpoint."""
+    kept = kept_steps(trunk)
+    listed = ", ".join(map(str, kept)) or "there are none"
+    allowed = f"FOLDER@STEP with a kept step of a run: {listed} (run.keep_at keeps some)"
+    require(step in kept, "run.branch_from", f"{trunk}@{step}", allowed)
+    refuse_other_settings(config, trunk, step)
+
+
+def copy_beginning(trunk: Path, folder: Path, step: int) -> None:
+    """Copy a checkpoint, verified, and before it the files that belong to it. The copies may be written."""
+    for name in COPIED_FILES:
+        if (trunk / name).is_file():
+            with complete(folder / name) as partial:
+                shutil.copyfile(trunk / name, partial)
+    drop_after(folder, step)
+    with complete(checkpoint_path(folder, step)) as partial:
+        partial.mkdir(parents=True)
+        for file in checkpoint_path(trunk, step).iterdir():
+            shutil.copyfile(file, partial / file.name)
+        damaged = damaged_files(partial)
+        if damaged:
+            raise OSError(f"{', '.join(damaged)} is damaged")
+
+
+def steps_to_keep(optim: OptimConfig, run: RunConfig) -> set[int]:
+    """Steps of a run whose checkpoints are written and always stay: of `run.keep_at`, and where a cooldown begins."""
+    kept = {*(run.keep_at or ()), optim.stable_steps(run.steps)}
+    return kept - {None, run.steps}  # the last is the newest

@@ -1,18 +1,25 @@
-"""The verdict: one line on how a run is doing, of three parts: the prediction, the features, and its progress."""
+"""The verdict: one line on how a run is doing, of three parts: the prediction, the features, and its progress.
 
+After each evaluation a run prints it, with each warning that is new; verdict.json has it, with all warnings.
+"""
+
+import json
+import math
+import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from mpp.config import TrainingConfig
-from mpp.data.overview import FEW_TEST_IMAGES
-from mpp.features.drift import ALL_WEIGHTS, MOVEMENT
-from mpp.runtime.messages import counted
-from mpp.training.branch import NOT_COOLED_DOWN, Phases
-from mpp.training.health import FEWEST_STEPS, is_moving
+from mpp.runtime.files import write_complete
+from mpp.training.health import FEWEST_STEPS, find_warnings, is_moving
 from mpp.training.history import (
     EVALUATED,
     GENERAL_KNN,
     History,
-    after_training_began,
     best_depth,
     copy_baseline,
     copy_baseline_beaten_since,
@@ -22,49 +29,124 @@ from mpp.training.history import (
     lines_with,
     probe_lines,
     series,
+    values_by_depth,
 )
+from mpp.training.log import Tracker, read_history
+from mpp.training.run_folder import branch_point
+from mpp.training.task import ImageTask
 
+VERDICT = "verdict.json"
+BETWEEN_PARTS = "; "
+"""Between the parts of a verdict."""
 SCORES = {
-    "heldout/macro_map": "held-out mAP",
-    "heldout/r2": "held-out R2",
-    "heldout/accuracy": "held-out accuracy",
-    EVALUATED: "held-out loss",
+    "heldout/macro_map": "held-out mAP {:.1%}",
+    "heldout/r2": "held-out R2 {:.4g}",
+    "heldout/accuracy": "held-out accuracy {:.1%}",
+    EVALUATED: "held-out loss {:.4g}",
 }
-"""Scalars by which an evaluation is described, the first that it has, and how they are called."""
-SHARES = ("heldout/macro_map", "heldout/accuracy")
+"""Scalars by which an evaluation is described, by the first that it has."""
 ACCURACY_BASELINES = {"heldout/largest_class": "largest class", "heldout/chance": "chance"}
 """Baselines of the accuracy of supervised and of contrastive training, and how they are called."""
 BASELINES = ACCURACY_BASELINES | {"heldout/any_order_of_the_images": "any order"}
 PROBES = {"knn": "kNN", "agreement": "neighbour agreement", GENERAL_KNN: "kNN of general images"}
 LOSS_FALLS = "held-out loss still falling"
-LOSS_FLAT = "held-out loss flat"
-LOSS_RISES = "held-out loss rising"
+NOT_COOLED_DOWN = "not cooled down yet"
+TOO_SHORT = f"fewer than {FEWEST_STEPS} steps, too few to evaluate learning"
 FLAT_LOSS_CHANGE = 0.005  # relative, since the evaluation before
 
 
-def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = (), probed: int = 0) -> str:
+@dataclass
+class Watch:
+    """Reports how a run is doing while it trains, on the main process."""
+
+    task: ImageTask
+    tracker: Tracker
+    config: TrainingConfig
+
+    def warn_of_settings(self) -> None:
+        """Print the warnings that follow from the settings, before the first step."""
+        if self.tracker.accelerator.is_main_process:
+            print_warnings(find_warnings([], self.config))
+
+    def report(self, step: int) -> None:
+        """Report how the run is doing after an evaluation that is logged. An error in here does not end the run."""
+        if not self.tracker.accelerator.is_main_process:
+            return
+        try:
+            self.write_verdict(step)
+        except Exception as error:
+            print_warnings({f"no verdict after step {step}": f"{type(error).__name__}: {error}"})
+
+    def write_verdict(self, step: int) -> None:
+        """The verdict and the new warnings, to the console, TensorBoard and verdict.json."""
+        folder = self.tracker.folder
+        history = read_history(folder)
+        warnings = find_warnings(history, self.config)
+        since = dict.fromkeys(find_warnings([], self.config), 0)
+        since |= {each["check"]: each["step"] for each in read_verdict(folder).get("warnings", [])}
+        print_warnings({name: message for name, message in warnings.items() if name not in since})
+        line = verdict(history, self.config, warnings)
+        tqdm.write(f"step {step} of {self.config.run.steps}: {line}")
+        self.tracker.log_text(step, "verdict", line)
+        saved = {
+            "model": self.task.describe_model(),
+            "images": self.task.describe_images(),
+            "step": step,
+            "line": line,
+            "warnings": [
+                {"check": name, "step": since.get(name, step), "message": message} for name, message in warnings.items()
+            ],
+            "off": list(warnings),
+        }
+        write_complete(folder / VERDICT, json.dumps(saved, indent=1))
+
+    def is_best(self) -> bool:
+        """Whether the evaluation that was logged last has the best features so far; of a branch, since it began.
+
+        The trunk's best encoder is in the trunk's folder, and may be of a later step.
+        """
+        origin = self.config.run.branch_from
+        first = branch_point(origin)[1] if origin else -1
+        return has_best_features([line for line in read_history(self.tracker.folder) if line["step"] > first])
+
+
+def print_warnings(warnings: dict[str, str]) -> None:
+    """Print warnings, name -> message, above the progress bar."""
+    for name, message in warnings.items():
+        tqdm.write(f"warning: {name}: {message}", file=sys.stderr)
+
+
+def read_verdict(folder: Path) -> dict[str, Any]:
+    """A run's latest verdict: `model`, `images`, `step`, `line`, `warnings`, `off`; {} if there is none."""
+    try:
+        return json.loads((folder / VERDICT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def verdict(history: History, config: TrainingConfig, warnings: Iterable[str] = ()) -> str:
     """A run in one line.
 
     Args:
         warnings: their names.
-        probed: see `describe_features`.
     """
     steps = config.run.steps
-    phases = Phases(steps, config.optim.stable_steps(steps))
+    stable = config.optim.stable_steps(steps)
+    cooled_down = stable is None or stable < steps <= last_logged_step(history)
+    start = name_of_start(config.model and config.model.init_from)
+    probes = [describe_probe(history, group, start) for group in PROBES]
     parts = [
         describe_prediction(history),
-        describe_features(history, begins_from_weights(config), probed),
-        describe_trend(history, is_moving(config), phases.cooldown),
-        NOT_COOLED_DOWN if phases.lacks_cooldown(last_logged_step(history)) else "",
-        describe_shortness(steps),
+        ", ".join(filter(None, probes)),
+        describe_trend(history, is_moving(config), stable),
+        "" if cooled_down else NOT_COOLED_DOWN,
+        TOO_SHORT if steps < FEWEST_STEPS else "",
         ", ".join(warnings) and f"warnings: {', '.join(warnings)}",
     ]
-    return "; ".join(part for part in parts if part)
+    return BETWEEN_PARTS.join(filter(None, parts))
 
 
-def begins_from_weights(config: TrainingConfig) -> bool:
-    """Whether a run did not begin with random weights."""
-    return config.model is not None and config.model.init_from is not None
+# --- the prediction ---
 
 
 def describe_prediction(history: History) -> str:
@@ -74,48 +156,28 @@ def describe_prediction(history: History) -> str:
         return "not evaluated yet"
     last = lines[-1]
     if has_copy_baseline(last):
-        return describe_copying(history, last["heldout/accuracy"], copy_baseline(last))
-    name = next(name for name in SCORES if name in last)
-    score = percent(last[name]) if name in SHARES else f"{last[name]:.4g}"
-    baselines = {label: last[baseline] for baseline, label in BASELINES.items() if baseline in last}
-    return f"{SCORES[name]} {score}{in_brackets(baselines)}"
+        accuracy, copying = f"{last['heldout/accuracy']:.1%}", f"{copy_baseline(last):.1%}"
+        since = copy_baseline_beaten_since(history)
+        beaten = "not beaten" if since is None else f"beaten since step {since}"
+        if accuracy == copying:
+            beaten = "matched"
+        return f"masked-patch accuracy {accuracy} (copy baseline {copying}, {beaten})"
+    score = next(name for name in SCORES if name in last)
+    return SCORES[score].format(last[score]) + in_brackets({BASELINES[name]: last.get(name) for name in BASELINES})
 
 
-def describe_copying(history: History, accuracy: float, copying: float) -> str:
-    """Accuracy on masked patches, next to that of copying the nearest visible ones."""
-    since = copy_baseline_beaten_since(history)
-    beaten = "not beaten" if since is None else f"beaten since step {since}"
-    if percent(accuracy) == percent(copying):
-        beaten = "matched"
-    return f"masked-patch accuracy {percent(accuracy)} (copy baseline {percent(copying)}, {beaten})"
+def in_brackets(baselines: dict[str, float | None]) -> str:
+    """The baselines that are known as " (chance 10.0%, ...)"; "" if there are none."""
+    listed = ", ".join(f"{name} {share:.1%}" for name, share in baselines.items() if share is not None)
+    return f" ({listed})" if listed else ""
 
 
-def describe_features(history: History, from_weights: bool, probed: int = 0) -> str:
-    """The best block's probe on own and on general images, with baselines, and how far the weights have moved.
-
-    Args:
-        from_weights: whether the run began from weights.
-        probed: own images that are probed; 0: unknown. An accuracy on few is uncertain.
-    """
-    start = name_of_start(from_weights)
-    own, _ = probe_lines(history)
-    parts = [describe_probe(history, group, start) for group in (own, GENERAL_KNN)]
-    if parts[0] and has_few_images(probed):
-        parts[0] += f" on only {counted(probed, 'image')}"
-    moved = series(history, f"{MOVEMENT}/{ALL_WEIGHTS}")
-    if moved:
-        parts.append(f"the weights moved by {percent(moved[-1][1])}")
-    return ", ".join(part for part in parts if part)
+# --- the features ---
 
 
-def name_of_start(from_weights: bool) -> str:
-    """The name of the weights at step 0."""
-    return "the start" if from_weights else "random weights"
-
-
-def has_few_images(probed: int) -> bool:
-    """Whether a probe is of so few images that its accuracy is uncertain by 10 points or more."""
-    return 0 < probed < FEW_TEST_IMAGES
+def name_of_start(init_from: str | None) -> str:
+    """The name of the weights at step 0, by `model.init_from`."""
+    return "the start" if init_from else "random weights"
 
 
 def describe_probe(history: History, group: str, start: str) -> str:
@@ -126,45 +188,16 @@ def describe_probe(history: History, group: str, start: str) -> str:
         start: the name of the weights at step 0.
     """
     lines = lines_with(history, group)
-    if not after_training_began(lines):
+    if not lines or lines[-1]["step"] == 0:
         return ""
     first, last = lines[0], lines[-1]
     block, value = best_depth(last, group)
-    baselines = {}
-    if first["step"] == 0:
-        baselines[start] = best_depth(first, group)[1]
-        if f"{group}/floor_pixels" in first:
-            baselines["pixel colours"] = first[f"{group}/floor_pixels"]
-    if f"{group}/chance" in last:
-        baselines["chance"] = last[f"{group}/chance"]
-    return f"{PROBES[group]} {percent(value)} at block {block}{in_brackets(baselines)}"
-
-
-def describe_trend(history: History, moving: bool, cooldown: int | None = None) -> str:
-    """Whether the held-out loss changed by half a percent since the evaluation before; "" where there is none.
-
-    Args:
-        moving: whether targets move: they may be easier, or harder, than before, and there is no trend.
-        cooldown: steps that are done when the cooldown begins; None: there is none. The loss falls faster in it,
-            whatever more steps would bring: the trend is then that of the evaluations before.
-    """
-    lines = evaluations(history)
-    before = [line for line in lines if cooldown is None or line["step"] <= cooldown]
-    losses = [line[EVALUATED] for line in before]
-    if len(losses) < 2 or moving:
-        return ""
-    change = (losses[-1] - losses[-2]) / (abs(losses[-2]) or 1)
-    trend = LOSS_FLAT
-    if change < -FLAT_LOSS_CHANGE:
-        trend = LOSS_FALLS
-    elif change > FLAT_LOSS_CHANGE:
-        trend = LOSS_RISES
-    return trend if len(before) == len(lines) else f"{trend} before the cooldown"
-
-
-def describe_shortness(steps: int) -> str:
-    """A remark on a run of too few steps; "" of any other."""
-    return f"fewer than {FEWEST_STEPS} steps, too few to evaluate learning" if steps < FEWEST_STEPS else ""
+    baselines = {
+        start: best_depth(first, group)[1] if first["step"] == 0 else None,
+        "pixel colours": first.get(f"{group}/floor_pixels"),
+        "chance": last.get(f"{group}/chance"),
+    }
+    return f"{PROBES[group]} {value:.1%} at block {block}{in_brackets(baselines)}"
 
 
 def has_best_features(history: History) -> bool:
@@ -173,21 +206,31 @@ def has_best_features(history: History) -> bool:
     Without a probe: by the held-out accuracy, or the loss where there is none.
     """
     lines = evaluations(history)
-    group, probed = probe_lines(lines)
-    if group:
-        scores = {line["step"]: best_depth(line, group)[1] for line in probed}
-    else:
-        scores = {line["step"]: line.get("heldout/accuracy", -line[EVALUATED]) for line in lines}
-    last = scores.pop(last_logged_step(lines), None)
-    return last is not None and all(last > before for before in scores.values())
+    group, _ = probe_lines(lines)
+    scores = [-math.inf]
+    for line in lines:
+        values = values_by_depth(line, group).values() if group else [line.get("heldout/accuracy", -line[EVALUATED])]
+        scores.append(max(values, default=-math.inf))
+    return scores[-1] > max(scores[:-1], default=-math.inf)
 
 
-def percent(share: float) -> str:
-    """A share as "45.3%"."""
-    return f"{100 * share:.1f}%"
+# --- its progress ---
 
 
-def in_brackets(baselines: dict[str, float]) -> str:
-    """Baselines as " (chance 10.0 %, ...)"; "" if there are none."""
-    listed = ", ".join(f"{name} {percent(share)}" for name, share in baselines.items())
-    return f" ({listed})" if listed else ""
+def describe_trend(history: History, moving: bool, stable: int | None = None) -> str:
+    """Whether the held-out loss changed by half a percent since the evaluation before; "" where there is none.
+
+    Args:
+        moving: whether targets move: they may be easier, or harder, than before, and there is no trend.
+        stable: steps up to the cooldown; None: there is none. The loss falls faster in it, whatever more steps would
+            bring: the trend is then that of the evaluations before.
+    """
+    losses = series(history, EVALUATED)
+    before = [loss for step, loss in losses if stable is None or step <= stable]
+    if len(before) < 2 or moving:
+        return ""
+    change, flat = before[-1] - before[-2], FLAT_LOSS_CHANGE * abs(before[-2])
+    trend = "held-out loss flat"
+    if abs(change) > flat:
+        trend = "held-out loss rising" if change > 0 else LOSS_FALLS
+    return trend if len(before) == len(losses) else f"{trend} before the cooldown"
