@@ -172,7 +172,7 @@ def note_other_moments(config: ModelConfig, channels: int) -> None:
     """Print a note where `model.init_from` was trained on images that were normalised in another way."""
     for name, values in zip(("mean", "std"), config.normalization(channels), strict=True):
         theirs = trained_on(folder_of_weights(config.init_from), name)
-        if theirs not in ((), tuple(values)):
+        if len(theirs) == channels and theirs != tuple(values):
             note(f"model.{name} is {values}, and {config.init_from} learned with {theirs}: null takes these")
 
 
