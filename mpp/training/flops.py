@@ -5,23 +5,20 @@ to save memory do not count: the scores of fused attention in its backward pass,
 So a budget of operations means the same with either.
 """
 
-import math
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import OptimConfig
 from mpp.corruption import Corruption
 from mpp.models.adaptation import LowRankChange
-from mpp.training.muon import Muon
-from mpp.training.optim import parameter_groups
+from mpp.training.optim import build_optimizer
 from mpp.training.parallel import without_weights
 from mpp.training.task import ImageTask
-
-FUSED_ATTENTION_KERNELS = ("efficient_attention", "flash_attention", "flash_attention_for_cpu", "cudnn_attention")
-"""torch's. torch 2.14 has no formula for the CPU's."""
 
 
 def flops_of_step(task: ImageTask, image_count: int, config: OptimConfig) -> int:
@@ -71,39 +68,21 @@ def optimizer_flops(model: nn.Module, config: OptimConfig) -> int:
     """
     if config.name != "muon":
         return 0
-    flops = 0
-    for group in parameter_groups(model, config):
+    optimizer = build_optimizer(without_weights(model), config)
+    for group in optimizer.param_groups:
         if group["use_muon"]:
-            flops += sum(muon_flops(matrix.shape) for matrix in group["params"])
-    return flops
-
-
-@cache
-def muon_flops(shape: torch.Size) -> int:
-    """Operations of Muon's step for one matrix. A deep model has many of the same shape."""
-    matrix = nn.Parameter(torch.empty(shape, device="meta"))
-    matrix.grad = torch.empty_like(matrix)
+            for matrix in group["params"]:
+                matrix.grad = torch.empty_like(matrix)
     with flop_counter() as counter:
-        Muon([dict(params=[matrix], use_muon=True)], lr=1.0).step()
+        optimizer.step()
     return counter.get_total_flops()
 
 
-def flop_counter() -> FlopCounterMode:
-    """A counter: while open, it counts the operations that are executed; `get_total_flops()` is their number."""
-    formulas = {}
-    for kernel in FUSED_ATTENTION_KERNELS:
-        name = f"_scaled_dot_product_{kernel}"
-        formulas[getattr(torch.ops.aten, name)] = fused_attention
-        formulas[getattr(torch.ops.aten, f"{name}_backward")] = fused_attention_backward
-    return FlopCounterMode(display=False, custom_mapping=formulas)
+@contextmanager
+def flop_counter() -> Iterator[FlopCounterMode]:
+    """A counter: while open, it counts the operations that are executed; `get_total_flops()` is their number.
 
-
-def fused_attention(query: torch.Size, key: torch.Size, value: torch.Size, *_, **__) -> int:
-    """Operations of fused attention: queries times keys, and weights times values. Shapes are (B, heads, T, d)."""
-    queries, keys = math.prod(query[:-1]), key[-2]
-    return 2 * queries * keys * (query[-1] + value[-1])
-
-
-def fused_attention_backward(_: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *__, **___) -> int:
-    """Operations of its backward pass: each of the two products has two gradients."""
-    return 2 * fused_attention(query, key, value)
+    Attention is computed step by step meanwhile: torch has no formula for each of its fused kernels.
+    """
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        yield counter

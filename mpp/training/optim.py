@@ -33,14 +33,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     groups = parameter_groups(model, config)
     parameters = list(model.parameters())
     if config.name == "muon":
-        optimizer: torch.optim.Optimizer = Muon(
-            groups,
-            lr=config.lr,
-            momentum=config.momentum_or_default(),
-            betas=config.betas,
-            adam_scale=config.adam_scale,
-            capturable=any(parameter.is_cuda for parameter in parameters),
-        )
+        settings = dict(momentum=config.momentum_or_default(), betas=config.betas, adam_scale=config.adam_scale)
+        optimizer: torch.optim.Optimizer = Muon(groups, dict(lr=config.lr, **settings))
     elif config.name == "adam":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     else:

@@ -221,14 +221,6 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_like(part: Tensor, like: Tensor) -> Tensor:
-    """The whole of a tensor of which each process has the part that it has of `like`."""
-    if not isinstance(like, DTensor):
-        return part
-    layout = dict(shape=like.shape, stride=like.stride(), run_check=False)
-    return DTensor.from_local(part, like.device_mesh, like.placements, **layout).full_tensor()
-
-
 def shard_like(whole: Tensor, like: Tensor | None) -> Tensor:
     """A tensor, sharded where `like` is and of its shape: an optimiser counts steps of a sharded weight, too."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
