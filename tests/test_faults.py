@@ -702,18 +702,18 @@ def test_a_loader_process_that_does_not_begin_is_started_again(tmp_path, tally):
 def lack_a_batch(take_number: int) -> None:
     """On the first of two processes, images cannot be read at this take (from 1) of a batch."""
     from mpp.errors import ReadFailed
-    from mpp.training.batches import Feed
+    from mpp.training.loop import Loop
 
-    take = Feed.take
+    load_batch = Loop.load_batch
     taken = []
 
-    def failing_take(self):
+    def failing_load(self):
         taken.append(None)
         if len(taken) == take_number and os.environ["RANK"] == "0":
-            raise ReadFailed("images cannot be read")
-        return take(self)
+            return None, ReadFailed("images cannot be read")
+        return load_batch(self)
 
-    Feed.take = failing_take
+    Loop.load_batch = failing_load
 
 
 @pytest.mark.parametrize(

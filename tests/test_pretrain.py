@@ -21,8 +21,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.errors import UserError
 from mpp.models.descriptions import EncoderFacts, export_encoder
 from mpp.models.networks import MaskedPatchPredictor
-from mpp.training import batches
-from mpp.training import loop as training_loop
+from mpp.training import loop
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.log import read_history
 from mpp.training.loop import TrainingStep
@@ -262,8 +261,8 @@ def test_accumulation_equals_the_big_batch(pretrain, finished_run, tmp_path, siz
 @pytest.mark.faults
 def test_images_decoded_once_train_to_the_same_bits(pretrain, tmp_path, image_folder, monkeypatch):
     built = []
-    build = batches.training_loader
-    monkeypatch.setattr(batches, "training_loader", lambda views, *rest: (built.append(views), build(views, *rest))[1])
+    build = loop.training_loader
+    monkeypatch.setattr(loop, "training_loader", lambda views, *rest: (built.append(views), build(views, *rest))[1])
     arguments = (f"--data.path={image_folder}", "--data.eval_split=null", "--data.workers=1")
     kept, read = (pretrain(*arguments, f"--data.cache_gb={gb}", dir=tmp_path / str(gb)) for gb in (0.5, 0))
     assert weights(kept) == weights(read)
@@ -423,26 +422,6 @@ def test_a_verdict_read_late_saves_nothing_of_it(pretrain, tmp_path, monkeypatch
             pretrain(*arguments, when, f"--optim.name={optimizer}")
         assert read_history(tmp_path / "run") == []
     assert [each.name for each in complete_checkpoints(tmp_path / "run")] == ["step_00000002"]
-
-
-def test_steps_are_verified_before_their_records_pile_up(pretrain, monkeypatch):
-    """As on a GPU, with a record of at most 4 steps: after 4, 8, and the last of 10, with which metrics are logged."""
-    begin, verify, verified = TrainingStep.begin, TrainingStep.verify, []
-
-    def on_a_gpu(self, step, measure):
-        self.verifies_each_step = False
-        begin(self, step, measure)
-
-    def noted(self):
-        if self.unverified:
-            verified.append((self.step + 1, len(self.unverified)))
-        verify(self)
-
-    monkeypatch.setattr(training_loop, "MAX_UNVERIFIED", 4)
-    monkeypatch.setattr(TrainingStep, "begin", on_a_gpu)
-    monkeypatch.setattr(TrainingStep, "verify", noted)
-    run = pretrain("--run.steps=10", "--run.log_every=5000", "--run.checkpoint_every=5000")
-    assert verified == [(4, 4), (8, 4), (10, 2)] and list(read_metrics(run)) == [10]
 
 
 def test_images_smaller_than_the_crop_and_one_pixel_are_fine(pretrain, tmp_path):

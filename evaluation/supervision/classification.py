@@ -28,11 +28,10 @@ from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.models.plain import has_running_statistics
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
-from mpp.training.batches import to_device
 from mpp.training.flops import executed_flops
 from mpp.training.log import UNREADABLE_FILE, Tracker, last_evaluation
 from mpp.training.run_folder import read_record
-from mpp.training.task import ImageTask
+from mpp.training.task import ImageTask, to_device
 
 OUTCOMES_NAME = "heldout"
 """Name of a run's outcomes."""

@@ -59,27 +59,6 @@ def resume(
     return start, cursors_by_process[accelerator.process_index]
 
 
-def save(
-    accelerator: Accelerator,
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    cursors: Cursors,
-    keep: int,
-    always: Collection[int] = (),
-) -> None:
-    """Write a checkpoint of all processes' state; UserError on every process where it cannot be written.
-
-    Args:
-        keep, always: see `delete_other_checkpoints`.
-    """
-    cursors_by_process = gather_object([cursors])
-    tensors = snapshot(model, optimizer, wanted_here=accelerator.is_main_process)
-    on_main_process(accelerator, lambda: save_checkpoint(folder, step, tensors, cursors_by_process))
-    on_main_process(accelerator, lambda: delete_other_checkpoints(folder, step, keep, always))
-
-
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted_here: bool = True) -> Tensors:
     """The tensors of a checkpoint, whole. Where the model is sharded, all processes have to ask for them together.
 
@@ -190,8 +169,7 @@ def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
     """
     optimizer = build_optimizer(model, config)
     step, _ = load_checkpoint(newest_whole(folder), model, optimizer)
-    if step and config.average is not None:
-        swap_averages(optimizer)
+    swap_averages(optimizer)
     return step
 
 

@@ -20,6 +20,7 @@ from mpp.config.parsing import to_yaml
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import printable
+from mpp.runtime.processes import maximum_of_all
 from mpp.training.history import DEVICE_HOURS, EVALUATED, HOUR, Line, last_value
 
 METRICS_FILE = "metrics.jsonl"
@@ -142,6 +143,8 @@ class Speed:
         self.line_begin = time.perf_counter()
         self.paused_seconds = 0.0
         """Since the last line, for evaluations and checkpoints."""
+        self.waited = 0.0
+        """Seconds since the last line, in which this process waited for its images."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -152,17 +155,12 @@ class Speed:
         yield
         self.paused_seconds += time.perf_counter() - begin
 
-    def wait_for_device(self) -> None:
-        """Wait until a GPU has done the work that is queued."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def read(self, waited: float) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         """Scalars since the last line: images/s over all processes, waiting for data, TFLOP/s, hours, device-hours, GB.
 
-        Args:
-            waited: seconds for data since the last call.
+        All processes have to ask for them together.
         """
+        waited = maximum_of_all(self.waited)  # the others wait for the one that waits for its images
         now = time.perf_counter()
         wall_seconds = now - self.line_begin
         seconds = wall_seconds - self.paused_seconds
@@ -178,7 +176,7 @@ class Speed:
             "speed/memory_gb": memory_bytes(self.device) / 1e9,
         }
         self.line_begin = now
-        self.paused_seconds = 0.0
+        self.paused_seconds = self.waited = 0.0
         self.steps = 0
         return scalars
 

@@ -6,30 +6,31 @@ optimiser's state and, for a stream, how far it is read.
 """
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpp.config import OptimConfig, TrainingConfig
+from mpp.data.loader import in_memory, training_loader
+from mpp.data.stream import streaming_loader
 from mpp.data.views import Batch
 from mpp.errors import Diverged, ReadFailed, UserError
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.runtime.messages import note, progress_bar, shortened
-from mpp.runtime.processes import maximum_of_all, on_main_process, sharding
+from mpp.runtime.processes import on_main_process, sharding
 from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
-from mpp.training.batches import Feed, training_batches
 from mpp.training.branch import steps_to_keep
-from mpp.training.checkpoint import Cursors, kept_steps, resume, save
+from mpp.training.checkpoint import Cursors, delete_other_checkpoints, kept_steps, resume, save_checkpoint, snapshot
 from mpp.training.history import EVALUATED, PFLOP, series
 from mpp.training.log import Speed, Tracker, read_history
 from mpp.training.optim import averaged_weights, build_optimizer, learning_rate
@@ -38,9 +39,12 @@ from mpp.training.task import ImageTask
 from mpp.training.watch import Watch
 
 MAX_NAMED_IMAGES = 16  # in the message of a step that is not finite
-MAX_UNVERIFIED = 1_000  # steps, whose losses and images' indices are kept
+RECENT_IMAGES = 1024  # latest images, most of which must be decodable; at least those of a batch
+MIN_IMAGES = 32  # fewer are too few to tell
 Values = dict[str, Tensor | float]
 """Scalars of a step, perhaps on the device."""
+Passes = list[tuple[Tensor, Tensor]]
+"""This process's forward passes of a step: the loss, and the indices of the images."""
 
 
 class Loop:
@@ -72,7 +76,7 @@ class Loop:
             note(f"run.keep_at: the run is past the steps {past}, whose checkpoints cannot be kept")
         self.saved_step = self.start  # of the newest checkpoint
         self.steps_to_keep = steps_to_keep(config.optim, config.run)
-        self.feed = Feed(training_batches(task, self.start, self.cursors))  # forks: before any threads
+        self.batches = training_batches(task, self.start, self.cursors)  # forks: before any threads
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
         self.watch = Watch(task, self.tracker, config)
         self.speed = Speed(flops, task.layout.global_batch_size, self.accelerator, read_history(folder))
@@ -129,18 +133,21 @@ class Loop:
         Processes wait for each other in a pass, so all agree before it. If one of them lacks its batch, or a signal
         came, the passes so far are dropped on all, and the run ends as before the step.
         """
-        batch, failure = self.preemption.wait_for(self.feed.try_take) or (None, None)
-        ending = Ending.NONE
-        if failure:
-            ending = Ending.FAILURE
-        elif batch is None:
-            ending = Ending.SIGNAL  # it came while images were waited for
-        ending = self.preemption.agreed(ending)
-        if ending is not Ending.NONE:
+        begin = time.perf_counter()
+        batch, failure = self.preemption.wait_for(self.load_batch) or (None, None)
+        self.speed.waited += time.perf_counter() - begin
+        if self.preemption.agreed(Ending.FAILURE if failure else Ending.NONE) is not Ending.NONE:
             self.training_step.drop_passes()
             self.end(step, failure)
         self.tracker.warn_unreadable(batch.unreadable)
         return batch
+
+    def load_batch(self) -> tuple[Batch | None, UserError | None]:
+        """The next batch, or the error in its place."""
+        try:
+            return next(self.batches), None
+        except UserError as error:
+            return None, error
 
     def end(self, done: int, failure: UserError | None) -> NoReturn:
         """Write a checkpoint, then end the run on every process: by a signal, or a failure of any, such as to read."""
@@ -158,8 +165,7 @@ class Loop:
         """Log the scalars of the step that was done last; end the run if the task refuses to continue after them."""
         scalars = {name: float(value) for name, value in values.items()}
         scalars |= self.task.describe(sum_over_processes(sums))
-        waited = maximum_of_all(self.feed.reset_wait())  # the others wait for the one that waits for its images
-        scalars |= self.speed.read(waited)
+        scalars |= self.speed.read()
         scalars[PFLOP] = self.flops * done / 1e15
         scalars["unreadable"] = len(self.tracker.read_unreadable())
         self.tracker.log(done, scalars)
@@ -172,23 +178,14 @@ class Loop:
     def evaluate_at_start(self) -> None:
         """Evaluate the untrained model, the baseline of all that follows; or again where reading failed before."""
         run = self.run_config
+        lines = on_main_process(self.accelerator, lambda: series(read_history(self.folder), EVALUATED))
         if self.start == 0:
             self.watch.warn_of_settings()
-            if run.eval_every > 0:
-                self.evaluate_untrained()
-        elif due(self.start, run.eval_every, run.steps) and not self.has_evaluation(self.start):
+            if run.eval_every > 0 and self.task.probe:
+                with self.evaluated_model(0) as model:
+                    self.tracker.log(0, self.task.probe(model, baseline=True))
+        elif due(self.start, run.eval_every, run.steps) and self.start not in dict(lines):
             self.evaluate(self.start)
-
-    def has_evaluation(self, done: int) -> bool:
-        """Whether an evaluation after step `done` is logged."""
-        return on_main_process(self.accelerator, lambda: done in dict(series(read_history(self.folder), EVALUATED)))
-
-    def evaluate_untrained(self) -> None:
-        """Log scalars of the untrained model."""
-        with self.evaluated_model(0) as model:
-            scalars = self.task.evaluate_untrained(model)
-        if scalars:
-            self.tracker.log(0, scalars)
 
     def evaluate(self, done: int) -> None:
         """Evaluate on the held-out images, log the scalars, and report the verdict."""
@@ -218,8 +215,7 @@ class Loop:
     def whole_model(self) -> Iterator[nn.Module]:
         """The whole model as it is evaluated and exported: its weights are their Polyak average, if there is one."""
         self.training_step.verify()
-        averages = nullcontext() if self.optim_config.average is None else averaged_weights(self.torch_optimizer)
-        with averages, self.training_step.parallel.whole_model() as model:
+        with averaged_weights(self.torch_optimizer), self.training_step.parallel.whole_model() as model:
             yield model
 
     # --- a checkpoint ---
@@ -231,16 +227,11 @@ class Loop:
         self.training_step.verify()
         refuse_unlike_weights(self.model, done)
         with self.speed.paused():
-            save(
-                self.accelerator,
-                self.folder,
-                done,
-                self.model,
-                self.torch_optimizer,
-                self.cursors,
-                keep=self.run_config.keep_checkpoints,
-                always=self.steps_to_keep,
-            )
+            cursors = gather_object([self.cursors])
+            tensors = snapshot(self.model, self.torch_optimizer, wanted_here=self.accelerator.is_main_process)
+            on_main_process(self.accelerator, lambda: save_checkpoint(self.folder, done, tensors, cursors))
+            keep = self.run_config.keep_checkpoints, self.steps_to_keep
+            on_main_process(self.accelerator, lambda: delete_other_checkpoints(self.folder, done, *keep))
         self.saved_step = done
 
 
@@ -256,7 +247,8 @@ class TrainingStep:
         self.parallel = kind(task.model, self.accelerator, partial(build_optimizer, config=optim), task.run)
         self.model, self.wrapped, self.optimizer = self.parallel.model, self.parallel.wrapped, self.parallel.optimizer
         self.verifies_each_step = self.accelerator.device.type == "cpu"
-        self.unverified: list[StepRecord] = []
+        self.unverified: list[tuple[int, Tensor, Passes]] = []
+        """Steps since the last call of `verify`, whether all their numbers are finite, and their passes."""
 
     def __call__(self, step: int, batches: Iterable[Batch], measure: bool) -> tuple[Values, Sums]:
         """Do one step without a loop: see `begin` and `finish`."""
@@ -277,34 +269,30 @@ class TrainingStep:
         self.rate = learning_rate(self.optim_config, step, self.task.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * group.get("lr_scale", 1.0)
-        self.losses: list[Tensor] = []
-        """This process's, by forward pass, each divided so that their sum is its loss of the step."""
-        self.indices: list[Tensor] = []
+        self.passes: Passes = []
+        """Each loss divided so that their sum is this process's loss of the step."""
         self.sums: Sums = {}
-        self.earlier_statistics: list[tuple[Tensor, Tensor]] = []
-        """Running statistics of batch norms, which each pass changes, and their values before a step of several."""
+        self.earlier_buffers: list[Tensor] = []
+        """Before a step of several passes, each of which changes the running statistics of batch norms."""
         if self.layout.accumulation_steps > 1:
-            norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
-            buffers = [buffer for norm in norms for buffer in norm.buffers()]
-            self.earlier_statistics = [(buffer, buffer.clone()) for buffer in buffers]
+            self.earlier_buffers = [buffer.clone() for buffer in self.model.buffers()]
 
     def add_pass(self, batch: Batch) -> None:
         """Forward and backward pass of a batch; processes share gradients in the last one."""
-        number = len(self.losses)
+        number = len(self.passes)
         is_last = number == self.layout.accumulation_steps - 1
         torch.manual_seed(self.seed_of(number))  # so that a resumed run repeats dropout
         with nullcontext() if is_last else self.parallel.without_sync():
             loss, measured = self.task.loss(self.wrapped, batch, self.measure)
             loss = loss / self.layout.loss_divisor(number)
             self.accelerator.backward(loss)
-        self.losses.append(loss.detach())
-        self.indices.append(batch.indices)
+        self.passes.append((loss.detach(), batch.indices))
         self.sums = add_sums(self.sums, measured)
 
     def drop_passes(self) -> None:
         """Undo the passes of a step that is not finished: the model is as before the step."""
         self.optimizer.zero_grad()
-        for buffer, earlier in self.earlier_statistics:
+        for buffer, earlier in zip(self.model.buffers(), self.earlier_buffers, strict=False):
             buffer.copy_(earlier)
 
     def finish(self) -> tuple[Values, Sums]:
@@ -318,10 +306,10 @@ class TrainingStep:
                 parameter.grad = None  # the optimiser takes, and clipping counts, only those with a gradient
         clipped = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim_config.clip or math.inf)
         norm = whole_tensor(clipped)
-        loss = self.accelerator.reduce(sum(self.losses), "mean")
+        loss = self.accelerator.reduce(sum(loss for loss, _ in self.passes), "mean")
         is_finite = torch.stack([loss, norm]).isfinite().all()
-        self.unverified.append(StepRecord(self.step, is_finite, self.losses, self.indices))
-        if self.measure or self.verifies_each_step or len(self.unverified) >= MAX_UNVERIFIED:
+        self.unverified.append((self.step, is_finite, self.passes))
+        if self.measure or self.verifies_each_step:
             self.verify()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -334,20 +322,18 @@ class TrainingStep:
         Reading a GPU's numbers would wait for it in each step. So there it is called when metrics are logged, and
         before anything is evaluated or saved; on a CPU, before the weights change.
         """
-        if not self.unverified or torch.stack([record.is_finite for record in self.unverified]).all():
-            self.unverified.clear()
-            return
-        first = next(record for record in self.unverified if not record.is_finite)
-        images = []
-        suspects = []
-        for loss, indices in zip(first.losses, first.indices, strict=True):
-            images += indices.tolist()
-            if not loss.isfinite():
-                suspects += indices.tolist()
-        suspects, images = gather_object(suspects), gather_object(images)
-        names = sorted(map(self.task.train.image_name, suspects or images))
+        steps, self.unverified = self.unverified, []
+        for step, is_finite, passes in steps:
+            if not is_finite:
+                self.refuse(step, passes)
+
+    def refuse(self, step: int, passes: Passes) -> NoReturn:
+        """Raise Diverged: name the images of the losses that are not finite, or all where only a gradient is not."""
+        suspects = gather_object([indices for loss, indices in passes if not loss.isfinite()])
+        suspects = suspects or gather_object([indices for _, indices in passes])
+        names = sorted(map(self.task.train.image_name, torch.cat(suspects).tolist()))
         raise Diverged(
-            f"loss or gradient of step {first.step} is not finite (nothing of it is saved; images "
+            f"loss or gradient of step {step} is not finite (nothing of it is saved; images "
             f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is intact: "
             "check these images, or begin again with a lower optim.lr in a new run.dir"
         )
@@ -359,16 +345,37 @@ class TrainingStep:
         return int(word >> np.uint64(1))  # 63 bits
 
 
-class StepRecord(NamedTuple):
-    """The numbers that tell whether a step was finite, and the images that were in it."""
+def training_batches(task: ImageTask, start: int, cursors: Cursors) -> Iterator[Batch]:
+    """This process's batches from step `start` on, of files or decoded images; a stream continues from its cursors.
 
-    step: int
-    is_finite: Tensor
-    """Whether its loss and the norm of its gradient are, of all processes."""
-    losses: list[Tensor]
-    """This process's losses, by forward pass."""
-    indices: list[Tensor]
-    """Indices of this process's images, by forward pass."""
+    Loader processes are forked here, those of evaluations too.
+
+    Raises:
+        ReadFailed: images cannot be read.
+        UserError: most of the latest images cannot be decoded.
+    """
+    layout, steps = task.layout, task.run.steps
+    views = task.views(task.train)
+    if not task.data.streaming:
+        images_left = (steps - start) * layout.global_batch_size // layout.world_size  # of this process
+        views = in_memory(views, images_left, task.accelerator.device)
+    task.fixed_view_loader.start()
+    if task.data.streaming:
+        return refuse_undecodable(iter(streaming_loader(views, layout, start, steps, cursors)))
+    return refuse_undecodable(iter(training_loader(views, layout, start, steps)))
+
+
+def refuse_undecodable(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """These batches; UserError once most of the latest images cannot be decoded."""
+    is_bad: list[bool] = []  # of each of them
+    for batch in batches:
+        outcomes = [True] * len(batch.unreadable) + [False] * len(batch.images)
+        is_bad = (is_bad + outcomes)[-max(RECENT_IMAGES, len(outcomes)) :]
+        recent, bad = len(is_bad), sum(is_bad)
+        if recent >= MIN_IMAGES and bad > recent / 2:
+            example = f", such as {batch.unreadable[-1]}" if batch.unreadable else ""
+            raise UserError(f"{bad} of the last {recent} images cannot be decoded{example}")
+        yield batch
 
 
 def cursor_of(batch: Batch) -> Cursors:

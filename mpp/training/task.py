@@ -1,6 +1,6 @@
 """`ImageTask`: images, batches, evaluation and export, which all training tasks have in common."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,6 @@ class ImageTask:
         mean_loss = float(sums["loss"] / sums["loss_weight"].clamp(min=1))
         return {"loss": mean_loss} | self.describe(sums)
 
-    def evaluate_untrained(self, model: nn.Module) -> dict[str, float]:
-        """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
-        return self.probe(model, baseline=True) if self.probe else {}
-
     @property
     def training_image_count(self) -> int:
         """Training images; 0: a stream has an unknown number."""
@@ -225,3 +221,8 @@ class ImageTask:
             facts,
             model_card(folder, encoder, facts),
         )
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of a batch on the device; the host does not wait for pinned ones."""
+    return [tensor.to(device, non_blocking=True) for tensor in tensors]
