@@ -384,9 +384,9 @@ def test_a_full_disk(tmp_path, tally, processes):
     before = newest_step(cut)
     run = Command("pretrain", *broken, processes=processes, prepare=little_disk)
     assert run.wait() == [2] * processes, run.said[-2000:]
-    assert f"the checkpoint after step {before + 2} cannot be written" in run.said
+    assert f"step_{before + 2:08d}: the checkpoint cannot be written" in run.said
     assert "File too large" in run.said and "Traceback" not in run.said
-    assert f"step_{before:08d} is kept" in run.said
+    assert f"{before}]" in run.said  # earlier ones are named
     assert newest_step(cut) == before and not is_writing(cut)
     finish(Command("pretrain", *broken, processes=processes))
     assert weights(whole) == weights(cut)

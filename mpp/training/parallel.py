@@ -1,6 +1,7 @@
 """The model on several processes: each holds the whole of it (DDP), or a share of every tensor (FSDP2).
 
-Either trains the same weights to the same checkpoints.
+Either trains the same weights to the same checkpoints. Either may be compiled by torch (`run.compile`); whatever torch
+cannot compile is computed as it is.
 """
 
 import copy
@@ -19,11 +20,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mpp.config import RunConfig, require
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.models.adaptation import has_low_rank_changes
 from mpp.runtime.hardware import local_processes
+from mpp.runtime.messages import warn
 from mpp.runtime.processes import sharding
-from mpp.training.compilation import compile_model, or_eager
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -39,7 +40,8 @@ class Replicated:
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, build: BuildOptimizer, run: RunConfig):
         if run.compile is True:
-            compile_model(model)
+            model.compile()
+            model._compiled_call_impl = or_eager(model._compiled_call_impl, model._call_impl)
         model.to(accelerator.device)  # before the optimiser is built, which asks where it is
         self.accelerator = accelerator
         self.wrapped, self.optimizer = accelerator.prepare(model, build(model))
@@ -185,6 +187,27 @@ def compile_blocks_apart(blocks: list[nn.Module]) -> None:
         block.forward = or_eager(torch.compile(block.forward), block.forward)
 
 
+def or_eager(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, and from its first failure on, with a warning, `eager`: an error that is not the compiler's recurs.
+
+    Kernels of both passes are compiled in the forward pass.
+    """
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal compiled
+        try:
+            return compiled(*arguments, **options)
+        except Exception as error:
+            if compiled is eager or isinstance(error, UserError):
+                raise
+            cause = f"{type(error).__name__}: {one_line(error)}"[:300]  # it may quote the compiler's whole command
+            warn(f"run.compile: torch.compile fails ({cause}); the model is computed without it, more slowly")
+        compiled = eager
+        return compiled(*arguments, **options)
+
+    return call
+
+
 def sharding_units(model: nn.Module) -> list[nn.Module]:
     """The blocks that are gathered one by one: of each stack all but the last, none within another."""
     units: list[nn.Module] = []
@@ -243,11 +266,9 @@ def refuse_unlike_weights(model: nn.Module, step: int) -> None:
             share = parameter.device_mesh.get_coordinate()[-1]
         bits = local_part(parameter.detach()).float().view(torch.int32)
         digest.append(bits.sum(dtype=torch.int64))
-    own = share, torch.stack(digest).tolist()
-    digest_of_share: dict[int, list[int]] = {}
-    for each_share, each_digest in gather_object([own]):
-        if digest_of_share.setdefault(each_share, each_digest) != each_digest:
-            raise UserError(
-                f"the weights of the processes differ after step {step}, and nothing of it is saved: one computes "
-                "otherwise than the others; the same command continues from the last checkpoint"
-            )
+    copies = set(gather_object([(share, *torch.stack(digest).tolist())]))
+    if len(copies) > len({share for share, *_ in copies}):
+        raise UserError(
+            f"the weights of the processes differ after step {step}, and nothing of it is saved: one computes "
+            "otherwise than the others; the same command continues from the last checkpoint"
+        )
