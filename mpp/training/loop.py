@@ -268,7 +268,7 @@ class TrainingStep:
         self.wrapped.train()
         self.rate = learning_rate(self.optim_config, step, self.task.run.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * group.get("lr_scale", 1.0)
+            group["lr"] = self.rate * group["lr_scale"]
         self.passes: Passes = []
         """Each loss divided so that their sum is this process's loss of the step."""
         self.sums: Sums = {}
