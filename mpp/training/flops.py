@@ -37,8 +37,7 @@ def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: boo
     """
     model = without_weights(model)
     for module in model.modules():
-        if getattr(module, "grad_checkpointing", False):
-            module.grad_checkpointing = False
+        module.grad_checkpointing = False
     with flop_counter() as counter:
         outputs = model(*(part.to("meta") for part in inputs))
         if isinstance(outputs, tuple):

@@ -21,10 +21,13 @@ from mpp.errors import UserError, one_line
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import printable
 from mpp.runtime.processes import maximum_of_all
-from mpp.training.history import DEVICE_HOURS, EVALUATED, HOUR, Line, last_value
+from mpp.training.history import DEVICE_HOURS, EVALUATED, HOUR, PFLOP, Line, last_value
 
 METRICS_FILE = "metrics.jsonl"
 UNREADABLE_FILE = "unreadable.txt"
+CHARTED = "(accuracy|two_nearest|nearest|most_frequent)$"
+CHARTS = {"masked patches": {group: ["Multiline", [f"^{group}/{CHARTED}"]] for group in ("train", "heldout")}}
+"""Scalars that TensorBoard draws together: title -> chart -> kind, and patterns of their tags."""
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -67,6 +70,7 @@ class Tracker:
             raise
         for tracker in accelerator.trackers:
             if tracker.name == "tensorboard":
+                tracker.writer.add_custom_scalars(CHARTS)
                 tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(last_kept, 0))
             else:
                 scalars = {}  # trackers take no other values
@@ -155,10 +159,13 @@ class Speed:
         yield
         self.paused_seconds += time.perf_counter() - begin
 
-    def read(self) -> dict[str, float]:
-        """Scalars since the last line: images/s over all processes, waiting for data, TFLOP/s, hours, device-hours, GB.
+    def read(self, done: int) -> dict[str, float]:
+        """Scalars since the last line (images/s over all processes, waiting for data, TFLOP/s) and of the whole run.
 
         All processes have to ask for them together.
+
+        Args:
+            done: steps of the run.
         """
         waited = maximum_of_all(self.waited)  # the others wait for the one that waits for its images
         now = time.perf_counter()
@@ -174,6 +181,7 @@ class Speed:
             "speed/hours": self.hours,
             DEVICE_HOURS: self.device_hours,
             "speed/memory_gb": memory_bytes(self.device) / 1e9,
+            PFLOP: self.flops * done / 1e15,
         }
         self.line_begin = now
         self.paused_seconds = self.waited = 0.0

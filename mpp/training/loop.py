@@ -31,7 +31,7 @@ from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
 from mpp.training.branch import steps_to_keep
 from mpp.training.checkpoint import Cursors, delete_other_checkpoints, kept_steps, resume, save_checkpoint, snapshot
-from mpp.training.history import EVALUATED, PFLOP, series
+from mpp.training.history import EVALUATED, series
 from mpp.training.log import Speed, Tracker, read_history
 from mpp.training.optim import averaged_weights, build_optimizer, learning_rate
 from mpp.training.parallel import Replicated, Sharded, refuse_unlike_weights, whole_tensor
@@ -60,9 +60,7 @@ class Loop:
         self.task = task
         self.accelerator = task.accelerator
         self.run_config = config.run
-        self.optim_config = config.optim
         self.folder = folder
-        self.flops = flops
         self.preemption = preemption
         self.training_step = TrainingStep(task, config.optim)
         self.model = self.training_step.model
@@ -165,8 +163,7 @@ class Loop:
         """Log the scalars of the step that was done last; end the run if the task refuses to continue after them."""
         scalars = {name: float(value) for name, value in values.items()}
         scalars |= self.task.describe(sum_over_processes(sums))
-        scalars |= self.speed.read()
-        scalars[PFLOP] = self.flops * done / 1e15
+        scalars |= self.speed.read(done)
         scalars["unreadable"] = len(self.tracker.read_unreadable())
         self.tracker.log(done, scalars)
         self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
@@ -324,19 +321,16 @@ class TrainingStep:
         """
         steps, self.unverified = self.unverified, []
         for step, is_finite, passes in steps:
-            if not is_finite:
-                self.refuse(step, passes)
-
-    def refuse(self, step: int, passes: Passes) -> NoReturn:
-        """Raise Diverged: name the images of the losses that are not finite, or all where only a gradient is not."""
-        suspects = gather_object([indices for loss, indices in passes if not loss.isfinite()])
-        suspects = suspects or gather_object([indices for _, indices in passes])
-        names = sorted(map(self.task.train.image_name, torch.cat(suspects).tolist()))
-        raise Diverged(
-            f"loss or gradient of step {step} is not finite (nothing of it is saved; images "
-            f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is intact: "
-            "check these images, or begin again with a lower optim.lr in a new run.dir"
-        )
+            if is_finite:
+                continue
+            suspects = gather_object([indices for loss, indices in passes if not loss.isfinite()])
+            suspects = suspects or gather_object([indices for _, indices in passes])  # of an infinite gradient, all
+            names = sorted(map(self.task.train.image_name, torch.cat(suspects).tolist()))
+            raise Diverged(
+                f"loss or gradient of step {step} is not finite (nothing of it is saved; images "
+                f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is intact: "
+                "check these images, or begin again with a lower optim.lr in a new run.dir"
+            )
 
     def seed_of(self, number: int) -> int:
         """The seed of all that a pass draws inside the model: distinct for (seed, step, forward pass, rank)."""
@@ -356,13 +350,13 @@ def training_batches(task: ImageTask, start: int, cursors: Cursors) -> Iterator[
     """
     layout, steps = task.layout, task.run.steps
     views = task.views(task.train)
-    if not task.data.streaming:
-        images_left = (steps - start) * layout.global_batch_size // layout.world_size  # of this process
-        views = in_memory(views, images_left, task.accelerator.device)
-    task.fixed_view_loader.start()
     if task.data.streaming:
-        return refuse_undecodable(iter(streaming_loader(views, layout, start, steps, cursors)))
-    return refuse_undecodable(iter(training_loader(views, layout, start, steps)))
+        loader = streaming_loader(views, layout, start, steps, cursors)
+    else:
+        images_left = (steps - start) * layout.global_batch_size // layout.world_size  # of this process
+        loader = training_loader(in_memory(views, images_left, task.accelerator.device), layout, start, steps)
+    task.fixed_view_loader.start()
+    return refuse_undecodable(iter(loader))
 
 
 def refuse_undecodable(batches: Iterator[Batch]) -> Iterator[Batch]:

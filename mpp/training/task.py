@@ -39,6 +39,8 @@ class ImageTask:
     """
 
     model: nn.Module
+    kind = "encoder pre-trained without labels"
+    """The kind of encoder by its training, in a few words, for the model card."""
     method: str
     """The encoder's training in a sentence, for the model card."""
     probe: Probe | None = None
@@ -62,12 +64,6 @@ class ImageTask:
         workers = min(MAX_EVALUATION_WORKERS, loader_processes(data))
         self.fixed_view_loader = FixedViewLoader(layout.largest_share, workers, layout.world_size, layout.rank)
         torch.manual_seed(run.seed)
-
-    @property
-    def kind(self) -> str:
-        """The kind of encoder by its training, in a few words, for the model card."""
-        builds = ", which builds on an encoder that learned labels" if self.builds_on_labels else ""
-        return f"encoder pre-trained without labels{builds}"
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of a batch on the device and, if asked, sums for `describe`. `model` is wrapped for training."""
@@ -146,11 +142,6 @@ class ImageTask:
         mean_loss = float(sums["loss"] / sums["loss_weight"].clamp(min=1))
         return {"loss": mean_loss} | self.describe(sums)
 
-    @property
-    def training_image_count(self) -> int:
-        """Training images; 0: a stream has an unknown number."""
-        return len(self.train) if isinstance(self.train, ImageDataset) else 0
-
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Whatever the task does after step `step` (from 0); scalars of it. `model` is without wrappers."""
         return {}
@@ -178,16 +169,15 @@ class ImageTask:
     def describe_images(self) -> str:
         """The images in a line: kind and number, how often each is seen, how many are held out."""
         seen = ""
-        if self.training_image_count:
-            times = self.run.steps * self.layout.global_batch_size / self.training_image_count
-            seen = f", each seen {times:,.0f} times" if times >= 1000 else f", each seen {times:.3g} times"
+        if isinstance(self.train, ImageDataset):  # a stream has an unknown number
+            times = self.run.steps * self.layout.global_batch_size / len(self.train)
+            seen = f", each seen {times:,.2f} times"
         return f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
 
     def describe_model(self) -> str:
         """The model in a line."""
         parameters, trained = count_parameters(self.model.encoder)
-        size = f"{parameters / 1e6:.1f} M" if parameters >= 1e5 else f"{parameters / 1e3:.3g} k"
-        line = f"{size} parameters in the encoder"
+        line = f"{parameters / 1e6:.3g} M parameters in the encoder"
         if trained == parameters:
             return line
         which = "next to" if has_low_rank_changes(self.model.encoder) else "of"
@@ -199,8 +189,9 @@ class ImageTask:
         To be called on the main process. `model` is without wrappers.
         """
         encoder = merge(model.encoder)
+        builds = ", which builds on an encoder that learned labels" if self.builds_on_labels else ""
         facts = EncoderFacts(
-            kind=self.kind,
+            kind=self.kind + builds,
             model=self.describe_model(),
             method=self.method,
             images=f"{describe_source(self.data)}, {self.train.describe()}",
