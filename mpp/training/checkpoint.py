@@ -215,12 +215,12 @@ def newest_step(folder: Path) -> int:
 
 def flatten_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimiser's tensors as {"PARAMETER NUMBER.NAME": tensor}. All else, such as rates, comes from the config."""
-    tensors = {}
-    for number, state in optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            if torch.is_tensor(value):  # SGD without momentum has None
-                tensors[f"{number}.{name}"] = value
-    return tensors
+    return {
+        f"{number}.{name}": value
+        for number, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+        if torch.is_tensor(value)  # SGD without momentum has None
+    }
 
 
 def load_flat_state(optimizer: torch.optim.Optimizer, file: Path) -> None:

@@ -93,12 +93,11 @@ class Tracker:
 
     def log_images(self, step: int, name: str, images: Tensor) -> None:
         """Log pictures (B, 3, H, W) uint8."""
-        pictures = images.permute(0, 2, 3, 1).cpu().numpy()
         for tracker in self.accelerator.trackers:
             if tracker.name == "tensorboard":
-                tracker.log_images({name: pictures}, step, dataformats="NHWC")
+                tracker.log_images({name: images}, step)
             elif hasattr(tracker, "log_images"):
-                tracker.log_images({name: list(pictures)}, step)
+                tracker.log_images({name: list(images.permute(0, 2, 3, 1).cpu().numpy())}, step)
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Log Markdown to TensorBoard."""
@@ -108,14 +107,13 @@ class Tracker:
 
     def warn_unreadable(self, failures: list[str]) -> None:
         """Name images that could not be decoded, each once, on stderr and in unreadable.txt."""
-        new = [failure for failure in dict.fromkeys(map(printable, failures)) if failure not in self.unreadable]
-        if not new:
-            return
-        self.unreadable.update(new)
-        for failure in new:
+        for failure in map(printable, failures):
+            if failure in self.unreadable:
+                continue
+            self.unreadable.add(failure)
             tqdm.write(f"warning: unreadable image, replaced by another: {failure}", file=sys.stderr)
-        with self.unreadable_file.open("a", encoding="utf-8") as file:
-            file.writelines(f"{failure}\n" for failure in new)
+            with self.unreadable_file.open("a", encoding="utf-8") as file:
+                file.write(f"{failure}\n")
 
     def read_unreadable(self) -> set[str]:
         """Images that could not be decoded so far, by all processes and across restarts.
@@ -214,9 +212,7 @@ def drop_after(folder: Path, step: int) -> None:
 def read_history(folder: Path) -> list[Line]:
     """All whole lines of a run's metrics.jsonl; [] if there is no such file."""
     file = folder / METRICS_FILE
-    if not file.is_file():
-        return []
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     lines = []
     with suppress(ValueError):  # the last line may be torn
         for line in text.splitlines():
@@ -224,13 +220,8 @@ def read_history(folder: Path) -> list[Line]:
     return lines
 
 
-def last_evaluation(folder: Path) -> Line:
-    """The scalars of the last evaluation of a run."""
-    return last_scalars(folder, EVALUATED)
-
-
-def last_scalars(folder: Path, name: str) -> Line:
-    """The scalars of a run that were logged last together with the one of that name.
+def last_scalars(folder: Path, name: str = EVALUATED) -> Line:
+    """The scalars of a run that were logged last together with the one of that name, such as the last evaluation's.
 
     Raises:
         UserError: no run there, or none that has logged it.

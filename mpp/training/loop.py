@@ -119,7 +119,7 @@ class Loop:
             if due(done, run.checkpoint_every, run.steps) or done in self.steps_to_keep:
                 self.save(done)
         self.bar.close()
-        with self.whole_model() as model:
+        with self.evaluated_model(run.steps) as model:
             if self.accelerator.is_main_process:
                 self.task.export(model, self.folder)
 
@@ -132,20 +132,21 @@ class Loop:
         came, the passes so far are dropped on all, and the run ends as before the step.
         """
         begin = time.perf_counter()
-        batch, failure = self.preemption.wait_for(self.load_batch) or (None, None)
+        batch = self.preemption.wait_for(self.load_batch)
         self.speed.waited += time.perf_counter() - begin
-        if self.preemption.agreed(Ending.FAILURE if failure else Ending.NONE) is not Ending.NONE:
+        failure = batch if isinstance(batch, UserError) else None
+        if self.preemption.agreed(Ending.FAILURE if failure else Ending.NONE):
             self.training_step.drop_passes()
             self.end(step, failure)
         self.tracker.warn_unreadable(batch.unreadable)
         return batch
 
-    def load_batch(self) -> tuple[Batch | None, UserError | None]:
+    def load_batch(self) -> Batch | UserError:
         """The next batch, or the error in its place."""
         try:
-            return next(self.batches), None
+            return next(self.batches)
         except UserError as error:
-            return None, error
+            return error
 
     def end(self, done: int, failure: UserError | None) -> NoReturn:
         """Write a checkpoint, then end the run on every process: by a signal, or a failure of any, such as to read."""
@@ -197,23 +198,19 @@ class Loop:
 
     @contextmanager
     def evaluated_model(self, done: int) -> Iterator[nn.Module]:
-        """The whole model in eval mode, while held-out images are read, which does not count as training time.
+        """The whole model in eval mode, as it is evaluated and exported; that time does not count as training.
 
-        If images cannot be read, the run ends, on all processes together: see `FixedViewLoader`.
+        Its weights are their Polyak average, if there is one. If held-out images cannot be read, the run ends, on all
+        processes together: see `FixedViewLoader`.
         """
+        self.training_step.verify()
         self.model.eval()
+        whole_model = self.training_step.parallel.whole_model
         try:
-            with self.speed.paused(), self.whole_model() as model:
+            with self.speed.paused(), averaged_weights(self.torch_optimizer), whole_model() as model:
                 yield model
         except ReadFailed as failure:
             self.end(done, failure)
-
-    @contextmanager
-    def whole_model(self) -> Iterator[nn.Module]:
-        """The whole model as it is evaluated and exported: its weights are their Polyak average, if there is one."""
-        self.training_step.verify()
-        with averaged_weights(self.torch_optimizer), self.training_step.parallel.whole_model() as model:
-            yield model
 
     # --- a checkpoint ---
 
@@ -269,10 +266,8 @@ class TrainingStep:
         self.passes: Passes = []
         """Each loss divided so that their sum is this process's loss of the step."""
         self.sums: Sums = {}
-        self.earlier_buffers: list[Tensor] = []
-        """Before a step of several passes, each of which changes the running statistics of batch norms."""
-        if self.layout.accumulation_steps > 1:
-            self.earlier_buffers = [buffer.clone() for buffer in self.model.buffers()]
+        self.earlier_buffers = [buffer.clone() for buffer in self.model.buffers()]
+        """Each pass changes the running statistics of batch norms."""
 
     def add_pass(self, batch: Batch) -> None:
         """Forward and backward pass of a batch; processes share gradients in the last one."""
@@ -287,9 +282,8 @@ class TrainingStep:
         self.sums = add_sums(self.sums, measured)
 
     def drop_passes(self) -> None:
-        """Undo the passes of a step that is not finished: the model is as before the step."""
-        self.optimizer.zero_grad()
-        for buffer, earlier in zip(self.model.buffers(), self.earlier_buffers, strict=False):
+        """Undo the passes of a step that is not finished: the model's state is as before the step."""
+        for buffer, earlier in zip(self.model.buffers(), self.earlier_buffers, strict=True):
             buffer.copy_(earlier)
 
     def finish(self) -> tuple[Values, Sums]:

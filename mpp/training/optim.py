@@ -26,19 +26,18 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         UserError: Muon for a model without transformer blocks; layer decay for one whose layers timm does not know;
             Polyak averages, or frozen steps, for one with running statistics.
     """
-    if has_running_statistics(model):
-        why = "for this model: its batch norms' running statistics would be those of other weights"
-        require(config.average is None, "optim.average", config.average, f"null {why}")
-        require(config.frozen_steps == 0, "optim.frozen_steps", config.frozen_steps, f"0 {why}")
+    trains_alike = config.average is None and config.frozen_steps == 0
+    chosen = f"{config.average}, {config.frozen_steps}"
+    allowed = "null, 0 for this model: its batch norms' running statistics would be those of other weights"
+    require(trains_alike or not has_running_statistics(model), "optim.average, optim.frozen_steps", chosen, allowed)
     groups = parameter_groups(model, config)
-    parameters = list(model.parameters())
     if config.name == "muon":
         settings = dict(momentum=config.momentum_or_default(), betas=config.betas, adam_scale=config.adam_scale)
         optimizer: torch.optim.Optimizer = Muon(groups, dict(lr=config.lr, **settings))
     elif config.name == "adam":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     else:
-        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum_or_default(), fused=not sharded)
     if config.average is not None:
         PolyakAverage(optimizer, config.average, config.average_warmup)

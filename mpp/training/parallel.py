@@ -74,11 +74,8 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, build: BuildOptimizer, run: RunConfig):
-        if has_low_rank_changes(model):
-            raise UserError(
-                "model.lora_rank needs a whole model on each process (DDP), and the launcher shards this one; "
-                "start it without FSDP: its optimiser takes little memory, since only narrow matrices are trained"
-            )
+        allowed = "null where the launcher shards the model; start it without FSDP: only narrow matrices are trained"
+        require(not has_low_rank_changes(model), "model.lora_rank", "set", allowed)
         self.device = accelerator.device
         autocast_only = dict(device_placement=False, evaluation_mode=True)  # fully_shard moves the shards
         self.unsharded = accelerator.prepare_model(without_weights(model), **autocast_only)
@@ -145,11 +142,8 @@ def bf16_parameters(model: nn.Module) -> set[nn.Parameter]:
     rounded = set()
     others = set()
     for module in model.modules():
-        parameters = module.parameters(recurse=False)
-        if type(module) in (nn.Linear, nn.Conv2d):
-            rounded.update(parameters)
-        else:
-            others.update(parameters)
+        chosen = rounded if type(module) in (nn.Linear, nn.Conv2d) else others
+        chosen.update(module.parameters(recurse=False))
     return rounded - others
 
 

@@ -35,7 +35,14 @@ class ImageTask:
     """A training task: a model, images, a loss on batches of them, and scalars that tell how it does.
 
     Subclasses set `model` (with an `encoder` and a `normalize`), `method`, `img_size`, `train` and `held_out`, and
-    implement `loss`, `describe`, `evaluate` and `flops`.
+    implement:
+
+    - loss(model, batch, measure) -> (Tensor, Sums): mean loss of a batch on the device and, if asked, sums for
+      `describe`. The model is wrapped for training.
+    - describe(sums) -> dict[str, float]: scalars of the sums over all batches and processes.
+    - evaluate(model, step, tracker) -> dict[str, float]: scalars on held-out images, all of them on the main process;
+      it may log pictures. The model is in eval mode.
+    - flops() -> int: operations executed per image, forward and backward.
     """
 
     model: nn.Module
@@ -64,22 +71,6 @@ class ImageTask:
         workers = min(MAX_EVALUATION_WORKERS, loader_processes(data))
         self.fixed_view_loader = FixedViewLoader(layout.largest_share, workers, layout.world_size, layout.rank)
         torch.manual_seed(run.seed)
-
-    def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
-        """Mean loss of a batch on the device and, if asked, sums for `describe`. `model` is wrapped for training."""
-        raise NotImplementedError
-
-    def describe(self, sums: Sums) -> dict[str, float]:
-        """Scalars of the sums over all batches and processes."""
-        raise NotImplementedError
-
-    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        """Scalars on held-out images, all of them on the main process; may log pictures. `model` is in eval mode."""
-        raise NotImplementedError
-
-    def flops(self) -> int:
-        """Operations executed per image, forward and backward."""
-        raise NotImplementedError
 
     def build_probe(
         self,
