@@ -48,15 +48,15 @@ def resume(
     checkpoint = on_main_process(accelerator, lambda: newest_whole(folder))  # one process reads all of it
     if not all(gather_object([checkpoint is None or checkpoint.is_dir()])):
         raise UserError(f"run.dir is {folder}, which differs between processes; all nodes must share it")
-    start, cursors_by_process = load_checkpoint(checkpoint, model, optimizer)
+    start, by_process = load_checkpoint(checkpoint, model, optimizer)
     if start:
         accelerator.print(f"resuming {folder} after step {start}")
-    if not any(cursors_by_process):
+    if not any(by_process):
         return start, {}
-    before = len(cursors_by_process)
+    before = len(by_process)
     must = f"{before}, as when the run stopped: it reads a stream"
     require(accelerator.num_processes == before, "the number of processes", accelerator.num_processes, must)
-    return start, cursors_by_process[accelerator.process_index]
+    return start, {int(worker): cursor for worker, cursor in by_process[accelerator.process_index].items()}
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted_here: bool = True) -> Tensors:
@@ -129,33 +129,39 @@ def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collect
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint whose files are as they were written; others are named on stderr. None: there is none."""
-    for checkpoint in reversed(complete_checkpoints(folder)):
+    """The newest checkpoint whose files are as they were written; others are named on stderr. None: there is none.
+
+    Raises:
+        UserError: all are damaged; a run that began anew would be another.
+    """
+    checkpoints = complete_checkpoints(folder)
+    for checkpoint in reversed(checkpoints):
         damaged = damaged_files(checkpoint)
         if not damaged:
             return checkpoint
         warn(f"{checkpoint} is damaged ({', '.join(damaged)}): not used")
+    if checkpoints:
+        raise UserError(f"all checkpoints are damaged; delete {folder / 'checkpoints'} to begin again")
     return None
 
 
 def load_checkpoint(
     checkpoint: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, list[Cursors]]:
+) -> tuple[int, list[dict[str, list[int]]]]:
     """Load a checkpoint, where there is one.
 
     It does not matter how many processes wrote it, or whether the model was sharded: where it is, each process reads
     its own rows.
 
     Returns:
-        The step of the checkpoint (0: there is none), and the cursors of each process.
+        The step of the checkpoint (0: there is none), and the cursors of each process, as JSON has them.
     """
     if checkpoint is None:
         return 0, []
     model.load_state_dict(read_tensors(checkpoint / MODEL_FILE, model.state_dict().get))
     load_flat_state(optimizer, checkpoint / OPTIMIZER_FILE)
     by_process = json.loads((checkpoint / CURSORS_FILE).read_text(encoding="utf-8"))
-    cursors = [{int(worker): cursor for worker, cursor in of_process.items()} for of_process in by_process]
-    return int(checkpoint.name.removeprefix("step_")), cursors
+    return int(checkpoint.name.removeprefix("step_")), by_process
 
 
 def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:

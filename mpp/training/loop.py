@@ -43,8 +43,6 @@ RECENT_IMAGES = 1024  # latest images, most of which must be decodable; at least
 MIN_IMAGES = 32  # fewer are too few to tell
 Values = dict[str, Tensor | float]
 """Scalars of a step, perhaps on the device."""
-Passes = list[tuple[Tensor, Tensor]]
-"""This process's forward passes of a step: the loss, and the indices of the images."""
 
 
 class Loop:
@@ -66,9 +64,6 @@ class Loop:
         self.model = self.training_step.model
         self.torch_optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.torch_optimizer)
-        if self.start == 0 and config.run.branch_from is not None:  # it began with one
-            damaged = folder / "checkpoints"
-            raise UserError(f"all checkpoints of the branch are damaged; delete {damaged} to begin it again")
         past = [step for step in config.run.keep_at or () if step < self.start and step not in kept_steps(folder)]
         if past:
             note(f"run.keep_at: the run is past the steps {past}, whose checkpoints cannot be kept")
@@ -224,8 +219,8 @@ class Loop:
             cursors = gather_object([self.cursors])
             tensors = snapshot(self.model, self.torch_optimizer, wanted_here=self.accelerator.is_main_process)
             on_main_process(self.accelerator, lambda: save_checkpoint(self.folder, done, tensors, cursors))
-            keep = self.run_config.keep_checkpoints, self.steps_to_keep
-            on_main_process(self.accelerator, lambda: delete_other_checkpoints(self.folder, done, *keep))
+            keep, always = self.run_config.keep_checkpoints, self.steps_to_keep
+            on_main_process(self.accelerator, lambda: delete_other_checkpoints(self.folder, done, keep, always))
         self.saved_step = done
 
 
@@ -241,8 +236,8 @@ class TrainingStep:
         self.parallel = kind(task.model, self.accelerator, partial(build_optimizer, config=optim), task.run)
         self.model, self.wrapped, self.optimizer = self.parallel.model, self.parallel.wrapped, self.parallel.optimizer
         self.verifies_each_step = self.accelerator.device.type == "cpu"
-        self.unverified: list[tuple[int, Tensor, Passes]] = []
-        """Steps since the last call of `verify`, whether all their numbers are finite, and their passes."""
+        self.unverified: list[tuple[int, Tensor, list[Tensor]]] = []
+        """Steps since the last call of `verify`, whether all their numbers are finite, and their images' indices."""
 
     def __call__(self, step: int, batches: Iterable[Batch], measure: bool) -> tuple[Values, Sums]:
         """Do one step without a loop: see `begin` and `finish`."""
@@ -263,22 +258,25 @@ class TrainingStep:
         self.rate = learning_rate(self.optim_config, step, self.task.run.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * group["lr_scale"]
-        self.passes: Passes = []
-        """Each loss divided so that their sum is this process's loss of the step."""
+        self.losses: list[Tensor] = []
+        """This process's, by forward pass, each divided so that their sum is its loss of the step."""
+        self.indices: list[Tensor] = []
+        """Of this process's images, by forward pass."""
         self.sums: Sums = {}
         self.earlier_buffers = [buffer.clone() for buffer in self.model.buffers()]
         """Each pass changes the running statistics of batch norms."""
 
     def add_pass(self, batch: Batch) -> None:
         """Forward and backward pass of a batch; processes share gradients in the last one."""
-        number = len(self.passes)
+        number = len(self.losses)
         is_last = number == self.layout.accumulation_steps - 1
         torch.manual_seed(self.seed_of(number))  # so that a resumed run repeats dropout
         with nullcontext() if is_last else self.parallel.without_sync():
             loss, measured = self.task.loss(self.wrapped, batch, self.measure)
             loss = loss / self.layout.loss_divisor(number)
             self.accelerator.backward(loss)
-        self.passes.append((loss.detach(), batch.indices))
+        self.losses.append(loss.detach())
+        self.indices.append(batch.indices)
         self.sums = add_sums(self.sums, measured)
 
     def drop_passes(self) -> None:
@@ -297,9 +295,9 @@ class TrainingStep:
                 parameter.grad = None  # the optimiser takes, and clipping counts, only those with a gradient
         clipped = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.optim_config.clip or math.inf)
         norm = whole_tensor(clipped)
-        loss = self.accelerator.reduce(sum(loss for loss, _ in self.passes), "mean")
+        loss = self.accelerator.reduce(sum(self.losses), "mean")
         is_finite = torch.stack([loss, norm]).isfinite().all()
-        self.unverified.append((self.step, is_finite, self.passes))
+        self.unverified.append((self.step, is_finite, self.indices))
         if self.measure or self.verifies_each_step:
             self.verify()
         self.optimizer.step()
@@ -314,12 +312,10 @@ class TrainingStep:
         before anything is evaluated or saved; on a CPU, before the weights change.
         """
         steps, self.unverified = self.unverified, []
-        for step, is_finite, passes in steps:
+        for step, is_finite, indices in steps:
             if is_finite:
                 continue
-            suspects = gather_object([indices for loss, indices in passes if not loss.isfinite()])
-            suspects = suspects or gather_object([indices for _, indices in passes])  # of an infinite gradient, all
-            names = sorted(map(self.task.train.image_name, torch.cat(suspects).tolist()))
+            names = sorted(map(self.task.train.image_name, gather_object(torch.cat(indices).tolist())))
             raise Diverged(
                 f"loss or gradient of step {step} is not finite (nothing of it is saved; images "
                 f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is intact: "

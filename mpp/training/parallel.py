@@ -204,17 +204,13 @@ def or_eager(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callabl
 
 def sharding_units(model: nn.Module) -> list[nn.Module]:
     """The blocks that are gathered one by one: of each stack all but the last, none within another."""
-    units: list[nn.Module] = []
-    inner: set[nn.Module] = set()
+    blocks: dict[nn.Module, None] = {}  # in order, each once
     for module in model.modules():
         stack = getattr(module, "blocks", None)
-        if not isinstance(stack, nn.ModuleList | nn.Sequential):
-            continue
-        for block in stack[:-1]:
-            if block not in inner and not isinstance(block, nn.ModuleList):
-                units.append(block)
-                inner.update(block.modules())
-    return units
+        if isinstance(stack, nn.ModuleList | nn.Sequential):
+            blocks |= dict.fromkeys(block for block in stack[:-1] if not isinstance(block, nn.ModuleList))
+    inner = {module for block in blocks for module in block.modules() if module is not block}
+    return [block for block in blocks if block not in inner]
 
 
 def without_weights(model: nn.Module) -> nn.Module:

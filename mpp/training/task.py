@@ -146,14 +146,12 @@ class ImageTask:
         if is_hub_dataset(self.data):
             commit = self.data.revision or cached_commit(self.held_out.origin[0])
         retries = self.data.read_retries
-        if isinstance(self.train, Shards):
-            train = self.train.identify(commit)
-        else:
-            train = identify_images(self.train, self.learns_labels, retries, commit)
+        how = self.learns_labels, retries, commit
+        train = self.train.identify(commit) if isinstance(self.train, Shards) else identify_images(self.train, *how)
         train[CLASS_NAMES_FIELD] = self.held_out.class_names[: self.held_out.classes]
         if self.learns_labels and self.held_out.label_kind != "class":
             train[LABEL_KIND_FIELD] = self.held_out.label_kind
-        held_out = identify_images(self.held_out, self.learns_labels, retries, commit)
+        held_out = identify_images(self.held_out, *how)
         general = self.probe.general.identify(retries) if self.probe and self.probe.general else {}
         return {"train": train, "held_out": held_out} | general
 
