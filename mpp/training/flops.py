@@ -67,11 +67,10 @@ def optimizer_flops(model: nn.Module, config: OptimConfig) -> int:
     """
     if config.name != "muon":
         return 0
-    optimizer = build_optimizer(without_weights(model), config)
-    for group in optimizer.param_groups:
-        if group["use_muon"]:
-            for matrix in group["params"]:
-                matrix.grad = torch.empty_like(matrix)
+    model = without_weights(model)
+    optimizer = build_optimizer(model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
     with flop_counter() as counter:
         optimizer.step()
     return counter.get_total_flops()

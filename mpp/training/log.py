@@ -73,9 +73,8 @@ class Tracker:
                 tracker.writer.add_custom_scalars(CHARTS)
                 tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(last_kept, 0))
             else:
-                scalars = {}  # trackers take no other values
-                for key, value in flatten(config).items():
-                    scalars[key] = value if isinstance(value, int | float) else str(value)
+                settings = flatten(config).items()  # trackers take no values but numbers and texts
+                scalars = {key: value if isinstance(value, int | float) else str(value) for key, value in settings}
                 tracker.store_init_configuration(scalars)
 
     def log(self, step: int, values: dict[str, float]) -> None:

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import torch
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
@@ -326,7 +325,7 @@ class TrainingStep:
         """The seed of all that a pass draws inside the model: distinct for (seed, step, forward pass, rank)."""
         place = number * self.layout.world_size + self.layout.rank
         word = random_words(Stream.MODEL, self.task.run.seed, self.step, place, 1)[0]
-        return int(word >> np.uint64(1))  # 63 bits
+        return int(word) >> 1  # 63 bits
 
 
 def training_batches(task: ImageTask, start: int, cursors: Cursors) -> Iterator[Batch]:

@@ -180,10 +180,8 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 @torch.no_grad()
 def swap_averages(optimizer: torch.optim.Optimizer) -> None:
     """Exchange the values of the weights and of their averages. Weights that were never trained have none."""
-    for parameter in parameters_of(optimizer):
-        if "average" not in optimizer.state[parameter]:
-            continue
-        average = optimizer.state[parameter]["average"]
-        weights = parameter.clone()
-        parameter.copy_(average)
-        average.copy_(weights)
+    for parameter, state in optimizer.state.items():
+        if "average" in state:
+            weights = parameter.clone()
+            parameter.copy_(state["average"])
+            state["average"].copy_(weights)

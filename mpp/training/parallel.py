@@ -84,12 +84,7 @@ class Sharded:
             for tensor in state_tensors(model):  # as DDP does: the main process's weights are those of all
                 tensor.copy_(broadcast(tensor.detach().to(self.device)))
         self.model = self.wrapped = accelerator.prepare_model(model, **autocast_only)
-        self.shard(accelerator, run)
         self.syncs_each_pass = run.sync_gradients == "every_pass"
-        self.optimizer = accelerator.prepare(build(model))
-
-    def shard(self, accelerator: Accelerator, run: RunConfig) -> None:
-        """Shard the model's units, and compile them if `run.compile`."""
         reduce_dtype = torch.bfloat16 if run.reduction == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         mesh = sharding_mesh(accelerator, run)
@@ -105,6 +100,7 @@ class Sharded:
         for unit in units:
             shard_rest(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         shard_rest(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.optimizer = accelerator.prepare(build(self.model))
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
