@@ -404,17 +404,12 @@ def test_what_is_not_finite_stops_before_the_update(pretrain, tmp_path, monkeypa
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_a_verdict_read_late_saves_nothing_of_it(pretrain, tmp_path, monkeypatch, optimizer):
-    """As on a GPU: the loss of step 2 is not finite, which is noticed before the checkpoint after step 5."""
-    begin, add_pass = TrainingStep.begin, TrainingStep.add_pass
-
-    def as_on_a_gpu(self, step, measure):
-        self.verifies_each_step = False
-        begin(self, step, measure)
+    """The loss of step 2 is not finite, which is noticed before the checkpoint after step 4, or the evaluation."""
+    add_pass = TrainingStep.add_pass
 
     def poisoned(self, batch):
         add_pass(self, batch._replace(images=batch.images * float("nan")) if self.step == 2 else batch)
 
-    monkeypatch.setattr(TrainingStep, "begin", as_on_a_gpu)
     monkeypatch.setattr(TrainingStep, "add_pass", poisoned)
     arguments = ("--run.steps=10", "--run.log_every=10", "--run.eval_every=5", "--objective.name=pixels")
     for when in ("--run.checkpoint_every=2", "--run.checkpoint_every=99"):  # saved next, and evaluated next

@@ -117,7 +117,7 @@ def checkpoints(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     for step in (2, 4):
         save_checkpoint(tmp_path / "run", step, snapshot(model, optimizer))
-    return tmp_path / "run", lambda: load_checkpoint(newest_whole(tmp_path / "run"), model, optimizer)[0]
+    return tmp_path / "run", lambda: load_checkpoint(newest_whole(tmp_path / "run"), model, optimizer)
 
 
 def test_a_checkpoints_digests_may_name_any_file_and_none_is_touched(checkpoints, tmp_path, capsys):

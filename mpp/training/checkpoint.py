@@ -48,9 +48,11 @@ def resume(
     checkpoint = on_main_process(accelerator, lambda: newest_whole(folder))  # one process reads all of it
     if not all(gather_object([checkpoint is None or checkpoint.is_dir()])):
         raise UserError(f"run.dir is {folder}, which differs between processes; all nodes must share it")
-    start, by_process = load_checkpoint(checkpoint, model, optimizer)
-    if start:
-        accelerator.print(f"resuming {folder} after step {start}")
+    start = load_checkpoint(checkpoint, model, optimizer)
+    if not start:
+        return 0, {}
+    accelerator.print(f"resuming {folder} after step {start}")
+    by_process = json.loads((checkpoint / CURSORS_FILE).read_text(encoding="utf-8"))
     if not any(by_process):
         return start, {}
     before = len(by_process)
@@ -145,23 +147,17 @@ def newest_whole(folder: Path) -> Path | None:
     return None
 
 
-def load_checkpoint(
-    checkpoint: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, list[dict[str, list[int]]]]:
-    """Load a checkpoint, where there is one.
+def load_checkpoint(checkpoint: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load a checkpoint, where there is one, and return its step; 0: there is none.
 
     It does not matter how many processes wrote it, or whether the model was sharded: where it is, each process reads
     its own rows.
-
-    Returns:
-        The step of the checkpoint (0: there is none), and the cursors of each process, as JSON has them.
     """
     if checkpoint is None:
-        return 0, []
+        return 0
     model.load_state_dict(read_tensors(checkpoint / MODEL_FILE, model.state_dict().get))
     load_flat_state(optimizer, checkpoint / OPTIMIZER_FILE)
-    by_process = json.loads((checkpoint / CURSORS_FILE).read_text(encoding="utf-8"))
-    return int(checkpoint.name.removeprefix("step_")), by_process
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
@@ -174,7 +170,7 @@ def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
         The step of the checkpoint; 0: there is none, and nothing was loaded.
     """
     optimizer = build_optimizer(model, config)
-    step, _ = load_checkpoint(newest_whole(folder), model, optimizer)
+    step = load_checkpoint(newest_whole(folder), model, optimizer)
     swap_averages(optimizer)
     return step
 

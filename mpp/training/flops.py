@@ -52,12 +52,9 @@ def low_rank_flops(model: nn.Module, backward: bool = True) -> int:
 
     They count once a step, however many passes and processes repeat them.
     """
-    flops = 0
-    for module in model.modules():
-        if isinstance(module, LowRankChange):
-            product = 2 * module.up.numel() * module.down.shape[1]
-            flops += 3 * product if backward else product
-    return flops
+    changes = [module for module in model.modules() if isinstance(module, LowRankChange)]
+    products = sum(2 * change.up.numel() * change.down.shape[1] for change in changes)
+    return 3 * products if backward else products
 
 
 def optimizer_flops(model: nn.Module, config: OptimConfig) -> int:

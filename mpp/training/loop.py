@@ -156,6 +156,7 @@ class Loop:
 
     def log_step(self, done: int, values: Values, sums: Sums) -> None:
         """Log the scalars of the step that was done last; end the run if the task refuses to continue after them."""
+        self.training_step.verify()
         scalars = {name: float(value) for name, value in values.items()}
         scalars |= self.task.describe(sum_over_processes(sums))
         scalars |= self.speed.read(done)
@@ -198,7 +199,6 @@ class Loop:
         processes together: see `FixedViewLoader`.
         """
         self.training_step.verify()
-        self.model.eval()
         whole_model = self.training_step.parallel.whole_model
         try:
             with self.speed.paused(), averaged_weights(self.torch_optimizer), whole_model() as model:
@@ -234,7 +234,6 @@ class TrainingStep:
         kind = Sharded if sharding(self.accelerator) else Replicated
         self.parallel = kind(task.model, self.accelerator, partial(build_optimizer, config=optim), task.run)
         self.model, self.wrapped, self.optimizer = self.parallel.model, self.parallel.wrapped, self.parallel.optimizer
-        self.verifies_each_step = self.accelerator.device.type == "cpu"
         self.unverified: list[tuple[int, Tensor, list[Tensor]]] = []
         """Steps since the last call of `verify`, whether all their numbers are finite, and their images' indices."""
 
@@ -284,7 +283,7 @@ class TrainingStep:
             buffer.copy_(earlier)
 
     def finish(self) -> tuple[Values, Sums]:
-        """Clip the gradient, check that it is finite, and step.
+        """Clip the gradient, note whether it is finite, and step.
 
         Returns:
             Scalars (loss, gradient norm, learning rate, and the task's own); the task's sums, empty unless measured.
@@ -297,8 +296,6 @@ class TrainingStep:
         loss = self.accelerator.reduce(sum(self.losses), "mean")
         is_finite = torch.stack([loss, norm]).isfinite().all()
         self.unverified.append((self.step, is_finite, self.indices))
-        if self.measure or self.verifies_each_step:
-            self.verify()
         self.optimizer.step()
         self.optimizer.zero_grad()
         values = {"loss": loss, "optim/lr": self.rate, "optim/grad_norm": norm}
@@ -307,8 +304,8 @@ class TrainingStep:
     def verify(self) -> None:
         """Raise Diverged on every process, naming step and images, if a step since the last call was not finite.
 
-        Reading a GPU's numbers would wait for it in each step. So there it is called when metrics are logged, and
-        before anything is evaluated or saved; on a CPU, before the weights change.
+        Reading a GPU's numbers would wait for it in each step. So it is called before anything is logged, evaluated or
+        saved.
         """
         steps, self.unverified = self.unverified, []
         for step, is_finite, indices in steps:

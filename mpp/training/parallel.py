@@ -55,8 +55,8 @@ class Replicated:
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
-        """The model with its present weights, unsharded; one process may call it by itself: to evaluate and export."""
-        yield self.model
+        """The model in eval mode with its present weights, unsharded; one process may call it by itself."""
+        yield self.model.eval()
 
 
 class Sharded:
@@ -105,10 +105,8 @@ class Sharded:
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         self.wrapped.set_requires_gradient_sync(self.syncs_each_pass)
-        try:
-            yield
-        finally:
-            self.wrapped.set_requires_gradient_sync(True)
+        yield
+        self.wrapped.set_requires_gradient_sync(True)
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
@@ -116,10 +114,8 @@ class Sharded:
         with torch.no_grad():
             for target, source in zip(state_tensors(self.unsharded), state_tensors(self.model), strict=True):
                 target.copy_(whole_tensor(source))
-        try:
-            yield self.unsharded.train(self.model.training)
-        finally:
-            self.unsharded.to("meta")
+        yield self.unsharded.eval()
+        self.unsharded.to("meta")
 
 
 class Outer(nn.Module):

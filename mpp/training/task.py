@@ -130,8 +130,7 @@ class ImageTask:
 
     def describe_views(self, sums: Sums) -> dict[str, float]:
         """Mean loss and the scalars of `describe`."""
-        mean_loss = float(sums["loss"] / sums["loss_weight"].clamp(min=1))
-        return {"loss": mean_loss} | self.describe(sums)
+        return {"loss": float(sums["loss"] / sums["loss_weight"].clamp(min=1))} | self.describe(sums)
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Whatever the task does after step `step` (from 0); scalars of it. `model` is without wrappers."""
