@@ -90,10 +90,8 @@ class Muon(torch.optim.Optimizer):
 
 def of_one_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
     """Groups of matrices of one shape: batched products are faster, and have the same bits."""
-    by_shape: dict[torch.Size, list[Tensor]] = {}
-    for matrix in matrices:
-        by_shape.setdefault(matrix.shape, []).append(matrix)
-    for shape, same in by_shape.items():
+    for shape in dict.fromkeys(matrix.shape for matrix in matrices):
+        same = [matrix for matrix in matrices if matrix.shape == shape]
         count = max(1, MAX_BATCH_ELEMENTS // shape.numel())
         for first in range(0, len(same), count):
             yield same[first : first + count]

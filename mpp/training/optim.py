@@ -148,9 +148,9 @@ class PolyakAverage:
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        """Average the parameters that were trained so far: those of an encoder that is frozen at first come later."""
+        """Average the parameters that are trained: those of an encoder that is frozen at first come later."""
         state = optimizer.state
-        trained = [each for each in parameters_of(optimizer) if each.grad is not None or "average" in state[each]]
+        trained = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         for parameter in trained:
             if "average" not in state[parameter]:
                 state[parameter]["average"] = parameter.clone()
