@@ -23,7 +23,7 @@ from mpp.errors import UserError
 from mpp.runtime.files import complete, delete, partial_path, sha256_of
 from mpp.runtime.messages import warn
 from mpp.runtime.processes import on_main_process
-from mpp.training.optim import build_optimizer, parameters_of, swap_averages
+from mpp.training.optim import build_optimizer, swap_averages
 from mpp.training.parallel import shard_like, whole_tensor
 
 COMPLETE_NAME = re.compile(r"step_\d{8,}")
@@ -227,7 +227,7 @@ def flatten_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 def load_flat_state(optimizer: torch.optim.Optimizer, file: Path) -> None:
     """Load the tensors of `flatten_state` from a file."""
-    parameters = parameters_of(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in read_tensors(file, lambda key: parameters[int(key.split(".")[0])]).items():
         number, name = key.split(".", 1)

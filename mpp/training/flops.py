@@ -15,27 +15,27 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpp.config import OptimConfig
 from mpp.corruption import Corruption
-from mpp.models.adaptation import LowRankChange
+from mpp.models.adaptation import merge
 from mpp.training.optim import build_optimizer
 from mpp.training.parallel import without_weights
 from mpp.training.task import ImageTask
 
 
 def flops_of_step(task: ImageTask, image_count: int, config: OptimConfig) -> int:
-    """Operations of a step: forward and backward pass of so many images, and those that are once in a step.
+    """Operations of a step: forward and backward pass of so many images, and the optimiser's.
 
     Gradients that `optim.frozen_steps` drops count, since they are computed.
     """
-    return task.flops() * image_count + low_rank_flops(task.model) + optimizer_flops(task.model, config)
+    return task.flops() * image_count + optimizer_flops(task.model, config)
 
 
 def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: bool = True) -> int:
     """Operations of a forward (and backward) pass over these inputs, counted without computing them.
 
-    Tokens that the last block skips do not count. Nor do products of narrow matrices, whose number does not depend on
-    the images: see `low_rank_flops`.
+    Tokens that the last block skips do not count. Nor do the products by which narrow matrices become changes of
+    weights (`model.lora_rank`): their number does not depend on the images, and is a thousandth of a step's.
     """
-    model = without_weights(model)
+    model = merge(without_weights(model))
     for module in model.modules():
         module.grad_checkpointing = False
     with flop_counter() as counter:
@@ -44,17 +44,7 @@ def executed_flops(model: nn.Module, *inputs: Tensor | Corruption, backward: boo
             outputs = outputs[0]  # a teacher's, the others, have no gradients
         if backward:
             outputs.sum().backward()
-    return counter.get_total_flops() - low_rank_flops(model, backward)
-
-
-def low_rank_flops(model: nn.Module, backward: bool = True) -> int:
-    """Operations by which narrow matrices become changes of weights (`model.lora_rank`), and their gradients.
-
-    They count once a step, however many passes and processes repeat them.
-    """
-    changes = [module for module in model.modules() if isinstance(module, LowRankChange)]
-    products = sum(2 * change.up.numel() * change.down.shape[1] for change in changes)
-    return 3 * products if backward else products
+    return counter.get_total_flops()
 
 
 def optimizer_flops(model: nn.Module, config: OptimConfig) -> int:

@@ -347,14 +347,13 @@ def training_batches(task: ImageTask, start: int, cursors: Cursors) -> Iterator[
 
 def refuse_undecodable(batches: Iterator[Batch]) -> Iterator[Batch]:
     """These batches; UserError once most of the latest images cannot be decoded."""
-    is_bad: list[bool] = []  # of each of them
+    latest: list[str] = []  # of each image, why it cannot be decoded; empty: it can
     for batch in batches:
-        outcomes = [True] * len(batch.unreadable) + [False] * len(batch.images)
-        is_bad = (is_bad + outcomes)[-max(RECENT_IMAGES, len(outcomes)) :]
-        recent, bad = len(is_bad), sum(is_bad)
-        if recent >= MIN_IMAGES and bad > recent / 2:
-            example = f", such as {batch.unreadable[-1]}" if batch.unreadable else ""
-            raise UserError(f"{bad} of the last {recent} images cannot be decoded{example}")
+        outcomes = batch.unreadable + [""] * len(batch.images)
+        latest = (latest + outcomes)[-max(RECENT_IMAGES, len(outcomes)) :]
+        bad = [failure for failure in latest if failure]
+        if len(latest) >= MIN_IMAGES and len(bad) > len(latest) / 2:
+            raise UserError(f"{len(bad)} of the last {len(latest)} images cannot be decoded, such as {bad[-1]}")
         yield batch
 
 

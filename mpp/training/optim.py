@@ -150,7 +150,8 @@ class PolyakAverage:
     def __call__(self, optimizer: torch.optim.Optimizer, *_) -> None:
         """Average the parameters that are trained: those of an encoder that is frozen at first come later."""
         state = optimizer.state
-        trained = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
         for parameter in trained:
             if "average" not in state[parameter]:
                 state[parameter]["average"] = parameter.clone()
@@ -160,11 +161,6 @@ class PolyakAverage:
         count.fill_(self.updates)
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         get_ema_multi_avg_fn(decay)([state[each]["average"] for each in trained], trained, None)
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters of an optimiser, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @contextmanager

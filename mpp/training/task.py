@@ -20,7 +20,7 @@ from mpp.data.workers import loader_processes
 from mpp.features.drift import START_FILE
 from mpp.features.metrics import Sums
 from mpp.features.probe import REFERENCE, GeneralImages, Probe, general_source, load_general_images
-from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
+from mpp.models.adaptation import count_parameters, merge
 from mpp.models.descriptions import EncoderFacts, export_encoder
 from mpp.runtime.processes import on_main_process
 from mpp.training.card import model_card
@@ -54,6 +54,8 @@ class ImageTask:
     """Probe of the frozen features; None: `probe.every` is 0."""
     learns_labels = False
     """Whether it learns from the training images' labels."""
+    label_kind = "class"
+    """Kind of the labels that it learns."""
     label_names: list[str] | None = None
     """Names of the training images' classes, by number; None: there are no names."""
     builds_on_labels = False
@@ -148,8 +150,8 @@ class ImageTask:
         how = self.learns_labels, retries, commit
         train = self.train.identify(commit) if isinstance(self.train, Shards) else identify_images(self.train, *how)
         train[CLASS_NAMES_FIELD] = self.held_out.class_names[: self.held_out.classes]
-        if self.learns_labels and self.held_out.label_kind != "class":
-            train[LABEL_KIND_FIELD] = self.held_out.label_kind
+        if self.label_kind != "class":
+            train[LABEL_KIND_FIELD] = self.label_kind
         held_out = identify_images(self.held_out, *how)
         general = self.probe.general.identify(retries) if self.probe and self.probe.general else {}
         return {"train": train, "held_out": held_out} | general
@@ -166,10 +168,7 @@ class ImageTask:
         """The model in a line."""
         parameters, trained = count_parameters(self.model.encoder)
         line = f"{parameters / 1e6:.3g} M parameters in the encoder"
-        if trained == parameters:
-            return line
-        which = "next to" if has_low_rank_changes(self.model.encoder) else "of"
-        return f"{line}, {which} which {trained / 1e6:.3g} M are trained"
+        return line if trained == parameters else f"{line}, {trained / 1e6:.3g} M are trained"
 
     def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
         """Write the encoder in timm's layout, with the input that it takes, and its model card.
@@ -186,7 +185,7 @@ class ImageTask:
             how_read=self.data.how_read(),
             step=last_logged_step(read_history(folder)),
             learned_labels=self.learns_labels or self.builds_on_labels,
-            label_kind=self.held_out.label_kind if self.learns_labels else "class",
+            label_kind=self.label_kind,
             label_names=self.label_names,
             licence=self.licence,
         )
