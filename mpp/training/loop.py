@@ -96,14 +96,11 @@ class Loop:
         for step in range(self.start, run.steps):
             done = step + 1
             logged = due(done, run.log_every, run.steps)
-            cursors: Cursors = {}
             self.training_step.begin(step, measure=logged)
             for _ in range(self.task.layout.accumulation_steps):
-                batch = self.next_batch(step)
-                self.training_step.add_pass(batch)
-                cursors |= cursor_of(batch)
+                self.training_step.add_pass(self.next_batch(step))
             values, sums = self.training_step.finish()
-            self.cursors |= cursors
+            self.cursors |= self.training_step.cursors
             self.speed.steps += 1
             self.bar.update()
             if logged:
@@ -260,6 +257,8 @@ class TrainingStep:
         """This process's, by forward pass, each divided so that their sum is its loss of the step."""
         self.indices: list[Tensor] = []
         """Of this process's images, by forward pass."""
+        self.cursors: Cursors = {}
+        """Of the workers that read these images from a stream."""
         self.sums: Sums = {}
         self.earlier_buffers = [buffer.clone() for buffer in self.model.buffers()]
         """Each pass changes the running statistics of batch norms."""
@@ -275,6 +274,9 @@ class TrainingStep:
             self.accelerator.backward(loss)
         self.losses.append(loss.detach())
         self.indices.append(batch.indices)
+        if batch.cursor is not None:
+            worker, *cursor = batch.cursor.tolist()
+            self.cursors[worker] = cursor
         self.sums = add_sums(self.sums, measured)
 
     def drop_passes(self) -> None:
@@ -355,14 +357,6 @@ def refuse_undecodable(batches: Iterator[Batch]) -> Iterator[Batch]:
         if len(latest) >= MIN_IMAGES and len(bad) > len(latest) / 2:
             raise UserError(f"{len(bad)} of the last {len(latest)} images cannot be decoded, such as {bad[-1]}")
         yield batch
-
-
-def cursor_of(batch: Batch) -> Cursors:
-    """The place to which the worker that read a batch of a stream has come; empty for other batches."""
-    if batch.cursor is None:
-        return {}
-    worker, *cursor = batch.cursor.tolist()
-    return {worker: cursor}
 
 
 def due(step: int, every: int, last: int) -> bool:

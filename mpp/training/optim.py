@@ -104,8 +104,8 @@ def layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
         UserError: timm does not know the layers.
     """
     encoder = getattr(model, "encoder", None)
-    knows_layers = hasattr(encoder, "group_matcher")
-    require(knows_layers, "optim.layer_decay", decay, "null for this model, whose layers timm does not know")
+    allowed = "null for this model, whose layers timm does not know"
+    require(hasattr(encoder, "group_matcher"), "optim.layer_decay", decay, allowed)
     parameters = dict(encoder.named_parameters())
     head = ""  # a name that is of no layer is of the head
     named = SimpleNamespace(named_parameters=lambda: [*parameters.items(), (head, None)])

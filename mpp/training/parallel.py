@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from mpp.config import RunConfig, require
 from mpp.errors import UserError, one_line
@@ -45,8 +44,7 @@ class Replicated:
         model.to(accelerator.device)  # before the optimiser is built, which asks where it is
         self.accelerator = accelerator
         self.wrapped, self.optimizer = accelerator.prepare(model, build(model))
-        if isinstance(self.wrapped, DistributedDataParallel):
-            self.wrapped.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
+        self.wrapped.broadcast_buffers = False  # DDP's, in each step; as an argument, torch would warn of it
         self.model = accelerator.unwrap_model(self.wrapped)
 
     def without_sync(self) -> AbstractContextManager[None]:
@@ -142,7 +140,7 @@ def bf16_parameters(model: nn.Module) -> set[nn.Parameter]:
 def shard_rest(module: nn.Module, **options: Any) -> None:
     """`fully_shard` with all parameters of a module that are not sharded yet."""
     sharded = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
-    fully_shard(module, ignored_params=sharded or None, **options)
+    fully_shard(module, ignored_params=sharded, **options)
 
 
 def sharding_mesh(accelerator: Accelerator, run: RunConfig) -> DeviceMesh:
@@ -167,7 +165,7 @@ def compile_blocks_apart(blocks: list[nn.Module]) -> None:
     """
     from torch._functorch import config as functorch_config
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks) + 1)
+    torch._dynamo.config.recompile_limit += len(blocks)
     functorch_config.enable_autograd_cache = False
     for block in blocks:
         block.forward = or_eager(torch.compile(block.forward), block.forward)
