@@ -56,9 +56,8 @@ def resume(
     if not any(by_process):
         return start, {}
     before = len(by_process)
-    processes = accelerator.num_processes
     allowed = f"{before}, as when the run stopped: it reads a stream"
-    require(processes == before, "the number of processes", processes, allowed)
+    require(accelerator.num_processes == before, "the number of processes", accelerator.num_processes, allowed)
     return start, {int(worker): cursor for worker, cursor in by_process[accelerator.process_index].items()}
 
 

@@ -25,8 +25,12 @@ from mpp.training.history import DEVICE_HOURS, EVALUATED, HOUR, PFLOP, Line, las
 
 METRICS_FILE = "metrics.jsonl"
 UNREADABLE_FILE = "unreadable.txt"
-CHARTED = "(accuracy|two_nearest|nearest|most_frequent)$"
-CHARTS = {"masked patches": {group: ["Multiline", [f"^{group}/{CHARTED}"]] for group in ("train", "heldout")}}
+CHARTS = {
+    "masked patches": {
+        group: ["Multiline", [f"^{group}/(accuracy|two_nearest|nearest|most_frequent)$"]]
+        for group in ("train", "heldout")
+    }
+}
 """Scalars that TensorBoard draws together: title -> chart -> kind, and patterns of their tags."""
 
 
@@ -86,8 +90,9 @@ class Tracker:
             with self.metrics_file.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
         except OSError as error:
-            message = f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is intact"
-            raise UserError(message) from error
+            raise UserError(
+                f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is intact"
+            ) from error
         self.accelerator.log({name if "/" in name else f"train/{name}": values[name] for name in values}, step)
 
     def log_images(self, step: int, name: str, images: Tensor) -> None:
