@@ -135,6 +135,7 @@ def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, list[Batch]
         if time.perf_counter() - begin > MAX_TIMED_SECONDS:
             break
     seconds = time.perf_counter() - begin
+    training_step.verify()
     memory = memory_bytes(device)
     steps = max(steps, 1)
     encoder_bytes = sum(tensor.nbytes for tensor in training_step.model.encoder.state_dict().values())
