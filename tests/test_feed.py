@@ -44,7 +44,7 @@ def fail_in_the_middle(monkeypatch, step: int) -> None:
     def failing_load(self):
         taken.append(None)
         if len(taken) == PASSES * step + 3:
-            return ReadFailed("images cannot be read")
+            return None, ReadFailed("images cannot be read")
         return load_batch(self)
 
     monkeypatch.setattr(Loop, "load_batch", failing_load)

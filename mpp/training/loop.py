@@ -40,6 +40,8 @@ from mpp.training.watch import Watch
 MAX_NAMED_IMAGES = 16  # in the message of a step that is not finite
 RECENT_IMAGES = 1024  # latest images, most of which must be decodable; at least those of a batch
 MIN_IMAGES = 32  # fewer are too few to tell
+FAILURES: list[UserError] = []
+"""Errors of loaders. They keep a loader's queues, whose threads still run, until the process ends."""
 Values = dict[str, Tensor | float]
 """Scalars of a step, perhaps on the device."""
 
@@ -123,21 +125,21 @@ class Loop:
         came, the passes so far are dropped on all, and the run ends as before the step.
         """
         begin = time.perf_counter()
-        batch = self.preemption.wait_for(self.load_batch)
+        batch, failure = self.preemption.wait_for(self.load_batch) or (None, None)
         self.speed.waited += time.perf_counter() - begin
-        failure = batch if isinstance(batch, UserError) else None
         if self.preemption.agreed(Ending.FAILURE if failure else Ending.NONE):
             self.training_step.drop_passes()
             self.end(step, failure)
         self.tracker.warn_unreadable(batch.unreadable)
         return batch
 
-    def load_batch(self) -> Batch | UserError:
+    def load_batch(self) -> tuple[Batch | None, UserError | None]:
         """The next batch, or the error in its place."""
         try:
-            return next(self.batches)
+            return next(self.batches), None
         except UserError as error:
-            return error
+            FAILURES.append(error)
+            return None, error
 
     def end(self, done: int, failure: UserError | None) -> NoReturn:
         """Write a checkpoint, then end the run on every process: by a signal, or a failure of any, such as to read."""
@@ -280,7 +282,8 @@ class TrainingStep:
         self.sums = add_sums(self.sums, measured)
 
     def drop_passes(self) -> None:
-        """Undo the passes of a step that is not finished: the model's state is as before the step."""
+        """Undo the passes of a step that is not finished: the model is as before the step."""
+        self.optimizer.zero_grad()
         for buffer, earlier in zip(self.model.buffers(), self.earlier_buffers, strict=True):
             buffer.copy_(earlier)
 
@@ -338,25 +341,31 @@ def training_batches(task: ImageTask, start: int, cursors: Cursors) -> Iterator[
     """
     layout, steps = task.layout, task.run.steps
     views = task.views(task.train)
-    if task.data.streaming:
-        loader = streaming_loader(views, layout, start, steps, cursors)
-    else:
+    if not task.data.streaming:
         images_left = (steps - start) * layout.global_batch_size // layout.world_size  # of this process
-        loader = training_loader(in_memory(views, images_left, task.accelerator.device), layout, start, steps)
+        views = in_memory(views, images_left, task.accelerator.device)
     task.fixed_view_loader.start()
-    return refuse_undecodable(iter(loader))
+    if task.data.streaming:
+        return DecodableBatches(iter(streaming_loader(views, layout, start, steps, cursors)))
+    return DecodableBatches(iter(training_loader(views, layout, start, steps)))
 
 
-def refuse_undecodable(batches: Iterator[Batch]) -> Iterator[Batch]:
+class DecodableBatches(Iterator[Batch]):
     """These batches; UserError once most of the latest images cannot be decoded."""
-    latest: list[str] = []  # of each image, why it cannot be decoded; empty: it can
-    for batch in batches:
+
+    def __init__(self, batches: Iterator[Batch]):
+        self.batches = batches
+        self.latest: list[str] = []
+        """Of each image, why it cannot be decoded; empty: it can."""
+
+    def __next__(self) -> Batch:
+        batch = next(self.batches)
         outcomes = batch.unreadable + [""] * len(batch.images)
-        latest = (latest + outcomes)[-max(RECENT_IMAGES, len(outcomes)) :]
-        bad = [failure for failure in latest if failure]
-        if len(latest) >= MIN_IMAGES and len(bad) > len(latest) / 2:
-            raise UserError(f"{len(bad)} of the last {len(latest)} images cannot be decoded, such as {bad[-1]}")
-        yield batch
+        self.latest = (self.latest + outcomes)[-max(RECENT_IMAGES, len(outcomes)) :]
+        recent, bad = len(self.latest), [failure for failure in self.latest if failure]
+        if recent >= MIN_IMAGES and len(bad) > recent / 2:
+            raise UserError(f"{len(bad)} of the last {recent} images cannot be decoded, such as {bad[-1]}")
+        return batch
 
 
 def due(step: int, every: int, last: int) -> bool:
