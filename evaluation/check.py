@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -33,12 +34,11 @@ from mpp.features.reconstructions import as_rgb, as_seen, stretch
 from mpp.pretrain import Pretraining
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start_alone
-from mpp.training.batches import Feed, training_batches
 from mpp.training.checkpoint import newest_step
 from mpp.training.health import find_warnings
 from mpp.training.history import RECENT_LINES
 from mpp.training.log import memory_bytes
-from mpp.training.loop import TrainingStep
+from mpp.training.loop import TrainingStep, training_batches
 from mpp.training.run import resolve_config
 from mpp.training.run_folder import CHECK_CROPS, branch_point, refuse_other_run, refuse_other_trunk, steps_to_keep
 
@@ -93,8 +93,7 @@ def check(config: Config) -> Path:
         surveyed = None
         if not isinstance(task.train, Shards):
             surveyed = survey(task.train, task.held_out, config.data, SURVEY_SECONDS)
-        feed = Feed(training_batches(task, 0, {}))
-        step_cost, batches = time_steps(task, config, feed)
+        step_cost, batches = time_steps(task, config)
     print(f"model: {task.describe_model()}")
     print(f"images: {describe_source(config.data)}: {task.describe_images()}")
     print_images(task, surveyed)
@@ -109,18 +108,21 @@ def check(config: Config) -> Path:
     return folder
 
 
-def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[StepCost, list[Batch]]:
+def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, list[Batch]]:
     """Take some steps, and return their cost and some of their batches.
 
     The first step counts only if it is the only one.
     """
     optim = replace(config.optim, frozen_steps=0)  # as most steps are
+    loader = training_batches(task, 0, {})
     training_step = TrainingStep(task, optim)
     device = task.accelerator.device
     batches: list[Batch] = []
-    begin, steps = time.perf_counter(), 0
+    begin, waiting, steps = time.perf_counter(), 0.0, 0
     for step in range(min(1 + MAX_TIMED_STEPS, config.run.steps)):
-        passes = [feed.take() for _ in range(task.layout.accumulation_steps)]
+        asked = time.perf_counter()
+        passes = list(islice(loader, task.layout.accumulation_steps))
+        waiting += time.perf_counter() - asked
         training_step(step, passes, measure=False)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -128,12 +130,11 @@ def time_steps(task: Pretraining, config: Config, feed: Feed) -> tuple[StepCost,
             batches += passes
         steps += 1
         if step == 0 and config.run.steps > 1:
-            feed.reset_wait()
-            begin, steps = time.perf_counter(), 0
+            begin, waiting, steps = time.perf_counter(), 0.0, 0
         if time.perf_counter() - begin > MAX_TIMED_SECONDS:
             break
     seconds = time.perf_counter() - begin
-    waiting = feed.reset_wait()
+    training_step.verify()
     memory = memory_bytes(device)
     steps = max(steps, 1)
     encoder_bytes = sum(tensor.nbytes for tensor in training_step.model.encoder.state_dict().values())

@@ -34,12 +34,11 @@ from mpp.models.descriptions import learned_labels, licence_of
 from mpp.runtime.processes import on_main_process
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.runtime.start import run_main
-from mpp.training.batches import to_device
 from mpp.training.flops import executed_flops
-from mpp.training.log import Tracker, last_evaluation
+from mpp.training.log import Tracker, last_scalars
 from mpp.training.loop import due
 from mpp.training.run import train
-from mpp.training.task import ImageTask
+from mpp.training.task import ImageTask, to_device
 
 VIEWS_LOGGED = 8
 """Held-out images whose views are logged."""
@@ -194,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = train(config, Contrastive)
     if PartialState().is_main_process:
         if config.run.eval_every > 0:
-            accuracy = last_evaluation(folder)["heldout/accuracy"]
+            accuracy = last_scalars(folder)["heldout/accuracy"]
             print(f"the other view of a held-out image is the nearest one for {accuracy:.1%} of the views")
         print(f"next: tensorboard --logdir {quote(str(folder.parent))}")
         representation = "" if config.head.pooling == "mean" else " --representation class"

@@ -49,7 +49,7 @@ from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
 from mpp.runtime.weights import fingerprint
 from mpp.training.history import DEVICE_HOURS, PFLOP
-from mpp.training.log import Tracker, last_evaluation, last_scalars
+from mpp.training.log import Tracker, last_scalars
 from mpp.training.run import train, write_run_page
 from mpp.training.run_folder import saved_settings
 
@@ -150,7 +150,7 @@ def finetune_once(
     }
     folder = train(rebuild(OneRunConfig(), settings), partial(Finetuning, loaded=loaded), writes_page=on_dev)
     PartialState().wait_for_everyone()
-    last = last_evaluation(folder)
+    last = last_scalars(folder)
     scalars = last_scalars(folder, PFLOP)
     result = score_of_run(folder) | {"pflop": scalars[PFLOP]}
     if DEVICE_HOURS in scalars:  # a finished run of earlier code has not logged them

@@ -23,7 +23,7 @@ from mpp.errors import Unavailable
 from mpp.features.metrics import COUNTED, load_masked_counts
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
-from mpp.training.log import last_evaluation
+from mpp.training.log import last_scalars
 
 METRIC_OF_LINE = {
     "model": "heldout/accuracy",
@@ -44,7 +44,7 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     """
     allowed = "the folder of a pre-training run: a colour baseline predicts no patches"
     require(not is_colour_baseline(config.encoder), "encoder", config.encoder, allowed)
-    last = last_evaluation(Path(config.encoder))
+    last = last_scalars(Path(config.encoder))
     if "heldout/nearest" not in last:
         lacks = "it has no heldout/nearest, which runs that predict colours have"
         raise Unavailable(f"encoder is {config.encoder}; it must be a pre-training run: {lacks}")

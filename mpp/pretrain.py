@@ -45,7 +45,6 @@ from mpp.runtime.messages import note
 from mpp.runtime.processes import on_main_process
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
-from mpp.training.batches import to_device
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
 from mpp.training.health import targets_collapse
@@ -53,7 +52,7 @@ from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, parts_named, saved_settings
-from mpp.training.task import ImageTask
+from mpp.training.task import ImageTask, to_device
 from mpp.training.verdict import read_verdict
 
 PANEL_IMAGES = 8

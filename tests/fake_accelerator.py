@@ -263,7 +263,7 @@ def pretend_in_ours() -> None:
     replace_everywhere(hardware.device, lambda: DEVICE)
     during(Loop, "__init__", lambda *_, **__: "setting up", then="between")
     during(Loop, "log_step", lambda *_, **__: "logging")
-    during(Loop, "evaluate_untrained", lambda *_, **__: "evaluating")
+    during(Loop, "evaluate_at_start", lambda *_, **__: "evaluating")
     during(Loop, "evaluate", lambda *_, **__: "evaluating")
     during(Loop, "save", lambda *_, **__: "saving")
     during(ImageTask, "export", lambda *_, **__: "exporting")

@@ -26,7 +26,7 @@ from mpp.models.networks import build_model
 from mpp.models.plain import cell_grid
 from mpp.models.teachers import update_moving_average
 from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, newest_step
-from mpp.training.flops import executed_flops, flops_of_step, low_rank_flops
+from mpp.training.flops import executed_flops
 from mpp.training.health import is_published
 from mpp.training.loop import TrainingStep
 from mpp.training.optim import averaged_weights, build_optimizer, parameter_groups
@@ -250,10 +250,10 @@ def test_other_trainings_refuse_what_they_do_not_do():
             parse(SupervisedConfig, [option])
     with pytest.raises(UserError, match=r"init is random; it must be encoder with optim\.layer_decay or frozen_steps"):
         parse(FinetuneConfig, ["--init=random", "--optim.frozen_steps=2"])
-    with pytest.raises(UserError, match=r"optim.frozen_steps is 2; it must be 0 for this model: its batch norms"):
+    with pytest.raises(UserError, match=r"optim.frozen_steps is None, 2; it must be null, 0 for this model: its batch"):
         build_optimizer(timm.create_model("resnet18", num_classes=0), OptimConfig(frozen_steps=2))
     model, config = built(*LORA)
-    with pytest.raises(UserError, match=r"model\.lora_rank needs a whole model"):
+    with pytest.raises(UserError, match=r"model\.lora_rank is set; it must be null where the launcher shards"):
         Sharded(model, SimpleNamespace(), config.optim, config.run)
 
 
@@ -270,7 +270,7 @@ def test_a_moving_average_follows_the_changed_weights():
 
 
 def test_operations_of_what_is_trained():
-    """No gradient of frozen weights; those of narrow matrices count once a step, for any number of images."""
+    """No gradient of frozen weights; products of narrow matrices, once a step, are left out."""
     whole, config = built()
     part, _ = built("--model.train=^norm")
     adapted, _ = built(*LORA)
@@ -282,10 +282,6 @@ def test_operations_of_what_is_trained():
     products = of_all_tokens * (1 + patches) + of_masked * masked
     assert counted[0] - counted[1] == embedding + 2 * products * width**2
     assert executed_flops(adapted, *batch(adapted, config, 3)) == 3 * counted[2]
-    matrices = 2 * (3 + 1 + 4 + 4) * width * width  # of two blocks
-    assert low_rank_flops(adapted) == 3 * 2 * 2 * matrices
-    task = SimpleNamespace(model=adapted, flops=lambda: counted[2])
-    assert flops_of_step(task, 5, config.optim) == 5 * counted[2] + low_rank_flops(adapted)
     total, trained = count_parameters(adapted.encoder)
     assert total == sum(parameter.numel() for parameter in whole.encoder.parameters())
     assert trained == 2 * 2 * (4 + 2 + 5 + 5) * width
@@ -372,7 +368,7 @@ def test_a_killed_run_ends_with_the_same_bits(pretrain, tmp_path, monkeypatch, o
 
 def test_timm_alone_loads_an_encoder_that_was_merged(pretrain, tmp_path, capfd):
     first, second = begin(pretrain, tmp_path, *LORA)
-    assert "next to which" in capfd.readouterr().out
+    assert "M are trained" in capfd.readouterr().out
     encoder = timm.create_model(f"local-dir:{second / 'encoder'}", pretrained=True, num_classes=0)
     assert set(encoder.state_dict()) == set(exported(first))
     assert "LoRA" in (second / "encoder" / "README.md").read_text()

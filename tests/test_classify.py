@@ -215,7 +215,7 @@ def test_single_images_have_no_statistics_for_batch_norms(tmp_path):
 def test_a_batch_norm_over_one_place_trains_and_is_not_averaged(tmp_path):
     """At 32 pixels a ResNet's last map is 1 x 1: of one image, as FLOPs may be counted of, it has no deviation."""
     arguments = ["--model.name=resnet10t", "--model.img_size=32", "--run.steps=1", "--data.eval_images=2"]
-    with pytest.raises(ValueError, match=r"optim\.average is 0\.9; it must be null"):
+    with pytest.raises(ValueError, match=r"optim\.average, optim\.frozen_steps is 0\.9, 0; it must be null"):
         train_supervised(tmp_path / "averaged", *arguments, "--optim.average=0.9")
     folder = train_supervised(tmp_path / "run", *arguments)
     assert read_metrics(folder, "compute/pflop")[1] > 0

@@ -8,7 +8,7 @@ from torch import nn
 from mpp.config import Config
 from mpp.config.parsing import parse_saved
 from mpp.errors import UserError
-from mpp.training.compilation import or_eager
+from mpp.training.parallel import or_eager
 
 
 def choose(folder, compiled: str) -> None:

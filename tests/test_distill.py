@@ -31,9 +31,9 @@ from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
 from mpp.models.plain import set_attention
 from mpp.runtime.files import sha256_of
-from mpp.training.batches import training_batches
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.flops import executed_flops
+from mpp.training.loop import training_batches
 
 BASE = tuple(argument for argument in TINY if not argument.startswith(("--probe", "--model")))
 SMALL = tuple(argument for argument in TINY if argument.startswith("--model"))

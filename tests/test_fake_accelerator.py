@@ -26,7 +26,6 @@ STEPS = ("--run.steps=6", "--run.log_every=3", "--run.checkpoint_every=100", "--
 SMALL = (*(word for word in TINY if not word.startswith(("--run.steps", "--run.log", "--run.checkpoint"))), *STEPS)
 BETWEEN = ("update", "between")  # two logged steps
 LOGGED = {  # where the host waits when a step is logged
-    "_local_scalar_dense in loop.verify",  # the verdict on it, and on those since the last
     "index by a mask in metrics.measure_predictions",  # the accuracy on corrupted patches, by what became of them
     "bincount in palette.count",
 }

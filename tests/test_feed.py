@@ -1,6 +1,7 @@
 """Batches taken when their forward pass begins: order, steps that are dropped, and a simulated device's idle time."""
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,6 @@ from conftest import TINY, read_metrics
 from evaluation import supervised
 from mpp.errors import ReadFailed
 from mpp.runtime.signals import Ending, Preemption
-from mpp.training.batches import Feed
 from mpp.training.loop import Loop, TrainingStep
 
 PASSES = 4
@@ -18,18 +18,18 @@ ACCUMULATION = "--data.batch_size=2"  # four passes of the tests' eight images
 
 def test_each_batch_is_taken_when_its_pass_begins(pretrain, monkeypatch):
     events = []
-    take, agreed = Feed.take, Preemption.agreed
+    load_batch, agreed = Loop.load_batch, Preemption.agreed
 
-    def noted_take(self):
+    def noted_load(self):
         events.append("take")
-        return take(self)
+        return load_batch(self)
 
     def noted_agreement(self, *args):
         if args:
             events.append("agree")
         return agreed(self, *args)
 
-    monkeypatch.setattr(Feed, "take", noted_take)
+    monkeypatch.setattr(Loop, "load_batch", noted_load)
     monkeypatch.setattr(Preemption, "agreed", noted_agreement)
     monkeypatch.setattr(TrainingStep, "seed_of", lambda *_: events.append("pass") or 0)
     pretrain("--run.steps=1", ACCUMULATION)
@@ -38,16 +38,16 @@ def test_each_batch_is_taken_when_its_pass_begins(pretrain, monkeypatch):
 
 def fail_in_the_middle(monkeypatch, step: int) -> None:
     """Images of the third pass of a step (from 0) cannot be read."""
-    take = Feed.take
+    load_batch = Loop.load_batch
     taken = []
 
-    def failing_take(self):
+    def failing_load(self):
         taken.append(None)
         if len(taken) == PASSES * step + 3:
-            raise ReadFailed("images cannot be read")
-        return take(self)
+            return None, ReadFailed("images cannot be read")
+        return load_batch(self)
 
-    monkeypatch.setattr(Feed, "take", failing_take)
+    monkeypatch.setattr(Loop, "load_batch", failing_load)
 
 
 @pytest.mark.parametrize("model", [[], ["--model.name=test_resnet"]], ids=["ViT", "batch norm"])
@@ -116,8 +116,10 @@ def idle_share(passes: int, log_every: int, ahead: int, steps: int = 200) -> flo
     loop = SimpleNamespace(
         preemption=SimpleNamespace(wait_for=lambda get: get(), agreed=lambda ending: ending or Ending.NONE),
         tracker=SimpleNamespace(warn_unreadable=lambda _: None),
-        feed=Feed(clock.batches()),
+        speed=SimpleNamespace(waited=0.0),
+        batches=clock.batches(),
     )
+    loop.load_batch = partial(Loop.load_batch, loop)
     for step in range(steps):
         for _ in range(passes):
             Loop.next_batch(loop, step)

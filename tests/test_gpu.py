@@ -191,8 +191,8 @@ def test_a_diverged_run_leaves_nothing_on_the_gpu(run):
     assert error and torch.cuda.memory_allocated() == before
 
 
-def test_muon_is_the_cpus_and_heeds_the_verdict_on_the_device():
-    """Three steps on the same gradients; where the verdict is that they are not finite, no weight changes by a bit."""
+def test_muon_is_the_cpus():
+    """Three steps on the same gradients."""
     places = ("cpu", DEVICE)
     models = []
     for place in places:
@@ -206,19 +206,9 @@ def test_muon_is_the_cpus_and_heeds_the_verdict_on_the_device():
         for place, model, optimizer in zip(places, models, optimizers, strict=True):
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = gradient.to(place)
-            optimizer.found_inf = torch.zeros((), device=place)
             optimizer.step()
-    assert optimizers[1].defaults["capturable"] == CUDA
     for begin, one, other in zip(first, *(model.parameters() for model in models), strict=True):
         assert (one - other.cpu()).norm() < 0.02 * (one - begin).norm()  # Newton and Schulz iterate in bf16
-    model = models[1]
-    optimizer = optimizers[1]
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, torch.nan)
-    optimizer.found_inf = torch.ones((), device=DEVICE)
-    optimizer.step()
-    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
 def test_frozen_features_are_the_cpus(run, tmp_path, monkeypatch):

@@ -353,7 +353,7 @@ def test_a_branch_without_a_whole_checkpoint_does_not_begin_at_step_0(pretrain, 
     for state in begun.glob("checkpoints/*/state.json"):
         state.write_text("{}")
     shutil.rmtree(begun / "encoder")
-    with pytest.raises(UserError, match=r"all checkpoints of the branch are damaged; delete .*checkpoints"):
+    with pytest.raises(UserError, match=r"all checkpoints are damaged; delete .*checkpoints"):
         pretrain(*WSD, dir=begun)
     shutil.rmtree(begun / "checkpoints")
     assert read_metrics(pretrain(*WSD, dir=begun), "loss") == read_metrics(begun, "loss")

@@ -10,7 +10,7 @@ from evaluation.comparison.differences import paired_difference
 from evaluation.metrics.outcomes import Outcomes, load_outcomes
 from evaluation.metrics.scoring import KINDS, score_of
 from mpp.errors import Unavailable, UserError
-from mpp.training.log import last_evaluation
+from mpp.training.log import last_scalars
 
 
 def test_a_run_keeps_the_patches_of_each_image_and_its_accuracies_have_intervals(pretrain, tmp_path, capsys):
@@ -20,7 +20,7 @@ def test_a_run_keeps_the_patches_of_each_image_and_its_accuracies_have_intervals
     assert "8 held-out images, 95% intervals over these" in capsys.readouterr().out
     path = run / "evaluation" / "masked.json"
     report = json.loads(path.read_text())
-    logged = last_evaluation(run)
+    logged = last_scalars(run)
     for result in report["results"][:3]:
         outcomes = load_outcomes(path, result["outcomes"])
         assert result["accuracy"] == logged[masked.METRIC_OF_LINE[result["case"]]]

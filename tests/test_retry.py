@@ -23,8 +23,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError
-from mpp.training.batches import MIN_IMAGES, RECENT_IMAGES, Feed
-from mpp.training.loop import Loop
+from mpp.training.loop import MIN_IMAGES, RECENT_IMAGES, DecodableBatches, Loop
 
 
 @pytest.fixture
@@ -170,24 +169,24 @@ def fake_batch(good: int, bad: int) -> SimpleNamespace:
 def test_most_of_the_latest_images_count_and_not_the_whole_life():
     fine = itertools.repeat(fake_batch(64, 0), 2000)
     broken = itertools.repeat(fake_batch(64, 100))
-    feed = Feed(itertools.chain(fine, broken))
+    batches = DecodableBatches(itertools.chain(fine, broken))
     for _ in range(2000):
-        feed.take()
+        next(batches)
     message = rf"\d+ of the last {RECENT_IMAGES} images cannot be decoded, such as 99.png: broken"
     taken = 0
     with pytest.raises(UserError, match=message):
         for _ in range(20):
             taken += 1
-            feed.take()
+            next(batches)
     assert taken * 164 <= RECENT_IMAGES + 164
 
 
 def test_a_few_broken_images_end_nothing():
     begin = [fake_batch(0, MIN_IMAGES - 1), fake_batch(64, 0)]
     rest = itertools.repeat(fake_batch(51, 49), 50)
-    feed = Feed(itertools.chain(begin, rest))
+    batches = DecodableBatches(itertools.chain(begin, rest))
     for _ in range(30):
-        feed.take()
+        next(batches)
 
 
 def test_nothing_is_made_up_where_no_image_can_be_decoded(tmp_path):

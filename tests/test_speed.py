@@ -35,7 +35,8 @@ def test_evaluations_are_in_the_hours_and_not_in_the_speed(clock):
         measured.steps += 1
     with measured.paused():
         clock.pass_(60)
-    scalars = measured.read(waited=5.0)
+    measured.waited = 5.0
+    scalars = measured.read(done=15)
     assert scalars["speed/images_per_second"] == 32
     assert scalars["speed/images_per_second_overall"] == 8
     assert scalars["speed/executed_tflops"] == 0.5
@@ -44,6 +45,7 @@ def test_evaluations_are_in_the_hours_and_not_in_the_speed(clock):
     assert scalars["speed/device_hours"] == pytest.approx(8 + 3 * 80 / 3600)  # 8 are of an earlier start
     clock.pass_(2)
     measured.steps += 1
-    following = measured.read(waited=0.0)
+    following = measured.read(done=16)
+    assert (scalars["compute/pflop"], following["speed/data_wait"]) == (15e-3, 0)
     assert following["speed/images_per_second"] == following["speed/images_per_second_overall"] == 32
     assert following["speed/hours"] == pytest.approx(1 + 82 / 3600)

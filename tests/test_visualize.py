@@ -38,7 +38,7 @@ from evaluation.visualize import main
 from mpp.config import ModelConfig
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
-from mpp.training.log import last_evaluation
+from mpp.training.log import last_scalars
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0")
 SHOWN = "--images=3"  # with pictures that show images
@@ -319,7 +319,7 @@ def test_the_rank_is_that_of_training(pretrain, tmp_path):
     run = pretrain("--probe.every=4", "--data.eval_images=300")  # all of the held-out ones
     out = draw(run, tmp_path / "pictures", "--pictures=rank")
     drawn = json.loads((out / "rank.json").read_text())
-    logged = last_evaluation(run)
+    logged = last_scalars(run)
     ranks = {"1": logged["features/rank/depth_01"], "2": logged["features/rank/depth_02"]}
     assert drawn == {"images": 286, "width": 16, "rank_by_depth": pytest.approx(ranks, rel=1e-3)}
 

@@ -28,11 +28,10 @@ from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.models.plain import has_running_statistics
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
-from mpp.training.batches import to_device
 from mpp.training.flops import executed_flops
-from mpp.training.log import UNREADABLE_FILE, Tracker, last_evaluation
+from mpp.training.log import UNREADABLE_FILE, Tracker, last_scalars
 from mpp.training.run_folder import read_record
-from mpp.training.task import ImageTask
+from mpp.training.task import ImageTask, to_device
 
 OUTCOMES_NAME = "heldout"
 """Name of a run's outcomes."""
@@ -182,9 +181,9 @@ def score_of_run(folder: Path) -> dict[str, Any]:
     """
     outcomes = held_out_outcomes(folder)
     if outcomes is None:
-        return {"accuracy": last_evaluation(folder)["heldout/accuracy"]}
+        return {"accuracy": last_scalars(folder)["heldout/accuracy"]}
     score = kind_of(outcomes).score
-    accuracy = last_evaluation(folder).get(f"heldout/{score}", math.nan)
+    accuracy = last_scalars(folder).get(f"heldout/{score}", math.nan)
     result = {"accuracy": accuracy, "outcomes": outcomes}
     held_out = read_record(folder)["held_out"].get("images", len(outcomes))
     left_out = held_out - len(outcomes)

@@ -8,7 +8,6 @@ whose length is unknown, adds its cursors.
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -22,11 +21,12 @@ from torch import nn
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
 from mpp.runtime.files import complete, delete, partial_path, sha256_of
+from mpp.runtime.messages import warn
 from mpp.runtime.processes import on_main_process
-from mpp.training.optim import build_optimizer, parameters_of, swap_averages
+from mpp.training.optim import build_optimizer, swap_averages
 from mpp.training.parallel import shard_like, whole_tensor
 
-COMPLETE_NAME = re.compile(r"step_\d+")
+COMPLETE_NAME = re.compile(r"step_\d{8,}")
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 CURSORS_FILE = "cursors.json"
@@ -48,36 +48,17 @@ def resume(
     checkpoint = on_main_process(accelerator, lambda: newest_whole(folder))  # one process reads all of it
     if not all(gather_object([checkpoint is None or checkpoint.is_dir()])):
         raise UserError(f"run.dir is {folder}, which differs between processes; all nodes must share it")
-    start, cursors_by_process = load_checkpoint(checkpoint, model, optimizer)
-    if start:
-        accelerator.print(f"resuming {folder} after step {start}")
-    if not any(cursors_by_process):
+    start = load_checkpoint(checkpoint, model, optimizer)
+    if not start:
+        return 0, {}
+    accelerator.print(f"resuming {folder} after step {start}")
+    by_process = json.loads((checkpoint / CURSORS_FILE).read_text(encoding="utf-8"))
+    if not any(by_process):
         return start, {}
-    before = len(cursors_by_process)
-    must = f"{before}, as when the run stopped: it reads a stream"
-    require(accelerator.num_processes == before, "the number of processes", accelerator.num_processes, must)
-    return start, cursors_by_process[accelerator.process_index]
-
-
-def save(
-    accelerator: Accelerator,
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    cursors: Cursors,
-    keep: int,
-    always: Collection[int] = (),
-) -> None:
-    """Write a checkpoint of all processes' state; UserError on every process where it cannot be written.
-
-    Args:
-        keep, always: see `delete_other_checkpoints`.
-    """
-    cursors_by_process = gather_object([cursors])
-    tensors = snapshot(model, optimizer, wanted_here=accelerator.is_main_process)
-    on_main_process(accelerator, lambda: save_checkpoint(folder, step, tensors, cursors_by_process))
-    on_main_process(accelerator, lambda: delete_other_checkpoints(folder, step, keep, always))
+    before = len(by_process)
+    allowed = f"{before}, as when the run stopped: it reads a stream"
+    require(accelerator.num_processes == before, "the number of processes", accelerator.num_processes, allowed)
+    return start, {int(worker): cursor for worker, cursor in by_process[accelerator.process_index].items()}
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted_here: bool = True) -> Tensors:
@@ -117,9 +98,8 @@ def save_checkpoint(folder: Path, step: int, tensors: Tensors, cursors: Sequence
             state = {"torch": torch.__version__, "sha256": digests}
             (partial / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        kept = newest_step(folder)
-        earlier = f"that after step {kept} is kept, and the same command continues from it" if kept else "none is kept"
-        raise UserError(f"{final}: the checkpoint cannot be written ({error}); {earlier}") from error
+        kept = f"earlier ones are as they were, of steps {kept_steps(folder)}"
+        raise UserError(f"{final}: the checkpoint cannot be written ({error}); {kept}") from error
     return final
 
 
@@ -135,48 +115,49 @@ def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collect
     Args:
         always: steps whose checkpoints stay.
     """
-    earlier = [kept for kept in kept_steps(folder) if kept <= step]
-    stay = {*earlier[-keep:], *set(earlier).intersection(always)}
-    for other in complete_checkpoints(folder):
-        if checkpoint_step(other) in stay:
+    kept = kept_steps(folder)
+    newest = [each for each in kept if each <= step][-keep:]
+    for each in kept:
+        if each in newest or (each in always and each <= step):
             continue
+        other = checkpoint_path(folder, each)
         doomed = partial_path(other)
         try:
             delete(doomed)
             other.rename(doomed)  # a killed deletion leaves no half checkpoint
             shutil.rmtree(doomed)
         except OSError as error:  # it is read over NFS, for example
-            print(f"warning: {other} cannot be deleted: {error}", file=sys.stderr)
+            warn(f"{other} cannot be deleted: {error}")
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint whose files are as they were written; others are named on stderr. None: there is none."""
-    for checkpoint in reversed(complete_checkpoints(folder)):
+    """The newest checkpoint whose files are as they were written; others are named on stderr. None: there is none.
+
+    Raises:
+        UserError: all are damaged; a run that began anew would be another.
+    """
+    checkpoints = complete_checkpoints(folder)
+    for checkpoint in reversed(checkpoints):
         damaged = damaged_files(checkpoint)
         if not damaged:
             return checkpoint
-        print(f"warning: {checkpoint} is damaged ({', '.join(damaged)}): not used", file=sys.stderr)
+        warn(f"{checkpoint} is damaged ({', '.join(damaged)}): not used")
+    if checkpoints:
+        raise UserError(f"all checkpoints are damaged; delete {folder / 'checkpoints'} to begin again")
     return None
 
 
-def load_checkpoint(
-    checkpoint: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, list[Cursors]]:
-    """Load a checkpoint, where there is one.
+def load_checkpoint(checkpoint: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load a checkpoint, where there is one, and return its step; 0: there is none.
 
     It does not matter how many processes wrote it, or whether the model was sharded: where it is, each process reads
     its own rows.
-
-    Returns:
-        The step of the checkpoint (0: there is none), and the cursors of each process.
     """
     if checkpoint is None:
-        return 0, []
+        return 0
     model.load_state_dict(read_tensors(checkpoint / MODEL_FILE, model.state_dict().get))
     load_flat_state(optimizer, checkpoint / OPTIMIZER_FILE)
-    by_process = json.loads((checkpoint / CURSORS_FILE).read_text(encoding="utf-8"))
-    cursors = [{int(worker): cursor for worker, cursor in of_process.items()} for of_process in by_process]
-    return checkpoint_step(checkpoint), cursors
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
@@ -189,9 +170,8 @@ def restore_trained(folder: Path, model: nn.Module, config: OptimConfig) -> int:
         The step of the checkpoint; 0: there is none, and nothing was loaded.
     """
     optimizer = build_optimizer(model, config)
-    step, _ = load_checkpoint(newest_whole(folder), model, optimizer)
-    if step and config.average is not None:
-        swap_averages(optimizer)
+    step = load_checkpoint(newest_whole(folder), model, optimizer)
+    swap_averages(optimizer)
     return step
 
 
@@ -204,25 +184,11 @@ def damaged_files(checkpoint: Path) -> list[str]:
     try:
         digests = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["sha256"]
         files = (MODEL_FILE, OPTIMIZER_FILE, CURSORS_FILE)
-        damaged = [name for name in files if sha256_of(checkpoint / name) != digests[name]]
-        for name in {MODEL_FILE, OPTIMIZER_FILE} - set(damaged):
-            safe_open(checkpoint / name, framework="pt")  # a writer of these files can write their checksums, too
+        return [name for name in files if sha256_of(checkpoint / name) != digests[name]]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return [STATE_FILE]
     except OSError as error:
         raise UserError(f"{checkpoint} cannot be read now ({error}); the same command continues when it can") from error
-    except SafetensorError:
-        return [name]
-    return damaged
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first."""
-    parent = folder / "checkpoints"
-    if not parent.is_dir():
-        return []
-    paths = parent.iterdir()  # not `glob`, for which a folder that cannot be read is empty
-    return sorted((path for path in paths if COMPLETE_NAME.fullmatch(path.name)), key=checkpoint_step)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -230,14 +196,18 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step_{step:08d}"
 
 
-def checkpoint_step(checkpoint: Path) -> int:
-    """The steps that were done when it was taken, by its name."""
-    return int(checkpoint.name.removeprefix("step_"))
-
-
 def kept_steps(folder: Path) -> list[int]:
     """Steps whose checkpoints a run has, in order; they may be damaged."""
-    return [checkpoint_step(path) for path in complete_checkpoints(folder)]
+    parent = folder / "checkpoints"
+    if not parent.is_dir():
+        return []
+    names = [path.name for path in parent.iterdir()]  # not `glob`, for which a folder that cannot be read is empty
+    return sorted(int(name.removeprefix("step_")) for name in names if COMPLETE_NAME.fullmatch(name))
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first."""
+    return [checkpoint_path(folder, step) for step in kept_steps(folder)]
 
 
 def newest_step(folder: Path) -> int:
@@ -247,21 +217,21 @@ def newest_step(folder: Path) -> int:
 
 def flatten_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimiser's tensors as {"PARAMETER NUMBER.NAME": tensor}. All else, such as rates, comes from the config."""
-    tensors = {}
-    for number, state in optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            if torch.is_tensor(value):  # SGD without momentum has None
-                tensors[f"{number}.{name}"] = value
-    return tensors
+    return {
+        f"{number}.{name}": value
+        for number, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+        if torch.is_tensor(value)  # SGD without momentum has None
+    }
 
 
 def load_flat_state(optimizer: torch.optim.Optimizer, file: Path) -> None:
     """Load the tensors of `flatten_state` from a file."""
-    parameters = parameters_of(optimizer)
-    state: dict[int, dict[str, torch.Tensor]] = {number: {} for number in range(len(parameters))}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in read_tensors(file, lambda key: parameters[int(key.split(".")[0])]).items():
         number, name = key.split(".", 1)
-        state[int(number)][name] = tensor
+        state.setdefault(int(number), {})[name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

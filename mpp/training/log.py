@@ -20,10 +20,18 @@ from mpp.config.parsing import to_yaml
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import write_complete
 from mpp.runtime.messages import printable
-from mpp.training.history import DEVICE_HOURS, EVALUATED, HOUR, Line, last_value
+from mpp.runtime.processes import maximum_of_all
+from mpp.training.history import DEVICE_HOURS, EVALUATED, HOUR, PFLOP, Line, last_value
 
 METRICS_FILE = "metrics.jsonl"
 UNREADABLE_FILE = "unreadable.txt"
+CHARTS = {
+    "masked patches": {
+        group: ["Multiline", [f"^{group}/(accuracy|two_nearest|nearest|most_frequent)$"]]
+        for group in ("train", "heldout")
+    }
+}
+"""Scalars that TensorBoard draws together: title -> chart -> kind, and patterns of their tags."""
 
 
 def check_trackers(run: RunConfig) -> None:
@@ -66,11 +74,11 @@ class Tracker:
             raise
         for tracker in accelerator.trackers:
             if tracker.name == "tensorboard":
+                tracker.writer.add_custom_scalars(CHARTS)
                 tracker.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", max(last_kept, 0))
             else:
-                scalars = {}  # trackers take no other values
-                for key, value in flatten(config).items():
-                    scalars[key] = value if isinstance(value, int | float) else str(value)
+                settings = flatten(config).items()  # trackers take no values but numbers and texts
+                scalars = {key: value if isinstance(value, int | float) else str(value) for key, value in settings}
                 tracker.store_init_configuration(scalars)
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -82,18 +90,18 @@ class Tracker:
             with self.metrics_file.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
         except OSError as error:
-            message = f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is intact"
-            raise UserError(message) from error
+            raise UserError(
+                f"{self.metrics_file} cannot be written: {one_line(error)}; the last checkpoint is intact"
+            ) from error
         self.accelerator.log({name if "/" in name else f"train/{name}": values[name] for name in values}, step)
 
     def log_images(self, step: int, name: str, images: Tensor) -> None:
         """Log pictures (B, 3, H, W) uint8."""
-        pictures = images.permute(0, 2, 3, 1).cpu().numpy()
         for tracker in self.accelerator.trackers:
             if tracker.name == "tensorboard":
-                tracker.log_images({name: pictures}, step, dataformats="NHWC")
+                tracker.log_images({name: images}, step)
             elif hasattr(tracker, "log_images"):
-                tracker.log_images({name: list(pictures)}, step)
+                tracker.log_images({name: list(images.permute(0, 2, 3, 1).cpu().numpy())}, step)
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Log Markdown to TensorBoard."""
@@ -103,14 +111,13 @@ class Tracker:
 
     def warn_unreadable(self, failures: list[str]) -> None:
         """Name images that could not be decoded, each once, on stderr and in unreadable.txt."""
-        new = [failure for failure in dict.fromkeys(map(printable, failures)) if failure not in self.unreadable]
-        if not new:
-            return
-        self.unreadable.update(new)
-        for failure in new:
+        for failure in map(printable, failures):
+            if failure in self.unreadable:
+                continue
+            self.unreadable.add(failure)
             tqdm.write(f"warning: unreadable image, replaced by another: {failure}", file=sys.stderr)
-        with self.unreadable_file.open("a", encoding="utf-8") as file:
-            file.writelines(f"{failure}\n" for failure in new)
+            with self.unreadable_file.open("a", encoding="utf-8") as file:
+                file.write(f"{failure}\n")
 
     def read_unreadable(self) -> set[str]:
         """Images that could not be decoded so far, by all processes and across restarts.
@@ -142,6 +149,8 @@ class Speed:
         self.line_begin = time.perf_counter()
         self.paused_seconds = 0.0
         """Since the last line, for evaluations and checkpoints."""
+        self.waited = 0.0
+        """Seconds since the last line, in which this process waited for its images."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -152,17 +161,15 @@ class Speed:
         yield
         self.paused_seconds += time.perf_counter() - begin
 
-    def wait_for_device(self) -> None:
-        """Wait until a GPU has done the work that is queued."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def read(self, done: int) -> dict[str, float]:
+        """Scalars since the last line (images/s over all processes, waiting for data, TFLOP/s) and of the whole run.
 
-    def read(self, waited: float) -> dict[str, float]:
-        """Scalars since the last line: images/s over all processes, waiting for data, TFLOP/s, hours, device-hours, GB.
+        All processes have to ask for them together.
 
         Args:
-            waited: seconds for data since the last call.
+            done: steps of the run.
         """
+        waited = maximum_of_all(self.waited)  # the others wait for the one that waits for its images
         now = time.perf_counter()
         wall_seconds = now - self.line_begin
         seconds = wall_seconds - self.paused_seconds
@@ -176,9 +183,10 @@ class Speed:
             "speed/hours": self.hours,
             DEVICE_HOURS: self.device_hours,
             "speed/memory_gb": memory_bytes(self.device) / 1e9,
+            PFLOP: self.flops * done / 1e15,
         }
         self.line_begin = now
-        self.paused_seconds = 0.0
+        self.paused_seconds = self.waited = 0.0
         self.steps = 0
         return scalars
 
@@ -208,9 +216,7 @@ def drop_after(folder: Path, step: int) -> None:
 def read_history(folder: Path) -> list[Line]:
     """All whole lines of a run's metrics.jsonl; [] if there is no such file."""
     file = folder / METRICS_FILE
-    if not file.is_file():
-        return []
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     lines = []
     with suppress(ValueError):  # the last line may be torn
         for line in text.splitlines():
@@ -218,13 +224,8 @@ def read_history(folder: Path) -> list[Line]:
     return lines
 
 
-def last_evaluation(folder: Path) -> Line:
-    """The scalars of the last evaluation of a run."""
-    return last_scalars(folder, EVALUATED)
-
-
-def last_scalars(folder: Path, name: str) -> Line:
-    """The scalars of a run that were logged last together with the one of that name.
+def last_scalars(folder: Path, name: str = EVALUATED) -> Line:
+    """The scalars of a run that were logged last together with the one of that name, such as the last evaluation's.
 
     Raises:
         UserError: no run there, or none that has logged it.

@@ -6,30 +6,30 @@ optimiser's state and, for a stream, how far it is read.
 """
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-import numpy as np
 import torch
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpp.config import OptimConfig, TrainingConfig
+from mpp.data.loader import in_memory, training_loader
+from mpp.data.stream import streaming_loader
 from mpp.data.views import Batch
 from mpp.errors import Diverged, ReadFailed, UserError
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
 from mpp.runtime.messages import note, progress_bar, shortened
-from mpp.runtime.processes import maximum_of_all, on_main_process, sharding
+from mpp.runtime.processes import on_main_process, sharding
 from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.signals import Ending, Preemption
 from mpp.runtime.weights import BEST
-from mpp.training.batches import Feed, training_batches
-from mpp.training.checkpoint import Cursors, kept_steps, resume, save
-from mpp.training.history import EVALUATED, PFLOP, series
+from mpp.training.checkpoint import Cursors, delete_other_checkpoints, kept_steps, resume, save_checkpoint, snapshot
+from mpp.training.history import EVALUATED, series
 from mpp.training.log import Speed, Tracker, read_history
 from mpp.training.optim import averaged_weights, build_optimizer, learning_rate
 from mpp.training.parallel import Replicated, Sharded, refuse_unlike_weights, whole_tensor
@@ -38,7 +38,10 @@ from mpp.training.task import ImageTask
 from mpp.training.verdict import Watch
 
 MAX_NAMED_IMAGES = 16  # in the message of a step that is not finite
-MAX_UNVERIFIED = 1_000  # steps, whose losses and images' indices are kept
+RECENT_IMAGES = 1024  # latest images, most of which must be decodable; at least those of a batch
+MIN_IMAGES = 32  # fewer are too few to tell
+FAILURES: list[UserError] = []
+"""Errors of loaders. They keep a loader's queues, whose threads still run, until the process ends."""
 Values = dict[str, Tensor | float]
 """Scalars of a step, perhaps on the device."""
 
@@ -56,23 +59,18 @@ class Loop:
         self.task = task
         self.accelerator = task.accelerator
         self.run_config = config.run
-        self.optim_config = config.optim
         self.folder = folder
-        self.flops = flops
         self.preemption = preemption
         self.training_step = TrainingStep(task, config.optim)
         self.model = self.training_step.model
         self.torch_optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.torch_optimizer)
-        if self.start == 0 and config.run.branch_from is not None:  # it began with one
-            damaged = folder / "checkpoints"
-            raise UserError(f"all checkpoints of the branch are damaged; delete {damaged} to begin it again")
         past = [step for step in config.run.keep_at or () if step < self.start and step not in kept_steps(folder)]
         if past:
             note(f"run.keep_at: the run is past the steps {past}, whose checkpoints cannot be kept")
         self.saved_step = self.start  # of the newest checkpoint
         self.steps_to_keep = steps_to_keep(config.optim, config.run)
-        self.feed = Feed(training_batches(task, self.start, self.cursors))  # forks: before any threads
+        self.batches = training_batches(task, self.start, self.cursors)  # forks: before any threads
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
         self.watch = Watch(task, self.tracker, config)
         self.speed = Speed(flops, task.layout.global_batch_size, self.accelerator, read_history(folder))
@@ -100,14 +98,11 @@ class Loop:
         for step in range(self.start, run.steps):
             done = step + 1
             logged = due(done, run.log_every, run.steps)
-            cursors: Cursors = {}
             self.training_step.begin(step, measure=logged)
             for _ in range(self.task.layout.accumulation_steps):
-                batch = self.next_batch(step)
-                self.training_step.add_pass(batch)
-                cursors |= cursor_of(batch)
+                self.training_step.add_pass(self.next_batch(step))
             values, sums = self.training_step.finish()
-            self.cursors |= cursors
+            self.cursors |= self.training_step.cursors
             self.speed.steps += 1
             self.bar.update()
             if logged:
@@ -117,7 +112,7 @@ class Loop:
             if due(done, run.checkpoint_every, run.steps) or done in self.steps_to_keep:
                 self.save(done)
         self.bar.close()
-        with self.whole_model() as model:
+        with self.evaluated_model(run.steps) as model:
             if self.accelerator.is_main_process:
                 self.task.export(model, self.folder)
 
@@ -129,18 +124,22 @@ class Loop:
         Processes wait for each other in a pass, so all agree before it. If one of them lacks its batch, or a signal
         came, the passes so far are dropped on all, and the run ends as before the step.
         """
-        batch, failure = self.preemption.wait_for(self.feed.try_take) or (None, None)
-        ending = Ending.NONE
-        if failure:
-            ending = Ending.FAILURE
-        elif batch is None:
-            ending = Ending.SIGNAL  # it came while images were waited for
-        ending = self.preemption.agreed(ending)
-        if ending is not Ending.NONE:
+        begin = time.perf_counter()
+        batch, failure = self.preemption.wait_for(self.load_batch) or (None, None)
+        self.speed.waited += time.perf_counter() - begin
+        if self.preemption.agreed(Ending.FAILURE if failure else Ending.NONE):
             self.training_step.drop_passes()
             self.end(step, failure)
         self.tracker.warn_unreadable(batch.unreadable)
         return batch
+
+    def load_batch(self) -> tuple[Batch | None, UserError | None]:
+        """The next batch, or the error in its place."""
+        try:
+            return next(self.batches), None
+        except UserError as error:
+            FAILURES.append(error)
+            return None, error
 
     def end(self, done: int, failure: UserError | None) -> NoReturn:
         """Write a checkpoint, then end the run on every process: by a signal, or a failure of any, such as to read."""
@@ -156,11 +155,10 @@ class Loop:
 
     def log_step(self, done: int, values: Values, sums: Sums) -> None:
         """Log the scalars of the step that was done last; end the run if the task refuses to continue after them."""
+        self.training_step.verify()
         scalars = {name: float(value) for name, value in values.items()}
         scalars |= self.task.describe(sum_over_processes(sums))
-        waited = maximum_of_all(self.feed.reset_wait())  # the others wait for the one that waits for its images
-        scalars |= self.speed.read(waited)
-        scalars[PFLOP] = self.flops * done / 1e15
+        scalars |= self.speed.read(done)
         scalars["unreadable"] = len(self.tracker.read_unreadable())
         self.tracker.log(done, scalars)
         self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
@@ -172,23 +170,14 @@ class Loop:
     def evaluate_at_start(self) -> None:
         """Evaluate the untrained model, the baseline of all that follows; or again where reading failed before."""
         run = self.run_config
+        lines = on_main_process(self.accelerator, lambda: series(read_history(self.folder), EVALUATED))
         if self.start == 0:
             self.watch.warn_of_settings()
-            if run.eval_every > 0:
-                self.evaluate_untrained()
-        elif due(self.start, run.eval_every, run.steps) and not self.has_evaluation(self.start):
+            if run.eval_every > 0 and self.task.probe:
+                with self.evaluated_model(0) as model:
+                    self.tracker.log(0, self.task.probe(model, baseline=True))
+        elif due(self.start, run.eval_every, run.steps) and self.start not in dict(lines):
             self.evaluate(self.start)
-
-    def has_evaluation(self, done: int) -> bool:
-        """Whether an evaluation after step `done` is logged."""
-        return on_main_process(self.accelerator, lambda: done in dict(series(read_history(self.folder), EVALUATED)))
-
-    def evaluate_untrained(self) -> None:
-        """Log scalars of the untrained model."""
-        with self.evaluated_model(0) as model:
-            scalars = self.task.evaluate_untrained(model)
-        if scalars:
-            self.tracker.log(0, scalars)
 
     def evaluate(self, done: int) -> None:
         """Evaluate on the held-out images, log the scalars, and report the verdict."""
@@ -203,24 +192,18 @@ class Loop:
 
     @contextmanager
     def evaluated_model(self, done: int) -> Iterator[nn.Module]:
-        """The whole model in eval mode, while held-out images are read, which does not count as training time.
+        """The whole model in eval mode, as it is evaluated and exported; that time does not count as training.
 
-        If images cannot be read, the run ends, on all processes together: see `FixedViewLoader`.
+        Its weights are their Polyak average, if there is one. If held-out images cannot be read, the run ends, on all
+        processes together: see `FixedViewLoader`.
         """
-        self.model.eval()
+        self.training_step.verify()
+        whole_model = self.training_step.parallel.whole_model
         try:
-            with self.speed.paused(), self.whole_model() as model:
+            with self.speed.paused(), averaged_weights(self.torch_optimizer), whole_model() as model:
                 yield model
         except ReadFailed as failure:
             self.end(done, failure)
-
-    @contextmanager
-    def whole_model(self) -> Iterator[nn.Module]:
-        """The whole model as it is evaluated and exported: its weights are their Polyak average, if there is one."""
-        self.training_step.verify()
-        averages = nullcontext() if self.optim_config.average is None else averaged_weights(self.torch_optimizer)
-        with averages, self.training_step.parallel.whole_model() as model:
-            yield model
 
     # --- a checkpoint ---
 
@@ -231,16 +214,11 @@ class Loop:
         self.training_step.verify()
         refuse_unlike_weights(self.model, done)
         with self.speed.paused():
-            save(
-                self.accelerator,
-                self.folder,
-                done,
-                self.model,
-                self.torch_optimizer,
-                self.cursors,
-                keep=self.run_config.keep_checkpoints,
-                always=self.steps_to_keep,
-            )
+            cursors = gather_object([self.cursors])
+            tensors = snapshot(self.model, self.torch_optimizer, wanted_here=self.accelerator.is_main_process)
+            on_main_process(self.accelerator, lambda: save_checkpoint(self.folder, done, tensors, cursors))
+            keep, always = self.run_config.keep_checkpoints, self.steps_to_keep
+            on_main_process(self.accelerator, lambda: delete_other_checkpoints(self.folder, done, keep, always))
         self.saved_step = done
 
 
@@ -255,8 +233,8 @@ class TrainingStep:
         kind = Sharded if sharding(self.accelerator) else Replicated
         self.parallel = kind(task.model, self.accelerator, partial(build_optimizer, config=optim), task.run)
         self.model, self.wrapped, self.optimizer = self.parallel.model, self.parallel.wrapped, self.parallel.optimizer
-        self.verifies_each_step = self.accelerator.device.type == "cpu"
-        self.unverified: list[StepRecord] = []
+        self.unverified: list[tuple[int, Tensor, list[Tensor]]] = []
+        """Steps since the last call of `verify`, whether all their numbers are finite, and their images' indices."""
 
     def __call__(self, step: int, batches: Iterable[Batch], measure: bool) -> tuple[Values, Sums]:
         """Do one step without a loop: see `begin` and `finish`."""
@@ -276,17 +254,16 @@ class TrainingStep:
         self.wrapped.train()
         self.rate = learning_rate(self.optim_config, step, self.task.run.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * group.get("lr_scale", 1.0)
+            group["lr"] = self.rate * group["lr_scale"]
         self.losses: list[Tensor] = []
         """This process's, by forward pass, each divided so that their sum is its loss of the step."""
         self.indices: list[Tensor] = []
+        """Of this process's images, by forward pass."""
+        self.cursors: Cursors = {}
+        """Of the workers that read these images from a stream."""
         self.sums: Sums = {}
-        self.earlier_statistics: list[tuple[Tensor, Tensor]] = []
-        """Running statistics of batch norms, which each pass changes, and their values before a step of several."""
-        if self.layout.accumulation_steps > 1:
-            norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
-            buffers = [buffer for norm in norms for buffer in norm.buffers()]
-            self.earlier_statistics = [(buffer, buffer.clone()) for buffer in buffers]
+        self.earlier_buffers = [buffer.clone() for buffer in self.model.buffers()]
+        """Each pass changes the running statistics of batch norms."""
 
     def add_pass(self, batch: Batch) -> None:
         """Forward and backward pass of a batch; processes share gradients in the last one."""
@@ -299,16 +276,19 @@ class TrainingStep:
             self.accelerator.backward(loss)
         self.losses.append(loss.detach())
         self.indices.append(batch.indices)
+        if batch.cursor is not None:
+            worker, *cursor = batch.cursor.tolist()
+            self.cursors[worker] = cursor
         self.sums = add_sums(self.sums, measured)
 
     def drop_passes(self) -> None:
         """Undo the passes of a step that is not finished: the model is as before the step."""
         self.optimizer.zero_grad()
-        for buffer, earlier in self.earlier_statistics:
+        for buffer, earlier in zip(self.model.buffers(), self.earlier_buffers, strict=True):
             buffer.copy_(earlier)
 
     def finish(self) -> tuple[Values, Sums]:
-        """Clip the gradient, check that it is finite, and step.
+        """Clip the gradient, note whether it is finite, and step.
 
         Returns:
             Scalars (loss, gradient norm, learning rate, and the task's own); the task's sums, empty unless measured.
@@ -320,9 +300,7 @@ class TrainingStep:
         norm = whole_tensor(clipped)
         loss = self.accelerator.reduce(sum(self.losses), "mean")
         is_finite = torch.stack([loss, norm]).isfinite().all()
-        self.unverified.append(StepRecord(self.step, is_finite, self.losses, self.indices))
-        if self.measure or self.verifies_each_step or len(self.unverified) >= MAX_UNVERIFIED:
-            self.verify()
+        self.unverified.append((self.step, is_finite, self.indices))
         self.optimizer.step()
         self.optimizer.zero_grad()
         values = {"loss": loss, "optim/lr": self.rate, "optim/grad_norm": norm}
@@ -331,52 +309,63 @@ class TrainingStep:
     def verify(self) -> None:
         """Raise Diverged on every process, naming step and images, if a step since the last call was not finite.
 
-        Reading a GPU's numbers would wait for it in each step. So there it is called when metrics are logged, and
-        before anything is evaluated or saved; on a CPU, before the weights change.
+        Reading a GPU's numbers would wait for it in each step. So it is called before anything is logged, evaluated or
+        saved.
         """
-        if not self.unverified or torch.stack([record.is_finite for record in self.unverified]).all():
-            self.unverified.clear()
-            return
-        first = next(record for record in self.unverified if not record.is_finite)
-        images = []
-        suspects = []
-        for loss, indices in zip(first.losses, first.indices, strict=True):
-            images += indices.tolist()
-            if not loss.isfinite():
-                suspects += indices.tolist()
-        suspects, images = gather_object(suspects), gather_object(images)
-        names = sorted(map(self.task.train.image_name, suspects or images))
-        raise Diverged(
-            f"loss or gradient of step {first.step} is not finite (nothing of it is saved; images "
-            f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is intact: "
-            "check these images, or begin again with a lower optim.lr in a new run.dir"
-        )
+        steps, self.unverified = self.unverified, []
+        for step, is_finite, indices in steps:
+            if is_finite:
+                continue
+            names = sorted(map(self.task.train.image_name, gather_object(torch.cat(indices).tolist())))
+            raise Diverged(
+                f"loss or gradient of step {step} is not finite (nothing of it is saved; images "
+                f"{shortened(names, MAX_NAMED_IMAGES)}); the last checkpoint is intact: "
+                "check these images, or begin again with a lower optim.lr in a new run.dir"
+            )
 
     def seed_of(self, number: int) -> int:
         """The seed of all that a pass draws inside the model: distinct for (seed, step, forward pass, rank)."""
         place = number * self.layout.world_size + self.layout.rank
         word = random_words(Stream.MODEL, self.task.run.seed, self.step, place, 1)[0]
-        return int(word >> np.uint64(1))  # 63 bits
+        return int(word) >> 1  # 63 bits
 
 
-class StepRecord(NamedTuple):
-    """The numbers that tell whether a step was finite, and the images that were in it."""
+def training_batches(task: ImageTask, start: int, cursors: Cursors) -> Iterator[Batch]:
+    """This process's batches from step `start` on, of files or decoded images; a stream continues from its cursors.
 
-    step: int
-    is_finite: Tensor
-    """Whether its loss and the norm of its gradient are, of all processes."""
-    losses: list[Tensor]
-    """This process's losses, by forward pass."""
-    indices: list[Tensor]
-    """Indices of this process's images, by forward pass."""
+    Loader processes are forked here, those of evaluations too.
+
+    Raises:
+        ReadFailed: images cannot be read.
+        UserError: most of the latest images cannot be decoded.
+    """
+    layout, steps = task.layout, task.run.steps
+    views = task.views(task.train)
+    if not task.data.streaming:
+        images_left = (steps - start) * layout.global_batch_size // layout.world_size  # of this process
+        views = in_memory(views, images_left, task.accelerator.device)
+    task.fixed_view_loader.start()
+    if task.data.streaming:
+        return DecodableBatches(iter(streaming_loader(views, layout, start, steps, cursors)))
+    return DecodableBatches(iter(training_loader(views, layout, start, steps)))
 
 
-def cursor_of(batch: Batch) -> Cursors:
-    """The place to which the worker that read a batch of a stream has come; empty for other batches."""
-    if batch.cursor is None:
-        return {}
-    worker, *cursor = batch.cursor.tolist()
-    return {worker: cursor}
+class DecodableBatches(Iterator[Batch]):
+    """These batches; UserError once most of the latest images cannot be decoded."""
+
+    def __init__(self, batches: Iterator[Batch]):
+        self.batches = batches
+        self.latest: list[str] = []
+        """Of each image, why it cannot be decoded; empty: it can."""
+
+    def __next__(self) -> Batch:
+        batch = next(self.batches)
+        outcomes = batch.unreadable + [""] * len(batch.images)
+        self.latest = (self.latest + outcomes)[-max(RECENT_IMAGES, len(outcomes)) :]
+        recent, bad = len(self.latest), [failure for failure in self.latest if failure]
+        if recent >= MIN_IMAGES and len(bad) > recent / 2:
+            raise UserError(f"{len(bad)} of the last {recent} images cannot be decoded, such as {bad[-1]}")
+        return batch
 
 
 def due(step: int, every: int, last: int) -> bool:

@@ -1,6 +1,6 @@
 """Muon (Jordan et al., 2024): orthogonalised momentum for matrices, and NAdamW for all other parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from timm.optim.nadamw import nadamw
 from torch import Tensor
 
 from mpp.runtime.hardware import bf16_is_native
-from mpp.training.parallel import local_part, shard_like, whole_like
+from mpp.training.parallel import local_part, shard_like, whole_tensor
 
 EPS = 1e-7  # of the norm that Newton-Schulz divides by, and of NAdamW
 NEWTON_SCHULZ_COEFFICIENTS = (
@@ -32,92 +32,44 @@ class Muon(torch.optim.Optimizer):
     be communicated in each iteration, and rounded in another way. NAdamW takes each process's shards.
 
     Args:
-        groups: with `params`, `use_muon`, and any of the settings below but `capturable`. With `use_muon` the
-            parameters are matrices (m, n).
-        weight_decay: times the learning rate.
-        momentum: of the matrices.
-        betas: of NAdamW.
-        adam_scale: learning rate of NAdamW, as a multiple of `lr`.
-        capturable: whether the state stays on the GPU, and no number of it is read by the host.
+        params: groups, each with `params` and `use_muon`, and settings that differ from the defaults. With `use_muon`
+            the parameters are matrices (m, n).
+        defaults: settings of all groups: `lr`; `weight_decay`, times the learning rate; `momentum` of the matrices;
+            `betas` of NAdamW, and `adam_scale`, its learning rate as a multiple of `lr`.
     """
-
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        lr: float,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.999),
-        adam_scale: float = 1.0,
-        capturable: bool = False,
-    ):
-        defaults = dict(
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            betas=betas,
-            adam_scale=adam_scale,
-            capturable=capturable,
-        )
-        super().__init__(groups, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Step all parameters that have a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
             if group["use_muon"]:
-                self.step_matrices(parameters, group)
-            else:
+                for matrices in of_one_shape(parameters):
+                    self.step_matrices(matrices, group)
+            elif parameters:
                 self.step_nadamw(parameters, group)
 
-    def step_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Muon's step, for all matrices of a shape together: batched products are faster, and have the same bits."""
-        by_shape: dict[torch.Size, list[Tensor]] = {}
-        for parameter in parameters:
-            state = self.state[parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            by_shape.setdefault(parameter.shape, []).append(parameter)
-        for shape, matrices in by_shape.items():
-            count = max(1, MAX_BATCH_ELEMENTS // shape.numel())
-            for first in range(0, len(matrices), count):
-                self.step_one_shape(matrices[first : first + count], group)
-
-    def step_one_shape(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        """Muon's step for matrices (m, n) of one shape."""
-        weights = [local_part(matrix) for matrix in matrices]
-        gradients = [local_part(matrix.grad) for matrix in matrices]
-        averages = [local_part(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+    def step_matrices(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        """Muon's step for matrices (m, n) of one shape; it changes their gradients."""
+        gradients = [matrix.grad for matrix in matrices]
+        averages = self.averages(matrices, "momentum_buffer")
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
-        updates = torch._foreach_lerp(gradients, averages, group["momentum"])  # Nesterov's
-        whole = [whole_like(update, matrix) for update, matrix in zip(updates, matrices, strict=True)]
-        orthogonal = orthogonalize(torch.stack(whole))
-        updates = [local_part(shard_like(update, matrix)) for update, matrix in zip(orthogonal, matrices, strict=True)]
+        torch._foreach_lerp_(gradients, averages, group["momentum"])  # Nesterov's
+        orthogonal = orthogonalize(torch.stack([whole_tensor(gradient) for gradient in gradients]))
+        updates = [shard_like(update, matrix) for update, matrix in zip(orthogonal, matrices, strict=True)]
         size = 0.2 * max(matrices[0].shape) ** 0.5  # the root mean square of Adam's updates is about 0.2
-        torch._foreach_add_(weights, updates, alpha=-group["lr"] * size)
+        torch._foreach_add_(matrices, updates, alpha=-group["lr"] * size)
 
     def step_nadamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """NAdamW's step: Adam with Nesterov's momentum and decoupled weight decay."""
-        for parameter in parameters:
-            state = self.state[parameter]
-            if "step" not in state:
-                device = parameter.device if group["capturable"] else None
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-        states = [self.state[parameter] for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
+        averages = self.averages(parameters, "exp_avg"), self.averages(parameters, "exp_avg_sq")
+        steps = [self.state[parameter].setdefault("step", torch.zeros(())) for parameter in parameters]
         beta1, beta2 = group["betas"]
         nadamw(
-            [local_part(parameter) for parameter in parameters],
-            [local_part(parameter.grad) for parameter in parameters],
-            [local_part(state["exp_avg"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
-            [local_part(state["step"]) for state in states],
-            capturable=group["capturable"],
+            *(list(map(local_part, tensors)) for tensors in (parameters, gradients, *averages)),
+            steps,
             beta1=beta1,
             beta2=beta2,
             lr=group["lr"] * group["adam_scale"],
@@ -128,24 +80,33 @@ class Muon(torch.optim.Optimizer):
             max_lr=None,
         )
 
+    def averages(self, parameters: list[Tensor], name: str) -> list[Tensor]:
+        """A moving average of the state of each parameter, zero at first."""
+        for parameter in parameters:
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(parameter)
+        return [self.state[parameter][name] for parameter in parameters]
 
-def newton_schulz_dtype() -> torch.dtype:
-    """Type of the iterations, in which matrices are sent, too: bf16 where the hardware computes in it.
 
-    Elsewhere it is fp32: emulated bf16 takes a CPU about 30 times as long.
-    """
-    return torch.bfloat16 if bf16_is_native() else torch.float32
+def of_one_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups of matrices of one shape: batched products are faster, and have the same bits."""
+    for shape in dict.fromkeys(matrix.shape for matrix in matrices):
+        same = [matrix for matrix in matrices if matrix.shape == shape]
+        count = max(1, MAX_BATCH_ELEMENTS // shape.numel())
+        for first in range(0, len(same), count):
+            yield same[first : first + count]
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Newton-Schulz iterations: all singular values of each matrix become about 1.
+
+    They are in bf16 where the hardware computes in it. Elsewhere, emulated bf16 takes a CPU about 30 times as long.
 
     Args:
         matrices: (k, m, n).
     Returns:
         (k, m, n) float32.
     """
-    orthogonal = zeropower_via_newtonschulz(
-        matrices, len(NEWTON_SCHULZ_COEFFICIENTS), NEWTON_SCHULZ_COEFFICIENTS, EPS, dtype=newton_schulz_dtype()
-    )
-    return orthogonal.float()
+    dtype = torch.bfloat16 if bf16_is_native() else torch.float32
+    iterations = len(NEWTON_SCHULZ_COEFFICIENTS)
+    return zeropower_via_newtonschulz(matrices, iterations, NEWTON_SCHULZ_COEFFICIENTS, EPS, dtype=dtype).float()

@@ -16,7 +16,7 @@ from mpp.errors import UserError
 from mpp.models.plain import has_running_statistics, is_plain, stem_parameters
 from mpp.training.muon import Muon
 
-UNDECAYED_NAMES = ("token", "pos_embed", "position_bias")  # [class], [mask], registers, position embeddings and biases
+UNDECAYED = ("token", "pos_embed", "position_bias")  # [class], [mask], registers, position embeddings and biases
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -26,25 +26,18 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         UserError: Muon for a model without transformer blocks; layer decay for one whose layers timm does not know;
             Polyak averages, or frozen steps, for one with running statistics.
     """
-    if has_running_statistics(model):
-        why = "for this model: its batch norms' running statistics would be those of other weights"
-        require(config.average is None, "optim.average", config.average, f"null {why}")
-        require(config.frozen_steps == 0, "optim.frozen_steps", config.frozen_steps, f"0 {why}")
+    trains_alike = config.average is None and config.frozen_steps == 0
+    chosen = f"{config.average}, {config.frozen_steps}"
+    allowed = "null, 0 for this model: its batch norms' running statistics would be those of other weights"
+    require(trains_alike or not has_running_statistics(model), "optim.average, optim.frozen_steps", chosen, allowed)
     groups = parameter_groups(model, config)
-    parameters = list(model.parameters())
     if config.name == "muon":
-        optimizer: torch.optim.Optimizer = Muon(
-            groups,
-            lr=config.lr,
-            momentum=config.momentum_or_default(),
-            betas=config.betas,
-            adam_scale=config.adam_scale,
-            capturable=any(parameter.is_cuda for parameter in parameters),
-        )
+        settings = dict(momentum=config.momentum_or_default(), betas=config.betas, adam_scale=config.adam_scale)
+        optimizer: torch.optim.Optimizer = Muon(groups, dict(lr=config.lr, **settings))
     elif config.name == "adam":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     else:
-        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum_or_default(), fused=not sharded)
     if config.average is not None:
         PolyakAverage(optimizer, config.average, config.average_warmup)
@@ -66,46 +59,40 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        last_name = name.rsplit(".", 1)[-1]
-        undecayed = parameter.ndim < 2 or name in exempt or any(word in last_name for word in UNDECAYED_NAMES)
-        scale = scales.get(name, 1.0)
-        key = (undecayed, name not in matrices, -scale, parameter in frozen_at_first)
-        if key not in groups:
-            groups[key] = {"params": [], "weight_decay": 0.0 if undecayed else config.weight_decay}
-            if matrices:
-                groups[key]["use_muon"] = name in matrices
-            if scales:
-                groups[key]["lr_scale"] = scale
-        groups[key]["params"].append(parameter)
+        undecayed = parameter.ndim < 2 or parameter in exempt or any(word in name.split(".")[-1] for word in UNDECAYED)
+        scale = scales.get(parameter, 1.0)
+        key = (undecayed, parameter not in matrices, -scale, parameter in frozen_at_first)
+        weight_decay = 0.0 if undecayed else config.weight_decay
+        group = dict(params=[], weight_decay=weight_decay, use_muon=parameter in matrices, lr_scale=scale)
+        groups.setdefault(key, group)["params"].append(parameter)
     return [groups[key] for key in sorted(groups)]
 
 
-def exempt_from_decay(model: nn.Module) -> set[str]:
-    """Names of the parameters that timm exempts from weight decay, such as a rotation's frequencies."""
-    names = set()
-    for path, module in model.named_modules():
-        if hasattr(module, "no_weight_decay"):
-            names |= {f"{path}.{name}".removeprefix(".") for name in module.no_weight_decay()}
-    return names
+def exempt_from_decay(model: nn.Module) -> set[Tensor]:
+    """The parameters that timm exempts from weight decay, such as a rotation's frequencies."""
+    exempt = set()
+    for module in model.modules():
+        names = module.no_weight_decay() if hasattr(module, "no_weight_decay") else ()
+        exempt |= {parameter for name, parameter in module.named_parameters() if name in names}
+    return exempt
 
 
-def block_matrices(model: nn.Module) -> set[str]:
-    """Names of the parameters that Muon orthogonalises: the trained weights of linear layers in transformer blocks.
+def block_matrices(model: nn.Module) -> set[Tensor]:
+    """The parameters that Muon orthogonalises: the trained weights of linear layers in transformer blocks.
 
     Raises:
         UserError: there are none.
     """
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    names = set()
+    matrices = set()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and "blocks" in name.split(".") and f"{name}.weight" in trained:
-            names.add(f"{name}.weight")
-    if not names:
+        if isinstance(module, nn.Linear) and "blocks" in name.split("."):
+            matrices |= {each for each in module.parameters(recurse=False) if each.ndim == 2 and each.requires_grad}
+    if not matrices:
         raise UserError("optim.name is muon, and no matrix of a transformer block is trained; it must be adam or sgd")
-    return names
+    return matrices
 
 
-def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+def layer_scales(model: nn.Module, decay: float) -> dict[Tensor, float]:
     """Parameter of the encoder -> its share of the learning rate: `decay` once for each layer above it (BEiT, MAE).
 
     The layers are timm's: stem, blocks, and the head with the norm that some encoders have after pooling. A norm before
@@ -117,16 +104,15 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
         UserError: timm does not know the layers.
     """
     encoder = getattr(model, "encoder", None)
-    knows_layers = hasattr(encoder, "group_matcher")
-    require(knows_layers, "optim.layer_decay", decay, "null for this model, whose layers timm does not know")
-    names = [name for name, _ in encoder.named_parameters()]
+    allowed = "null for this model, whose layers timm does not know"
+    require(hasattr(encoder, "group_matcher"), "optim.layer_decay", decay, allowed)
+    parameters = dict(encoder.named_parameters())
     head = ""  # a name that is of no layer is of the head
-    named = SimpleNamespace(named_parameters=lambda: [(name, None) for name in (*names, head)])
+    named = SimpleNamespace(named_parameters=lambda: [*parameters.items(), (head, None)])
     layers = group_parameters(named, encoder.group_matcher(), reverse=True)
     if is_plain(encoder):
         layers |= dict.fromkeys(stem_parameters(encoder), 0)
-    prefix = next(name for name, module in model.named_modules() if module is encoder)
-    return {f"{prefix}.{name}": decay ** (layers[head] - layers[name]) for name in names}
+    return {parameter: decay ** (layers[head] - layers[name]) for name, parameter in parameters.items()}
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -135,19 +121,14 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     if step < warmup:
         return config.lr * (step + 1) / warmup
     progress = (step - warmup) / (steps - warmup)
-    match config.schedule:
-        case "cosine":
-            return config.lr * (1 + math.cos(math.pi * progress)) / 2
-        case "linear":
-            return config.lr * (1 - progress)
-        case "constant":
-            return config.lr
-        case "wsd":
-            stable = config.stable_steps(steps)
-            if step < stable:
-                return config.lr
-            return config.lr * (1 - math.sqrt((step - stable) / (steps - stable)))
-    raise AssertionError(config.schedule)
+    if config.schedule == "cosine":
+        share = (1 + math.cos(math.pi * progress)) / 2
+    elif config.schedule == "linear":
+        share = 1 - progress
+    else:  # constant, and wsd up to its cooldown
+        stable = config.stable_steps(steps)
+        share = 1 - math.sqrt(max(0, step - stable) / max(1, steps - stable))
+    return config.lr * share
 
 
 class PolyakAverage:
@@ -167,33 +148,19 @@ class PolyakAverage:
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        """Average the parameters that were trained so far: those of an encoder that is frozen at first come later."""
-        trained = []
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is not None or "average" in optimizer.state[parameter]:
-                trained.append(parameter)
-        if not trained:
-            return
-        states = [optimizer.state[parameter] for parameter in trained]
-        count = next((state["updates"] for state in states if "updates" in state), None)
-        if count is None:
-            count = states[0]["updates"] = torch.zeros(())
-        if self.updates == 0:
-            self.updates = int(count)  # of a resumed run
-        self.updates += 1
+        """Average the parameters that are trained: those of an encoder that is frozen at first come later."""
+        state = optimizer.state
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        for parameter in trained:
+            if "average" not in state[parameter]:
+                state[parameter]["average"] = parameter.clone()
+        counts = [state[each]["updates"] for each in trained if "updates" in state[each]]
+        count = counts[0] if counts else state[trained[0]].setdefault("updates", torch.zeros(()))
+        self.updates = (self.updates or int(count)) + 1  # read from a GPU in the first step of a resumed run alone
         count.fill_(self.updates)
-        for parameter, state in zip(trained, states, strict=True):
-            if "average" not in state:
-                state["average"] = parameter.clone()
-        decay = self.decay
-        if self.warmup:
-            decay = min(decay, (1 + self.updates) / (10 + self.updates))
-        get_ema_multi_avg_fn(decay)([state["average"] for state in states], trained, None)
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters of an optimiser, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        get_ema_multi_avg_fn(decay)([state[each]["average"] for each in trained], trained, None)
 
 
 @contextmanager
@@ -209,10 +176,8 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 @torch.no_grad()
 def swap_averages(optimizer: torch.optim.Optimizer) -> None:
     """Exchange the values of the weights and of their averages. Weights that were never trained have none."""
-    for parameter in parameters_of(optimizer):
-        if "average" not in optimizer.state[parameter]:
-            continue
-        average = optimizer.state[parameter]["average"]
-        weights = parameter.clone()
-        parameter.copy_(average)
-        average.copy_(weights)
+    for parameter, state in optimizer.state.items():
+        if "average" in state:
+            weights = parameter.clone()
+            parameter.copy_(state["average"])
+            state["average"].copy_(weights)

@@ -1,6 +1,7 @@
 """The model on several processes: each holds the whole of it (DDP), or a share of every tensor (FSDP2).
 
-Either trains the same weights to the same checkpoints.
+Either trains the same weights to the same checkpoints. Either may be compiled by torch (`run.compile`); whatever torch
+cannot compile is computed as it is.
 """
 
 import copy
@@ -16,14 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from mpp.config import RunConfig, require
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.models.adaptation import has_low_rank_changes
 from mpp.runtime.hardware import local_processes
+from mpp.runtime.messages import warn
 from mpp.runtime.processes import sharding
-from mpp.training.compilation import compile_model, or_eager
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -39,12 +39,12 @@ class Replicated:
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, build: BuildOptimizer, run: RunConfig):
         if run.compile is True:
-            compile_model(model)
+            model.compile()
+            model._compiled_call_impl = or_eager(model._compiled_call_impl, model._call_impl)
         model.to(accelerator.device)  # before the optimiser is built, which asks where it is
         self.accelerator = accelerator
         self.wrapped, self.optimizer = accelerator.prepare(model, build(model))
-        if isinstance(self.wrapped, DistributedDataParallel):
-            self.wrapped.broadcast_buffers = False  # in each step; as an argument, torch would warn of it
+        self.wrapped.broadcast_buffers = False  # DDP's, in each step; as an argument, torch would warn of it
         self.model = accelerator.unwrap_model(self.wrapped)
 
     def without_sync(self) -> AbstractContextManager[None]:
@@ -53,8 +53,8 @@ class Replicated:
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
-        """The model with its present weights, unsharded; one process may call it by itself: to evaluate and export."""
-        yield self.model
+        """The model in eval mode with its present weights, unsharded; one process may call it by itself."""
+        yield self.model.eval()
 
 
 class Sharded:
@@ -72,11 +72,8 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, build: BuildOptimizer, run: RunConfig):
-        if has_low_rank_changes(model):
-            raise UserError(
-                "model.lora_rank needs a whole model on each process (DDP), and the launcher shards this one; "
-                "start it without FSDP: its optimiser takes little memory, since only narrow matrices are trained"
-            )
+        allowed = "null where the launcher shards the model; start it without FSDP: only narrow matrices are trained"
+        require(not has_low_rank_changes(model), "model.lora_rank", "set", allowed)
         self.device = accelerator.device
         autocast_only = dict(device_placement=False, evaluation_mode=True)  # fully_shard moves the shards
         self.unsharded = accelerator.prepare_model(without_weights(model), **autocast_only)
@@ -85,12 +82,7 @@ class Sharded:
             for tensor in state_tensors(model):  # as DDP does: the main process's weights are those of all
                 tensor.copy_(broadcast(tensor.detach().to(self.device)))
         self.model = self.wrapped = accelerator.prepare_model(model, **autocast_only)
-        self.shard(accelerator, run)
         self.syncs_each_pass = run.sync_gradients == "every_pass"
-        self.optimizer = accelerator.prepare(build(model))
-
-    def shard(self, accelerator: Accelerator, run: RunConfig) -> None:
-        """Shard the model's units, and compile them if `run.compile`."""
         reduce_dtype = torch.bfloat16 if run.reduction == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         mesh = sharding_mesh(accelerator, run)
@@ -106,14 +98,13 @@ class Sharded:
         for unit in units:
             shard_rest(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         shard_rest(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.optimizer = accelerator.prepare(build(self.model))
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         self.wrapped.set_requires_gradient_sync(self.syncs_each_pass)
-        try:
-            yield
-        finally:
-            self.wrapped.set_requires_gradient_sync(True)
+        yield
+        self.wrapped.set_requires_gradient_sync(True)
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
@@ -121,10 +112,8 @@ class Sharded:
         with torch.no_grad():
             for target, source in zip(state_tensors(self.unsharded), state_tensors(self.model), strict=True):
                 target.copy_(whole_tensor(source))
-        try:
-            yield self.unsharded.train(self.model.training)
-        finally:
-            self.unsharded.to("meta")
+        yield self.unsharded.eval()
+        self.unsharded.to("meta")
 
 
 class Outer(nn.Module):
@@ -143,18 +132,15 @@ def bf16_parameters(model: nn.Module) -> set[nn.Parameter]:
     rounded = set()
     others = set()
     for module in model.modules():
-        parameters = module.parameters(recurse=False)
-        if type(module) in (nn.Linear, nn.Conv2d):
-            rounded.update(parameters)
-        else:
-            others.update(parameters)
+        chosen = rounded if type(module) in (nn.Linear, nn.Conv2d) else others
+        chosen.update(module.parameters(recurse=False))
     return rounded - others
 
 
 def shard_rest(module: nn.Module, **options: Any) -> None:
     """`fully_shard` with all parameters of a module that are not sharded yet."""
     sharded = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
-    fully_shard(module, ignored_params=sharded or None, **options)
+    fully_shard(module, ignored_params=sharded, **options)
 
 
 def sharding_mesh(accelerator: Accelerator, run: RunConfig) -> DeviceMesh:
@@ -179,25 +165,42 @@ def compile_blocks_apart(blocks: list[nn.Module]) -> None:
     """
     from torch._functorch import config as functorch_config
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, len(blocks) + 1)
+    torch._dynamo.config.recompile_limit += len(blocks)
     functorch_config.enable_autograd_cache = False
     for block in blocks:
         block.forward = or_eager(torch.compile(block.forward), block.forward)
 
 
+def or_eager(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, and from its first failure on, with a warning, `eager`: an error that is not the compiler's recurs.
+
+    Kernels of both passes are compiled in the forward pass.
+    """
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        nonlocal compiled
+        try:
+            return compiled(*arguments, **options)
+        except Exception as error:
+            if compiled is eager or isinstance(error, UserError):
+                raise
+            cause = f"{type(error).__name__}: {one_line(error)}"[:300]  # it may quote the compiler's whole command
+            warn(f"run.compile: torch.compile fails ({cause}); the model is computed without it, more slowly")
+        compiled = eager
+        return compiled(*arguments, **options)
+
+    return call
+
+
 def sharding_units(model: nn.Module) -> list[nn.Module]:
     """The blocks that are gathered one by one: of each stack all but the last, none within another."""
-    units: list[nn.Module] = []
-    inner: set[nn.Module] = set()
+    blocks: dict[nn.Module, None] = {}  # in order, each once
     for module in model.modules():
         stack = getattr(module, "blocks", None)
-        if not isinstance(stack, nn.ModuleList | nn.Sequential):
-            continue
-        for block in stack[:-1]:
-            if block not in inner and not isinstance(block, nn.ModuleList):
-                units.append(block)
-                inner.update(block.modules())
-    return units
+        if isinstance(stack, nn.ModuleList | nn.Sequential):
+            blocks |= dict.fromkeys(block for block in stack[:-1] if not isinstance(block, nn.ModuleList))
+    inner = {module for block in blocks for module in block.modules() if module is not block}
+    return [block for block in blocks if block not in inner]
 
 
 def without_weights(model: nn.Module) -> nn.Module:
@@ -219,14 +222,6 @@ def local_part(tensor: Tensor) -> Tensor:
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded. All processes have to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def whole_like(part: Tensor, like: Tensor) -> Tensor:
-    """The whole of a tensor of which each process has the part that it has of `like`."""
-    if not isinstance(like, DTensor):
-        return part
-    layout = dict(shape=like.shape, stride=like.stride(), run_check=False)
-    return DTensor.from_local(part, like.device_mesh, like.placements, **layout).full_tensor()
 
 
 def shard_like(whole: Tensor, like: Tensor | None) -> Tensor:
@@ -251,11 +246,9 @@ def refuse_unlike_weights(model: nn.Module, step: int) -> None:
             share = parameter.device_mesh.get_coordinate()[-1]
         bits = local_part(parameter.detach()).float().view(torch.int32)
         digest.append(bits.sum(dtype=torch.int64))
-    own = share, torch.stack(digest).tolist()
-    digest_of_share: dict[int, list[int]] = {}
-    for each_share, each_digest in gather_object([own]):
-        if digest_of_share.setdefault(each_share, each_digest) != each_digest:
-            raise UserError(
-                f"the weights of the processes differ after step {step}, and nothing of it is saved: one computes "
-                "otherwise than the others; the same command continues from the last checkpoint"
-            )
+    copies = set(gather_object([(share, *torch.stack(digest).tolist())]))
+    if len(copies) > len({share for share, *_ in copies}):
+        raise UserError(
+            f"the weights of the processes differ after step {step}, and nothing of it is saved: one computes "
+            "otherwise than the others; the same command continues from the last checkpoint"
+        )

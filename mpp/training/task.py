@@ -1,6 +1,6 @@
 """`ImageTask`: images, batches, evaluation and export, which all training tasks have in common."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from mpp.data.workers import loader_processes
 from mpp.features.drift import START_FILE
 from mpp.features.metrics import Sums
 from mpp.features.probe import REFERENCE, GeneralImages, Probe, general_source, load_general_images
-from mpp.models.adaptation import count_parameters, has_low_rank_changes, merge
+from mpp.models.adaptation import count_parameters, merge
 from mpp.models.descriptions import EncoderFacts, export_encoder
 from mpp.runtime.processes import on_main_process
 from mpp.training.card import model_card
@@ -35,16 +35,27 @@ class ImageTask:
     """A training task: a model, images, a loss on batches of them, and scalars that tell how it does.
 
     Subclasses set `model` (with an `encoder` and a `normalize`), `method`, `img_size`, `train` and `held_out`, and
-    implement `loss`, `describe`, `evaluate` and `flops`.
+    implement:
+
+    - loss(model, batch, measure) -> (Tensor, Sums): mean loss of a batch on the device and, if asked, sums for
+      `describe`. The model is wrapped for training.
+    - describe(sums) -> dict[str, float]: scalars of the sums over all batches and processes.
+    - evaluate(model, step, tracker) -> dict[str, float]: scalars on held-out images, all of them on the main process;
+      it may log pictures. The model is in eval mode.
+    - flops() -> int: operations executed per image, forward and backward.
     """
 
     model: nn.Module
+    kind = "encoder pre-trained without labels"
+    """The kind of encoder by its training, in a few words, for the model card."""
     method: str
     """The encoder's training in a sentence, for the model card."""
     probe: Probe | None = None
     """Probe of the frozen features; None: `probe.every` is 0."""
     learns_labels = False
     """Whether it learns from the training images' labels."""
+    label_kind = "class"
+    """Kind of the labels that it learns."""
     label_names: list[str] | None = None
     """Names of the training images' classes, by number; None: there are no names."""
     builds_on_labels = False
@@ -62,28 +73,6 @@ class ImageTask:
         workers = min(MAX_EVALUATION_WORKERS, loader_processes(data))
         self.fixed_view_loader = FixedViewLoader(layout.largest_share, workers, layout.world_size, layout.rank)
         torch.manual_seed(run.seed)
-
-    @property
-    def kind(self) -> str:
-        """The kind of encoder by its training, in a few words, for the model card."""
-        builds = ", which builds on an encoder that learned labels" if self.builds_on_labels else ""
-        return f"encoder pre-trained without labels{builds}"
-
-    def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
-        """Mean loss of a batch on the device and, if asked, sums for `describe`. `model` is wrapped for training."""
-        raise NotImplementedError
-
-    def describe(self, sums: Sums) -> dict[str, float]:
-        """Scalars of the sums over all batches and processes."""
-        raise NotImplementedError
-
-    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        """Scalars on held-out images, all of them on the main process; may log pictures. `model` is in eval mode."""
-        raise NotImplementedError
-
-    def flops(self) -> int:
-        """Operations executed per image, forward and backward."""
-        raise NotImplementedError
 
     def build_probe(
         self,
@@ -143,17 +132,7 @@ class ImageTask:
 
     def describe_views(self, sums: Sums) -> dict[str, float]:
         """Mean loss and the scalars of `describe`."""
-        mean_loss = float(sums["loss"] / sums["loss_weight"].clamp(min=1))
-        return {"loss": mean_loss} | self.describe(sums)
-
-    def evaluate_untrained(self, model: nn.Module) -> dict[str, float]:
-        """Scalars of the untrained model, all of them on the main process. `model` is in eval mode."""
-        return self.probe(model, baseline=True) if self.probe else {}
-
-    @property
-    def training_image_count(self) -> int:
-        """Training images; 0: a stream has an unknown number."""
-        return len(self.train) if isinstance(self.train, ImageDataset) else 0
+        return {"loss": float(sums["loss"] / sums["loss_weight"].clamp(min=1))} | self.describe(sums)
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Whatever the task does after step `step` (from 0); scalars of it. `model` is without wrappers."""
@@ -168,34 +147,28 @@ class ImageTask:
         if is_hub_dataset(self.data):
             commit = self.data.revision or cached_commit(self.held_out.origin[0])
         retries = self.data.read_retries
-        if isinstance(self.train, Shards):
-            train = self.train.identify(commit)
-        else:
-            train = identify_images(self.train, self.learns_labels, retries, commit)
+        how = self.learns_labels, retries, commit
+        train = self.train.identify(commit) if isinstance(self.train, Shards) else identify_images(self.train, *how)
         train[CLASS_NAMES_FIELD] = self.held_out.class_names[: self.held_out.classes]
-        if self.learns_labels and self.held_out.label_kind != "class":
-            train[LABEL_KIND_FIELD] = self.held_out.label_kind
-        held_out = identify_images(self.held_out, self.learns_labels, retries, commit)
+        if self.label_kind != "class":
+            train[LABEL_KIND_FIELD] = self.label_kind
+        held_out = identify_images(self.held_out, *how)
         general = self.probe.general.identify(retries) if self.probe and self.probe.general else {}
         return {"train": train, "held_out": held_out} | general
 
     def describe_images(self) -> str:
         """The images in a line: kind and number, how often each is seen, how many are held out."""
         seen = ""
-        if self.training_image_count:
-            times = self.run.steps * self.layout.global_batch_size / self.training_image_count
-            seen = f", each seen {times:,.0f} times" if times >= 1000 else f", each seen {times:.3g} times"
+        if isinstance(self.train, ImageDataset):  # a stream has an unknown number
+            times = self.run.steps * self.layout.global_batch_size / len(self.train)
+            seen = f", each seen {times:,.2f} times"
         return f"{self.train.describe()}{seen}, {len(self.held_out)} held out"
 
     def describe_model(self) -> str:
         """The model in a line."""
         parameters, trained = count_parameters(self.model.encoder)
-        size = f"{parameters / 1e6:.1f} M" if parameters >= 1e5 else f"{parameters / 1e3:.3g} k"
-        line = f"{size} parameters in the encoder"
-        if trained == parameters:
-            return line
-        which = "next to" if has_low_rank_changes(self.model.encoder) else "of"
-        return f"{line}, {which} which {trained / 1e6:.3g} M are trained"
+        line = f"{parameters / 1e6:.3g} M parameters in the encoder"
+        return line if trained == parameters else f"{line}, {trained / 1e6:.3g} M are trained"
 
     def export(self, model: nn.Module, folder: Path, name: str = "encoder") -> None:
         """Write the encoder in timm's layout, with the input that it takes, and its model card.
@@ -203,15 +176,16 @@ class ImageTask:
         To be called on the main process. `model` is without wrappers.
         """
         encoder = merge(model.encoder)
+        builds = ", which builds on an encoder that learned labels" if self.builds_on_labels else ""
         facts = EncoderFacts(
-            kind=self.kind,
+            kind=self.kind + builds,
             model=self.describe_model(),
             method=self.method,
             images=f"{describe_source(self.data)}, {self.train.describe()}",
             how_read=self.data.how_read(),
             step=last_logged_step(read_history(folder)),
             learned_labels=self.learns_labels or self.builds_on_labels,
-            label_kind=self.held_out.label_kind if self.learns_labels else "class",
+            label_kind=self.label_kind,
             label_names=self.label_names,
             licence=self.licence,
         )
@@ -225,3 +199,8 @@ class ImageTask:
             facts,
             model_card(folder, encoder, facts),
         )
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of a batch on the device; the host does not wait for pinned ones."""
+    return [tensor.to(device, non_blocking=True) for tensor in tensors]
