@@ -17,7 +17,7 @@ from mpp.config import ModelConfig, require
 from mpp.config.imports import require_imports
 from mpp.errors import UserError, one_line
 from mpp.models.descriptions import is_named, saved_config, update_description
-from mpp.models.loading import load_first_weights, load_weights, note_other_moments
+from mpp.models.loading import load_first_weights, load_weights
 from mpp.models.plain import (
     FIXED_POSITIONS,
     TIMM_ERRORS,
@@ -66,7 +66,6 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     if config.init_from:
         load_first_weights(encoder, config.init_from)
-        note_other_moments(config, channels)
     if config.position == FIXED_POSITIONS and not config.is_variant():
         fix_positions(encoder)
     return encoder

@@ -1,7 +1,7 @@
 """Load the weights of a file into a timm model: all that the model has and no others, resampled where sizes differ."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -12,12 +12,12 @@ from timm.layers import PatchEmbed
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from mpp.config import ImageSize, ModelConfig, require, sides
+from mpp.config import ModelConfig, require, sides
 from mpp.errors import UserError
-from mpp.models.descriptions import first_weights, folder_of_weights, saved_config, trained_on
+from mpp.models.descriptions import first_weights, saved_config, saved_entry
 from mpp.models.plain import BIAS_TABLE, TIMM_ERRORS, is_plain, model_without_memory
 from mpp.runtime.messages import note
-from mpp.runtime.weights import weight_names, weights_file
+from mpp.runtime.weights import weight_names
 
 Weights = dict[str, Tensor]
 """Weights by name."""
@@ -28,14 +28,12 @@ LONGEST_REASON = 400
 
 
 def load_first_weights(encoder: nn.Module, source: str) -> None:
-    """Load the weights that `model.init_from` names.
+    """Load the weights that `model.init_from` names: see `first_weights`.
 
-    Args:
-        source: run folder, encoder folder, .safetensors file, zoo:NAME, hf-hub:NAME, or the name of a timm model.
     Raises:
         UserError: no such weights, or weights of an encoder that computes otherwise.
     """
-    file = weights_file(Path(first_weights(source)), "model.init_from")
+    file = first_weights(source)
     load_weights(encoder, file, "model.init_from")
     require_same_computation(encoder, source, file.parent)
 
@@ -64,7 +62,7 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     state = adapt_channels(state, model, setting)
     others = (*NOT_OF_ENCODERS, *heads)
     try:
-        state = resample(state, model, trained_on(file.parent, "input_size")[1:]) | new
+        state = resample(state, model, saved_entry(file.parent, "input_size")[1:]) | new
         model.load_state_dict({name: state[name] for name in state if name in built or not name.startswith(others)})
     except TIMM_ERRORS as error:
         reason = shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)
@@ -117,7 +115,7 @@ def timm_filter(model: nn.Module) -> Callable[..., Weights]:
     return lambda state, model: state
 
 
-def resample(state: Weights, model: nn.Module, size: ImageSize | tuple[()] = ()) -> Weights:
+def resample(state: Weights, model: nn.Module, size: Sequence[int] = ()) -> Weights:
     """Weights of another input size as this model's, by timm's filter; tables of the same size stay as they are.
 
     Args:
@@ -168,27 +166,26 @@ def describe_computation(encoder: nn.Module) -> str:
     return f"heads {sorted(heads)}, activation {sorted(activations)}, computed positions {positions}"
 
 
-def note_other_moments(config: ModelConfig, channels: int) -> None:
-    """Print a note where `model.init_from` was trained on images that were normalised in another way."""
-    for name, values in zip(("mean", "std"), config.normalization(channels), strict=True):
-        theirs = trained_on(folder_of_weights(config.init_from), name)
-        if len(theirs) == channels and theirs != tuple(values):
-            note(f"model.{name} is {values}, and {config.init_from} learned with {theirs}: null takes these")
-
-
 def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
     """The settings with the moments of the first weights instead of a `model.mean` or `model.std` that is null.
+
+    A note says where others are given than those that the weights learned with.
 
     Raises:
         UserError: no config.json next to the weights has the moments that they were trained with.
     """
-    for name in ("mean", "std"):
-        if getattr(config, name) is not None:
-            continue
-        values = trained_on(folder_of_weights(config.init_from), name)
-        allowed = f"numbers or auto: no config.json next to {config.init_from} has those of the weights"
-        require(values, f"model.{name}", "null", allowed)
-        if len(values) != channels:  # the mean of the known channels serves for each of the others
-            values = (sum(values) / len(values),) * channels
-        config = replace(config, **{name: values})
+    if config.init_from is None:
+        return config
+    folder = first_weights(config.init_from).parent
+    for name, ours in zip(("mean", "std"), config.normalization(channels), strict=True):
+        given = getattr(config, name)
+        theirs = tuple(saved_entry(folder, name))
+        if given is None:
+            allowed = f"numbers or auto: no config.json next to {config.init_from} has those of the weights"
+            require(theirs, f"model.{name}", "null", allowed)
+            if len(theirs) != channels:  # the mean of the known channels serves for each of the others
+                theirs = (sum(theirs) / len(theirs),) * channels
+            config = replace(config, **{name: theirs})
+        elif given != "auto" and len(theirs) == channels and theirs != tuple(ours):
+            note(f"model.{name} is {ours}, and {config.init_from} learned with {theirs}: null takes these")
     return config
