@@ -30,11 +30,12 @@ from mpp.models.plain import (
     use_bf16_residual,
 )
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.weights import WEIGHTS, encoder_folder, refuse_pickle, run_of
+from mpp.runtime.weights import WEIGHTS, encoder_folder, run_of
 
 PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
 PLAIN_TRANSFORMERS = "a plain transformer (VisionTransformer, Eva, Beit) that timm's build_model_with_cfg has built, "
 PLAIN_TRANSFORMERS += f"such as {PLAIN_VIT}"
+NO_POOLING = '{"global_pool": "avg", "fc_norm": false}'
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
 SET_ELSEWHERE |= {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "features_only"}
 SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
@@ -105,12 +106,10 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 def check_encoder(encoder: nn.Module, name: str, config: ModelConfig) -> None:
     """Raise UserError where a timm model is no plain transformer, or does not fit the settings."""
     setting = ("model.name", name)
-    is_known = is_plain(encoder) and hasattr(encoder, "pretrained_cfg")
-    require(is_known, *setting, f"{PLAIN_TRANSFORMERS}: this is a {type(encoder).__name__}")
-    allowed = (
-        'without attention pooling: use model.arguments {"global_pool": "avg", "fc_norm": false} (Eva: use_fc_norm)'
-    )
-    require(getattr(encoder, "attn_pool", None) is None, *setting, allowed)
+    allowed = f"{PLAIN_TRANSFORMERS}, without attention pooling (model.arguments {NO_POOLING}; Eva: use_fc_norm); "
+    allowed += f"this is a {type(encoder).__name__}"
+    pools = getattr(encoder, "attn_pool", None) is not None
+    require(is_plain(encoder) and hasattr(encoder, "pretrained_cfg") and not pools, *setting, allowed)
     check_cells(encoder)
     has_positions = getattr(encoder, "pos_embed", None) is not None
     allowed = f"learned with {name}, which has position embeddings"
@@ -153,8 +152,6 @@ def load_encoder(
         name = source
         file = Path(checkpoint) if checkpoint else None  # None: those that timm has published
         weights_setting = "checkpoint" if setting == "encoder" else f"{setting}_checkpoint"
-        if file:
-            refuse_pickle(file, weights_setting)
     else:
         require(checkpoint is None, "checkpoint", checkpoint, f"null with {source}, which has its own weights")
         folder = encoder_folder(Path(source), setting)
@@ -181,14 +178,13 @@ def load_encoder(
     return model.eval() if config else model
 
 
-def create_model(name: str, pretrained: bool, img_size: Any = None, **changes: Any) -> nn.Module:
+def create_model(name: str, pretrained: bool, **arguments: Any) -> nn.Module:
     """`timm.create_model`, without `img_size` for networks that take any size and lack that argument."""
-    if img_size is not None:
-        try:
-            return timm.create_model(name, pretrained, img_size=img_size, **changes)
-        except TypeError:  # raised again if it has another cause
-            pass
-    return timm.create_model(name, pretrained, **changes)
+    try:
+        return timm.create_model(name, pretrained, **arguments)
+    except TypeError:  # raised again if it has another cause
+        arguments.pop("img_size", None)
+        return timm.create_model(name, pretrained, **arguments)
 
 
 class Normalize(nn.Module):

@@ -17,7 +17,7 @@ from mpp.errors import UserError
 from mpp.models.descriptions import first_weights, saved_config, saved_entry
 from mpp.models.plain import BIAS_TABLE, TIMM_ERRORS, is_plain, model_without_memory
 from mpp.runtime.messages import note
-from mpp.runtime.weights import weight_names
+from mpp.runtime.weights import refuse_pickle, weight_names
 
 Weights = dict[str, Tensor]
 """Weights by name."""
@@ -55,6 +55,7 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     has_new_head = model.num_classes != model.pretrained_cfg.get("num_classes")
     built = model.state_dict()
     new = {name: tensor for name, tensor in built.items() if has_new_head and name.startswith(heads)}
+    refuse_pickle(file, setting)
     weight_names(file, setting)  # a file that cannot be read is refused
     state = without_prefix(load_file(file), next(iter(built)), file)
     if built.keys() - new.keys() <= state.keys() - {"mask_token"}:
@@ -124,21 +125,21 @@ def resample(state: Weights, model: nn.Module, size: Sequence[int] = ()) -> Weig
         ValueError: timm would take a table of positions for that of another grid.
     """
     size = size or model.pretrained_model_args.get("img_size")
-    unchanged = set()
+    unchanged = {}
     if size and is_plain(model):
         size, own_size = sides(size), tuple(model.patch_embed.img_size)
         model.pretrained_model_args = {"img_size": size}  # from which timm's filters know the grid of `pos_embed`
         built = model.state_dict()
-        names = {name for name in state.keys() & built.keys() if "pos_embed" in name or name.endswith(BIAS_TABLE)}
-        if names == {"pos_embed"} and type(model.patch_embed) is PatchEmbed:
-            names = set()
-        fits = [state[name].shape == built[name].shape for name in names]
+        tables = {name: state[name] for name in state if "pos_embed" in name or name.endswith(BIAS_TABLE)}
+        if type(model.patch_embed) is PatchEmbed:
+            tables.pop("pos_embed", None)
+        fits = [name in built and built[name].shape == tables[name].shape for name in tables]
         if size == own_size and all(fits):
-            unchanged = names
-        elif names and (size[0] != size[1] or (any(fits) and own_size[0] != own_size[1])):
+            unchanged = tables
+        elif tables and (size[0] != size[1] or (any(fits) and own_size[0] != own_size[1])):
             raise ValueError(f"its positions are for {size} pixels, which fit this size alone, and not {own_size}")
     others = {name: tensor for name, tensor in state.items() if name not in unchanged}
-    return timm_filter(model)(others, model) | {name: state[name] for name in unchanged}
+    return timm_filter(model)(others, model) | unchanged
 
 
 # --- what weights do not show ---
