@@ -50,7 +50,7 @@ FAMILIES = {  # a model of timm's -> settings beside its numbers
     "beit_base_patch16_224": dict(img_size=(48, 80)),
     "beitv2_base_patch16_224": dict(img_size=64),
 }
-RUN_ON_SOME = [name for name in FAMILIES if not name.startswith("beit")]
+RUN_ON_SOME = [name for name in FAMILIES if not name.startswith("beit") and "rope_mixed" not in name]
 HIDDEN = CorruptionConfig(rate=0.5, mask=1.0, random=0.0, keep=0.0)
 every_family = pytest.mark.parametrize("name", FAMILIES)
 some_families = pytest.mark.parametrize("name", RUN_ON_SOME)
@@ -377,7 +377,8 @@ def test_all_plain_transformers_of_timm_are_taken_apart(capsys):
             continue
         assert torch.equal(tokens_by_parts(encoder, images), expected), name
         taken[type(encoder).__name__] += 1
-        assert takes_some_tokens(encoder) != isinstance(encoder, Beit)
+        is_mixed = getattr(encoder, "rope_mixed", False)
+        assert takes_some_tokens(encoder) != (isinstance(encoder, Beit) or is_mixed)
     with capsys.disabled():
         print(f"\ntaken apart: {dict(taken)}; left out: {len(left_out)}")
         for name, reason in left_out.items():

@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,25 +48,18 @@ def choose_trained(encoder: nn.Module, config: ModelConfig) -> None:
     chosen = f"{config.train}, {config.lora_rank}"
     allowed = "null both for this model: its batch norms would not stay"
     require(not has_running_statistics(encoder), "model.train, model.lora_rank", chosen, allowed)
-    names = [name for name, _ in encoder.named_parameters()]
-    trained = set() if config.train is None else matching_names(names, config.train)
-    for name, parameter in encoder.named_parameters():
-        parameter.requires_grad_(name in trained)
+    encoder.requires_grad_(False)
+    if config.train is not None:
+        parameters = dict(encoder.named_parameters())
+        trained = [name for name in parameters if re.search(config.train, name)]
+        some = ", ".join([*parameters][-8:])
+        allowed = f"found in some names of the encoder's parameters, such as {some}, and not in all"
+        require(0 < len(trained) < len(parameters), "model.train", config.train, allowed)
+        note(f"model.train {config.train} trains {shortened(sorted(trained))}")
+        for name in trained:
+            parameters[name].requires_grad_()
     if config.lora_rank is not None:
         add_low_rank_changes(encoder, config.lora_rank)
-
-
-def matching_names(names: Sequence[str], pattern: str) -> set[str]:
-    """The names in which a regular expression is found.
-
-    Raises:
-        UserError: it is found in none of them, or in all.
-    """
-    matching = {name for name in names if re.search(pattern, name)}
-    allowed = f"found in some names of the encoder's parameters, such as {', '.join(names[-8:])}, and not in all"
-    require(0 < len(matching) < len(names), "model.train", pattern, allowed)
-    note(f"model.train {pattern} trains {shortened(sorted(matching))}")
-    return matching
 
 
 def add_low_rank_changes(encoder: nn.Module, rank: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mpp.config import Config, NetworkConfig, require
 from mpp.config.imports import Registry
-from mpp.corruption import Corruption, Kind, corrupt
+from mpp.corruption import Corruption, corrupt
 from mpp.errors import UserError, one_line
 from mpp.models.adaptation import choose_trained
 from mpp.models.encoder import Normalize, build_encoder
@@ -138,13 +138,10 @@ class PixelMasking(nn.Module):
 
     def masked_tokens(self, corruption: Corruption) -> Tensor:
         """Whether the whole window of a token is masked, (B, T, 1)."""
-        is_mask = corruption.kinds == int(Kind.MASK)
-        visible = torch.ones(len(is_mask), len(self.tokens), device=is_mask.device)  # (B, N)
-        visible.scatter_(1, corruption.positions, (~is_mask).float())
-        if corruption.hidden is not None:
-            visible.scatter_(1, corruption.hidden, 0.0)
+        cells = torch.ones(len(corruption.kinds), len(self.tokens), 1, device=corruption.kinds.device)
+        visible = corrupt(cells, cells.new_zeros(1), corruption)  # (B, N, 1)
         count = self.tokens_per_side
-        visible = repeat(visible, "b (row column) -> b (row y) (column x)", row=self.grid[0], y=count, x=count)
+        visible = repeat(visible, "b (row column) 1 -> b (row y) (column x)", row=self.grid[0], y=count, x=count)
         visible_in_window = F.max_pool2d(visible, count, stride=1)  # (B, token rows, token columns)
         return visible_in_window.flatten(1)[..., None] == 0
 
@@ -182,8 +179,8 @@ class MaskedAutoencoder(nn.Module):
     ):
         super().__init__()
         independent = type(encoder.patch_embed) is PatchEmbed and takes_some_tokens(encoder)
-        allowed = "predictor with a hybrid, overlapping patches, axial mixing or tables of biases (BEiT): the encoder "
-        allowed += "here sees some patches alone"
+        allowed = "predictor with a hybrid, overlapping patches, axial mixing, tables of biases (BEiT) or rotations by "
+        allowed += "head: the encoder here sees some patches alone"
         require(independent, "network.name", "autoencoder", allowed)
         self.normalize = Normalize(mean, std)
         self.encoder = encoder

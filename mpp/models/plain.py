@@ -81,14 +81,11 @@ def prepare_tokens(
     tokens = encoder.norm_pre(tokens)
     if rope is None:
         return tokens, [{}] * depth
-    of_blocks = rope if getattr(encoder, "rope_mixed", False) else [rope]  # of each (N, 2 d) or (heads, N, 2 d)
     if kept is not None:
         prefix = encoder.num_prefix_tokens
-        places = kept[:, prefix:] - prefix
-        by_head = [each.view(-1, *each.shape[-2:]) for each in of_blocks]
-        of_blocks = [each[:, places].transpose(0, 1) for each in by_head]  # (B, 1 or heads, V - prefix, 2 d)
-    arguments = [{"rope": each} for each in of_blocks]
-    return tokens, arguments * (depth // len(arguments))
+        rope = rope[kept[:, prefix:] - prefix][:, None]  # (B, 1, V - prefix, 2 d)
+    of_blocks = rope if getattr(encoder, "rope_mixed", False) else [rope] * depth  # of each (N, 2 d) or (heads, N, 2 d)
+    return tokens, [{"rope": each} for each in of_blocks]
 
 
 def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, list[BlockArguments]]:
@@ -103,7 +100,8 @@ def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, li
 def takes_some_tokens(encoder: nn.Module) -> bool:
     """Whether the blocks run on a part of the tokens: tables of biases are added to the attention among all."""
     has_tables = any(name.endswith(BIAS_TABLE) for name, _ in encoder.named_parameters())
-    return getattr(encoder, "takes_any_tokens", True) and not has_tables
+    is_mixed = getattr(encoder, "rope_mixed", False)  # rotations by head
+    return getattr(encoder, "takes_any_tokens", True) and not has_tables and not is_mixed
 
 
 def stem_parameters(encoder: nn.Module) -> set[str]:
@@ -186,8 +184,6 @@ def runs_at_few(block: nn.Module, token_count: int) -> bool:
         return False
     if next(block.parameters()).is_meta:
         return True  # there are no numbers to compare
-    if not hasattr(block, "add_positions"):
-        token_count = 16  # any number
     tried = copy.deepcopy(block).double().eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in tried.parameters():
@@ -268,7 +264,7 @@ def use_bf16_norms(module: nn.Module) -> None:
         if type(child) is LayerNorm:
             child.__class__ = ResidualNorm
         elif isinstance(child, LayerScale) or getattr(child, "gamma_1", None) is not None:  # blocks of Eva and Beit
-            child.register_forward_hook(to_input_type)
+            child.register_forward_hook(to_autocast_type)
 
 
 def has_bf16_residual(encoder: nn.Module) -> bool:
@@ -277,13 +273,8 @@ def has_bf16_residual(encoder: nn.Module) -> bool:
 
 
 def to_autocast_type(_: nn.Module, __: Any, tokens: Tensor) -> Tensor:
-    """Hook: the output in bf16 under autocast; without, float32 tokens stay so."""
+    """Hook: tokens in bf16 under autocast; without, float32 ones stay so."""
     return tokens.to(torch.bfloat16) if uses_autocast(tokens.device.type) else tokens
-
-
-def to_input_type(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """Hook: the output in the type of the input."""
-    return output.to(inputs[0].dtype)
 
 
 # --- properties ---

@@ -235,14 +235,11 @@ class OverlappingPatchEmbed(PatchEmbed):
     """Patches that overlap: they are `stride` pixels apart, which is a divisor of their side."""
 
     def __init__(self, *args: Any, stride: int, **options: Any):
-        self.stride = stride
         super().__init__(*args, **options)
+        self.stride = stride
         self.proj.stride = (stride, stride)
-
-    def _init_img_size(self, img_size: int | ImageSize) -> tuple[ImageSize, Grid, int]:
-        size = to_2tuple(img_size)
-        grid = self.dynamic_feat_size(size)
-        return size, grid, math.prod(grid)
+        self.grid_size = self.dynamic_feat_size(self.img_size)
+        self.num_patches = math.prod(self.grid_size)
 
     def dynamic_feat_size(self, img_size: ImageSize) -> Grid:
         """Rows and columns of patches of an image of this size."""
