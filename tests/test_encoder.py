@@ -17,8 +17,7 @@ from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from mpp.config import ModelConfig, resized_side
 from mpp.errors import UserError
 from mpp.models.descriptions import EncoderFacts, export_encoder, learned_labels
-from mpp.models.encoder import build_encoder
-from mpp.models.loading import moments_of_weights
+from mpp.models.encoder import build_encoder, moments_of_weights
 from mpp.runtime.weights import fingerprint
 
 

@@ -21,8 +21,7 @@ from evaluation.supervision.heads import HeadedEncoder, require_defaults
 from mpp.config import ModelConfig, require
 from mpp.features.frozen import pool
 from mpp.models.descriptions import first_weights
-from mpp.models.encoder import architecture, build_encoder
-from mpp.models.loading import load_first_weights
+from mpp.models.encoder import architecture, build_encoder, load_first_weights
 from mpp.models.plain import (
     fix_positions,
     has_bf16_residual,

@@ -31,7 +31,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
 from mpp.config import Grid, ImageSize, require
-from mpp.models.loading import Weights, resample
+from mpp.models.encoder import Weights, resample
 from mpp.models.plain import (
     BIAS_TABLE,
     attention_at,
