@@ -83,25 +83,21 @@ def has_low_rank_changes(model: nn.Module) -> bool:
 
 def merge(encoder: nn.Module) -> nn.Module:
     """The encoder with its changes in its weights, under timm's names: a copy, or itself where it has none."""
-    changed = [name for name, module in encoder.named_modules() if parametrize.is_parametrized(module)]
-    if not changed:
+    if not has_low_rank_changes(encoder):
         return encoder
     merged = copy.deepcopy(encoder)
-    for name in changed:  # a copy shares the class of the layer, from which torch would remove the change for both
-        layer = merged.get_submodule(name)
-        plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
-        plain.weight = nn.Parameter(layer.weight.detach())
-        plain.bias = layer.bias
-        merged.set_submodule(name, plain)
+    for layer in filter(parametrize.is_parametrized, merged.modules()):
+        weight = nn.Parameter(layer.weight.detach())
+        layer.__class__ = nn.Linear  # torch's way would change the class that the copy shares
+        del layer.parametrizations
+        layer.weight = weight
     return merged
 
 
 def count_parameters(encoder: nn.Module) -> tuple[int, int]:
     """The number of an encoder's parameters without low-rank changes, and the number that is trained, with these."""
-    total = trained = 0
-    for name, parameter in encoder.named_parameters():
-        total += 0 if ".parametrizations.weight.0." in name else parameter.numel()
-        trained += parameter.numel() if parameter.requires_grad else 0
+    total = sum(parameter.numel() for parameter in merge(encoder).parameters())
+    trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
     return total, trained
 
 

@@ -30,7 +30,6 @@ from mpp.models.plain import (
     check_cells,
     checkpoint_activations,
     fix_positions,
-    hold_positions,
     is_plain,
     model_without_memory,
     set_attention,
@@ -65,10 +64,8 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
         UserError: an unknown name, a model that is no plain transformer or does not fit, weights that do not fit.
     """
     name, arguments = architecture(config)
-    if channels != 3:
-        arguments["in_chans"] = channels
     try:
-        encoder = timm.create_model(name, num_classes=0, **arguments)
+        encoder = timm.create_model(name, num_classes=0, in_chans=channels, **arguments)
     except TIMM_ERRORS as error:
         given = f"model.name is {name} and model.arguments is {config.arguments}"
         raise UserError(f"{given}, which timm cannot build with these dimensions: {one_line(error)}") from error
@@ -181,13 +178,10 @@ def load_encoder(
     except (*TIMM_ERRORS, OSError, SafetensorError) as error:
         hint = f" (without a network, set {weights_setting} to a file with its weights)" if published else ""
         raise UserError(f"{setting} is {source}, which cannot be loaded{hint}: {one_line(error)}") from error
+    if config.get("position") == FIXED_POSITIONS:
+        fix_positions(model)
     if pretrained and file:
         load_weights(model, file, weights_setting)
-    if config.get("position") == FIXED_POSITIONS:
-        if pretrained:
-            hold_positions(model, model.pos_embed.data)
-        else:
-            fix_positions(model)
     update_description(model, changes, config.get("eval_crop"))
     return model.eval() if config else model
 
@@ -246,7 +240,7 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     """
     classifiers = model.pretrained_cfg.get("classifier") or ()
     classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
-    heads = tuple(f"{classifier.split('.')[0]}." for classifier in classifiers)
+    heads = tuple(f"{classifier}." for classifier in classifiers)
     has_new_head = model.num_classes != model.pretrained_cfg.get("num_classes")
     built = model.state_dict()
     new = {name: tensor for name, tensor in built.items() if has_new_head and name.startswith(heads)}
@@ -255,9 +249,12 @@ def load_weights(model: nn.Module, file: Path, setting: str) -> None:
     state = without_prefix(load_file(file), next(iter(built)), file)
     if built.keys() - new.keys() <= state.keys() - {"mask_token"}:
         state.pop("mask_token", None)  # by which timm's filters know files of other names
-    state = adapt_channels(state, model, setting)
     others = (*NOT_OF_ENCODERS, *heads)
+    first = f"{model.pretrained_cfg.get('first_conv')}.weight"
     try:
+        if first in state and state[first].shape[1] != (channels := built[first].shape[1]):
+            note(f"{setting}'s filters are summed or repeated for {channels} channels, as timm does with those on RGB")
+            state[first] = adapt_input_conv(channels, state[first])
         state = resample(state, model, saved_entry(file.parent, "input_size")[1:]) | new
         model.load_state_dict({name: state[name] for name in state if name in built or not name.startswith(others)})
     except TIMM_ERRORS as error:
@@ -277,23 +274,6 @@ def without_prefix(state: Weights, first_name: str, file: Path) -> Weights:
         return state
     note(f"of the weights in {file} only those are taken whose names begin with `{prefix}`")
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-
-
-def adapt_channels(state: Weights, model: nn.Module, setting: str) -> Weights:
-    """Weights with the first filters for the model's channels.
-
-    Raises:
-        UserError: they are of other channels, and not of RGB.
-    """
-    first = f"{model.pretrained_cfg.get('first_conv')}.weight"
-    if first not in state:
-        return state
-    channels, wanted = (weights[first].shape[1] for weights in (state, model.state_dict()))
-    if channels == wanted:
-        return state
-    require(channels == 3, f"{setting}'s input channels", channels, f"3 (RGB) or data.channels ({wanted})")
-    note(f"{setting} is of RGB: its filters are summed or repeated for {wanted} channels, as timm does")
-    return state | {first: adapt_input_conv(wanted, state[first])}
 
 
 # --- other sizes ---

@@ -366,10 +366,6 @@ def fix_positions(encoder: nn.Module) -> None:
     require(encoder.pos_embed is not None, *setting, "learned with a model that has no table of position embeddings")
     require(width % 4 == 0, *setting, f"learned with a width ({width}) that is not a multiple of 4")
     table = sincos_2d(encoder.patch_embed.grid_size, width)
-    hold_positions(encoder, F.pad(table, (0, 0, encoder.pos_embed.shape[1] - len(table), 0))[None])
-
-
-def hold_positions(encoder: nn.Module, table: Tensor) -> None:
-    """Make a table the encoder's positions for good: a buffer under timm's name, which is not trained."""
+    table = F.pad(table, (0, 0, encoder.pos_embed.shape[1] - len(table), 0))[None]
     del encoder.pos_embed
-    encoder.register_buffer("pos_embed", table)
+    encoder.register_buffer("pos_embed", table)  # under timm's name, and not trained

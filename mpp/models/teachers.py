@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.data import resolve_model_data_config
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from mpp.config import Grid, ImageSize, ObjectiveConfig, check_grid, require, sides
+from mpp.config import Grid, ObjectiveConfig, check_grid, require
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
 from mpp.models.encoder import Normalize, load_encoder
@@ -47,7 +46,7 @@ class FeatureTeacher(nn.Module):
         normalize: Normalize,
         grid: Grid,
         config: ObjectiveConfig,
-        img_size: ImageSize,
+        img_size: Sequence[int],
     ):
         super().__init__()
         self.encoder = encoder.eval().requires_grad_(False)
@@ -186,13 +185,12 @@ def build_teacher(config: ObjectiveConfig, encoder: nn.Module, normalize: Normal
         num_classes=0,
     )
     set_attention(model, has_fused_attention(encoder))
-    data_config = resolve_model_data_config(model)
-    channels, *own_size = data_config["input_size"]
+    about = model.pretrained_cfg
+    channels, *img_size = about["input_size"]
     require(channels == len(normalize.mean), f"{TEACHER_SETTING}'s input channels", channels, len(normalize.mean))
-    img_size = sides(config.teacher_img_size or own_size)
     if config.teacher_img_size and isinstance(getattr(model, "patch_embed", None), PatchEmbed):  # ignores the rest
         check_grid(img_size, model.patch_embed.patch_size[0], f"{TEACHER_SETTING}_img_size")
-    teacher = FeatureTeacher(model, Normalize(data_config["mean"], data_config["std"]), grid, config, img_size)
+    teacher = FeatureTeacher(model, Normalize(about["mean"], about["std"]), grid, config, img_size)
     teacher.register_state_dict_post_hook(leave_out_teacher)
     teacher.register_load_state_dict_post_hook(allow_missing_teacher)
     return teacher
