@@ -223,14 +223,14 @@ def export_encoder(
     entries = {
         "pretrained_cfg": {"tag": MPP_TAG, "license": facts.licence},  # not those of published weights
         "eval_crop": crop_pct,  # `load_encoder` needs it for other sizes
-        "position": FIXED_POSITIONS if is_fixed else None,  # it, too; timm itself takes the table for learned
-        "data": facts.how_read or None,  # evaluation reads it
+        "position": is_fixed and FIXED_POSITIONS,  # it, too; timm itself takes the table for learned
+        "data": facts.how_read,  # evaluation reads it
         "step": facts.step,  # its run may grow beyond it
-        "learned_labels": facts.learned_labels or None,
-        "label_kind": facts.label_kind if facts.label_kind != "class" else None,
-        "label_names": list(facts.label_names) if facts.label_names else None,
+        "learned_labels": facts.learned_labels,
+        "label_kind": facts.label_kind != "class" and facts.label_kind,
+        "label_names": list(facts.label_names or ()),
     }
-    ours = {name: entry for name, entry in entries.items() if entry is not None}
+    ours = {name: entry for name, entry in entries.items() if entry}
     with complete(folder) as partial:
         save_for_hf(encoder, str(partial), model_config=ours, safe_serialization=True, data_config=data_config)
         saved = saved_config(partial)

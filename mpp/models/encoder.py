@@ -89,9 +89,10 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: an unknown name, or `model.arguments` that this timm model does not take.
     """
-    timm_names = {"width": "embed_dim", "heads": "num_heads"}
-    arguments = {timm_names.get(name, name): number for name, number in config.numbers().items()}
+    arguments = config.numbers()
     arguments |= dict(
+        embed_dim=arguments.pop("width"),
+        num_heads=arguments.pop("heads"),
         pos_drop_rate=config.dropout or None,
         proj_drop_rate=config.dropout or None,
         drop_path_rate=config.drop_path or None,

@@ -28,7 +28,6 @@ from mpp.models.plain import (
     has_fused_attention,
     prepare_tokens,
     run_blocks,
-    run_blocks_at,
     runs_at_few,
     set_attention,
     sincos_2d,
@@ -92,7 +91,7 @@ class MaskedPatchPredictor(nn.Module):
         if self.pixel_masking is not None:
             places = self.pixel_masking.tokens[places]
         index = encoder.num_prefix_tokens + places
-        corrupted = run_blocks_at(encoder.blocks, tokens, index, self.last_at_few, checkpointed, block_arguments)
+        corrupted = run_blocks(encoder.blocks, tokens, checkpointed, block_arguments, index, self.last_at_few)
         return self.head(encoder.fc_norm(encoder.norm(corrupted)))  # some have their last norm in fc_norm
 
     def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
@@ -250,7 +249,7 @@ class Decoder(nn.Module):
         tokens = masked.scatter(1, visible[..., None].expand_as(tokens), tokens)  # (B, prefix + N, width)
         positions = self.positions.to(tokens.dtype) if self.bf16_residual else self.positions
         tokens = tokens + positions
-        tokens = run_blocks_at(self.blocks, tokens, corrupted, self.last_at_few, checkpointed, [{}] * len(self.blocks))
+        tokens = run_blocks(self.blocks, tokens, checkpointed, [{}] * len(self.blocks), corrupted, self.last_at_few)
         return self.norm(tokens)
 
 

@@ -119,39 +119,28 @@ def model_without_memory(name: str, **arguments: Any) -> nn.Module:
 
 
 def run_blocks(
-    blocks: Sequence[nn.Module], tokens: Tensor, checkpointed: bool, block_arguments: Sequence[BlockArguments]
+    blocks: Sequence[nn.Module],
+    tokens: Tensor,
+    checkpointed: bool,
+    block_arguments: Sequence[BlockArguments],
+    index: Tensor | None = None,
+    last_at_few: bool = False,
 ) -> Tensor:
-    """Tokens (B, T, D) after these blocks.
+    """Tokens (B, T, D) after these blocks; with an index (B, K) those there, (B, K, D).
 
     Args:
         checkpointed: compute the activations of the blocks again in the backward pass, instead of keeping them.
         block_arguments: further arguments of each block.
+        last_at_few: `runs_at_few` of the last block, which then computes only what is needed.
     """
     for block, arguments in zip(blocks, block_arguments, strict=True):
+        if last_at_few and block is blocks[-1]:
+            return block_at(block, tokens, index)
         if checkpointed:
             tokens = checkpoint(block, tokens, use_reentrant=False, **arguments)
         else:
             tokens = block(tokens, **arguments)
-    return tokens
-
-
-def run_blocks_at(
-    blocks: Sequence[nn.Module],
-    tokens: Tensor,
-    index: Tensor,
-    last_at_few: bool,
-    checkpointed: bool,
-    block_arguments: Sequence[BlockArguments],
-) -> Tensor:
-    """Tokens (B, K, D) at `index` (B, K) after these blocks; for other arguments see `run_blocks`.
-
-    Args:
-        last_at_few: `runs_at_few` of the last block.
-    """
-    tokens = run_blocks(blocks[:-1], tokens, checkpointed, block_arguments[:-1])
-    if last_at_few:
-        return block_at(blocks[-1], tokens, index)
-    return gather_tokens(blocks[-1](tokens, **block_arguments[-1]), index)
+    return tokens if index is None else gather_tokens(tokens, index)
 
 
 def block_at(block: Block, tokens: Tensor, index: Tensor) -> Tensor:
