@@ -138,20 +138,19 @@ def timm_crop_pct(img_size: int | ImageSize, share: float) -> float:
     return height / (length + 0.25)
 
 
-def update_description(model: nn.Module, changes: dict[str, Any], eval_crop: float | None = None) -> None:
+def update_description(model: nn.Module, img_size: int | ImageSize | None, eval_crop: float | None = None) -> None:
     """Update a model's `pretrained_cfg`, by which `timm.data.resolve_model_data_config` describes its images.
 
     timm describes the published weights there, whatever the arguments of the model.
 
     Args:
-        changes: arguments of `timm.create_model` for this model.
+        img_size: that the model was asked for; None: its own.
         eval_crop: share of the shorter side in mpp's fixed view; None: crop_pct stays.
     """
     description = model.pretrained_cfg
-    asked = {"img_size": changes["img_size"]} if "img_size" in changes else {}
-    if asked and eval_crop:
-        description["crop_pct"] = timm_crop_pct(asked["img_size"], eval_crop)
-    description |= resolve_input_data_config(model, asked)
+    if img_size and eval_crop:
+        description["crop_pct"] = timm_crop_pct(img_size, eval_crop)
+    description |= resolve_input_data_config(model, {"img_size": img_size})
     if description.get("num_classes") != model.num_classes:
         description["num_classes"] = model.num_classes
         for name in ("label_names", "label_descriptions", "label_offset"):
@@ -234,7 +233,7 @@ def export_encoder(
     with complete(folder) as partial:
         save_for_hf(encoder, str(partial), model_config=ours, safe_serialization=True, data_config=data_config)
         saved = saved_config(partial)
-        saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
+        saved["model_args"].pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
         if not encoder.num_classes:
             saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
         (partial / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")

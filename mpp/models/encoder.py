@@ -13,7 +13,6 @@ from typing import Any
 
 import timm
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import PatchEmbed
 from timm.models import adapt_input_conv
@@ -120,8 +119,7 @@ def check_encoder(encoder: nn.Module, name: str, config: ModelConfig) -> None:
     setting = ("model.name", name)
     allowed = f"{PLAIN_TRANSFORMERS}, without attention pooling (model.arguments {NO_POOLING}; Eva: use_fc_norm); "
     allowed += f"this is a {type(encoder).__name__}"
-    pools = getattr(encoder, "attn_pool", None) is not None
-    require(is_plain(encoder) and hasattr(encoder, "pretrained_cfg") and not pools, *setting, allowed)
+    require(is_plain(encoder) and getattr(encoder, "attn_pool", None) is None, *setting, allowed)
     check_cells(encoder)
     has_positions = getattr(encoder, "pos_embed", None) is not None
     allowed = f"learned with {name}, which has position embeddings"
@@ -176,14 +174,14 @@ def load_encoder(
     published = pretrained and file is None
     try:
         model = create_model(name, published, **changes)
-    except (*TIMM_ERRORS, OSError, SafetensorError) as error:
+    except (*TIMM_ERRORS, OSError) as error:
         hint = f" (without a network, set {weights_setting} to a file with its weights)" if published else ""
         raise UserError(f"{setting} is {source}, which cannot be loaded{hint}: {one_line(error)}") from error
     if config.get("position") == FIXED_POSITIONS:
         fix_positions(model)
     if pretrained and file:
         load_weights(model, file, weights_setting)
-    update_description(model, changes, config.get("eval_crop"))
+    update_description(model, changes.get("img_size"), config.get("eval_crop"))
     return model.eval() if config else model
 
 

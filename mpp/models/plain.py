@@ -29,7 +29,7 @@ from mpp.config import Grid, check_grid, require
 from mpp.errors import UserError
 from mpp.runtime.messages import warn
 
-PARTS = ("patch_embed", "pos_drop", "blocks", "norm", "fc_norm", "embed_dim", "num_prefix_tokens")
+PARTS = ("pretrained_cfg", "patch_embed", "pos_drop", "blocks", "norm", "fc_norm", "embed_dim", "num_prefix_tokens")
 ABOVE_STEM = ("blocks", "norm", "fc_norm", "head", "head_dist", "attn_pool")
 BIAS_TABLE = "relative_position_bias_table"
 FIXED_POSITIONS = "sincos_2d"  # the position embeddings that are not learned
@@ -72,8 +72,12 @@ def prepare_tokens(
         Tokens (B, T, D) or (B, V, D), and further arguments of each block.
     """
     depth = len(encoder.blocks)
-    if not hasattr(encoder, "_pos_embed"):
-        return prepare_beit_tokens(encoder, patches)
+    if not hasattr(encoder, "_pos_embed"):  # Beit
+        tokens = torch.cat([encoder.cls_token.expand(len(patches), -1, -1), patches], dim=1)
+        if encoder.pos_embed is not None:
+            tokens = tokens + encoder.pos_embed
+        bias = None if encoder.rel_pos_bias is None else encoder.rel_pos_bias()
+        return encoder.pos_drop(tokens), [{"shared_rel_pos_bias": bias}] * depth
     positioned = encoder._pos_embed(patches)
     tokens, rope = positioned if isinstance(positioned, tuple) else (positioned, None)
     if kept is not None:
@@ -86,15 +90,6 @@ def prepare_tokens(
         rope = rope[kept[:, prefix:] - prefix][:, None]  # (B, 1, V - prefix, 2 d)
     of_blocks = rope if getattr(encoder, "rope_mixed", False) else [rope] * depth  # of each (N, 2 d) or (heads, N, 2 d)
     return tokens, [{"rope": each} for each in of_blocks]
-
-
-def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, list[BlockArguments]]:
-    """`prepare_tokens` of a Beit, which has no method for it."""
-    tokens = torch.cat([encoder.cls_token.expand(len(patches), -1, -1), patches], dim=1)
-    if encoder.pos_embed is not None:
-        tokens = tokens + encoder.pos_embed
-    bias = None if encoder.rel_pos_bias is None else encoder.rel_pos_bias()
-    return encoder.pos_drop(tokens), [{"shared_rel_pos_bias": bias}] * len(encoder.blocks)
 
 
 def takes_some_tokens(encoder: nn.Module) -> bool:
