@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mpp.config import ModelConfig, require
-from mpp.models.plain import has_running_statistics
 from mpp.runtime.messages import note, shortened
 
 
@@ -40,14 +39,10 @@ def choose_trained(encoder: nn.Module, config: ModelConfig) -> None:
     To be called before the optimiser is built, and after a copy for a moving average is made.
 
     Raises:
-        UserError: a pattern that matches no parameter or all of them, a rank that is too large, or batch norms, whose
-            running statistics would not stay.
+        UserError: a pattern that matches no parameter or all of them, or a rank that is too large.
     """
     if config.train is None and config.lora_rank is None:
         return
-    chosen = f"{config.train}, {config.lora_rank}"
-    allowed = "null both for this model: its batch norms would not stay"
-    require(not has_running_statistics(encoder), "model.train, model.lora_rank", chosen, allowed)
     encoder.requires_grad_(False)
     if config.train is not None:
         parameters = dict(encoder.named_parameters())

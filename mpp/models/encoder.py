@@ -117,8 +117,8 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 def check_encoder(encoder: nn.Module, name: str, config: ModelConfig) -> None:
     """Raise UserError where a timm model is no plain transformer, or does not fit the settings."""
     setting = ("model.name", name)
-    allowed = f"{PLAIN_TRANSFORMERS}, without attention pooling (model.arguments {NO_POOLING}; Eva: use_fc_norm); "
-    allowed += f"this is a {type(encoder).__name__}"
+    allowed = f"{PLAIN_TRANSFORMERS}, without batch norms and without attention pooling (model.arguments {NO_POOLING}; "
+    allowed += f"Eva: use_fc_norm); this is a {type(encoder).__name__}"
     require(is_plain(encoder) and getattr(encoder, "attn_pool", None) is None, *setting, allowed)
     check_cells(encoder)
     has_positions = getattr(encoder, "pos_embed", None) is not None

@@ -205,8 +205,7 @@ class MaskedAutoencoder(nn.Module):
 
 def complement(index: Tensor, count: int) -> Tensor:
     """Numbers below `count` that are not in index (B, K): (B, count - K), ascending."""
-    present = torch.zeros(len(index), count, dtype=torch.int32, device=index.device)
-    present.scatter_(1, index, 1)
+    present = torch.zeros(len(index), count, dtype=torch.int32, device=index.device).scatter(1, index, 1)
     absent_first = present.argsort(dim=1, stable=True)
     return absent_first[:, : count - index.shape[1]]
 

@@ -54,8 +54,8 @@ def uses_autocast(device: str) -> bool:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether a timm model is a plain transformer, which `prepare_tokens` takes."""
-    has_parts = all(hasattr(model, part) for part in PARTS)
+    """Whether a timm model is a plain transformer, which `prepare_tokens` takes, and whose buffers are constants."""
+    has_parts = all(hasattr(model, part) for part in PARTS) and not has_running_statistics(model)
     return has_parts and (hasattr(model, "_pos_embed") or hasattr(model, "rel_pos_bias"))
 
 

@@ -143,8 +143,7 @@ class StudentWithTeacher(nn.Module):
         if config.frozen_teacher:
             predicted = f"{config.teacher}, a frozen encoder"
         self.method = f"{student.method}. It predicted the features of {predicted}"
-        height, width = teacher.img_size
-        self.on_top = f"{student.on_top}, a teacher with an input of {height} x {width} pixels"
+        self.on_top = f"{student.on_top}, a teacher"
 
     def forward(self, images: Tensor, corruption: Corruption) -> PredictedBatch:
         """Images (B, C, H, W) from 0 to 255 to predictions of the student and targets of the teacher."""
@@ -210,15 +209,10 @@ def allow_missing_teacher(teacher: nn.Module, keys: Any) -> None:
 
 @torch.no_grad()
 def update_moving_average(teacher: nn.Module, student: nn.Module, decay: float) -> None:
-    """Move a teacher's weights towards the student's: decay * its own + (1 - decay) * the student's. Shards, too.
-
-    Running statistics, which are averages already, are copied from the student.
-    """
+    """Move a teacher's weights towards the student's: decay * its own + (1 - decay) * the student's. Shards, too."""
     averages = [local_part(average) for average in teacher.parameters()]
     weights = [local_part(attrgetter(name)(student)) for name, _ in teacher.named_parameters()]  # with low-rank changes
     get_ema_multi_avg_fn(decay)(averages, weights, None)
-    for teacher_buffer, student_buffer in zip(teacher.buffers(), student.buffers(), strict=True):
-        teacher_buffer.copy_(student_buffer)
 
 
 def local_part(tensor: Tensor) -> Tensor:
