@@ -14,8 +14,7 @@ from mpp.config import ModelConfig
 from mpp.config.parsing import read_yaml
 from mpp.errors import UserError
 from mpp.models.descriptions import EncoderFacts, export_encoder, licence_of
-from mpp.models.encoder import build_encoder
-from mpp.models.loading import moments_of_weights
+from mpp.models.encoder import build_encoder, moments_of_weights
 
 SMALL = dict(img_size=32, width=32, depth=2, heads=2)
 DINOV3 = "vit_small_patch16_dinov3_qkvb"

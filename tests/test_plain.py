@@ -25,6 +25,7 @@ from mpp.models.networks import build_model
 from mpp.models.plain import (
     cell_grid,
     gather_tokens,
+    has_running_statistics,
     is_plain,
     model_without_memory,
     prepare_tokens,
@@ -50,7 +51,7 @@ FAMILIES = {  # a model of timm's -> settings beside its numbers
     "beit_base_patch16_224": dict(img_size=(48, 80)),
     "beitv2_base_patch16_224": dict(img_size=64),
 }
-RUN_ON_SOME = [name for name in FAMILIES if not name.startswith("beit")]
+RUN_ON_SOME = [name for name in FAMILIES if not name.startswith("beit") and "rope_mixed" not in name]
 HIDDEN = CorruptionConfig(rate=0.5, mask=1.0, random=0.0, keep=0.0)
 every_family = pytest.mark.parametrize("name", FAMILIES)
 some_families = pytest.mark.parametrize("name", RUN_ON_SOME)
@@ -249,6 +250,7 @@ REFUSED = [
     ("cait_xxs24_224", {}, NOT_PLAIN),
     ("vit_relpos_small_patch16_224", {}, NOT_PLAIN),
     ("eva03_tiny_patch14_224", {}, NOT_PLAIN),
+    ("vit_small_resnet26d_224", {}, "without batch norms"),
     (DINOV3, dict(position="none"), "unexpected keyword argument 'pos_embed'"),
     (DINOV3, dict(position="sincos_2d"), "model.position is sincos_2d; it must be learned with a model that has no"),
     (DINOV3, dict(arguments={"reg_tokens": 4}), "model.arguments is {'reg_tokens': 4}"),
@@ -361,7 +363,8 @@ def test_all_plain_transformers_of_timm_are_taken_apart(capsys):
     left_out = {}
     for name in looked_at():
         model = model_without_memory(name)
-        assert is_plain(model) == isinstance(model, VisionTransformer | Eva | Beit), name
+        of_tokens = isinstance(model, VisionTransformer | Eva | Beit) and not has_running_statistics(model)
+        assert is_plain(model) == of_tokens, name
         if not is_plain(model):
             continue
         if getattr(model, "attn_pool", None) is not None:
@@ -377,7 +380,8 @@ def test_all_plain_transformers_of_timm_are_taken_apart(capsys):
             continue
         assert torch.equal(tokens_by_parts(encoder, images), expected), name
         taken[type(encoder).__name__] += 1
-        assert takes_some_tokens(encoder) != isinstance(encoder, Beit)
+        is_mixed = getattr(encoder, "rope_mixed", False)
+        assert takes_some_tokens(encoder) != (isinstance(encoder, Beit) or is_mixed)
     with capsys.disabled():
         print(f"\ntaken apart: {dict(taken)}; left out: {len(left_out)}")
         for name, reason in left_out.items():

@@ -13,7 +13,6 @@ from conftest import TINY, read_metrics
 from model_inputs import HALVES, draw_batch, random_images, scaled
 from safetensors.torch import load_file, save_file
 from server import Command
-from torch import nn
 
 from evaluation.frozen.provenance import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
@@ -190,14 +189,6 @@ def test_the_moving_average_is_the_closed_form():
     average = model.teacher.encoder.state_dict()
     for name, initial in before.named_parameters():
         torch.testing.assert_close(average[name], 0.9**5 * initial + (1 - 0.9**5) * student[name])
-
-
-def test_a_moving_average_has_the_students_running_statistics():
-    teacher, student = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
-    student(torch.randn(8, 2) + 5)
-    update_moving_average(teacher, student, 0.5)
-    assert all(map(torch.equal, teacher.buffers(), student.buffers()))
-    assert teacher[1].running_mean.abs().sum() > 0
 
 
 def test_half_lives_are_shares_of_the_run():

@@ -7,7 +7,6 @@ teacher's prediction for the same crop. Predictions are the mean of the softmaxe
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import timm
 import torch
@@ -22,8 +21,7 @@ from evaluation.supervision.heads import HeadedEncoder, require_defaults
 from mpp.config import ModelConfig, require
 from mpp.features.frozen import pool
 from mpp.models.descriptions import first_weights
-from mpp.models.encoder import architecture, build_encoder
-from mpp.models.loading import load_first_weights
+from mpp.models.encoder import architecture, build_encoder, load_first_weights
 from mpp.models.plain import (
     fix_positions,
     has_bf16_residual,
@@ -31,7 +29,7 @@ from mpp.models.plain import (
     set_attention,
     use_bf16_residual,
 )
-from mpp.runtime.weights import weight_names, weights_file
+from mpp.runtime.weights import weight_names
 
 DISTILLED_VIT = "deit_base_distilled_patch16_224"
 """timm's ViT with a distillation token, built to other numbers."""
@@ -136,9 +134,7 @@ def check_student(config: ModelConfig) -> None:
 
 def has_distillation_token(source: str) -> bool:
     """Whether the weights that `model.init_from` names have a distillation token."""
-    setting = "model.init_from"
-    path = Path(first_weights(source))
-    names = weight_names(weights_file(path, setting), setting)
+    names = weight_names(first_weights(source), "model.init_from")
     return any(name.split(".")[-1] == "dist_token" for name in names)
 
 

@@ -3,14 +3,12 @@
 import copy
 import math
 import re
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mpp.config import ModelConfig, require
-from mpp.models.plain import has_running_statistics
 from mpp.runtime.messages import note, shortened
 
 
@@ -41,33 +39,22 @@ def choose_trained(encoder: nn.Module, config: ModelConfig) -> None:
     To be called before the optimiser is built, and after a copy for a moving average is made.
 
     Raises:
-        UserError: a pattern that matches no parameter or all of them, a rank that is too large, or batch norms, whose
-            running statistics would not stay.
+        UserError: a pattern that matches no parameter or all of them, or a rank that is too large.
     """
     if config.train is None and config.lora_rank is None:
         return
-    chosen = f"{config.train}, {config.lora_rank}"
-    allowed = "null both for this model: its batch norms would not stay"
-    require(not has_running_statistics(encoder), "model.train, model.lora_rank", chosen, allowed)
-    names = [name for name, _ in encoder.named_parameters()]
-    trained = set() if config.train is None else matching_names(names, config.train)
-    for name, parameter in encoder.named_parameters():
-        parameter.requires_grad_(name in trained)
+    encoder.requires_grad_(False)
+    if config.train is not None:
+        parameters = dict(encoder.named_parameters())
+        trained = [name for name in parameters if re.search(config.train, name)]
+        some = ", ".join([*parameters][-8:])
+        allowed = f"found in some names of the encoder's parameters, such as {some}, and not in all"
+        require(0 < len(trained) < len(parameters), "model.train", config.train, allowed)
+        note(f"model.train {config.train} trains {shortened(sorted(trained))}")
+        for name in trained:
+            parameters[name].requires_grad_()
     if config.lora_rank is not None:
         add_low_rank_changes(encoder, config.lora_rank)
-
-
-def matching_names(names: Sequence[str], pattern: str) -> set[str]:
-    """The names in which a regular expression is found.
-
-    Raises:
-        UserError: it is found in none of them, or in all.
-    """
-    matching = {name for name in names if re.search(pattern, name)}
-    allowed = f"found in some names of the encoder's parameters, such as {', '.join(names[-8:])}, and not in all"
-    require(0 < len(matching) < len(names), "model.train", pattern, allowed)
-    note(f"model.train {pattern} trains {shortened(sorted(matching))}")
-    return matching
 
 
 def add_low_rank_changes(encoder: nn.Module, rank: int) -> None:
@@ -91,25 +78,21 @@ def has_low_rank_changes(model: nn.Module) -> bool:
 
 def merge(encoder: nn.Module) -> nn.Module:
     """The encoder with its changes in its weights, under timm's names: a copy, or itself where it has none."""
-    changed = [name for name, module in encoder.named_modules() if parametrize.is_parametrized(module)]
-    if not changed:
+    if not has_low_rank_changes(encoder):
         return encoder
     merged = copy.deepcopy(encoder)
-    for name in changed:  # a copy shares the class of the layer, from which torch would remove the change for both
-        layer = merged.get_submodule(name)
-        plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
-        plain.weight = nn.Parameter(layer.weight.detach())
-        plain.bias = layer.bias
-        merged.set_submodule(name, plain)
+    for layer in filter(parametrize.is_parametrized, merged.modules()):
+        weight = nn.Parameter(layer.weight.detach())
+        layer.__class__ = nn.Linear  # torch's way would change the class that the copy shares
+        del layer.parametrizations
+        layer.weight = weight
     return merged
 
 
 def count_parameters(encoder: nn.Module) -> tuple[int, int]:
     """The number of an encoder's parameters without low-rank changes, and the number that is trained, with these."""
-    total = trained = 0
-    for name, parameter in encoder.named_parameters():
-        total += 0 if ".parametrizations.weight.0." in name else parameter.numel()
-        trained += parameter.numel() if parameter.requires_grad else 0
+    total = sum(parameter.numel() for parameter in merge(encoder).parameters())
+    trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
     return total, trained
 
 

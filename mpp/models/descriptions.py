@@ -41,26 +41,22 @@ def published_as(name: str) -> PretrainedCfg | None:
     return timm.get_pretrained_cfg(name) if timm.is_model(name) else None
 
 
-def first_weights(source: str) -> str:
-    """The first weights' path, zoo:NAME or hf-hub:NAME as given; for the name of a timm model, its hf-hub:NAME.
+def first_weights(source: str) -> Path:
+    """The .safetensors file of the weights that `model.init_from` names, next to which may be a config.json.
 
+    Args:
+        source: run folder, encoder folder, .safetensors file, zoo:NAME, hf-hub:NAME, or the name of a timm model with
+            weights on the hub.
     Raises:
         UserError: nothing of that name here, in timm or, as far as timm knows, on the hub.
     """
-    if not is_named(source):
-        return source
-    name = getattr(published_as(source), "hf_hub_id", None)
-    allowed = (
-        "a run folder, an encoder folder, a .safetensors file, zoo:NAME, hf-hub:NAME, or the name of a timm model "
-    )
-    allowed += "with weights on the hub, such as vit_small_patch16_dinov3.lvd1689m"
-    require(name is not None, "model.init_from", source, allowed)
-    return f"{HUB}{name}"
-
-
-def folder_of_weights(source: str) -> Path:
-    """The folder of the weights that `model.init_from` names, which may have a config.json."""
-    return weights_file(Path(first_weights(source)), "model.init_from").parent
+    if is_named(source):
+        name = getattr(published_as(source), "hf_hub_id", None)
+        allowed = "a run folder, an encoder folder, a .safetensors file, zoo:NAME, hf-hub:NAME, or the name of a timm "
+        allowed += "model with weights on the hub, such as vit_small_patch16_dinov3.lvd1689m"
+        require(name is not None, "model.init_from", source, allowed)
+        source = f"{HUB}{name}"
+    return weights_file(Path(source), "model.init_from")
 
 
 # --- config.json ---
@@ -79,27 +75,17 @@ def saved_config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def saved_section(folder: Path, name: str) -> dict[str, Any]:
-    """A section of the config.json of an encoder folder; empty where it is missing."""
-    return saved_config(folder).get(name) or {}
-
-
-def exported_step(folder: Path) -> int | None:
-    """The steps that the encoder in a folder was trained for; None: unknown."""
-    return saved_config(folder).get("step")
-
-
-def trained_on(folder: Path, entry: str) -> tuple[float, ...]:
-    """The `mean`, `std` or `input_size` (channels, height, width) of an exported encoder's images. Empty: unknown."""
-    return tuple(saved_section(folder, "pretrained_cfg").get(entry) or ())
+def saved_entry(folder: Path, name: str) -> Any:
+    """An entry of the `pretrained_cfg` of an encoder folder, such as mean or license; an empty list: unknown."""
+    published = saved_config(folder).get("pretrained_cfg") or {}
+    return published.get(name) or []
 
 
 def licence_of(source: str | None) -> str | None:
     """The licence of the weights that `model.init_from` names; None: there are none, or it is unknown."""
     if source is None:
         return None
-    saved = saved_section(folder_of_weights(source), "pretrained_cfg").get("license")
-    return saved or getattr(published_as(first_weights(source)), "license", None)
+    return saved_entry(first_weights(source).parent, "license") or getattr(published_as(source), "license", None)
 
 
 def how_read(encoder: str) -> dict[str, Any]:
@@ -110,7 +96,7 @@ def how_read(encoder: str) -> dict[str, Any]:
     """
     if is_named(encoder) or Path(encoder).is_file():
         return {}
-    saved = saved_section(encoder_folder(Path(encoder)), "data")  # a broken file is refused when the encoder is loaded
+    saved = saved_config(encoder_folder(Path(encoder))).get("data") or {}
     return {name: saved[name] for name in HOW_READ if name in saved}
 
 
@@ -152,20 +138,19 @@ def timm_crop_pct(img_size: int | ImageSize, share: float) -> float:
     return height / (length + 0.25)
 
 
-def update_description(model: nn.Module, changes: dict[str, Any], eval_crop: float | None = None) -> None:
+def update_description(model: nn.Module, img_size: int | ImageSize | None, eval_crop: float | None = None) -> None:
     """Update a model's `pretrained_cfg`, by which `timm.data.resolve_model_data_config` describes its images.
 
     timm describes the published weights there, whatever the arguments of the model.
 
     Args:
-        changes: arguments of `timm.create_model` for this model.
+        img_size: that the model was asked for; None: its own.
         eval_crop: share of the shorter side in mpp's fixed view; None: crop_pct stays.
     """
     description = model.pretrained_cfg
-    asked = {"img_size": changes["img_size"]} if "img_size" in changes else {}
-    if asked and eval_crop:
-        description["crop_pct"] = timm_crop_pct(asked["img_size"], eval_crop)
-    description |= resolve_input_data_config(model, asked)
+    if img_size and eval_crop:
+        description["crop_pct"] = timm_crop_pct(img_size, eval_crop)
+    description |= resolve_input_data_config(model, {"img_size": img_size})
     if description.get("num_classes") != model.num_classes:
         description["num_classes"] = model.num_classes
         for name in ("label_names", "label_descriptions", "label_offset"):
@@ -237,18 +222,18 @@ def export_encoder(
     entries = {
         "pretrained_cfg": {"tag": MPP_TAG, "license": facts.licence},  # not those of published weights
         "eval_crop": crop_pct,  # `load_encoder` needs it for other sizes
-        "position": FIXED_POSITIONS if is_fixed else None,  # it, too; timm itself takes the table for learned
-        "data": facts.how_read or None,  # evaluation reads it
+        "position": is_fixed and FIXED_POSITIONS,  # it, too; timm itself takes the table for learned
+        "data": facts.how_read,  # evaluation reads it
         "step": facts.step,  # its run may grow beyond it
-        "learned_labels": facts.learned_labels or None,
-        "label_kind": facts.label_kind if facts.label_kind != "class" else None,
-        "label_names": list(facts.label_names) if facts.label_names else None,
+        "learned_labels": facts.learned_labels,
+        "label_kind": facts.label_kind != "class" and facts.label_kind,
+        "label_names": list(facts.label_names or ()),
     }
-    ours = {name: entry for name, entry in entries.items() if entry is not None}
+    ours = {name: entry for name, entry in entries.items() if entry}
     with complete(folder) as partial:
         save_for_hf(encoder, str(partial), model_config=ours, safe_serialization=True, data_config=data_config)
         saved = saved_config(partial)
-        saved.get("model_args", {}).pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
+        saved["model_args"].pop("num_classes", None)  # it is in pretrained_cfg; transformers gives it twice
         if not encoder.num_classes:
             saved["pretrained_cfg"].pop("label_names", None)  # those of the initial weights
         (partial / "config.json").write_text(json.dumps(saved, indent=2), encoding="utf-8")

@@ -1,43 +1,56 @@
 """The two doors to an encoder: `build_encoder` makes one from settings, `load_encoder` opens one that exists.
 
-Behind them stand variants.py (architectures that timm lacks), plain.py (the parts of timm's), loading.py (weights of a
-file) and descriptions.py (config.json). `Normalize` makes the input of an encoder.
+Behind them stand plain.py (the parts of timm's) and descriptions.py (config.json); variants.py has architectures that
+timm lacks. `Normalize` makes the input of an encoder.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import timm
 import torch
-from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.layers import PatchEmbed
+from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from mpp.config import ModelConfig, require
+from mpp.config import ModelConfig, require, sides
 from mpp.config.imports import require_imports
 from mpp.errors import UserError, one_line
-from mpp.models.descriptions import is_named, saved_config, update_description
-from mpp.models.loading import load_first_weights, load_weights, note_other_moments
+from mpp.models.descriptions import first_weights, is_named, saved_config, saved_entry, update_description
 from mpp.models.plain import (
+    BIAS_TABLE,
     FIXED_POSITIONS,
     TIMM_ERRORS,
     check_cells,
     checkpoint_activations,
     fix_positions,
-    hold_positions,
     is_plain,
+    model_without_memory,
     set_attention,
     use_bf16_residual,
 )
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.weights import WEIGHTS, encoder_folder, refuse_pickle, run_of
+from mpp.runtime.messages import note
+from mpp.runtime.weights import WEIGHTS, encoder_folder, refuse_pickle, run_of, weight_names
 
 PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
 PLAIN_TRANSFORMERS = "a plain transformer (VisionTransformer, Eva, Beit) that timm's build_model_with_cfg has built, "
 PLAIN_TRANSFORMERS += f"such as {PLAIN_VIT}"
+NO_POOLING = '{"global_pool": "avg", "fc_norm": false}'
 SET_ELSEWHERE = {"num_classes", "in_chans", "drop_rate", "dynamic_img_size", "dynamic_img_pad", "device", "dtype"}
 SET_ELSEWHERE |= {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "features_only"}
 SET_ELSEWHERE |= {"patch_drop_rate"}  # drops tokens that are to be predicted
+NOT_OF_ENCODERS = ("head.", "head_dist.", "attn_pool.", "decoder_", "mask_token")
+"""Beginnings of the names of weights that an encoder may lack: heads, MAE's decoder, and [mask]."""
+LONGEST_REASON = 400
+"""Characters of torch's error for weights that do not fit."""
+Weights = dict[str, Tensor]
+"""Weights by name."""
 
 
 def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
@@ -50,10 +63,8 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
         UserError: an unknown name, a model that is no plain transformer or does not fit, weights that do not fit.
     """
     name, arguments = architecture(config)
-    if channels != 3:
-        arguments["in_chans"] = channels
     try:
-        encoder = timm.create_model(name, num_classes=0, **arguments)
+        encoder = timm.create_model(name, num_classes=0, in_chans=channels, **arguments)
     except TIMM_ERRORS as error:
         given = f"model.name is {name} and model.arguments is {config.arguments}"
         raise UserError(f"{given}, which timm cannot build with these dimensions: {one_line(error)}") from error
@@ -66,7 +77,6 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     if config.init_from:
         load_first_weights(encoder, config.init_from)
-        note_other_moments(config, channels)
     if config.position == FIXED_POSITIONS and not config.is_variant():
         fix_positions(encoder)
     return encoder
@@ -78,9 +88,10 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: an unknown name, or `model.arguments` that this timm model does not take.
     """
-    timm_names = {"width": "embed_dim", "heads": "num_heads"}
-    arguments = {timm_names.get(name, name): number for name, number in config.numbers().items()}
+    arguments = config.numbers()
     arguments |= dict(
+        embed_dim=arguments.pop("width"),
+        num_heads=arguments.pop("heads"),
         pos_drop_rate=config.dropout or None,
         proj_drop_rate=config.dropout or None,
         drop_path_rate=config.drop_path or None,
@@ -106,12 +117,9 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
 def check_encoder(encoder: nn.Module, name: str, config: ModelConfig) -> None:
     """Raise UserError where a timm model is no plain transformer, or does not fit the settings."""
     setting = ("model.name", name)
-    is_known = is_plain(encoder) and hasattr(encoder, "pretrained_cfg")
-    require(is_known, *setting, f"{PLAIN_TRANSFORMERS}: this is a {type(encoder).__name__}")
-    allowed = (
-        'without attention pooling: use model.arguments {"global_pool": "avg", "fc_norm": false} (Eva: use_fc_norm)'
-    )
-    require(getattr(encoder, "attn_pool", None) is None, *setting, allowed)
+    allowed = f"{PLAIN_TRANSFORMERS}, without batch norms and without attention pooling (model.arguments {NO_POOLING}; "
+    allowed += f"Eva: use_fc_norm); this is a {type(encoder).__name__}"
+    require(is_plain(encoder) and getattr(encoder, "attn_pool", None) is None, *setting, allowed)
     check_cells(encoder)
     has_positions = getattr(encoder, "pos_embed", None) is not None
     allowed = f"learned with {name}, which has position embeddings"
@@ -154,8 +162,6 @@ def load_encoder(
         name = source
         file = Path(checkpoint) if checkpoint else None  # None: those that timm has published
         weights_setting = "checkpoint" if setting == "encoder" else f"{setting}_checkpoint"
-        if file:
-            refuse_pickle(file, weights_setting)
     else:
         require(checkpoint is None, "checkpoint", checkpoint, f"null with {source}, which has its own weights")
         folder = encoder_folder(Path(source), setting)
@@ -168,28 +174,24 @@ def load_encoder(
     published = pretrained and file is None
     try:
         model = create_model(name, published, **changes)
-    except (*TIMM_ERRORS, OSError, SafetensorError) as error:
+    except (*TIMM_ERRORS, OSError) as error:
         hint = f" (without a network, set {weights_setting} to a file with its weights)" if published else ""
         raise UserError(f"{setting} is {source}, which cannot be loaded{hint}: {one_line(error)}") from error
+    if config.get("position") == FIXED_POSITIONS:
+        fix_positions(model)
     if pretrained and file:
         load_weights(model, file, weights_setting)
-    if config.get("position") == FIXED_POSITIONS:
-        if pretrained:
-            hold_positions(model, model.pos_embed.data)
-        else:
-            fix_positions(model)
-    update_description(model, changes, config.get("eval_crop"))
+    update_description(model, changes.get("img_size"), config.get("eval_crop"))
     return model.eval() if config else model
 
 
-def create_model(name: str, pretrained: bool, img_size: Any = None, **changes: Any) -> nn.Module:
+def create_model(name: str, pretrained: bool, **arguments: Any) -> nn.Module:
     """`timm.create_model`, without `img_size` for networks that take any size and lack that argument."""
-    if img_size is not None:
-        try:
-            return timm.create_model(name, pretrained, img_size=img_size, **changes)
-        except TypeError:  # raised again if it has another cause
-            pass
-    return timm.create_model(name, pretrained, **changes)
+    try:
+        return timm.create_model(name, pretrained, **arguments)
+    except TypeError:  # raised again if it has another cause
+        arguments.pop("img_size", None)
+        return timm.create_model(name, pretrained, **arguments)
 
 
 class Normalize(nn.Module):
@@ -208,3 +210,157 @@ class Normalize(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return (images - self.shift) / self.scale
+
+
+# --- weights of a file: all that a model has and no others, resampled where sizes differ ---
+
+
+def load_first_weights(encoder: nn.Module, source: str) -> None:
+    """Load the weights that `model.init_from` names: see `first_weights`.
+
+    Raises:
+        UserError: no such weights, or weights of an encoder that computes otherwise.
+    """
+    file = first_weights(source)
+    load_weights(encoder, file, "model.init_from")
+    require_same_computation(encoder, source, file.parent)
+
+
+def load_weights(model: nn.Module, file: Path, setting: str) -> None:
+    """Load the weights of a .safetensors file by timm's own filter.
+
+    Sizes that differ are resampled, from those in a config.json next to the file. Left out are a prefix of all names,
+    and heads, decoders and [mask] that the model lacks. A head of other classes than those of the weights stays new.
+
+    Args:
+        setting: name of the setting that holds the file, for messages.
+    Raises:
+        UserError: a file that cannot be read, or that has other weights than the model.
+    """
+    classifiers = model.pretrained_cfg.get("classifier") or ()
+    classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
+    heads = tuple(f"{classifier}." for classifier in classifiers)
+    has_new_head = model.num_classes != model.pretrained_cfg.get("num_classes")
+    built = model.state_dict()
+    new = {name: tensor for name, tensor in built.items() if has_new_head and name.startswith(heads)}
+    refuse_pickle(file, setting)
+    weight_names(file, setting)  # a file that cannot be read is refused
+    state = without_prefix(load_file(file), next(iter(built)), file)
+    if built.keys() - new.keys() <= state.keys() - {"mask_token"}:
+        state.pop("mask_token", None)  # by which timm's filters know files of other names
+    others = (*NOT_OF_ENCODERS, *heads)
+    first = f"{model.pretrained_cfg.get('first_conv')}.weight"
+    try:
+        if first in state and state[first].shape[1] != (channels := built[first].shape[1]):
+            note(f"{setting}'s filters are summed or repeated for {channels} channels, as timm does with those on RGB")
+            state[first] = adapt_input_conv(channels, state[first])
+        state = resample(state, model, saved_entry(file.parent, "input_size")[1:]) | new
+        model.load_state_dict({name: state[name] for name in state if name in built or not name.startswith(others)})
+    except TIMM_ERRORS as error:
+        reason = shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)
+        raise UserError(f"{setting} is {file}; it must be the weights of the model that is built: {reason}") from error
+
+
+def without_prefix(state: Weights, first_name: str, file: Path) -> Weights:
+    """The weights by names without a prefix, such as `module.` or `encoder.`.
+
+    It is the shortest before the first name of the model's weights; of equal ones the student's, not the teacher's.
+    """
+    ending = f".{first_name}"
+    prefixes = [name.removesuffix(first_name) for name in state if f".{name}".endswith(ending)]
+    prefix = min(prefixes, key=lambda each: (len(each), each), default="")
+    if not prefix:
+        return state
+    note(f"of the weights in {file} only those are taken whose names begin with `{prefix}`")
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+# --- other sizes ---
+
+
+def timm_filter(model: nn.Module) -> Callable[..., Weights]:
+    """timm's conversion of a file's weights to a model's: other names, patch filters and positions of other sizes.
+
+    It is defined in the module of the model's class, and takes the weights by name and the model.
+    """
+    for each in type(model).__mro__:
+        module = sys.modules[each.__module__]
+        if hasattr(module, "checkpoint_filter_fn"):
+            return module.checkpoint_filter_fn
+    return lambda state, model: state
+
+
+def resample(state: Weights, model: nn.Module, size: Sequence[int] = ()) -> Weights:
+    """Weights of another input size as this model's, by timm's filter; tables of the same size stay as they are.
+
+    Args:
+        size: height and width that the weights are for; empty: as far as timm knows, and otherwise all is timm's.
+    Raises:
+        ValueError: timm would take a table of positions for that of another grid.
+    """
+    size = size or model.pretrained_model_args.get("img_size")
+    unchanged = {}
+    if size and is_plain(model):
+        size, own_size = sides(size), tuple(model.patch_embed.img_size)
+        model.pretrained_model_args = {"img_size": size}  # from which timm's filters know the grid of `pos_embed`
+        built = model.state_dict()
+        tables = {name: state[name] for name in state if "pos_embed" in name or name.endswith(BIAS_TABLE)}
+        if type(model.patch_embed) is PatchEmbed:
+            tables.pop("pos_embed", None)
+        fits = [name in built and built[name].shape == tables[name].shape for name in tables]
+        if size == own_size and all(fits):
+            unchanged = tables
+        elif tables and (size[0] != size[1] or (any(fits) and own_size[0] != own_size[1])):
+            raise ValueError(f"its positions are for {size} pixels, which fit this size alone, and not {own_size}")
+    others = {name: tensor for name, tensor in state.items() if name not in unchanged}
+    return timm_filter(model)(others, model) | unchanged
+
+
+# --- what weights do not show ---
+
+
+def require_same_computation(encoder: nn.Module, source: str, folder: Path) -> None:
+    """Raise UserError where an encoder computes otherwise than the one in the config.json next to its first weights."""
+    config = saved_config(folder)
+    if not timm.is_model(config.get("architecture", "")):
+        return
+    try:
+        theirs = model_without_memory(config["architecture"], **config.get("model_args", {}) | {"num_classes": 0})
+    except TIMM_ERRORS:  # a config.json of another library
+        return
+    of_weights, ours = describe_computation(theirs), describe_computation(encoder)
+    allowed = f"weights of an encoder that computes as this one, with {ours}: theirs has {of_weights}"
+    require(ours == of_weights, "model.init_from", source, allowed)
+
+
+def describe_computation(encoder: nn.Module) -> str:
+    """The part of an encoder's computation that its weights do not show, in words."""
+    heads = {module.num_heads for module in encoder.modules() if hasattr(module, "num_heads")}
+    activations = {type(module.act).__name__ for module in encoder.modules() if hasattr(module, "act")}
+    positions = getattr(encoder, "computed_positions", "none")
+    return f"heads {sorted(heads)}, activation {sorted(activations)}, computed positions {positions}"
+
+
+def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
+    """The settings with the moments of the first weights instead of a `model.mean` or `model.std` that is null.
+
+    A note says where others are given than those that the weights learned with.
+
+    Raises:
+        UserError: no config.json next to the weights has the moments that they were trained with.
+    """
+    if config.init_from is None:
+        return config
+    folder = first_weights(config.init_from).parent
+    for name, ours in zip(("mean", "std"), config.normalization(channels), strict=True):
+        given = getattr(config, name)
+        theirs = tuple(saved_entry(folder, name))
+        if given is None:
+            allowed = f"numbers or auto: no config.json next to {config.init_from} has those of the weights"
+            require(theirs, f"model.{name}", "null", allowed)
+            if len(theirs) != channels:  # the mean of the known channels serves for each of the others
+                theirs = (sum(theirs) / len(theirs),) * channels
+            config = replace(config, **{name: theirs})
+        elif given != "auto" and len(theirs) == channels and theirs != tuple(ours):
+            note(f"model.{name} is {ours}, and {config.init_from} learned with {theirs}: null takes these")
+    return config

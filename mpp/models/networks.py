@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mpp.config import Config, NetworkConfig, require
 from mpp.config.imports import Registry
-from mpp.corruption import Corruption, Kind, corrupt
+from mpp.corruption import Corruption, corrupt
 from mpp.errors import UserError, one_line
 from mpp.models.adaptation import choose_trained
 from mpp.models.encoder import Normalize, build_encoder
@@ -28,7 +28,6 @@ from mpp.models.plain import (
     has_fused_attention,
     prepare_tokens,
     run_blocks,
-    run_blocks_at,
     runs_at_few,
     set_attention,
     sincos_2d,
@@ -92,7 +91,7 @@ class MaskedPatchPredictor(nn.Module):
         if self.pixel_masking is not None:
             places = self.pixel_masking.tokens[places]
         index = encoder.num_prefix_tokens + places
-        corrupted = run_blocks_at(encoder.blocks, tokens, index, self.last_at_few, checkpointed, block_arguments)
+        corrupted = run_blocks(encoder.blocks, tokens, checkpointed, block_arguments, index, self.last_at_few)
         return self.head(encoder.fc_norm(encoder.norm(corrupted)))  # some have their last norm in fc_norm
 
     def embed(self, images: Tensor, corruption: Corruption) -> Tensor:
@@ -138,13 +137,10 @@ class PixelMasking(nn.Module):
 
     def masked_tokens(self, corruption: Corruption) -> Tensor:
         """Whether the whole window of a token is masked, (B, T, 1)."""
-        is_mask = corruption.kinds == int(Kind.MASK)
-        visible = torch.ones(len(is_mask), len(self.tokens), device=is_mask.device)  # (B, N)
-        visible.scatter_(1, corruption.positions, (~is_mask).float())
-        if corruption.hidden is not None:
-            visible.scatter_(1, corruption.hidden, 0.0)
+        cells = torch.ones(len(corruption.kinds), len(self.tokens), 1, device=corruption.kinds.device)
+        visible = corrupt(cells, cells.new_zeros(1), corruption)  # (B, N, 1)
         count = self.tokens_per_side
-        visible = repeat(visible, "b (row column) -> b (row y) (column x)", row=self.grid[0], y=count, x=count)
+        visible = repeat(visible, "b (row column) 1 -> b (row y) (column x)", row=self.grid[0], y=count, x=count)
         visible_in_window = F.max_pool2d(visible, count, stride=1)  # (B, token rows, token columns)
         return visible_in_window.flatten(1)[..., None] == 0
 
@@ -182,8 +178,8 @@ class MaskedAutoencoder(nn.Module):
     ):
         super().__init__()
         independent = type(encoder.patch_embed) is PatchEmbed and takes_some_tokens(encoder)
-        allowed = "predictor with a hybrid, overlapping patches, axial mixing or tables of biases (BEiT): the encoder "
-        allowed += "here sees some patches alone"
+        allowed = "predictor with a hybrid, overlapping patches, axial mixing, tables of biases (BEiT) or rotations by "
+        allowed += "head: the encoder here sees some patches alone"
         require(independent, "network.name", "autoencoder", allowed)
         self.normalize = Normalize(mean, std)
         self.encoder = encoder
@@ -209,8 +205,7 @@ class MaskedAutoencoder(nn.Module):
 
 def complement(index: Tensor, count: int) -> Tensor:
     """Numbers below `count` that are not in index (B, K): (B, count - K), ascending."""
-    present = torch.zeros(len(index), count, dtype=torch.int32, device=index.device)
-    present.scatter_(1, index, 1)
+    present = torch.zeros(len(index), count, dtype=torch.int32, device=index.device).scatter(1, index, 1)
     absent_first = present.argsort(dim=1, stable=True)
     return absent_first[:, : count - index.shape[1]]
 
@@ -253,7 +248,7 @@ class Decoder(nn.Module):
         tokens = masked.scatter(1, visible[..., None].expand_as(tokens), tokens)  # (B, prefix + N, width)
         positions = self.positions.to(tokens.dtype) if self.bf16_residual else self.positions
         tokens = tokens + positions
-        tokens = run_blocks_at(self.blocks, tokens, corrupted, self.last_at_few, checkpointed, [{}] * len(self.blocks))
+        tokens = run_blocks(self.blocks, tokens, checkpointed, [{}] * len(self.blocks), corrupted, self.last_at_few)
         return self.norm(tokens)
 
 

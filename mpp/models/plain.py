@@ -29,7 +29,7 @@ from mpp.config import Grid, check_grid, require
 from mpp.errors import UserError
 from mpp.runtime.messages import warn
 
-PARTS = ("patch_embed", "pos_drop", "blocks", "norm", "fc_norm", "embed_dim", "num_prefix_tokens")
+PARTS = ("pretrained_cfg", "patch_embed", "pos_drop", "blocks", "norm", "fc_norm", "embed_dim", "num_prefix_tokens")
 ABOVE_STEM = ("blocks", "norm", "fc_norm", "head", "head_dist", "attn_pool")
 BIAS_TABLE = "relative_position_bias_table"
 FIXED_POSITIONS = "sincos_2d"  # the position embeddings that are not learned
@@ -54,8 +54,8 @@ def uses_autocast(device: str) -> bool:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether a timm model is a plain transformer, which `prepare_tokens` takes."""
-    has_parts = all(hasattr(model, part) for part in PARTS)
+    """Whether a timm model is a plain transformer, which `prepare_tokens` takes, and whose buffers are constants."""
+    has_parts = all(hasattr(model, part) for part in PARTS) and not has_running_statistics(model)
     return has_parts and (hasattr(model, "_pos_embed") or hasattr(model, "rel_pos_bias"))
 
 
@@ -72,8 +72,12 @@ def prepare_tokens(
         Tokens (B, T, D) or (B, V, D), and further arguments of each block.
     """
     depth = len(encoder.blocks)
-    if not hasattr(encoder, "_pos_embed"):
-        return prepare_beit_tokens(encoder, patches)
+    if not hasattr(encoder, "_pos_embed"):  # Beit
+        tokens = torch.cat([encoder.cls_token.expand(len(patches), -1, -1), patches], dim=1)
+        if encoder.pos_embed is not None:
+            tokens = tokens + encoder.pos_embed
+        bias = None if encoder.rel_pos_bias is None else encoder.rel_pos_bias()
+        return encoder.pos_drop(tokens), [{"shared_rel_pos_bias": bias}] * depth
     positioned = encoder._pos_embed(patches)
     tokens, rope = positioned if isinstance(positioned, tuple) else (positioned, None)
     if kept is not None:
@@ -81,29 +85,18 @@ def prepare_tokens(
     tokens = encoder.norm_pre(tokens)
     if rope is None:
         return tokens, [{}] * depth
-    of_blocks = rope if getattr(encoder, "rope_mixed", False) else [rope]  # of each (N, 2 d) or (heads, N, 2 d)
     if kept is not None:
         prefix = encoder.num_prefix_tokens
-        places = kept[:, prefix:] - prefix
-        by_head = [each.view(-1, *each.shape[-2:]) for each in of_blocks]
-        of_blocks = [each[:, places].transpose(0, 1) for each in by_head]  # (B, 1 or heads, V - prefix, 2 d)
-    arguments = [{"rope": each} for each in of_blocks]
-    return tokens, arguments * (depth // len(arguments))
-
-
-def prepare_beit_tokens(encoder: nn.Module, patches: Tensor) -> tuple[Tensor, list[BlockArguments]]:
-    """`prepare_tokens` of a Beit, which has no method for it."""
-    tokens = torch.cat([encoder.cls_token.expand(len(patches), -1, -1), patches], dim=1)
-    if encoder.pos_embed is not None:
-        tokens = tokens + encoder.pos_embed
-    bias = None if encoder.rel_pos_bias is None else encoder.rel_pos_bias()
-    return encoder.pos_drop(tokens), [{"shared_rel_pos_bias": bias}] * len(encoder.blocks)
+        rope = rope[kept[:, prefix:] - prefix][:, None]  # (B, 1, V - prefix, 2 d)
+    of_blocks = rope if getattr(encoder, "rope_mixed", False) else [rope] * depth  # of each (N, 2 d) or (heads, N, 2 d)
+    return tokens, [{"rope": each} for each in of_blocks]
 
 
 def takes_some_tokens(encoder: nn.Module) -> bool:
     """Whether the blocks run on a part of the tokens: tables of biases are added to the attention among all."""
     has_tables = any(name.endswith(BIAS_TABLE) for name, _ in encoder.named_parameters())
-    return getattr(encoder, "takes_any_tokens", True) and not has_tables
+    is_mixed = getattr(encoder, "rope_mixed", False)  # rotations by head
+    return getattr(encoder, "takes_any_tokens", True) and not has_tables and not is_mixed
 
 
 def stem_parameters(encoder: nn.Module) -> set[str]:
@@ -121,39 +114,28 @@ def model_without_memory(name: str, **arguments: Any) -> nn.Module:
 
 
 def run_blocks(
-    blocks: Sequence[nn.Module], tokens: Tensor, checkpointed: bool, block_arguments: Sequence[BlockArguments]
+    blocks: Sequence[nn.Module],
+    tokens: Tensor,
+    checkpointed: bool,
+    block_arguments: Sequence[BlockArguments],
+    index: Tensor | None = None,
+    last_at_few: bool = False,
 ) -> Tensor:
-    """Tokens (B, T, D) after these blocks.
+    """Tokens (B, T, D) after these blocks; with an index (B, K) those there, (B, K, D).
 
     Args:
         checkpointed: compute the activations of the blocks again in the backward pass, instead of keeping them.
         block_arguments: further arguments of each block.
+        last_at_few: `runs_at_few` of the last block, which then computes only what is needed.
     """
     for block, arguments in zip(blocks, block_arguments, strict=True):
+        if last_at_few and block is blocks[-1]:
+            return block_at(block, tokens, index)
         if checkpointed:
             tokens = checkpoint(block, tokens, use_reentrant=False, **arguments)
         else:
             tokens = block(tokens, **arguments)
-    return tokens
-
-
-def run_blocks_at(
-    blocks: Sequence[nn.Module],
-    tokens: Tensor,
-    index: Tensor,
-    last_at_few: bool,
-    checkpointed: bool,
-    block_arguments: Sequence[BlockArguments],
-) -> Tensor:
-    """Tokens (B, K, D) at `index` (B, K) after these blocks; for other arguments see `run_blocks`.
-
-    Args:
-        last_at_few: `runs_at_few` of the last block.
-    """
-    tokens = run_blocks(blocks[:-1], tokens, checkpointed, block_arguments[:-1])
-    if last_at_few:
-        return block_at(blocks[-1], tokens, index)
-    return gather_tokens(blocks[-1](tokens, **block_arguments[-1]), index)
+    return tokens if index is None else gather_tokens(tokens, index)
 
 
 def block_at(block: Block, tokens: Tensor, index: Tensor) -> Tensor:
@@ -186,8 +168,6 @@ def runs_at_few(block: nn.Module, token_count: int) -> bool:
         return False
     if next(block.parameters()).is_meta:
         return True  # there are no numbers to compare
-    if not hasattr(block, "add_positions"):
-        token_count = 16  # any number
     tried = copy.deepcopy(block).double().eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in tried.parameters():
@@ -268,7 +248,7 @@ def use_bf16_norms(module: nn.Module) -> None:
         if type(child) is LayerNorm:
             child.__class__ = ResidualNorm
         elif isinstance(child, LayerScale) or getattr(child, "gamma_1", None) is not None:  # blocks of Eva and Beit
-            child.register_forward_hook(to_input_type)
+            child.register_forward_hook(to_autocast_type)
 
 
 def has_bf16_residual(encoder: nn.Module) -> bool:
@@ -277,13 +257,8 @@ def has_bf16_residual(encoder: nn.Module) -> bool:
 
 
 def to_autocast_type(_: nn.Module, __: Any, tokens: Tensor) -> Tensor:
-    """Hook: the output in bf16 under autocast; without, float32 tokens stay so."""
+    """Hook: tokens in bf16 under autocast; without, float32 ones stay so."""
     return tokens.to(torch.bfloat16) if uses_autocast(tokens.device.type) else tokens
-
-
-def to_input_type(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    """Hook: the output in the type of the input."""
-    return output.to(inputs[0].dtype)
 
 
 # --- properties ---
@@ -375,10 +350,6 @@ def fix_positions(encoder: nn.Module) -> None:
     require(encoder.pos_embed is not None, *setting, "learned with a model that has no table of position embeddings")
     require(width % 4 == 0, *setting, f"learned with a width ({width}) that is not a multiple of 4")
     table = sincos_2d(encoder.patch_embed.grid_size, width)
-    hold_positions(encoder, F.pad(table, (0, 0, encoder.pos_embed.shape[1] - len(table), 0))[None])
-
-
-def hold_positions(encoder: nn.Module, table: Tensor) -> None:
-    """Make a table the encoder's positions for good: a buffer under timm's name, which is not trained."""
+    table = F.pad(table, (0, 0, encoder.pos_embed.shape[1] - len(table), 0))[None]
     del encoder.pos_embed
-    encoder.register_buffer("pos_embed", table)
+    encoder.register_buffer("pos_embed", table)  # under timm's name, and not trained

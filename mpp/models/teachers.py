@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.data import resolve_model_data_config
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from mpp.config import Grid, ImageSize, ObjectiveConfig, check_grid, require, sides
+from mpp.config import Grid, ObjectiveConfig, check_grid, require
 from mpp.corruption import Corruption
 from mpp.errors import UserError, one_line
 from mpp.models.encoder import Normalize, load_encoder
@@ -47,7 +46,7 @@ class FeatureTeacher(nn.Module):
         normalize: Normalize,
         grid: Grid,
         config: ObjectiveConfig,
-        img_size: ImageSize,
+        img_size: Sequence[int],
     ):
         super().__init__()
         self.encoder = encoder.eval().requires_grad_(False)
@@ -144,8 +143,7 @@ class StudentWithTeacher(nn.Module):
         if config.frozen_teacher:
             predicted = f"{config.teacher}, a frozen encoder"
         self.method = f"{student.method}. It predicted the features of {predicted}"
-        height, width = teacher.img_size
-        self.on_top = f"{student.on_top}, a teacher with an input of {height} x {width} pixels"
+        self.on_top = f"{student.on_top}, a teacher"
 
     def forward(self, images: Tensor, corruption: Corruption) -> PredictedBatch:
         """Images (B, C, H, W) from 0 to 255 to predictions of the student and targets of the teacher."""
@@ -186,13 +184,12 @@ def build_teacher(config: ObjectiveConfig, encoder: nn.Module, normalize: Normal
         num_classes=0,
     )
     set_attention(model, has_fused_attention(encoder))
-    data_config = resolve_model_data_config(model)
-    channels, *own_size = data_config["input_size"]
+    about = model.pretrained_cfg
+    channels, *img_size = about["input_size"]
     require(channels == len(normalize.mean), f"{TEACHER_SETTING}'s input channels", channels, len(normalize.mean))
-    img_size = sides(config.teacher_img_size or own_size)
     if config.teacher_img_size and isinstance(getattr(model, "patch_embed", None), PatchEmbed):  # ignores the rest
         check_grid(img_size, model.patch_embed.patch_size[0], f"{TEACHER_SETTING}_img_size")
-    teacher = FeatureTeacher(model, Normalize(data_config["mean"], data_config["std"]), grid, config, img_size)
+    teacher = FeatureTeacher(model, Normalize(about["mean"], about["std"]), grid, config, img_size)
     teacher.register_state_dict_post_hook(leave_out_teacher)
     teacher.register_load_state_dict_post_hook(allow_missing_teacher)
     return teacher
@@ -212,15 +209,10 @@ def allow_missing_teacher(teacher: nn.Module, keys: Any) -> None:
 
 @torch.no_grad()
 def update_moving_average(teacher: nn.Module, student: nn.Module, decay: float) -> None:
-    """Move a teacher's weights towards the student's: decay * its own + (1 - decay) * the student's. Shards, too.
-
-    Running statistics, which are averages already, are copied from the student.
-    """
+    """Move a teacher's weights towards the student's: decay * its own + (1 - decay) * the student's. Shards, too."""
     averages = [local_part(average) for average in teacher.parameters()]
     weights = [local_part(attrgetter(name)(student)) for name, _ in teacher.named_parameters()]  # with low-rank changes
     get_ema_multi_avg_fn(decay)(averages, weights, None)
-    for teacher_buffer, student_buffer in zip(teacher.buffers(), student.buffers(), strict=True):
-        teacher_buffer.copy_(student_buffer)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
 from mpp.config import Grid, ImageSize, require
-from mpp.models.loading import Weights, resample
+from mpp.models.encoder import Weights, resample
 from mpp.models.plain import (
     BIAS_TABLE,
     attention_at,
@@ -112,7 +112,7 @@ class RelativeKeys(nn.Module):
         """Logits (B, heads, K, T) of queries (B, heads, K, d) at index (B, K)."""
         embeddings = self.pos_embed_offsets.to(queries.dtype)
         offset_logits = queries @ embeddings.T * self.scale  # (B, heads, K, 2 T - 1)
-        offsets = self.offsets[None] if index is None else self.offsets[index]  # (1, T, T) or (B, K, T)
+        offsets = self.offsets[index]  # (B, K, T); None adds a dimension: (1, T, T)
         offsets = offsets[:, None].expand(*offset_logits.shape[:2], -1, -1)
         return offset_logits.gather(-1, offsets)
 
@@ -128,10 +128,8 @@ class RelativeBiases(nn.Module):
 
     def forward(self, queries: Tensor, index: Tensor | None) -> Tensor:
         """Logits (B or 1, heads, K, T) to add, of queries at index (B, K)."""
-        biases = self.biases.get_bias()  # (1, heads, T, T)
-        if index is None:
-            return biases
-        return biases[0][:, index].transpose(0, 1)
+        (biases,) = self.biases.get_bias()  # (heads, T, T)
+        return biases[:, index].transpose(0, 1)
 
 
 class Rotation(nn.Module):
@@ -146,8 +144,8 @@ class Rotation(nn.Module):
 
     def forward(self, vectors: Tensor, index: Tensor | None) -> Tensor:
         """Queries or keys (B, heads, K, d) of the tokens at index (B, K), turned."""
-        angles = self.angles if index is None else self.angles[index][:, None]  # (T, 2 d) or (B, 1, K, 2 d)
-        return apply_rot_embed_cat(vectors, angles).to(vectors.dtype)
+        angles = self.angles[index]  # (B, K, 2 d) or (1, T, 2 d)
+        return apply_rot_embed_cat(vectors, angles[:, None]).to(vectors.dtype)
 
 
 class PositionedAttention(Attention):
@@ -235,14 +233,11 @@ class OverlappingPatchEmbed(PatchEmbed):
     """Patches that overlap: they are `stride` pixels apart, which is a divisor of their side."""
 
     def __init__(self, *args: Any, stride: int, **options: Any):
-        self.stride = stride
         super().__init__(*args, **options)
+        self.stride = stride
         self.proj.stride = (stride, stride)
-
-    def _init_img_size(self, img_size: int | ImageSize) -> tuple[ImageSize, Grid, int]:
-        size = to_2tuple(img_size)
-        grid = self.dynamic_feat_size(size)
-        return size, grid, math.prod(grid)
+        self.grid_size = self.dynamic_feat_size(self.img_size)
+        self.num_patches = math.prod(self.grid_size)
 
     def dynamic_feat_size(self, img_size: ImageSize) -> Grid:
         """Rows and columns of patches of an image of this size."""
@@ -294,8 +289,8 @@ class VariantViT(VisionTransformer):
             options["block_fn"] = partial(block, position=position, grid=grid, prefix=prefix)
         has_table = position in ("learned_2d", "sincos_2d") or position_at != "stem"
         pos_embed = "learn" if position == "learned" and not has_table else "none"  # timm's, which takes timm's weights
-        options |= dict(pos_embed=pos_embed, class_token=class_token, reg_tokens=reg_tokens)
-        super().__init__(img_size, patch_size, embed_dim=embed_dim, **options)
+        tokens = dict(class_token=class_token, reg_tokens=reg_tokens)
+        super().__init__(img_size, patch_size, embed_dim=embed_dim, pos_embed=pos_embed, **tokens, **options)
         self.position = position
         self.mixing = mixing
         is_computed = position in ("rope", "sincos_2d") or position_at != "stem"

@@ -10,7 +10,7 @@ from functools import cache
 from statistics import mean, median
 
 from mpp.config import TrainingConfig
-from mpp.models.descriptions import MPP_TAG, folder_of_weights, saved_section
+from mpp.models.descriptions import MPP_TAG, first_weights, saved_entry
 from mpp.training.checkpoint import COMPLETE_NAME
 from mpp.training.history import (
     EVALUATED,
@@ -190,8 +190,8 @@ def is_moving(config: TrainingConfig) -> bool:
 @cache  # weights of the hub are looked up
 def is_published(init_from: str) -> bool:
     """Whether no run of mpp trained the weights that `model.init_from` names."""
-    folder = folder_of_weights(init_from)
-    return saved_section(folder, "pretrained_cfg").get("tag") != MPP_TAG and not COMPLETE_NAME.fullmatch(folder.name)
+    folder = first_weights(init_from).parent
+    return saved_entry(folder, "tag") != MPP_TAG and not COMPLETE_NAME.fullmatch(folder.name)
 
 
 WARNINGS: dict[str, Callable[[History, TrainingConfig], str | None]] = {

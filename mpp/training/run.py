@@ -22,7 +22,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments, with_moments
 from mpp.data.remote import resolve_commit
 from mpp.data.workers import deaths_explained, kill_workers
-from mpp.models.loading import moments_of_weights
+from mpp.models.encoder import moments_of_weights
 from mpp.runtime.files import clear_leftovers, hold
 from mpp.runtime.messages import note, warn
 from mpp.runtime.processes import SHARDED, TRAINING_TIMEOUT, on_each_node, on_main_process, set_timeout

@@ -39,7 +39,7 @@ from mpp.data.data_path import is_local
 from mpp.data.identity import differences
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE
-from mpp.models.descriptions import exported_step
+from mpp.models.descriptions import saved_config
 from mpp.models.networks import NETWORKS
 from mpp.models.teachers import moving_average_decay
 from mpp.objectives import OBJECTIVES
@@ -113,7 +113,7 @@ def is_finished(config: TrainingConfig, folder: Path) -> bool:
     Its encoder may be an earlier one, if it has grown.
     """
     steps, encoder = config.run.steps, folder / ENCODER
-    if newest_step(folder) != steps or not encoder.is_dir() or exported_step(encoder) not in (steps, None):
+    if newest_step(folder) != steps or not encoder.is_dir() or saved_config(encoder).get("step") not in (steps, None):
         return False
     before = parse_saved(type(config), folder / CONFIG_FILE)
     return changes(before, make_paths_absolute(config)).keys().isdisjoint(IN_RECORD)
