@@ -68,8 +68,6 @@ class Pretraining(ImageTask):
         super().__init__(accelerator, layout, config.run, config.data)
         parts_named(config)  # raises where one has arguments for nothing
         self.config = config
-        if config.corruption.source == "batch":
-            layout.require_several(" with corruption.source=batch")
         self.model, self.objective = build_model(config)
         encoder = self.model.encoder
         self.img_size = encoder.patch_embed.img_size

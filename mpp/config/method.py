@@ -27,8 +27,8 @@ class CorruptionConfig(Settings):
     """Share of the corrupted patches that get the embedding of another patch."""
     keep: float = setting(0.1, at_least=0, at_most=1)
     """Share of the corrupted patches that stay unchanged."""
-    source: Literal["image", "batch"] = setting("image", needs={"corruption.random": True})
-    """Source of the other patch: the same image, or another image of the forward pass, whose size then matters."""
+    source: Literal["image"] = setting("image", needs={"corruption.random": True})
+    """Source of the other patch: the same image."""
     arguments: dict[str, Any] | None = None
     """Settings of a pattern of your own (--import), which reads them here."""
 
