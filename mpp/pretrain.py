@@ -52,7 +52,7 @@ from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, parts_named, saved_settings
-from mpp.training.task import ImageTask, to_device
+from mpp.training.task import ImageTask
 from mpp.training.verdict import read_verdict
 
 PANEL_IMAGES = 8
@@ -107,7 +107,6 @@ class Pretraining(ImageTask):
             super().views(dataset),
             corruption=self.config.corruption,
             grid=self.grid,
-            marks_nodata=not self.config.objective.predict_nodata,
         )
 
     @property
@@ -124,8 +123,7 @@ class Pretraining(ImageTask):
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of the corrupted patches and, if asked, sums for accuracies or for the spread of features."""
         predicted, images, corruption = self.predict_batch(model, batch)
-        counted = counted_patches(batch)
-        loss = self.loss_of(predicted.predictions, predicted.targets, counted)
+        loss = self.objective.loss(predicted.predictions, predicted.targets)
         if not measure:
             return loss, {}
         predictions = predicted.predictions.detach()
@@ -134,20 +132,7 @@ class Pretraining(ImageTask):
             return loss, measure_features(predictions, features, corruption.positions, self.patch_count)
         image_numbers = None if model.training else batch.indices  # of held-out images
         count = len(self.held_out_views.dataset)
-        return loss, measure_predictions(self.objective, predictions, images, corruption, image_numbers, count, counted)
-
-    def loss_of(self, predictions: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
-        """Mean loss of the patches that count, see `counted_patches`; 0 where none does."""
-        if counted is not None:
-            images, patches = to_device(counted.nonzero(as_tuple=True), predictions.device)
-            if not len(images):
-                return predictions.sum() * 0
-            predictions, targets = predictions[images, patches][None], targets[images, patches][None]
-        return self.objective.loss(predictions, targets)
-
-    def loss_weight(self, batch: Batch) -> int:
-        counted = counted_patches(batch)
-        return super().loss_weight(batch) if counted is None else int(counted.sum())
+        return loss, measure_predictions(self.objective, predictions, images, corruption, image_numbers, count)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device.
@@ -251,16 +236,6 @@ class Pretraining(ImageTask):
             f"{self.patch_count} patches of {self.patch_size} x {self.patch_size}, {self.corrupted_count} corrupted, "
             f"{self.model.on_top}, {super().describe_model()}"
         )
-
-
-def counted_patches(batch: Batch) -> Tensor | None:
-    """The corrupted patches (B, K) that count, which have a value; None: all.
-
-    They stay where the batch was loaded, on the CPU: to find them on a GPU, each step would wait for it.
-    """
-    if batch.has_value is None:
-        return None
-    return batch.has_value.gather(1, batch.corruption.positions)
 
 
 def note_other_reading(config: Config) -> None:

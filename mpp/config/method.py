@@ -110,10 +110,9 @@ class ObjectiveConfig(Settings):
     )
     """Half-life of the moving average at the start and at the end of the run, as shares of the run's steps; linear in
     between. Numbers from 1 are steps: two equal ones suit runs of any length."""
-    predict_nodata: bool = True
-    """Predict patches without any data (data.nodata, or a TIFF's own tag) like all others. false: they are masked as
-    before, but have weight 0 in loss and accuracy. The loss is then the mean over the other patches of a process's
-    forward pass; with accumulation or several processes, a step averages such means."""
+    predict_nodata: Literal[True] = True
+    """Predict patches without any data (data.nodata, or a TIFF's own tag) like all others. Features gain little without
+    them: see "Patches without a value" of evaluation/results/README.md."""
     stop_on_collapse: bool = setting(False, needs={"objective.name": "features"}, operational=True)
     """End a run whose targets have become the same for all patches. false: only warn."""
     export: Literal["student", "teacher"] = setting(
