@@ -17,8 +17,7 @@ import mpp
 from mpp.config import Config, ModelConfig, ObjectiveConfig
 from mpp.errors import UserError
 from mpp.features.metrics import measure_predictions
-from mpp.objectives import OBJECTIVES, Objective, build_objective, patches_at, patchify
-from mpp.palette import Palette
+from mpp.objectives import OBJECTIVES, Objective, Palette, build_objective, patches_at, patchify
 
 SETTINGS = {
     **{name: dict(name=name) for name in OBJECTIVES if name != "features"},
