@@ -172,9 +172,9 @@ def union_of_rectangles(
         width = min(max(1, round(math.sqrt(size / shape))), columns)
         row = int(row_number * (rows - height + 1))
         column = int(column_number * (columns - width + 1))
-        new = ~corrupted
-        new[:row] = new[row + height :] = False
-        new[:, :column] = new[:, column + width :] = False
+        new = np.zeros(grid, bool)
+        new[row : row + height, column : column + width] = True
+        new &= ~corrupted
         order = reading_order(grid, draw_uniform(1)[0] if from_corner else 0)
         corrupted.flat[order[new.flat[order]][:left]] = True
     return np.flatnonzero(corrupted)

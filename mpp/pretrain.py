@@ -246,23 +246,19 @@ def note_other_reading(config: Config) -> None:
         note(f"objective.teacher learned from images of data {teachers}; here they are {ours or 'as usual'}")
 
 
-def reopen(
-    folder: Path, source: SourceConfig, eval_crop: float | None, held_out_images: int, accelerator: Accelerator
-) -> Pretraining:
+def reopen(folder: Path, source: SourceConfig, held_out_images: int, accelerator: Accelerator) -> Pretraining:
     """The task of a run, with the weights of its newest checkpoint, and perhaps other images: to see its predictions.
 
     Args:
-        folder: of a pre-training run.
-        eval_crop: of the fixed view; None: the run's.
+        folder: of a pre-training run: see `is_pretraining`.
+        source: of the images, with an `eval_crop`; None: the run's.
         held_out_images: the largest number of held-out images, a seeded choice.
     Raises:
-        UserError: no pre-training run, or no checkpoint there.
+        UserError: no checkpoint there.
     """
-    allowed = "the folder of a pre-training run, the only kind with a prediction head"
-    require(is_pretraining(folder), "encoder", folder, allowed)
     config = parse_saved(Config, folder / CONFIG_FILE)
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
-    data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)
+    data = dataclasses.replace(config.data, **images, eval_crop=source.eval_crop or config.data.eval_crop)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
     config = dataclasses.replace(config, data=data, model=model, probe=ProbeConfig(every=0))
     task = Pretraining(config, accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0))

@@ -238,7 +238,7 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
     assert "kNN of general images " in read_verdict(whole)["line"]
     shutil.rmtree(general)
     config = parse_saved(Config, whole / "config.yaml")
-    assert reopen(whole, config.data, None, 4, Accelerator(cpu=True)).probe is None  # pictures need none
+    assert reopen(whole, config.data, 4, Accelerator(cpu=True)).probe is None  # pictures need none
     blocks = features_of_run(read_history(whole), "the start")
     charts = {each.title: each for each in blocks if isinstance(each, Chart)}
     by_depth = charts["kNN accuracy on general images by depth"].table

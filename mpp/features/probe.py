@@ -168,11 +168,6 @@ class Probe:
         if general is not None:
             add(GENERAL, settings_of_general_images(data), general.test.labelled(), general.reference.labelled())
 
-    @property
-    def image_count(self) -> int:
-        """Number of held-out images that are probed."""
-        return len(next(iter(self.sets.values()))[0].dataset)
-
     def __call__(self, model: nn.Module, baseline: bool = False) -> dict[str, float]:
         """Probe a model that has an `encoder` and a `normalize`. All processes call it.
 
