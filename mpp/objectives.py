@@ -207,7 +207,8 @@ class MeanColor(Objective):
 class Regression(Objective):
     """Regress targets (B, K, ...) by their mean distance from the predictions over all values: `objective.loss`.
 
-    It is the squared distance (L2) by default, and of a teacher's features the smooth L1.
+    It is the squared distance (L2) by default, and of a teacher's features the smooth L1. For these the network gives
+    the targets (mpp/models/teachers.py), and there is no accuracy and no picture: they have no classes and no colours.
     """
 
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
@@ -252,8 +253,6 @@ class Pixels(Regression):
             self.palette = palette_for(config, channels)
             return
         self.shown = "pixels, denormalised by each patch's true mean and deviation"
-        allowed = "none where a patch is one pixel of one channel, which has no deviation"
-        require(self.outputs > 1, "objective.normalize", config.normalize, allowed)
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         patches = patches_at(images, positions, self.patch_size)  # (B, K, C, P, P)
@@ -306,20 +305,6 @@ class Hog(Regression):
         return select_patches(patches, positions)
 
 
-class TeacherFeatures(Regression):
-    """Regress a teacher's features of the patch; the network gives the targets (mpp/models/teachers.py).
-
-    No accuracy and no picture: features have no classes and no colours.
-
-    Args:
-        width: of the teacher's features.
-    """
-
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int, width: int):
-        super().__init__(config, patch_size, channels)
-        self.outputs = width
-
-
 OBJECTIVES = Registry(
     "objective.name",
     {
@@ -327,10 +312,10 @@ OBJECTIVES = Registry(
         "grid_color": MeanColor,
         "pixels": Pixels,
         "hog": Hog,
-        "features": TeacherFeatures,
+        "features": Regression,
     },
 )
-"""Objectives by name: settings, side of a patch and channels -> Objective; features also takes its teacher's width."""
+"""Objectives by name: settings, side of a patch and channels -> Objective."""
 
 
 def build_objective(
@@ -343,8 +328,9 @@ def build_objective(
     Raises:
         UserError: no such objective, or one that does not fit the patch size or the channels.
     """
-    options = {"width": teacher_width} if config.name == "features" else {}
-    objective = OBJECTIVES[config.name](config, patch_size, channels, **options)
+    objective = OBJECTIVES[config.name](config, patch_size, channels)
+    if config.name == "features":
+        objective.outputs = teacher_width
     trained = any(weight.requires_grad for weight in objective.parameters())
     allowed = "one without weights to be trained: only a network's are; frozen ones (requires_grad_(False)) may stay"
     require(not trained, "objective.name", config.name, allowed)

@@ -98,11 +98,6 @@ def test_grid_must_divide_the_patch():
         objective("grid_color", patch=14)
 
 
-def test_a_single_value_is_not_normalised():
-    with pytest.raises(ValueError, match=r"objective\.normalize is patch; it must be none where a patch is one pixel"):
-        build_objective(ObjectiveConfig(name="pixels", normalize="patch"), 1, 1)
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_single_patch_of_one_value_has_a_loss_and_a_picture(name):
     grid = {"grid": 1} if name == "grid_color" else {}
