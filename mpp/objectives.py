@@ -217,18 +217,12 @@ class Regression(Objective):
             "l1": F.l1_loss,
             "l2": F.mse_loss,
             "smooth_l1": partial(F.smooth_l1_loss, beta=config.beta),
-            "cosine": cosine_distance,
+            "cosine": lambda predictions, targets: (1 - F.cosine_similarity(predictions, targets, dim=-1)).mean(),
         }
         self.distance = distances[config.loss or ("smooth_l1" if config.name == "features" else "l2")]
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return self.distance(predictions, targets.flatten(2))
-
-
-def cosine_distance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Mean of 1 - cosine of prediction and target, (..., D) each: 0 where they point the same way."""
-    cosines = F.cosine_similarity(predictions, targets, dim=-1)
-    return (1 - cosines).mean()
 
 
 class Pixels(Regression):

@@ -75,7 +75,7 @@ def write_shard(shard: Shard) -> int:
         name = relative_name(row["image"], source.path)
         try:
             image = read_cell(row["image"], source.read_retries, array_dtype, source.path)
-            prepared = prepare_image(image, shard.config, name)
+            prepared = prepare_image(image, shard.config)
         except UnreadableImage as error:
             dropped.append(f"{name or 'an image without a name'}: {error}")
             continue
@@ -154,7 +154,7 @@ def shard_name(split: str, number: int, count: int) -> str:
 # --- images ---
 
 
-def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | None = None) -> bytes:
+def prepare_image(image: bytes | NDArray, config: PrepareConfig) -> bytes:
     """An image file that is shrunk to `config.short_side`, where it is larger. It has no metadata, such as EXIF.
 
     Raises:
@@ -163,8 +163,7 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
     """
     values = np.ascontiguousarray(read_values(image, config.data))  # an upright view may run backwards
     fits = config.format == "npy" or values.dtype == np.uint8
-    allowed = f"npy for {name or 'an image'}, which has {values.dtype} values"
-    require(fits, "format", f"{config.format}, which holds 8 bits", allowed)
+    require(fits, "format", f"{config.format}, which holds 8 bits", f"npy for {values.dtype} values")
     if min(values.shape[1:]) > config.short_side:
         return encode(shrink(values, config.short_side), config.format, config.quality)
     if config.format != "jpeg":
@@ -247,13 +246,12 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
         UserError: none was kept.
     """
     dropped = sorted(line for of_shard in notes for line in of_shard["dropped"])
-    listing = Path(config.out) / NOTES_FOLDER / "dropped.txt"
-    write_complete(listing, "".join(f"{line}\n" for line in dropped))
+    listings = f"see {Path(config.out) / NOTES_FOLDER}/*.json"
     kept = sum(of_shard["kept"] for of_shard in notes)
     print(f"wrote {config.out}: {counted(kept, 'image')}")
     if dropped:
-        print(f"dropped {len(dropped)} that cannot be decoded, such as {dropped[0]}: see {listing}")
-    require(kept, "out", config.out, f"of images of which some can be decoded: see {listing}")
+        print(f"dropped {len(dropped)} that cannot be decoded, such as {dropped[0]}: {listings}")
+    require(kept, "out", config.out, f"of images of which some can be decoded: {listings}")
     if config.format == "npy":
         note("arrays have the numbers of the files; unless these use all of their type, name data.range in the run")
     print(f"next: {training_command(config)}    (large sets: --data.streaming true)")

@@ -24,7 +24,6 @@ from mpp.data.loader import BatchLayout
 from mpp.data.shards import Shards, load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, ViewDataset, collate
-from mpp.errors import UserError
 from mpp.features.metrics import (
     Sums,
     add_sums,
@@ -47,7 +46,6 @@ from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
-from mpp.training.health import targets_collapse
 from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
@@ -159,12 +157,6 @@ class Pretraining(ImageTask):
         decay = moving_average_decay(objective.half_life, step, self.config.run.steps)
         update_moving_average(model.teacher.encoder, model.encoder, decay)
         return {"teacher/decay": decay}
-
-    def refuse_to_continue(self, scalars: dict[str, float]) -> None:
-        """Stop, if `objective.stop_on_collapse`, when the targets have become the same for all patches."""
-        message = self.config.objective.stop_on_collapse and targets_collapse([scalars], self.config)
-        if message:
-            raise UserError(f"targets collapse: {message}")
 
     def exported(self, model: nn.Module) -> nn.Module:
         """The module with the encoder that is probed and exported, and the normalisation of its input."""

@@ -94,7 +94,8 @@ def test_large_images_are_shrunk_and_small_ones_kept_to_the_byte(folder, tmp_pat
     printed = capsys.readouterr().out
     assert "29 images" in printed
     assert "dropped 2 that cannot be decoded" in printed
-    assert (out / NOTES_FOLDER / "dropped.txt").read_text().splitlines() == [
+    notes = [json.loads(file.read_text()) for file in (out / NOTES_FOLDER).glob("*.json")]
+    assert sorted(line for of_shard in notes for line in of_shard["dropped"]) == [
         "train/cat/empty.png: an empty file instead of an image",
         "train/dog/text.jpg: no image file of a known sort",
     ]

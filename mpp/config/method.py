@@ -113,8 +113,8 @@ class ObjectiveConfig(Settings):
     predict_nodata: Literal[True] = True
     """Predict patches without any data (data.nodata, or a TIFF's own tag) like all others. Features gain little without
     them: see "Patches without a value" of evaluation/results/README.md."""
-    stop_on_collapse: bool = setting(False, needs={"objective.name": "features"}, operational=True)
-    """End a run whose targets have become the same for all patches. false: only warn."""
+    stop_on_collapse: Literal[False] = setting(False, needs={"objective.name": "features"}, operational=True)
+    """A run whose targets have become the same for all patches is not ended: a warning says so."""
     export: Literal["student", "teacher"] = setting(
         "student", needs={"objective.name": "features", "objective.teacher": "ema"}
     )

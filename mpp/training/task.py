@@ -134,9 +134,6 @@ class ImageTask:
         """Whatever the task does after step `step` (from 0); scalars of it. `model` is without wrappers."""
         return {}
 
-    def refuse_to_continue(self, scalars: dict[str, float]) -> None:
-        """Raise UserError, on all processes, if a line of metrics says that training on is of no use."""
-
     def record(self) -> dict[str, Any]:
         """The record of the images: see mpp/data/identity.py."""
         commit = None
