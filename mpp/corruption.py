@@ -238,7 +238,7 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
 
 def stack(drawn: Sequence[Corruption]) -> Corruption:
     """The corruptions of images (K,) as that of a batch (B, K). Raises UserError where K differs."""
-    counts = sorted({len(each.positions) for each in drawn})
+    counts = {len(each.positions) for each in drawn}
     allowed = "one that corrupts the same number of patches of all images"
     require(len(counts) == 1, "corruption.pattern", f"one that corrupts {counts} patches", allowed)
     return Corruption(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*drawn, strict=True)))

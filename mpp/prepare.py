@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require(config.data.path, "data.path", "null", "a dataset of the hub, a folder, or a file")
     out = Path(config.out)
     folder = Path(config.data.path).expanduser()
-    is_inside = folder.is_dir() and out.resolve().is_relative_to(folder.resolve())
+    is_inside = out.resolve().is_relative_to(folder.resolve())
     require(not is_inside, "out", out, f"outside of {folder}: its shards would be read as images")
     with hold(out, "out"):
         config = replace(config, data=replace(config.data, revision=resolve_commit(config.data)))

@@ -167,7 +167,7 @@ def test_positions_that_are_not_some_of_the_patches_are_refused(positions, monke
 
 def test_a_pattern_that_corrupts_other_numbers_of_patches_is_refused(monkeypatch):
     monkeypatch.setitem(PATTERNS, "mine", lambda _, grid, uniform: np.arange(2 + int(60 * uniform(1)[0])))
-    with pytest.raises(UserError, match=r"^corruption\.pattern is one that corrupts \[.*\] patches"):
+    with pytest.raises(UserError, match=r"^corruption\.pattern is one that corrupts \{.*\} patches"):
         stack(draws(CorruptionConfig(pattern="mine"), images=4))
 
 

@@ -192,7 +192,8 @@ class Probe:
                     predicted = knn_predict(references[depth], classes, rows.to(device), [self.k], KNN_TEMPERATURE)
                     scalars[f"{name}/{depth}"] = float(is_right(predicted[self.k].cpu(), labels).double().mean())
             else:
-                scalars[f"{name}/chance"] = agreement_by_chance(len(tested.dataset))
+                others = max(len(tested.dataset) - 1, 1)
+                scalars[f"{name}/chance"] = min(1.0, AGREEMENT_NEIGHBOURS / others)
                 one, other = (self.extract(model, tested, baseline, part)[0] for part in (NORTH_WEST, SOUTH_EAST))
                 for depth in one:
                     scalars[f"{name}/{depth}"] = agreement(one[depth].to(device), other[depth].to(device))
@@ -248,8 +249,3 @@ def agreement(one: Tensor, other: Tensor, neighbours: int = AGREEMENT_NEIGHBOURS
     near, other_near = (find_other_neighbours(each, neighbours).index for each in (one, other))
     kept = (near[:, :, None] == other_near[:, None, :]).any(2)
     return float(kept.sum() / kept.numel()) if kept.numel() else 1.0
-
-
-def agreement_by_chance(images: int) -> float:
-    """`agreement` of neighbours that have nothing to do with each other."""
-    return min(1.0, AGREEMENT_NEIGHBOURS / max(images - 1, 1))
