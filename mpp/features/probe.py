@@ -183,9 +183,9 @@ class Probe:
         device = self.accelerator.device
         for name, (tested, *voting) in self.sets.items():
             features, labels = self.extract(model, tested, baseline)
-            if name != GENERAL:
-                depths = [depth for depth in features if depth != BASELINE]
-                scalars |= {f"features/rank/{depth}": effective_rank(features[depth], device) for depth in depths}
+            for depth, rows in features.items():
+                if name != GENERAL and depth != BASELINE:
+                    scalars[f"features/rank/{depth}"] = effective_rank(rows, device)
             if voting:
                 references, classes = self.extract(model, *voting, baseline)
                 for depth, rows in features.items():
