@@ -41,8 +41,6 @@ class Corruption(NamedTuple):
     positions: Tensor  # (B, K) int64, ascending: which of the N patches are corrupted
     kinds: Tensor  # (B, K) int64: a Kind each
     sources: Tensor  # (B, K) int64: the position whose embedding a patch gets (its own, where it is kept)
-    shifts: Tensor | None = None
-    """(B, K) int64: 0 where the source is in the same image, else a random number that chooses another. None: all 0."""
     hidden: Tensor | None = None
     """(B, U) int64, ascending: further patches that are masked but not predicted. None: there are none."""
 
@@ -174,9 +172,9 @@ def union_of_rectangles(
         width = min(max(1, round(math.sqrt(size / shape))), columns)
         row = int(row_number * (rows - height + 1))
         column = int(column_number * (columns - width + 1))
-        new = ~corrupted
-        new[:row] = new[row + height :] = False
-        new[:, :column] = new[:, column + width :] = False
+        new = np.zeros(grid, bool)
+        new[row : row + height, column : column + width] = True
+        new &= ~corrupted
         order = reading_order(grid, draw_uniform(1)[0] if from_corner else 0)
         corrupted.flat[order[new.flat[order]][:left]] = True
     return np.flatnonzero(corrupted)
@@ -217,35 +215,30 @@ def draw(config: CorruptionConfig, grid: Grid, seed: int, epoch: int, index: int
     draw_uniform = endless_uniforms(Stream.CORRUPTION, seed, epoch, index)
     patches = math.prod(grid)
     chosen = PATTERNS[config.pattern](config, grid, draw_uniform)
-    positions = np.sort(np.atleast_1d(chosen))  # None, of a function without a return, is refused below
-    fits = positions.ndim == 1 and positions.dtype == np.int64 and 0 < len(positions) < patches
-    fits = fits and positions[0] >= 0 and positions[-1] < patches and not (positions[1:] == positions[:-1]).any()
-    if not fits:  # a mask of all patches is none, and a patch that is drawn twice would count twice
+    positions = np.unique(chosen)  # ascending
+    fits = positions.dtype == np.int64 and 0 < len(positions) == len(chosen) < patches
+    if not (fits and positions[0] >= 0 and positions[-1] < patches):  # one that is drawn twice would count twice
         given = f"{config.pattern}, which chose {np.array2string(positions, threshold=8)}"
         allowed = f"one that chooses different whole numbers (int64) from 0 to {patches - 1}, not all of them"
         require(False, "corruption.pattern", given, allowed)
     count = len(positions)
-    # The order in which the numbers are drawn is part of the result: a pattern's hidden patches are drawn last.
-    kind_numbers, source_numbers, shift_numbers = draw_uniform(3 * count).reshape(3, count)
+    # The order in which the numbers are drawn is part of the result: the last third is not used, and hidden patches
+    # come after it.
+    kind_numbers, source_numbers, _ = draw_uniform(3 * count).reshape(3, count)
 
     kinds = (kind_numbers >= config.mask).astype(np.int64) + (kind_numbers >= config.mask + config.random)
     is_random = kinds == Kind.RANDOM.value
-    from_batch = config.source == "batch"
-    others = (source_numbers * (patches - 1 + from_batch)).astype(np.int64)  # any patch of another image, or
-    if not from_batch:  # any of the image but itself
-        others += others >= positions
-    shifts = hidden = None
-    if from_batch:
-        shifts = np.where(is_random, (shift_numbers * 2**31).astype(np.int64) + 1, 0)
+    others = (source_numbers * (patches - 1)).astype(np.int64)
+    others += others >= positions  # any patch but itself
+    drawn = [positions, kinds, np.where(is_random, others, positions)]
     if config.pattern == "multiblock":
-        hidden = positions_to_hide(config, grid, positions, draw_uniform)
-    drawn = (positions, kinds, np.where(is_random, others, positions), shifts, hidden)
-    return Corruption(*(None if part is None else torch.from_numpy(part) for part in drawn))
+        drawn.append(positions_to_hide(config, grid, positions, draw_uniform))
+    return Corruption(*map(torch.from_numpy, drawn))
 
 
 def stack(drawn: Sequence[Corruption]) -> Corruption:
     """The corruptions of images (K,) as that of a batch (B, K). Raises UserError where K differs."""
-    counts = sorted({len(each.positions) for each in drawn})
+    counts = {len(each.positions) for each in drawn}
     allowed = "one that corrupts the same number of patches of all images"
     require(len(counts) == 1, "corruption.pattern", f"one that corrupts {counts} patches", allowed)
     return Corruption(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*drawn, strict=True)))
@@ -263,9 +256,6 @@ def corrupt(embeddings: Tensor, mask_token: Tensor, corruption: Corruption) -> T
     batch, patches, width = embeddings.shape
     mask_token = mask_token.to(embeddings.dtype)
     images = torch.arange(batch, device=embeddings.device)[:, None]
-    if corruption.shifts is not None:  # a batch of one image, such as the last of the held-out images, has no other
-        distance = 1 + (corruption.shifts - 1) % max(batch - 1, 1)  # from 1 to B - 1: another image, if there is one
-        images = (images + torch.where(corruption.shifts > 0, distance, 0)) % batch
     flat = images * patches + corruption.sources
     replaced = F.embedding(flat, embeddings.flatten(0, 1))  # (B, K, D)
     is_masked = (corruption.kinds == int(Kind.MASK))[..., None]  # an int: the compiler takes an enum for unequal

@@ -4,7 +4,6 @@ import re
 import zlib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from pathlib import Path
 from zipfile import BadZipFile
 
 ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
@@ -30,15 +29,8 @@ def one_line(error: BaseException) -> str:
     return ERROR_NUMBER.sub("", message) or type(error).__name__
 
 
-def did_you_mean(word: str, names: Iterable[str] | None = None) -> str:
-    """The end of a message about a word that does not exist: the most similar name; empty: none is near.
-
-    Args:
-        names: of all that there is; None: of the files and folders next to the path `word`.
-    """
-    if names is None:
-        missing = Path(word)
-        word, names = missing.name, [neighbour.name for neighbour in missing.parent.glob("*")]
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The end of a message about a word that does not exist: the most similar name of all; empty: none is near."""
     return "".join(f" (did you mean {name}?)" for name in get_close_matches(word, [*names], n=1))
 
 

@@ -5,11 +5,12 @@ and its accuracy. (Targets that are features come from a teacher, mpp/models/tea
 or in float32: it runs outside autocast. To add an objective, write a subclass of Objective and name it in OBJECTIVES.
 
 Images (B, C, H, W) have values from 0 to 255, uint8 or float32. B images, K patches, P side of a patch, C channels.
-S softmaxes give a colour: one, or one for each channel.
+S softmaxes give a colour: one, or one for each channel. A channel has L = 2**bits levels.
 """
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from mpp.config import ObjectiveConfig, require
 from mpp.config.imports import Registry
 from mpp.gradients import ORIENTATION_BINS, oriented_gradients
-from mpp.palette import MOST_CLASSES, Palette, palette_for
 
 GREY = 128  # in pictures, for [mask] and other patches without a colour
+MOST_CLASSES = 4096  # of a softmax over colours
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
@@ -48,6 +49,65 @@ def scale_pixels(pixels: Tensor) -> Tensor:
 def unscale_pixels(scaled: Tensor) -> Tensor:
     """From [-1, 1] to uint8; values outside are clipped."""
     return ((scaled + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+# --- colour classes ---
+
+
+class Palette(NamedTuple):
+    """The classes that colours of C channels fall into: of all channels together or, factorized, of each channel.
+
+    S is 1 or, factorized, C. The class of three channels together is (red * L + green) * L + blue.
+    """
+
+    channels: int
+    bits: int
+    factorized: bool
+
+    @property
+    def softmaxes(self) -> int:
+        """S."""
+        return self.channels if self.factorized else 1
+
+    @property
+    def classes(self) -> int:
+        """Number of classes of each softmax."""
+        return 2 ** (self.bits * self.channels // self.softmaxes)
+
+    def classes_of(self, pixels: Tensor) -> Tensor:
+        """Classes of the mean colours of pixels: (..., C, H, W) from 0 to 255 to (..., S) int64.
+
+        A mean in [k / L, (k + 1) / L) of 255 is level k, and 255 is level L - 1: exact for pixels of 8 bits, since
+        quotients of whole numbers in float64 do not round up to the next one.
+        """
+        levels = 2**self.bits
+        whole = 255 * math.prod(pixels.shape[-2:])
+        level = pixels.sum((-2, -1), dtype=torch.float64) * levels / whole
+        level = level.long().clamp(max=levels - 1)
+        return (level.unflatten(-1, (self.softmaxes, -1)) * self.place_values(level.device)).sum(-1)
+
+    def colors(self, classes: Tensor) -> Tensor:
+        """The middle of each class's bin; (..., S) int64 to (..., C) uint8."""
+        levels = 2**self.bits
+        level = (classes[..., None] // self.place_values(classes.device) % levels).flatten(-2)
+        return ((2 * level + 1) * 255 // (2 * levels)).to(torch.uint8)
+
+    def place_values(self, device: torch.device) -> Tensor:
+        """(C / S,): the class number of a level of each channel of a softmax."""
+        return 2 ** (self.bits * torch.arange(self.channels // self.softmaxes - 1, -1, -1, device=device))
+
+    def count(self, classes: Tensor) -> Tensor:
+        """Number of occurrences of each class: (n, cells * S) int64 to (S, classes) float64."""
+        by_softmax = classes.reshape(-1, self.softmaxes).T
+        return torch.stack([numbers.bincount(minlength=self.classes) for numbers in by_softmax]).double()
+
+
+def palette_for(config: ObjectiveConfig, channels: int) -> Palette:
+    """Colours by which the accuracy of other predictions is counted: of all channels together, if not too many."""
+    return Palette(channels, config.bits, factorized=2 ** (config.bits * channels) > MOST_CLASSES)
+
+
+# --- objectives ---
 
 
 class Objective(nn.Module):
@@ -147,7 +207,8 @@ class MeanColor(Objective):
 class Regression(Objective):
     """Regress targets (B, K, ...) by their mean distance from the predictions over all values: `objective.loss`.
 
-    It is the squared distance (L2) by default, and of a teacher's features the smooth L1.
+    It is the squared distance (L2) by default, and of a teacher's features the smooth L1. For these the network gives
+    the targets (mpp/models/teachers.py), and there is no accuracy and no picture: they have no classes and no colours.
     """
 
     def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int):
@@ -156,18 +217,12 @@ class Regression(Objective):
             "l1": F.l1_loss,
             "l2": F.mse_loss,
             "smooth_l1": partial(F.smooth_l1_loss, beta=config.beta),
-            "cosine": cosine_distance,
+            "cosine": lambda predictions, targets: (1 - F.cosine_similarity(predictions, targets, dim=-1)).mean(),
         }
         self.distance = distances[config.loss or ("smooth_l1" if config.name == "features" else "l2")]
 
     def loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return self.distance(predictions, targets.flatten(2))
-
-
-def cosine_distance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Mean of 1 - cosine of prediction and target, (..., D) each: 0 where they point the same way."""
-    cosines = F.cosine_similarity(predictions, targets, dim=-1)
-    return (1 - cosines).mean()
 
 
 class Pixels(Regression):
@@ -192,8 +247,6 @@ class Pixels(Regression):
             self.palette = palette_for(config, channels)
             return
         self.shown = "pixels, denormalised by each patch's true mean and deviation"
-        allowed = "none where a patch is one pixel of one channel, which has no deviation"
-        require(self.outputs > 1, "objective.normalize", config.normalize, allowed)
 
     def targets(self, images: Tensor, positions: Tensor) -> Tensor:
         patches = patches_at(images, positions, self.patch_size)  # (B, K, C, P, P)
@@ -246,20 +299,6 @@ class Hog(Regression):
         return select_patches(patches, positions)
 
 
-class TeacherFeatures(Regression):
-    """Regress a teacher's features of the patch; the network gives the targets (mpp/models/teachers.py).
-
-    No accuracy and no picture: features have no classes and no colours.
-
-    Args:
-        width: of the teacher's features.
-    """
-
-    def __init__(self, config: ObjectiveConfig, patch_size: int, channels: int, width: int):
-        super().__init__(config, patch_size, channels)
-        self.outputs = width
-
-
 OBJECTIVES = Registry(
     "objective.name",
     {
@@ -267,10 +306,10 @@ OBJECTIVES = Registry(
         "grid_color": MeanColor,
         "pixels": Pixels,
         "hog": Hog,
-        "features": TeacherFeatures,
+        "features": Regression,
     },
 )
-"""Objectives by name: settings, side of a patch and channels -> Objective; features also takes its teacher's width."""
+"""Objectives by name: settings, side of a patch and channels -> Objective."""
 
 
 def build_objective(
@@ -283,8 +322,9 @@ def build_objective(
     Raises:
         UserError: no such objective, or one that does not fit the patch size or the channels.
     """
-    options = {"width": teacher_width} if config.name == "features" else {}
-    objective = OBJECTIVES[config.name](config, patch_size, channels, **options)
+    objective = OBJECTIVES[config.name](config, patch_size, channels)
+    if config.name == "features":
+        objective.outputs = teacher_width
     trained = any(weight.requires_grad for weight in objective.parameters())
     allowed = "one without weights to be trained: only a network's are; frozen ones (requires_grad_(False)) may stay"
     require(not trained, "objective.name", config.name, allowed)

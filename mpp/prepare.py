@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
-from mpp.config import PrepareConfig, require
-from mpp.config.parsing import parse, parse_saved, to_yaml
+from mpp.config import PrepareConfig, require, settings_of
+from mpp.config.parsing import parse
 from mpp.data.columns import cell_file_name, find_array_dtype, find_image_column, read_cell, without_decoding
 from mpp.data.data_path import describe_source
 from mpp.data.decoding.decode import read_values
@@ -43,11 +43,8 @@ from mpp.runtime.hardware import cores
 from mpp.runtime.messages import counted, note, printable, progress_bar
 from mpp.runtime.randomness import Stream, permutation
 from mpp.runtime.start import run_main
-from mpp.training.run_folder import changes, describe_changes
 
 NOTES_FOLDER = ".prepare"  # hidden: `datasets` takes other files next to the shards for data
-SETTINGS_FILE = "config.yaml"
-IMAGES_FILE = "images.json"
 NOTES_OF_JPEG = re.compile(rb"\xff([\xe1-\xed\xef\xfe]|\xe0(?!\0\x10JFIF\0)|\xee(?!\0\x0eAdobe)|\xd9.)", re.DOTALL)
 """Segments of applications but for the numbers of JFIF and Adobe, comments, and what follows the end."""
 
@@ -78,7 +75,7 @@ def write_shard(shard: Shard) -> int:
         name = relative_name(row["image"], source.path)
         try:
             image = read_cell(row["image"], source.read_retries, array_dtype, source.path)
-            prepared = prepare_image(image, shard.config, name)
+            prepared = prepare_image(image, shard.config)
         except UnreadableImage as error:
             dropped.append(f"{name or 'an image without a name'}: {error}")
             continue
@@ -102,32 +99,30 @@ def relative_name(cell: Any, root: str) -> str | None:
     return path.name or None
 
 
-def plan_shards(config: PrepareConfig, commit: str | None) -> tuple[list[Shard], dict[str, Any]]:
-    """All splits, their images in a random order, cut into shards; and the record of each split's images and labels.
+def plan_shards(config: PrepareConfig) -> tuple[list[Shard], list[str]]:
+    """All splits, their images in a random order, cut into shards; and a line a split that identifies its images.
 
-    Args:
-        commit: of a dataset of the hub.
     Raises:
         UserError: the images cannot be loaded, or a split's shards would be read as another split.
     """
-    splits = load_splits(replace(config.data, revision=commit))
+    splits = load_splits(config.data)
     read_as = [split_of_shard(shard_name(split, 0, 1)) for split in splits]
     keeps_names = read_as == [split_of_cell(split) for split in splits] and len(set(read_as)) == len(read_as)
     allowed = "splits train, validation, test, or others of letters, digits and _ without such a word at the end"
     given = f"whose splits {', '.join(splits)} would be read as {', '.join(read_as)}"
     require(keeps_names, "data.path", f"{config.data.path}, {given}", allowed)
     shards: list[Shard] = []
-    records = {}
+    images = []
     for split, rows in splits.items():
         rows = select_columns(config, rows)
-        records[split] = record_of_rows(config, rows, commit)
+        images.append(f"{split}: {digest_of_rows(config, rows)}")
         order = permutation(Stream.ORDER, config.seed, 0, len(rows))
         count = -(-len(rows) // config.rows)
         for number in range(count):
             chosen = order[number * config.rows : (number + 1) * config.rows]
             file = Path(config.out) / "data" / shard_name(split, number, count)
             shards.append(Shard(file, rows.select(chosen), config))
-    return shards, records
+    return shards, images
 
 
 def select_columns(config: PrepareConfig, rows: datasets.Dataset) -> datasets.Dataset:
@@ -144,14 +139,11 @@ def select_columns(config: PrepareConfig, rows: datasets.Dataset) -> datasets.Da
     return without_decoding(rows, "image")
 
 
-def record_of_rows(config: PrepareConfig, rows: datasets.Dataset, commit: str | None) -> dict[str, Any]:
-    """The record of a split's images and labels."""
-    files = short_digest(split_fingerprint(rows, "image", config.data.read_retries))
-    record = {"images": len(rows), "files": files, "revision": commit}
-    for column in rows.column_names[1:]:  # the labels, if there are any
-        values = json.dumps(column_of(rows, column).to_pylist(), default=str)
-        record["labels"] = short_digest([str(rows.features[column]).encode(), values.encode()])
-    return record
+def digest_of_rows(config: PrepareConfig, rows: datasets.Dataset) -> str:
+    """The digest of a split's images and labels."""
+    labels = [column_of(rows, column).to_pylist() for column in rows.column_names[1:]]
+    about = json.dumps([str(rows.features), labels], default=str)
+    return short_digest([about.encode(), *split_fingerprint(rows, "image", config.data.read_retries)])
 
 
 def shard_name(split: str, number: int, count: int) -> str:
@@ -162,7 +154,7 @@ def shard_name(split: str, number: int, count: int) -> str:
 # --- images ---
 
 
-def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | None = None) -> bytes:
+def prepare_image(image: bytes | NDArray, config: PrepareConfig) -> bytes:
     """An image file that is shrunk to `config.short_side`, where it is larger. It has no metadata, such as EXIF.
 
     Raises:
@@ -171,8 +163,7 @@ def prepare_image(image: bytes | NDArray, config: PrepareConfig, name: str | Non
     """
     values = np.ascontiguousarray(read_values(image, config.data))  # an upright view may run backwards
     fits = config.format == "npy" or values.dtype == np.uint8
-    allowed = f"npy for {name or 'an image'}, which has {values.dtype} values"
-    require(fits, "format", f"{config.format}, which holds 8 bits", allowed)
+    require(fits, "format", f"{config.format}, which holds 8 bits", f"npy for {values.dtype} values")
     if min(values.shape[1:]) > config.short_side:
         return encode(shrink(values, config.short_side), config.format, config.quality)
     if config.format != "jpeg":
@@ -212,21 +203,23 @@ def encode(values: NDArray, form: str, quality: int = 0) -> bytes:
 # --- the folder ---
 
 
-def records_of_folder(config: PrepareConfig) -> dict[str, Any]:
-    """The records of the images that the folder was begun with; {}: it is new.
+def begin(config: PrepareConfig, images: list[str]) -> None:
+    """Note in the folder what its shards are made of.
 
+    Args:
+        images: lines that identify the images.
     Raises:
-        UserError: it was begun with other settings, or something else is in there.
+        UserError: it was begun with other settings or images, or something else is in there.
     """
     out = Path(config.out)
-    saved = out / NOTES_FOLDER / SETTINGS_FILE
-    if not saved.is_file():
-        others = {path.name for path in out.iterdir()} - {LOCK, ".lock.holder", NOTES_FOLDER}
-        require(not others, "out", out, "a new folder, or one that this command began")
-        return {}
-    different = describe_changes(changes(parse_saved(PrepareConfig, saved), config), "the folder")
-    require(not different, "out", f"{out}, prepared with other settings: {different}", "another folder")
-    return json.loads(saved.with_name(IMAGES_FILE).read_text(encoding="utf-8"))
+    settings = [f"{each.key}: {each.value}" for each in settings_of(config) if not each.about["operational"]]
+    made_of = "\n".join(settings + images)
+    file = out / NOTES_FOLDER / f"{short_digest([made_of.encode()])}.txt"
+    others = {path.name for path in out.iterdir()} - {LOCK, ".lock.holder"}
+    allowed = f"a new folder, or one begun with these settings and images (a text in {file.parent} lists its own)"
+    require(file.is_file() or not others, "out", out, allowed)
+    file.parent.mkdir(exist_ok=True)
+    write_complete(file, made_of)
 
 
 # --- the work ---
@@ -253,13 +246,12 @@ def print_summary(config: PrepareConfig, notes: list[dict[str, Any]]) -> None:
         UserError: none was kept.
     """
     dropped = sorted(line for of_shard in notes for line in of_shard["dropped"])
-    listing = Path(config.out) / NOTES_FOLDER / "dropped.txt"
-    write_complete(listing, "".join(f"{line}\n" for line in dropped))
+    listings = f"see {Path(config.out) / NOTES_FOLDER}/*.json"
     kept = sum(of_shard["kept"] for of_shard in notes)
     print(f"wrote {config.out}: {counted(kept, 'image')}")
     if dropped:
-        print(f"dropped {len(dropped)} that cannot be decoded, such as {dropped[0]}: see {listing}")
-    require(kept, "out", config.out, f"of images of which some can be decoded: see {listing}")
+        print(f"dropped {len(dropped)} that cannot be decoded, such as {dropped[0]}: {listings}")
+    require(kept, "out", config.out, f"of images of which some can be decoded: {listings}")
     if config.format == "npy":
         note("arrays have the numbers of the files; unless these use all of their type, name data.range in the run")
     print(f"next: {training_command(config)}    (large sets: --data.streaming true)")
@@ -280,18 +272,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = parse(PrepareConfig, arguments)
     require(config.data.path, "data.path", "null", "a dataset of the hub, a folder, or a file")
     out = Path(config.out)
-    images = Path(config.data.path).expanduser()
-    is_inside = images.is_dir() and out.resolve().is_relative_to(images.resolve())
-    require(not is_inside, "out", out, f"outside of {images}: its shards would be read as images")
+    folder = Path(config.data.path).expanduser()
+    is_inside = out.resolve().is_relative_to(folder.resolve())
+    require(not is_inside, "out", out, f"outside of {folder}: its shards would be read as images")
     with hold(out, "out"):
-        begun_with = records_of_folder(config)
-        commits = [record["revision"] for record in begun_with.values()]
-        shards, records = plan_shards(config, resolve_commit(config.data, next(filter(None, commits), None)))
-        require(begun_with in ({}, records), "out", f"{out}, prepared from other images", "another folder")
-        notes = out / NOTES_FOLDER
-        notes.mkdir(exist_ok=True)
-        write_complete(notes / IMAGES_FILE, json.dumps(records))
-        write_complete(notes / SETTINGS_FILE, to_yaml(config))
+        config = replace(config, data=replace(config.data, revision=resolve_commit(config.data)))
+        shards, images = plan_shards(config)
+        begin(config, images)
         print_summary(config, write_missing(config, shards))
 
 

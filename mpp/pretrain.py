@@ -24,7 +24,6 @@ from mpp.data.loader import BatchLayout
 from mpp.data.shards import Shards, load_streamed
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch, ViewDataset, collate
-from mpp.errors import UserError
 from mpp.features.metrics import (
     Sums,
     add_sums,
@@ -47,12 +46,11 @@ from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
-from mpp.training.health import targets_collapse
 from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, parts_named, saved_settings
-from mpp.training.task import ImageTask, to_device
+from mpp.training.task import ImageTask
 from mpp.training.verdict import read_verdict
 
 PANEL_IMAGES = 8
@@ -68,8 +66,6 @@ class Pretraining(ImageTask):
         super().__init__(accelerator, layout, config.run, config.data)
         parts_named(config)  # raises where one has arguments for nothing
         self.config = config
-        if config.corruption.source == "batch":
-            layout.require_several(" with corruption.source=batch")
         self.model, self.objective = build_model(config)
         encoder = self.model.encoder
         self.img_size = encoder.patch_embed.img_size
@@ -109,7 +105,6 @@ class Pretraining(ImageTask):
             super().views(dataset),
             corruption=self.config.corruption,
             grid=self.grid,
-            marks_nodata=not self.config.objective.predict_nodata,
         )
 
     @property
@@ -126,8 +121,7 @@ class Pretraining(ImageTask):
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
         """Mean loss of the corrupted patches and, if asked, sums for accuracies or for the spread of features."""
         predicted, images, corruption = self.predict_batch(model, batch)
-        counted = counted_patches(batch)
-        loss = self.loss_of(predicted.predictions, predicted.targets, counted)
+        loss = self.objective.loss(predicted.predictions, predicted.targets)
         if not measure:
             return loss, {}
         predictions = predicted.predictions.detach()
@@ -136,20 +130,7 @@ class Pretraining(ImageTask):
             return loss, measure_features(predictions, features, corruption.positions, self.patch_count)
         image_numbers = None if model.training else batch.indices  # of held-out images
         count = len(self.held_out_views.dataset)
-        return loss, measure_predictions(self.objective, predictions, images, corruption, image_numbers, count, counted)
-
-    def loss_of(self, predictions: Tensor, targets: Tensor, counted: Tensor | None) -> Tensor:
-        """Mean loss of the patches that count, see `counted_patches`; 0 where none does."""
-        if counted is not None:
-            images, patches = to_device(counted.nonzero(as_tuple=True), predictions.device)
-            if not len(images):
-                return predictions.sum() * 0
-            predictions, targets = predictions[images, patches][None], targets[images, patches][None]
-        return self.objective.loss(predictions, targets)
-
-    def loss_weight(self, batch: Batch) -> int:
-        counted = counted_patches(batch)
-        return super().loss_weight(batch) if counted is None else int(counted.sum())
+        return loss, measure_predictions(self.objective, predictions, images, corruption, image_numbers, count)
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[PredictedBatch, Tensor, Corruption]:
         """Predictions and targets of a batch, with its images (B, C, H, W) and their corruption on the device.
@@ -176,12 +157,6 @@ class Pretraining(ImageTask):
         decay = moving_average_decay(objective.half_life, step, self.config.run.steps)
         update_moving_average(model.teacher.encoder, model.encoder, decay)
         return {"teacher/decay": decay}
-
-    def refuse_to_continue(self, scalars: dict[str, float]) -> None:
-        """Stop, if `objective.stop_on_collapse`, when the targets have become the same for all patches."""
-        message = self.config.objective.stop_on_collapse and targets_collapse([scalars], self.config)
-        if message:
-            raise UserError(f"targets collapse: {message}")
 
     def exported(self, model: nn.Module) -> nn.Module:
         """The module with the encoder that is probed and exported, and the normalisation of its input."""
@@ -255,16 +230,6 @@ class Pretraining(ImageTask):
         )
 
 
-def counted_patches(batch: Batch) -> Tensor | None:
-    """The corrupted patches (B, K) that count, which have a value; None: all.
-
-    They stay where the batch was loaded, on the CPU: to find them on a GPU, each step would wait for it.
-    """
-    if batch.has_value is None:
-        return None
-    return batch.has_value.gather(1, batch.corruption.positions)
-
-
 def note_other_reading(config: Config) -> None:
     """Note that the teacher learned from images that were read in another way."""
     teachers = how_read(config.objective.frozen_teacher)
@@ -273,23 +238,19 @@ def note_other_reading(config: Config) -> None:
         note(f"objective.teacher learned from images of data {teachers}; here they are {ours or 'as usual'}")
 
 
-def reopen(
-    folder: Path, source: SourceConfig, eval_crop: float | None, held_out_images: int, accelerator: Accelerator
-) -> Pretraining:
+def reopen(folder: Path, source: SourceConfig, held_out_images: int, accelerator: Accelerator) -> Pretraining:
     """The task of a run, with the weights of its newest checkpoint, and perhaps other images: to see its predictions.
 
     Args:
-        folder: of a pre-training run.
-        eval_crop: of the fixed view; None: the run's.
+        folder: of a pre-training run: see `is_pretraining`.
+        source: of the images, with an `eval_crop`; None: the run's.
         held_out_images: the largest number of held-out images, a seeded choice.
     Raises:
-        UserError: no pre-training run, or no checkpoint there.
+        UserError: no checkpoint there.
     """
-    allowed = "the folder of a pre-training run, the only kind with a prediction head"
-    require(is_pretraining(folder), "encoder", folder, allowed)
     config = parse_saved(Config, folder / CONFIG_FILE)
     images = {field.name: getattr(source, field.name) for field in dataclasses.fields(SourceConfig)}
-    data = dataclasses.replace(config.data, **images, eval_crop=eval_crop or config.data.eval_crop)
+    data = dataclasses.replace(config.data, **images, eval_crop=source.eval_crop or config.data.eval_crop)
     model = dataclasses.replace(config.model, init_from=None)  # the checkpoint has the weights
     config = dataclasses.replace(config, data=data, model=model, probe=ProbeConfig(every=0))
     task = Pretraining(config, accelerator, BatchLayout(PANEL_IMAGES, 1, 1, 0))

@@ -255,7 +255,6 @@ def test_the_digest_has_timms_name_beside_a_file_of_weights(tmp_path):
     [
         (ContrastiveConfig, [], True),
         (Config, [], False),
-        (Config, ["--corruption.source=batch"], True),
         (FinetuneConfig, ["--augment.mixup=0.1"], True),
     ],
 )

@@ -167,7 +167,7 @@ def test_positions_that_are_not_some_of_the_patches_are_refused(positions, monke
 
 def test_a_pattern_that_corrupts_other_numbers_of_patches_is_refused(monkeypatch):
     monkeypatch.setitem(PATTERNS, "mine", lambda _, grid, uniform: np.arange(2 + int(60 * uniform(1)[0])))
-    with pytest.raises(UserError, match=r"^corruption\.pattern is one that corrupts \[.*\] patches"):
+    with pytest.raises(UserError, match=r"^corruption\.pattern is one that corrupts \{.*\} patches"):
         stack(draws(CorruptionConfig(pattern="mine"), images=4))
 
 
@@ -205,7 +205,6 @@ def test_a_corruption_carries_what_it_needs():
 
     always = {"positions", "kinds", "sources"}
     assert parts() == always
-    assert parts(source="batch") == always | {"shifts"}
     assert parts(pattern="multiblock") == always | {"hidden"}
 
 
@@ -259,17 +258,6 @@ def test_corrupt_against_a_loop():
     assert torch.equal(corrupt(embeddings, mask_token, of_batch), expected)
 
 
-def test_another_image_of_the_batch_may_be_the_source():
-    batch = 4
-    config = CorruptionConfig(mask=0.0, random=1.0, keep=0.0, source="batch")
-    embeddings = torch.arange(batch).view(-1, 1, 1).expand(-1, 16, 1).float()  # the number of the image
-    of_batch = draw_batch(config, images=batch)
-    result = corrupt(embeddings, torch.zeros(1), of_batch)[..., 0]
-    replaced = result.gather(1, of_batch.positions)
-    assert (replaced != torch.arange(batch)[:, None]).all()
-    assert set(replaced.flatten().tolist()) == {0, 1, 2, 3}
-
-
 def test_gradients_reach_the_mask_and_the_source():
     embeddings = torch.zeros(1, 3, 2, requires_grad=True)
     mask_token = torch.zeros(2, requires_grad=True)
@@ -277,7 +265,6 @@ def test_gradients_reach_the_mask_and_the_source():
         positions=torch.tensor([[0, 1]]),
         kinds=torch.tensor([[Kind.MASK, Kind.RANDOM]]),
         sources=torch.tensor([[0, 2]]),
-        shifts=torch.tensor([[0, 0]]),
         hidden=torch.empty(1, 0, dtype=torch.int64),
     )
     corrupt(embeddings, mask_token, of_batch).sum().backward()

@@ -27,7 +27,6 @@ from mpp.features.drift import START_FILE, keep_start, measure_drift, movement
 from mpp.features.neighbours import find_other_neighbours
 from mpp.features.probe import (
     agreement,
-    agreement_by_chance,
     general_source,
     load_general_images,
     settings_of_general_images,
@@ -84,8 +83,7 @@ def test_neighbours_are_those_of_sklearn_and_agreement_is_of_what_keeps_angles()
     assert torch.equal(near.sort(1).values, torch.from_numpy(others).sort(1).values)
     turn, _ = np.linalg.qr(rng.normal(size=(16, 16)))
     assert agreement(rows, torch.from_numpy(3 * features @ turn)) == 1
-    by_chance = agreement_by_chance(300)
-    assert by_chance == 5 / 299
+    by_chance = 5 / 299
     permuted = torch.from_numpy(features[rng.permutation(300)])
     assert agreement(rows, permuted) == pytest.approx(by_chance, abs=4 * (by_chance / 1500) ** 0.5)
 
@@ -238,7 +236,7 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
     assert "kNN of general images " in read_verdict(whole)["line"]
     shutil.rmtree(general)
     config = parse_saved(Config, whole / "config.yaml")
-    assert reopen(whole, config.data, None, 4, Accelerator(cpu=True)).probe is None  # pictures need none
+    assert reopen(whole, config.data, 4, Accelerator(cpu=True)).probe is None  # pictures need none
     blocks = features_of_run(read_history(whole), "the start")
     charts = {each.title: each for each in blocks if isinstance(each, Chart)}
     by_depth = charts["kNN accuracy on general images by depth"].table

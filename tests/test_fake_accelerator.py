@@ -60,9 +60,7 @@ PRETRAIN |= {
     "axial, stride, activation checkpointing": [
         *("--model.mixing=axial", "--model.stride=4", "--model.activation_checkpointing=true")
     ],
-    "SimMIM, patches of other images": [
-        *("--objective.name=pixels", "--objective.loss=l1", "--corruption.pattern=blocks", "--corruption.source=batch")
-    ],
+    "SimMIM": ["--objective.name=pixels", "--objective.loss=l1", "--corruption.pattern=blocks"],
     "a moving average as teacher, fused attention": ["--objective.name=features", "--model.attention=fused"],
     "dropout, layer decay": ["--model.dropout=0.1", "--model.drop_path=0.1", "--optim.layer_decay=0.7"],
     "float32 pixels, factorized": ["--data.range=[10,200]", "--objective.factorized=true"],

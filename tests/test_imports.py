@@ -406,7 +406,7 @@ from torch import nn
 from mpp.corruption import PATTERNS, random_patches
 from mpp.models.networks import NETWORKS, MaskedPatchPredictor
 from mpp.objectives import OBJECTIVES, Objective, patches_at
-from mpp.palette import Palette
+from mpp.objectives import Palette
 
 
 class Mine(Objective):

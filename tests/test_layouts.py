@@ -293,7 +293,7 @@ REFUSED = {
         {},
         "labels.csv cannot be read: .*data.labels_encoding is utf-8",
     ),
-    "no list": ({**TWO, "list.csv": LIST}, {"labels": "lists.csv"}, r"lists\.csv .*did you mean list\.csv"),
+    "no list": ({**TWO, "list.csv": LIST}, {"labels": "lists.csv"}, r"lists\.csv cannot be read"),
     "no encoding": ({**TWO, "labels.csv": LIST}, {"labels_encoding": "utf-99"}, "data.labels_encoding is utf-99"),
     "no column": (
         {**TWO, "labels.csv": f"{LIST}a.png,p\nb.png,q\n"},

@@ -17,8 +17,7 @@ import mpp
 from mpp.config import Config, ModelConfig, ObjectiveConfig
 from mpp.errors import UserError
 from mpp.features.metrics import measure_predictions
-from mpp.objectives import OBJECTIVES, Objective, build_objective, patches_at, patchify
-from mpp.palette import Palette
+from mpp.objectives import OBJECTIVES, Objective, Palette, build_objective, patches_at, patchify
 
 SETTINGS = {
     **{name: dict(name=name) for name in OBJECTIVES if name != "features"},
@@ -97,11 +96,6 @@ def test_grid_color_by_hand():
 def test_grid_must_divide_the_patch():
     with pytest.raises(ValueError, match=r"objective\.grid is 4; it must be a divisor of the patch size \(14\)"):
         objective("grid_color", patch=14)
-
-
-def test_a_single_value_is_not_normalised():
-    with pytest.raises(ValueError, match=r"objective\.normalize is patch; it must be none where a patch is one pixel"):
-        build_objective(ObjectiveConfig(name="pixels", normalize="patch"), 1, 1)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -665,7 +665,8 @@ def test_of_partly_labelled_images_the_labelled_are_probed(monkeypatch):
     def probed(images):
         task.held_out = images
         probe = task.build_probe(task.train, config.probe)
-        return probe.image_count, probe(model)
+        tested, *_ = next(iter(probe.sets.values()))
+        return len(tested.dataset), probe(model)
 
     count, whole = probed(some)
     assert count == 20 and {"features/rank/depth_02", "knn/depth_02"} <= set(whole)

@@ -608,7 +608,7 @@ def test_images_that_cannot_be_decoded_have_no_neighbours_and_no_loss(finished_r
     broken = {str(tmp_path / "images" / f"{number}.png") for number in (3, 7)}
     held_out = {subject.held_out.image_name(index) for index in range(len(subject.held_out))}
     assert sorted(names) == sorted(held_out - broken) and held_out & broken
-    task = reopen(finished_run, data, None, 12, subject.accelerator)
+    task = reopen(finished_run, data, 12, subject.accelerator)
     losses = held_out_losses(task, 12)
     assert {task.held_out.image_name(index) for index in np.flatnonzero(np.isnan(losses)).tolist()} == held_out & broken
     chosen = picture_sections.best_and_worst(losses)

@@ -419,7 +419,7 @@ def test_images_of_several_labels_give_all_but_accuracy(finished_run, tmp_path, 
 
 @pytest.mark.faults
 def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path, capsys):
-    run = pretrain("--corruption.source=batch")
+    run = pretrain()
     asked = ("--pictures=[predictions,filters]", SHOWN)
     assert drawn_in(draw(run, tmp_path / "with_checkpoints", *asked)) == {"predictions", "filters"}
     shutil.rmtree(run / "checkpoints")

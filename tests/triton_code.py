@@ -153,8 +153,6 @@ def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor], li
 
     drawn = [draw(config.corruption, grid, 0, 0, number) for number in range(IMAGES)]
     drawn = stack(drawn)
-    if drawn.hidden is not None:
-        drawn = drawn._replace(shifts=torch.zeros_like(drawn.positions))  # those before the last are all given
     drawn = [each for each in drawn if each is not None]
     shown = torch.zeros(IMAGES, config.data.channels, *(side * patch_size for side in grid), dtype=torch.uint8)
     graphs = dynamo_graphs(model, shown, Corruption(*drawn))

@@ -12,7 +12,7 @@ from evaluation.comparison.cases import Case, evaluation_settings
 from evaluation.comparison.encoders import Encoder
 from evaluation.config import ContrastiveConfig, FinetuneConfig, MaskedDataConfig, SupervisedConfig
 from evaluation.frozen.run_images import record_images
-from mpp.config import Config, SourceConfig, changed_settings, flatten, settings_of
+from mpp.config import SourceConfig, changed_settings, flatten, settings_of
 from mpp.config.imports import imported
 from mpp.data.data_path import is_local
 from mpp.runtime.files import short_digest
@@ -90,11 +90,9 @@ def relevant_settings(config: Any) -> dict[str, Any]:
 
 
 def depends_on_images_of_a_pass(config: Any) -> bool:
-    """Whether it matters which images share a forward pass: they are mixed, contrasted, or lend patches."""
+    """Whether it matters which images share a forward pass: they are mixed or contrasted."""
     if isinstance(config, SupervisedConfig | FinetuneConfig):
         return config.augment.mixup + config.augment.cutmix > 0
-    if isinstance(config, Config):
-        return config.corruption.source == "batch"
     return isinstance(config, ContrastiveConfig)
 
 

@@ -22,7 +22,7 @@ from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import is_named
 from mpp.models.encoder import Normalize, load_encoder
 from mpp.models.plain import set_attention
-from mpp.palette import palette_for
+from mpp.objectives import palette_for
 from mpp.runtime.hardware import uses_gpu
 
 CELLS_PER_SIDE = 8  # of the colour baselines

@@ -190,8 +190,7 @@ def extreme_blocks(subject: Subject, folder: Path) -> list[Block]:
     """The held-out images that the model predicts best and worst."""
     if not is_pretraining(folder):
         raise Unavailable("only a pre-training run predicts patches")
-    data = subject.config.data
-    task = reopen(folder, data, data.eval_crop, MAX_IMAGES_PREDICTED, subject.accelerator)
+    task = reopen(folder, subject.config.data, MAX_IMAGES_PREDICTED, subject.accelerator)
     blocks: list[Block] = []
     rows = []
     with subject.accelerator.autocast():

@@ -118,7 +118,7 @@ def open_pretraining(subject: Subject) -> Pretraining:
     if has_other_weights or not is_pretraining(subject.run):
         raise Unavailable("only the folder of a pre-training run has the head that predicts")
     try:
-        return reopen(subject.run, config.data, config.data.eval_crop, config.images, subject.accelerator)
+        return reopen(subject.run, config.data, config.images, subject.accelerator)
     except UserError as error:  # such as missing checkpoints
         raise Unavailable(str(error)) from error
 

@@ -232,7 +232,7 @@ def describe_type(kind: Any) -> str:
     parts = ["..." if part is ... else describe_type(part) for part in get_args(kind)]
     if get_origin(kind) is tuple:
         return f"[{', '.join(parts)}]"
-    return TYPES_IN_WORDS.get(kind) or " or ".join(parts) or str(kind)
+    return TYPES_IN_WORDS.get(kind) or " or ".join(parts) or as_words(kind)
 
 
 def as_words(value: Any) -> str:

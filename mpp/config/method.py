@@ -27,8 +27,8 @@ class CorruptionConfig(Settings):
     """Share of the corrupted patches that get the embedding of another patch."""
     keep: float = setting(0.1, at_least=0, at_most=1)
     """Share of the corrupted patches that stay unchanged."""
-    source: Literal["image", "batch"] = setting("image", needs={"corruption.random": True})
-    """Source of the other patch: the same image, or another image of the forward pass, whose size then matters."""
+    source: Literal["image"] = setting("image", needs={"corruption.random": True})
+    """Source of the other patch: the same image."""
     arguments: dict[str, Any] | None = None
     """Settings of a pattern of your own (--import), which reads them here."""
 
@@ -110,12 +110,11 @@ class ObjectiveConfig(Settings):
     )
     """Half-life of the moving average at the start and at the end of the run, as shares of the run's steps; linear in
     between. Numbers from 1 are steps: two equal ones suit runs of any length."""
-    predict_nodata: bool = True
-    """Predict patches without any data (data.nodata, or a TIFF's own tag) like all others. false: they are masked as
-    before, but have weight 0 in loss and accuracy. The loss is then the mean over the other patches of a process's
-    forward pass; with accumulation or several processes, a step averages such means."""
-    stop_on_collapse: bool = setting(False, needs={"objective.name": "features"}, operational=True)
-    """End a run whose targets have become the same for all patches. false: only warn."""
+    predict_nodata: Literal[True] = True
+    """Predict patches without any data (data.nodata, or a TIFF's own tag) like all others. Features gain little without
+    them: see "Patches without a value" of evaluation/results/README.md."""
+    stop_on_collapse: Literal[False] = setting(False, needs={"objective.name": "features"}, operational=True)
+    """A run whose targets have become the same for all patches is not ended: a warning says so."""
     export: Literal["student", "teacher"] = setting(
         "student", needs={"objective.name": "features", "objective.teacher": "ema"}
     )

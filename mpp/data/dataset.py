@@ -78,14 +78,10 @@ class ImageDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def decode(self, index: int, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
-        """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`.
-
-        Args:
-            marks_nodata: see `mpp.data.decoding.decode.decode`. Of images in memory, as they were decoded.
-        """
+    def decode(self, index: int, config: ImagesConfig) -> Tensor:
+        """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
         pixels = None if self.decoded is None else self.decoded[index]
-        return decode.decode(self.encoded(index, config), config, marks_nodata) if pixels is None else pixels
+        return decode.decode(self.encoded(index, config), config) if pixels is None else pixels
 
     def encoded(self, index: int, config: ImagesConfig) -> bytes | NDArray:
         """The image file, or its array; raises as `decode`."""

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from mpp.config import ImagesConfig
 from mpp.data.folder import Tree, ending_of, find_places, split_of_cell
 from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
-from mpp.errors import UserError, did_you_mean, one_line
+from mpp.errors import UserError, one_line
 from mpp.runtime.messages import printable, shortened
 
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "image")
@@ -222,8 +222,7 @@ def read_table(path: str, encoding: str) -> Columns:
             text = file.read().removeprefix("\ufeff")
         return read_json_lines(text) if ending_of(path) == ".jsonl" else read_csv(text)
     except (OSError, ValueError, TypeError, LookupError, pd.errors.ParserWarning, pa.ArrowException) as error:
-        near = did_you_mean(path) if isinstance(error, FileNotFoundError) else ""
-        problem = f"{path} cannot be read: {one_line(error)}{near}"
+        problem = f"{path} cannot be read: {one_line(error)}"
         raise UserError(f"{problem} (data.labels_encoding is {encoding})") from error
 
 

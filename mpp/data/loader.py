@@ -228,7 +228,6 @@ class WholeImages(IterableDataset):
 
     dataset: ImageDataset
     data: DataConfig
-    marks_nodata: bool
 
     def __iter__(self) -> Iterator[list[tuple[int, NDArray]]]:
         worker = get_worker_info()
@@ -237,7 +236,7 @@ class WholeImages(IterableDataset):
         for index in range(first, len(self.dataset), step):
             note_reading(index)
             try:
-                pixels = self.dataset.decode(index, self.data, self.marks_nodata)
+                pixels = self.dataset.decode(index, self.data)
             except UnreadableImage:
                 continue  # it is reported when a batch needs it
             # (H, W, C) is cropped in half the time of (C, H, W); arrays come through a pipe, tensors each as a file
@@ -261,14 +260,14 @@ def in_memory(views: ViewDataset, images_left: int, device: torch.device) -> Vie
     workers_inherit_memory = data.workers == 0 or WORKERS_ARE_FORKS
     if images_left < 2 * len(views.dataset) or not workers_inherit_memory:
         return views
-    views = replace(views, dataset=cache_decoded(views.dataset, data, views.marks_nodata))
+    views = replace(views, dataset=cache_decoded(views.dataset, data))
     few_threads = device.type == "cpu" and torch.get_num_threads() <= MAX_THREADS_WITHOUT_WORKERS
     if not views.dataset.decoded or not few_threads or views.costly:
         return views
     return replace(views, data=replace(data, workers=0))
 
 
-def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = False) -> ImageDataset:
+def cache_decoded(dataset: ImageDataset, data: DataConfig) -> ImageDataset:
     """The same images, decoded and kept in memory, if they take at most `data.cache_gb`; else unchanged."""
     limit = int(data.cache_gb * 1e9)  # bytes
     if limit == 0:
@@ -276,7 +275,7 @@ def cache_decoded(dataset: ImageDataset, data: DataConfig, marks_nodata: bool = 
     images: list[Tensor | None] = [None] * len(dataset)
     seen, size = 0, 0
     loader = WatchedLoader(
-        WholeImages(dataset, data, marks_nodata),
+        WholeImages(dataset, data),
         dataset.image_name,
         batch_size=None,
         num_workers=loader_processes(data),

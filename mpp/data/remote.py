@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from mpp.config import ImagesConfig
 from mpp.data.data_path import describe_source, is_hub_dataset
 from mpp.data.retry import NETWORK_ERRORS, SERVER_ERRORS, is_temporary, read_with_retries, server_response
-from mpp.errors import ReadFailed, UserError, did_you_mean, one_line
+from mpp.errors import ReadFailed, UserError, one_line
 from mpp.runtime.messages import tell
 
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
@@ -60,7 +60,7 @@ def announce_hub_lookup(config: ImagesConfig) -> None:
     """Print that `data.path` is looked up on the hub, before the network takes its time: a folder may be meant."""
     if is_hub_dataset(config):
         problem = f"{describe_source(config)} is not a file or folder in {Path.cwd()}"
-        tell(f"{problem}: looking for it on the hub{did_you_mean(config.path)}")
+        tell(f"{problem}: looking for it on the hub")
 
 
 def resolve_commit(config: ImagesConfig, begun_with: str | None = None) -> str | None:

@@ -160,10 +160,10 @@ class ShardBlock:
     rows: list[StreamRow]
     labels = None
 
-    def decode(self, index: int, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
+    def decode(self, index: int, config: ImagesConfig) -> Tensor:
         """The image as (C, H, W); raises UnreadableImage, or ReadFailed after `read_retries`."""
         image = read_cell(self.cell(index), config.read_retries, self.shards.array_dtype, config.path)
-        return decode.decode(image, config, marks_nodata)
+        return decode.decode(image, config)
 
     def cell(self, index: int) -> Any:
         """The image as it is stored."""

@@ -19,7 +19,7 @@ from mpp.data.overview import announce_splits, warn_of_labels
 from mpp.data.places import PREPARE_FIRST, has_card_with_configs, load_declared, load_local, load_shards, load_url
 from mpp.data.remote import announce_hub_lookup, from_a_server
 from mpp.data.retry import LOADING_ERRORS
-from mpp.errors import UserError, did_you_mean, one_line
+from mpp.errors import UserError, one_line
 
 
 def load_image_datasets(
@@ -108,7 +108,7 @@ def load_splits(config: ImagesConfig, streaming: bool = False) -> dict[str, Any]
     problem = f"{config.group_name}.path is {config.path}"
     on_hub = is_hub_dataset(config)
     if not (on_hub or Path(config.path).expanduser().exists() or is_url(config.path)):
-        raise UserError(f"{problem}, which does not exist{did_you_mean(config.path)}")
+        raise UserError(f"{problem}, which does not exist")
     announce_hub_lookup(config)
     is_declared = on_hub or has_card_with_configs(config.path)
     require(is_declared or config.name is None, "data.name", config.name, "left out: no README.md has configs")

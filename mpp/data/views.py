@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
@@ -38,7 +37,6 @@ class Batch(NamedTuple):
     indices: Tensor  # (B,) int64: indices of the images in their split
     unreadable: list[str]  # images that could not be decoded and were replaced: name and reason
     cursor: Tensor | None = None  # of a stream: which worker read this, and how far it has come; see mpp/data/stream.py
-    has_value: Tensor | None = None  # (B, N) bool: patches with at least one pixel of a value; None: not marked
 
     def __reduce__(self) -> tuple[Callable[..., "Batch"], tuple[Tensor, Any]]:
         """Pickle, as a loader process sends the batch: the images in shared memory, all others within the message.
@@ -67,17 +65,12 @@ class ViewDataset(Dataset):
     corruption: CorruptionConfig | None = None
     grid: Grid = (0, 0)
     randaugment: int = 0
-    marks_nodata: bool = False
-    """Whether batches say which patches have no value: see `Batch.has_value`."""
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         """A sample: a Batch whose tensors lack the leading B."""
         epoch, index = key
         shown_index, pixels, unreadable = self.readable(epoch, index)
         crop = self.view(pixels, epoch, index)
-        has_value = None
-        if self.marks_nodata:
-            crop, has_value = crop[:-1], patches_with_value(crop[-1], self.grid)
         drawn = None
         if self.corruption is not None:
             drawn = corruption.draw(self.corruption, self.grid, self.seed_of(epoch), epoch, index)
@@ -85,7 +78,7 @@ class ViewDataset(Dataset):
         label = np.array(-1 if labels is None else labels[shown_index])
         label, number = map(torch.from_numpy, (label, np.array(shown_index)))  # in a third of torch.tensor's time
         note_reading(None)
-        return Batch(crop, drawn, label, number, unreadable, has_value=has_value)
+        return Batch(crop, drawn, label, number, unreadable)
 
     def seed_of(self, epoch: int) -> int:
         """Seed of an epoch's samples: that of fixed views is the same for runs of other seeds."""
@@ -115,7 +108,7 @@ class ViewDataset(Dataset):
         while len(failures) <= MAX_REPLACEMENTS:
             note_reading(candidate)
             try:
-                pixels = self.dataset.decode(candidate, self.data, self.marks_nodata)
+                pixels = self.dataset.decode(candidate, self.data)
                 return candidate, pixels, failures
             except UnreadableImage as error:
                 failures.append(f"{self.dataset.image_name(candidate)}: {error}")
@@ -125,21 +118,13 @@ class ViewDataset(Dataset):
         raise Undecodable(f"{message} (a small split has them more than once)", failures[0])
 
 
-def patches_with_value(mark: Tensor, grid: Grid) -> Tensor:
-    """The patches, (N,) bool, in which a mark (H, W) is above 0 anywhere."""
-    rows, columns = grid
-    sides = mark.shape[0] // rows, mark.shape[1] // columns
-    return F.max_pool2d(mark[None].float(), sides)[0].flatten() > 0
-
-
 def collate(samples: list[Batch]) -> Batch:
     """Samples to a batch."""
-    images, corruptions, labels, indices, unreadable, _, values = zip(*samples, strict=True)
+    images, corruptions, labels, indices, unreadable, _ = zip(*samples, strict=True)
     return Batch(
         torch.stack(images),
         None if corruptions[0] is None else corruption.stack(corruptions),
         torch.stack(labels),
         torch.stack(indices),
         list(chain.from_iterable(unreadable)),
-        has_value=None if values[0] is None else torch.stack(values),
     )

@@ -155,7 +155,7 @@ def to_pixels(image: Tensor | Image.Image, channels: int) -> Tensor:
     """One of the images of `extract_features`, (C, H, W) from 0 to 255."""
     if isinstance(image, Image.Image):
         config = ImagesConfig(channels=channels)
-        values, _ = select_channels(Stored(from_pil(image, config)), config)
+        values = select_channels(Stored(from_pil(image, config)), config)
         image = torch.from_numpy(np.ascontiguousarray(values))  # the view of an upright image may run backwards
     allowed = f"PIL images of 8 bits, or a tensor (B, {channels}, H, W), of torch.uint8 or from 0 to 255"
     require(torch.is_tensor(image), "images", f"of {type(image).__name__}", allowed)

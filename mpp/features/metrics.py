@@ -104,7 +104,6 @@ def measure_predictions(
     corruption: Corruption,
     image_numbers: Tensor | None = None,
     image_count: int = 0,
-    counted: Tensor | None = None,
 ) -> Sums:
     """Counts for `summarize`, additive over batches; empty for an objective without colours.
 
@@ -113,7 +112,6 @@ def measure_predictions(
         images: (B, C, H, W), clean.
         corruption: of the images that the model saw.
         image_numbers: (B,) of the images among `image_count`, for `by_image`, (image_count, 4) by COUNTED.
-        counted: (B, K) bool, patches that count. None: all.
     """
     if objective.palette is None:
         return {}
@@ -121,8 +119,6 @@ def measure_predictions(
     guesses = objective.colour_classes(objective.decide(predictions)), *copies_of_visible(objective, images, corruption)
     right = [(guess == truth).double().mean(-1) for guess in guesses]  # (B, K) each: shares of cells
     of_kind = torch.stack([corruption.kinds == kind for kind in Kind])  # (3, B, K)
-    if counted is not None:
-        of_kind &= counted.to(of_kind.device)
     counts = torch.stack([torch.ones_like(right[0]), *right])[:, None] * of_kind  # (4, 3, B, K), by COUNTED
     sums = {"counts": counts.sum((2, 3)), "colors": objective.palette.count(truth[of_kind[Kind.MASK]])}
     if image_numbers is not None:

@@ -168,11 +168,6 @@ class Probe:
         if general is not None:
             add(GENERAL, settings_of_general_images(data), general.test.labelled(), general.reference.labelled())
 
-    @property
-    def image_count(self) -> int:
-        """Number of held-out images that are probed."""
-        return len(next(iter(self.sets.values()))[0].dataset)
-
     def __call__(self, model: nn.Module, baseline: bool = False) -> dict[str, float]:
         """Probe a model that has an `encoder` and a `normalize`. All processes call it.
 
@@ -188,16 +183,17 @@ class Probe:
         device = self.accelerator.device
         for name, (tested, *voting) in self.sets.items():
             features, labels = self.extract(model, tested, baseline)
-            if name != GENERAL:
-                depths = [depth for depth in features if depth != BASELINE]
-                scalars |= {f"features/rank/{depth}": effective_rank(features[depth], device) for depth in depths}
+            for depth, rows in features.items():
+                if name != GENERAL and depth != BASELINE:
+                    scalars[f"features/rank/{depth}"] = effective_rank(rows, device)
             if voting:
                 references, classes = self.extract(model, *voting, baseline)
                 for depth, rows in features.items():
                     predicted = knn_predict(references[depth], classes, rows.to(device), [self.k], KNN_TEMPERATURE)
                     scalars[f"{name}/{depth}"] = float(is_right(predicted[self.k].cpu(), labels).double().mean())
             else:
-                scalars[f"{name}/chance"] = agreement_by_chance(len(tested.dataset))
+                others = max(len(tested.dataset) - 1, 1)
+                scalars[f"{name}/chance"] = min(1.0, AGREEMENT_NEIGHBOURS / others)
                 one, other = (self.extract(model, tested, baseline, part)[0] for part in (NORTH_WEST, SOUTH_EAST))
                 for depth in one:
                     scalars[f"{name}/{depth}"] = agreement(one[depth].to(device), other[depth].to(device))
@@ -253,8 +249,3 @@ def agreement(one: Tensor, other: Tensor, neighbours: int = AGREEMENT_NEIGHBOURS
     near, other_near = (find_other_neighbours(each, neighbours).index for each in (one, other))
     kept = (near[:, :, None] == other_near[:, None, :]).any(2)
     return float(kept.sum() / kept.numel()) if kept.numel() else 1.0
-
-
-def agreement_by_chance(images: int) -> float:
-    """`agreement` of neighbours that have nothing to do with each other."""
-    return min(1.0, AGREEMENT_NEIGHBOURS / max(images - 1, 1))

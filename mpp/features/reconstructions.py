@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 
 from mpp.corruption import Corruption, corrupt
@@ -63,10 +63,8 @@ def prediction_columns(
     patches = patchify(images, objective.patch_size)
     clean = select_patches(patches, corruption.positions)
     index = corruption.positions[..., None, None, None].expand_as(clean)
-    columns = [patches]
-    for shown in (objective.decide(predictions), targets):
-        pixels = objective.paint(shown, clean)
-        columns.append(patches.scatter(1, index, pixels.to(patches.dtype)))
+    painted = [objective.paint(shown, clean) for shown in (objective.decide(predictions), targets)]
+    columns = [patches, *(patches.scatter(1, index, pixels.to(patches.dtype)) for pixels in painted)]
     original, predicted, true = stretch(unpatchify(torch.stack(columns), images), images)
     return torch.stack([original, as_seen(original, corruption, objective.patch_size), predicted, true])
 
@@ -87,7 +85,5 @@ def unpatchify(patches: Tensor, images: Tensor) -> Tensor:
 
 def prediction_panel(columns: Tensor) -> Tensor:
     """Columns (n, B, C, H, W) as one picture with a row for each image, (3, B * H, n * W); small W are enlarged."""
-    columns = as_rgb(columns)
     times = max(1, PANEL_SIDE // columns.shape[-1])
-    enlarged = columns.repeat_interleave(times, -2).repeat_interleave(times, -1)
-    return rearrange(enlarged, "n b c h w -> c (b h) (n w)")
+    return repeat(as_rgb(columns), "n b c h w -> c (b h y) (n w x)", y=times, x=times)

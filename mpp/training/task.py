@@ -123,23 +123,16 @@ class ImageTask:
 
     def loss_sums(self, loss: Tensor, batch: Batch) -> Sums:
         """The part of the sums over views that `describe_views` makes the mean loss of."""
-        weight, count = loss.new_tensor([self.loss_weight(batch), len(batch.images)], dtype=torch.double)
-        return {"loss": loss.double() * weight, "loss_weight": weight, "images": count}
-
-    def loss_weight(self, batch: Batch) -> int:
-        """The weight of a batch's loss in the mean over held-out images."""
-        return len(batch.images)
+        count = loss.new_tensor(len(batch.images), dtype=torch.double)
+        return {"loss": loss.double() * count, "images": count}
 
     def describe_views(self, sums: Sums) -> dict[str, float]:
         """Mean loss and the scalars of `describe`."""
-        return {"loss": float(sums["loss"] / sums["loss_weight"].clamp(min=1))} | self.describe(sums)
+        return {"loss": float(sums["loss"] / sums["images"])} | self.describe(sums)
 
     def after_step(self, model: nn.Module, step: int) -> dict[str, float]:
         """Whatever the task does after step `step` (from 0); scalars of it. `model` is without wrappers."""
         return {}
-
-    def refuse_to_continue(self, scalars: dict[str, float]) -> None:
-        """Raise UserError, on all processes, if a line of metrics says that training on is of no use."""
 
     def record(self) -> dict[str, Any]:
         """The record of the images: see mpp/data/identity.py."""

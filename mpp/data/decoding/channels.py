@@ -93,26 +93,15 @@ def lay_on_white(values: NDArray, most: float, premultiplied: bool = False, whit
     return np.rint(np.minimum(on_white, most)).astype(values.dtype)
 
 
-def to_pixels(stored: Stored, config: ImagesConfig, marks_nodata: bool) -> Tensor:
+def to_pixels(stored: Stored, config: ImagesConfig) -> Tensor:
     """The pixels of an image: see `mpp.data.decoding.decode.decode`."""
-    values, missing = select_channels(stored, config)
+    values = select_channels(stored, config)
     pixels = scale_to_255(values, config.limits() or ([stored.limits] if stored.limits else []))
-    if stored.is_inverted:
-        pixels = 255 - pixels
-    if not marks_nodata:
-        return pixels
-    mark = torch.full_like(pixels[:1], 255)
-    if missing is not None:
-        mark[:, torch.from_numpy(missing)] = 0
-    return torch.cat([pixels, mark])
+    return 255 - pixels if stored.is_inverted else pixels
 
 
-def select_channels(stored: Stored, config: ImagesConfig) -> tuple[NDArray, NDArray[np.bool_] | None]:
-    """The channels (C, H, W) that the settings ask for, with a value everywhere.
-
-    Returns:
-        The channels; and where all of them were missing, (H, W), or None: nothing was.
-    """
+def select_channels(stored: Stored, config: ImagesConfig) -> NDArray:
+    """The channels (C, H, W) that the settings ask for, with a value everywhere."""
     values = stored.values
     if values.dtype == bool:
         values = values.astype(np.uint8) * 255
@@ -123,7 +112,7 @@ def select_channels(stored: Stored, config: ImagesConfig) -> tuple[NDArray, NDAr
     missing = find_missing(values, config.nodata, stored.nodata)
     if missing is not None:
         values = fill(values, missing)
-    return convert_channels(values, config.channels), None if missing is None else missing.all(0)
+    return convert_channels(values, config.channels)
 
 
 def fill(values: NDArray, missing: NDArray[np.bool_]) -> NDArray:

@@ -50,7 +50,7 @@ DECODER_ERRORS = (
 """Errors that decoders raised on files that were broken on purpose."""
 
 
-def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = False) -> Tensor:
+def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
     """An image file, or an array, as pixels.
 
     The first frame of a picture, upright: greyscale, palette, CMYK and YCbCr are converted, transparency is laid on
@@ -59,9 +59,8 @@ def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = Fa
     Args:
         image: a file of one of the formats of `mpp.data.decoding.formats`; or an array (H, W), (H, W, bands) or
             (bands, H, W).
-        marks_nodata: whether one more channel follows, with 0 where pixels had no value in any channel, and else 255.
     Returns:
-        (C, H, W), uint8 or float32 in [0, 255]; (C + 1, H, W) with `marks_nodata`.
+        (C, H, W), uint8 or float32 in [0, 255].
     Raises:
         UnreadableImage: with the reason.
     """
@@ -69,7 +68,7 @@ def decode(image: bytes | NDArray, config: ImagesConfig, marks_nodata: bool = Fa
         if config.range == WINDOW and form is not DICOM:
             raise UnreadableImage("no DICOM file, which data.range window asks for")
         stored = READERS[form.name](image, config)
-    return to_pixels(stored, config, marks_nodata)
+    return to_pixels(stored, config)
 
 
 def read_values(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
@@ -80,7 +79,7 @@ def read_values(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
     """
     with errors_named(image) as form:
         stored = READERS[form.name](image, config)
-    values, _ = select_channels(stored, config)
+    values = select_channels(stored, config)
     if not stored.is_inverted:
         return values
     if values.dtype.kind == "f":
