@@ -94,7 +94,7 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     """The config as it is carried out and saved: settings left to the machine and to the run's length have a value."""
     branch_from, begun_in = origin_of(config)
     saved = saved_settings(begun_in)
-    begun = saved if newest_step(begun_in) else Saved()
+    begun = saved if newest_step(begun_in) else Saved(dict)
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     compiled = config.run.compile
     if compiled == "auto":  # no GPU has measured what it gains

@@ -25,6 +25,7 @@ comparison of all settings but these.
 
 import json
 import shutil
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,25 +78,22 @@ Changes = dict[str, tuple[Any, Any]]
 # --- what is saved ---
 
 
-class Saved(dict[str, Any]):
-    """Saved settings or records by group: one that was not saved is empty."""
-
-    def __missing__(self, group: str) -> dict[str, Any]:
-        return {}
+Saved = defaultdict[str, dict[str, Any]]
+"""Saved settings or records by group: one that was not saved is empty."""
 
 
 def saved_settings(folder: Path) -> Saved:
     """The settings of a run folder's config.yaml, whatever command wrote it; empty if there is none."""
     with suppress(OSError, UserError):  # missing or damaged
-        return Saved(read_yaml(folder / CONFIG_FILE))
-    return Saved()
+        return Saved(dict, read_yaml(folder / CONFIG_FILE))
+    return Saved(dict)
 
 
 def read_record(folder: Path) -> Saved:
     """The record of a run's images; empty if it has none."""
     with suppress(OSError, ValueError):
-        return Saved(json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
-    return Saved()
+        return Saved(dict, json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
+    return Saved(dict)
 
 
 def recorded_commit(folder: Path, part: str = "train") -> str | None:
