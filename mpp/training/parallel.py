@@ -6,7 +6,7 @@ cannot compile is computed as it is.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +14,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mpp.config import RunConfig, require
 from mpp.errors import UserError, one_line
 from mpp.models.adaptation import has_low_rank_changes
-from mpp.runtime.hardware import local_processes
 from mpp.runtime.messages import warn
 from mpp.runtime.processes import sharding
 
@@ -82,10 +81,9 @@ class Sharded:
             for tensor in state_tensors(model):  # as DDP does: the main process's weights are those of all
                 tensor.copy_(broadcast(tensor.detach().to(self.device)))
         self.model = self.wrapped = accelerator.prepare_model(model, **autocast_only)
-        self.syncs_each_pass = run.sync_gradients == "every_pass"
         reduce_dtype = torch.bfloat16 if run.reduction == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        mesh = sharding_mesh(accelerator, run)
+        mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
         if accelerator.mixed_precision == "bf16":
             self.wrapped = Outer(self.model)
             ignored = bf16_parameters(self.model)
@@ -100,11 +98,9 @@ class Sharded:
         shard_rest(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.optimizer = accelerator.prepare(build(self.model))
 
-    @contextmanager
-    def without_sync(self) -> Iterator[None]:
-        self.wrapped.set_requires_gradient_sync(self.syncs_each_pass)
-        yield
-        self.wrapped.set_requires_gradient_sync(True)
+    def without_sync(self) -> AbstractContextManager[None]:
+        """Gradients are sent after each pass: kept, they would be those of the whole model on each process."""
+        return nullcontext()
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
@@ -141,20 +137,6 @@ def shard_rest(module: nn.Module, **options: Any) -> None:
     """`fully_shard` with all parameters of a module that are not sharded yet."""
     sharded = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
     fully_shard(module, ignored_params=sharded, **options)
-
-
-def sharding_mesh(accelerator: Accelerator, run: RunConfig) -> DeviceMesh:
-    """The processes, over the last dimension of which a tensor is sharded; over another one it is replicated.
-
-    Raises:
-        UserError: the processes are to share tensors within nodes, which have one, or do not have as many each.
-    """
-    processes = accelerator.num_processes
-    per_node = processes if run.shard_over == "all" else local_processes()
-    allowed = f"all, unless each node has as many processes, above 1 (LOCAL_WORLD_SIZE is {per_node} of {processes})"
-    require(per_node > 1 and processes % per_node == 0, "run.shard_over", run.shard_over, allowed)
-    shape = (processes,) if per_node == processes else (processes // per_node, per_node)
-    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("nodes", "processes")[-len(shape) :])
 
 
 def compile_blocks_apart(blocks: list[nn.Module]) -> None:
@@ -232,22 +214,16 @@ def shard_like(whole: Tensor, like: Tensor | None) -> Tensor:
 
 
 def refuse_unlike_weights(model: nn.Module, step: int) -> None:
-    """Raise UserError, on all processes, if copies of the weights differ: those of DDP, or those of several nodes.
+    """Raise UserError, on all processes, if their copies of the weights differ: those that are not sharded.
 
     Each process steps by itself, so a fault of one would train another model there, and only the main one's is saved.
 
     Args:
         step: steps done.
     """
-    share = 0  # which rows this process has
-    digest = []
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            share = parameter.device_mesh.get_coordinate()[-1]
-        bits = local_part(parameter.detach()).float().view(torch.int32)
-        digest.append(bits.sum(dtype=torch.int64))
-    copies = set(gather_object([(share, *torch.stack(digest).tolist())]))
-    if len(copies) > len({share for share, *_ in copies}):
+    copied = [parameter.detach() for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    digest = sum(tensor.float().view(torch.int32).sum(dtype=torch.int64) for tensor in copied)
+    if len(set(gather_object([int(digest)]))) > 1:
         raise UserError(
             f"the weights of the processes differ after step {step}, and nothing of it is saved: one computes "
             "otherwise than the others; the same command continues from the last checkpoint"
