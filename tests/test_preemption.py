@@ -15,7 +15,6 @@ from mpp.errors import ReadFailed, UserError
 from mpp.runtime import signals
 from mpp.runtime.files import Held, hold
 from mpp.runtime.signals import MARKER, Preempted, Preemption
-from mpp.training import checkpoint
 from mpp.training.run import exclusive
 
 
@@ -176,17 +175,3 @@ def test_a_folder_is_held_by_one(tmp_path):
             other.__enter__()
     with exclusive(tmp_path, accelerator):
         pass
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted_ends_nothing(pretrain, monkeypatch, capsys):
-    remove = checkpoint.shutil.rmtree
-
-    def busy(path, ignore_errors=False):
-        if "step_00000002" in path.name and not ignore_errors:  # it is moved aside first
-            raise OSError(errno.ENOTEMPTY, "Directory not empty")
-        remove(path, ignore_errors)
-
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", busy)
-    folder = pretrain("--run.keep_checkpoints=1")
-    assert "step_00000002 cannot be deleted" in capsys.readouterr().err
-    assert (folder / "encoder").is_dir()
