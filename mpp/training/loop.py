@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from accelerate.utils import broadcast, gather_object
@@ -23,12 +22,12 @@ from mpp.data.stream import streaming_loader
 from mpp.data.views import Batch
 from mpp.errors import Diverged, ReadFailed, UserError
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
-from mpp.runtime.messages import note, progress_bar, shortened
-from mpp.runtime.processes import on_main_process, sharding
+from mpp.runtime.messages import progress_bar, shortened
+from mpp.runtime.processes import on_main_process, raise_together, sharding
 from mpp.runtime.randomness import Stream, random_words
 from mpp.runtime.signals import Preemption
 from mpp.runtime.weights import BEST
-from mpp.training.checkpoint import Cursors, delete_other_checkpoints, kept_steps, resume, save_checkpoint, snapshot
+from mpp.training.checkpoint import Cursors, delete_other_checkpoints, resume, save_checkpoint, snapshot
 from mpp.training.history import EVALUATED, series
 from mpp.training.log import Speed, Tracker, read_history
 from mpp.training.optim import averaged_weights, build_optimizer, learning_rate
@@ -63,9 +62,6 @@ class Loop:
         self.model = self.training_step.model
         self.torch_optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.torch_optimizer)
-        past = [step for step in config.run.keep_at or () if step < self.start and step not in kept_steps(folder)]
-        if past:
-            note(f"run.keep_at: the run is past the steps {past}, whose checkpoints cannot be kept")
         self.saved_step = self.start  # of the newest checkpoint
         self.steps_to_keep = steps_to_keep(config.optim, config.run)
         self.batches = training_batches(task, self.start, self.cursors)  # forks: before any threads
@@ -139,15 +135,14 @@ class Loop:
         except UserError as error:
             return error
 
-    def end(self, done: int, failure: UserError | None) -> NoReturn:
+    def end(self, done: int, failure: UserError | None) -> None:
         """Write a checkpoint, then end the run on every process: by a signal, or a failure of any, such as to read."""
         self.bar.close()
         self.save(done)
-        failures = [each for each in gather_object([failure]) if each is not None]
-        if self.preemption.agreed() or not failures:  # the images may be there when the run is started again
+        if self.preemption.agreed():  # after a failure, too: the images may be there when the run is started again
             self.preemption.leave(f"after step {done}; a checkpoint is written" if done else "before its first step")
         saved = f"a checkpoint after step {done} is written, " if done else ""
-        raise type(failures[0])(f"{failures[0]}; {saved}and the same command continues")
+        raise_together(failure and type(failure)(f"{failure}; {saved}and the same command continues"))
 
     # --- metrics and evaluation ---
 

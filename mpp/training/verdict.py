@@ -157,8 +157,6 @@ def describe_prediction(history: History) -> str:
         accuracy, copying = f"{last['heldout/accuracy']:.1%}", f"{copy_baseline(last):.1%}"
         since = copy_baseline_beaten_since(history)
         beaten = "not beaten" if since is None else f"beaten since step {since}"
-        if accuracy == copying:
-            beaten = "matched"
         return f"masked-patch accuracy {accuracy} (copy baseline {copying}, {beaten})"
     score = next(name for name in SCORES if name in last)
     return SCORES[score].format(last[score]) + in_brackets({BASELINES[name]: last.get(name) for name in BASELINES})
