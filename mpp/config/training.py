@@ -28,8 +28,8 @@ class RunConfig(Settings):
     branch_from: str | None = setting(None, operational=True)
     """FOLDER@STEP: continue from this checkpoint of another run, which had the same learning rate up to it."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile the model with torch.compile; one that it cannot compile is trained without, with a warning. auto: as the
-    run began, otherwise not. A run may be resumed with another value: results then differ by rounding."""
+    """Compile the model with torch.compile, unless it is sharded; one that it cannot compile is trained without, with a
+    warning. auto: not. A run may be resumed with another value: results then differ by rounding."""
     log_every: int = setting(20, at_least=1, operational=True)
     """Steps between two lines of metrics."""
     eval_every: int = setting(400, at_least=0, operational=True)

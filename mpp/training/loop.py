@@ -82,8 +82,8 @@ class Loop:
         Raises:
             Diverged: a loss or gradient that is not finite; nothing of it is saved.
             ReadFailed: images cannot be read; the checkpoint is written.
-            UserError: most images cannot be decoded, or the task refuses to continue, and a checkpoint is written; or a
-                checkpoint cannot be written.
+            UserError: most images cannot be decoded, and a checkpoint is written; or one cannot be written, or the task
+                refuses to continue.
             Preempted: a signal asked for a stop; the checkpoint is written.
         """
         run = self.run_config
@@ -155,10 +155,7 @@ class Loop:
         scalars["unreadable"] = len(self.tracker.read_unreadable())
         self.tracker.log(done, scalars)
         self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
-        try:
-            self.task.refuse_to_continue(scalars)
-        except UserError as refusal:
-            self.end(done, refusal)
+        self.task.refuse_to_continue(scalars)
 
     def evaluate_at_start(self) -> None:
         """Evaluate the untrained model, the baseline of all that follows; or again where reading failed before."""
@@ -209,9 +206,12 @@ class Loop:
         with self.speed.paused():
             cursors = gather_object([self.cursors])
             tensors = snapshot(self.model, self.torch_optimizer, wanted_here=self.accelerator.is_main_process)
-            on_main_process(self.accelerator, lambda: save_checkpoint(self.folder, done, tensors, cursors))
-            keep, always = self.run_config.keep_checkpoints, self.steps_to_keep
-            on_main_process(self.accelerator, lambda: delete_other_checkpoints(self.folder, done, keep, always))
+
+            def write() -> None:
+                save_checkpoint(self.folder, done, tensors, cursors)
+                delete_other_checkpoints(self.folder, done, self.run_config.keep_checkpoints, self.steps_to_keep)
+
+            on_main_process(self.accelerator, write)
         self.saved_step = done
 
 

@@ -1,6 +1,6 @@
 """The model on several processes: each holds the whole of it (DDP), or a share of every tensor (FSDP2).
 
-Either trains the same weights to the same checkpoints. Either may be compiled by torch (`run.compile`); whatever torch
+Either trains the same weights to the same checkpoints. Copies may be compiled by torch (`run.compile`); whatever torch
 cannot compile is computed as it is.
 """
 
@@ -73,6 +73,7 @@ class Sharded:
     def __init__(self, model: nn.Module, accelerator: Accelerator, build: BuildOptimizer, run: RunConfig):
         allowed = "null where the launcher shards the model; start it without FSDP: only narrow matrices are trained"
         require(not has_low_rank_changes(model), "model.lora_rank", "set", allowed)
+        require(run.compile is not True, "run.compile", True, "false where the launcher shards the model")
         self.device = accelerator.device
         autocast_only = dict(device_placement=False, evaluation_mode=True)  # fully_shard moves the shards
         self.unsharded = accelerator.prepare_model(without_weights(model), **autocast_only)
@@ -89,11 +90,8 @@ class Sharded:
             ignored = bf16_parameters(self.model)
             fully_shard(self.wrapped, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
             policy = replace(policy, param_dtype=torch.bfloat16)
-        units = sharding_units(self.model)
-        if run.compile is True:
-            compile_blocks_apart(units)
         reshard = sharding(accelerator).reshard_after_forward
-        for unit in units:
+        for unit in sharding_units(self.model):
             shard_rest(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         shard_rest(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.optimizer = accelerator.prepare(build(self.model))
@@ -137,20 +135,6 @@ def shard_rest(module: nn.Module, **options: Any) -> None:
     """`fully_shard` with all parameters of a module that are not sharded yet."""
     sharded = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
     fully_shard(module, ignored_params=sharded, **options)
-
-
-def compile_blocks_apart(blocks: list[nn.Module]) -> None:
-    """Compile each of these blocks, which differ in their rate of drop path: within its hooks of FSDP2.
-
-    They are one function to torch, which compiles it again only so often. From its cache of autograd graphs, torch 2.15
-    takes the graph of a block with another rate, without a word.
-    """
-    from torch._functorch import config as functorch_config
-
-    torch._dynamo.config.recompile_limit += len(blocks)
-    functorch_config.enable_autograd_cache = False
-    for block in blocks:
-        block.forward = or_eager(torch.compile(block.forward), block.forward)
 
 
 def or_eager(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ from typing import Any
 import timm
 
 from mpp.config import OptimConfig, RunConfig, TrainingConfig, flatten, rebuild, require, settings_of, show
-from mpp.config.imports import COPIES, OPTION, changed_imports, imported, require_imports
+from mpp.config.imports import COPIES, OPTION, changed_imports, imported
 from mpp.config.parsing import parse_saved, read_yaml, to_yaml
 from mpp.corruption import PATTERNS
 from mpp.data.data_path import is_local
@@ -207,7 +207,6 @@ def describe_changes(changes: Changes, saved_in: str) -> str:
 
 def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> None:
     """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`."""
-    require_imports(folder)
     before = parse_saved(type(config), folder / CONFIG_FILE)
     different = changes(make_paths_absolute(before), make_paths_absolute(config))
     for name in changed_imports(folder, imports_used(config)) if done else ():
