@@ -155,7 +155,7 @@ class Loop:
         scalars["unreadable"] = len(self.tracker.read_unreadable())
         self.tracker.log(done, scalars)
         self.bar.set_postfix_str(f"loss {scalars['loss']:.3f}, {scalars['speed/images_per_second']:.0f} images/s")
-        self.task.refuse_to_continue(scalars)
+        self.task.refuse_to_continue({"step": done} | scalars)
 
     def evaluate_at_start(self) -> None:
         """Evaluate the untrained model, the baseline of all that follows; or again where reading failed before."""
