@@ -127,7 +127,7 @@ def newest_whole(folder: Path) -> Path | None:
     """The newest checkpoint whose files are as they were written; others are named on stderr. None: there is none.
 
     Raises:
-        UserError: all are damaged; a run that began anew would be another.
+        UserError: all are damaged; a run that began again would be another.
     """
     checkpoints = complete_checkpoints(folder)
     for checkpoint in reversed(checkpoints):
