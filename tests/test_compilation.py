@@ -55,9 +55,9 @@ def test_a_run_without_a_checkpoint_is_not_bound_to_its_choice(pretrain, tmp_pat
 
 @pytest.mark.parametrize(
     ("given", "compiled"),
-    [("auto", True), ("false", False), ("true", True)],
+    [("auto", False), ("false", False), ("true", True)],
 )
-def test_a_run_that_began_compiled_goes_on_so_unless_told(pretrain, tmp_path, monkeypatch, given, compiled):
+def test_a_run_that_began_compiled_goes_on_so_if_told(pretrain, tmp_path, monkeypatch, given, compiled):
     with monkeypatch.context() as patch:
         kill_at(patch, 3)
         with pytest.raises(Killed):

@@ -687,7 +687,7 @@ def lack_a_batch(take_number: int) -> None:
     def failing_load(self):
         taken.append(None)
         if len(taken) == take_number and os.environ["RANK"] == "0":
-            return None, ReadFailed("images cannot be read")
+            return ReadFailed("images cannot be read")
         return load_batch(self)
 
     Loop.load_batch = failing_load

@@ -9,7 +9,7 @@ from conftest import TINY, read_metrics
 
 from evaluation import supervised
 from mpp.errors import ReadFailed
-from mpp.runtime.signals import Ending, Preemption
+from mpp.runtime.signals import Preemption
 from mpp.training.loop import Loop, TrainingStep
 
 PASSES = 4
@@ -44,7 +44,7 @@ def fail_in_the_middle(monkeypatch, step: int) -> None:
     def failing_load(self):
         taken.append(None)
         if len(taken) == PASSES * step + 3:
-            return None, ReadFailed("images cannot be read")
+            return ReadFailed("images cannot be read")
         return load_batch(self)
 
     monkeypatch.setattr(Loop, "load_batch", failing_load)
@@ -114,7 +114,7 @@ def idle_share(passes: int, log_every: int, ahead: int, steps: int = 200) -> flo
     """Share of the time that the simulated device is idle, with a loader 1.1 times as fast as the device."""
     clock = SimulatedClock(load=1.0, compute=1.1, ahead=ahead)
     loop = SimpleNamespace(
-        preemption=SimpleNamespace(wait_for=lambda get: get(), agreed=lambda ending: ending or Ending.NONE),
+        preemption=SimpleNamespace(wait_for=lambda get: get(), agreed=lambda failed=False: failed),
         tracker=SimpleNamespace(warn_unreadable=lambda _: None),
         speed=SimpleNamespace(waited=0.0),
         batches=clock.batches(),

@@ -23,7 +23,7 @@ from mpp.data.sources import load_image_datasets
 from mpp.data.views import ViewDataset
 from mpp.data.workers import kill_workers
 from mpp.errors import ReadFailed, UserError
-from mpp.training.loop import MIN_IMAGES, RECENT_IMAGES, DecodableBatches, Loop
+from mpp.training.loop import MIN_IMAGES, RECENT_IMAGES, Loop, refuse_undecodable
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def fake_batch(good: int, bad: int) -> SimpleNamespace:
 def test_most_of_the_latest_images_count_and_not_the_whole_life():
     fine = itertools.repeat(fake_batch(64, 0), 2000)
     broken = itertools.repeat(fake_batch(64, 100))
-    batches = DecodableBatches(itertools.chain(fine, broken))
+    batches = refuse_undecodable(itertools.chain(fine, broken))
     for _ in range(2000):
         next(batches)
     message = rf"\d+ of the last {RECENT_IMAGES} images cannot be decoded, such as 99.png: broken"
@@ -184,7 +184,7 @@ def test_most_of_the_latest_images_count_and_not_the_whole_life():
 def test_a_few_broken_images_end_nothing():
     begin = [fake_batch(0, MIN_IMAGES - 1), fake_batch(64, 0)]
     rest = itertools.repeat(fake_batch(51, 49), 50)
-    batches = DecodableBatches(itertools.chain(begin, rest))
+    batches = refuse_undecodable(itertools.chain(begin, rest))
     for _ in range(30):
         next(batches)
 

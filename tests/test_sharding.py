@@ -10,7 +10,7 @@ import timm
 import torch
 from conftest import TINY, Killed, kill_at, launched, read_metrics, wait_until
 from safetensors.torch import load_file, save_file
-from server import Command, die_at, environments_of
+from server import Command, die_at
 from torch.distributed.fsdp import fully_shard
 
 from evaluation import contrastive
@@ -114,7 +114,7 @@ def test_a_run_goes_on_in_another_layout(tmp_path, monkeypatch):
 
 
 BF16 = {
-    "accumulated": ("--data.batch_size=2", "--optim.average=0.9", "--run.sync_gradients=last_pass"),
+    "accumulated": ("--data.batch_size=2", "--optim.average=0.9"),
     "checkpointed": ("--model.activation_checkpointing=true", "--model.position=relative"),
     "teacher": ("--config=rivals/data2vec", "--model.depth=4"),
     "autoencoder": ("--config=rivals/mae", "--network.decoder_depth=2", "--model.residual=bf16"),
@@ -128,50 +128,15 @@ def test_bf16_shards_compute_what_copies_do(tmp_path, kind):
     """Each product is that of copies under autocast. Only gradients are added up in another order."""
     options = [word for word in TEN if not word.startswith(("--run.precision", "--model.depth"))]
     options += ["--model.depth=3", "--run.precision=bf16", *ADAM, *BF16[kind]]
-    copied = [word for word in options if not word.startswith("--run.sync_gradients")]
     runs = [
         Command("pretrain", *options, f"--run.dir={tmp_path / 'shards'}", processes=2, sharded=True),
-        Command("pretrain", *copied, f"--run.dir={tmp_path / 'copies'}", processes=2),
+        Command("pretrain", *options, f"--run.dir={tmp_path / 'copies'}", processes=2),
     ]
     for run in runs:
         assert run.wait() == [0, 0], run.said
     same(tmp_path / "shards", tmp_path / "copies", tolerance=1e-3)  # ten of Adam's steps later
     first = [read_metrics(tmp_path / kind)[1] for kind in ("shards", "copies")]
     assert first[0] == pytest.approx(first[1], abs=1e-6)
-
-
-def nodes_of_two(processes):
-    """As a launcher starts them on machines of two processes each."""
-    environments = environments_of(processes, sharded=True)
-    for rank, each in enumerate(environments):
-        each |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
-    return environments
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("options", [ADAM, ("--optim.name=muon",)], ids=["adam", "muon"])
-def test_two_nodes_of_two_hold_a_copy_each(tmp_path, options):
-    """Four processes as 2 x 2: the losses and weights of one mesh, also when a run goes on in another layout."""
-    words = (*TEN, *options, "--optim.average=0.9", "--optim.clip=0.1", "--run.checkpoint_every=1")
-    over_nodes = "--run.shard_over=node"
-    folders = {name: tmp_path / name for name in ("flat", "nodes", "moved")}
-    to = {name: f"--run.dir={folder}" for name, folder in folders.items()}
-    layouts = [
-        Command("pretrain", *words, to["flat"], processes=4, sharded=True),
-        Command("pretrain", *words, to["nodes"], over_nodes, environments=nodes_of_two(4)),
-        Command("pretrain", *words, to["moved"], over_nodes, environments=nodes_of_two(4), prepare=partial(die_at, 4)),
-    ]
-    for run, code in zip(layouts, (0, 0, -signal.SIGKILL), strict=True):
-        assert run.wait() == [code] * 4, run.said
-    run = Command("pretrain", *words, to["moved"], processes=3, sharded=True, prepare=partial(die_at, 7))
-    assert run.wait() == [-signal.SIGKILL] * 3 and newest_step(folders["moved"]) == 7, run.said
-    run = Command("pretrain", *words, to["moved"], over_nodes, environments=nodes_of_two(4))
-    assert run.wait() == [0] * 4, run.said
-    expected = weights(folders["flat"])
-    for name in ("nodes", "moved"):
-        same(folders[name], folders["flat"])
-        for key, tensor in weights(folders[name]).items():
-            torch.testing.assert_close(tensor, expected[key], atol=2e-3, rtol=0)  # ten of Adam's steps are 3e-2 long
 
 
 KINDS = {

@@ -144,11 +144,6 @@ SICK = {  # history, config, part of the message
     "features collapse": (run_with_ranks(9.0, 12.0, 2.7), CONFIG, "objective.name"),
     "targets collapse": (history(evaluation(400), target_share=0.009), CONFIG, "objective.teacher_depths"),
     "overfitting": (run_with_losses(2.5, 2.0, 2.03, 2.05), CONFIG, "data.crop_area"),
-    "gradients almost always clipped": (
-        history(evaluation(400), **{"optim/grad_norm": 6.0}),
-        CONFIG,
-        "divide optim.lr",
-    ),
     "data-loading bottleneck": (history(evaluation(400), **{"speed/data_wait": 0.4}), CONFIG, "data.workers"),
     "trained weights at risk": ([], config_of(**GENTLE), "optim.lr 0.01 (above 6.3e-05) can destroy"),
 }
@@ -158,7 +153,6 @@ WELL = {
     "features collapse": [(run_with_ranks(2.4, 2.5, 2.7), CONFIG)],  # untrained features of digits are so
     "targets collapse": [(history(evaluation(400), target_share=0.011), CONFIG)],
     "overfitting": [(run_with_losses(2.5, 2.0, 2.03, 2.03), CONFIG)],
-    "gradients almost always clipped": [(history(evaluation(400), **{"optim/grad_norm": 4.9}), CONFIG)],
     "data-loading bottleneck": [(history(evaluation(400), **{"speed/data_wait": 0.3}), CONFIG)],
     "trained weights at risk": [
         ([], BEGUN),
@@ -263,9 +257,9 @@ def test_the_line_says_where_a_run_stands():
         "masked-patch accuracy 45.0% (copy baseline 32.0%, beaten since step 100); kNN 35.0% at block 2 (random "
         "weights 21.0%, pixel colours 25.0%); held-out loss still falling; warnings: overfitting"
     )
-    for accuracy, beaten in ((0.3, "not beaten"), (0.32, "matched")):
+    for accuracy in (0.3, 0.32):
         line = verdict(history(evaluation(400, accuracy=accuracy)), CONFIG)
-        assert f"masked-patch accuracy {100 * accuracy:.1f}% (copy baseline 32.0%, {beaten})" in line
+        assert f"masked-patch accuracy {100 * accuracy:.1f}% (copy baseline 32.0%, not beaten)" in line
 
 
 def test_the_line_of_a_run_from_weights_has_what_it_gained_and_lost():
@@ -487,7 +481,7 @@ def settings_of(name: str, folder: Path) -> tuple[str, ...]:
 
 
 SICK_RUNS = {
-    "lr_1": ("birds", ("--optim.lr=1",), {"not learning", "gradients almost always clipped", "features collapse"}),
+    "lr_1": ("birds", ("--optim.lr=1",), {"not learning", "features collapse"}),
     "lr_1e-9": ("digits", ("--optim.lr=1e-9", "--run.steps=100"), {"not learning"}),
     "lr_1e-9_mae": (
         *("digits", ("--config=rivals/mae", "--optim.lr=1e-9", "--run.steps=225")),

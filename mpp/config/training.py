@@ -21,16 +21,15 @@ class RunConfig(Settings):
     reduction: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are averaged over several processes. bf16 halves the traffic."""
     shard_over: Literal["all", "node"] = setting("all", operational=True)
-    """Processes that share each tensor if the launcher shards the model. node: those of one machine, with a copy per
-    machine (HSDP): more memory, and only gradients are sent between machines."""
+    """Processes that share each tensor if the launcher shards the model. node, of earlier runs, is refused."""
     sync_gradients: Literal["every_pass", "last_pass"] = setting("every_pass", operational=True)
-    """Forward passes of a step after which sharded processes send their gradients. last_pass: less traffic, but each
-    process keeps the gradients of the whole model."""
+    """Forward passes of a step after which sharded processes send their gradients. last_pass, of earlier runs, is
+    refused."""
     branch_from: str | None = setting(None, operational=True)
     """FOLDER@STEP: continue from this checkpoint of another run, which had the same learning rate up to it."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile the model with torch.compile; one that it cannot compile is trained without, with a warning. auto: as the
-    run began, otherwise not. A run may be resumed with another value: results then differ by rounding."""
+    """Compile the model with torch.compile, unless it is sharded; one that it cannot compile is trained without, with a
+    warning. auto: not. A run may be resumed with another value: results then differ by rounding."""
     log_every: int = setting(20, at_least=1, operational=True)
     """Steps between two lines of metrics."""
     eval_every: int = setting(400, at_least=0, operational=True)

@@ -48,13 +48,10 @@ def check_address() -> None:
 
 
 def check_sharding(run: RunConfig) -> None:
-    """Refuse options of sharding that would be dropped without a word, and settings of it where there is none."""
+    """Refuse options of sharding that would be dropped without a word."""
+    require(run.shard_over == "all", "run.shard_over", run.shard_over, "all")
+    require(run.sync_gradients == "every_pass", "run.sync_gradients", run.sync_gradients, "every_pass")
     if not is_set(SHARDED):
-        for name in ("shard_over", "sync_gradients"):
-            value = getattr(run, name)
-            default = getattr(RunConfig, name)
-            allowed = f"{default}, unless the launcher shards the model (distributed_type: FSDP)"
-            require(value == default, f"run.{name}", value, allowed)
         return
     version = os.environ.get("FSDP_VERSION", "1")
     require(version == "2", "the launcher's fsdp_version", version, "2 (--fsdp_version 2)")

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,14 +34,6 @@ MARKER = "preempted"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ECHO = 1.0  # seconds: launchers pass on a signal that their processes were also sent, and that is no second signal
 T = TypeVar("T")
-
-
-class Ending(IntEnum):
-    """Why all processes stop before a step is done."""
-
-    NONE = 0
-    SIGNAL = 1
-    FAILURE = 2  # of one of them to load its batch
 
 
 class CutShort(BaseException):
@@ -115,14 +106,13 @@ class Preemption:
         except CutShort:
             return None
 
-    def agreed(self, own: Ending = Ending.NONE) -> Ending:
-        """Whether to stop before this step is done, and why: the gravest reason, on every process.
+    def agreed(self, failed: bool = False) -> bool:
+        """Whether to stop before this step is done, on every process: a signal came to one of them, or one failed.
 
         Args:
-            own: why this process cannot do the step.
+            failed: whether this process cannot do the step.
         """
-        own = max(own, Ending.SIGNAL if self.asked else Ending.NONE)
-        return Ending(int(maximum_of_all(own)))
+        return maximum_of_all(failed or bool(self.asked)) > 0
 
     def leave(self, where: str) -> None:
         """Leave the marker and end the process; everything worth saving is saved."""

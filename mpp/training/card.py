@@ -5,7 +5,6 @@ from pathlib import Path
 from torch import nn
 
 from mpp.models.descriptions import EncoderFacts
-from mpp.models.plain import has_class
 from mpp.models.variants import VariantViT
 from mpp.training.history import History, evaluations
 from mpp.training.log import read_history
@@ -29,7 +28,7 @@ Images: {facts.images}.
 
 encoder = timm.create_model("local-dir:FOLDER", pretrained=True)  # this folder; on the hub "hf-hub:NAME"
 data_config = timm.data.resolve_model_data_config(encoder)  # input size, mean, std, crop
-tokens = encoder.forward_features(images)  # {tokens}
+features = encoder.forward_features(images)  # a transformer's: encoder.num_prefix_tokens, then those of patches
 ```
 
 {figures}## Settings
@@ -55,7 +54,6 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
         facts=facts,
         tags="" if facts.learned_labels else ", self-supervised",
         imports=imports,
-        tokens=describe_output(encoder),
         figures=figures_section(history),
         settings=(folder / "config.yaml").read_text(encoding="utf-8"),
     )
@@ -70,12 +68,3 @@ def figures_section(history: History) -> str:
     figures = [f"| `{name}` | {value:.4g} |" for name, value in scalars.items() if name != "step"]
     rows = "\n".join(figures)
     return f"## Held-out figures after {scalars['step']} steps\n\n| | |\n|-|-:|\n{rows}\n\n"
-
-
-def describe_output(encoder: nn.Module) -> str:
-    """The output of `forward_features`, as a shape."""
-    prefix = getattr(encoder, "num_prefix_tokens", None)
-    if prefix is None:
-        return "a feature map"
-    shape = f"(B, {prefix} + N, D)" if prefix else "(B, N, D)"
-    return f"{shape}, the [class] token first" if has_class(encoder) else shape

@@ -7,7 +7,6 @@ whose length is unknown, adds its cursors.
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from mpp.config import OptimConfig, require
 from mpp.errors import UserError
-from mpp.runtime.files import complete, delete, partial_path, sha256_of
+from mpp.runtime.files import complete, delete, sha256_of
 from mpp.runtime.messages import warn
 from mpp.runtime.processes import on_main_process
 from mpp.training.optim import build_optimizer, swap_averages
@@ -112,22 +111,16 @@ def clear_partial_checkpoints(folder: Path) -> None:
 def delete_other_checkpoints(folder: Path, step: int, keep: int, always: Collection[int] = ()) -> None:
     """Delete all but the newest `keep` checkpoints up to `step`; those after it are damaged, or the run had them.
 
+    What is left of one, after a kill or where files are in use, is damaged for all that read it, and deleted next time.
+
     Args:
         always: steps whose checkpoints stay.
     """
     kept = kept_steps(folder)
     newest = [each for each in kept if each <= step][-keep:]
     for each in kept:
-        if each in newest or (each in always and each <= step):
-            continue
-        other = checkpoint_path(folder, each)
-        doomed = partial_path(other)
-        try:
-            delete(doomed)
-            other.rename(doomed)  # a killed deletion leaves no half checkpoint
-            shutil.rmtree(doomed)
-        except OSError as error:  # it is read over NFS, for example
-            warn(f"{other} cannot be deleted: {error}")
+        if each not in newest and (each not in always or each > step):
+            delete(checkpoint_path(folder, each))
 
 
 def newest_whole(folder: Path) -> Path | None:

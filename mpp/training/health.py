@@ -31,8 +31,6 @@ STALLED_LOSS_CHANGE = 0.001  # relative; a learning rate of 1e-9 was at 0.0001, 
 COLLAPSED_RANK = 4.0
 MIN_TARGET_SHARE = 0.01
 LOSS_RISE = 0.02  # relative to the least loss; that of 64 birds, each seen 750 times, rose by 4.2 %
-CLIPPED_SHARE = 0.95  # of the logged steps
-FAR_ABOVE_CLIP = 5.0  # healthy runs reached 1.8; a learning rate of 1 had 15 to 10**8
 MAX_DATA_WAIT = 1 / 3  # of the time; healthy runs on one thread, which load the images themselves, had 8 to 21 %
 USUAL_RATE = 5e-5  # for USUAL_BATCH images a step, of published weights: DINOv3's own continuation ends at 1.25e-5
 USUAL_BATCH = 256
@@ -131,17 +129,6 @@ def overfitting(history: History, config: TrainingConfig) -> str | None:
     )
 
 
-def gradients_almost_always_clipped(history: History, config: TrainingConfig) -> str | None:
-    """The gradient is far above `optim.clip` at nearly every logged step since the warm-up."""
-    clip, warmup = config.optim.clip, config.optim.warmup(config.run.steps)
-    norms = [norm for step, norm in series(history, "optim/grad_norm") if step > warmup][-5 * RECENT_LINES :]
-    if clip is None or len(norms) < RECENT_LINES:
-        return None
-    if sum(norm > FAR_ABOVE_CLIP * clip for norm in norms) < CLIPPED_SHARE * len(norms):
-        return None
-    return f"the gradient's norm is nearly always above {FAR_ABOVE_CLIP:g} times optim.clip; divide optim.lr by three"
-
-
 def data_loading_bottleneck(history: History, config: TrainingConfig) -> str | None:
     """Training waits for images a third of its time or more: without, it would be half as fast again."""
     recent = [wait for _, wait in series(history, "speed/data_wait")][-RECENT_LINES:]
@@ -200,7 +187,6 @@ WARNINGS: dict[str, Callable[[History, TrainingConfig], str | None]] = {
     "features collapse": features_collapse,
     "targets collapse": targets_collapse,
     "overfitting": overfitting,
-    "gradients almost always clipped": gradients_almost_always_clipped,
     "data-loading bottleneck": data_loading_bottleneck,
     "trained weights at risk": trained_weights_at_risk,
 }

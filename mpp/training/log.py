@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker, get_available_trackers
+from accelerate.tracking import TensorBoardTracker, get_available_trackers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -41,16 +42,6 @@ def check_trackers(run: RunConfig) -> None:
         require(name in installed, "run.trackers", name, f"installed: {', '.join(installed)}")
 
 
-def named_tracker(name: str, run: RunConfig, last_kept: int) -> GeneralTracker | str:
-    """One of Accelerate's trackers: its name, or an object where a resumed run needs other options (see `Tracker`)."""
-    if name == "tensorboard":
-        return TensorBoardTracker(run_name="", logging_dir=run.dir, purge_step=last_kept + 1)
-    if name == "wandb":
-        folder = Path(run.dir)
-        return WandBTracker(run.project, name=folder.name, id=wandb_id(folder), resume="allow")
-    return name
-
-
 class Tracker:
     """Writes metrics on the main process; resuming drops those after the checkpoint, so that no curve doubles back.
 
@@ -66,9 +57,12 @@ class Tracker:
             return  # without trackers
         last_kept = step or -1  # without a checkpoint the untrained model is logged again
         drop_after(folder, last_kept)
-        accelerator.log_with = [named_tracker(name, config.run, last_kept) for name in config.run.trackers]
+        names = config.run.trackers
+        tensorboard = partial(TensorBoardTracker, "", folder, purge_step=last_kept + 1)
+        accelerator.log_with = [tensorboard() if name == "tensorboard" else name for name in names]
+        wandb = {"name": folder.name, "id": wandb_id(folder), "resume": "allow"} if "wandb" in names else {}
         try:
-            accelerator.init_trackers(folder.name)
+            accelerator.init_trackers(config.run.project, init_kwargs={"wandb": wandb})
         except BaseException:
             accelerator.trackers.clear()  # those that were not opened cannot be closed
             raise

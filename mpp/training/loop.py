@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from accelerate.utils import broadcast, gather_object
@@ -23,12 +22,12 @@ from mpp.data.stream import streaming_loader
 from mpp.data.views import Batch
 from mpp.errors import Diverged, ReadFailed, UserError
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
-from mpp.runtime.messages import note, progress_bar, shortened
-from mpp.runtime.processes import on_main_process, sharding
+from mpp.runtime.messages import progress_bar, shortened
+from mpp.runtime.processes import on_main_process, raise_together, sharding
 from mpp.runtime.randomness import Stream, random_words
-from mpp.runtime.signals import Ending, Preemption
+from mpp.runtime.signals import Preemption
 from mpp.runtime.weights import BEST
-from mpp.training.checkpoint import Cursors, delete_other_checkpoints, kept_steps, resume, save_checkpoint, snapshot
+from mpp.training.checkpoint import Cursors, delete_other_checkpoints, resume, save_checkpoint, snapshot
 from mpp.training.history import EVALUATED, series
 from mpp.training.log import Speed, Tracker, read_history
 from mpp.training.optim import averaged_weights, build_optimizer, learning_rate
@@ -40,8 +39,6 @@ from mpp.training.verdict import Watch
 MAX_NAMED_IMAGES = 16  # in the message of a step that is not finite
 RECENT_IMAGES = 1024  # latest images, most of which must be decodable; at least those of a batch
 MIN_IMAGES = 32  # fewer are too few to tell
-FAILURES: list[UserError] = []
-"""Errors of loaders. They keep a loader's queues, whose threads still run, until the process ends."""
 Values = dict[str, Tensor | float]
 """Scalars of a step, perhaps on the device."""
 
@@ -65,9 +62,6 @@ class Loop:
         self.model = self.training_step.model
         self.torch_optimizer = self.training_step.optimizer.optimizer  # without accelerate's wrapper
         self.start, self.cursors = resume(self.accelerator, folder, self.model, self.torch_optimizer)
-        past = [step for step in config.run.keep_at or () if step < self.start and step not in kept_steps(folder)]
-        if past:
-            note(f"run.keep_at: the run is past the steps {past}, whose checkpoints cannot be kept")
         self.saved_step = self.start  # of the newest checkpoint
         self.steps_to_keep = steps_to_keep(config.optim, config.run)
         self.batches = training_batches(task, self.start, self.cursors)  # forks: before any threads
@@ -88,8 +82,8 @@ class Loop:
         Raises:
             Diverged: a loss or gradient that is not finite; nothing of it is saved.
             ReadFailed: images cannot be read; the checkpoint is written.
-            UserError: most images cannot be decoded, or the task refuses to continue, and a checkpoint is written; or a
-                checkpoint cannot be written.
+            UserError: most images cannot be decoded, and a checkpoint is written; or one cannot be written, or the task
+                refuses to continue.
             Preempted: a signal asked for a stop; the checkpoint is written.
         """
         run = self.run_config
@@ -125,31 +119,30 @@ class Loop:
         came, the passes so far are dropped on all, and the run ends as before the step.
         """
         begin = time.perf_counter()
-        batch, failure = self.preemption.wait_for(self.load_batch) or (None, None)
+        batch = self.preemption.wait_for(self.load_batch)
         self.speed.waited += time.perf_counter() - begin
-        if self.preemption.agreed(Ending.FAILURE if failure else Ending.NONE):
+        failure = batch if isinstance(batch, UserError) else None
+        if self.preemption.agreed(failure is not None):
             self.training_step.drop_passes()
             self.end(step, failure)
         self.tracker.warn_unreadable(batch.unreadable)
         return batch
 
-    def load_batch(self) -> tuple[Batch | None, UserError | None]:
+    def load_batch(self) -> Batch | UserError:
         """The next batch, or the error in its place."""
         try:
-            return next(self.batches), None
+            return next(self.batches)
         except UserError as error:
-            FAILURES.append(error)
-            return None, error
+            return error
 
-    def end(self, done: int, failure: UserError | None) -> NoReturn:
+    def end(self, done: int, failure: UserError | None) -> None:
         """Write a checkpoint, then end the run on every process: by a signal, or a failure of any, such as to read."""
         self.bar.close()
         self.save(done)
-        failures = [each for each in gather_object([failure]) if each is not None]
-        if self.preemption.agreed() or not failures:  # the images may be there when the run is started again
+        if self.preemption.agreed():  # after a failure, too: the images may be there when the run is started again
             self.preemption.leave(f"after step {done}; a checkpoint is written" if done else "before its first step")
         saved = f"a checkpoint after step {done} is written, " if done else ""
-        raise type(failures[0])(f"{failures[0]}; {saved}and the same command continues")
+        raise_together(failure and type(failure)(f"{failure}; {saved}and the same command continues"))
 
     # --- metrics and evaluation ---
 
@@ -212,9 +205,12 @@ class Loop:
         with self.speed.paused():
             cursors = gather_object([self.cursors])
             tensors = snapshot(self.model, self.torch_optimizer, wanted_here=self.accelerator.is_main_process)
-            on_main_process(self.accelerator, lambda: save_checkpoint(self.folder, done, tensors, cursors))
-            keep, always = self.run_config.keep_checkpoints, self.steps_to_keep
-            on_main_process(self.accelerator, lambda: delete_other_checkpoints(self.folder, done, keep, always))
+
+            def write() -> None:
+                save_checkpoint(self.folder, done, tensors, cursors)
+                delete_other_checkpoints(self.folder, done, self.run_config.keep_checkpoints, self.steps_to_keep)
+
+            on_main_process(self.accelerator, write)
         self.saved_step = done
 
 
@@ -278,8 +274,7 @@ class TrainingStep:
         self.sums = add_sums(self.sums, measured)
 
     def drop_passes(self) -> None:
-        """Undo the passes of a step that is not finished: the model is as before the step."""
-        self.optimizer.zero_grad()
+        """Undo the passes of a step that is not finished: the model's state is as before the step."""
         for buffer, earlier in zip(self.model.buffers(), self.earlier_buffers, strict=True):
             buffer.copy_(earlier)
 
@@ -337,31 +332,25 @@ def training_batches(task: ImageTask, start: int, cursors: Cursors) -> Iterator[
     """
     layout, steps = task.layout, task.run.steps
     views = task.views(task.train)
-    if not task.data.streaming:
-        images_left = (steps - start) * layout.global_batch_size // layout.world_size  # of this process
-        views = in_memory(views, images_left, task.accelerator.device)
-    task.fixed_view_loader.start()
     if task.data.streaming:
-        return DecodableBatches(iter(streaming_loader(views, layout, start, steps, cursors)))
-    return DecodableBatches(iter(training_loader(views, layout, start, steps)))
+        loader = streaming_loader(views, layout, start, steps, cursors)
+    else:
+        images_left = (steps - start) * layout.global_batch_size // layout.world_size  # of this process
+        loader = training_loader(in_memory(views, images_left, task.accelerator.device), layout, start, steps)
+    task.fixed_view_loader.start()
+    return refuse_undecodable(iter(loader))
 
 
-class DecodableBatches(Iterator[Batch]):
+def refuse_undecodable(batches: Iterator[Batch]) -> Iterator[Batch]:
     """These batches; UserError once most of the latest images cannot be decoded."""
-
-    def __init__(self, batches: Iterator[Batch]):
-        self.batches = batches
-        self.latest: list[str] = []
-        """Of each image, why it cannot be decoded; empty: it can."""
-
-    def __next__(self) -> Batch:
-        batch = next(self.batches)
+    latest: list[str] = []  # of each image, why it cannot be decoded; empty: it can
+    for batch in batches:
         outcomes = batch.unreadable + [""] * len(batch.images)
-        self.latest = (self.latest + outcomes)[-max(RECENT_IMAGES, len(outcomes)) :]
-        recent, bad = len(self.latest), [failure for failure in self.latest if failure]
-        if recent >= MIN_IMAGES and len(bad) > recent / 2:
-            raise UserError(f"{len(bad)} of the last {recent} images cannot be decoded, such as {bad[-1]}")
-        return batch
+        latest = (latest + outcomes)[-max(RECENT_IMAGES, len(outcomes)) :]
+        bad = [failure for failure in latest if failure]
+        if len(latest) >= MIN_IMAGES and len(bad) > len(latest) / 2:
+            raise UserError(f"{len(bad)} of the last {len(latest)} images cannot be decoded, such as {bad[-1]}")
+        yield batch
 
 
 def due(step: int, every: int, last: int) -> bool:

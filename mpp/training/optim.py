@@ -32,8 +32,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     require(trains_alike or not has_running_statistics(model), "optim.average, optim.frozen_steps", chosen, allowed)
     groups = parameter_groups(model, config)
     if config.name == "muon":
-        settings = dict(momentum=config.momentum_or_default(), betas=config.betas, adam_scale=config.adam_scale)
-        optimizer: torch.optim.Optimizer = Muon(groups, dict(lr=config.lr, **settings))
+        defaults = dict(lr=config.lr, betas=config.betas, adam_scale=config.adam_scale)
+        optimizer = Muon(groups, defaults | dict(momentum=config.momentum_or_default()))
     elif config.name == "adam":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     else:

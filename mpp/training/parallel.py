@@ -1,12 +1,12 @@
 """The model on several processes: each holds the whole of it (DDP), or a share of every tensor (FSDP2).
 
-Either trains the same weights to the same checkpoints. Either may be compiled by torch (`run.compile`); whatever torch
+Either trains the same weights to the same checkpoints. Copies may be compiled by torch (`run.compile`); whatever torch
 cannot compile is computed as it is.
 """
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +14,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mpp.config import RunConfig, require
 from mpp.errors import UserError, one_line
 from mpp.models.adaptation import has_low_rank_changes
-from mpp.runtime.hardware import local_processes
 from mpp.runtime.messages import warn
 from mpp.runtime.processes import sharding
 
@@ -74,6 +73,7 @@ class Sharded:
     def __init__(self, model: nn.Module, accelerator: Accelerator, build: BuildOptimizer, run: RunConfig):
         allowed = "null where the launcher shards the model; start it without FSDP: only narrow matrices are trained"
         require(not has_low_rank_changes(model), "model.lora_rank", "set", allowed)
+        require(run.compile is not True, "run.compile", True, "false where the launcher shards the model")
         self.device = accelerator.device
         autocast_only = dict(device_placement=False, evaluation_mode=True)  # fully_shard moves the shards
         self.unsharded = accelerator.prepare_model(without_weights(model), **autocast_only)
@@ -82,29 +82,23 @@ class Sharded:
             for tensor in state_tensors(model):  # as DDP does: the main process's weights are those of all
                 tensor.copy_(broadcast(tensor.detach().to(self.device)))
         self.model = self.wrapped = accelerator.prepare_model(model, **autocast_only)
-        self.syncs_each_pass = run.sync_gradients == "every_pass"
         reduce_dtype = torch.bfloat16 if run.reduction == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        mesh = sharding_mesh(accelerator, run)
+        mesh = init_device_mesh(self.device.type, (accelerator.num_processes,))
         if accelerator.mixed_precision == "bf16":
             self.wrapped = Outer(self.model)
             ignored = bf16_parameters(self.model)
             fully_shard(self.wrapped, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=ignored)
             policy = replace(policy, param_dtype=torch.bfloat16)
-        units = sharding_units(self.model)
-        if run.compile is True:
-            compile_blocks_apart(units)
         reshard = sharding(accelerator).reshard_after_forward
-        for unit in units:
+        for unit in sharding_units(self.model):
             shard_rest(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         shard_rest(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.optimizer = accelerator.prepare(build(self.model))
 
-    @contextmanager
-    def without_sync(self) -> Iterator[None]:
-        self.wrapped.set_requires_gradient_sync(self.syncs_each_pass)
-        yield
-        self.wrapped.set_requires_gradient_sync(True)
+    def without_sync(self) -> AbstractContextManager[None]:
+        """Gradients are sent after each pass: kept, they would be those of the whole model on each process."""
+        return nullcontext()
 
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
@@ -141,34 +135,6 @@ def shard_rest(module: nn.Module, **options: Any) -> None:
     """`fully_shard` with all parameters of a module that are not sharded yet."""
     sharded = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
     fully_shard(module, ignored_params=sharded, **options)
-
-
-def sharding_mesh(accelerator: Accelerator, run: RunConfig) -> DeviceMesh:
-    """The processes, over the last dimension of which a tensor is sharded; over another one it is replicated.
-
-    Raises:
-        UserError: the processes are to share tensors within nodes, which have one, or do not have as many each.
-    """
-    processes = accelerator.num_processes
-    per_node = processes if run.shard_over == "all" else local_processes()
-    allowed = f"all, unless each node has as many processes, above 1 (LOCAL_WORLD_SIZE is {per_node} of {processes})"
-    require(per_node > 1 and processes % per_node == 0, "run.shard_over", run.shard_over, allowed)
-    shape = (processes,) if per_node == processes else (processes // per_node, per_node)
-    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("nodes", "processes")[-len(shape) :])
-
-
-def compile_blocks_apart(blocks: list[nn.Module]) -> None:
-    """Compile each of these blocks, which differ in their rate of drop path: within its hooks of FSDP2.
-
-    They are one function to torch, which compiles it again only so often. From its cache of autograd graphs, torch 2.15
-    takes the graph of a block with another rate, without a word.
-    """
-    from torch._functorch import config as functorch_config
-
-    torch._dynamo.config.recompile_limit += len(blocks)
-    functorch_config.enable_autograd_cache = False
-    for block in blocks:
-        block.forward = or_eager(torch.compile(block.forward), block.forward)
 
 
 def or_eager(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,22 +198,16 @@ def shard_like(whole: Tensor, like: Tensor | None) -> Tensor:
 
 
 def refuse_unlike_weights(model: nn.Module, step: int) -> None:
-    """Raise UserError, on all processes, if copies of the weights differ: those of DDP, or those of several nodes.
+    """Raise UserError, on all processes, if their copies of the weights differ: those that are not sharded.
 
     Each process steps by itself, so a fault of one would train another model there, and only the main one's is saved.
 
     Args:
         step: steps done.
     """
-    share = 0  # which rows this process has
-    digest = []
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            share = parameter.device_mesh.get_coordinate()[-1]
-        bits = local_part(parameter.detach()).float().view(torch.int32)
-        digest.append(bits.sum(dtype=torch.int64))
-    copies = set(gather_object([(share, *torch.stack(digest).tolist())]))
-    if len(copies) > len({share for share, *_ in copies}):
+    copied = [parameter.detach() for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    digest = sum(tensor.float().view(torch.int32).sum(dtype=torch.int64) for tensor in copied)
+    if len(set(gather_object([int(digest)]))) > 1:
         raise UserError(
             f"the weights of the processes differ after step {step}, and nothing of it is saved: one computes "
             "otherwise than the others; the same command continues from the last checkpoint"

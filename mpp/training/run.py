@@ -94,11 +94,9 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     """The config as it is carried out and saved: settings left to the machine and to the run's length have a value."""
     branch_from, begun_in = origin_of(config)
     saved = saved_settings(begun_in)
-    begun = saved if newest_step(begun_in) else Saved()
+    begun = saved if newest_step(begun_in) else Saved(dict)
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    compiled = config.run.compile
-    if compiled == "auto":  # no GPU has measured what it gains
-        compiled = begun["run"].get("compile", False)
+    compiled = config.run.compile is True  # auto: no, since no GPU has measured what it gains
     kept = saved_settings(Path(config.run.dir))["run"].get("keep_at") or ()  # by earlier commands: for good
     keep_at = sorted(step for step in {*kept, *(config.run.keep_at or ())} if step <= config.run.steps)
     changed = dict(precision=precision, compile=compiled, branch_from=branch_from, keep_at=tuple(keep_at) or None)

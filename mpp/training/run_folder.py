@@ -25,6 +25,7 @@ comparison of all settings but these.
 
 import json
 import shutil
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from typing import Any
 import timm
 
 from mpp.config import OptimConfig, RunConfig, TrainingConfig, flatten, rebuild, require, settings_of, show
-from mpp.config.imports import COPIES, OPTION, changed_imports, imported, require_imports
+from mpp.config.imports import COPIES, OPTION, changed_imports, imported
 from mpp.config.parsing import parse_saved, read_yaml, to_yaml
 from mpp.corruption import PATTERNS
 from mpp.data.data_path import is_local
@@ -46,7 +47,7 @@ from mpp.objectives import OBJECTIVES
 from mpp.runtime.files import complete, delete, hold, write_complete
 from mpp.runtime.signals import MARKER
 from mpp.runtime.weights import ENCODER
-from mpp.training.checkpoint import checkpoint_path, damaged_files, kept_steps, newest_step
+from mpp.training.checkpoint import checkpoint_path, kept_steps, newest_step
 from mpp.training.log import METRICS_FILE, UNREADABLE_FILE, drop_after
 from mpp.training.optim import learning_rate
 
@@ -77,25 +78,22 @@ Changes = dict[str, tuple[Any, Any]]
 # --- what is saved ---
 
 
-class Saved(dict[str, Any]):
-    """Saved settings or records by group: one that was not saved is empty."""
-
-    def __missing__(self, group: str) -> dict[str, Any]:
-        return {}
+Saved = defaultdict[str, dict[str, Any]]
+"""Saved settings or records by group: one that was not saved is empty."""
 
 
 def saved_settings(folder: Path) -> Saved:
     """The settings of a run folder's config.yaml, whatever command wrote it; empty if there is none."""
     with suppress(OSError, UserError):  # missing or damaged
-        return Saved(read_yaml(folder / CONFIG_FILE))
-    return Saved()
+        return Saved(dict, read_yaml(folder / CONFIG_FILE))
+    return Saved(dict)
 
 
 def read_record(folder: Path) -> Saved:
     """The record of a run's images; empty if it has none."""
     with suppress(OSError, ValueError):
-        return Saved(json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
-    return Saved()
+        return Saved(dict, json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
+    return Saved(dict)
 
 
 def recorded_commit(folder: Path, part: str = "train") -> str | None:
@@ -209,7 +207,6 @@ def describe_changes(changes: Changes, saved_in: str) -> str:
 
 def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> None:
     """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`."""
-    require_imports(folder)
     before = parse_saved(type(config), folder / CONFIG_FILE)
     different = changes(make_paths_absolute(before), make_paths_absolute(config))
     for name in changed_imports(folder, imports_used(config)) if done else ():
@@ -318,10 +315,12 @@ def origin_of(config: TrainingConfig) -> tuple[str | None, Path]:
 def begin_branch(config: TrainingConfig, folder: Path) -> None:
     """Copy a branch's first checkpoint, and the files that belong to it, from the trunk; afterwards it is resumed.
 
-    A branch with a checkpoint is left as it is. The checkpoint comes last, so an interrupted copy is made again.
+    A branch with a checkpoint is left as it is. The checkpoint comes last, so an interrupted copy is made again; it is
+    verified when it is resumed. The copies may be written.
 
     Raises:
-        UserError: there is no such checkpoint, or it is damaged; or the trunk has other settings, or had another rate.
+        UserError: there is no such checkpoint; or the trunk has other settings, or had another rate.
+        OSError: it cannot be copied.
     """
     origin = config.run.branch_from
     trunk, step = branch_point(origin)
@@ -329,38 +328,22 @@ def begin_branch(config: TrainingConfig, folder: Path) -> None:
         saved = saved_settings(folder)["run"].get("branch_from")
         require(saved == origin, "run.branch_from", origin, f"{saved or 'left out'}, as when the run in {folder} began")
         return
-    refuse_other_trunk(config, trunk, step)
-    with hold(folder, "run.dir"):
-        write_config(config, folder)
-        try:
-            copy_beginning(trunk, folder, step)
-        except OSError as error:
-            raise UserError(f"{origin} cannot be copied ({error}); the same command copies it again") from error
-
-
-def refuse_other_trunk(config: TrainingConfig, trunk: Path, step: int) -> None:
-    """Raise UserError if a run cannot continue from this checkpoint."""
     kept = kept_steps(trunk)
     listed = ", ".join(map(str, kept)) or "there are none"
     allowed = f"FOLDER@STEP with a kept step of a run: {listed} (run.keep_at keeps some)"
-    require(step in kept, "run.branch_from", f"{trunk}@{step}", allowed)
+    require(step in kept, "run.branch_from", origin, allowed)
     refuse_other_settings(config, trunk, step)
-
-
-def copy_beginning(trunk: Path, folder: Path, step: int) -> None:
-    """Copy a checkpoint, verified, and before it the files that belong to it. The copies may be written."""
-    for name in COPIED_FILES:
-        if (trunk / name).is_file():
-            with complete(folder / name) as partial:
-                shutil.copyfile(trunk / name, partial)
-    drop_after(folder, step)
-    with complete(checkpoint_path(folder, step)) as partial:
-        partial.mkdir(parents=True)
-        for file in checkpoint_path(trunk, step).iterdir():
-            shutil.copyfile(file, partial / file.name)
-        damaged = damaged_files(partial)
-        if damaged:
-            raise OSError(f"{', '.join(damaged)} is damaged")
+    with hold(folder, "run.dir"):
+        write_config(config, folder)
+        for name in COPIED_FILES:
+            if (trunk / name).is_file():
+                with complete(folder / name) as partial:
+                    shutil.copyfile(trunk / name, partial)
+        drop_after(folder, step)
+        with complete(checkpoint_path(folder, step)) as partial:
+            partial.mkdir(parents=True)
+            for file in checkpoint_path(trunk, step).iterdir():
+                shutil.copyfile(file, partial / file.name)
 
 
 def steps_to_keep(optim: OptimConfig, run: RunConfig) -> set[int]:

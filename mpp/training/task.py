@@ -26,7 +26,7 @@ from mpp.runtime.processes import on_main_process
 from mpp.training.card import model_card
 from mpp.training.history import last_logged_step
 from mpp.training.log import Tracker, read_history
-from mpp.training.run_folder import recorded_commit, saved_settings
+from mpp.training.run_folder import recorded_commit
 
 MAX_EVALUATION_WORKERS = 4  # they stay alive next to those that load training images
 
@@ -105,8 +105,7 @@ class ImageTask:
         """The images of `probe.path`, of a hub dataset those of one commit for all processes, also when resumed."""
         source = general_source(config, self.data)
         folder = Path(self.run.dir)
-        has_same_path = saved_settings(folder)["probe"].get("path") == config.path
-        begun_with = recorded_commit(folder, REFERENCE) if has_same_path else None
+        begun_with = recorded_commit(folder, REFERENCE)
         commit = on_main_process(self.accelerator, lambda: resolve_commit(source, begun_with))
         with self.accelerator.main_process_first():
             return load_general_images(general_source(config, self.data, commit))

@@ -4,7 +4,6 @@ After each evaluation a run prints it, with each warning that is new; verdict.js
 """
 
 import json
-import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from mpp.training.history import (
     lines_with,
     probe_lines,
     series,
-    values_by_depth,
 )
 from mpp.training.log import Tracker, read_history
 from mpp.training.run_folder import branch_point
@@ -159,8 +157,6 @@ def describe_prediction(history: History) -> str:
         accuracy, copying = f"{last['heldout/accuracy']:.1%}", f"{copy_baseline(last):.1%}"
         since = copy_baseline_beaten_since(history)
         beaten = "not beaten" if since is None else f"beaten since step {since}"
-        if accuracy == copying:
-            beaten = "matched"
         return f"masked-patch accuracy {accuracy} (copy baseline {copying}, {beaten})"
     score = next(name for name in SCORES if name in last)
     return SCORES[score].format(last[score]) + in_brackets({BASELINES[name]: last.get(name) for name in BASELINES})
@@ -201,17 +197,17 @@ def describe_probe(history: History, group: str, start: str) -> str:
 
 
 def has_best_features(history: History) -> bool:
-    """Whether the last evaluation has the best features so far, by the probe.
+    """Whether the last evaluation, of one or more, has the best features so far, by the probe.
 
     Without a probe: by the held-out accuracy, or the loss where there is none.
     """
     lines = evaluations(history)
-    group, _ = probe_lines(lines)
-    scores = [-math.inf]
-    for line in lines:
-        values = values_by_depth(line, group).values() if group else [line.get("heldout/accuracy", -line[EVALUATED])]
-        scores.append(max(values, default=-math.inf))
-    return scores[-1] > max(scores[:-1], default=-math.inf)
+    group, probed = probe_lines(lines)
+    if group:
+        best = max(probed, key=lambda line: best_depth(line, group)[1])  # the first of equal ones
+    else:
+        best = max(lines, key=lambda line: line.get("heldout/accuracy", -line[EVALUATED]))
+    return best is lines[-1]
 
 
 # --- its progress ---
