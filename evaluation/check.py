@@ -84,7 +84,7 @@ def check(config: Config) -> Path:
     config = resolve_config(config, accelerator)
     refuse_other_run(config, folder)
     if config.run.branch_from is not None and not newest_step(folder):
-        refuse_other_trunk(config, *branch_point(config.run.branch_from))
+        refuse_other_trunk(config)
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
     with deaths_explained():
         if "auto" in (config.model.mean, config.model.std):

@@ -312,12 +312,12 @@ def test_a_cell_is_predicted_from_its_own_window_and_whole_windows_become_masks(
     positions = torch.tensor([[0, 1, 5]])  # two beside each other, and one below the second
     zeros = torch.zeros_like(positions)
     none = torch.empty(1, 0, dtype=torch.int64)
-    hidden = masking.masked_tokens(Corruption(positions, zeros, positions, zeros, none)).view(7, 7)
+    hidden = masking.masked_tokens(Corruption(positions, zeros, positions, none)).view(7, 7)
     assert hidden.nonzero().tolist() == [[0, 0], [0, 1], [0, 2], [1, 2], [2, 2]]
     kept = torch.full_like(positions, int(Kind.KEEP))
-    assert not masking.masked_tokens(Corruption(positions, kept, positions, zeros, none)).any()
+    assert not masking.masked_tokens(Corruption(positions, kept, positions, none)).any()
     others = positions[:, 1:]
-    one_hidden = Corruption(others, zeros[:, 1:], others, zeros[:, 1:], positions[:, :1])
+    one_hidden = Corruption(others, zeros[:, 1:], others, positions[:, :1])
     assert torch.equal(masking.masked_tokens(one_hidden).view(7, 7), hidden)
 
 
@@ -339,7 +339,7 @@ def test_a_random_cell_has_the_pixels_of_its_source():
     one = torch.tensor([[6]])
     kinds = torch.full_like(one, int(Kind.RANDOM))
     sources = torch.tensor([[9]])
-    corruption = Corruption(one, kinds, sources, torch.zeros_like(one), one[:, :0])
+    corruption = Corruption(one, kinds, sources, one[:, :0])
     seen = masking.corrupt(images, corruption)
     expected = images.clone()
     expected[..., 8:16, 16:24] = images[..., 16:24, 8:16]

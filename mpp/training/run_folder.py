@@ -328,11 +328,7 @@ def begin_branch(config: TrainingConfig, folder: Path) -> None:
         saved = saved_settings(folder)["run"].get("branch_from")
         require(saved == origin, "run.branch_from", origin, f"{saved or 'left out'}, as when the run in {folder} began")
         return
-    kept = kept_steps(trunk)
-    listed = ", ".join(map(str, kept)) or "there are none"
-    allowed = f"FOLDER@STEP with a kept step of a run: {listed} (run.keep_at keeps some)"
-    require(step in kept, "run.branch_from", origin, allowed)
-    refuse_other_settings(config, trunk, step)
+    refuse_other_trunk(config)
     with hold(folder, "run.dir"):
         write_config(config, folder)
         for name in COPIED_FILES:
@@ -344,6 +340,16 @@ def begin_branch(config: TrainingConfig, folder: Path) -> None:
             partial.mkdir(parents=True)
             for file in checkpoint_path(trunk, step).iterdir():
                 shutil.copyfile(file, partial / file.name)
+
+
+def refuse_other_trunk(config: TrainingConfig) -> None:
+    """Raise UserError where a run cannot begin as the branch that its config asks for."""
+    trunk, step = branch_point(config.run.branch_from)
+    kept = kept_steps(trunk)
+    listed = ", ".join(map(str, kept)) or "there are none"
+    allowed = f"FOLDER@STEP with a kept step of a run: {listed} (run.keep_at keeps some)"
+    require(step in kept, "run.branch_from", config.run.branch_from, allowed)
+    refuse_other_settings(config, trunk, step)
 
 
 def steps_to_keep(optim: OptimConfig, run: RunConfig) -> set[int]:
