@@ -94,7 +94,7 @@ def check(config: Config) -> Path:
         surveyed = None
         if not isinstance(task.train, Shards):
             surveyed = survey(task.train, task.held_out, config.data, SURVEY_SECONDS)
-        feed = Feed(training_batches(task, 0, {}))
+        feed = Feed(training_batches(task, 0, {}), is_for_gpu=accelerator.device.type == "cuda")
         step_cost, batches = time_steps(task, config, feed)
     print(f"model: {task.describe_model()}")
     print(f"images: {describe_source(config.data)}: {task.describe_images()}")

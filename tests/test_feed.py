@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import TINY, read_metrics
 
 from evaluation import supervised
@@ -127,6 +128,33 @@ def idle_share(passes: int, log_every: int, ahead: int, steps: int = 200) -> flo
         if (step + 1) % log_every == 0:
             clock.wait_for_device()
     return clock.idle / clock.device
+
+
+class SimulatedEvent:
+    """An event of a device that is done with its queue at these milliseconds."""
+
+    times: Iterator[float]
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = next(self.times)
+
+    def elapsed_time(self, later: "SimulatedEvent") -> float:
+        return later.at - self.at
+
+
+def test_a_gpu_waits_only_while_it_has_nothing_to_compute(monkeypatch):
+    """Its own clock says so: the host, which runs ahead of it, waits here for longer each time."""
+    SimulatedEvent.times = iter([0.0, 500.0, 700.0, 700.0, 900.0, 930.0])
+    monkeypatch.setattr(torch.cuda, "Event", SimulatedEvent)
+    batches = (SimpleNamespace(images=[0], unreadable=[]) for _ in range(3))
+    feed = Feed(batches, is_for_gpu=True)
+    for _ in range(3):
+        feed.take()
+    assert feed.reset_wait() == pytest.approx(0.53)
+    assert feed.reset_wait() == 0
 
 
 @pytest.mark.parametrize(("passes", "ahead"), [(32, 24), (32, 4), (4, 4)])

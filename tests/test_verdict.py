@@ -167,10 +167,7 @@ WELL = {
     "targets collapse": [(history(evaluation(400), target_share=0.011), CONFIG)],
     "overfitting": [(run_with_losses(2.5, 2.0, 2.03, 2.03), CONFIG)],
     "gradients almost always clipped": [(history(evaluation(400), **{"optim/grad_norm": 4.9}), CONFIG)],
-    "data-loading bottleneck": [
-        (history(evaluation(400), **{"speed/data_wait": 0.3}), CONFIG),
-        (history(evaluation(400), **{"speed/data_wait": 0.6, "speed/gpu_idle": 0.1}), CONFIG),  # while the GPU computes
-    ],
+    "data-loading bottleneck": [(history(evaluation(400), **{"speed/data_wait": 0.3}), CONFIG)],
     "trained weights at risk": [
         ([], BEGUN),
         ([], config_of(lr=6e-5, **GENTLE)),  # 5 x 5e-5 x 64 / 256 is 6.25e-5

@@ -1,7 +1,8 @@
 """The training batches of a task: loaded, taken one forward pass's at a time, copied to the device."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -38,13 +39,17 @@ class Feed:
 
     Args:
         batches: without end.
+        is_for_gpu: whether a GPU computes with them.
     """
 
-    def __init__(self, batches: Iterable[Batch]):
+    def __init__(self, batches: Iterable[Batch], is_for_gpu: bool = False):
         self.batches = iter(batches)
+        self.is_for_gpu = is_for_gpu
         self.recently_undecoded: list[bool] = []
         """Whether each of the latest images could not be decoded."""
         self.waited = 0.0
+        self.gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Events of a GPU before and after each wait."""
 
     def take(self) -> Batch:
         """The next batch.
@@ -53,9 +58,8 @@ class Feed:
             ReadFailed: images cannot be read.
             UserError: most of the latest images cannot be decoded.
         """
-        begin = time.perf_counter()
-        batch = next(self.batches)
-        self.waited += time.perf_counter() - begin
+        with self.waiting():
+            batch = next(self.batches)
         self.count_undecoded(batch)
         return batch
 
@@ -66,9 +70,25 @@ class Feed:
         except UserError as error:
             return None, error
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While open, a batch is waited for: by the host, and by a GPU as far as it has done all that is queued."""
+        if self.is_for_gpu:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            yield
+            after.record()
+            self.gaps.append((before, after))
+        else:
+            begin = time.perf_counter()
+            yield
+            self.waited += time.perf_counter() - begin
+
     def reset_wait(self) -> float:
-        """Seconds waited for batches since the last call."""
-        waited, self.waited = self.waited, 0.0
+        """Seconds that the device waited for batches since the last call; a GPU has to be done with them."""
+        waited = self.waited + sum(before.elapsed_time(after) for before, after in self.gaps) / 1000
+        self.waited = 0.0
+        self.gaps.clear()
         return waited
 
     def count_undecoded(self, batch: Batch) -> None:

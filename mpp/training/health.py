@@ -153,12 +153,8 @@ def gradients_almost_always_clipped(history: History, config: TrainingConfig) ->
 
 
 def data_loading_bottleneck(history: History, config: TrainingConfig) -> str | None:
-    """Training waits for images a third of its time or more: without, it would be half as fast again.
-
-    On a GPU its own idle time counts: the host is ahead of it, and may wait while it computes.
-    """
-    waits = series(history, "speed/gpu_idle") or series(history, "speed/data_wait")
-    recent = [wait for _, wait in waits][-RECENT_LINES:]
+    """Training waits for images a third of its time or more: without, it would be half as fast again."""
+    recent = [wait for _, wait in series(history, "speed/data_wait")][-RECENT_LINES:]
     if len(recent) < RECENT_LINES or median(recent) < MAX_DATA_WAIT:
         return None
     return (

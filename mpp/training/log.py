@@ -152,11 +152,6 @@ class Speed:
         yield
         self.paused_seconds += time.perf_counter() - begin
 
-    def wait_for_device(self) -> None:
-        """Wait until a GPU has done the work that is queued."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def read(self, waited: float) -> dict[str, float]:
         """Scalars since the last line: images/s over all processes, waiting for data, TFLOP/s, hours, device-hours, GB.
 

@@ -72,7 +72,8 @@ class Loop:
             note(f"run.keep_at: the run is past the steps {past}, whose checkpoints cannot be kept")
         self.saved_step = self.start  # of the newest checkpoint
         self.steps_to_keep = steps_to_keep(config.optim, config.run)
-        self.feed = Feed(training_batches(task, self.start, self.cursors))  # forks: before any threads
+        batches = training_batches(task, self.start, self.cursors)  # forks: before any threads
+        self.feed = Feed(batches, is_for_gpu=self.accelerator.device.type == "cuda")
         self.tracker = Tracker(self.accelerator, folder, config, self.start)
         self.watch = Watch(task, self.tracker, config)
         self.speed = Speed(flops, task.layout.global_batch_size, self.accelerator, read_history(folder))
