@@ -1,6 +1,7 @@
 """Batches taken when their forward pass begins: order, steps that are dropped, and a simulated device's idle time."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -116,7 +117,7 @@ def idle_share(passes: int, log_every: int, ahead: int, steps: int = 200) -> flo
     loop = SimpleNamespace(
         preemption=SimpleNamespace(wait_for=lambda get: get(), agreed=lambda failed=False: failed),
         tracker=SimpleNamespace(warn_unreadable=lambda _: None),
-        speed=SimpleNamespace(waited=0.0),
+        speed=SimpleNamespace(waiting=nullcontext),
         batches=clock.batches(),
     )
     loop.load_batch = partial(Loop.load_batch, loop)

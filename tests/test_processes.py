@@ -4,11 +4,13 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,16 +265,20 @@ def sum_up(rank: int, port: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_sums_are_reduced_and_never_pickled(tmp_path):
-    """Products of features are megabytes."""
-    port = free_port()
-    processes = [context.Process(target=sum_up, args=(rank, port)) for rank in range(3)]
+def three_together(target: Callable[[int, Any], None], meeting: Any) -> None:
+    """Three processes, each with its rank and the place where they meet; all end well."""
+    processes = [context.Process(target=target, args=(rank, meeting)) for rank in range(3)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(HANGS)
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+def test_sums_are_reduced_and_never_pickled():
+    """Products of features are megabytes."""
+    three_together(sum_up, free_port())
 
 
 SHARES = (11, 12, 2)  # rows of all
@@ -295,13 +301,7 @@ def share_out(rank: int, store: str) -> None:
 
 
 def test_what_is_shared_out_comes_back_in_order(tmp_path):
-    processes = [context.Process(target=share_out, args=(rank, str(tmp_path / "store"))) for rank in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(HANGS)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    three_together(share_out, str(tmp_path / "store"))
 
 
 def join_alone(port: int, said: Path) -> None:

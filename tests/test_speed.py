@@ -1,11 +1,13 @@
 """Speed between two lines of metrics: with and without evaluations, across restarts."""
 
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mpp.training import log
 from mpp.training.log import Speed
 
 
@@ -26,16 +28,47 @@ def clock(monkeypatch):
     return fake
 
 
+class SimulatedEvent:
+    """An event of a device that is done with its queue at these milliseconds."""
+
+    times: Iterator[float]
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = next(self.times)
+
+    def elapsed_time(self, later: "SimulatedEvent") -> float:
+        return later.at - self.at
+
+
+def test_a_gpu_waits_only_while_it_has_nothing_to_compute(clock, monkeypatch):
+    """Its own clock says so: the host, which runs ahead of it, waits here for longer each time."""
+    SimulatedEvent.times = iter([0.0, 500.0, 700.0, 700.0, 900.0, 930.0])
+    monkeypatch.setattr(torch.cuda, "Event", SimulatedEvent)
+    one = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    measured = Speed(flops=1, images_per_step=8, accelerator=one, history=[])
+    monkeypatch.setattr(log, "memory_bytes", lambda device: 0)
+    for _ in range(3):
+        with measured.waiting():
+            clock.pass_(1)
+    assert measured.read(done=1)["speed/data_wait"] == pytest.approx(0.53 / 3)
+    clock.pass_(1)
+    assert measured.read(done=2)["speed/data_wait"] == 0
+
+
 def test_evaluations_are_in_the_hours_and_not_in_the_speed(clock):
     three = SimpleNamespace(device=torch.device("cpu"), num_processes=3)
     before = [{"step": 5, "speed/hours": 1.0, "speed/device_hours": 8.0}]
     measured = Speed(flops=10**12, images_per_step=64, accelerator=three, history=before)
     for _ in range(10):
-        clock.pass_(2)
+        with measured.waiting():
+            clock.pass_(0.5)
+        clock.pass_(1.5)
         measured.steps += 1
     with measured.paused():
         clock.pass_(60)
-    measured.waited = 5.0
     scalars = measured.read(done=15)
     assert scalars["speed/images_per_second"] == 32
     assert scalars["speed/images_per_second_overall"] == 8

@@ -144,7 +144,23 @@ class Speed:
         self.paused_seconds = 0.0
         """Since the last line, for evaluations and checkpoints."""
         self.waited = 0.0
-        """Seconds since the last line, in which this process waited for its images."""
+        """Seconds since the last line, in which this process waited for its images; on a GPU `gaps` say it."""
+        self.gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Events of a GPU before and after each wait."""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While open, images are waited for: by the host, and by a GPU as far as it has done all that is queued."""
+        if self.device.type == "cuda":
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            yield
+            after.record()
+            self.gaps.append((before, after))
+        else:
+            begin = time.perf_counter()
+            yield
+            self.waited += time.perf_counter() - begin
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -158,12 +174,13 @@ class Speed:
     def read(self, done: int) -> dict[str, float]:
         """Scalars since the last line (images/s over all processes, waiting for data, TFLOP/s) and of the whole run.
 
-        All processes have to ask for them together.
+        All processes have to ask for them together, and a GPU has to be done with the steps.
 
         Args:
             done: steps of the run.
         """
-        waited = maximum_of_all(self.waited)  # the others wait for the one that waits for its images
+        waited = self.waited + sum(before.elapsed_time(after) for before, after in self.gaps) / 1000
+        waited = maximum_of_all(waited)  # the others wait for the one that waits for its images
         now = time.perf_counter()
         wall_seconds = now - self.line_begin
         seconds = wall_seconds - self.paused_seconds
@@ -181,6 +198,7 @@ class Speed:
         }
         self.line_begin = now
         self.paused_seconds = self.waited = 0.0
+        self.gaps.clear()
         self.steps = 0
         return scalars
 

@@ -6,7 +6,6 @@ optimiser's state and, for a stream, how far it is read.
 """
 
 import math
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -118,9 +117,8 @@ class Loop:
         Processes wait for each other in a pass, so all agree before it. If one of them lacks its batch, or a signal
         came, the passes so far are dropped on all, and the run ends as before the step.
         """
-        begin = time.perf_counter()
-        batch = self.preemption.wait_for(self.load_batch)
-        self.speed.waited += time.perf_counter() - begin
+        with self.speed.waiting():
+            batch = self.preemption.wait_for(self.load_batch)
         failure = batch if isinstance(batch, UserError) else None
         if self.preemption.agreed(failure is not None):
             self.training_step.drop_passes()
