@@ -77,6 +77,24 @@ def test_what_is_restored_goes_on_with_the_same_bits(tmp_path):
     assert_same_weights(model, other)
 
 
+def test_weights_that_two_layers_share_are_saved_and_restored(tmp_path):
+    """A network of one's own may have them; safetensors writes no memory twice."""
+
+    def tied(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = tied(0)
+    train(model, optimizer)
+    save_checkpoint(tmp_path, 3, snapshot(model, optimizer))
+    other, its_optimizer = tied(1)
+    load_checkpoint(newest_whole(tmp_path), other, its_optimizer)
+    assert other[0].weight is other[1].weight
+    assert_same_weights(model, other)
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "denied")])
 def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch, error):
     """Else the run would begin anew, and delete it."""

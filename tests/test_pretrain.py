@@ -358,6 +358,11 @@ def test_names_that_are_not_utf_8_are_listed_once(pretrain, image_folder, monkey
     assert lines == ["caf\\udce9.png: no image file of a known sort"]
 
 
+def test_a_run_folder_needs_a_name_in_utf_8(pretrain, tmp_path):
+    with pytest.raises(UserError, match=r"run.dir is .*caf\\udce9'; it must be a name in UTF-8"):
+        pretrain(f"--run.dir={tmp_path}/caf\udce9")
+
+
 def test_most_images_unreadable_is_an_error(pretrain, image_folder):
     for number in range(40):
         (image_folder / "cat" / f"broken{number}.png").write_bytes(b"nothing")

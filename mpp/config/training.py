@@ -58,6 +58,7 @@ class RunConfig(Settings):
     all."""
 
     def check(self):
+        require(self.dir.isprintable(), "run.dir", ascii(self.dir), "a name in UTF-8, which TensorBoard's files need")
         for step in self.keep_at or ():
             require(step <= self.steps, "run.keep_at", step, f"at most run.steps ({self.steps})")
 

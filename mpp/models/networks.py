@@ -2,8 +2,9 @@
 
 A network is a module with an `encoder`, which is exported, a `normalize` for its input, and two texts for the model
 card: its `method`, and the parts `on_top` of the encoder. It turns images (B, C, H, W) and their corruption into
-predictions (B, K, outputs). To add one, write such a module and name it in NETWORKS. `StudentWithTeacher` joins a
-network and a teacher, and returns targets with the predictions.
+predictions (B, K, outputs). To add one, write such a module and name it in NETWORKS, which says how it is made; its
+`forward` runs on torch's meta device, too, where operations are counted. `StudentWithTeacher` joins a network and a
+teacher, and returns targets with the predictions.
 """
 
 from collections.abc import Sequence
@@ -264,7 +265,7 @@ def decoder_numbers(config: NetworkConfig, encoder: nn.Module) -> tuple[int, int
 
 
 NETWORKS = Registry("network.name", {"predictor": MaskedPatchPredictor, "autoencoder": MaskedAutoencoder})
-"""Networks by name: encoder, outputs, mean, std and `config`, the settings of the network -> module."""
+"""Networks by name: called with encoder, outputs, mean, std and, by keyword, `config`, its settings."""
 
 
 def build_model(config: Config) -> tuple[nn.Module, Objective]:

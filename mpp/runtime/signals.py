@@ -1,9 +1,9 @@
-"""Stopping a run from outside: a signal, the step finished on all processes, a checkpoint, a marker, an exit code.
+"""Stopping a run from outside: a signal, all processes at the same forward pass, a checkpoint, a marker, an exit code.
 
-accelerate and torch leave this to the training loop. A signal's handler sets a flag, and the processes agree by step
+accelerate and torch leave this to the training loop. A signal's handler sets a flag, and the processes agree by pass
 (tests/test_faults.py breaks a run without each part):
 
-- The agreement in each step, before processes wait for each other. Signals do not reach all processes in the same step,
+- The agreement before each pass, in which processes wait for each other. Signals do not reach all in the same step,
   and images can be missing on only one. A process that stops by itself leaves the others waiting for its gradients.
   They agree over gloo, on the host: no step waits for a GPU.
 - Before the first step there is nothing to finish: the handler ends the run where it stands. It ends a wait for images,
@@ -45,7 +45,7 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """While open, SIGTERM, SIGINT and SIGHUP stop the run: at once, or after the step, once it `finishes_steps`.
+    """While open, SIGTERM, SIGINT and SIGHUP stop the run: at once, or before the next pass, once it `finishes_steps`.
 
     A second signal ends the process at once, unless it is SIGHUP: as soon as Python's own code runs.
 

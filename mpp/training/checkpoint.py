@@ -73,7 +73,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, wanted_here: bo
         for name, tensor in source.items():  # one after the other: no GPU holds more than one that was sharded
             whole = whole_tensor(tensor)
             if wanted_here:
-                tensors[file][name] = whole.cpu().contiguous()
+                tensors[file][name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return tensors
 
 

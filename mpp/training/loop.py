@@ -81,8 +81,7 @@ class Loop:
         Raises:
             Diverged: a loss or gradient that is not finite; nothing of it is saved.
             ReadFailed: images cannot be read; the checkpoint is written.
-            UserError: most images cannot be decoded, and a checkpoint is written; or one cannot be written, or the task
-                refuses to continue.
+            UserError: most images cannot be decoded, and a checkpoint is written; or one cannot be written.
             Preempted: a signal asked for a stop; the checkpoint is written.
         """
         run = self.run_config
@@ -145,7 +144,7 @@ class Loop:
     # --- metrics and evaluation ---
 
     def log_step(self, done: int, values: Values, sums: Sums) -> None:
-        """Log the scalars of the step that was done last; end the run if the task refuses to continue after them."""
+        """Log the scalars of the step that was done last."""
         self.training_step.verify()
         scalars = {name: float(value) for name, value in values.items()}
         scalars |= self.task.describe(sum_over_processes(sums))

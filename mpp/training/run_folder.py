@@ -4,7 +4,7 @@ config.yaml                        the resolved config
 imports/                           copies of the user's code (--import), where the run uses any; never executed
 data.json                          the images, and the first weights, that it began with (mpp/data/identity.py)
 metrics.jsonl, events.out.*        scalars; pictures
-start.safetensors                  weights and neighbours at the start of a run from weights (mpp/features/drift.py)
+start.safetensors                  the weights that a run from weights began with (mpp/features/drift.py)
 heldout_patches.npz                masked patches of each held-out image (mpp/features/metrics.py)
 checkpoints/step_XXXXXXXX/         model.safetensors, optimizer.safetensors, cursors.json, state.json
 encoder/, encoder_best/            timm's layout: when the run is finished; with the best features (run.keep_best)
