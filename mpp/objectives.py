@@ -2,7 +2,7 @@
 
 An objective defines the targets of clean images, the number of predicted values for a patch, the loss of a prediction,
 and its accuracy. (Targets that are features come from a teacher, mpp/models/teachers.py.) All arithmetic is on integers
-or in float32 or more: it runs outside autocast. To add an objective, write a subclass of Objective and name it in OBJECTIVES.
+or in float32 or more, outside autocast. To add an objective, write a subclass of Objective and name it in OBJECTIVES.
 
 Images (B, C, H, W) have values from 0 to 255, uint8 or float32. B images, K patches, P side of a patch, C channels.
 S softmaxes give a colour: one, or one for each channel. A channel has L = 2**bits levels.
