@@ -24,7 +24,8 @@ def pictures(notebook) -> int:
 def test_the_notebook_has_its_pictures_and_no_path_of_a_machine():
     text = TOUR.read_text()
     assert pictures(nbformat.reads(text, as_version=4)) == 4 and len(text) < 1_000_000
-    assert not re.search("/(home|root|tmp)/", text)
+    words = re.sub('"image/jpeg": "[^"]*"', "", text)  # whose letters may be any
+    assert not re.search("/(home|root|tmp)/", words)
 
 
 @pytest.mark.faults
