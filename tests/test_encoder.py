@@ -360,7 +360,7 @@ def test_an_encoder_is_whole_or_absent_while_another_takes_its_place(exported, t
         ({"width": 18, "heads": 2, "position": "sincos_2d"}, ["model.position is sincos_2d", "(18)"]),
         ({"depth": 3, "init_from": "EXPORTED"}, ["model.init_from", "blocks.2"]),
         ({"width": 64, "depth": 2, "init_from": "EXPORTED"}, ["model.init_from", "64"]),
-        ({"init_from": "/nowhere"}, ["/nowhere", "no encoder"]),
+        ({"init_from": "/nowhere"}, ["model.init_from", "/nowhere"]),
         ({"init_from": "/nowhere/model.safetensors"}, ["model.init_from", "/nowhere/model.safetensors"]),
     ],
 )

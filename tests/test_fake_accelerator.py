@@ -27,7 +27,8 @@ SMALL = (*(word for word in TINY if not word.startswith(("--run.steps", "--run.l
 BETWEEN = ("update", "between")  # two logged steps
 LOGGED = {  # where the host waits when a step is logged
     "index by a mask in metrics.measure_predictions",  # the accuracy on corrupted patches, by what became of them
-    "bincount in palette.count",
+    "bincount in objectives.<listcomp>",
+    "bincount in objectives.count",  # in Python 3.12 and later
 }
 
 
@@ -83,7 +84,7 @@ def on_device(module: str, folder, *arguments: str, then: tuple[str, ...] = ()) 
 @pytest.mark.parametrize("options", PRETRAIN.values(), ids=PRETRAIN)
 def test_pretraining_waits_where_it_logs_and_nowhere_else(tmp_path, options, tally):
     waits = on_device("pretrain", tmp_path, *SMALL, f"--run.dir={tmp_path / 'run'}", *options)
-    assert waits["logged update"] <= LOGGED, waits
+    assert waits.get("logged update", set()) <= LOGGED, waits
     tally("fake accelerator: kinds of pre-training", 1)
 
 

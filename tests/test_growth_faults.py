@@ -133,7 +133,7 @@ def test_a_full_disk_while_a_branch_copies(tmp_path, tally, processes):
     words = (*COOLED, *options, f"--run.branch_from={tmp_path / 'trunk'}@2")
     run = Command("pretrain", *words, f"--run.dir={tmp_path / 'branch'}", processes=processes, prepare=little_disk)
     assert run.wait() == [2] * processes
-    assert "File too large" in run.said and "the same command copies it again" in run.said
+    assert "File too large" in run.said
     assert "Traceback" not in run.said
     assert kept_steps(tmp_path / "branch") == [] and not list((tmp_path / "branch" / "checkpoints").iterdir())
     assert content_of(tmp_path / "trunk") == before

@@ -242,13 +242,13 @@ def hurry_and_die() -> None:
     hurry()
     from mpp.training import loop
 
-    save = loop.save
+    save_checkpoint = loop.save_checkpoint
 
     def save_and_die(*args, **kwargs):
-        save(*args, **kwargs)
+        save_checkpoint(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    loop.save = save_and_die
+    loop.save_checkpoint = save_and_die
 
 
 @pytest.mark.faults

@@ -31,6 +31,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.nn.utils.stateless import _reparametrize_module
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
@@ -137,18 +138,18 @@ def traced(config: Config) -> tuple[torch.fx.GraphModule, list[torch.Tensor], li
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
 
     def step(parameters, buffers, images, *corruption):
-        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
-            parameters = [each.detach().requires_grad_() for each in parameters]
-            state = dict(zip(names + fixed, [*parameters, *buffers], strict=True))
-            outputs = torch.func.functional_call(model, state, (images, Corruption(*corruption)))
+        parameters = [each.detach().requires_grad_() for each in parameters]
+        state = dict(zip(names + fixed, [*parameters, *buffers], strict=True))
+        with _reparametrize_module(model, state), torch.enable_grad():
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(images, Corruption(*corruption))
             if isinstance(outputs, tuple):  # a model with a teacher computes the targets too
                 predictions, targets = outputs[:2]
             else:
                 predictions = outputs
                 targets = objective.targets(images, corruption[0])
-            with torch.autocast("cpu", enabled=False):
-                loss = objective.loss(predictions.float(), targets)
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            loss = objective.loss(predictions.float(), targets)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)  # may compute activations again
         return [loss.detach(), *(each for each in gradients if each is not None)]
 
     drawn = [draw(config.corruption, grid, 0, 0, number) for number in range(IMAGES)]

@@ -85,7 +85,7 @@ def nearest_visible(corruption: Corruption, grid: Grid) -> Tensor:
     """
     unseen = corruption.unseen
     patches = math.prod(grid)
-    places = torch.cartesian_prod(*map(torch.arange, grid)).to(unseen.device)
+    places = torch.cartesian_prod(*(torch.arange(side, device=unseen.device) for side in grid))
     squared_distances = (places[:, None] - places).square().sum(-1)
     keys = squared_distances * patches + torch.arange(patches, device=unseen.device)  # of equal ones the first is least
     beyond = patches**3  # no two patches are as far apart

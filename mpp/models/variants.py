@@ -324,7 +324,7 @@ class VariantViT(VisionTransformer):
 def checkpoint_filter_fn(state: Weights, model: VariantViT) -> Weights:
     """timm's filter; tables that it does not know are resampled, too, from those of a square.
 
-    In two dimensions as timm does, those of rows, columns and offsets along their only one.
+    In two dimensions as timm does, those of rows and columns along their only one. Offsets along a line are not.
     """
     resampled = {}
     for name, wanted in model.state_dict().items():
