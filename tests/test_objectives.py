@@ -265,3 +265,11 @@ def test_an_objective_with_weights_that_nothing_trains_is_refused(kind, monkeypa
         build_objective(ObjectiveConfig(name="mine"), 8)
     frozen = True
     assert isinstance(build_objective(ObjectiveConfig(name="mine"), 8), Mine)
+
+
+def test_entropy_is_in_bits():
+    """Of 512 colours alike nine, of a certain one none; of three softmaxes their sum."""
+    alike = torch.zeros(1, 1, 512)
+    assert float(objective("mean_color").entropy(alike)) == pytest.approx(9)
+    assert float(objective("mean_color").entropy(alike.index_fill(-1, torch.tensor(7), 1e4))) == pytest.approx(0)
+    assert float(objective("mean_color", factorized=True, bits=2).entropy(torch.zeros(1, 1, 12))) == pytest.approx(6)
