@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from evaluation.figures.images import arrange_in_rows
 from evaluation.figures.markdown import markdown_table
 from evaluation.memory import peak_memory
 from evaluation.pages.about import changed_settings_shown, duration
-from evaluation.pictures.gallery import arrange_in_rows
 from evaluation.survey import Survey, survey
 from mpp.config import Config, as_words
 from mpp.config.parsing import parse

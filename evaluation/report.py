@@ -2,29 +2,111 @@
 
     python evaluation/report.py --encoder runs/birds
 
-One self-contained file, `report.html` in the run folder. It is made of metrics.jsonl, verdict.json and the evaluations'
-JSON. Pictures that do not exist yet are drawn; the page lists missing content with the reasons.
+One self-contained file, `report.html` in the run folder. It is made of metrics.jsonl, verdict.json, the evaluations'
+JSON and the pictures of `mpp visualize`. Pictures that do not exist yet, or are older than the encoder, are drawn; the
+page lists missing content with the reasons.
 """
 
+import json
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from evaluation.config import ReportConfig
+import pandas as pd
+from PIL import Image
+
+from evaluation.config import ReportConfig, VisualizeConfig
+from evaluation.figures.charts import IN_PERCENT, plot_series
+from evaluation.frozen.by_class import CLASSES_SUFFIX, CONFUSION_FILE
 from evaluation.frozen.parsing import read_with_images
-from evaluation.frozen.run_images import find_run
-from evaluation.frozen.training_reports import tested_encoder
-from evaluation.pages.about import machine_blocks
-from evaluation.pages.curves import curves_of_run
-from evaluation.pages.page import Page, Section, without_missing, write_page
-from evaluation.pages.picture_sections import picture_sections
-from evaluation.pages.run_sections import features_blocks, settings_blocks, unreadable_blocks
-from evaluation.pages.run_words import subtitle, verdict_points
-from mpp.config import rebuild, require
+from evaluation.frozen.random_weights import of_learned_weights, scores_of_random_weights, way_to_random_weights
+from evaluation.frozen.results import describe_baselines
+from evaluation.frozen.run_images import find_run, load_unchanged_splits_of
+from evaluation.frozen.training_reports import REPORTS_OF_TRAINING, reports_of_training, tested_encoder
+from evaluation.metrics.scoring import kind_of_report
+from evaluation.metrics.summaries import evenly_spaced, summarize_accuracies
+from evaluation.pages.about import begins_from_weights, machine_blocks, settings_blocks, subtitle, verdict_points
+from evaluation.pages.page import (
+    Block,
+    Link,
+    Missing,
+    Page,
+    Picture,
+    Section,
+    Table,
+    Text,
+    figure_as_chart,
+    image_as_picture,
+    without_missing,
+    write_page,
+)
+from evaluation.visualize import draw_pictures, pictures_folder
+from mpp.config import flatten, rebuild, require
 from mpp.config.imports import require_imports
+from mpp.errors import UserError
+from mpp.features.drift import MOVEMENT
+from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main
-from mpp.training.log import read_history
+from mpp.runtime.weights import BEST, ENCODER, fingerprint, has_encoder
+from mpp.training.history import (
+    EVALUATED,
+    GENERAL_KNN,
+    History,
+    after_training_began,
+    best_depth,
+    lines_with,
+    series,
+    values_by_depth,
+)
+from mpp.training.log import UNREADABLE_FILE, read_history
 from mpp.training.run_folder import REPORT_PAGE
-from mpp.training.verdict import read_verdict
+from mpp.training.verdict import ACCURACY_BASELINES, name_of_start, read_verdict
+
+MAX_POINTS_OF_A_LINE = 200
+MAX_ROWS_OF_A_TABLE = 12
+MAX_UNREADABLE_LISTED = 20
+SCORES = {
+    "Accuracy": (
+        "accuracy (%)",
+        {
+            "held out": "heldout/accuracy",
+            "training": "accuracy",
+            "two nearest": "heldout/two_nearest",
+            "nearest": "heldout/nearest",
+            "most frequent": "heldout/most_frequent",
+        }
+        | {name: scalar for scalar, name in ACCURACY_BASELINES.items()},
+    ),
+    "Mean average precision": ("mAP (%)", {"macro": "heldout/macro_map", "micro": "heldout/micro_map"}),
+    "Explained variance": ("R2", {"held out": "heldout/r2"}),
+    "Mean absolute error": ("error", {"held out": "heldout/mae"}),
+}
+CURVES = {
+    "Loss": ("loss", {"training": "loss", "held out": EVALUATED}),
+    **SCORES,
+    "Deviation of features over patches": (
+        "deviation",
+        {"targets": "target_deviation", "predictions": "prediction_deviation"},
+    ),
+    "Effective rank of the targets": ("effective rank", {"targets": "target_rank"}),
+    "Learning rate": ("learning rate", {"learning rate": "optim/lr"}),
+    "Gradient norm": ("norm, before clipping", {"gradient norm": "optim/grad_norm"}),
+    "Speed": ("images/s", {"images/s": "speed/images_per_second"}),
+    "Waiting for data": ("share of the time (%)", {"waiting": "speed/data_wait"}),
+}
+"""Title of a chart over steps -> its label, and name of a line -> name of the scalar."""
+PROBES_SHOWN = {
+    "knn": ("kNN accuracy", "accuracy (%)"),
+    "agreement": ("Neighbour agreement between two crops", "share (%)"),
+    GENERAL_KNN: ("kNN accuracy on general images", "accuracy (%)"),
+    "features/rank": ("Effective rank", "effective rank"),
+    MOVEMENT: ("Movement of the weights since the start", "share of their norm (%)"),
+}
+"""Group of scalars by depth -> title and label of its charts."""
+Blocks = list[Block | Missing]
 
 
 def report(config: ReportConfig) -> Path:
@@ -38,42 +120,208 @@ def report(config: ReportConfig) -> Path:
     require_imports(folder)
     history = read_history(folder)
     require(len(history) > 0, "encoder", folder, "a run with logged metrics: its metrics.jsonl is empty or missing")
+    path = Path(config.out) if config.out else folder / REPORT_PAGE
+    require(not path.is_dir(), "out", path, "a file")
+    start = name_of_start(begins_from_weights(folder))
     sections = [
-        Section("curves", "Curves", curves_of_run(history)),
-        Section("features", "Evaluation of the features", features_blocks(config, folder, history)),
-        *picture_sections(config, folder, history),
+        Section("curves", "Curves", curve_blocks(history), in_columns=True),
+        Section("features", "Features, by the probe", feature_blocks(history, start), in_columns=True),
+        Section("evaluations", "Evaluation of the features", evaluation_blocks(folder, path.parent)),
+        Section("pictures", "Pictures of held-out images, weights and features", picture_blocks(config, folder)),
         Section("images", "Unreadable images", unreadable_blocks(folder)),
         Section("settings", "Settings, and the command to repeat the run", settings_blocks(folder)),
         Section("machine", "Versions and machine", machine_blocks()),
     ]
     shown, missing = without_missing(sections)
-    if not read_verdict(folder):
+    verdict = read_verdict(folder)
+    if not verdict:
         missing["Verdict"] = "the run was not evaluated, or verdict.json is gone"
-    page = Page(
-        title=str(folder),
-        subtitle=subtitle(folder, history),
-        verdict=verdict_points(folder, history, shown),
-        warnings=active_warnings(folder),
-        sections=shown,
-        missing=missing,
-    )
-    path = Path(config.out) if config.out else folder / REPORT_PAGE
-    require(not path.is_dir(), "out", path, "a file")
-    write_page(path, page)
+    warnings = [
+        f"{each['check']} (since step {each['step']}): {each['message']}"
+        for each in verdict.get("warnings", [])
+        if each["check"] in verdict["off"]
+    ]
+    points = verdict_points(folder, history, shown)
+    write_page(path, Page(str(folder), subtitle(folder, history), points, warnings, shown, missing))
     print(f"wrote {path}: {path.stat().st_size / 1e6:.1f} MB, one file")
     for name, reason in missing.items():
         print(f"missing there: {name}: {reason}")
     return path
 
 
-def active_warnings(folder: Path) -> list[str]:
-    """Warnings of the health checks that failed when they last ran."""
-    verdict = read_verdict(folder)
-    active = []
-    for warning in verdict.get("warnings", []):
-        if warning["check"] in verdict["off"]:
-            active.append(f"{warning['check']} (since step {warning['step']}): {warning['message']}")
-    return active
+# --- curves ---
+
+
+def curve_blocks(history: History) -> Blocks:
+    """The charts of CURVES that the run has logged, and what is missing."""
+    trained = after_training_began(history)
+    blocks: Blocks = []
+    for title, (label, scalars) in CURVES.items():
+        blocks += chart(title, {name: dict(series(trained, scalar)) for name, scalar in scalars.items()}, label)
+    if not any(series(trained, scalar) for title in SCORES for scalar in CURVES[title][1].values()):
+        blocks.append(Missing("Accuracy", "this run predicts no colours: see the loss and the features"))
+    if not series(trained, EVALUATED):
+        blocks.append(Missing("Held-out figures", "the run has not been evaluated yet"))
+    return blocks
+
+
+def feature_blocks(history: History, start: str) -> Blocks:
+    """Each probe over steps at some depths, and by depth with the start and pixel colours.
+
+    Args:
+        start: the name of the weights at step 0: see `name_of_start`.
+    """
+    blocks: Blocks = []
+    for group, (title, label) in PROBES_SHOWN.items():
+        lines = lines_with(history, group)
+        if not lines:
+            continue
+        first, last = lines[0], lines[-1]
+        depths = sorted(values_by_depth(last, group))
+        shown = sorted({depths[0], depths[len(depths) // 2], depths[-1], best_depth(last, group)[0]})
+        over_steps = {f"depth {depth}": dict(series(history, f"{group}/depth_{depth:02d}")) for depth in shown}
+        by_depth = {f"after {counted(int(last['step']), 'step')}": values_by_depth(last, group)}
+        if first["step"] == 0 and len(lines) > 1:
+            by_depth[start] = values_by_depth(first, group)
+        if f"{group}/floor_pixels" in first:
+            by_depth["pixel colours"] = dict.fromkeys(depths, first[f"{group}/floor_pixels"])
+        blocks += chart(title, over_steps, label) + chart(f"{title} by depth", by_depth, label, "depth (blocks)")
+    if not blocks:
+        blocks.append(Missing("kNN, agreement, rank", "not probed (probe.every)"))
+    elif lines_with(history, "agreement"):
+        blocks.append(Missing("kNN accuracy", "the images have no labels"))
+    return blocks
+
+
+def chart(title: str, lines: dict[str, dict[int, float]], label: str, x_label: str = "steps") -> list[Picture]:
+    """A chart of lines, name -> x -> y, with its numbers at some x; none without numbers."""
+    numbers = pd.DataFrame({name: pd.Series(line, dtype=float) for name, line in lines.items()}).sort_index()
+    numbers = numbers.where(numbers.abs() < math.inf).dropna(axis=1, how="all")
+    if numbers.empty:
+        return []
+    drawn = {name: thinned(line.dropna(), MAX_POINTS_OF_A_LINE).to_dict() for name, line in numbers.items()}
+    form = "{:.1%}" if label.endswith(IN_PERCENT) else "{:.4g}"
+    listed = thinned(numbers.ffill(), MAX_ROWS_OF_A_TABLE).map(form.format).replace(form.format(math.nan), "-")
+    table = Table([x_label, *numbers], listed.reset_index().astype(str).values.tolist())
+    return [figure_as_chart(plot_series(drawn, label, x_label), title, table)]
+
+
+def thinned(numbers: Any, count: int) -> Any:
+    """At most `count` rows, evenly spaced, the first and the last among them."""
+    return numbers.iloc[evenly_spaced(len(numbers), count)]
+
+
+# --- results of evaluations ---
+
+
+def evaluation_blocks(folder: Path, page_folder: Path) -> Blocks:
+    """A table of the results of the evaluation commands, linked from a page in `page_folder`, and their details."""
+    blocks: Blocks = []
+    details: Blocks = []
+    rows = []
+    weights = {fingerprint(folder / name) for name in (ENCODER, BEST) if has_encoder(folder / name)}
+    for file in [*reports_of_training(folder), *sorted((folder / "evaluation").glob("*.json"))]:
+        if of_learned_weights(file) != file and of_learned_weights(file).is_file():
+            continue  # random weights stand next to these
+        try:
+            report = json.loads(file.read_text(encoding="utf-8"))
+            if is_of_other_weights(report, weights):
+                reason = "it is of other weights than those of the run now: evaluate again"
+                blocks.append(Missing(file.name, reason))
+                continue
+            rows += rows_of_evaluation(file, report, page_folder)
+            details += details_of_evaluation(file)
+        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+            blocks.append(Missing(file.name, "it is not a report of an evaluation"))
+    if not rows:
+        return [*blocks, Missing("Few-shot, linear probe", f"not run yet: mpp fewshot --encoder {folder}")]
+    value = "value (95% interval over test images)"
+    headings = ["evaluation", "case", "score", value, "without an image", "random weights"]
+    return [Table(headings, rows, "Results of the evaluation commands"), *details, *blocks]
+
+
+def is_of_other_weights(report: dict[str, Any], weights: set[str]) -> bool:
+    """Whether a report of an evaluation is of an encoder that the run no longer has: it was trained again, or longer.
+
+    A report without a digest counts as the weights of the run.
+
+    Args:
+        weights: those of the run, the last and the best.
+    """
+    protocol = report.get("protocol") or {}
+    known = None if protocol.get("checkpoint") else protocol.get("weights")
+    return bool(known and weights) and known not in weights
+
+
+def rows_of_evaluation(file: Path, report: dict[str, Any], page_folder: Path) -> list[list[str | Link]]:
+    """A row for each case of an evaluation's report."""
+    link = Link(file.stem, quote(os.path.relpath(file, page_folder)))
+    summary = report.get("summary") or {}
+    if not summary and file.name in REPORTS_OF_TRAINING:
+        summary = summarize_accuracies(report["results"], "seed")
+    kind = kind_of_report(report)
+    way = way_to_random_weights(file, report)
+    of_random = scores_of_random_weights(file, report)
+    rows: list[list[str | Link]] = []
+    for case, scores in summary.items():
+        random = f"not evaluated ({way})" if way else "-"
+        random = kind.text_of_scores(of_random[case]) if case in of_random else random
+        rows.append([link, case, kind.score_title, kind.text_of_scores(scores), describe_baselines(report), random])
+    return rows
+
+
+def details_of_evaluation(file: Path) -> list[Block]:
+    """The table by class and the confusion matrix that the evaluation wrote next to its report, if it did."""
+    blocks: list[Block] = []
+    by_class, confusion = (file.with_name(file.stem + suffix) for suffix in (CLASSES_SUFFIX, CONFUSION_FILE))
+    if by_class.is_file():
+        cells = pd.read_csv(by_class, dtype=str, keep_default_na=False)
+        blocks.append(Table([*cells], cells.values.tolist(), f"{file.stem}, by class", folded=True))
+    if confusion.is_file():
+        with Image.open(confusion) as image:
+            blocks.append(image_as_picture(image, f"Confusion matrix of {file.stem}"))
+    return blocks
+
+
+# --- pictures and images ---
+
+
+def picture_blocks(config: ReportConfig, folder: Path) -> Blocks:
+    """The pictures of `mpp visualize`: those in the run folder that are newer than the encoder, the others drawn."""
+    if not (folder / ENCODER).is_dir():
+        return [Missing("Pictures", "there is no encoder yet: it is written when the run ends")]
+    settings = rebuild(VisualizeConfig(), flatten(config) | {"encoder": str(folder), "out": None})
+    written = (folder / ENCODER / "config.json").stat().st_mtime
+
+    def is_current(name: str) -> bool:
+        file = pictures_folder(settings) / f"{name}.png"
+        return file.is_file() and file.stat().st_mtime >= written
+
+    missing = {}
+    try:
+        others = tuple(name for name in settings.pictures if not is_current(name))
+        if others:
+            splits = load_unchanged_splits_of(config.encoder, config.data)
+            missing = draw_pictures(rebuild(settings, {"pictures": others}), splits)
+    except (UserError, OSError) as error:
+        missing["Pictures"] = str(error)
+    blocks: Blocks = [Missing(name, reason) for name, reason in missing.items()]
+    for name in filter(is_current, settings.pictures):
+        with Image.open(pictures_folder(settings) / f"{name}.png") as image:
+            blocks.append(image_as_picture(image, name.replace("_", " ")))
+    return blocks
+
+
+def unreadable_blocks(folder: Path) -> list[Block]:
+    """Images that could not be decoded."""
+    file = folder / UNREADABLE_FILE
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    if not lines:
+        return [Text("All images were decoded.")]
+    said = (
+        f"{counted(len(lines), 'image')} could not be decoded; training took others instead. {UNREADABLE_FILE} has all."
+    )
+    return [Text(said), Text("\n".join(lines[:MAX_UNREADABLE_LISTED]), code=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -28,8 +28,6 @@ PictureName = Literal[
     "pca",
     "similarity",
     "neighbours",
-    "rank",
-    "accuracy_by_depth",
 ]
 EVERY: tuple[PictureName, ...] = get_args(PictureName)
 OF_CUTS = ("split", "eval_split", "eval_fraction", "train_images", "eval_seed")
@@ -253,8 +251,6 @@ class VisualizeConfig(Settings):
     bands: Integers | None = setting(None, at_least=1)
     """Channels shown as red, green and blue, or one shown as grey, counted from 1: [3, 2, 1]. null: the first
     three, or the first where there are fewer."""
-    representation: Representation = setting("mean", needs={"pictures": ("rank", "accuracy_by_depth")})
-    """Pooling of the features for rank and accuracy_by_depth."""
 
     def check(self):
         require(len(self.bands or (1,)) in (1, 3), "bands", self.bands, "one or three numbers from 1")
@@ -273,10 +269,6 @@ class ReportConfig(Settings):
     data: ProbeDataConfig = ProbeDataConfig()
     out: str | None = setting(None, operational=True)
     """File to write. null: report.html in the run folder."""
-    images: int = setting(4, at_least=1)
-    """Number of held-out images in pictures that show examples, a choice by data.cut_seed."""
-    compared: int = setting(1024, at_least=2)
-    """Largest number of held-out images for neighbours and the map."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from PIL import Image
@@ -30,49 +29,24 @@ class Link:
 
 
 @dataclass(frozen=True)
-class ColorKey:
-    """A cell of a legend: text behind a patch of its colour."""
-
-    text: str
-    color: str
-    """In hexadecimal: "#800000"."""
-
-
-@dataclass(frozen=True)
 class Table:
-    """Rows of text, links and colours under headings; a folded one opens on a click."""
+    """Rows of text and links under headings; a folded one opens on a click."""
 
     headings: Sequence[str]
-    rows: Sequence[Sequence[str | Link | list[Link] | ColorKey]]
+    rows: Sequence[Sequence[str | Link | list[Link]]]
     caption: str = ""
     folded: bool = False
 
 
 @dataclass(frozen=True)
-class Chart:
-    """A chart as an SVG image, with its numbers in a table below."""
-
-    title: str
-    source: str
-    """A data URI."""
-    table: Table | None = None
-
-
-@dataclass(frozen=True)
 class Picture:
-    """An image of pixels, as opposed to a chart."""
+    """An image, below its title."""
 
     source: str
     """A data URI."""
-    alt: str
-    caption: str = ""
-
-
-@dataclass(frozen=True)
-class PictureGrid:
-    """Small pictures side by side, each with its caption."""
-
-    pictures: Sequence[Picture]
+    title: str
+    table: Table | None = None
+    """The numbers in it."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +57,15 @@ class Text:
     code: bool = False
 
 
-Block = Table | Chart | Picture | PictureGrid | Text
-
-
 @dataclass(frozen=True)
 class Missing:
     """Content that a section lacks: the page lists it at its end."""
 
     content: str
     reason: str
+
+
+Block = Table | Picture | Text
 
 
 @dataclass
@@ -102,6 +76,8 @@ class Section:
     """The anchor of links to it."""
     title: str
     blocks: list[Block | Missing] = field(default_factory=list)
+    in_columns: bool = False
+    """Whether blocks stand side by side where there is room."""
 
 
 @dataclass
@@ -126,7 +102,7 @@ def without_missing(sections: Sequence[Section]) -> tuple[list[Section], dict[st
         missing |= {block.content: block.reason for block in section.blocks if isinstance(block, Missing)}
         blocks = [block for block in section.blocks if not isinstance(block, Missing)]
         if blocks:
-            shown.append(Section(section.name, section.title, blocks))
+            shown.append(Section(section.name, section.title, blocks, section.in_columns))
     return shown, missing
 
 
@@ -148,35 +124,30 @@ def write_page(path: Path, page: Page) -> None:
     write_complete(path, render(page))
 
 
-@figure_style()
-def chart(title: str, figure: Figure, table: Table | None = None) -> Chart:
-    """A figure as an SVG image, with the numbers behind it."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text, which is smaller
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return Chart(title, data_uri("svg+xml", buffer.getvalue()), table)
-
-
 def data_uri(kind: str, content: bytes) -> str:
     """An image of a MIME type `image/kind` as the source of an <img>."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 @figure_style()
-def figure_as_picture(figure: Figure, alt: str, caption: str = "") -> Picture:
-    """A figure as a picture, on white."""
+def figure_as_chart(figure: Figure, title: str, table: Table | None = None) -> Picture:
+    """A figure of lines and text as SVG, with the numbers behind it."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return Picture(data_uri("svg+xml", buffer.getvalue()), title, table)
+
+
+@figure_style()
+def figure_as_picture(figure: Figure, title: str) -> Picture:
+    """A figure with images in it, on white."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, facecolor="white")
     with Image.open(buffer) as image:
-        return image_as_picture(image, alt, caption)
+        return image_as_picture(image, title)
 
 
-def image_as_picture(image: Image.Image, alt: str, caption: str = "") -> Picture:
-    """An image as a JPEG, or as a PNG where that is smaller, as with few colours."""
-    image = image.convert("RGB")
+def image_as_picture(image: Image.Image, title: str) -> Picture:
+    """An image as a JPEG."""
     jpeg = io.BytesIO()
-    image.save(jpeg, "jpeg", quality=JPEG_QUALITY, subsampling=0)
-    png = io.BytesIO()
-    image.save(png, "png", optimize=True)
-    sources = [data_uri("jpeg", jpeg.getvalue()), data_uri("png", png.getvalue())]
-    return Picture(min(sources, key=len), alt, caption)
+    image.convert("RGB").save(jpeg, "jpeg", quality=JPEG_QUALITY, subsampling=0)
+    return Picture(data_uri("jpeg", jpeg.getvalue()), title)
