@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
-from PIL import Image
 
 from evaluation.config import ReportConfig, VisualizeConfig
 from evaluation.figures.charts import IN_PERCENT, plot_series
@@ -38,7 +37,7 @@ from evaluation.pages.page import (
     Section,
     Table,
     Text,
-    figure_as_chart,
+    figure_as_picture,
     image_as_picture,
     without_missing,
     write_page,
@@ -203,7 +202,7 @@ def chart(title: str, lines: dict[str, dict[int, float]], label: str, x_label: s
     form = "{:.1%}" if label.endswith(IN_PERCENT) else "{:.4g}"
     listed = thinned(numbers.ffill(), MAX_ROWS_OF_A_TABLE).map(form.format).replace(form.format(math.nan), "-")
     table = Table([x_label, *numbers], listed.reset_index().astype(str).values.tolist())
-    return [figure_as_chart(plot_series(drawn, label, x_label), title, table)]
+    return [figure_as_picture(plot_series(drawn, label, x_label), title, table)]
 
 
 def thinned(numbers: Any, count: int) -> Any:
@@ -278,8 +277,7 @@ def details_of_evaluation(file: Path) -> list[Block]:
         cells = pd.read_csv(by_class, dtype=str, keep_default_na=False)
         blocks.append(Table([*cells], cells.values.tolist(), f"{file.stem}, by class", folded=True))
     if confusion.is_file():
-        with Image.open(confusion) as image:
-            blocks.append(image_as_picture(image, f"Confusion matrix of {file.stem}"))
+        blocks.append(image_as_picture(confusion, f"Confusion matrix of {file.stem}"))
     return blocks
 
 
@@ -292,24 +290,21 @@ def picture_blocks(config: ReportConfig, folder: Path) -> Blocks:
         return [Missing("Pictures", "there is no encoder yet: it is written when the run ends")]
     settings = rebuild(VisualizeConfig(), flatten(config) | {"encoder": str(folder), "out": None})
     written = (folder / ENCODER / "config.json").stat().st_mtime
-
-    def is_current(name: str) -> bool:
-        file = pictures_folder(settings) / f"{name}.png"
-        return file.is_file() and file.stat().st_mtime >= written
-
     missing = {}
+
+    def current() -> dict[str, Path]:
+        files = {name: pictures_folder(settings) / f"{name}.png" for name in settings.pictures}
+        return {name: file for name, file in files.items() if file.is_file() and file.stat().st_mtime >= written}
+
     try:
-        others = tuple(name for name in settings.pictures if not is_current(name))
+        others = tuple(name for name in settings.pictures if name not in current())
         if others:
             splits = load_unchanged_splits_of(config.encoder, config.data)
             missing = draw_pictures(rebuild(settings, {"pictures": others}), splits)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
-    blocks: Blocks = [Missing(name, reason) for name, reason in missing.items()]
-    for name in filter(is_current, settings.pictures):
-        with Image.open(pictures_folder(settings) / f"{name}.png") as image:
-            blocks.append(image_as_picture(image, name.replace("_", " ")))
-    return blocks
+    shown = [image_as_picture(file, name.replace("_", " ")) for name, file in current().items()]
+    return [*shown, *(Missing(name, reason) for name, reason in missing.items())]
 
 
 def unreadable_blocks(folder: Path) -> list[Block]:

@@ -35,10 +35,11 @@ from evaluation.figures.charts import plot_series
 from evaluation.figures.images import grid_of_images
 from evaluation.figures.style import DPI, WIDTH, figure_style
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, patch_grid
-from evaluation.frozen.extraction import views_for
+from evaluation.frozen.extraction import extract_split, views_for
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.report_names import report_path, report_suffix
-from evaluation.frozen.run_images import LoadedSplits, indices_in_split, load_images_of
+from evaluation.frozen.run_images import LoadedSplits, load_images_of
+from evaluation.metrics.summaries import evenly_spaced
 from evaluation.patches.features import patch_features
 from evaluation.pictures import (
     attention_distance,
@@ -51,7 +52,7 @@ from evaluation.pictures import (
     position_similarity,
     spread_patches,
 )
-from mpp.config import Grid, require
+from mpp.config import require
 from mpp.config.imports import COPIES, changed_imports, imported, require_imports
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
@@ -69,7 +70,6 @@ from mpp.runtime.weights import BEST, run_of
 from mpp.training.run_folder import saved_settings
 
 IMAGES_PER_BATCH = 4  # attention weights of a block are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
-GALLERY_BATCH = 64
 FILTERS_SHOWN = 28  # as in the paper's figure
 FILTERS_IN_A_ROW = 7
 ROLLOUTS_IN_A_ROW = 3
@@ -94,10 +94,10 @@ class Subject(NamedTuple):
         """A seeded choice of held-out images."""
         return self.held_out.choose(count, self.config.data.cut_seed)
 
-    def batches(self, count: int, batch_size: int = IMAGES_PER_BATCH) -> Iterator[Tensor]:
+    def batches(self, count: int) -> Iterator[Tensor]:
         """A seeded choice of held-out images as the encoder's input, in batches (B, C, H, W) on its device."""
         views = views_for(self.encoder, self.choose(count), self.config.data)
-        for batch in fixed_view_batches(views, self.config.data.batch_size or batch_size):
+        for batch in fixed_view_batches(views, self.config.data.batch_size or IMAGES_PER_BATCH):
             for failure in batch.unreadable:
                 tqdm.write(f"warning: unreadable image, replaced by another: {failure}")
             yield batch.images.to(self.accelerator.device)
@@ -144,10 +144,10 @@ Drawing = tuple[Figure, dict[str, Any]]
 
 
 def draw_predictions(subject: Subject) -> Drawing:
-    """Original, corrupted, predicted and true patches of held-out images, and the entropy of the predictions.
+    """Original, corrupted, predicted and true patches of held-out images.
 
-    `pixels`, `hog` and `features` are regressions and have no entropy. Pixels normalised by patch are drawn with each
-    patch's true mean and deviation, which the model does not predict; `hog` and `features` are grey.
+    The numbers have the entropy of predicted distributions, which regressions have not. Pixels normalised by patch are
+    drawn with each patch's true mean and deviation, which the model does not predict; `hog` and `features` are grey.
     """
     task = open_pretraining(subject)
     with subject.accelerator.autocast():
@@ -156,15 +156,12 @@ def draw_predictions(subject: Subject) -> Drawing:
     original, seen, predicted, true = columns.movedim(2, -1).cpu().numpy()
     numbers = dict(original=original, seen=seen, predicted=predicted, true=true)
     numbers |= {name: getattr(corruption, name).cpu().numpy() for name in ("positions", "kinds")}
-    titles, shown = [*COLUMNS], [*as_rgb(columns, subject.config.bands).movedim(2, -1).cpu().numpy()]
-    entropy = task.objective.entropy(predictions)  # (B, K, cells)
+    entropy = task.objective.entropy(predictions)  # (B, K, cells) in bits
     if entropy is not None:
         numbers["entropy"] = entropy.cpu().numpy()
-        titles.append("entropy")
-        shown.append(place_on_grid(entropy, corruption.positions, task.grid).cpu().numpy())
+    pixels = as_rgb(columns, subject.config.bands).movedim(2, -1).cpu().numpy()
     title = f"held-out images, predicted from their visible patches ({task.objective.shown})"
-    bar = "" if entropy is None else "entropy of the prediction (bits)"
-    return (grid_of_images(side_by_side(*shown), len(shown), title, titles, bar, (0, None)), numbers)
+    return grid_of_images(side_by_side(*pixels), len(COLUMNS), title, COLUMNS), numbers
 
 
 def side_by_side(*columns: Iterable[NDArray]) -> list[NDArray]:
@@ -183,21 +180,6 @@ def open_pretraining(subject: Subject) -> Pretraining:
         return reopen(subject.run, config.data, config.images, subject.accelerator)
     except UserError as error:  # such as missing checkpoints
         raise Unavailable(str(error)) from error
-
-
-def place_on_grid(values: Tensor, positions: Tensor, grid: Grid) -> Tensor:
-    """Maps of values that some patches have.
-
-    Args:
-        values: of the cells of each corrupted patch, (B, K, cells).
-        positions: of these patches, (B, K).
-    Returns:
-        (B, h, w) in cells; NaN at the other patches.
-    """
-    count, _, cells = values.shape
-    placed = values.new_full((count, math.prod(grid), cells), math.nan)
-    placed.scatter_(1, positions[..., None].expand_as(values), values)
-    return rearrange(placed, "b (r c) (y x) -> b (r y) (c x)", r=grid[0], y=round(cells**0.5))
 
 
 # --- weights ---
@@ -308,30 +290,27 @@ def draw_similarity(subject: Subject) -> Drawing:
 
 def draw_neighbours(subject: Subject) -> Drawing:
     """Held-out images with the other images whose features are nearest."""
-    gallery = subject.choose(MAX_IMAGES_FOR_RANK)
-    if len(gallery) < 2:
-        raise Unavailable("there is one held-out image")
-    last_depth = len(subject.encoder.stages)
-    batches = []
-    for images in progress_bar(subject.batches(len(gallery), GALLERY_BATCH), desc="neighbours", unit="batch"):
-        with subject.accelerator.autocast():
-            batches += subject.encoder(images, "mean", [last_depth])
-    nearest = find_other_neighbours(torch.cat(batches).cpu(), NEIGHBOURS_SHOWN)
-    queries = np.searchsorted(indices_in_split(gallery), indices_in_split(subject.choose(subject.config.images)))
-    numbers = {
-        "queries": queries,
-        "images": nearest.index[queries].numpy(),
-        "image_similarity": nearest.similarity[queries].numpy(),
-        "names": np.array([gallery.image_name(index) for index in range(len(gallery))]),
-    }
+    gallery, last_depth = subject.choose(MAX_IMAGES_FOR_RANK), len(subject.encoder.stages)
     views = views_for(subject.encoder, gallery, subject.config.data)
-    shown = np.column_stack([queries, numbers["images"]])  # (B, 1 + k)
+    with subject.accelerator.autocast():
+        split = extract_split(
+            views,
+            lambda images: subject.encoder(images, "mean", [last_depth]),
+            subject.accelerator,
+            progress="neighbours",
+        )
+    (features,) = split.by_depth
+    if len(features) < 2:
+        raise Unavailable("there is one held-out image")
+    nearest = find_other_neighbours(torch.from_numpy(features), NEIGHBOURS_SHOWN)
+    queries = evenly_spaced(len(features), subject.config.images)
+    shown = split.kept[np.column_stack([queries, nearest.index[queries]])]  # (B, 1 + k), the query first
+    similarity = nearest.similarity[queries].numpy()
     pixels = subject.to_pixels(torch.stack([views[FIXED_VIEW, index].images for index in shown.flatten().tolist()]))
-    titles = []
-    for similarities in numbers["image_similarity"]:
-        titles += ["", *(f"{similarity:.2f}" for similarity in similarities)]
-    title = "held-out images, and the others whose features are nearest, with the cosine"
-    return (grid_of_images(pixels, shown.shape[1], title, titles), numbers)
+    titles = [text for row in similarity for text in ["", *map("{:.2f}".format, row)]]
+    title = f"held-out images, and of {len(features)} others those whose features are nearest, with the cosine"
+    names = np.vectorize(gallery.image_name)(shown)
+    return grid_of_images(pixels, shown.shape[1], title, titles), {"names": names, "image_similarity": similarity}
 
 
 PICTURES: dict[str, Callable[[Subject], Drawing]] = {

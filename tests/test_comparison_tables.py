@@ -141,12 +141,14 @@ def test_a_plot_of_lines_has_a_panel_for_each_column_and_no_more(charted):
     assert len(visible_panels(figure)) == 5
 
 
-def test_panels_with_the_same_lines_have_one_legend(charted):
-    lines = {"masked": {1: charted}, "labels": {1: charted}}
-    same = plot_lines({"few-shot": lines, "linear": lines}, "images")
-    assert len(same.legends) == 1 and not any(panel.get_legend() for panel in same.axes)
-    others = plot_lines({"few-shot": lines, "linear": {"masked": {1: charted}}}, "images")
-    assert not others.legends and all(panel.get_legend() for panel in others.axes)
+def test_panels_have_one_legend_of_all_lines_which_have_their_colours_in_all(charted):
+    figure = plot_lines(
+        {"few-shot": {"labels": {1: charted}}, "linear": {"masked": {1: charted}, "labels": {2: charted}}}, "n"
+    )
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["labels", "masked"]
+    colours = [{bars.get_label(): bars.lines[0].get_color() for bars in panel.containers} for panel in figure.axes]
+    assert colours[0]["labels"] == colours[1]["labels"] != colours[1]["masked"]
 
 
 def test_each_case_has_its_panel_with_all_lines():
@@ -164,10 +166,11 @@ def test_a_line_without_compute_is_drawn_across_the_panel():
     row = ROW | {"evaluation": "kNN", "case": "", "dataset": "d"}
     rows = [row | {"encoder": "a", "accuracy": 0.5, "training_pflop": 1.0}]
     rows += [row | {"encoder": "b", "accuracy": 0.3, "training_pflop": 0.0}, row | {"encoder": "c", "accuracy": 0.2}]
-    (panel,) = plot_question(question, rows, {}).axes
+    figure = plot_question(question, rows, {})
+    (panel,) = figure.axes
     across = {line.get_label(): list(line.get_ydata()) for line in panel.lines if list(line.get_xdata()) == [0, 1]}
     assert across == {"random weights": [30, 30], "pixels": [20, 20]}
-    assert [text.get_text() for text in panel.get_legend().get_texts()] == list(lines)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(lines)
 
 
 @pytest.mark.parametrize(("x", "numbers"), [("compute", list("abc")), ("images", {"a": 1, "b": 1, "c": 2})])
@@ -193,12 +196,13 @@ def test_random_weights_alone_are_drawn_at_no_compute(charted):
 def test_random_weights_on_a_line_are_drawn_across_the_panel(charted):
     """A logarithmic axis has no 0: the line would come from the left at the height of its next point."""
     lines = {"5": {0: charted | {"mean": 0.2}, 1: charted, 2: charted}, "25": {1: charted}}
-    (panel,) = plot_lines({"few-shot": lines}, "pflop").axes
+    figure = plot_lines({"few-shot": lines}, "pflop")
+    (panel,) = figure.axes
     across = {line.get_label(): list(line.get_ydata()) for line in panel.lines if list(line.get_xdata()) == [0, 1]}
     assert across == {"5, at 0": [20, 20]}
     drawn = {bars.get_label(): bars.lines[0].get_xdata().tolist() for bars in panel.containers}
     assert drawn == {"5": [1, 2], "25": [1]}
-    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["5", "5, at 0", "25"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["5", "5, at 0", "25"]
 
 
 def test_a_panel_has_all_lines(charted):

@@ -10,8 +10,7 @@ from test_growth import WSD, encoder_of
 from test_verdict import CONFIG, config_of, evaluation
 
 from evaluation import check
-from evaluation.pages.run_sections import command_to_repeat
-from evaluation.pages.run_words import next_steps, verdict_points
+from evaluation.pages.about import command_to_repeat, next_steps, verdict_points
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.errors import UserError

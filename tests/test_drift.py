@@ -18,8 +18,7 @@ from server import Command, die_at
 from sklearn.neighbors import NearestNeighbors
 
 from evaluation import check, contrastive
-from evaluation.pages.curves import features_of_run
-from evaluation.pages.page import Chart
+from evaluation.report import feature_blocks
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError
@@ -237,12 +236,11 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
     shutil.rmtree(general)
     config = parse_saved(Config, whole / "config.yaml")
     assert reopen(whole, config.data, 4, Accelerator(cpu=True)).probe is None  # pictures need none
-    blocks = features_of_run(read_history(whole), "the start")
-    charts = {each.title: each for each in blocks if isinstance(each, Chart)}
+    charts = {each.title: each for each in feature_blocks(read_history(whole), "the start")}
     by_depth = charts["kNN accuracy on general images by depth"].table
-    assert list(by_depth.headings) == ["depth", "after 4 steps", "the start", "pixel colours"]
+    assert list(by_depth.headings) == ["depth (blocks)", "after 4 steps", "the start", "pixel colours"]
     assert "kNN accuracy on general images" in charts
-    assert [row[0] for row in charts["Movement of the weights since the start, by depth"].table.rows] == ["0", "1", "2"]
+    assert [row[0] for row in charts["Movement of the weights since the start by depth"].table.rows] == ["1", "2"]
 
 
 def test_a_run_goes_on_with_its_general_images_or_with_none(pretrain, own, general, monkeypatch):

@@ -166,8 +166,8 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure
         names: of the classes.
     """
     classes = len(names)
-    of_class = confusion.sum(1, keepdims=True)
-    shares = np.divide(100 * confusion, of_class, out=np.full(confusion.shape, np.nan), where=of_class > 0)
+    with np.errstate(invalid="ignore"):  # a class may have no images
+        shares = 100 * confusion / confusion.sum(1, keepdims=True)
     side = min(MAX_SIDE, 2.6 + 0.34 * classes)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.add_subplot()

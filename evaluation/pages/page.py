@@ -1,6 +1,6 @@
 """A self-contained HTML page: blocks in, one file out. It loads no other file and runs no script.
 
-jinja2 escapes all text: file names, labels, settings. Charts (SVG) and pictures are data URIs.
+jinja2 escapes all text: file names, labels, settings. Figures (SVG) and pictures (JPEG) are data URIs.
 """
 
 import base64
@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from PIL import Image
 
-from evaluation.figures.style import DPI, figure_style
+from evaluation.figures.style import figure_style
 from mpp.runtime.files import write_complete
 
 TEMPLATE = "page.html"
@@ -130,24 +130,16 @@ def data_uri(kind: str, content: bytes) -> str:
 
 
 @figure_style()
-def figure_as_chart(figure: Figure, title: str, table: Table | None = None) -> Picture:
-    """A figure of lines and text as SVG, with the numbers behind it."""
+def figure_as_picture(figure: Figure, title: str, table: Table | None = None) -> Picture:
+    """A figure as SVG, with the numbers behind it."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return Picture(data_uri("svg+xml", buffer.getvalue()), title, table)
 
 
-@figure_style()
-def figure_as_picture(figure: Figure, title: str) -> Picture:
-    """A figure with images in it, on white."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI, facecolor="white")
-    with Image.open(buffer) as image:
-        return image_as_picture(image, title)
-
-
-def image_as_picture(image: Image.Image, title: str) -> Picture:
-    """An image as a JPEG."""
+def image_as_picture(file: Path, title: str) -> Picture:
+    """The image of a file, as a JPEG."""
     jpeg = io.BytesIO()
-    image.convert("RGB").save(jpeg, "jpeg", quality=JPEG_QUALITY, subsampling=0)
+    with Image.open(file) as image:
+        image.convert("RGB").save(jpeg, "jpeg", quality=JPEG_QUALITY, subsampling=0)
     return Picture(data_uri("jpeg", jpeg.getvalue()), title)
