@@ -52,7 +52,7 @@ from evaluation.pictures import (
     position_similarity,
     spread_patches,
 )
-from mpp.config import require
+from mpp.config import Grid, require
 from mpp.config.imports import COPIES, changed_imports, imported, require_imports
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import fixed_view_batches
@@ -144,10 +144,10 @@ Drawing = tuple[Figure, dict[str, Any]]
 
 
 def draw_predictions(subject: Subject) -> Drawing:
-    """Original, corrupted, predicted and true patches of held-out images.
+    """Original, corrupted, predicted and true patches of held-out images, and the entropy of the predictions.
 
-    The numbers have the entropy of predicted distributions, which regressions have not. Pixels normalised by patch are
-    drawn with each patch's true mean and deviation, which the model does not predict; `hog` and `features` are grey.
+    Regressions have no entropy. Pixels normalised by patch are drawn with each patch's true mean and deviation, which
+    the model does not predict; `hog` and `features` are grey.
     """
     task = open_pretraining(subject)
     with subject.accelerator.autocast():
@@ -156,12 +156,15 @@ def draw_predictions(subject: Subject) -> Drawing:
     original, seen, predicted, true = columns.movedim(2, -1).cpu().numpy()
     numbers = dict(original=original, seen=seen, predicted=predicted, true=true)
     numbers |= {name: getattr(corruption, name).cpu().numpy() for name in ("positions", "kinds")}
-    entropy = task.objective.entropy(predictions)  # (B, K, cells) in bits
+    titles, shown = [*COLUMNS], [*as_rgb(columns, subject.config.bands).movedim(2, -1).cpu().numpy()]
+    entropy = task.objective.entropy(predictions)  # (B, K, cells)
     if entropy is not None:
         numbers["entropy"] = entropy.cpu().numpy()
-    pixels = as_rgb(columns, subject.config.bands).movedim(2, -1).cpu().numpy()
+        titles.append("entropy")
+        shown.append(place_on_grid(entropy, corruption.positions, task.grid).cpu().numpy())
     title = f"held-out images, predicted from their visible patches ({task.objective.shown})"
-    return grid_of_images(side_by_side(*pixels), len(COLUMNS), title, COLUMNS), numbers
+    bar = "" if entropy is None else "entropy of the prediction (bits)"
+    return grid_of_images(side_by_side(*shown), len(shown), title, titles, bar, (0, None)), numbers
 
 
 def side_by_side(*columns: Iterable[NDArray]) -> list[NDArray]:
@@ -180,6 +183,21 @@ def open_pretraining(subject: Subject) -> Pretraining:
         return reopen(subject.run, config.data, config.images, subject.accelerator)
     except UserError as error:  # such as missing checkpoints
         raise Unavailable(str(error)) from error
+
+
+def place_on_grid(values: Tensor, positions: Tensor, grid: Grid) -> Tensor:
+    """Maps of values that some patches have.
+
+    Args:
+        values: of the cells of each corrupted patch, (B, K, cells).
+        positions: of these patches, (B, K).
+    Returns:
+        (B, h, w) in cells; NaN at the other patches.
+    """
+    count, _, cells = values.shape
+    placed = values.new_full((count, math.prod(grid), cells), math.nan)
+    placed.scatter_(1, positions[..., None].expand_as(values), values)
+    return rearrange(placed, "b (r c) (y x) -> b (r y) (c x)", r=grid[0], y=round(cells**0.5))
 
 
 # --- weights ---

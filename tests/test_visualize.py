@@ -236,7 +236,7 @@ def test_a_grid_has_its_images_in_rows_and_one_scale_of_values():
     *panels, bar = figure.axes
     assert [panel.get_title() for panel in panels] == ["first", "second", "", ""]
     assert [len(panel.images) for panel in panels] == [1, 1, 1, 0]
-    assert all(panel.images[0].get_extent() == (0, 8, 4, 0) for panel in panels[:3])
+    assert all([*panel.images[0].get_extent()] == [0, 8, 4, 0] for panel in panels[:3])
     assert all(panel.images[0].get_clim() == (0, 3) for panel in panels[1:3])
     assert bar.get_ylabel() == "a value"
 
@@ -262,6 +262,14 @@ def test_patch_features_are_the_models_own_in_their_places():
     torch.testing.assert_close(last[:, 2, 3], tokens[:, 1 + 2 * 4 + 3])  # row 2, column 3 of 4 x 4; [class] is left out
     (inner,) = encoder.model.forward_intermediates(pixels, indices=[0], norm=False, intermediates_only=True)
     torch.testing.assert_close(first.permute(0, 3, 1, 2), inner)
+
+
+def test_entropy_lands_on_its_patch():
+    values = torch.arange(8.0).view(1, 2, 4)  # two patches of 2 x 2 cells
+    whole = visualize.place_on_grid(values, torch.tensor([[3, 0]]), grid=(2, 2))
+    assert whole[0, 2:, 2:].tolist() == [[0, 1], [2, 3]]
+    assert whole[0, :2, :2].tolist() == [[4, 5], [6, 7]]
+    assert whole.isnan().sum() == 8
 
 
 @pytest.mark.faults

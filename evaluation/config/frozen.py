@@ -237,11 +237,8 @@ class VisualizeConfig(Settings):
         6, at_least=1, needs={"pictures": ("predictions", "attention_rollout", "pca", "similarity", "neighbours")}
     )
     """Number of held-out images in pictures that show examples, a choice by data.cut_seed."""
-    patches: Integers | None = setting(
-        None, at_least=0, distinct=True, needs={"pictures": ("similarity", "neighbours")}
-    )
-    """Query patches of similarity, counted row by row from 0; the first one is also the query of neighbours. null:
-    several spread over the image, and the middle one."""
+    patches: Integers | None = setting(None, at_least=0, distinct=True, needs={"pictures": "similarity"})
+    """Query patches of similarity, counted row by row from 0. null: several spread over the image."""
     attention_images: int = setting(128, at_least=1, needs={"pictures": "attention_distance"})
     """Number of held-out images that attention distance is averaged over."""
     residual: bool = setting(False, needs={"pictures": "attention_rollout"})
