@@ -20,13 +20,21 @@ import pandas as pd
 from evaluation.config import ReportConfig, VisualizeConfig
 from evaluation.figures.charts import IN_PERCENT, plot_series
 from evaluation.frozen.by_class import CLASSES_SUFFIX, CONFUSION_FILE
-from evaluation.frozen.parsing import read_with_images
-from evaluation.frozen.random_weights import of_learned_weights, scores_of_random_weights, way_to_random_weights
-from evaluation.frozen.results import describe_baselines
-from evaluation.frozen.run_images import find_run, load_unchanged_splits_of
-from evaluation.frozen.training_reports import REPORTS_OF_TRAINING, reports_of_training, tested_encoder
-from evaluation.metrics.scoring import kind_of_report
-from evaluation.metrics.summaries import evenly_spaced, summarize_accuracies
+from evaluation.frozen.results import (
+    describe_baselines,
+    of_learned_weights,
+    scores_of_random_weights,
+    way_to_random_weights,
+)
+from evaluation.frozen.run_images import (
+    REPORTS_OF_TRAINING,
+    find_run,
+    load_unchanged_splits_of,
+    read_with_images,
+    reports_of_training,
+    tested_encoder,
+)
+from evaluation.metrics.scoring import evenly_spaced, kind_of_report, summarize_accuracies
 from evaluation.pages.about import begins_from_weights, machine_blocks, settings_blocks, subtitle, verdict_points
 from evaluation.pages.page import (
     Block,

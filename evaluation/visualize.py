@@ -35,11 +35,10 @@ from evaluation.figures.charts import plot_series
 from evaluation.figures.images import grid_of_images
 from evaluation.figures.style import DPI, WIDTH, figure_style
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, patch_grid
-from evaluation.frozen.extraction import extract_split, views_for
-from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.report_names import report_path, report_suffix
-from evaluation.frozen.run_images import LoadedSplits, load_images_of
-from evaluation.metrics.summaries import evenly_spaced
+from evaluation.frozen.features import extract_split, views_for
+from evaluation.frozen.results import report_path, report_suffix
+from evaluation.frozen.run_images import LoadedSplits, load_images_of, parse_and_load
+from evaluation.metrics.scoring import evenly_spaced
 from evaluation.patches.features import patch_features
 from evaluation.pictures import (
     attention_distance,

@@ -24,11 +24,8 @@ from evaluation.config import EVERY
 from evaluation.figures.charts import plot_confusion
 from evaluation.figures.style import figure_style
 from evaluation.frozen.by_class import describe_shown, write_details
-from evaluation.frozen.random_weights import describe_random_weights
-from evaluation.frozen.results import write_report
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import add_figures, kind_of
-from evaluation.metrics.summaries import summarize_accuracies
+from evaluation.frozen.results import describe_random_weights, write_report
+from evaluation.metrics.scoring import Outcomes, add_figures, kind_of, summarize_accuracies
 from evaluation.pages import about
 from evaluation.pages.page import Link, Missing, Page, Section, Table, Text, image_as_picture, render
 from evaluation.report import details_of_evaluation, evaluation_blocks, rows_of_evaluation, unreadable_blocks

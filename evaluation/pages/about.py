@@ -13,7 +13,7 @@ import torch
 
 import mpp
 from evaluation.config import ContrastiveConfig, SupervisedConfig
-from evaluation.frozen.training_reports import CLASSIFIERS, config_class_of
+from evaluation.frozen.run_images import CLASSIFIERS, config_class_of
 from evaluation.pages.page import Block, Link, Section, Table, Text
 from mpp.config import Config, TrainingConfig, as_words, flatten
 from mpp.config.imports import COPIES, OPTION, files_in, name_of_import
