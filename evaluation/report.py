@@ -4,7 +4,7 @@
 
 One self-contained file, `report.html` in the run folder. It is made of metrics.jsonl, verdict.json, the evaluations'
 JSON and the pictures of `mpp visualize`. Pictures that do not exist yet, or are older than the encoder, are drawn; the
-page lists missing content with the reasons.
+page says what is missing, and why.
 """
 
 import json
@@ -39,7 +39,6 @@ from evaluation.pages.about import begins_from_weights, machine_blocks, settings
 from evaluation.pages.page import (
     Block,
     Link,
-    Missing,
     Page,
     Picture,
     Section,
@@ -47,7 +46,6 @@ from evaluation.pages.page import (
     Text,
     figure_as_picture,
     image_as_picture,
-    without_missing,
     write_page,
 )
 from evaluation.visualize import draw_pictures, pictures_folder
@@ -113,7 +111,6 @@ PROBES_SHOWN = {
     MOVEMENT: ("Movement of the weights since the start", "share of their norm (%)"),
 }
 """Group of scalars by depth -> title and label of its charts."""
-Blocks = list[Block | Missing]
 
 
 def report(config: ReportConfig) -> Path:
@@ -139,46 +136,40 @@ def report(config: ReportConfig) -> Path:
         Section("settings", "Settings, and the command to repeat the run", settings_blocks(folder)),
         Section("machine", "Versions and machine", machine_blocks()),
     ]
-    shown, missing = without_missing(sections)
     verdict = read_verdict(folder)
-    if not verdict:
-        missing["Verdict"] = "the run was not evaluated, or verdict.json is gone"
     warnings = [
         f"{each['check']} (since step {each['step']}): {each['message']}"
         for each in verdict.get("warnings", [])
         if each["check"] in verdict["off"]
     ]
-    points = verdict_points(folder, history, shown)
-    write_page(path, Page(str(folder), subtitle(folder, history), points, warnings, shown, missing))
+    write_page(path, Page(str(folder), subtitle(folder, history), verdict_points(folder, history), warnings, sections))
     print(f"wrote {path}: {path.stat().st_size / 1e6:.1f} MB, one file")
-    for name, reason in missing.items():
-        print(f"missing there: {name}: {reason}")
     return path
 
 
 # --- curves ---
 
 
-def curve_blocks(history: History) -> Blocks:
+def curve_blocks(history: History) -> list[Block]:
     """The charts of CURVES that the run has logged, and what is missing."""
     trained = after_training_began(history)
-    blocks: Blocks = []
+    blocks: list[Block] = []
     for title, (label, scalars) in CURVES.items():
         blocks += chart(title, {name: dict(series(trained, scalar)) for name, scalar in scalars.items()}, label)
     if not any(series(trained, scalar) for title in SCORES for scalar in CURVES[title][1].values()):
-        blocks.append(Missing("Accuracy", "this run predicts no colours: see the loss and the features"))
+        blocks.append(Text("Accuracy: this run predicts no colours, see the loss and the features"))
     if not series(trained, EVALUATED):
-        blocks.append(Missing("Held-out figures", "the run has not been evaluated yet"))
+        blocks.append(Text("Held-out figures: the run has not been evaluated yet"))
     return blocks
 
 
-def feature_blocks(history: History, start: str) -> Blocks:
+def feature_blocks(history: History, start: str) -> list[Block]:
     """Each probe over steps at some depths, and by depth with the start and pixel colours.
 
     Args:
         start: the name of the weights at step 0: see `name_of_start`.
     """
-    blocks: Blocks = []
+    blocks: list[Block] = []
     for group, (title, label) in PROBES_SHOWN.items():
         lines = lines_with(history, group)
         if not lines:
@@ -194,9 +185,9 @@ def feature_blocks(history: History, start: str) -> Blocks:
             by_depth["pixel colours"] = dict.fromkeys(depths, first[f"{group}/floor_pixels"])
         blocks += chart(title, over_steps, label) + chart(f"{title} by depth", by_depth, label, "depth (blocks)")
     if not blocks:
-        blocks.append(Missing("kNN, agreement, rank", "not probed (probe.every)"))
+        blocks.append(Text("kNN, agreement, rank: not probed (probe.every)"))
     elif lines_with(history, "agreement"):
-        blocks.append(Missing("kNN accuracy", "the images have no labels"))
+        blocks.append(Text("kNN accuracy: the images have no labels"))
     return blocks
 
 
@@ -221,10 +212,10 @@ def thinned(numbers: Any, count: int) -> Any:
 # --- results of evaluations ---
 
 
-def evaluation_blocks(folder: Path, page_folder: Path) -> Blocks:
+def evaluation_blocks(folder: Path, page_folder: Path) -> list[Block]:
     """A table of the results of the evaluation commands, linked from a page in `page_folder`, and their details."""
-    blocks: Blocks = []
-    details: Blocks = []
+    blocks: list[Block] = []
+    details: list[Block] = []
     rows = []
     weights = {fingerprint(folder / name) for name in (ENCODER, BEST) if has_encoder(folder / name)}
     for file in [*reports_of_training(folder), *sorted((folder / "evaluation").glob("*.json"))]:
@@ -233,15 +224,14 @@ def evaluation_blocks(folder: Path, page_folder: Path) -> Blocks:
         try:
             report = json.loads(file.read_text(encoding="utf-8"))
             if is_of_other_weights(report, weights):
-                reason = "it is of other weights than those of the run now: evaluate again"
-                blocks.append(Missing(file.name, reason))
+                blocks.append(Text(f"{file.name}: it is of other weights than those of the run now; evaluate again"))
                 continue
             rows += rows_of_evaluation(file, report, page_folder)
             details += details_of_evaluation(file)
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
-            blocks.append(Missing(file.name, "it is not a report of an evaluation"))
+            blocks.append(Text(f"{file.name}: it is not a report of an evaluation"))
     if not rows:
-        return [*blocks, Missing("Few-shot, linear probe", f"not run yet: mpp fewshot --encoder {folder}")]
+        return [*blocks, Text(f"Few-shot, linear probe: not run yet (mpp fewshot --encoder {folder})")]
     value = "value (95% interval over test images)"
     headings = ["evaluation", "case", "score", value, "without an image", "random weights"]
     return [Table(headings, rows, "Results of the evaluation commands"), *details, *blocks]
@@ -292,10 +282,10 @@ def details_of_evaluation(file: Path) -> list[Block]:
 # --- pictures and images ---
 
 
-def picture_blocks(config: ReportConfig, folder: Path) -> Blocks:
+def picture_blocks(config: ReportConfig, folder: Path) -> list[Block]:
     """The pictures of `mpp visualize`: those in the run folder that are newer than the encoder, the others drawn."""
     if not (folder / ENCODER).is_dir():
-        return [Missing("Pictures", "there is no encoder yet: it is written when the run ends")]
+        return [Text("Pictures: there is no encoder yet; it is written when the run ends")]
     settings = rebuild(VisualizeConfig(), flatten(config) | {"encoder": str(folder), "out": None})
     written = (folder / ENCODER / "config.json").stat().st_mtime
     missing = {}
@@ -312,7 +302,7 @@ def picture_blocks(config: ReportConfig, folder: Path) -> Blocks:
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
     shown = [image_as_picture(file, name.replace("_", " ")) for name, file in current().items()]
-    return [*shown, *(Missing(name, reason) for name, reason in missing.items())]
+    return [*shown, *(Text(f"{name}: {reason}") for name, reason in missing.items())]
 
 
 def unreadable_blocks(folder: Path) -> list[Block]:

@@ -59,8 +59,8 @@ def trunk_and_branch(pretrain, tmp_path):
 
 
 def test_the_report_says_how_the_run_ended(trunk_and_branch):
-    of_trunk, of_branch = (dict(verdict_points(run, read_history(run), [])) for run in trunk_and_branch)
-    assert "Not cooled down yet" in of_trunk and "Not cooled down yet" not in of_branch
+    of_trunk, of_branch = (dict(verdict_points(run, read_history(run))) for run in trunk_and_branch)
+    assert "not cooled down yet" in of_trunk and "not cooled down yet" not in of_branch
 
 
 def test_a_branch_is_repeated_without_its_trunk():

@@ -14,7 +14,7 @@ import torch
 import mpp
 from evaluation.config import ContrastiveConfig, SupervisedConfig
 from evaluation.frozen.run_images import CLASSIFIERS, config_class_of
-from evaluation.pages.page import Block, Link, Section, Table, Text
+from evaluation.pages.page import Block, Link, Table, Text
 from mpp.config import Config, TrainingConfig, as_words, flatten
 from mpp.config.imports import COPIES, OPTION, files_in, name_of_import
 from mpp.config.parsing import as_command_line, parse_saved
@@ -41,6 +41,7 @@ DURATION_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"))
 SETTINGS_NOT_SHOWN = ("run.dir", "run.precision")  # where precision is not set, it depends on the machine
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
 BIRDS = "mpp's birds"
+NO_VERDICT = "the run was not evaluated, or verdict.json is gone"
 MIN_GAIN_OVER_BASELINES = 0.03  # in accuracy
 MIN_GAIN_OVER_LAST_DEPTH = 0.01  # in accuracy
 
@@ -138,20 +139,18 @@ def subtitle(folder: Path, history: History) -> str:
     return "; ".join(map(str, filter(None, parts)))
 
 
-def verdict_points(folder: Path, history: History, sections: Sequence[Section]) -> list[tuple[str, Link | None]]:
+def verdict_points(folder: Path, history: History) -> list[tuple[str, Link | None]]:
     """Sentences of the verdict, each with a link to the section of the page that shows it, and next steps."""
     steps = saved_settings(folder)["run"].get("steps")
     done = last_logged_step(history)
     finished = not isinstance(steps, int) or done >= steps
-    parts = read_verdict(folder).get("line", "").split(BETWEEN_PARTS)
-    parts = [part for part in parts if part and not part.startswith("warnings")]  # which have a place of their own
-    unfinished = [] if finished else [f"The run is not finished: it logged {done:,} of {steps:,} steps"]
-    links = {section.name: Link("why", f"#{section.name}") for section in sections}
+    parts = read_verdict(folder).get("line", NO_VERDICT).split(BETWEEN_PARTS)
+    parts = [part for part in parts if not part.startswith("warnings")]  # which have a place of their own
+    unfinished = [] if finished else [f"the run is not finished: it logged {done:,} of {steps:,} steps"]
     points: list[tuple[str, Link | None]] = []
     for sentence in [*unfinished, *parts]:
         evidence = "features" if sentence.startswith(tuple(PROBES.values())) else "curves"
-        text = sentence if sentence.startswith("kNN") else sentence[0].upper() + sentence[1:]
-        points.append((text, links.get(evidence)))
+        points.append((sentence, Link("why", f"#{evidence}")))
     return [*points, *((f"Next: {advice}", None) for advice in next_steps(folder, history, finished, parts))]
 
 

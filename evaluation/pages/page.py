@@ -57,14 +57,6 @@ class Text:
     code: bool = False
 
 
-@dataclass(frozen=True)
-class Missing:
-    """Content that a section lacks: the page lists it at its end."""
-
-    content: str
-    reason: str
-
-
 Block = Table | Picture | Text
 
 
@@ -75,7 +67,7 @@ class Section:
     name: str
     """The anchor of links to it."""
     title: str
-    blocks: list[Block | Missing] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     in_columns: bool = False
     """Whether blocks stand side by side where there is room."""
 
@@ -90,20 +82,6 @@ class Page:
     """Sentences, each with a link to its evidence."""
     warnings: Sequence[str]
     sections: Sequence[Section]
-    missing: dict[str, str]
-    """Missing content, and the reasons."""
-
-
-def without_missing(sections: Sequence[Section]) -> tuple[list[Section], dict[str, str]]:
-    """The sections that have content, and the missing content of all sections with the reasons."""
-    shown = []
-    missing = {}
-    for section in sections:
-        missing |= {block.content: block.reason for block in section.blocks if isinstance(block, Missing)}
-        blocks = [block for block in section.blocks if not isinstance(block, Missing)]
-        if blocks:
-            shown.append(Section(section.name, section.title, blocks, section.in_columns))
-    return shown, missing
 
 
 def render(page: Page) -> str:
