@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from evaluation.config import EmbedConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
-from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.run_images import LoadedSplits
+from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from evaluation.tables.given import given_columns
 from evaluation.tables.images import (
     first_columns,

@@ -29,10 +29,8 @@ from evaluation.exports.formats import (
 from evaluation.exports.verification import MAX_ROUNDING_DIFFERENCE, SHOTS, Verification
 from evaluation.figures.markdown import markdown_table
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid
-from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import write_json
-from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
-from evaluation.frozen.training_reports import tested_encoder
+from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of, parse_and_load, tested_encoder
 from evaluation.supervision.classification import card_of_file
 from evaluation.supervision.classifiers import Classifier, load_classifier
 from mpp.config import rebuild, require

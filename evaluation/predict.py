@@ -20,11 +20,9 @@ from PIL import Image
 
 import mpp
 from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
-from evaluation.frozen.extraction import describe_precision
-from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.run_images import LoadedSplits, note_other_images
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import without_nan
+from evaluation.frozen.features import describe_precision
+from evaluation.frozen.run_images import LoadedSplits, note_other_images, parse_and_load
+from evaluation.metrics.scoring import Outcomes, without_nan
 from evaluation.patches.masks import with_image_column
 from evaluation.predictions.classes import has_known_labels, label_columns, match_labels
 from evaluation.predictions.learned import (

@@ -17,12 +17,12 @@ from accelerate import Accelerator
 from evaluation import contrastive, supervised
 from evaluation.config import CompareConfig, ContrastiveConfig, SupervisedConfig
 from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEntry, Options, Question
-from evaluation.frozen.colour_baselines import is_colour_baseline
 from evaluation.frozen.run_images import (
     EVALUATED_SETTINGS,
     absolute_path,
     evaluated_image_settings,
     find_run,
+    is_colour_baseline,
     run_image_settings,
 )
 from evaluation.registry import EVALUATIONS, Evaluation

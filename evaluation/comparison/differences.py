@@ -14,10 +14,14 @@ from numpy.typing import NDArray
 
 from evaluation.comparison.tables import kind_of_scores, with_columns
 from evaluation.metrics.intervals import Z
-from evaluation.metrics.kinds import LabelKind
-from evaluation.metrics.outcomes import Outcomes, load_outcomes
-from evaluation.metrics.one_class import is_right as image_scores
-from evaluation.metrics.scoring import best_choice, labelled_outcomes
+from evaluation.metrics.scoring import (
+    LabelKind,
+    Outcomes,
+    best_choice,
+    image_scores,
+    labelled_outcomes,
+    load_outcomes,
+)
 
 ERROR = 0.05
 """Share of tables of equal encoders that tell any two apart."""

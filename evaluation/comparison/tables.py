@@ -10,9 +10,7 @@ from matplotlib.figure import Figure
 from evaluation.config.comparing import MEASURED_AXES, Question
 from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_depths, plot_lines
 from evaluation.frozen.results import score_axis
-from evaluation.metrics.kinds import LabelKind
-from evaluation.metrics.scoring import ONE_CLASS, kind_of_score, mean_interval
-from evaluation.metrics.summaries import summarize_values
+from evaluation.metrics.scoring import ONE_CLASS, LabelKind, kind_of_score, mean_interval, summarize_values
 
 Cell = dict[str, Any]
 """Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and

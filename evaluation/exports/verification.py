@@ -12,8 +12,7 @@ from evaluation import fewshot
 from evaluation.config import ExportConfig, FewshotConfig
 from evaluation.exports.formats import Computation
 from evaluation.frozen.encoder import FrozenEncoder
-from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE, extract_split, views_for, warn_left_out
-from evaluation.frozen.labelled_features import LabelledFeatures
+from evaluation.frozen.features import DEFAULT_BATCH_SIZE, LabelledFeatures, extract_split, views_for, warn_left_out
 from evaluation.metrics.scoring import add_scores
 from mpp.data.crops import to_8_bits
 from mpp.data.dataset import ImageDataset

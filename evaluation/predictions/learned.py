@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import ProbeDataConfig
-from evaluation.frozen.provenance import LabelledImages, find_labelled_images, is_same_location, lineage
+from evaluation.frozen.manifest import LabelledImages, find_labelled_images, is_same_place, lineage
 from evaluation.frozen.run_images import LoadedSplits, find_run, holds_run_images, indices_in_split
 from evaluation.predictions.opening import ClassifierSource
 from evaluation.tables.images import ONLY_SPLIT
@@ -112,7 +112,7 @@ def tell_apart(
     for learned in all_learned:
         recorded = learned.record.get("files")
         same = [each for each in images if recorded is not None and files[each.split] == recorded]
-        if not same and is_same_location(learned.source, data):
+        if not same and is_same_place(learned.source, data):
             is_unknown = True  # images were added, or another list names them
         for each in same:
             indices = learned_indices(each, learned)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from evaluation.config import MaskedDataConfig
-from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import Outcomes
 from evaluation.patches.masks import IGNORED_CLASS, MaskedImages, attach_masks, decode_mask, describe_no_masks
 from evaluation.patches.statistics import warn_of_turned_images
 from evaluation.predictions.pixels import PixelRows

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evaluation.config import PredictConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, KeptHead, is_kept_head, load_head, rebuild_linear
-from evaluation.frozen.training_reports import find_tested_run
+from evaluation.frozen.run_images import find_tested_run
 from evaluation.patches.readings import LinearReading
 from evaluation.predictions.pixels import PixelClassifier
 from evaluation.supervision.classifiers import Classifier, distinct_class_names, load_classifier

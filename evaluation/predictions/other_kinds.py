@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import Outcomes
 from evaluation.predictions.classes import PROBABILITY_PREFIX, ClassRows
 from evaluation.predictions.summary import COLUMNS_OF_ALL, TableImages, figures_entry
 from evaluation.tables.images import first_columns

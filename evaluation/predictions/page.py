@@ -13,9 +13,7 @@ from PIL import Image
 
 from evaluation.config import ProbeDataConfig
 from evaluation.frozen.by_class import draw_confusion
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import kind_of
-from evaluation.metrics.summaries import evenly_spaced
+from evaluation.metrics.scoring import Outcomes, evenly_spaced, kind_of
 from evaluation.pages.page import (
     Block,
     ColorKey,

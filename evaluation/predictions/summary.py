@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from evaluation.figures.markdown import markdown_table
 from evaluation.frozen.results import MAX_CLASSES_PRINTED, print_by_class
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import kind_of, result_entries
+from evaluation.metrics.scoring import Outcomes, kind_of, result_entries
 from evaluation.tables.images import MAX_UNREADABLE_NAMED
 from evaluation.tables.parts import read_columns
 from mpp.runtime.messages import counted, warn

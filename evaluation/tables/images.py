@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evaluation.config import ProbeDataConfig
-from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE
+from evaluation.frozen.features import DEFAULT_BATCH_SIZE
 from evaluation.frozen.run_images import LoadedSplits
 from mpp.config import HOW_READ, SourceConfig
 from mpp.data.columns import find_image_column
