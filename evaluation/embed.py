@@ -14,10 +14,9 @@ import torch
 
 from evaluation.config import EmbedConfig
 from evaluation.frozen.encoder import open_frozen_encoder
-from evaluation.frozen.extraction import describe_precision
+from evaluation.frozen.features import describe_precision
 from evaluation.frozen.kept_heads import describe_encoder
-from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.run_images import LoadedSplits
+from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from evaluation.tables import identify_splits, load_all_splits, read_crops, unlabelled_images, write_table
 from mpp.config import rebuild, require
 from mpp.data.dataset import ImageDataset

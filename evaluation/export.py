@@ -22,11 +22,9 @@ from torch import Tensor, nn
 import mpp
 from evaluation.config import ExportConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid
-from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE, views_for
-from evaluation.frozen.parsing import parse_and_load
+from evaluation.frozen.features import DEFAULT_BATCH_SIZE, views_for
 from evaluation.frozen.results import write_json
-from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
-from evaluation.frozen.training_reports import tested_encoder
+from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of, parse_and_load, tested_encoder
 from evaluation.supervision.classification import card_of_file
 from evaluation.supervision.classifiers import Classifier, load_classifier
 from evaluation.supervision.deit import average_heads

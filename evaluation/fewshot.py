@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import FewshotConfig
-from evaluation.frozen.labelled_features import LabelledFeatures
-from evaluation.frozen.parsing import parse_and_load
+from evaluation.frozen.features import LabelledFeatures
 from evaluation.frozen.probing import run_probe
-from evaluation.frozen.run_images import LoadedSplits
+from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
 

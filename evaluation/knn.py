@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from evaluation.config import KnnConfig
-from evaluation.frozen.labelled_features import LabelledFeatures
-from evaluation.frozen.parsing import parse_and_load
+from evaluation.frozen.features import LabelledFeatures
 from evaluation.frozen.probing import run_probe
-from evaluation.frozen.run_images import LoadedSplits
+from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from evaluation.supervision.learners import learner_of
 from mpp.data.labels import LABEL_KINDS
 from mpp.runtime.hardware import device

@@ -12,11 +12,9 @@ from typing import Any
 
 from evaluation.config import MaskedConfig
 from evaluation.figures.markdown import markdown_table
-from evaluation.frozen.colour_baselines import is_colour_baseline
-from evaluation.frozen.report_names import report_path
-from evaluation.frozen.results import write_report
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import KINDS, add_figures
+from evaluation.frozen.results import report_path, write_report
+from evaluation.frozen.run_images import is_colour_baseline
+from evaluation.metrics.scoring import KINDS, Outcomes, add_figures
 from mpp.config import nested, require
 from mpp.config.parsing import parse
 from mpp.errors import Unavailable

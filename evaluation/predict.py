@@ -13,23 +13,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
-from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
-
 from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
-from evaluation.frozen.extraction import describe_precision
-from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.provenance import is_same_location
-from evaluation.frozen.run_images import LoadedSplits, note_other_images
-from evaluation.metrics.outcomes import Outcomes
+from evaluation.frozen.by_class import write_details
+from evaluation.frozen.features import describe_precision
+from evaluation.frozen.manifest import is_same_place
+from evaluation.frozen.run_images import LoadedSplits, note_other_images, parse_and_load
 from evaluation.metrics.scoring import kind_of, result_entries, without_nan
-from evaluation.predictions.classes import THRESHOLD, ImagePredictions
+from evaluation.predictions.classes import ImagePredictions
 from evaluation.predictions.masks import MaskPredictions
 from evaluation.predictions.opening import ClassifierSource, digest_network, find_classifier, open_classifier
 from evaluation.tables import Rows, load_all_splits, parts_folder, write_table
 from mpp.config import RunConfig, changed_settings, flatten, rebuild, require
-from mpp.runtime.files import write_complete
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main, start_alone
 from mpp.training.run_folder import refuse_among_images
@@ -84,7 +78,7 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
         require(is_known, "out", out, f"another: {masks} exists, and may be of other images")
     about = {"classifier": config.classifier}
     files = {record["files"] for record in identity["images"]}
-    if any(is_same_location(each.source, data) or each.record.get("files") in files for each in found.learned):
+    if any(is_same_place(each.source, data) or each.record.get("files") in files for each in found.learned):
         about["note"] = LEARNED
         note(LEARNED)
     write_table(
@@ -109,53 +103,21 @@ def describe(out: Path, predictions: ImagePredictions | MaskPredictions, rows: R
     if isinstance(predictions, MaskPredictions):
         shares = frame[predictions.share_columns].astype(float).mean()
         about["shares"] = dict(zip(predictions.classifier.class_names, shares, strict=True))
-    figures, by_class, confusion = {}, {}, {}
     for images in predictions.images:
         outcomes = predictions.outcomes(images, frame[frame.split == images.split])
-        if outcomes is not None:
-            figures[images.split] = result_entries(outcomes) | {"images": len(outcomes)}
-            print_figures(images.split, outcomes, figures[images.split])
-            by_class[images.split], confusion[images.split] = figures_by_class(outcomes)
-    for name, tables in {"classes": by_class, "confusion": confusion}.items():
-        known = {split: table for split, table in tables.items() if table is not None}
-        if known:
-            file = out.with_suffix(f".{name}.csv")
-            write_complete(file, pd.concat(known, names=["split", "class"]).to_csv())
+        if outcomes is None:
+            continue
+        entries = result_entries(outcomes) | {"images": len(outcomes)}
+        about.setdefault("figures", {})[images.split] = entries
+        kind = kind_of(outcomes)
+        figures = {kind.score: [entries["accuracy"], *entries["interval"]]} | entries.get("figures", {})
+        parts = [f"{kind.headings[name]} {kind.text(name, *numbers)}" for name, numbers in figures.items()]
+        unit = f" ({kind.sign})" if kind.sign else ""
+        print(f"{images.split}, {counted(len(outcomes), 'labelled image')}{unit}: {', '.join(parts)}")
+        of_split = out.with_suffix(f".{images.split}{out.suffix}")
+        for file in write_details(of_split, outcomes, kind.class_table(outcomes)):
             print(f"wrote {file}")
-    return without_nan(about | ({"figures": figures} if figures else {}))
-
-
-def figures_by_class(outcomes: Outcomes) -> tuple[pd.DataFrame | None, pd.DataFrame | None]:
-    """Precision, recall, F1 and number of images (or pixels) of each class; and the confusion of classes.
-
-    None: numbers have no classes, and several classes an image no confusion.
-    """
-    if outcomes.kind == "number":
-        return None, None
-    names = outcomes.class_names
-    true, predicted, weights = outcomes.targets, outcomes.predictions, None
-    if outcomes.kind == "several":
-        predicted = predicted > THRESHOLD
-    if outcomes.kind == "pixels":
-        weights = predicted.sum(0).ravel()
-        true, predicted = np.indices((len(names), len(names))).reshape(2, -1)
-    options = {"labels": range(len(names)), "sample_weight": weights}
-    found = precision_recall_fscore_support(true, predicted, zero_division=np.nan, **options)
-    by_class = pd.DataFrame(dict(zip(("precision", "recall", "F1", "count"), found, strict=True)), names)
-    if outcomes.kind == "several":
-        return by_class, None
-    if outcomes.kind == "pixels":
-        by_class["IoU"] = by_class.F1 / (2 - by_class.F1)
-    return by_class, pd.DataFrame(confusion_matrix(true, predicted, **options), names, names)
-
-
-def print_figures(split: str, outcomes: Outcomes, entries: dict[str, Any]) -> None:
-    """Print the figures of a split with labels, with their 95 % intervals, in a line."""
-    kind = kind_of(outcomes)
-    figures = {kind.score: [entries["accuracy"], *entries["interval"]]} | entries.get("figures", {})
-    parts = [f"{kind.headings[name]} {kind.text(name, *numbers)}" for name, numbers in figures.items()]
-    unit = f" ({kind.sign})" if kind.sign else ""
-    print(f"{split}, {counted(len(outcomes), 'labelled image')}{unit}: {', '.join(parts)}")
+    return without_nan(about)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evaluation.config import ReportConfig
-from evaluation.frozen.parsing import read_with_images
-from evaluation.frozen.run_images import find_run
-from evaluation.frozen.training_reports import tested_encoder
+from evaluation.frozen.run_images import find_run, read_with_images, tested_encoder
 from evaluation.pages.about import machine_blocks
 from evaluation.pages.curves import curves_of_run
 from evaluation.pages.page import Page, Section, without_missing, write_page

@@ -31,17 +31,13 @@ from evaluation.frozen.encoder import (
     patch_grid,
     resolve_depths,
 )
-from evaluation.frozen.extraction import describe_input
+from evaluation.frozen.features import describe_input, describe_training_images
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
-from evaluation.frozen.labelled import describe_training_images
-from evaluation.frozen.parsing import parse_and_load
+from evaluation.frozen.manifest import check_labels_unseen
 from evaluation.frozen.probing import assemble_report, choose_depths, each_depth
-from evaluation.frozen.provenance import check_labels_unseen
-from evaluation.frozen.report_names import events_folder, report_path_of_command
-from evaluation.frozen.results import write_probe_report
-from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import add_figures, without_outcomes
+from evaluation.frozen.results import events_folder, report_path_of_command, write_probe_report
+from evaluation.frozen.run_images import LoadedSplits, parse_and_load
+from evaluation.metrics.scoring import Outcomes, add_figures, without_outcomes
 from evaluation.patches.extraction import ExtractedPatches, extract_patches, load_masked_images
 from evaluation.patches.features import PatchBaseline, PatchEncoder, PatchFeatures
 from evaluation.patches.masks import MaskedImages, MaskedSplits

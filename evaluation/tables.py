@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 import mpp
 from evaluation.config import ProbeDataConfig
-from evaluation.frozen.extraction import DEFAULT_BATCH_SIZE
+from evaluation.frozen.features import DEFAULT_BATCH_SIZE
 from evaluation.frozen.run_images import LoadedSplits
 from mpp.config import HOW_READ, ImageSize, SourceConfig, require
 from mpp.data.columns import find_image_column

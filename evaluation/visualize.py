@@ -18,9 +18,8 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.config import VisualizeConfig
-from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.report_names import report_path, report_suffix
-from evaluation.frozen.run_images import LoadedSplits
+from evaluation.frozen.results import report_path, report_suffix
+from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.subject import load_subject
 from mpp.config import require

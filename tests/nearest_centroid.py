@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from evaluation.config import EncoderConfig, FrozenProbeConfig, ProbeDataConfig
-from evaluation.frozen.parsing import parse_with_images
 from evaluation.frozen.probing import run_probe
+from evaluation.frozen.run_images import parse_with_images
 from evaluation.registry import Evaluation, register
 from mpp.config import Settings
 

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
 from conftest import TINY, encoded, kill_at, picture, read_metrics, title_and_tags
+from evaluation.metrics.one_class import is_right, largest_class_share
 from safetensors.torch import load_file, save_file
 
 import mpp
 from evaluation import finetune, supervised
 from evaluation.frozen.encoder import load_frozen_encoder
-from evaluation.frozen.labelled import load_labelled
-from evaluation.metrics.one_class import is_right, largest_class_share
-from evaluation.metrics.outcomes import load_outcomes
+from evaluation.frozen.features import load_labelled
+from evaluation.metrics.scoring import load_outcomes
 from evaluation.supervision.classification import Classification
 from evaluation.supervision.heads import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig, RunConfig

@@ -15,7 +15,7 @@ from evaluation.comparison.remarks import (
 from evaluation.comparison.tables import cells_by_encoder, cells_of
 from evaluation.figures.charts import plot_depths, plot_lines
 from evaluation.frozen import probing
-from evaluation.frozen.labelled_features import LabelledFeatures
+from evaluation.frozen.features import LabelledFeatures
 
 ROW = {
     "encoder": "a",

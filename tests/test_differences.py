@@ -18,8 +18,7 @@ from evaluation.comparison.files import best_encoders
 from evaluation.comparison.reports import with_interval
 from evaluation.comparison.tables import mean_and_spread, score_text
 from evaluation.metrics.intervals import wilson
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import add_figures, keep_outcomes
+from evaluation.metrics.scoring import Outcomes, add_figures, keep_outcomes
 
 IMAGES = 500
 

@@ -12,7 +12,7 @@ from sklearn.linear_model import Ridge
 from evaluation import fewshot, knn, linear
 from evaluation.config import FewshotConfig
 from evaluation.fewshot import draw_by_class, predict
-from evaluation.frozen.labelled_features import ARRAY_NAMES, LabelledFeatures, load_features, save_features
+from evaluation.frozen.features import ARRAY_NAMES, LabelledFeatures, load_features, save_features
 from evaluation.metrics.scoring import add_scores
 from mpp.data.overview import half_width, note_tested
 

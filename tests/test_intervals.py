@@ -3,14 +3,23 @@
 import numpy as np
 import pytest
 import torch
+from evaluation.metrics.one_class import OneClass
 from scipy.stats import binomtest
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix, f1_score, jaccard_score
 
 from evaluation.metrics.intervals import bootstrap, containing, paired_accuracies, wilson
-from evaluation.metrics.one_class import OneClass
-from evaluation.metrics.outcomes import Outcomes, load_outcomes, save_outcomes
 from evaluation.metrics.pixels import PixelClasses
-from evaluation.metrics.scoring import KINDS, add_figures, add_scores, keep_outcomes, labelled_outcomes, score_of
+from evaluation.metrics.scoring import (
+    KINDS,
+    Outcomes,
+    add_figures,
+    add_scores,
+    keep_outcomes,
+    labelled_outcomes,
+    load_outcomes,
+    save_outcomes,
+    score_of,
+)
 from evaluation.patches.scores import count_confusion
 from mpp.errors import UserError
 from mpp.features.metrics import COUNTS_FILE, load_masked_counts, save_masked_counts

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from evaluation import features, linear
+from evaluation.frozen.features import load_features
 from evaluation.frozen.kept_heads import load_head, rebuild_linear
-from evaluation.frozen.labelled_features import load_features
 from mpp.errors import UserError
 from mpp.runtime.weights import fingerprint
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import encoded
 from datasets import ClassLabel, List, Value
+from evaluation.metrics.several import figures_of
 from scipy.special import ndtr
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import average_precision_score, mean_absolute_error, r2_score
@@ -20,12 +21,9 @@ from evaluation.config import LinearConfig
 from evaluation.figures.markdown import markdown_table
 from evaluation.frozen import extraction
 from evaluation.frozen.by_class import figure_rows, shown_outcomes
-from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
+from evaluation.frozen.features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.results import describe_baselines, print_details, write_report
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import KINDS, add_figures, best_choice, result_entries
-from evaluation.metrics.several import figures_of
-from evaluation.metrics.summaries import summarize_accuracies
+from evaluation.metrics.scoring import KINDS, Outcomes, add_figures, best_choice, result_entries, summarize_accuracies
 from evaluation.supervision.learners import NumberLearner, SeveralLearner
 from mpp.config import DataConfig
 from mpp.data.labels import find_label_kind, find_labels, read_labels

@@ -7,8 +7,7 @@ import pytest
 
 from evaluation import masked
 from evaluation.comparison.differences import paired_difference
-from evaluation.metrics.outcomes import Outcomes, load_outcomes
-from evaluation.metrics.scoring import KINDS, score_of
+from evaluation.metrics.scoring import KINDS, Outcomes, load_outcomes, score_of
 from mpp.errors import Unavailable, UserError
 from mpp.training.log import last_scalars
 

@@ -27,11 +27,9 @@ from evaluation.config import FewshotConfig, KnnConfig, LinearConfig
 from evaluation.features import main as extract
 from evaluation.frozen import probing
 from evaluation.frozen.encoder import load_frozen_encoder
-from evaluation.frozen.labelled_features import LabelledFeatures, load_features, save_features
+from evaluation.frozen.features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.probing import evaluate_by_depth
-from evaluation.frozen.random_weights import of_learned_weights
-from evaluation.frozen.report_names import report_path_of_command
-from evaluation.frozen.results import write_probe_report
+from evaluation.frozen.results import of_learned_weights, report_path_of_command, write_probe_report
 from evaluation.linear import fit_lbfgs
 from evaluation.metrics.scoring import add_scores
 from evaluation.supervision.learners import ClassLearner

@@ -14,10 +14,10 @@ from torchvision.transforms import RandomResizedCrop
 from evaluation import features, linear
 from evaluation.config import LinearConfig, ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
+from evaluation.frozen.features import load_features
 from evaluation.frozen.kept_heads import load_head, rebuild_linear
-from evaluation.frozen.labelled_features import load_features
-from evaluation.frozen.parsing import parse_with_images
-from evaluation.metrics.outcomes import load_outcomes
+from evaluation.frozen.run_images import parse_with_images
+from evaluation.metrics.scoring import load_outcomes
 from evaluation.protocols import dinov2, mae, probe
 from evaluation.protocols.dinov2 import Dinov2
 from evaluation.protocols.mae import Mae

@@ -10,9 +10,9 @@ from comparisons import write_cats_and_dogs
 from conftest import ROOT
 
 from evaluation import cli, compare, registry
-from evaluation.frozen.labelled_features import LabelledFeatures
+from evaluation.frozen.features import LabelledFeatures
 from evaluation.frozen.results import write_json
-from evaluation.metrics.outcomes import load_outcomes
+from evaluation.metrics.scoring import load_outcomes
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import flatten, imports
 from mpp.errors import UserError

@@ -24,11 +24,8 @@ from evaluation.config import ProbeDataConfig, ReportConfig, VisualizeConfig
 from evaluation.figures import style
 from evaluation.figures.charts import plot_confusion, plot_map
 from evaluation.frozen.by_class import describe_shown
-from evaluation.frozen.random_weights import describe_random_weights
-from evaluation.frozen.results import write_report
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import add_figures
-from evaluation.metrics.summaries import summarize_accuracies
+from evaluation.frozen.results import describe_random_weights, write_report
+from evaluation.metrics.scoring import Outcomes, add_figures, summarize_accuracies
 from evaluation.pages import picture_sections, run_words
 from evaluation.pages.page import Link, Missing, Page, Section, Table, Text, render
 from evaluation.pages.page import image_as_picture as as_picture

@@ -14,9 +14,8 @@ from test_label_kinds import write_images
 
 from evaluation import embed, fewshot, finetune, knn, segmentation, visualize
 from evaluation.config import FewshotConfig, FinetuneConfig, KnnConfig, LinearConfig, ProbeDataConfig
-from evaluation.frozen.parsing import parse_with_images
-from evaluation.frozen.report_names import report_path, report_suffix, settings_suffix
-from evaluation.frozen.run_images import load_images_of, note_other_images
+from evaluation.frozen.results import report_path, report_suffix, settings_suffix
+from evaluation.frozen.run_images import load_images_of, note_other_images, parse_with_images
 from mpp.config import SourceConfig
 from mpp.data import sources
 from mpp.errors import UserError

@@ -28,7 +28,7 @@ from evaluation.comparison.trainings import step_flops
 from evaluation.comparison.trials import plan_sweep
 from evaluation.config import EncoderConfig, ProbeDataConfig, SweepConfig
 from evaluation.frozen.encoder import open_frozen_encoder
-from evaluation.frozen.labelled_features import LabelledFeatures, save_features
+from evaluation.frozen.features import LabelledFeatures, save_features
 from evaluation.metrics.scoring import KINDS
 from mpp.config import Config, SourceConfig
 from mpp.config.parsing import parse

@@ -20,7 +20,7 @@ from evaluation.comparison.reports import was_never_trained
 from evaluation.comparison.trainings import cost_with_ancestors
 from evaluation.comparison.trunks import compute_of_trunks, describe_trunks
 from evaluation.config import CompareConfig
-from evaluation.frozen.provenance import lineage
+from evaluation.frozen.manifest import lineage
 from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError
 from mpp.training.checkpoint import kept_steps

@@ -17,8 +17,7 @@ from evaluation.comparison.entries import (
     Options,
     Question,
 )
-from evaluation.frozen.colour_baselines import is_colour_baseline
-from evaluation.frozen.run_images import EVALUATED_SETTINGS, absolute_path
+from evaluation.frozen.run_images import EVALUATED_SETTINGS, absolute_path, is_colour_baseline
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import HOW_READ, SourceConfig, changed_settings, flatten, rebuild, require
 from mpp.config.parsing import as_command_line

@@ -14,10 +14,17 @@ from scipy.special import stdtrit
 from evaluation.comparison.reports import ResultRow, kind_of_scores
 from evaluation.comparison.rows import count_seeds, diverged_with, of_encoder, of_kind, unique
 from evaluation.comparison.tables import columns_of
-from evaluation.metrics.intervals import Difference, Interval
-from evaluation.metrics.kinds import LabelKind
-from evaluation.metrics.outcomes import Outcomes, load_outcomes
-from evaluation.metrics.scoring import best_choice, kind_of, labelled_outcomes, mean_interval
+from evaluation.metrics.intervals import Difference, Interval, paired
+from evaluation.metrics.scoring import (
+    LabelKind,
+    Outcomes,
+    best_choice,
+    image_scores,
+    kind_of,
+    labelled_outcomes,
+    load_outcomes,
+    mean_interval,
+)
 
 
 class EncoderDifference(NamedTuple):
@@ -126,7 +133,8 @@ def paired_difference(one: Sequence[Outcomes], other: Sequence[Outcomes]) -> Dif
         same_images = list(each.images) == list(first.images) and np.array_equal(each.targets, first.targets)
         if each.kind != first.kind or not same_images:
             return None
-    return kind_of(first).difference(one, other)
+    scores = [np.mean([image_scores(each) for each in of_encoder], 0) for of_encoder in (one, other)]
+    return paired(*scores, kind_of(first).is_share)
 
 
 def unpaired_difference(one: list[ResultRow], other: list[ResultRow]) -> Difference:

@@ -12,8 +12,7 @@ from evaluation.comparison.digests import case_digest, digests_of_images, proven
 from evaluation.comparison.encoders import Encoder
 from evaluation.comparison.trainings import cost_with_ancestors, published_ancestors
 from evaluation.metrics.intervals import wilson
-from evaluation.metrics.kinds import LabelKind
-from evaluation.metrics.scoring import ONE_CLASS, kind_of_report, kind_of_score, rank_of
+from evaluation.metrics.scoring import ONE_CLASS, LabelKind, kind_of_report, kind_of_score, rank_of
 from mpp.errors import UserError
 from mpp.training.history import DEVICE_HOURS, PFLOP
 

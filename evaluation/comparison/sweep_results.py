@@ -21,9 +21,7 @@ from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_lines
 from evaluation.figures.markdown import markdown_table
 from evaluation.figures.style import write_plot
 from evaluation.frozen.results import score_axis, write_json
-from evaluation.metrics.kinds import LabelKind
-from evaluation.metrics.scoring import rank_of
-from evaluation.metrics.summaries import summarize_values
+from evaluation.metrics.scoring import LabelKind, rank_of, summarize_values
 from evaluation.pages.about import recorded_versions
 from mpp.config import as_words
 from mpp.config.imports import import_words

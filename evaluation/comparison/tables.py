@@ -8,8 +8,7 @@ import numpy as np
 from evaluation.comparison.entries import MEASURED_AXES, Question
 from evaluation.comparison.reports import ResultRow, kind_of_scores, name_of_score
 from evaluation.comparison.rows import MASKED_BASELINES, count_seeds, grouped, of_encoder, of_kind, unique
-from evaluation.metrics.scoring import ONE_CLASS, mean_interval
-from evaluation.metrics.summaries import summarize_values
+from evaluation.metrics.scoring import ONE_CLASS, mean_interval, summarize_values
 
 Cell = dict[str, Any]
 """Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and

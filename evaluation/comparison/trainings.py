@@ -11,7 +11,7 @@ from timm import is_model
 
 from evaluation import contrastive, supervised
 from evaluation.config import ContrastiveConfig, SupervisedConfig
-from evaluation.frozen.provenance import parent_encoders
+from evaluation.frozen.manifest import parent_encoders
 from evaluation.frozen.run_images import find_run
 from evaluation.supervision.classifiers import TEACHER_SETTING, with_teacher_digest
 from mpp.config import Config, TrainingConfig, require

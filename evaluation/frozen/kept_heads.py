@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig
-from evaluation.frozen.provenance import LabelledImages
+from evaluation.frozen.manifest import LabelledImages
 from mpp.config import SourceConfig
 from mpp.errors import UserError
 from mpp.runtime.files import complete

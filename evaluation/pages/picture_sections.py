@@ -12,9 +12,9 @@ from PIL import Image
 
 from evaluation.config import ReportConfig, VisualizeConfig
 from evaluation.figures.charts import plot_map
-from evaluation.frozen.report_names import report_suffix
+from evaluation.frozen.results import report_suffix
 from evaluation.frozen.run_images import load_unchanged_splits_of
-from evaluation.metrics.summaries import evenly_spaced
+from evaluation.metrics.scoring import evenly_spaced
 from evaluation.pages.page import Block, Missing, Picture, Section, Table, chart, figure_as_picture, image_as_picture
 from evaluation.pictures.drawings import PICTURES
 from evaluation.pictures.gallery import (

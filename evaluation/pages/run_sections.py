@@ -9,11 +9,14 @@ from urllib.parse import quote
 
 from evaluation.config import ContrastiveConfig, ReportConfig, SupervisedConfig
 from evaluation.frozen.by_class import describe_shown, draw_confusion, figure_rows, shown_outcomes
-from evaluation.frozen.random_weights import of_learned_weights, scores_of_random_weights, way_to_random_weights
-from evaluation.frozen.results import describe_baselines
-from evaluation.frozen.training_reports import REPORTS_OF_TRAINING, config_class_of, reports_of_training
-from evaluation.metrics.scoring import kind_of, kind_of_report
-from evaluation.metrics.summaries import summarize_accuracies
+from evaluation.frozen.results import (
+    describe_baselines,
+    of_learned_weights,
+    scores_of_random_weights,
+    way_to_random_weights,
+)
+from evaluation.frozen.run_images import REPORTS_OF_TRAINING, config_class_of, reports_of_training
+from evaluation.metrics.scoring import kind_of, kind_of_report, summarize_accuracies
 from evaluation.pages.about import changed_settings_shown, settings_rows
 from evaluation.pages.curves import features_of_run
 from evaluation.pages.page import Block, Link, Missing, Table, Text, figure_as_picture

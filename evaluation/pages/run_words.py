@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from evaluation.frozen.training_reports import CLASSIFIERS, config_class_of
+from evaluation.frozen.run_images import CLASSIFIERS, config_class_of
 from evaluation.pages.about import duration
 from evaluation.pages.page import Link, Section
 from evaluation.pages.run_sections import COMMANDS, begins_from_weights

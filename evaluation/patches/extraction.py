@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from evaluation.config import MaskedDataConfig
-from evaluation.frozen.extraction import extract_split, views_for, warn_left_out
+from evaluation.frozen.features import extract_split, views_for, warn_left_out
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.patches.features import PatchEncoder, PatchFeatures, patch_features
 from evaluation.patches.masks import MaskedImages, MaskedSplits, decode_mask, load_masks_of_path

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.frozen.encoder import FrozenEncoder, patch_grid
-from evaluation.frozen.labelled_features import cut_dev_split
+from evaluation.frozen.features import cut_dev_split
 from mpp.config import ImageSize
 from mpp.features.frozen import tokens_at
 

@@ -10,15 +10,12 @@ from torch import Tensor
 from evaluation.config import SegmentationConfig
 from evaluation.figures.images import plot_segmentation
 from evaluation.figures.markdown import markdown_table
-from evaluation.metrics.pixels import PixelClasses
-from evaluation.metrics.summaries import evenly_spaced, summarize_values
+from evaluation.metrics.scoring import PIXELS, evenly_spaced, summarize_values
 from evaluation.patches.extraction import masked_views
 from evaluation.patches.features import PatchEncoder
 from evaluation.patches.masks import MaskedImages
 from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.randomness import FIXED_VIEW
-
-MEAN_IOU = PixelClasses()
 
 
 def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str]) -> str:
@@ -37,7 +34,7 @@ def reading_table(lines: dict[str, list[dict[str, Any]]], readings: Sequence[str
             of_reading = [result for result in results if result["case"] in (reading, "all")]
             for score in ("accuracy", "pixel_accuracy"):
                 values = [result[score] for result in of_reading]
-                cells.append(MEAN_IOU.text_of_scores(summarize_values(values)))
+                cells.append(PIXELS.text_of_scores(summarize_values(values)))
         rows.append(cells)
     return markdown_table(headings, rows)
 
@@ -56,7 +53,7 @@ def iou_table(results: list[dict[str, Any]], names: Sequence[str] = ()) -> str:
         cells = []
         for seeds in by_case.values():
             ious = [of_seed[number] for of_seed in seeds if of_seed[number] is not None]
-            cells.append(MEAN_IOU.text_of_scores(summarize_values(ious)) if ious else "-")
+            cells.append(PIXELS.text_of_scores(summarize_values(ious)) if ious else "-")
         if any(cell != "-" for cell in cells):
             name = names[number] if number < len(names) else f"class {number}"
             rows.append([name, *cells])

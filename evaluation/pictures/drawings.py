@@ -24,7 +24,7 @@ from evaluation.figures import charts
 from evaluation.figures import images as image_figures
 from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.encoder import patch_grid
-from evaluation.frozen.extraction import extract_labelled_features, views_for
+from evaluation.frozen.features import extract_labelled_features, views_for
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import indices_in_split, is_stream_of_run

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from evaluation.config import VisualizeConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder
-from evaluation.frozen.extraction import views_for
+from evaluation.frozen.features import views_for
 from evaluation.frozen.run_images import LoadedSplits, load_images_of
 from evaluation.patches.features import patch_features
 from mpp.config import require

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from evaluation.config import PredictConfig, ProbeDataConfig
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import Outcomes
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
 from evaluation.tables import ImageBatch, identify_splits, read_crops, unlabelled_images
 from mpp.data.dataset import ImageDataset, has_label

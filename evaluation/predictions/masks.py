@@ -28,7 +28,7 @@ from torchvision.transforms.v2 import functional
 
 from evaluation.config import MaskedDataConfig, PredictConfig
 from evaluation.frozen.run_images import LoadedSplits, indices_in_split
-from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import Outcomes
 from evaluation.patches.masks import (
     IGNORED_CLASS,
     attach_masks,
