@@ -194,6 +194,7 @@ def write_table(
         require(is_same, "out", out, "a new file: the existing one is from other images, weights, labels or settings")
         way = f"delete it where images have changed (all names are compared, and {SAMPLED_FILES} files of a split)"
         note(f"{out} was complete already, so nothing is computed again; {way}")
+        delete(parts.parent)
         return
     with hold(parts.parent, "out"), deaths_explained():
         with progress_bar(unit="image", total=sum(map(len, splits))) as bar:

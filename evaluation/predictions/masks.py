@@ -111,7 +111,7 @@ class MaskPredictions:
     def rows(self, images: ImageDataset) -> Iterator[pa.Table]:
         """Write the masks of images of a split, and return their rows."""
         self.classifier.network.to(self.accelerator.device)
-        views = ViewsOrErrors(images, self.data, self.check_aspect, torch.zeros(0))
+        views = ViewsOrErrors(images, self.data, check_aspect, torch.zeros(0))
         for batch in read_batches(views, batch_size=1):  # they are of several sizes
             row = {} if batch.errors[0] else self.write(batch)
             columns = {name: pa.array([row.get(name)], kind) for name, kind in self.types().items()}
@@ -127,13 +127,6 @@ class MaskPredictions:
     def share_columns(self) -> list[str]:
         """Columns with the share of each class in the pixels."""
         return [f"share_{name}" for name in self.classifier.class_names]
-
-    def check_aspect(self, pixels: Tensor) -> Tensor:
-        """The image (C, H, W); raises UnreadableImage if it is too long."""
-        height, width = pixels.shape[1:]
-        if max(height, width) > MAX_ASPECT * min(height, width):
-            raise UnreadableImage(f"{width} x {height} pixels are too long for a mask: cut it in parts")
-        return pixels
 
     def write(self, batch: ImageBatch) -> dict[str, object]:
         """Write the mask of the image of a batch, and its overlay; return the entries of its row."""
@@ -222,6 +215,14 @@ class MaskPredictions:
         size = len(numbers) + 1
         rows, columns = (numbers.get_indexer(each[true != IGNORED_CLASS]) % size for each in (true, predicted))
         return np.bincount(rows * size + columns, minlength=size**2).reshape(size, size)  # others, -1, come last
+
+
+def check_aspect(pixels: Tensor) -> Tensor:
+    """The image (C, H, W); raises UnreadableImage if it is too long."""
+    height, width = pixels.shape[1:]
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise UnreadableImage(f"{width} x {height} pixels are too long for a mask: cut it in parts")
+    return pixels
 
 
 def window_starts(length: int, window: int) -> list[int]:
