@@ -48,7 +48,7 @@ from evaluation.tables import (
 from mpp.data.crops import covering_size
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.pictures import without_size_limit
-from mpp.errors import UnreadableImage, UserError
+from mpp.errors import UnreadableImage
 from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.messages import counted, printable, warn
 
@@ -84,17 +84,11 @@ class MaskPredictions:
 
     @cached_property
     def masked(self) -> dict[str, Dataset]:
-        """Split -> the masks of its images, where it has some; a warning says why they cannot be compared."""
+        """Split -> the masks of its images, where it has some; UserError where a column that is named is not there."""
         column = self.data.mask_column
         is_named = column != MaskedDataConfig.mask_column
         have_masks = [each for each in self.images if is_named or column in self.splits[each.split].features]
-        try:
-            masked = [attach_masks(each, self.splits, self.data) for each in have_masks]
-        except UserError as error:
-            if is_named:
-                raise
-            warn(f"no figures: {error}")
-            return {}
+        masked = [attach_masks(each, self.splits, self.data) for each in have_masks]
         warn_of_turned_images(masked, self.data)
         return {each.images.split: each.masks["mask"] for each in masked}
 
