@@ -14,8 +14,14 @@ from PIL import Image
 
 from evaluation.config import MaskedDataConfig
 from evaluation.metrics.scoring import Outcomes
-from evaluation.patches.masks import IGNORED_CLASS, MaskedImages, attach_masks, decode_mask, describe_no_masks
-from evaluation.patches.statistics import warn_of_turned_images
+from evaluation.patches.masks import (
+    IGNORED_CLASS,
+    MaskedImages,
+    attach_masks,
+    decode_mask,
+    describe_no_masks,
+    warn_of_turned_images,
+)
 from evaluation.predictions.pixels import PixelRows
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.pictures import without_size_limit

@@ -14,7 +14,7 @@ from evaluation.config import PredictConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, KeptHead, is_kept_head, load_head, rebuild_linear
 from evaluation.frozen.run_images import find_tested_run
-from evaluation.patches.readings import LinearReading
+from evaluation.patches.features import LinearReading
 from evaluation.predictions.pixels import PixelClassifier
 from evaluation.supervision.classifiers import Classifier, distinct_class_names, load_classifier
 from mpp.config import require, sides

@@ -26,8 +26,7 @@ from torchvision.transforms.v2 import functional
 from evaluation.config import ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.frozen.run_images import indices_in_split
-from evaluation.patches.features import patch_features
-from evaluation.patches.readings import PIXEL_LOGITS_PER_BLOCK, LinearReading, upsample
+from evaluation.patches.features import LinearReading, patch_features, upsample
 from evaluation.predictions.masks import place_of_image, write_mask, write_overlay
 from evaluation.predictions.summary import SHARE_PREFIX
 from evaluation.tables.images import ViewsOrErrors, name_in_folder, read_batches
@@ -38,6 +37,7 @@ from mpp.errors import UnreadableImage
 from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.messages import printable
 
+PIXEL_LOGITS_PER_BLOCK = 2**24  # upsampled at a time, which bounds the memory
 WINDOWS_PER_FORWARD = 16
 
 
