@@ -42,17 +42,16 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     if "heldout/nearest" not in last:
         lacks = "it has no heldout/nearest, which runs that predict colours have"
         raise Unavailable(f"encoder is {config.encoder}; it must be a pre-training run: {lacks}")
-    outcomes = {}
-    kept = load_masked_counts(folder, int(last["step"]))  # none of earlier versions: there are no intervals
-    if kept is not None:
-        counts, images = kept
-        masked, *others = counts.T
-        for name, right in zip(COUNTED[1:], others, strict=True):
-            outcomes[name.replace("_", " ")] = {"outcomes": Outcomes("patches", masked, right, images=images)}
+    kept = load_masked_counts(folder, int(last["step"]))  # earlier versions kept none: there are no intervals
+    patches = dict(zip(COUNTED, kept[0].T, strict=True)) if kept else {}
     results = []
     for line, metric in METRIC_OF_LINE.items():
+        result = {"case": line, "accuracy": last.get(metric)}
+        name = line.replace(" ", "_")
+        if name in patches:
+            result["outcomes"] = Outcomes("patches", patches["masked"], patches[name], images=kept[1])
         if metric in last:
-            results.append({"case": line, "accuracy": last[metric]} | outcomes.get(line, {}))
+            results.append(result)
     results = add_figures(results)
 
     path = report_path(config.out, config.encoder, "masked.json")

@@ -24,36 +24,33 @@ def has_target(targets: NDArray) -> NDArray[np.bool_]:
     return targets.sum(1) > 0
 
 
-def figures(weights: Tensor, outcomes: "Outcomes") -> Figures:
+def figures(weights: Tensor, targets: Tensor, predictions: Tensor) -> Figures:
     """The mean over the classes of their IoU, and the share of pixels that are right."""
-    matrix = weighted_confusion(weights, outcomes)
+    matrix = torch.tensordot(weights, predictions.double(), 1)
     by_class = torch.stack(list(ious(matrix).values()))
     return {"mean_iou": by_class.mean(), "pixel_accuracy": matrix.trace() / matrix.sum()}
 
 
-def weighted_confusion(weights: Tensor, outcomes: "Outcomes") -> Tensor:
-    """The confusion matrix (C, C) of images that count so often."""
-    return torch.tensordot(weights, torch.as_tensor(outcomes.predictions).double(), 1)
-
-
 def ious(matrix: Tensor) -> Figures:
-    """IoU by class, without those in no mask that are never predicted, from a confusion matrix (C, C)."""
+    """IoU by number of a class, from a confusion matrix (C, C); none of a class that no pixel has and none gets."""
     right = matrix.diagonal()
     union = matrix.sum(0) + matrix.sum(1) - right
-    return {number: right[number] / union[number] for number in torch.nonzero(union).flatten().tolist()}
+    return {str(number): right[number] / union[number] for number in torch.nonzero(union).flatten().tolist()}
 
 
 def class_table(outcomes: "Outcomes") -> ClassTable:
     """IoU of each class, with an interval where several images have it: as wide as these are few."""
-    scores = score_images(lambda weights: ious(weighted_confusion(weights, outcomes)), len(outcomes))
-    true, predicted = confusion(outcomes).sum(1), confusion(outcomes).sum(0)
+    predictions = torch.as_tensor(outcomes.predictions).double()
+    estimates = score_images(lambda weights: ious(torch.tensordot(weights, predictions, 1)), len(outcomes))
+    classes = outcomes.targets.shape[1]
+    shares, intervals = np.full(classes, np.nan), np.full((classes, 2), np.nan)
     having = (outcomes.targets > 0).sum(0).tolist()  # images of each class
-    shares, intervals = np.full(len(true), np.nan), np.full((len(true), 2), np.nan)
-    for number, of_class in scores.items():
-        shares[number] = of_class.mean()
-        if having[number] > 1:
-            intervals[number] = interval(of_class, is_share=True, most=having[number])
-    return ClassTable(outcomes.names(len(true)), {"pixels": true, "predicted": predicted}, {"IoU": shares}, intervals)
+    for name, (iou, scores) in estimates.items():
+        shares[int(name)] = iou
+        if having[int(name)] > 1:
+            intervals[int(name)] = interval(scores, is_share=True, most=having[int(name)])
+    counts = {"pixels": outcomes.targets.sum(0), "predicted": confusion(outcomes).sum(0)}
+    return ClassTable(outcomes.names(classes), counts, {"IoU": shares}, intervals)
 
 
 def confusion(outcomes: "Outcomes") -> NDArray[np.int64]:
