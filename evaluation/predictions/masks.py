@@ -33,9 +33,9 @@ from evaluation.patches.masks import (
     IGNORED_CLASS,
     attach_masks,
     decode_mask,
+    warn_of_turned_images,
     with_image_column,
 )
-from evaluation.patches.statistics import warn_of_turned_images
 from evaluation.supervision.classifiers import Classifier
 from evaluation.tables import (
     ImageBatch,
