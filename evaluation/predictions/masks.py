@@ -189,10 +189,7 @@ class MaskPredictions:
         confusion = np.array([each for each in counts if each.any()])
         if not len(confusion):
             return None
-        names = [*self.classifier.class_names, OTHER_CLASSES]
-        if not confusion[:, -1].any():
-            names, confusion = names[:-1], confusion[:, :-1, :-1]
-        return Outcomes("pixels", confusion.sum(2), confusion, names)
+        return Outcomes("pixels", confusion.sum(2), confusion, [*self.classifier.class_names, OTHER_CLASSES])
 
     def count_pixels(self, true: NDArray[np.int16], file: Path) -> NDArray[np.int64]:
         """Pixels of each class in a mask (H, W), rows, and in the predicted one, in a file: (C + 1, C + 1).
