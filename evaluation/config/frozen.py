@@ -165,16 +165,14 @@ class PredictConfig(Settings):
     encoder: str | None = None
     """Current place of the encoder of a kept head. null: the run next to the head, or its old place."""
     out: str = setting("predictions.csv", operational=True)
-    """Table to write, CSV or parquet: a row for each image of all splits. Next to it are FILE.json, the page (.html),
-    and the folders of masks and overlays."""
+    """Table to write, CSV or parquet: a row for each image of all splits. Next to it are FILE.json, figures of each
+    class, and the folders of masks and overlays."""
     top: int = setting(3, at_least=1)
     """Number of classes listed for each image, the likeliest first."""
     probabilities: bool = True
     """Add a column for each class with its probability."""
     overlays: bool = True
     """Draw each mask over its image, as JPEG."""
-    page: bool = setting(True, operational=True)
-    """Write a page with the most and the least certain predictions, and examples of each class."""
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
     data: MaskedDataConfig = group(
@@ -207,12 +205,8 @@ class ExportConfig(Settings):
     false: input is float32, already normalised."""
     batch: int | Literal["dynamic"] = setting("dynamic", at_least=1)
     """Batch size of the file: a number, or any."""
-    quantize: Literal["int8"] | None = setting(None, needs={"format": "onnx"})
-    """Quantisation. int8: 8-bit weights of matrix products, and activations at their use (onnxruntime's dynamic
-    quantisation). Size, difference and few-shot accuracy are printed next to those of PyTorch."""
     images: int = setting(2048, at_least=1)
-    """Largest number of held-out images for verifying the file, and of training images for the few-shot probe of
-    int8."""
+    """Largest number of held-out images for verifying the file."""
 
     def check(self):
         if self.representation == "logits":

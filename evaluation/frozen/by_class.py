@@ -1,9 +1,9 @@
 """Figures of a report in words, a table by class as CSV, and the confusion matrix as a picture."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from evaluation.figures.charts import plot_confusion
@@ -69,10 +69,9 @@ def write_details(path: Path, outcomes: Outcomes, by_class: ClassTable | None) -
     """Write the table by class and the confusion matrix of these outcomes, next to the report at `path`."""
     written = []
     if by_class is not None:
-        columns = by_class.columns()
         written.append(path.with_name(f"{path.stem}{CLASSES_SUFFIX}"))
-        with complete(written[-1], shared=True) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
+        with complete(written[-1], shared=True) as partial:
+            pd.DataFrame(by_class.columns()).to_csv(partial, index=False)
     figure = draw_confusion(outcomes)
     if figure is not None:
         written.append(path.with_name(f"{path.stem}{CONFUSION_FILE}"))

@@ -1,7 +1,7 @@
 """Figures of labels that are masks: mean IoU and pixel accuracy, of all pixels together, from counts an image.
 
-Targets (M, C): pixels of each class. Predictions (M, C, C): pixels of each class (second axis) that each class (third
-axis) is predicted for. M test images, C classes.
+Predictions (M, C, C) are a confusion matrix for each image: pixels of each class (second axis) that each class (third
+axis) is predicted for. Targets (M, C) are its pixels of each class. M test images, C classes.
 """
 
 from typing import TYPE_CHECKING
@@ -26,23 +26,22 @@ def has_target(targets: NDArray) -> NDArray[np.bool_]:
 
 def figures(weights: Tensor, targets: Tensor, predictions: Tensor) -> Figures:
     """The mean over the classes of their IoU, and the share of pixels that are right."""
-    right = weights @ predictions.double().diagonal(dim1=1, dim2=2)
-    by_class = torch.stack(list(ious(weights, targets, predictions).values()))
-    return {"mean_iou": by_class.mean(), "pixel_accuracy": right.sum() / (weights @ targets.double()).sum()}
+    matrix = torch.tensordot(weights, predictions.double(), 1)
+    by_class = torch.stack(list(ious(matrix).values()))
+    return {"mean_iou": by_class.mean(), "pixel_accuracy": matrix.trace() / matrix.sum()}
 
 
-def ious(weights: Tensor, targets: Tensor, predictions: Tensor) -> Figures:
-    """IoU by the number of a class, without those in no mask that are never predicted."""
-    predictions = predictions.double()
-    right = weights @ predictions.diagonal(dim1=1, dim2=2)
-    union = weights @ targets.double() + weights @ predictions.sum(1) - right
+def ious(matrix: Tensor) -> Figures:
+    """IoU by number of a class, from a confusion matrix (C, C); none of a class that no pixel has and none gets."""
+    right = matrix.diagonal()
+    union = matrix.sum(0) + matrix.sum(1) - right
     return {str(number): right[number] / union[number] for number in torch.nonzero(union).flatten().tolist()}
 
 
 def class_table(outcomes: "Outcomes") -> ClassTable:
     """IoU of each class, with an interval where several images have it: as wide as these are few."""
-    pairs = torch.as_tensor(outcomes.targets), torch.as_tensor(outcomes.predictions)
-    estimates = score_images(lambda weights: ious(weights, *pairs), len(outcomes))
+    predictions = torch.as_tensor(outcomes.predictions).double()
+    estimates = score_images(lambda weights: ious(torch.tensordot(weights, predictions, 1)), len(outcomes))
     classes = outcomes.targets.shape[1]
     shares, intervals = np.full(classes, np.nan), np.full((classes, 2), np.nan)
     having = (outcomes.targets > 0).sum(0).tolist()  # images of each class
@@ -57,3 +56,9 @@ def class_table(outcomes: "Outcomes") -> ClassTable:
 def confusion(outcomes: "Outcomes") -> NDArray[np.int64]:
     """Pixels of each class (rows) that each class (columns) is predicted for: (C, C)."""
     return outcomes.predictions.sum(0)
+
+
+def baselines(targets: NDArray) -> dict[str, float]:
+    """The mean IoU of predicting the most frequent class for all pixels."""
+    pixels = targets.sum(0)
+    return {"most frequent class": float(pixels.max() / pixels.sum() / (pixels > 0).sum())}

@@ -294,6 +294,7 @@ PIXELS = LabelKind(
     {"mean_iou": "mean IoU", "pixel_accuracy": "pixel accuracy"},
     pixels.figures,
     pixels.has_target,
+    baselines=pixels.baselines,
     class_table=pixels.class_table,
     confusion=pixels.confusion,
 )
