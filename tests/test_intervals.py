@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from evaluation.metrics.one_class import OneClass
+from evaluation.patches.scores import count_confusion
 from scipy.stats import binomtest
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix, f1_score, jaccard_score
 
@@ -20,7 +21,6 @@ from evaluation.metrics.scoring import (
     save_outcomes,
     score_of,
 )
-from evaluation.patches.scores import count_confusion
 from mpp.errors import UserError
 from mpp.features.metrics import COUNTS_FILE, load_masked_counts, save_masked_counts
 
