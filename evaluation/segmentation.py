@@ -22,7 +22,7 @@ from evaluation.figures.images import plot_segmentation
 from evaluation.figures.markdown import markdown_table
 from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.encoder import CELLS_PER_SIDE, FrozenEncoder, open_frozen_encoder, patch_grid
-from evaluation.frozen.features import describe_input, describe_training_images
+from evaluation.frozen.features import LabelledFeatures, describe_input, describe_training_images
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
 from evaluation.frozen.manifest import check_labels_unseen
 from evaluation.frozen.probing import evaluate_by_depth
@@ -33,15 +33,15 @@ from evaluation.patches.features import (
     ExtractedPatches,
     PatchBaseline,
     PatchEncoder,
-    PatchFeatures,
     Reading,
     count_confusion,
     extract_patches,
     fit_linear,
     fit_neighbours,
+    masked_views,
     predict_pixels,
 )
-from evaluation.patches.masks import BIRD_CLASSES, IGNORED_CLASS, load_masked_images, warn_of_turned_images
+from evaluation.patches.masks import IGNORED_CLASS, load_masked_images, warn_of_turned_images
 from mpp.config import as_words, require
 from mpp.data.data_path import describe_source
 from mpp.data.workers import deaths_explained
@@ -60,7 +60,7 @@ class EvaluatedReading(NamedTuple):
     """Entries of its result."""
     reading: Reading
     predicted: Tensor
-    """The class of each pixel, (M, H, W), as numbered in `PatchFeatures`."""
+    """The class of each pixel, (M, H, W), numbered as in the features' labels."""
     outcomes: Outcomes
 
 
@@ -72,17 +72,17 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     """
     accelerator = start_alone(config.frozen.run_settings(config.precision), "patches are evaluated")
     path = report_path_of_command(config, "segmentation")
-    train, test = load_masked_images(config.data, loaded)
+    splits = train, test = load_masked_images(config.data, loaded)
     check_labels_unseen(config.frozen.weights, config.data, train.images, test.images)
     images = f"{counted(len(train.images), 'image')} with masks to learn from, {len(test.images)} to evaluate on"
     print(f"{describe_source(config.data)}: {images}")
-    warn_of_turned_images((train, test), config.data)
+    warn_of_turned_images(splits, config.data)
     encoder = open_patch_encoder(config.frozen, config.data)
     allowed = "left out: a colour baseline has no weights, so its head is not kept"
     require(not config.save or isinstance(encoder, FrozenEncoder), "save", True, allowed)
 
     with deaths_explained():
-        extracted = extract_patches(encoder, train, test, config, accelerator)
+        extracted = extract_patches(encoder, splits, config, accelerator)
         print_ignored(extracted, config.data)
         report, evaluated = evaluate_depths(extracted, config)
         if any(extracted.left_out.values()):
@@ -90,18 +90,18 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         extracted.by_depth.clear()  # their files, before those of a baseline are written
         report["baselines"] = {}
         for name, baseline in open_baselines(encoder, config).items():
-            of_baseline, _ = evaluate_depths(extract_patches(baseline, train, test, config, accelerator), config)
+            of_baseline, _ = evaluate_depths(extract_patches(baseline, extracted.splits, config, accelerator), config)
             report["baselines"][name] = of_baseline | {"results": without_outcomes(of_baseline["results"])}
 
     report = write_probe_report(path, report, "reading")
     print(table_of_encoders({config.frozen.encoder: report} | report["baselines"]))
     if config.save:
         reading = evaluated[0].reading
-        numbers = extracted.class_numbers[: reading.classify.out_features].tolist()
+        outputs = reading.classify.out_features
         description = HeadDescription(
             task="pixels",
-            class_names=mask_class_names(config, numbers),
-            class_numbers=numbers,
+            class_names=report["labels"]["class_names"][:outputs],
+            class_numbers=extracted.class_numbers[:outputs].tolist(),
             representation="patches",
             depth=report["protocol"]["chosen_depth"],
             input=describe_input(encoder, config.data, accelerator),
@@ -110,7 +110,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         )
         save_head(path.with_name(f"{path.stem}_head"), reading, description, config.seeds)
     if config.images:
-        write_picture(path.with_suffix(".pictures.png"), extracted, evaluated, config.images)
+        write_picture(path.with_suffix(".pictures.png"), encoder, extracted, evaluated, config)
     return report
 
 
@@ -152,14 +152,14 @@ def evaluate_depths(
     """The report of features at each depth, and the readings at the chosen one, which is evaluated last."""
     evaluated: list[EvaluatedReading] = []
 
-    def evaluate(features: PatchFeatures) -> list[dict[str, Any]]:
+    def evaluate(features: LabelledFeatures) -> list[dict[str, Any]]:
         evaluated[:] = evaluate_readings(features, config)
         return [each.about | {"outcomes": each.outcomes} for each in evaluated]
 
     return evaluate_by_depth(config, extracted.by_depth, evaluate, "case"), evaluated
 
 
-def evaluate_readings(features: PatchFeatures, config: SegmentationConfig) -> list[EvaluatedReading]:
+def evaluate_readings(features: LabelledFeatures, config: SegmentationConfig) -> list[EvaluatedReading]:
     """Test each reading; the learning rate is chosen on the dev split."""
     evaluated = []
     if "linear" in config.readings:
@@ -168,40 +168,23 @@ def evaluate_readings(features: PatchFeatures, config: SegmentationConfig) -> li
             dev = features.dev_split()
             for lr in scores:
                 reading = fit_linear(dev, config, lr, config.seeds[0])
-                scores[lr] = score_of(evaluate_reading({}, reading, dev, config).outcomes)
+                scores[lr] = score_of(evaluate_reading({}, reading, dev).outcomes)
         lr = best_choice(scores)
         for seed in config.seeds:
             about = {"case": "linear", "seed": seed, "lr": lr, "dev_accuracy": scores[lr]}
-            evaluated.append(evaluate_reading(about, fit_linear(features, config, lr, seed), features, config))
+            evaluated.append(evaluate_reading(about, fit_linear(features, config, lr, seed), features))
     if "knn" in config.readings:
         about = {"case": "knn", "seed": 0}
-        evaluated.append(evaluate_reading(about, fit_neighbours(features, config), features, config))
+        evaluated.append(evaluate_reading(about, fit_neighbours(features, config), features))
     return evaluated
 
 
-def evaluate_reading(
-    about: dict[str, Any], reading: Reading, features: PatchFeatures, config: SegmentationConfig
-) -> EvaluatedReading:
+def evaluate_reading(about: dict[str, Any], reading: Reading, features: LabelledFeatures) -> EvaluatedReading:
     """Test a reading on the test images."""
     predicted = predict_pixels(reading, features)
-    confusion = count_confusion(torch.from_numpy(features.test_masks), predicted, len(features.class_numbers))
-    names = mask_class_names(config, features.class_numbers.tolist())
-    outcomes = Outcomes("pixels", confusion.sum(2), confusion, names, features.test_images)
+    confusion = count_confusion(torch.from_numpy(features.test_labels), predicted, len(features.class_names))
+    outcomes = Outcomes("pixels", confusion.sum(2), confusion, features.class_names, features.test_images)
     return EvaluatedReading(about, reading, predicted, outcomes)
-
-
-def mask_class_names(config: SegmentationConfig, numbers: Sequence[int]) -> list[str]:
-    """The name of each class.
-
-    Args:
-        numbers: of the classes in the files of the masks, ascending.
-    Raises:
-        UserError: `class_names` has no name for a class.
-    """
-    names = config.class_names or (BIRD_CLASSES if config.data.path is None else ())
-    fits = not names or len(names) > numbers[-1]
-    require(fits, "class_names", list(names), f"{numbers[-1] + 1} names, from class 0 on")
-    return [names[number] if names else f"class {number}" for number in numbers]
 
 
 # --- tables and the picture ---
@@ -210,7 +193,7 @@ def mask_class_names(config: SegmentationConfig, numbers: Sequence[int]) -> list
 def print_ignored(extracted: ExtractedPatches, data: MaskedDataConfig) -> None:
     """Print the share of the masks' pixels that is ignored."""
     features = next(iter(extracted.by_depth.values()))
-    train, test = (f"{(masks == IGNORED_CLASS).mean():.1%}" for masks in (features.train_masks, features.test_masks))
+    train, test = (f"{(masks == IGNORED_CLASS).mean():.1%}" for masks in (features.train_labels, features.test_labels))
     setting = f"data.ignore_index is {as_words(data.ignore_index)}"
     print(f"{train} of the pixels to learn from and {test} of those to evaluate on are ignored ({setting})")
 
@@ -226,15 +209,23 @@ def table_of_encoders(reports: dict[str, dict[str, Any]]) -> str:
 
 
 @figure_style()
-def write_picture(path: Path, extracted: ExtractedPatches, evaluated: Sequence[EvaluatedReading], count: int) -> None:
+def write_picture(
+    path: Path,
+    encoder: PatchEncoder,
+    extracted: ExtractedPatches,
+    evaluated: Sequence[EvaluatedReading],
+    config: SegmentationConfig,
+) -> None:
     """Write image, mask and predictions of some held-out images."""
-    chosen = evenly_spaced(len(extracted.test.dataset), count)
-    samples = [extracted.test[FIXED_VIEW, index] for index in chosen.tolist()]
+    test = extracted.splits[1]
+    chosen = evenly_spaced(len(test.images), config.images)
+    views = masked_views(encoder, test, config)
+    samples = [views[FIXED_VIEW, index] for index in chosen.tolist()]
     images = as_rgb(stretch(torch.stack([sample.images for sample in samples]))).movedim(1, -1).numpy()
     columns = {"mask": np.stack([sample.labels.numpy() for sample in samples])}
     for each in evaluated:  # of several seeds the last
         columns[each.about["case"]] = extracted.class_numbers[each.predicted[chosen]]
-    plot_segmentation(images, columns, 1 + extracted.class_numbers[-1]).savefig(path, dpi=DPI)
+    plot_segmentation(images, columns, 1 + int(extracted.class_numbers[-1])).savefig(path, dpi=DPI)
     print(f"wrote {path}")
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
@@ -46,6 +47,10 @@ class MaskedImages(NamedTuple):
     images: ImageDataset
     masks: datasets.Dataset
     """Undecoded, in the column `mask`."""
+
+    def select(self, indices: NDArray[np.int64]) -> "MaskedImages":
+        """The images at `indices`, in that order."""
+        return MaskedImages(self.images.select(indices), self.masks.select(indices))
 
 
 def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = None) -> list[MaskedImages]:
