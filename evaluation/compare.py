@@ -101,7 +101,7 @@ def write_comparison(
     write_complete(folder / "table.md", f"{text}\n")
     with complete(folder / "table.csv") as partial:
         pd.DataFrame(cells_as_lines(summary)).to_csv(partial, index=False)
-    page = Page(f"{folder}: a comparison", f"{len(rows)} results", [], sentences, sections, {})
+    page = Page(f"{folder}: a comparison", f"{len(rows)} results", [], sentences, sections)
     write_page(folder / REPORT_PAGE, page)
     print(f"\n{text}\nwrote {folder}: {', '.join(files)}; see reports/")
     return results

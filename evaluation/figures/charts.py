@@ -36,7 +36,6 @@ class ScoreAxis(NamedTuple):
 
 
 ACCURACY = ScoreAxis("accuracy (%)", 100)
-DEV_ACCURACY = ScoreAxis("accuracy on the dev split (%)", 100)
 ScoreAxes = Mapping[str, ScoreAxis]
 """Panel -> the axis of its score; of those that are not named it is accuracy."""
 
@@ -73,15 +72,11 @@ def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str, score_a
 
 
 def plot_depths(curves: Curves, score_axes: ScoreAxes | None = None) -> Figure:
-    """Evaluation -> encoder -> depth -> score; an encoder with one depth is a horizontal line.
-
-    Args:
-        score_axes: of the score; None: accuracy on the dev split.
-    """
+    """Evaluation -> encoder -> depth -> score; an encoder with one depth is a horizontal line."""
     at_no_place = {}
     for panel, lines in curves.items():
         at_no_place[panel] = {name: {0: line[min(line)]} if len(line) == 1 else line for name, line in lines.items()}
-    return plot_panels(at_no_place, "depth (blocks)", score_axes or dict.fromkeys(curves, DEV_ACCURACY))
+    return plot_panels(at_no_place, "depth (blocks)", score_axes or {})
 
 
 def plot_lines(curves: Curves, x_label: str, score_axes: ScoreAxes | None = None) -> Figure:
