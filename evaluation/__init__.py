@@ -7,7 +7,6 @@ supervision/: training with a head: classification, distillation, SimCLR.
 comparison/: entries, cases, digests, trainings, trunks and branches, reports, tables and plots; trials of sweeps.
 pictures.py, figures/, pages/: numbers of pictures; style, charts and images; HTML pages of reports and comparisons.
 tables/, predictions/, exports/: tables in parts (`mpp embed`, `mpp predict`); classifiers; export formats.
-benchmark/: steps and loaders that `throughput.py` times.
 
 A new evaluation is one file: see README.md. One of this repository does not register itself: its line is in
 registry.py, and its module in the import contracts of pyproject.toml. A new kind of label needs a `LabelKind`

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from server import Command, die_at
 from sklearn.neighbors import NearestNeighbors
 
-from evaluation import check, contrastive
+from evaluation import contrastive
 from evaluation.report import feature_blocks
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse, parse_saved
@@ -206,9 +206,6 @@ def test_own_images_that_are_the_general_ones_too_have_the_same_figures(pretrain
     start, begun = load_file(run / START_FILE), load_file(finished_run / "encoder" / "model.safetensors")
     assert all(torch.equal(start[f"drift/weights/{name}"], weight) for name, weight in begun.items())
     assert re.search(r"; kNN .*\(the start .*, kNN of general images .*\(the start", read_verdict(run)["line"])
-    encoder = (run / "encoder" / "model.safetensors").stat().st_size
-    counted = check.encoder_bytes_on_disk(parse_saved(Config, run / "config.yaml"), check.StepCost(0, 0, 0, 0, encoder))
-    assert counted == 2 * encoder <= encoder + (run / START_FILE).stat().st_size
 
 
 @pytest.mark.faults

@@ -407,21 +407,20 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
     check.main([*tiny, f"--run.dir={folder}", *settings])
     printed = capsys.readouterr().out
     for expected in (
-        "| besides, cannot be decoded",
-        "| 40 x 48 pixels",
-        "| a step ",
+        "40 x 48 pixels: ",
+        "a step: ",
         "cannot be decoded: ",
-        "| 4 steps of one process",
+        "4 steps of one process",
+        "memory on a GPU, counted (mpp memory): ",
         "GB are free",
         "nearly the same image: held-out ",
         "warning: unreadable images: 1 of 27",
-        "run.steps is 4, outside the range that was searched (400 to 8000)",
     ):
         assert expected in printed, expected
     crops_file = folder / "check_crops.png"
     assert list(folder.iterdir()) == [crops_file]
     with Image.open(crops_file) as crops:
-        assert crops.size == (548, 548)  # eight rows of four pairs, each picture 64 pixels wide, with gaps of 4
+        assert crops.size == (2 * 128, 8 * 128)  # of a batch of eight, each picture 128 pixels wide
     pretrain(*settings, without="--optim.warmup")
     assert (folder / "encoder").is_dir()
     assert crops_file.is_file()
@@ -430,7 +429,7 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
 def test_a_check_warns_of_loading_that_is_slow():
 
     def warnings(waiting: float) -> list[str]:
-        return check.warnings_before_training(Config(), None, check.StepCost(1.0, waiting, 1.0, 1, 1))
+        return check.warnings_of_run(Config(), check.StepCost(1.0, waiting, 1, 1))
 
     (warning,) = warnings(0.5)
     assert warning.startswith("data-loading bottleneck: training waits for images 50% of ")

@@ -33,8 +33,6 @@ class ThroughputConfig(Settings):
     """Measured rounds, after three warm-up rounds."""
     jpeg_side: int = setting(256, at_least=1)
     """Shorter side of the loaded files; `mpp prepare` makes them 256."""
-    workers: int = setting(2, at_least=0)
-    """Loader processes of training steps from files."""
     out: str | None = None
     """JSON file for all figures. null: none."""
 

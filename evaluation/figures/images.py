@@ -1,4 +1,4 @@
-"""Figures that show images: one grid for all pictures, and sheets of images in their own pixels."""
+"""Figures that show images: one grid for all pictures."""
 
 import math
 import textwrap
@@ -7,13 +7,10 @@ from itertools import zip_longest
 
 import matplotlib
 import numpy as np
-import torch
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from PIL import Image
-from torchvision.utils import make_grid
 
 from evaluation.figures.style import VALUE_COLORS, WIDTH, figure_style
 
@@ -21,7 +18,6 @@ MIN_HEIGHT = 2.4  # inches, for the label of a colour bar
 BAR_WIDTH = 0.8  # inches, of a colour bar with its label
 LETTERS_AN_INCH = 11  # of a title
 MAX_COLORS_OF_CLASSES = 20
-SHEET_GAP_PX = 4  # between two images of a sheet
 
 
 @figure_style()
@@ -80,16 +76,3 @@ def plot_segmentation(images: NDArray[np.uint8], columns: dict[str, NDArray[np.i
             shown.append(colors(known / max(1, count - 1)))
     title = "classes of held-out images, from features of patches"
     return grid_of_images(shown, 1 + len(columns), title, ["original", *columns])
-
-
-def arrange_in_rows(rows: Sequence[Sequence[NDArray[np.uint8]]], min_width: int = 96) -> Image.Image:
-    """Images of one size (H, W, 3) in rows of equal length, on white.
-
-    Args:
-        min_width: pixels; narrower images are enlarged by a whole number.
-    """
-    images = torch.from_numpy(np.concatenate(rows)).movedim(-1, 1)
-    times = math.ceil(min_width / images.shape[-1])
-    images = images.repeat_interleave(times, -1).repeat_interleave(times, -2)
-    sheet = make_grid(images, nrow=len(rows[0]), padding=SHEET_GAP_PX, pad_value=255)
-    return Image.fromarray(sheet.movedim(0, -1).numpy())
