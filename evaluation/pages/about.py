@@ -20,10 +20,8 @@ from mpp.config.imports import COPIES, OPTION, files_in, name_of_import
 from mpp.config.parsing import as_command_line, parse_saved
 from mpp.errors import UserError
 from mpp.runtime.hardware import cores, uses_gpu
-from mpp.runtime.messages import counted
 from mpp.training.checkpoint import kept_steps
 from mpp.training.history import (
-    HOUR,
     PFLOP,
     History,
     after_training_began,
@@ -37,7 +35,6 @@ from mpp.training.run_folder import CONFIG_FILE, recorded_commit, saved_settings
 from mpp.training.verdict import BETWEEN_PARTS, LOSS_FALLS, NOT_COOLED_DOWN, PROBES, name_of_start, read_verdict
 
 LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
-DURATION_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"))
 SETTINGS_NOT_SHOWN = ("run.dir", "run.precision")  # where precision is not set, it depends on the machine
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
 BIRDS = "mpp's birds"
@@ -107,15 +104,6 @@ def machine_blocks() -> list[Block]:
     return [Table(["", ""], [*map(list, facts.items())], "Process that wrote this page")]
 
 
-def duration(seconds: float) -> str:
-    """Seconds in the largest unit that fits, such as "8.3 minutes"."""
-    for size, unit in DURATION_UNITS:
-        if seconds >= 1.5 * size:
-            count = seconds / size
-            return f"{count:.1f} {unit}" if count < 10 else f"{count:.0f} {unit}"
-    return counted(round(seconds), "second")
-
-
 # --- the run ---
 
 
@@ -133,7 +121,7 @@ def subtitle(folder: Path, history: History) -> str:
         f"{method} on {settings['data'].get('path') or BIRDS}",
         verdict.get("images"),
         f"{progress} of {batch_size} images" if batch_size else progress,
-        hours and f"{duration(HOUR * hours)} of training, with its evaluations",
+        hours and f"{hours:.3g} hours of training, with its evaluations",
         pflop and f"{pflop:.3g} PFLOP",
     ]
     return "; ".join(map(str, filter(None, parts)))
