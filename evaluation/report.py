@@ -223,7 +223,7 @@ def evaluation_blocks(folder: Path, page_folder: Path) -> list[Block]:
                 continue
             rows += rows_of_evaluation(file, report, page_folder)
             details += details_of_evaluation(file)
-        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        except (UserError, OSError, ValueError, AttributeError, KeyError, TypeError):
             blocks.append(Text(f"{file.name}: it is not a report of an evaluation"))
     if not rows:
         return [*blocks, Text(f"Few-shot, linear probe: not run yet (mpp fewshot --encoder {folder})")]

@@ -35,7 +35,7 @@ from evaluation.figures.charts import plot_series
 from evaluation.figures.images import grid_of_images
 from evaluation.figures.style import DPI, WIDTH, figure_style
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, patch_grid
-from evaluation.frozen.features import extract_split, views_for
+from evaluation.frozen.features import extract_split, name_unreadable, views_for
 from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import LoadedSplits, load_images_of, parse_and_load
 from evaluation.metrics.scoring import evenly_spaced
@@ -61,7 +61,8 @@ from mpp.features.neighbours import find_other_neighbours
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.reconstructions import COLUMNS, as_rgb, prediction_columns, stretch
 from mpp.pretrain import Pretraining, is_pretraining, reopen
-from mpp.runtime.messages import progress_bar, warn
+from mpp.runtime.files import complete
+from mpp.runtime.messages import counted, progress_bar, warn
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import BEST, run_of
@@ -209,7 +210,7 @@ def draw_filters(subject: Subject) -> Drawing:
     pixels = as_rgb(scaled, subject.config.bands).movedim(1, -1).numpy()
     title = f"{len(shares)} principal components of the filters on pixels, {100 * shares.sum():.0f}% of the variance"
     titles = [f"{100 * share:.1f}%" for share in shares]
-    return (grid_of_images(pixels, min(FILTERS_IN_A_ROW, len(pixels)), title, titles), numbers)
+    return grid_of_images(pixels, min(FILTERS_IN_A_ROW, len(pixels)), title, titles), numbers
 
 
 def draw_positions(subject: Subject) -> Drawing:
@@ -220,7 +221,7 @@ def draw_positions(subject: Subject) -> Drawing:
     mosaic = rearrange(padded, "r c h w -> (r h) (c w)")
     title = "positions: in the place of each patch, its similarity to all patches"
     limits = min(0, similarity.min()), None
-    return (grid_of_images([mosaic], 1, title, (), "similarity", limits, WIDTH), {"similarity": similarity})
+    return grid_of_images([mosaic], 1, title, (), "similarity", limits, WIDTH), {"similarity": similarity}
 
 
 # --- attention ---
@@ -242,7 +243,7 @@ def draw_attention_distance(subject: Subject) -> Drawing:
     figure = plot_series(lines, "mean attention distance (pixels)", "depth (blocks)")
     figure.axes[0].plot(depths, distances, "o", color="0.6", markersize=3, zorder=1)  # a dot for each head
     numbers = {"images": count, "uniform_attention": uniform, "distance_by_depth_and_head": distances}
-    return (figure, numbers)
+    return figure, numbers
 
 
 def draw_rollout(subject: Subject) -> Drawing:
@@ -254,7 +255,7 @@ def draw_rollout(subject: Subject) -> Drawing:
     numbers = {"images": pixels, "rollout": rollout.numpy()}
     shown = side_by_side(pixels, numbers["rollout"])
     columns = min(len(shown), 2 * ROLLOUTS_IN_A_ROW)
-    return (grid_of_images(shown, columns, title, (), "multiple of uniform attention"), numbers)
+    return grid_of_images(shown, columns, title, (), "multiple of uniform attention"), numbers
 
 
 # --- features of patches ---
@@ -271,7 +272,7 @@ def draw_pca(subject: Subject) -> Drawing:
     title = "patch features: three principal components as red, green, blue (%: their share of the variance)"
     figure = grid_of_images(side_by_side(pixels, *colors), 1 + len(depths), title, ["original", *titles])
     numbers = {"colors": colors, "shares": shares, "coordinates": coordinates, "images": pixels, "depths": depths}
-    return (figure, numbers)
+    return figure, numbers
 
 
 def draw_similarity(subject: Subject) -> Drawing:
@@ -286,7 +287,7 @@ def draw_similarity(subject: Subject) -> Drawing:
     title = "cosine similarity of all patches of an image to one of them, by its row and column from 0"
     shown = side_by_side(pixels, *similarity.swapaxes(0, 1))
     figure = grid_of_images(shown, len(titles), title, titles, "cosine similarity", (None, 1))
-    return (figure, {"images": pixels, "patches": np.array(patches), "similarity": similarity})
+    return figure, {"images": pixels, "patches": np.array(patches), "similarity": similarity}
 
 
 def draw_neighbours(subject: Subject) -> Drawing:
@@ -303,13 +304,15 @@ def draw_neighbours(subject: Subject) -> Drawing:
     (features,) = split.by_depth
     if len(features) < 2:
         raise Unavailable("there is one held-out image")
+    if split.unreadable:
+        warn(f"{counted(len(split.unreadable), 'image')} left out of neighbours: {name_unreadable(split.unreadable)}")
     nearest = find_other_neighbours(torch.from_numpy(features), NEIGHBOURS_SHOWN)
     queries = evenly_spaced(len(features), subject.config.images)
     shown = split.kept[np.column_stack([queries, nearest.index[queries]])]  # (B, 1 + k), the query first
     similarity = nearest.similarity[queries].numpy()
     pixels = subject.to_pixels(torch.stack([views[FIXED_VIEW, index].images for index in shown.flatten().tolist()]))
     titles = [text for row in similarity for text in ["", *map("{:.2f}".format, row)]]
-    title = f"held-out images, and of {len(features)} others those whose features are nearest, with the cosine"
+    title = f"held-out images, and the others of {len(features)} whose features are nearest, with the cosine"
     names = np.vectorize(gallery.image_name)(shown)
     return grid_of_images(pixels, shown.shape[1], title, titles), {"names": names, "image_similarity": similarity}
 
@@ -344,8 +347,8 @@ def draw_pictures(config: VisualizeConfig, loaded: LoadedSplits | None = None) -
             except Unavailable as error:
                 missing[name] = str(error)
                 continue
-            with figure_style():
-                figure.savefig(folder / f"{name}.png", dpi=DPI)
+            with figure_style(), complete(folder / f"{name}.png") as partial:
+                figure.savefig(partial, format="png", dpi=DPI)
             np.savez_compressed(folder / f"{name}.npz", **numbers)
             writer.add_figure(name, figure)
     return missing
