@@ -9,11 +9,9 @@ import subprocess
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT, TINY, encoded, picture
 from PIL import Image
 
@@ -28,12 +26,11 @@ from evaluation.frozen.results import describe_random_weights, write_report
 from evaluation.metrics.scoring import Outcomes, add_figures, kind_of, summarize_accuracies
 from evaluation.pages import about
 from evaluation.pages.page import Link, Page, Section, Table, Text, image_as_picture, render
-from evaluation.report import details_of_evaluation, evaluation_blocks, rows_of_evaluation, unreadable_blocks
+from evaluation.report import details_of_evaluation, evaluation_blocks, rows_of_evaluation
 from evaluation.report import main as report
 from mpp import pretrain as command
 from mpp.config import Config
 from mpp.errors import UserError
-from mpp.training.task import ImageTask
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0")
 SCRIPT = "<script>alert(1)<script>"  # a name of a file may have no slash
@@ -330,14 +327,6 @@ def test_random_weights_stand_beside_an_evaluation_and_are_none_of_their_own(tmp
         protocol = {"encoder": str(run), "random": "random" in name}
         report_of_probe = {"results": results, "summary": summarize_accuracies(results, "seed"), "protocol": protocol}
         write_report(run / "evaluation" / f"{name}.json", report_of_probe)
-    linear, neighbours, untrained = ({"mean": mean, "count": 1} for mean in (0.5, 0.4, 0.3))
-    report_of_masks = {
-        "protocol": {"encoder": str(run), "random": False},
-        "summary": {"linear": linear, "knn": neighbours},
-        "baselines": {"random weights": {"summary": {"linear": untrained}}},
-    }
-    of_masks = rows_of_evaluation(tmp_path / "segmentation.json", report_of_masks, tmp_path)
-    assert [row[-1] for row in of_masks] == ["30.0", "not evaluated (--random true)"]  # case by case
     rows = {}
     for block in evaluation_blocks(run, run):
         if isinstance(block, Table) and block.headings[-1] == "random weights":
@@ -528,22 +517,3 @@ def test_a_confusion_matrix_names_the_classes(recwarn):
     with figure_style():
         figure.savefig(io.BytesIO())
     assert not recwarn.list
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_unreadable_images_are_counted_in_words_for_any_number(tmp_path, count):
-    (tmp_path / "unreadable.txt").write_text("a.png\n" * count)
-    sentence = unreadable_blocks(tmp_path)[0].text
-    assert sentence.startswith(f"{count} image{'s'[: count - 1]} could not be decoded; training took others instead.")
-
-
-@pytest.mark.parametrize(("width", "words"), [(90, "0.00819 M parameters"), (1000, "1 M parameters")])
-def test_parameters_are_counted_in_millions(width, words):
-    task = SimpleNamespace(model=SimpleNamespace(encoder=torch.nn.Linear(width, width)))
-    assert ImageTask.describe_model(task).startswith(words)
-
-
-def test_the_result_that_is_shown_has_its_shots_once():
-    result = {"shots": 5, "seed": 0, "outcomes": 0}
-    assert describe_shown({"results": [result | {"case": "5"}]}) == "shots 5, seed 0"
-    assert describe_shown({"results": [result | {"case": "5, l2 1"}]}) == "case 5, l2 1, shots 5, seed 0"
