@@ -16,7 +16,7 @@ from evaluation.config import LinearConfig, ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import load_features
 from evaluation.frozen.kept_heads import load_head, rebuild_linear
-from evaluation.frozen.run_images import parse_with_images
+from evaluation.frozen.run_images import parse_and_load
 from evaluation.metrics.scoring import load_outcomes
 from evaluation.protocols import dinov2, mae, probe
 from evaluation.protocols.dinov2 import Dinov2
@@ -165,7 +165,7 @@ def report_of(trained, image_folder):
 
     def run(*words: str) -> dict:
         images = (f"--data.path={image_folder}", "--data.eval_fraction=0.25")
-        return linear.run(parse_with_images(LinearConfig, [f"--encoder={trained}", *images, *FAST, *words]))
+        return linear.run(parse_and_load(LinearConfig, [f"--encoder={trained}", *images, *FAST, *words])[0])
 
     return run
 
@@ -254,4 +254,4 @@ def test_maes_head_is_kept(short, trained, report_of, image_folder, tmp_path, mo
 )
 def test_what_a_protocol_fixes_is_refused_beside_it(words, message):
     with pytest.raises(UserError, match=message):
-        parse_with_images(LinearConfig, words)
+        parse_and_load(LinearConfig, words)

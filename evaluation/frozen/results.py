@@ -113,7 +113,10 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
     known = (usual if of_all else flatten(FeaturesConfig())).keys() - named
     values = {key: value for key, value in flatten(config).items() if key in known}
     changed = {key: value for key, value in values.items() if as_saved(value) != as_saved(usual[key])}
-    words = [re.sub(r"[^\w.]+", "-", f"{key.rpartition('.')[2]}_{value}").strip("-") for key, value in changed.items()]
+    words = []
+    for key, value in changed.items():
+        text = re.sub(r"[^\w.]+", "-", str(value)).strip("-")
+        words.append(f"{key.rpartition('.')[2]}_{text}")
     if sum(map(len, words)) > MAX_SETTINGS_LENGTH:
         words = [short_digest([repr(changed).encode()])[:6]]
     return "".join(f"_{part}" for part in [*parts, *words])
