@@ -388,9 +388,9 @@ def name_unreadable(unreadable: Sequence[str]) -> str:
 def warn_left_out(unreadable: Sequence[str]) -> None:
     """Name the images that a probe leaves out, once for all probes of the same images."""
     if unreadable:
-        images = counted(len(unreadable), "image")
-        way = "--strict true refuses such images"
-        warn(f"{images} left out that cannot be decoded ({way}): {name_unreadable(unreadable)}")
+        verb = "is" if len(unreadable) == 1 else "are"
+        left_out = f"{counted(len(unreadable), 'image')} that cannot be decoded {verb} left out"
+        warn(f"{left_out} (--strict true refuses such images): {name_unreadable(unreadable)}")
 
 
 def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConfig) -> ViewDataset:
