@@ -218,7 +218,7 @@ def test_a_depth_each_and_a_report_of_its_own(short, trained, report_of, capsys)
     assert report["protocol"]["chosen_depth"] == 2 and report["results"][0]["seed"] == 3
     assert "protocol mae, scaled to 9 training images: 3 steps of 9 random crops, 3 epochs" in capsys.readouterr().out
     (file,) = (trained / "evaluation").glob("linear_*.json")
-    assert file.stem.endswith("_depth_all_seed_3_precision_fp32_protocol_mae")
+    assert file.stem.endswith("_precision_fp32_depth_all_protocol_mae")
 
 
 def test_maes_head_is_kept(short, trained, report_of, image_folder, tmp_path, monkeypatch):

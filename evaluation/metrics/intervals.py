@@ -89,8 +89,8 @@ def paired(one: NDArray[np.float64], other: NDArray[np.float64], is_share: bool 
     value, count = float(gains.mean()), len(gains)
     if not is_share:
         return Difference(value, interval(gains, is_share), count)
-    centre = gains.sum() / (count + ADDED)
-    variance = (np.square(gains).sum() + ADDED / 2) / (count + ADDED) - centre**2
-    half = stdtrit(count + 1, 0.975) * math.sqrt(variance / (count + ADDED))
+    centre = float(gains.sum()) / (count + ADDED)
+    variance = (float(np.square(gains).sum()) + ADDED / 2) / (count + ADDED) - centre**2
+    half = float(stdtrit(count + 1, 0.975)) * math.sqrt(variance / (count + ADDED))
     ends = max(-1.0, min(value, centre - half)), min(1.0, max(value, centre + half))
     return Difference(value, ends, count)
