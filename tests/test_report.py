@@ -18,8 +18,7 @@ from conftest import ROOT, TINY, encoded, picture
 from PIL import Image
 
 from evaluation import check, contrastive
-from evaluation.comparison.entries import Question
-from evaluation.comparison.files import write_comparison
+from evaluation.compare import Question, write_comparison
 from evaluation.config import ProbeDataConfig, ReportConfig, VisualizeConfig
 from evaluation.figures import style
 from evaluation.figures.charts import plot_confusion, plot_map
@@ -465,30 +464,20 @@ def test_random_weights_are_named_case_by_case():
     assert describe_random_weights(Path("fewshot.json"), report) == "random weights 10.0 ± 1.0%"
 
 
-def test_a_comparison_has_a_page_that_leads_to_the_reports(tmp_path):
+def test_a_comparison_has_a_page(tmp_path):
     about = {"encoder_seed": 0, "seed": 0, "evaluation": "few-shot", "dataset": "birds", "group": None, "digest": "x"}
     rows = [
         about | {"encoder": SCRIPT, "kind": "test", "case": "5", "accuracy": 0.6},
         about | {"encoder": "floor", "kind": "test", "case": "5", "accuracy": 0.4},
         about | {"encoder": "wild", "kind": "diverged"},
     ]
-    run = tmp_path / f"run {SCRIPT}"
-    run.mkdir()
-    (run / "report.html").touch()
     questions = [Question("first", title=f"Which? {SCRIPT}"), Question("empty", encoders=["nobody"])]
     questions.append(Question("by depth", plot="depth"))
-    runs = {SCRIPT: [run], "floor": [Path("floor:x")]}
-    write_comparison(tmp_path / "out", questions, rows, {}, runs, missing=["Without seed 2."])
+    write_comparison(tmp_path / "out", questions, rows, sentences=["Without seed 2."])
     page = read(tmp_path / "out" / "report.html")
-    no_depths = "there are no accuracies by depth, which evaluations with depth: dev have"
-    text = (tmp_path / "out" / "table.md").read_text()
-    assert "Without seed 2." in text and f"by depth: {no_depths}." in text
-    assert_has(page, "Without seed 2.", no_depths)
-    assert_has(page, f"few-shot 5 on birds: best is {SCRIPT} with 60.0% (next to floor 40.0%)")
-    assert_has(page, "Process that wrote this page; results that were there already may be of other versions", "mpp")
-    assert_has(page, "1 training diverged", "there are no results yet")
+    assert "Without seed 2." in (tmp_path / "out" / "table.md").read_text()
+    assert_has(page, "Without seed 2.", SCRIPT, "60.0", "no results yet")
     assert page.tags["img"] == 1
-    assert "../run%20%3Cscript%3Ealert%281%29%3Cscript%3E/report.html" in page.values("href")
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from evaluation.comparison.tables import kind_of_scores, with_columns
+from evaluation.comparison.tables import SCORES, in_columns, kind_of_scores
 from evaluation.metrics.intervals import Z
 from evaluation.metrics.scoring import (
     LabelKind,
@@ -57,8 +57,8 @@ def differences_from_best(frame: pd.DataFrame, folder: Path) -> list[Difference]
         frame: rows of a question.
         folder: of the comparison, whose reports have the outcomes.
     """
-    scored = with_columns(frame)
-    scored = scored[scored.mean_over.isna() & (scored.kind != "diverged")]
+    scored = in_columns(frame)
+    scored = scored[scored.kind.isin(SCORES) & ~scored.dataset.str.startswith("mean ")]
     columns = [(name, rows) for name, rows in scored.groupby("column", sort=False) if rows.encoder.nunique() > 1]
     return [each for name, rows in columns for each in differences_in(name, rows, folder, ERROR / len(columns))]
 
