@@ -19,7 +19,6 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.config import EncoderConfig, MaskedDataConfig, SegmentationConfig
 from evaluation.figures.style import DPI, figure_style
@@ -35,7 +34,7 @@ from evaluation.frozen.features import describe_input, describe_training_images
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
 from evaluation.frozen.manifest import check_labels_unseen
 from evaluation.frozen.probing import assemble_report, choose_depths, each_depth
-from evaluation.frozen.results import events_folder, report_path_of_command, write_probe_report
+from evaluation.frozen.results import report_path_of_command, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from evaluation.metrics.scoring import Outcomes, add_figures, without_outcomes
 from evaluation.patches.extraction import ExtractedPatches, extract_patches, load_masked_images
@@ -319,14 +318,12 @@ def write_picture(
     readings: EvaluatedReadings,
     config: SegmentationConfig,
 ) -> None:
-    """Write the picture of some predictions next to the report, and to its TensorBoard events."""
+    """Write the picture of some predictions next to the report."""
     path = report.with_suffix(".pictures.png")
     numbers = torch.from_numpy(readings.class_numbers)
     masks = {reading: numbers[predicted.long()] for reading, predicted in readings.predictions.items()}
     figure = draw_predicted_masks(encoder, test, masks, config)
     figure.savefig(path, dpi=DPI)
-    with SummaryWriter(str(events_folder(report))) as writer:
-        writer.add_figure("segmentation", figure)
     print(f"wrote {path}")
 
 

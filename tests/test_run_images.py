@@ -26,7 +26,7 @@ FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--s
 
 def own_images(run: Path | str, *words: str) -> SourceConfig:
     """The settings of the images that an encoder is evaluated on."""
-    return parse_with_images(fewshot.FewshotConfig, [f"--encoder={run}", *words]).data
+    return parse_and_load(fewshot.FewshotConfig, [f"--encoder={run}", *words])[0].data
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def test_fine_tuning_shows_images_as_the_run_did(tmp_path):
         (("--data.flip=true", "--data.eval_crop=0.875"), (True, 0.875)),
         ((f"--config={tmp_path / 'own.yaml'}",), (False, 0.5)),
     ):
-        data = parse_with_images(FinetuneConfig, [*words, *more]).data
+        data = parse_and_load(FinetuneConfig, [*words, *more])[0].data
         assert (data.flip, data.eval_crop) == expected
-    assert parse_with_images(KnnConfig, words).data.channels == 1
+    assert parse_and_load(KnnConfig, words)[0].data.channels == 1
 
 
 def test_reports_on_other_images_than_the_runs_are_named_after_them(tmp_path):

@@ -291,12 +291,18 @@ class FrozenProbeConfig(ExtractionConfig):
 
 
 @dataclass(frozen=True)
-class FewshotConfig(Settings):
-    """Few-shot accuracy of frozen features."""
+class ProbeConfig(Settings):
+    """A probe of frozen features; each adds settings of its own."""
 
     frozen: EncoderConfig = EncoderConfig()
     data: ProbeDataConfig = ProbeDataConfig()
     probe: FrozenProbeConfig = FrozenProbeConfig()
+
+
+@dataclass(frozen=True)
+class FewshotConfig(ProbeConfig):
+    """Few-shot accuracy of frozen features."""
+
     shots: Integers = setting((1, 5, 10, 25), at_least=1, distinct=True)
     """Images per class in the support set; 5 is the standard."""
     seeds: Integers = setting((0, 1, 2), at_least=0, distinct=True)
@@ -306,12 +312,9 @@ class FewshotConfig(Settings):
 
 
 @dataclass(frozen=True)
-class KnnConfig(Settings):
+class KnnConfig(ProbeConfig):
     """Weighted kNN accuracy of frozen features."""
 
-    frozen: EncoderConfig = EncoderConfig()
-    data: ProbeDataConfig = ProbeDataConfig()
-    probe: FrozenProbeConfig = FrozenProbeConfig()
     neighbours: Integers = setting((10, 20, 100, 200), at_least=1, distinct=True)
     """Number of nearest training images that vote."""
     temperature: float = setting(0.07, above=0)
@@ -319,12 +322,9 @@ class KnnConfig(Settings):
 
 
 @dataclass(frozen=True)
-class LinearConfig(Settings):
+class LinearConfig(ProbeConfig):
     """Linear probe of frozen features, with all labels."""
 
-    frozen: EncoderConfig = EncoderConfig()
-    data: ProbeDataConfig = ProbeDataConfig()
-    probe: FrozenProbeConfig = FrozenProbeConfig()
     protocol: ProtocolName = "logistic"
     """logistic: logistic regression, by `solver`, on standardised features of one centre crop per image. mae, dinov2:
     the linear probes of these papers, trained on random crops; these fix the solver, rates, batch and length. `--seed`

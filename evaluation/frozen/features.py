@@ -32,7 +32,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import NPZ_ERRORS, UserError
 from mpp.features.frozen import extract
 from mpp.runtime.files import complete
-from mpp.runtime.messages import note, progress_bar, shortened, warn
+from mpp.runtime.messages import counted, note, progress_bar, shortened, warn
 from mpp.runtime.randomness import Stream, permutation
 
 DEV = "dev"
@@ -40,8 +40,15 @@ DEV = "dev"
 DEV_FRACTION = 0.1
 DEFAULT_BATCH_SIZE = 64  # where data.batch_size is not set
 MAX_IMAGES_NAMED = 20  # in a message on images that cannot be decoded
+SPLITS = ("train", "test")
 ARRAY_NAMES = ("train_features", "train_labels", "test_features", "test_labels")
 """Names of the arrays in a file of features, in the order of `LabelledFeatures`."""
+LABELS = {
+    "class": "integers from 0 and below 2**63",
+    "several": "1 where an image is of a class, 0 where not, and -1 in the whole row of a missing label",
+    "number": "floating-point numbers, one an image",
+}
+"""By kind."""
 TEXT_NAMES = ("class_names", "test_images")
 """Names of arrays of text that a file may have besides; `kind` is that of the labels, unless one class an image."""
 
@@ -146,31 +153,24 @@ def refuse_other_kinds(command: str, kinds: Sequence[str], kind: str) -> None:
 def label_problem(kind: str, labels: NDArray, split: str) -> str | None:
     """The problem with the labels of a split, `train` or `test`, in words; None: there is none."""
     known = labels[has_label(labels)]
-    if len(known) == 0:
-        return f"no labelled images in {split}"
-    are_integers = np.issubdtype(labels.dtype, np.integer)
+    are_numbers = np.issubdtype(labels.dtype, np.floating)
     is_valid = {
-        "class": are_integers and len(known) == len(labels) and known.max() <= np.iinfo(np.int64).max,
-        "several": labels.ndim == 2 and np.isin(known, (0, 1)).all() and (labels[~has_label(labels)] == -1).all(),
-        "number": labels.ndim == 1 and np.issubdtype(labels.dtype, np.floating),
+        "class": not are_numbers and len(known) == len(labels),
+        "several": labels.ndim == 2 and bool(np.isin(known, (0, 1)).all()),
+        "number": labels.ndim == 1 and are_numbers,
     }
-    if not is_valid[kind]:
-        allowed = {
-            "class": "integers from 0 and below 2**63",
-            "several": "1 where an image is of a class, 0 where not, and -1 in the whole row of a missing label",
-            "number": "floating-point numbers, one an image",
-        }
-        return f"{split}_labels must be {allowed[kind]}"
-    learnable = {
-        "class": ("of one class", lambda: len(np.unique(known)) > 1),
-        "several": ("of no class", lambda: known.any()),
-        "number": (f"of the number {known.flat[0]:g}", lambda: known.min() < known.max()),
-    }
-    what, is_learnable = learnable[kind]
-    return None if split == "test" or is_learnable() else f"all training images are {what}"
+    if len(known) == 0 or not is_valid[kind]:
+        return f"{split}_labels must be {LABELS[kind]}"
+    is_constant = known.min() == known.max() and split == "train"
+    return "all training images have the same label" if is_constant else None
 
 
 # --- features ---
+
+
+def as_classes(labels: NDArray) -> NDArray:
+    """Labels as int64 if they are integers; those that do not fit become negative, which is refused."""
+    return labels.astype(np.int64) if np.issubdtype(labels.dtype, np.integer) else labels
 
 
 class LabelledFeatures(NamedTuple):
@@ -192,34 +192,30 @@ class LabelledFeatures(NamedTuple):
         Raises:
             UserError: a probe would give nonsense.
         """
-        for split in ("train", "test"):
+        if self.kind == "class":
+            self = self._replace(
+                **{f"{split}_labels": as_classes(getattr(self, f"{split}_labels")) for split in SPLITS}
+            )
+        for split in SPLITS:
             features, labels = getattr(self, split), getattr(self, f"{split}_labels")
-            if features.ndim != 2 or labels.ndim not in (1, 2) or len(features) != len(labels):
-                raise UserError(f"{source}: {split}_features {features.shape} and labels {labels.shape} disagree")
-            if not np.issubdtype(features.dtype, np.floating) or not np.isfinite(features).all():
-                raise UserError(f"{source}: {split}_features must be finite floating-point numbers")
+            is_matrix = features.ndim == 2 and len(features) == len(labels) and features.dtype.kind == "f"
+            is_usable = is_matrix and features.shape[1] == self.train.shape[1] and bool(np.isfinite(features).all())
+            allowed = "finite floating-point numbers (images, width): as many as labels, and as wide in both splits"
+            require(is_usable, f"{source}: {split}_features", f"{features.dtype} {features.shape}", allowed)
             problem = label_problem(self.kind, labels, split)
             if problem is not None:
                 raise UserError(f"{source}: {problem}")
-        has_other_labels = self.train_labels.shape[1:] != self.test_labels.shape[1:]
-        has_lists = self.kind == "class" and self.train_labels.ndim == 1  # of which any is right
-        if self.train.shape[1] != self.test.shape[1] or (has_other_labels and not has_lists):
-            raise UserError(f"{source}: the arrays of train and test have other widths")
-        if self.kind == "class":
-            classes = (labels.astype(np.int64) for labels in (self.train_labels, self.test_labels))
-            return self._replace(**dict(zip(("train_labels", "test_labels"), classes, strict=True)))
         learned, tested = (np.flatnonzero(has_label(labels)) for labels in (self.train_labels, self.test_labels))
         missing = len(self.train) - len(learned), len(self.test) - len(tested)
         if not any(missing):
             return self
         note(f"{source}: {missing[0]} training and {missing[1]} test images without a label are left out")
-        return self._replace(
-            train=self.train[learned],
-            train_labels=self.train_labels[learned],
-            test=self.test[tested],
-            test_labels=self.test_labels[tested],
-            test_images=[self.test_images[index] for index in tested] if len(self.test_images) else (),
+        images = np.array(self.test_images)[tested].tolist() if len(self.test_images) else ()
+        learned_part, tested_part = (
+            (self.train[learned], self.train_labels[learned]),
+            (self.test[tested], self.test_labels[tested]),
         )
+        return LabelledFeatures(*learned_part, *tested_part, self.class_names, images, self.kind)
 
     def with_numbered_classes(self) -> tuple["LabelledFeatures", NDArray[np.int64]]:
         """The same features with classes numbered from 0 without gaps, in their order; and the labels (C,) of these.
@@ -322,9 +318,7 @@ class RecordedBatches:
     """
 
     def __init__(self, batches: Iterable[Batch], split: str, strict: bool = False):
-        self.batches = batches
-        self.split = split
-        self.strict = strict
+        self.batches, self.split, self.strict = batches, split, strict
         self.indices: list[int] = []
         """Indices of the images that the batches hold; of a replaced image, that of another one."""
         self.unreadable: list[str] = []
@@ -334,8 +328,7 @@ class RecordedBatches:
         for batch in self.batches:
             self.indices += batch.indices.tolist()
             self.unreadable += batch.unreadable
-            if not (self.strict and self.unreadable):
-                yield batch
+            yield batch
         if self.strict and self.unreadable:
             needed = "with --strict true a probe needs all images: replace these with intact copies, or remove them"
             raise UserError(f"{name_unreadable(self.unreadable)} ({self.split}); {needed}")
@@ -369,20 +362,16 @@ def extract_split(
     count = len(views.dataset)
     rank, processes = accelerator.process_index, accelerator.num_processes
     loader = fixed_view_batches(views, views.data.batch_size or DEFAULT_BATCH_SIZE, processes, rank)
-    shows_progress = progress is not None and accelerator.is_main_process
-    batches = RecordedBatches(
-        progress_bar(loader, desc=progress, disable=not shows_progress), views.dataset.split, strict
-    )
+    is_silent = progress is None or not accelerator.is_main_process
+    batches = RecordedBatches(progress_bar(loader, desc=progress, disable=is_silent), views.dataset.split, strict)
     features, labels = extract(batches, encode, count, accelerator)
     by_depth, labels = [each.numpy() for each in features], labels.numpy()
-
     requested = np.arange(rank, count, processes)
-    replaced = requested[requested != np.array(batches.indices, np.int64)]
-    replaced = gather_object(replaced.tolist())
+    replaced = gather_object(requested[requested != np.array(batches.indices, np.int64)].tolist())
     unreadable = sorted(set(gather_object(batches.unreadable)))
     kept = np.setdiff1d(np.arange(count), np.array(replaced, np.int64))
     if len(kept) == 0:
-        raise UserError(f"none of the {count} images of {batches.split} can be decoded, such as {unreadable[0]}")
+        raise UserError(f"none of the {count} images of {views.dataset.split} can be decoded, such as {unreadable[0]}")
     if replaced and accelerator.is_main_process:
         by_depth = [features[kept] for features in by_depth]
         labels = labels[kept]
@@ -391,17 +380,15 @@ def extract_split(
 
 def name_unreadable(unreadable: Sequence[str]) -> str:
     """The images that cannot be decoded, for a message."""
-    named = "; ".join(unreadable[:MAX_IMAGES_NAMED])
-    others = len(unreadable) - MAX_IMAGES_NAMED
-    return f"{named}; and {others} more" if others > 0 else named
+    return shortened(list(unreadable), MAX_IMAGES_NAMED)
 
 
 def warn_left_out(unreadable: Sequence[str]) -> None:
     """Name the images that a probe leaves out, once for all probes of the same images."""
     if unreadable:
-        images = "image that cannot be decoded is" if len(unreadable) == 1 else "images that cannot be decoded are"
+        images = counted(len(unreadable), "image")
         way = "--strict true refuses such images"
-        warn(f"{len(unreadable)} {images} left out ({way}): {name_unreadable(unreadable)}")
+        warn(f"{images} left out that cannot be decoded ({way}): {name_unreadable(unreadable)}")
 
 
 def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConfig) -> ViewDataset:

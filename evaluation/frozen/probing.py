@@ -6,11 +6,11 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from evaluation.config import EncoderConfig, FeaturesConfig, FrozenProbeConfig, ProbeDataConfig
+from evaluation.config import FeaturesConfig, ProbeConfig
 from evaluation.frozen.features import (
     ExtractedFeatures,
     LabelledFeatures,
@@ -39,16 +39,8 @@ LATEST_FEATURES: ContextVar[dict[str, ExtractedFeatures] | None] = ContextVar("L
 """The features that were extracted last, for the other probes of a comparison: at most one entry; None: of none."""
 
 
-class ProbeSettings(Protocol):
-    """The groups of settings that the config of a probe has, besides settings of its own."""
-
-    frozen: EncoderConfig
-    data: ProbeDataConfig
-    probe: FrozenProbeConfig
-
-
 def run_probe(
-    config: ProbeSettings,
+    config: ProbeConfig,
     command: str,
     evaluate: Callable[[LabelledFeatures], list[dict]],
     group_by: str,
@@ -94,7 +86,7 @@ def run_probe(
     return write_probe_report(path, report, group_by)
 
 
-def read_features(config: ProbeSettings) -> ExtractedFeatures:
+def read_features(config: ProbeConfig) -> ExtractedFeatures:
     """Saved features, which need no settings of an encoder."""
     for key, value in changed_settings(config).items():
         is_used = key.partition(".")[0] not in OF_AN_ENCODER

@@ -14,15 +14,13 @@ from typing import Any
 
 import pandas as pd
 from numpy.typing import NDArray
-from torch.utils.tensorboard import SummaryWriter
 
+from evaluation.config import FeaturesConfig
 from evaluation.figures.charts import ScoreAxis, plot_by_depth
 from evaluation.figures.markdown import markdown_table, without_empty_columns
 from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
 from evaluation.frozen.run_images import (
-    FINETUNING_REPORT,
-    IMAGE_SETTINGS,
     evaluated_image_settings,
     find_run,
     holds_run_images,
@@ -39,7 +37,7 @@ from evaluation.metrics.scoring import (
     load_outcomes,
     without_nan,
 )
-from mpp.config import Settings, SourceConfig, changed_settings, flatten, settings_of, sides
+from mpp.config import Settings, flatten, settings_of
 from mpp.errors import UserError
 from mpp.models.descriptions import as_saved
 from mpp.runtime.files import complete, short_digest
@@ -52,8 +50,6 @@ CASES = ("case", "shots", "neighbours", "solver")
 """Entries of a result that name its case, the first that it has."""
 MAX_CLASSES_PRINTED = 30
 """Lines of a printed table by class."""
-NAMED_SETTINGS = ("encoder", "checkpoint", "random", "img_size", "representation", "depth", "features")
-"""Settings that `report_suffix` names, or the place of a report."""
 MAX_SETTINGS_LENGTH = 80
 """Characters of settings in a report's name; more are a digest."""
 RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
@@ -92,90 +88,35 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
 def report_path_of_command(config: Settings, command: str, ending: str = ".json") -> Path:
     """The file of a command's report, whose name says which settings are unusual: see `report_path`."""
     values = flatten(config)
-    features = values.get("features")
-    of_encoder = "" if features else report_suffix(config)
-    name = f"{command}{of_encoder}{settings_suffix(config)}{ending}"
-    return report_path(values["out"], values["encoder"], name, features)
+    name = f"{command}{report_suffix(config, of_all=True)}{ending}"
+    return report_path(values["out"], values["encoder"], name, values.get("features"))
 
 
-def report_suffix(config: Settings) -> str:
-    """The end of a name: encoder, images and features where they are not the usual ones.
+def report_suffix(config: Any, of_all: bool = False) -> str:
+    """The end of a name, `_shots_1-5`: the settings that are not the usual ones; a digest where they are many.
 
-    Other encoders, images and features have files of their own. For a report, see `settings_suffix` too.
-    """
-    parts = []
-    frozen = config.frozen
-    if frozen.random:
-        parts.append(f"random_{frozen.seed}")
-    if Path(frozen.encoder).name == BEST:
-        parts.append("best")
-    if frozen.checkpoint:
-        place = str(Path(frozen.checkpoint).resolve())
-        parts += [Path(frozen.checkpoint).stem, short_digest([place.encode()])[:6]]  # many are called model
-    if frozen.img_size:
-        parts.append(f"{'x'.join(map(str, dict.fromkeys(sides(frozen.img_size))))}px")
-
-    path, run = config.data.path, find_run(frozen.encoder)
-    has_usual_images = holds_run_images(path, run) if run else path is None
-    if has_usual_images:
-        parts += parts_of_name(unusual_choices(config.data, run))
-    else:
-        name = re.sub(r"[^\w.-]+", "_", Path(path).name) if path else "birds"
-        settings = [str(getattr(config.data, key)) for key in IMAGE_SETTINGS]
-        parts += [name, short_digest(["\n".join(settings).encode()])[:6]]  # names recur
-
-    values = {"representation": "mean", "depth": "last"} | flatten(config)
-    if values["representation"] != "mean":
-        parts.append(values["representation"])
-    if values["depth"] != "last":
-        parts.append(f"depth_{values['depth']}")
-    return "".join(f"_{part}" for part in parts)
-
-
-def unusual_choices(data: SourceConfig, run: Path | None) -> dict[str, Any]:
-    """Settings that choose among the usual images, or read them, otherwise than usual: those of the run, or defaults.
+    Those of images are usual where they are those of the encoder's run. A report of random weights begins with these.
 
     Args:
-        run: the encoder's run; None: it has none.
+        of_all: name all settings, not only those of encoder, images and features.
     """
-    usual = evaluated_image_settings(run) if run else {}
-    unusual = {}
-    for key in IMAGE_SETTINGS:
-        value = getattr(data, key)
-        moves_along = key == "path" or (key == "labels" and data.path != usual.get("path"))
-        if not moves_along and as_saved(value) != as_saved(usual.get(key, getattr(type(data), key))):
-            unusual[key] = value
-    return unusual
-
-
-def settings_suffix(config: Any) -> str:
-    """The end of a report's name that names all other settings that are not the defaults, such as shots.
-
-    The file of saved features begins the name.
-    """
-    named = {*NAMED_SETTINGS, *(f"data.{name}" for name in IMAGE_SETTINGS)}
-    if config.frozen.random:
-        named.add("seed")
-    named |= {each.key for each in settings_of(config) if each.about["operational"]}
-    changed = changed_settings(config)
-    others = {key.rpartition(".")[2]: value for key, value in changed.items() if key not in named}
-    return "".join(f"_{part}" for part in parts_of_name(others))
-
-
-def parts_of_name(settings: dict[str, Any]) -> list[str]:
-    """Settings as parts of a file's name, `shots_1-5`; a digest where they are many."""
-    parts = []
-    for key, value in settings.items():
-        text = re.sub(r"[^\w.]+", "-", str(value)).strip("-")
-        parts.append(f"{key}_{text}")
-    if sum(map(len, parts)) > MAX_SETTINGS_LENGTH:
-        return [short_digest([repr(settings).encode()])[:6]]
-    return parts
-
-
-def events_folder(path: Path) -> Path:
-    """The folder of a report's TensorBoard events."""
-    return path.with_suffix("") if path.suffix else path.with_name(f"{path.name}_events")
+    frozen, run = config.frozen, find_run(config.frozen.encoder)
+    usual = flatten(type(config)())
+    usual |= {f"data.{name}": value for name, value in evaluated_image_settings(run).items()} if run else {}
+    named = {"encoder", "features", *(each.key for each in settings_of(config) if each.about["operational"])}
+    if run and holds_run_images(config.data.path, run):  # perhaps moved
+        named |= {"data.path", "data.labels"} if config.data.path != usual["data.path"] else set()
+    parts = ["best"] if Path(frozen.encoder).name == BEST else []
+    if frozen.random:
+        parts.insert(0, f"random_{frozen.seed}")
+        named |= {"random", "seed"}
+    known = (usual if of_all else flatten(FeaturesConfig())).keys() - named
+    values = {key: value for key, value in flatten(config).items() if key in known}
+    changed = {key: value for key, value in values.items() if as_saved(value) != as_saved(usual[key])}
+    words = [re.sub(r"[^\w.]+", "-", f"{key.rpartition('.')[2]}_{value}").strip("-") for key, value in changed.items()]
+    if sum(map(len, words)) > MAX_SETTINGS_LENGTH:
+        words = [short_digest([repr(changed).encode()])[:6]]
+    return "".join(f"_{part}" for part in [*parts, *words])
 
 
 # --- files ---
@@ -252,11 +193,13 @@ def scores_of_random_weights(path: Path, report: dict[str, Any]) -> dict[str, di
     Args:
         path, report: of an encoder.
     """
+    if not way_to_random_weights(path, report):
+        return {}
     random = report.get("baselines", {}).get("random weights")
     for file in sorted(path.parent.glob(f"{path.stem.partition('_')[0]}_random_*{path.suffix}")):
         if random is None and of_learned_weights(file).name == path.name:
             random = read_report(file)
-    return random["summary"] if random and can_be_random(report) else {}
+    return random["summary"] if random else {}
 
 
 def of_learned_weights(path: Path) -> Path:
@@ -264,32 +207,23 @@ def of_learned_weights(path: Path) -> Path:
     return path.with_name(RANDOM_NAME.sub(r"\1", path.name))
 
 
-def can_be_random(report: dict[str, Any]) -> bool:
-    """Whether an evaluation is of learned weights that have a random counterpart: no floor, and no saved features."""
-    protocol = report.get("protocol", {})
-    is_learned = protocol.get("random") is False or protocol.get("init") == "encoder"
-    return is_learned and not is_colour_baseline(str(protocol.get("encoder")))
-
-
 def way_to_random_weights(path: Path, report: dict[str, Any]) -> str:
-    """The setting that evaluates random weights, too; "": there are none."""
-    if not can_be_random(report):
+    """The setting that evaluates random weights, too; "": of saved features, floors and random weights."""
+    protocol = report.get("protocol", {})
+    if is_colour_baseline(str(protocol.get("encoder"))):
         return ""
-    is_trained = path.name == FINETUNING_REPORT or report["protocol"].get("init") == "encoder"
-    return "--init random, in another run.dir" if is_trained else "--random true"
+    if protocol.get("init") == "encoder":
+        return "--init random, in another run.dir"
+    return "--random true" if protocol.get("random") is False else ""
 
 
 def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
     """The score of random weights in words, or how to get it; "": they have no part in this evaluation."""
-    scores = scores_of_random_weights(path, report)
-    kind = kind_of_report(report)
+    scores, kind = scores_of_random_weights(path, report), kind_of_report(report)
     if not scores:
         way = way_to_random_weights(path, report)
         return f"random weights: not evaluated ({way})" if way else ""
-    words = []
-    for case, summary in scores.items():
-        only_mean = summary if len(scores) == 1 else {"mean": summary["mean"], "count": 1}
-        words.append(kind.text_of_scores(only_mean) + kind.sign + (f" ({case})" if len(scores) > 1 else ""))
+    words = [f"{kind.text_of_scores(summary)}{kind.sign} ({case})" for case, summary in scores.items()]
     return f"random weights {', '.join(words)}"
 
 
@@ -297,45 +231,34 @@ def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
 
 
 def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dict[str, Any]:
-    """Write a probe's JSON, outcomes, TensorBoard scalars and, of several depths, the plot; print the tables.
+    """Write a probe's JSON, outcomes and, of several depths, the plot; print the tables.
 
     Returns:
         The report as it was written: see `write_report`.
     """
     report = write_report(path, report)
-    by_depth = report.get("summary_by_depth")
-    if not by_depth:
-        by_depth = {report["protocol"].get("chosen_depth", 0): report["summary"]}
     kind = kind_of_report(report)
-    print(table_by_depth(by_depth, list(report["summary"]), group_by, kind))
+    by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
+    print(table_by_depth(by_depth, group_by, kind))
     on_dev = not report["protocol"].get("test", True)
     if on_dev:
         print("on a tenth of the training images; the held-out images were not used")
-    prefix = "dev_" if on_dev else ""
-    with SummaryWriter(str(events_folder(path)), purge_step=0) as writer:
-        for depth, summaries in by_depth.items():
-            for name, summary in summaries.items():
-                tag = f"{prefix}accuracy_by_depth/{group_by}_{name}"
-                writer.add_scalar(tag, kind.factor * summary["mean"], int(depth))
-        if len(by_depth) > 1:
-            with figure_style():
-                figure = plot_by_depth(by_depth, group_by, score_axis(kind, "dev {}" if on_dev else "test {}"))
-                figure.savefig(path.with_suffix(".png"), dpi=DPI)
-                writer.add_figure(f"{prefix}accuracy_by_depth", figure)
-            print(f"wrote {path.with_suffix('.png')}")
+    if len(by_depth) > 1:
+        with figure_style():
+            figure = plot_by_depth(by_depth, group_by, score_axis(kind, "dev {}" if on_dev else "test {}"))
+            figure.savefig(path.with_suffix(".png"), dpi=DPI)
+        print(f"wrote {path.with_suffix('.png')}")
     print_details(path, report)
     print(f"wrote {path}")
     return report
 
 
-def table_by_depth(
-    by_depth: dict[int, dict[str, dict[str, float]]], names: list[str], group_by: str, kind: LabelKind
-) -> str:
+def table_by_depth(by_depth: dict[int, dict[str, Any]], group_by: str, kind: LabelKind) -> str:
     """A table of summaries with a line for each depth and a column for each name."""
+    names = next(iter(by_depth.values()))
     rows = []
     for depth, summaries in by_depth.items():
-        accuracies = [kind.text_of_scores(summaries[name]) for name in names]
-        rows.append([str(depth) if depth else "-", *accuracies])
+        rows.append([str(depth or "-"), *(kind.text_of_scores(summaries[name]) for name in names)])
     return markdown_table(*without_empty_columns(["depth", *(f"{group_by} {name}" for name in names)], rows))
 
 

@@ -22,13 +22,13 @@ Figures = dict[str, Tensor]
 """Name -> a number; NaN: these images do not have it."""
 
 
-def score_images(figures: Callable[[Tensor], Figures], count: int) -> dict[str, NDArray]:
-    """The score of every image, (M,), by each figure of weights (M,)."""
+def score_images(figures: Callable[[Tensor], Figures], count: int) -> dict[str, tuple[float, NDArray]]:
+    """Each figure of weights (M,), and by it the score of every image, (M,)."""
     weights = torch.ones(count, dtype=torch.float64, requires_grad=True)
     scores = {}
     for name, value in figures(weights).items():
         (slopes,) = torch.autograd.grad(value, weights, retain_graph=True)
-        scores[name] = (value.detach() + count * slopes).numpy()
+        scores[name] = value.item(), (value.detach() + count * slopes).numpy()
     return scores
 
 

@@ -24,35 +24,32 @@ def has_target(targets: NDArray) -> NDArray[np.bool_]:
     return targets.sum(1) > 0
 
 
-def figures(weights: Tensor, outcomes: "Outcomes") -> Figures:
+def figures(weights: Tensor, targets: Tensor, predictions: Tensor) -> Figures:
     """The mean over the classes of their IoU, and the share of pixels that are right."""
-    by_class = ious(weights, outcomes)
-    right = torch.as_tensor(np.diagonal(outcomes.predictions, axis1=1, axis2=2).copy()).double()
-    true = torch.as_tensor(outcomes.targets).double()
-    return {
-        "mean_iou": torch.stack(list(by_class.values())).mean(),
-        "pixel_accuracy": (weights @ right).sum() / (weights @ true).sum(),
-    }
+    right = weights @ predictions.double().diagonal(dim1=1, dim2=2)
+    by_class = torch.stack(list(ious(weights, targets, predictions).values()))
+    return {"mean_iou": by_class.mean(), "pixel_accuracy": right.sum() / (weights @ targets.double()).sum()}
 
 
-def ious(weights: Tensor, outcomes: "Outcomes") -> Figures:
-    """IoU by class, without those in no mask that are never predicted."""
-    predictions = torch.as_tensor(outcomes.predictions).double()
+def ious(weights: Tensor, targets: Tensor, predictions: Tensor) -> Figures:
+    """IoU by the number of a class, without those in no mask that are never predicted."""
+    predictions = predictions.double()
     right = weights @ predictions.diagonal(dim1=1, dim2=2)
-    union = weights @ torch.as_tensor(outcomes.targets).double() + weights @ predictions.sum(1) - right
-    return {number: right[number] / union[number] for number in torch.nonzero(union).flatten().tolist()}
+    union = weights @ targets.double() + weights @ predictions.sum(1) - right
+    return {str(number): right[number] / union[number] for number in torch.nonzero(union).flatten().tolist()}
 
 
 def class_table(outcomes: "Outcomes") -> ClassTable:
     """IoU of each class, with an interval where several images have it: as wide as these are few."""
-    scores = score_images(lambda weights: ious(weights, outcomes), len(outcomes))
+    pairs = torch.as_tensor(outcomes.targets), torch.as_tensor(outcomes.predictions)
+    estimates = score_images(lambda weights: ious(weights, *pairs), len(outcomes))
     classes = outcomes.targets.shape[1]
     shares, intervals = np.full(classes, np.nan), np.full((classes, 2), np.nan)
     having = (outcomes.targets > 0).sum(0).tolist()  # images of each class
-    for number, of_class in scores.items():
-        shares[number] = of_class.mean()
-        if having[number] > 1:
-            intervals[number] = interval(of_class, is_share=True, most=having[number])
+    for name, (iou, scores) in estimates.items():
+        shares[int(name)] = iou
+        if having[int(name)] > 1:
+            intervals[int(name)] = interval(scores, is_share=True, count=having[int(name)])
     counts = {"pixels": outcomes.targets.sum(0), "predicted": confusion(outcomes).sum(0)}
     return ClassTable(outcomes.names(classes), counts, {"IoU": shares}, intervals)
 

@@ -4,6 +4,7 @@ A result is a dict of a report. An evaluation puts `outcomes` (an `Outcomes`) in
 (the score), `interval` and `figures`; `keep_outcomes` writes the outcomes next to the report. M test images, C classes.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,18 +74,12 @@ def save_outcomes(report: Path, outcomes: Sequence[Outcomes]) -> Path:
     The results know theirs by number (`outcomes` in a result).
     """
     first = outcomes[0]
-    arrays = {
-        "kind": np.array(first.kind),
-        "targets": first.targets,
-        "class_names": np.array(list(first.class_names), str),
-        "images": np.array(list(first.images), str),
-    }
-    for number, each in enumerate(outcomes):
-        arrays[f"predictions_{number}"] = each.predictions
+    texts = {"class_names": np.array(list(first.class_names), str), "images": np.array(list(first.images), str)}
+    predictions = {f"predictions_{number}": each.predictions for number, each in enumerate(outcomes)}
     path = outcomes_path(report)
     path.parent.mkdir(parents=True, exist_ok=True)
     with complete(path, shared=True) as partial, partial.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, kind=np.array(first.kind), targets=first.targets, **texts, **predictions)
     return path
 
 
@@ -124,8 +119,8 @@ class LabelKind:
     """As in reports."""
     headings: Mapping[str, str]
     """Figure -> its heading in tables. The first is the score: reports call it `accuracy`, choices are made by it."""
-    figures: Callable[[Tensor, Outcomes], figures.Figures]
-    """Weights (M,) of the images and outcomes to all figures, by name."""
+    figures: Callable[[Tensor, Tensor, Tensor], figures.Figures]
+    """Weights (M,), targets and predictions (M, ...) of images to all figures, by name."""
     has_target: Callable[[NDArray], NDArray] = has_label
     """Whether each image has a label: (M,). The others are left out and counted."""
     is_share: bool = True
@@ -164,22 +159,20 @@ class LabelKind:
 
     def measure(self, outcomes: Outcomes) -> dict[str, float]:
         """All figures, by name. NaN: these images do not have it."""
-        weights = torch.ones(len(outcomes), dtype=torch.float64)
-        return {name: float(value) for name, value in self.figures(weights, outcomes).items()}
+        return {name: float(value) for name, (value, _) in self.scores(outcomes).items()}
 
-    def scores(self, outcomes: Outcomes) -> dict[str, NDArray]:
-        """The scores (M,) of the images by each figure."""
-        return figures.score_images(lambda weights: self.figures(weights, outcomes), len(outcomes))
+    def scores(self, outcomes: Outcomes) -> dict[str, tuple[float, NDArray]]:
+        """All figures, and by each the scores (M,) of the images."""
+        pairs = torch.as_tensor(true_targets(outcomes)), torch.as_tensor(outcomes.predictions)
+        return figures.score_images(lambda weights: self.figures(weights, *pairs), len(outcomes))
 
     def estimates(self, outcomes: Outcomes) -> dict[str, Estimate]:
         """All figures with their intervals."""
-        values, scores = self.measure(outcomes), self.scores(outcomes)
         found = {}
-        for name, value in values.items():
-            ends = interval(scores[name], self.is_share)
+        for name, (value, scores) in self.scores(outcomes).items():
+            found[name] = Estimate(value, interval(scores, self.is_share))
             if name in MEANS_OVER_CLASSES and len(outcomes) < IMAGES_A_CLASS * len(np.unique(outcomes.targets)):
-                ends = math.nan, math.nan
-            found[name] = Estimate(value, ends)
+                found[name] = Estimate(value, (math.nan, math.nan))
         return found
 
     def describe_baseline(self, name: str, value: float | None) -> str:
@@ -219,29 +212,10 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
-def divide(numerator: NDArray, denominator: NDArray) -> NDArray[np.float64]:
-    """The quotient; NaN where the denominator is 0."""
-    return np.divide(numerator, denominator, out=np.full(np.shape(denominator), np.nan), where=denominator > 0)
-
-
-def measure_by(figures_of: Callable[..., figures.Figures]) -> Callable[[Tensor, Outcomes], figures.Figures]:
-    """Figures of tensors as figures of outcomes."""
-
-    def figures_of_outcomes(weights: Tensor, outcomes: Outcomes) -> figures.Figures:
-        return figures_of(weights, torch.as_tensor(outcomes.targets), torch.as_tensor(outcomes.predictions))
-
-    return figures_of_outcomes
-
-
-def one_class_figures(weights: Tensor, outcomes: Outcomes) -> figures.Figures:
-    """See `class_figures`; of several right classes the predicted one counts, or else the first."""
-    return figures.class_figures(weights, *map(torch.as_tensor, (true_classes(outcomes), outcomes.predictions)))
-
-
-def true_classes(outcomes: Outcomes) -> NDArray[np.int64]:
-    """The class of each image, (M,): of several right ones the predicted one, or else the first."""
+def true_targets(outcomes: Outcomes) -> NDArray:
+    """The targets; of several right classes the predicted one, or else the first: (M,)."""
     targets, predictions = outcomes.targets, outcomes.predictions
-    if targets.ndim == 1:
+    if targets.ndim <= predictions.ndim:
         return targets
     return np.where((predictions[:, None] == targets).any(1), predictions, targets[:, 0])
 
@@ -251,33 +225,20 @@ def largest_class(targets: NDArray) -> dict[str, float]:
     return {"largest class": float(np.bincount(targets[targets >= 0]).max() / len(targets))}
 
 
-def class_number(outcomes: Outcomes) -> int:
-    """C: as many as have names, and as occur."""
-    return 1 + max(len(outcomes.class_names) - 1, int(outcomes.targets.max()), int(outcomes.predictions.max()))
+def confuse_classes(outcomes: Outcomes) -> NDArray[np.int64]:
+    """The confusion matrix of one class an image; as many classes as have names, and as occur."""
+    classes = max(len(outcomes.class_names), 1 + int(max(outcomes.targets.max(), outcomes.predictions.max())))
+    return confusion_matrix(true_targets(outcomes), outcomes.predictions, labels=np.arange(classes))
 
 
-def classes_table(outcomes: Outcomes) -> ClassTable:
+def tabulate_classes(outcomes: Outcomes) -> ClassTable:
     """Recall with Wilson's interval, precision and F1 of each class."""
-    classes, truth = class_number(outcomes), true_classes(outcomes)
-    true = np.bincount(truth, minlength=classes)
-    predicted = np.bincount(outcomes.predictions, minlength=classes)
-    right = np.bincount(truth[truth == outcomes.predictions], minlength=classes)
-    unknown = math.nan, math.nan
-    return ClassTable(
-        outcomes.names(classes),
-        counts={"images": true, "predicted": predicted},
-        shares={
-            "right": divide(right, true),
-            "precision": divide(right, predicted),
-            "F1": divide(2 * right, true + predicted),
-        },
-        intervals=np.array([wilson(*each) if each[1] else unknown for each in zip(right, true, strict=True)]),
-    )
-
-
-def classes_confusion(outcomes: Outcomes) -> NDArray[np.int64]:
-    """The confusion matrix of one class an image."""
-    return confusion_matrix(true_classes(outcomes), outcomes.predictions, labels=np.arange(class_number(outcomes)))
+    confusion = confuse_classes(outcomes)
+    true, predicted, right = confusion.sum(1), confusion.sum(0), confusion.diagonal()
+    with np.errstate(invalid="ignore"):  # of a class without images
+        shares = {"right": right / true, "precision": right / predicted, "F1": 2 * right / (true + predicted)}
+    intervals = [wilson(*each) if each[1] else (math.nan, math.nan) for each in zip(right, true, strict=True)]
+    return ClassTable(outcomes.names(len(true)), {"images": true, "predicted": predicted}, shares, np.array(intervals))
 
 
 def mean_frequency(targets: NDArray) -> dict[str, float]:
@@ -287,7 +248,7 @@ def mean_frequency(targets: NDArray) -> dict[str, float]:
     return {"any order of the images": float(present.mean())} if len(present) else {}
 
 
-def several_table(outcomes: Outcomes) -> ClassTable:
+def tabulate_several(outcomes: Outcomes) -> ClassTable:
     """The average precision of each class that an image has."""
     targets, predictions = outcomes.targets, outcomes.predictions
     precisions = np.full(targets.shape[1], np.nan)
@@ -297,34 +258,33 @@ def several_table(outcomes: Outcomes) -> ClassTable:
     return ClassTable(outcomes.names(len(precisions)), counts, {"average precision": precisions})
 
 
-def patches_figures(weights: Tensor, outcomes: Outcomes) -> figures.Figures:
-    """Accuracy of masked patches, of all images together: targets (M,) are their number, predictions the right ones."""
-    right, patches = torch.as_tensor(outcomes.predictions).double(), torch.as_tensor(outcomes.targets).double()
-    return {"accuracy": (weights * right).sum() / (weights * patches).sum()}
+def patches_figures(weights: Tensor, targets: Tensor, predictions: Tensor) -> figures.Figures:
+    """Accuracy of the masked patches of all images together, by their numbers (M,) and those of right ones."""
+    return {"accuracy": (weights * predictions).sum() / (weights * targets).sum()}
 
 
 ONE_CLASS = LabelKind(
     "class",
     {"accuracy": "accuracy", "class_mean": "mean over classes", "macro_f1": "macro F1"},
-    one_class_figures,
+    figures.class_figures,
     lambda targets: (targets >= 0).reshape(len(targets), -1).any(1),
     baselines=largest_class,
-    class_table=classes_table,
-    confusion=classes_confusion,
+    class_table=tabulate_classes,
+    confusion=confuse_classes,
 )
 """Targets (M,), or (M, L) of which any is right, padded with -1; predictions (M,)."""
 SEVERAL = LabelKind(
     "several",
     {"macro_map": "mAP, macro", "micro_map": "mAP, micro"},
-    measure_by(figures.several_figures),
+    figures.several_figures,
     baselines=mean_frequency,
-    class_table=several_table,
+    class_table=tabulate_several,
 )
 """Targets (M, C): 1, 0 and, of a missing label, -1. Predictions (M, C): larger is surer."""
 NUMBER = LabelKind(
     "number",
     {"r2": "explained variance (R2)", "mae": "mean absolute error"},
-    measure_by(figures.number_figures),
+    figures.number_figures,
     is_share=False,
     baselines=lambda targets: {"always predicting the mean": 0.0},
 )
@@ -383,7 +343,7 @@ def score_of(outcomes: Outcomes) -> float:
 def image_scores(outcomes: Outcomes) -> NDArray[np.float64]:
     """The score of every image that has a label, (M,), whose mean is the score: of one class, whether it is right."""
     kind = kind_of(outcomes)
-    return kind.scores(labelled_outcomes(outcomes))[kind.score]
+    return kind.scores(labelled_outcomes(outcomes))[kind.score][1]
 
 
 def best_choice(scores: dict[Any, float]) -> Any:
@@ -450,14 +410,8 @@ def describe_labels(outcomes: Outcomes) -> dict[str, Any]:
 
 
 def without_nan(value: Any) -> Any:
-    """A value for JSON: null instead of NaN, a figure that the images do not have; plain numbers of numpy's."""
-    if isinstance(value, dict):
-        return {key: without_nan(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(each) for each in value]
-    if isinstance(value, np.generic):  # such as the mean of an array, which json refuses
-        value = value.item()
-    return None if isinstance(value, float) and math.isnan(value) else value
+    """A value as JSON has it: null instead of NaN, a figure that the images do not have; plain numbers of numpy's."""
+    return json.loads(json.dumps(value, default=lambda each: each.item()), parse_constant=lambda name: None)
 
 
 # --- summaries ---
