@@ -7,6 +7,8 @@ from conftest import ROOT
 from scipy.stats import studentized_range, ttest_rel
 
 from evaluation.comparison.differences import (
+    ERROR,
+    INFINITE,
     difference_table,
     differences_from_best,
     half_widths,
@@ -70,14 +72,14 @@ def test_two_encoders_have_the_interval_of_paired_seeds(tmp_path):
     variances, seeds, freedom = variances_over_seeds(frames)
     assert seeds == [4, 4] and freedom == 3
     assert variances.sum() == pytest.approx(np.var(accuracies[0] - accuracies[1], ddof=1) / 4)
-    half = half_widths(np.zeros((2, 2)), variances, freedom, 0.05)[0, 1]
+    half = half_widths(np.zeros((2, 2)), variances, (1, freedom), 0.05)[0, 1]
     low, high = ttest_rel(*accuracies).confidence_interval(0.95)
     assert half == pytest.approx((high - low) / 2, rel=0.05)  # drawn
 
 
 @pytest.mark.parametrize("encoders", [3, 8])
 def test_independent_encoders_have_tukeys_intervals(encoders):
-    halves = half_widths(np.eye(encoders) / 100, np.zeros(encoders), 1, 0.05)
+    halves = half_widths(np.eye(encoders) / 100, np.zeros(encoders), (INFINITE, 1), 0.05)
     expected = studentized_range.ppf(0.95, encoders, np.inf) / 10
     assert halves[np.triu_indices(encoders, 1)] == pytest.approx(expected, rel=0.03)
 
@@ -88,7 +90,7 @@ def test_of_tables_of_equal_encoders_few_tell_any_two_apart(encoders, seeds, mon
     """All are tested on the same images, of which some are easy for all: at most 6 of 100 tables."""
     random = np.random.default_rng(encoders + seeds)
     told = 0
-    tables = 400
+    tables = 200
     for _ in range(tables):
         easy = random.beta(2, 2, (1, 1, 300))
         methods = random.normal(0, 0.02, (encoders, seeds, 1)) * (seeds > 1)  # what another seed is worth
@@ -98,7 +100,7 @@ def test_of_tables_of_equal_encoders_few_tell_any_two_apart(encoders, seeds, mon
             frames.append(frame_of({"encoder_seed": seed, "accuracy": value} for seed, value in enumerate(of_one)))
         covariance = np.cov(scores.mean(1)) / 300
         variances, _, freedom = variances_over_seeds(frames)
-        halves = half_widths(covariance, variances, freedom, 0.05)
+        halves = half_widths(covariance, variances, (299, freedom), ERROR)
         means = scores.mean((1, 2))
         told += (np.abs(means[:, None] - means) > halves).any()
     assert told <= 0.06 * tables
