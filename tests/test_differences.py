@@ -1,11 +1,13 @@
 """Differences that a comparison tells apart: of equal encoders hardly ever, on the same images sooner."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from comparisons import cases_in
 from conftest import ROOT
 from scipy.stats import studentized_range, ttest_rel
 
+from evaluation.comparison import differences
 from evaluation.comparison.differences import (
     ERROR,
     INFINITE,
@@ -63,13 +65,15 @@ def test_pairs_on_the_same_images_are_told_apart_sooner(tmp_path):
     assert (names, other, verdict) == ("A, kNN 20", "B", "told apart") and words.startswith("+2.0 (+0.")
 
 
+def frame_of_seeds(accuracies):
+    """Rows of an encoder at several seeds."""
+    return pd.DataFrame({"encoder_seed": range(len(accuracies)), "accuracy": accuracies})
+
+
 def test_two_encoders_have_the_interval_of_paired_seeds(tmp_path):
     """Over seeds alone it is that of Student's test of pairs, which has n - 1."""
     accuracies = np.array([[0.60, 0.64, 0.68, 0.61], [0.50, 0.56, 0.57, 0.52]])
-    frames = []
-    for of_one in accuracies:
-        frames.append(frame_of({"encoder_seed": seed, "accuracy": value} for seed, value in enumerate(of_one)))
-    variances, seeds, freedom = variances_over_seeds(frames)
+    variances, seeds, freedom = variances_over_seeds([frame_of_seeds(of_one) for of_one in accuracies])
     assert seeds == [4, 4] and freedom == 3
     assert variances.sum() == pytest.approx(np.var(accuracies[0] - accuracies[1], ddof=1) / 4)
     half = half_widths(np.zeros((2, 2)), variances, (1, freedom), 0.05)[0, 1]
@@ -84,22 +88,20 @@ def test_independent_encoders_have_tukeys_intervals(encoders):
     assert halves[np.triu_indices(encoders, 1)] == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("encoders", [8, 12])
-@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.faults
+@pytest.mark.parametrize(("encoders", "seeds"), [(8, 1), (12, 1), (12, 3)])
 def test_of_tables_of_equal_encoders_few_tell_any_two_apart(encoders, seeds, monkeypatch):
     """All are tested on the same images, of which some are easy for all: at most 6 of 100 tables."""
     random = np.random.default_rng(encoders + seeds)
     told = 0
-    tables = 200
+    tables = 1000
+    monkeypatch.setattr(differences, "DRAWS", 1000)  # the noise of its quantiles averages out
     for _ in range(tables):
         easy = random.beta(2, 2, (1, 1, 300))
         methods = random.normal(0, 0.02, (encoders, seeds, 1)) * (seeds > 1)  # what another seed is worth
         scores = random.random((encoders, seeds, 300)) < np.clip(easy + methods, 0, 1)
-        frames = []
-        for of_one in scores.mean(2):
-            frames.append(frame_of({"encoder_seed": seed, "accuracy": value} for seed, value in enumerate(of_one)))
         covariance = np.cov(scores.mean(1)) / 300
-        variances, _, freedom = variances_over_seeds(frames)
+        variances, _, freedom = variances_over_seeds([frame_of_seeds(of_one) for of_one in scores.mean(2)])
         halves = half_widths(covariance, variances, (299, freedom), ERROR)
         means = scores.mean((1, 2))
         told += (np.abs(means[:, None] - means) > halves).any()
@@ -120,8 +122,8 @@ def test_an_encoder_without_an_interval_is_no_lesser_one(older, told, tmp_path):
     shares = {"A": 0.9, "B": 0.7, "C": 0.5}
     rows = [row_of(tmp_path, name, right(share), kept=False) for name, share in shares.items()]
     rows = [{key: row[key] for key in row if (row["encoder"], key) != (older, "interval")} for row in rows]
-    differences = differences_from_best(frame_of(rows), tmp_path)
-    assert [(each.best, each.other) for each in differences] == told
+    found = differences_from_best(frame_of(rows), tmp_path)
+    assert [(each.best, each.other) for each in found] == told
 
 
 def test_published_rows_get_wilsons_interval_where_the_images_are_known():
