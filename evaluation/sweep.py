@@ -34,7 +34,7 @@ from evaluation.comparison.cases import (
 )
 from evaluation.comparison.differences import differences_from_best
 from evaluation.comparison.digests import training_digest
-from evaluation.comparison.rows import Row, frame_of
+from evaluation.comparison.rows import Row, describe_missing_seeds, frame_of
 from evaluation.comparison.run import carry_out
 from evaluation.comparison.tables import MASKED_BASELINES, SCORES
 from evaluation.config import SweepConfig
@@ -44,7 +44,6 @@ from evaluation.registry import EVALUATIONS
 from mpp.config import as_words, flatten, require
 from mpp.config.imports import import_words
 from mpp.config.parsing import as_command_line, parse
-from mpp.runtime.files import hold
 from mpp.runtime.messages import note
 from mpp.runtime.start import run_main
 from mpp.training.run_folder import saved_settings
@@ -80,20 +79,16 @@ class Plan(NamedTuple):
         return self.cases[0].entry.name
 
 
-def sweep(config: SweepConfig) -> None:
+def sweep(config: SweepConfig) -> dict[str, Any]:
     """Train and evaluate the trials that are missing, and write the results.
 
     Raises:
         UserError: a trial that cannot be carried out, before anything is done; failed trials, after all others.
     """
-    folder = Path(config.dir)
     plan = plan_sweep(config)
     runs = sum(len(trial.entry.seeds) for trial in plan.trials.values())
     print(f"{len(plan.trials)} trials, {runs} runs, on a dev split; test images are not used", flush=True)
-    carried_out = carry_out(plan.cases, folder, config.extends, config.tabulate)
-    with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        write_sweep(config, plan, carried_out.collect())
-    carried_out.raise_failures()
+    return carry_out(plan.cases, config, lambda rows: write_sweep(config, plan, rows))
 
 
 # --- trials ---
@@ -202,15 +197,15 @@ def refuse_test_images(case: Case) -> None:
 def write_sweep(config: SweepConfig, plan: Plan, rows: list[Row]) -> dict[str, Any]:
     """Write the files of a comparison of the trials, the best first, with the next steps below its table."""
     frame = frame_of(rows)
-    names = ranking(plan, frame)
+    ranked = ranking(plan, frame)
     trials = []
-    for name in names:
+    for name in ranked:
         entry, values = plan.trials[name]
         trials.append({"name": name, "settings": values, "encoder": entry.encoder})
+    sentences = [*describe_missing_seeds(plan.cases, rows), *advice(config, plan, frame)]
+    question = Question("sweep", "Trials, on the dev split", encoders=tuple(ranked) or None, x="compute")
     about = {"trials": trials, "settings": asdict(config)}
-    sentences = advice(config, plan, frame)
-    question = question_of(plan, names) if names else Question("sweep")
-    return write_comparison(Path(config.dir), [question], rows, plan.cases, about, sentences)
+    return write_comparison(Path(config.dir), [question], rows, about, sentences)
 
 
 def ranking(plan: Plan, frame: pd.DataFrame) -> list[str]:
@@ -218,30 +213,8 @@ def ranking(plan: Plan, frame: pd.DataFrame) -> list[str]:
     scores = frame[frame.kind.isin(SCORES) & ~frame.case.isin(MASKED_BASELINES)]
     means = scores[scores.evaluation == plan.chosen_by].groupby("encoder").accuracy.mean()
     diverged = set(frame.encoder[frame.kind == "diverged"])
-    present = [name for name in plan.trials if (frame.encoder == name).any()]
+    present = [name for name in plan.trials if name in set(frame.encoder)]
     return sorted(present, key=lambda name: (name in diverged, -rank_of(means.get(name))))
-
-
-def question_of(plan: Plan, names: Sequence[str]) -> Question:
-    """A plot against the setting with the most values, a line for each choice of the others.
-
-    Bars, and the compute of each trial, where no setting has several positive numbers.
-    """
-    values = {name: plan.trials[name].values for name in names}
-    counts = {}
-    for key in values[names[0]]:
-        tried = {of_trial[key] for of_trial in values.values()}
-        if len(tried) > 1 and all(type(value) in (int, float) and value > 0 for value in tried):
-            counts[key] = len(tried)
-    if not counts:
-        return Question("sweep", encoders=tuple(names), x="compute")
-    x = max(counts, key=counts.get)
-    lines: dict[str, list[str]] = {}
-    for name, of_trial in values.items():
-        others = " ".join(f"{key}={as_words(value)}" for key, value in of_trial.items() if key != x)
-        lines.setdefault(others, []).append(name)
-    places = {name: of_trial[x] for name, of_trial in values.items()}
-    return Question("sweep", encoders=places, plot="lines", x=x, lines=lines if len(lines) > 1 else None)
 
 
 def advice(config: SweepConfig, plan: Plan, frame: pd.DataFrame) -> list[str]:
@@ -253,22 +226,19 @@ def advice(config: SweepConfig, plan: Plan, frame: pd.DataFrame) -> list[str]:
     lines = [f"{missing} of {len(plan.trials)} trials have no result yet."] if missing else []
     if not known:
         return [*lines, "Every trial diverged: lower optim.lr."] if diverged else lines
-    best, *others = known
+    best = known[0]
     for key, value in plan.trials[best].values.items():
         tried = {trial.values[key] for trial in plan.trials.values()}
-        are_numbers = all(type(each) in (int, float) for each in tried)
-        if are_numbers and len(tried) > 1 and value in (min(tried), max(tried)):
+        if len(tried) > 1 and {type(each) for each in tried} <= {int, float} and value in (min(tried), max(tried)):
             lines.append(f"The best is at the edge of {key} ({as_words(value)}): add values beyond it.")
-    if others:
-        found = differences_from_best(of_choice, Path(config.dir))
-        behind = {each.other for each in found if each.best == best and each.is_told_apart}
-        close = [name for name in others if name not in behind]
-        told = f"Not told apart from it: {'; '.join(close)}." if close else "It is ahead of all others."
-        lines.append(f"The best is {best}. {told}")
-        lines.append(
-            f"The score of the best of {len(known)} trials is too high (the winner's curse): measure the chosen "
-            "settings again, with other seeds, on the test images."
-        )
+    found = differences_from_best(of_choice, Path(config.dir))
+    behind = {each.other for each in found if each.best == best and each.is_told_apart}
+    close = [name for name in known[1:] if name not in behind]
+    if len(known) > 1:
+        told = f"no interval tells it apart from {'; '.join(close)}" if close else "it is ahead of all others"
+        lines.append(f"The best is {best}: {told}.")
+        curse = f"The score of the best of {len(known)} trials is too high (the winner's curse)"
+        lines.append(f"{curse}: measure the chosen settings again, with other seeds, on the test images.")
     return [*lines, next_training(config, plan.trials[best])]
 
 

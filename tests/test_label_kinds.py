@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score, mean_absolute_error, r2_sco
 from sklearn.neighbors import KNeighborsRegressor
 
 from evaluation import features, fewshot, knn, linear
-from evaluation.comparison.reports import with_known_numbers
+from evaluation.comparison.rows import with_known_numbers
 from evaluation.config import LinearConfig
 from evaluation.figures.markdown import markdown_table
 from evaluation.frozen import features as frozen_features

@@ -4,10 +4,11 @@ Everything is read and checked here, before anything is trained.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -107,9 +108,8 @@ def read_entries(config: CompareConfig) -> Entries:
         refuse_options(entry.train_options, ["run.dir"], f"encoders: {entry.name}: train_options")
     for entry in (*evaluations, *datasets):
         refuse_options(entry.options, (*DECIDED, "checkpoint"), f"{entry.name}: options")
-    encoders = [with_trunk(entry, encoders) for entry in encoders]
-    for entry in encoders:
-        check_training(entry, encoders)
+    by_name = {entry.name: entry for entry in encoders}
+    encoders = [with_trunk(entry, by_name) for entry in encoders]
     return Entries([with_training(entry, encoders) for entry in encoders], evaluations, datasets, questions)
 
 
@@ -136,49 +136,39 @@ def refuse_options(options: Options, refused: Iterable[str], key: str) -> None:
         require(name not in options, f"{key}: {name}", options.get(name), "left out: another key decides it")
 
 
-def with_trunk(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> EncoderEntry:
+def with_trunk(entry: EncoderEntry, others: Mapping[str, EncoderEntry]) -> EncoderEntry:
     """The entry, with the training of its trunk where it is a branch, but for the length.
 
     Raises:
-        UserError: the other entry cannot be a trunk, or this one no branch of it.
+        UserError: the other entry cannot be a trunk, or this one has no length.
     """
     if entry.branch_of is None:
         return entry
-    key = f"encoders: {entry.name}"
-    possible = {other.name: other for other in others if other.train and not other.branch_of and not other.random}
-    allowed = f"an entry with train that is neither random nor a branch ({', '.join(possible) or 'there is none'})"
-    require(entry.branch_of in possible, f"{key}: branch_of", entry.branch_of, allowed)
-    trunk = possible[entry.branch_of]
-    require(entry.train in (None, trunk.train), f"{key}: train", entry.train, f"{trunk.train}, as in {trunk.name}")
-    require(entry.encoder != trunk.encoder, f"{key}: encoder", entry.encoder, "another folder than its trunk's")
+    trunk = others.get(entry.branch_of, entry)
+    is_possible = trunk.train and not trunk.branch_of and not trunk.random and entry.train in (None, trunk.train)
+    allowed = "another entry, with the same train, that is neither random nor a branch"
+    require(is_possible, f"encoders: {entry.name}: branch_of", entry.branch_of, allowed)
     has_length = entry.compute is not None or "run.steps" in entry.train_options
-    require(has_length, f"{key}: train_options", entry.train_options, "with run.steps, or next to compute")
-    refuse_options(entry.train_options, ["run.branch_from"], key)
+    require(has_length, f"encoders: {entry.name}: train_options", entry.train_options, "with run.steps, or compute")
     shared = {name: value for name, value in trunk.train_options.items() if name not in OF_TRUNK}
     return replace(entry, train=trunk.train, train_options=shared | entry.train_options)
 
 
-def check_training(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> None:
-    """Raise UserError where an entry cannot be trained, or another entry trains otherwise in its folder."""
+def with_training(entry: EncoderEntry, others: Iterable[EncoderEntry]) -> EncoderEntry:
+    """The entry, with the training of another one that trains the same encoder if it has none.
+
+    Raises:
+        UserError: there is no training of this compute, or one folder for several seeds.
+    """
+    for other in others:
+        if entry.train is None and other.train and other.encoder == entry.encoder:
+            names = ("train", "train_options", "compute", "branch_of")
+            entry = replace(entry, **{name: getattr(other, name) for name in names})
     key = f"encoders: {entry.name}"
     require(entry.train or entry.compute is None, f"{key}: compute", entry.compute, "null, or next to train")
     has_folders = not entry.train or len(entry.seeds) == 1 or "{seed}" in entry.encoder
     require(has_folders, f"{key}: encoder", entry.encoder, "with {seed} in it, for several seeds")
-    for other in others:
-        if entry.train and other.train and other.encoder == entry.encoder:
-            alike = training_of(other) == training_of(entry)
-            require(alike, f"{key}: train_options", entry.train_options, f"those of {other.name}, in the same folder")
-
-
-def training_of(entry: EncoderEntry) -> dict[str, Any]:
-    """The part of an entry that says how its encoder is trained."""
-    return {name: getattr(entry, name) for name in ("train", "train_options", "compute", "branch_of")}
-
-
-def with_training(entry: EncoderEntry, others: Sequence[EncoderEntry]) -> EncoderEntry:
-    """The entry, with the training of another one that trains the same encoder if it has none."""
-    same = [other for other in others if other.encoder == entry.encoder and other.train is not None]
-    return replace(entry, **training_of(same[0])) if same and entry.train is None else entry
+    return entry
 
 
 # --- encoders ---
@@ -366,14 +356,10 @@ class Case:
 
     @property
     def slug(self) -> str:
-        """Its name in messages."""
+        """Its name in messages, and at the beginning of names of files."""
         names = (self.encoder.entry.name, str(self.encoder.seed), self.entry.name, self.dataset.name)
-        return re.sub("[ /:]", "_", "-".join(names))
-
-    @property
-    def file_name(self) -> str:
-        """The beginning of its names of files."""
-        return self.slug.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
+        text = re.sub("[ /:]", "_", "-".join(names))
+        return text.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
 
     @property
     def labels(self) -> dict[str, Any]:
@@ -393,56 +379,52 @@ def cases_of(entries: Entries) -> list[Case]:
     Without datasets, they are on the images that the encoders learned from.
 
     Raises:
-        UserError: a question about an unknown name, names that are alike in file names, an encoder that would be made
-            from itself, or one that cannot branch from its trunk; encoders of different images without datasets.
+        UserError: a question about an unknown name, an encoder that would be made from itself, or one that cannot
+            branch from its trunk; encoders of different images without datasets.
     """
     encoders = encoders_of(entries.encoders)
     datasets = entries.datasets
     if not datasets:
-        is_needed = not all(has_own_images(evaluation) for evaluation in entries.evaluations)
+        is_needed = not all(map(has_own_images, entries.evaluations))
         datasets = [images_learned(encoders.values()) if is_needed else DatasetEntry("images")]
-    cases: dict[str, Case] = {}
+    pairs = dict.fromkeys(pair for question in entries.questions for pair in pairs_of(question, entries))
+    evaluations = {entry.name: entry for entry in entries.evaluations}
+    cases = []
     for position in range(max(len(entry.seeds) for entry in entries.encoders)):
-        for question in entries.questions:
-            for case in cases_of_question(question, entries, datasets, encoders, position):
-                same = cases.setdefault(case.slug, case)
-                alike = (same.encoder, same.entry, same.dataset) == (case.encoder, case.entry, case.dataset)
-                require(alike, "names", f"the same file name ({case.slug})", "more different")
-    return list(cases.values())
+        for (name, seeds), evaluation in pairs:
+            for dataset in datasets if position < len(seeds) else []:
+                entry = evaluations[evaluation]
+                case = case_of(encoders[name, seeds[position]], entry, dataset)
+                is_repeated = has_own_images(entry) and dataset is not datasets[0]
+                if not is_repeated and applies(case, is_first_seed=position == 0):
+                    cases.append(case)
+    return cases
 
 
-def cases_of_question(
-    question: Question,
-    entries: Entries,
-    datasets: Sequence[DatasetEntry],
-    encoders: dict[tuple[str, int], Encoder],
-    position: int,
-) -> Iterator[Case]:
-    """The cases of a question at the seeds that stand at this position in the lists of seeds.
-
-    Args:
-        encoders: by name of their entry and seed.
-    """
+def pairs_of(question: Question, entries: Entries) -> Iterable[tuple[tuple[str, tuple[int, ...]], str]]:
+    """The encoders that a question asks for, by name and seeds, with the names of their evaluations."""
     key = f"questions: {question.name}"
-    evaluations = entries_named(entries.evaluations, question.evaluations, key)
-    asked = entries_named(entries.encoders, question.encoders, key)
+    seeds = {entry.name: entry.seeds for entry in entries.encoders}
+    encoders = named(question.encoders, seeds, key)
     for line, names in (question.lines or {}).items():
-        entries_named(asked, names, f"{key}: lines: {line}")
-    for entry in asked:
-        for dataset in datasets if position < len(entry.seeds) else []:
-            for evaluation in evaluations:
-                case = case_of(encoders[entry.name, entry.seeds[position]], evaluation, dataset)
-                is_once = has_own_images(evaluation)
-                if not (is_once and dataset is not datasets[0]) and applies(case, is_first_seed=position == 0):
-                    yield case
+        named(names, encoders, f"{key}: lines: {line}")
+    evaluations = named(question.evaluations, [entry.name for entry in entries.evaluations], key)
+    return product([(name, seeds[name]) for name in encoders], evaluations)
+
+
+def named(names: Iterable[str] | None, possible: Iterable[str], key: str) -> list[str]:
+    """The names, which must be possible ones; None: all."""
+    possible = list(possible)
+    for name in names or ():
+        require(name in possible, key, name, f"one of {', '.join(possible)}")
+    return possible if names is None else list(names)
 
 
 def case_of(encoder: Encoder, evaluation: EvaluationEntry, dataset: DatasetEntry) -> Case:
     """A case; where the evaluation's options name images, its dataset has their name."""
     if "data.path" in evaluation.options:
-        path = evaluation.options["data.path"]
-        name = "birds" if path is None else Path(path).name
-        dataset = replace(dataset, name=name or dataset.name, group=None, images=None)
+        name = Path(evaluation.options["data.path"] or "birds").name
+        dataset = replace(dataset, name=name, group=None, images=None)
     return Case(encoder, evaluation, dataset)
 
 
@@ -451,36 +433,27 @@ def has_own_images(entry: EvaluationEntry) -> bool:
     return EVALUATIONS[entry.command].kind == "masked patches" or "data.path" in entry.options
 
 
-def entries_named(entries: Sequence[EntryT], names: Iterable[str] | None, key: str) -> Sequence[EntryT]:
-    """The entries of these names, in the order of the names; None: all."""
-    if names is None:
-        return entries
-    by_name = {entry.name: entry for entry in entries}
-    for name in names:
-        require(name in by_name, key, name, f"one of {', '.join(by_name)}")
-    return [by_name[name] for name in names]
-
-
 def applies(case: Case, is_first_seed: bool) -> bool:
-    """Whether there is something to evaluate, that no other seed has; a note says why not."""
+    """Whether there is something to evaluate, and no other seed has the same; a note says why not."""
     entry, evaluation = case.encoder.entry, case.entry.name
-    reason = ""
+    left_out = f"{entry.name} is left out of {evaluation}, which does not apply"
+    is_masked = case.kind == "masked patches"
     if is_colour_baseline(entry.encoder) and case.kind != "frozen features":
-        reason = "a colour baseline has no weights"
-    elif case.kind == "masked patches" and entry.random:
-        reason = "random weights have predicted no patches"
-    elif case.kind == "masked patches" and entry.train in ("supervised", "contrastive"):
-        reason = f"{entry.train} training predicts no patches"
-    if reason:
-        note(f"{entry.name} is left out of {evaluation}, which does not apply: {reason}")
-        return False
-    options = entry.options | case.entry.options | case.dataset.options
-    has_seed = any("{seed}" in value for value in (entry.encoder, *options.values()) if isinstance(value, str))
-    if is_first_seed or has_seed or entry.random or case.kind == "fine-tuning":
+        note(f"{left_out}: a colour baseline has no weights")
+    elif is_masked and (entry.random or entry.train in ("supervised", "contrastive")):
+        note(f"{left_out}: this encoder has predicted no patches")
+    elif is_first_seed or entry.random or case.kind == "fine-tuning" or is_of_seed(case):
         return True
-    once = f"{entry.name} is evaluated once in {evaluation}, at the first of its seeds"
-    note(f"{once}: {entry.encoder} is one encoder; {{seed}} in its name stands for several")
+    else:
+        once = f"{entry.name} is evaluated once in {evaluation}, at the first of its seeds"
+        note(f"{once}: {entry.encoder} is one encoder; {{seed}} in its name stands for several")
     return False
+
+
+def is_of_seed(case: Case) -> bool:
+    """Whether its encoder, or a setting of its evaluation, has the seed in its name."""
+    options = case.encoder.entry.options | case.entry.options | case.dataset.options
+    return any("{seed}" in str(value) for value in (case.encoder.entry.encoder, *options.values()))
 
 
 def images_learned(encoders: Iterable[Encoder]) -> DatasetEntry:
@@ -494,8 +467,8 @@ def images_learned(encoders: Iterable[Encoder]) -> DatasetEntry:
         source = source_of(encoder)
         if source is not None:
             options = image_options(source)
-            places = {key: absolute_path(options[key]) for key in ("data.path", "data.labels") if key in options}
-            known.setdefault(described(options | places), options)
+            place = absolute_path(options.get("data.path"))
+            known.setdefault(described(options | ({"data.path": place} if place else {})), options)
     allowed = "such as [{name: mine, options: {data.path: FOLDER}}]: the encoders learned from different images"
     require(len(known) <= 1, "datasets", "left out", f"{allowed} ({'; '.join(known)})")
     options = next(iter(known.values()), {})

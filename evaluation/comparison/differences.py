@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from evaluation.comparison.tables import kind_of_scores, with_columns
+from evaluation.comparison.tables import SCORES, in_columns, kind_of_scores
 from evaluation.metrics.intervals import Z
 from evaluation.metrics.scoring import (
     LabelKind,
@@ -23,8 +23,9 @@ from evaluation.metrics.scoring import (
     load_outcomes,
 )
 
-ERROR = 0.05
-"""Share of tables of equal encoders that tell any two apart."""
+ERROR = 0.045
+"""Share of tables of equal encoders that tell any two apart; as simulated 5 of 100, since variances are estimated."""
+INFINITE = 10**9
 DRAWS = 10_000
 """Of encoders that are equal, for the quantile of their largest difference."""
 
@@ -57,8 +58,8 @@ def differences_from_best(frame: pd.DataFrame, folder: Path) -> list[Difference]
         frame: rows of a question.
         folder: of the comparison, whose reports have the outcomes.
     """
-    scored = with_columns(frame)
-    scored = scored[scored.mean_over.isna() & (scored.kind != "diverged")]
+    scored = in_columns(frame)
+    scored = scored[scored.kind.isin(SCORES) & ~scored.dataset.str.startswith("mean ")]
     columns = [(name, rows) for name, rows in scored.groupby("column", sort=False) if rows.encoder.nunique() > 1]
     return [each for name, rows in columns for each in differences_in(name, rows, folder, ERROR / len(columns))]
 
@@ -75,28 +76,29 @@ def differences_in(column: str, rows: pd.DataFrame, folder: Path, error: float) 
     names = [name for name, of_one in encoders.items() if of_one.interval.notna().all()]
     if best not in names or len(names) < 2:
         return []
-    covariance, images = covariance_over_images([encoders[name] for name in names], folder)
+    covariance, count = covariance_over_images([encoders[name] for name in names], folder)
     variances, seeds, freedom = variances_over_seeds([encoders[name] for name in names])
-    halves = half_widths(covariance, variances, freedom, error)[names.index(best)]
+    halves = half_widths(covariance, variances, (count - 1, freedom), error)[names.index(best)]
+    images = f"same {count:,} images" if count < INFINITE else "images, not paired"
     found = []
-    for name, half, count in zip(names, halves, seeds, strict=True):
-        over = f"{images}; {seeds[names.index(best)]} and {count} seeds"
+    for name, half, number in zip(names, halves, seeds, strict=True):
+        over = f"{images}; {seeds[names.index(best)]} and {number} seeds"
         value = means[best] - means[name]
         found.append(Difference(column, kind_of_scores(rows.score), best, name, value, float(half), over))
     return [each for each in found if each.other != best]
 
 
-def covariance_over_images(encoders: Sequence[pd.DataFrame], folder: Path) -> tuple[NDArray, str]:
-    """The covariance (K, K) of the encoders' mean scores over test images, and these images in words.
+def covariance_over_images(encoders: Sequence[pd.DataFrame], folder: Path) -> tuple[NDArray, int]:
+    """The covariance (K, K) of the encoders' mean scores over test images, and the number of these images.
 
-    Without the outcomes of all, on the same images, they count as if each encoder had images of its own.
+    Without the outcomes of all, on the same images, it is as if each encoder had images of its own, and INFINITE many.
     """
     outcomes = [[outcomes_of(kept, folder) for kept in rows.outcomes] for rows in encoders]
     if len({key for of_one in outcomes for key in map(images_of, of_one)} | {None}) == 2:
         scores = np.array([np.mean([image_scores(each) for each in of_one], axis=0) for of_one in outcomes])
-        return np.cov(scores) / scores.shape[1], f"same {scores.shape[1]:,} images"
+        return np.cov(scores) / scores.shape[1], scores.shape[1]
     ends = np.array([np.mean(rows.interval.tolist(), axis=0) for rows in encoders], float)
-    return np.diag(np.square((ends[:, 1] - ends[:, 0]) / (2 * Z))), "images, not paired"
+    return np.diag(np.square((ends[:, 1] - ends[:, 0]) / (2 * Z))), INFINITE
 
 
 def outcomes_of(kept: Any, folder: Path) -> Outcomes | None:
@@ -127,24 +129,25 @@ def variances_over_seeds(encoders: Sequence[pd.DataFrame]) -> tuple[NDArray, lis
     return np.array([variance / count if count > 1 else 0.0 for count in seeds]), seeds, freedom
 
 
-def half_widths(covariance: NDArray, variances: NDArray, freedom: int, error: float) -> NDArray:
+def half_widths(covariance: NDArray, variances: NDArray, freedom: tuple[int, int], error: float) -> NDArray:
     """Half-widths (K, K) of the intervals of all differences, which hold all at once.
 
     Their ratio to the standard errors is a quantile of the largest one between encoders that are equal.
 
     Args:
         covariance: of the figures over images, (K, K).
-        variances: of the figures over seeds, (K,), known by so many degrees of freedom.
+        variances: of the figures over seeds, (K,).
+        freedom: degrees of freedom that both are known by.
         error: share of cases in which one of the intervals may not hold.
     """
     random = np.random.default_rng(0)
     drawn = random.multivariate_normal(np.zeros(len(covariance)), covariance + np.diag(variances), DRAWS)
-    estimated = random.chisquare(freedom, (DRAWS, 1)) / freedom
+    estimated = random.chisquare(freedom, (DRAWS, 2)) / freedom
     own = np.diag(covariance)
     over_images = own[:, None] + own - 2 * covariance
     over_seeds = variances[:, None] + variances
     one, other = np.triu_indices(len(covariance), 1)
-    errors = np.sqrt(over_images[one, other] + estimated * over_seeds[one, other])
+    errors = np.sqrt(estimated @ [over_images[one, other], over_seeds[one, other]])
     gaps = np.abs(drawn[:, one] - drawn[:, other])
     ratios = np.divide(gaps, errors, out=np.zeros_like(gaps), where=errors > 0)
     return np.quantile(ratios.max(1), 1 - error) * np.sqrt(over_images + over_seeds)

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from evaluation.comparison.cases import Case, Encoder, Question, local_encoder
@@ -30,10 +29,10 @@ from mpp.training.log import last_scalars
 Row = dict[str, Any]
 COSTS = {"pflop": PFLOP, "device_hours": DEVICE_HOURS}
 """Entry of a row about fine-tuning's cost -> scalar of the cost of training an encoder (`training_pflop`)."""
-OF_RESULTS = ("accuracy", "interval", "figures", "depth", "lr", *COSTS)
+OF_RESULTS = ("seed", "interval", "figures", "depth", "lr", *COSTS)
 """Entries of a report's result that its row has."""
-COLUMNS = ["encoder", "encoder_seed", "evaluation", "dataset", "group", "kind", "case", "seed", "score", *OF_RESULTS]
-COLUMNS += ["images", "baselines", "outcomes", "rank", *(f"training_{name}" for name in COSTS)]
+COLUMNS = ["encoder", "encoder_seed", "evaluation", "dataset", "group", "kind", "case", "accuracy", "score"]
+COLUMNS += [*OF_RESULTS, "images", "baselines", "outcomes", "rank", *(f"training_{name}" for name in COSTS)]
 """encoder_seed: of the encoder's training; score: heading of the figure `accuracy` where it is another one, such as R2;
 figures: the others; baselines: scores that look at no image; outcomes: place of each image's outcome."""
 
@@ -45,14 +44,10 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
 
 def rows_asked(frame: pd.DataFrame, question: Question) -> pd.DataFrame:
     """The rows that a question is about, encoders and evaluations in its order."""
-    places = []
-    for column, names in (("encoder", question.encoders), ("evaluation", question.evaluations)):
-        names = list(frame[column].unique() if names is None else names)
-        frame = frame[frame[column].isin(names)]
-        places.append(names)
-    encoders, evaluations = places
-    order = frame.encoder.map(encoders.index) * len(evaluations) + frame.evaluation.map(evaluations.index)
-    return frame.iloc[np.argsort(order.to_numpy(int), kind="stable")]
+    asked = {"encoder": question.encoders, "evaluation": question.evaluations}
+    names = {column: list(frame[column].unique() if given is None else given) for column, given in asked.items()}
+    frame = frame[frame.encoder.isin(names["encoder"]) & frame.evaluation.isin(names["evaluation"])]
+    return frame.sort_values(list(names), key=lambda column: column.map(names[column.name].index), kind="stable")
 
 
 # --- reports ---
@@ -66,7 +61,7 @@ def report_path_of_case(case: Case, folder: Path) -> Path:
     """
     reports = folder / "reports"
     by_digest = sorted(reports.glob(f"*-{case_digest(case)}.json"))
-    return by_digest[0] if by_digest else reports / f"{case.file_name}-{case_digest(case)}.json"
+    return by_digest[0] if by_digest else reports / f"{case.slug}-{case_digest(case)}.json"
 
 
 def read_report(case: Case, folder: Path) -> dict[str, Any] | None:
@@ -86,12 +81,12 @@ def read_new_report(case: Case, file: Path) -> dict[str, Any]:
     """
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
-        rows = [row for row in rows_of_report(case, report, file) if row["kind"] != "dev"]
-        shown = [(row["case"], row["seed"], row["accuracy"]) for row in rows if row["kind"] != "rank"]
+        rows = list(rows_of_report(case, report, file))
+        shown = [(row["case"], row["seed"]) for row in rows if row["kind"] in ("test", "validation")]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         form = "{results: [{accuracy, ...}], protocol: {...}}"
         raise UserError(f"{case.entry.command} has not written {form} to {file}: {error!r}") from error
-    if len({row[:2] for row in shown}) < len(shown):
+    if len(set(shown)) < len(shown):
         way = "give each a `case` of its own, or register it with case_key"
         raise UserError(f"{case.entry.command} has several results of the same case and seed: {way}")
     return report
@@ -99,34 +94,32 @@ def read_new_report(case: Case, file: Path) -> dict[str, Any]:
 
 def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[Row]:
     """The results of a report; of several depths, scores at the one that counts."""
-    protocol, labels, kind = report["protocol"], report.get("labels", {}), kind_of_report(report)
-    score = {} if kind is ONE_CLASS else {"score": kind.score_heading}
+    protocol, kind = report["protocol"], kind_of_report(report)
     figure = kind.score_heading if kind.name in ("several", "number") else ""
-    on_dev = {"kind": "dev", "seed": 0} | score
+    about = {"seed": 0} | ({} if kind is ONE_CLASS else {"score": kind.score_heading})
     is_tested = protocol.get("test", True)
     if not is_tested and case.kind == "fine-tuning":
         best = max(report["dev"], key=lambda each: rank_of(each["accuracy"]))  # of its learning rates
-        yield {"kind": "validation", "case": figure, "seed": 0} | best | score
+        yield about | {"kind": "validation", "case": figure} | best
         return
     chosen = protocol.get("chosen_depth")
+    labels = {key: value for key, value in report.get("labels", {}).items() if key in COLUMNS and value}
     for result in report["results"]:
         if result.get("depth", chosen) != chosen:
             continue
-        name = str(result.get("case", result.get(case.evaluation.case_key, "")))
-        row = {"kind": "test" if is_tested else "validation", "case": f"{name} {figure}".strip()} | score
-        row |= {"seed": result.get("seed", 0), "accuracy": result["accuracy"]}
-        row |= {key: result[key] for key in OF_RESULTS if key in result}
-        row |= {key: labels[key] for key in ("images", "baselines") if labels.get(key)}
+        name = result.get("case", result.get(case.evaluation.case_key, ""))
+        row = {"kind": "test" if is_tested else "validation", "case": f"{name} {figure}".strip()}
+        row |= {"accuracy": result["accuracy"]} | {key: result[key] for key in OF_RESULTS if key in result} | labels
         if "outcomes" in result:
             row["outcomes"] = {"report": f"{file.parent.name}/{file.name}", "number": result["outcomes"]}
-        yield row
-    for result in report["results"] if is_tested else []:
-        if "dev_accuracy" in result:
-            yield on_dev | {"accuracy": result["dev_accuracy"]}
-    for depth, accuracy in protocol.get("dev_accuracy_by_depth", {}).items() if is_tested else []:
-        yield on_dev | {"depth": int(depth), "accuracy": accuracy}
-    for depth, rank in protocol.get("rank_by_depth", {}).items() if is_tested else []:
-        yield {"kind": "rank", "seed": 0, "depth": int(depth), "rank": rank}
+        yield about | row
+    if is_tested:
+        of_dev = [{"accuracy": result["dev_accuracy"]} for result in report["results"] if "dev_accuracy" in result]
+        for depth, accuracy in protocol.get("dev_accuracy_by_depth", {}).items():
+            of_dev.append({"depth": int(depth), "accuracy": accuracy})
+        yield from (about | {"kind": "dev"} | row for row in of_dev)
+        for depth, rank in protocol.get("rank_by_depth", {}).items():
+            yield {"kind": "rank", "seed": 0, "depth": int(depth), "rank": rank}
 
 
 def rows_of(case: Case, folder: Path) -> list[Row]:
@@ -193,17 +186,13 @@ def describe_missing_seeds(cases: Iterable[Case], rows: Sequence[Row]) -> list[s
     Args:
         cases: all that are asked for.
     """
-    found = {(row["encoder"], row["evaluation"], row["dataset"], row["encoder_seed"]) for row in rows}
+    names = ("encoder", "evaluation", "dataset", "encoder_seed")
+    found = {tuple(row[name] for name in names) for row in rows}
     places = {place[:3] for place in found}
-    missing: dict[tuple, list[str]] = {}
-    for case in cases:
-        place = (case.encoder.entry.name, case.entry.name, case.dataset.name)
-        if place in places and (*place, case.encoder.seed) not in found:
-            missing.setdefault(place, []).append(str(case.encoder.seed))
-    lacking = []
-    for (encoder, evaluation, dataset), seeds in missing.items():
-        lacking.append(f"{encoder} in {evaluation} on {dataset} (seed {' and '.join(seeds)})")
-    return [f"Means are without the seeds that have no result yet: {'; '.join(lacking)}."] if lacking else []
+    asked = [tuple(case.labels[name] for name in names) for case in cases]
+    lacking = [place for place in asked if place[:3] in places and place not in found]
+    words = "; ".join("{} in {} on {} (seed {})".format(*place) for place in lacking)
+    return [f"Means are without the seeds that have no result yet: {words}."] if lacking else []
 
 
 # --- cost ---

@@ -6,11 +6,11 @@ Processes that share the folder share the work: a lock keeps each from the work 
 import json
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
@@ -27,6 +27,7 @@ from evaluation.comparison.rows import (
     rows_of,
     with_interval,
 )
+from evaluation.config import CompareConfig, SweepConfig
 from evaluation.frozen.probing import features_shared, forget_features
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import record_images, record_source
@@ -49,60 +50,42 @@ FULL_DISK = ("No space left", "quota exceeded")
 RETRY_S = 10
 """Seconds until cases that other processes work at are tried again."""
 PETA = 1e15
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class CarriedOut:
-    """Cases that were carried out as far as possible."""
-
-    cases: Sequence[Case]
-    folder: Path
-    """Of the comparison."""
-    published: dict[str, list[Row]]
-    """Results that are taken from another comparison, by the digest of their case."""
-    failures: list[str]
-    """A line each with its reason."""
-
-    def collect(self) -> list[Row]:
-        """All results that there are by now, those of other processes among them."""
-        rows: list[Row] = []
-        for case in self.cases:
-            known = self.published.get(case_digest(case))
-            of_case = [row | case.labels for row in known] if known else rows_of(case, self.folder)
-            rows += [with_interval(row, case) for row in of_case]
-        return rows
-
-    def raise_failures(self) -> None:
-        """Raise UserError if an evaluation failed."""
-        if self.failures:
-            count = f"{len(self.failures)} of {len(self.cases)}"
-            raise UserError(f"{count} evaluations failed, such as {self.failures[0]}")
-
-
-def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate: bool) -> CarriedOut:
-    """Train and evaluate everything that is not done yet, here or in the results.json `extends`.
+def carry_out(cases: Sequence[Case], config: CompareConfig | SweepConfig, write: Callable[[list[Row]], T]) -> T:
+    """Train and evaluate everything that is not done yet, here or in the results.json `extends`; write all results.
 
     Args:
-        tabulate: take only finished results.
+        write: what to do with all results that there are by now, those of other processes among them.
     Raises:
-        UserError: a case that cannot be carried out, before anything is done; a full disk.
+        UserError: a case that cannot be carried out, before anything is done; a full disk; failed evaluations, at the
+            end.
     """
     if PartialState(cpu=not uses_gpu()).num_processes > 1:
         raise UserError("this command is one process; start it several times to share the work")
+    folder = Path(config.dir)
     record_source.cache_clear()  # images may have changed since this process compared others
-    published = read_published(extends)
-    missing = []
+    published = read_published(config.extends)
     for case in cases:  # this parses the settings of each
         rows = published.get(case_digest(case))
         changed = changed_images(case, rows[0].get("image_digests", {})) if rows else []
         if changed:
-            note(f"{case.slug} is not taken from {extends}: other images by now ({', '.join(changed)})")
+            note(f"{case.slug} is not taken from {config.extends}: other images by now ({', '.join(changed)})")
             del published[case_digest(case)]
-        if changed or not rows:
-            missing.append(case)
+    missing = [case for case in cases if case_digest(case) not in published]
     with features_shared():
-        failures = [] if tabulate else evaluate_cases(missing, folder)
-    return CarriedOut(cases, folder, published, failures)
+        failures = [] if config.tabulate else evaluate_cases(missing, folder)
+    with hold(folder, "dir", wait=True):  # another process may have come to its end too
+        rows = []
+        for case in cases:
+            known = published.get(case_digest(case))
+            of_case = [row | case.labels for row in known] if known else rows_of(case, folder)
+            rows += [with_interval(row, case) for row in of_case]
+        result = write(rows)
+    if failures:
+        raise UserError(f"{len(failures)} of {len(cases)} evaluations failed, such as {failures[0]}")
+    return result
 
 
 # --- evaluations ---
@@ -180,7 +163,7 @@ def settings_to_evaluate(case: Case, folder: Path) -> Any:
     """
     places = {"out": str(report_path_of_case(case, folder))}
     if case.kind == "fine-tuning":
-        name = f"{case.file_name}-{case_digest(case)}-{digest_of(provenance(case))}"
+        name = f"{case.slug}-{case_digest(case)}-{digest_of(provenance(case))}"
         places["run.dir"] = str(folder / "finetuned" / name)
     return rebuild(evaluation_settings(case), places)
 
