@@ -163,11 +163,10 @@ class MaskedViews(ViewDataset):
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         epoch, index = key
         note_reading(index)
-        pixels = torch.zeros(self.data.channels, 1, 1)
-        mask = torch.zeros(1, 1, dtype=torch.int16)
+        pixels, mask = torch.zeros(self.data.channels, 1, 1), torch.zeros(1, 1, dtype=torch.int16)
         failures = []
         try:
-            pixels, mask = self.decode_with_mask(index)
+            pixels, mask = self.decode(index)
         except UnreadableImage as error:
             failures = [f"{self.dataset.image_name(index)}: {error}"]
         note_reading(None)
@@ -175,7 +174,7 @@ class MaskedViews(ViewDataset):
         number = torch.tensor(NO_INDEX if failures else index)
         return Batch(self.view(pixels, epoch, index), None, mask, number, failures)
 
-    def decode_with_mask(self, index: int) -> tuple[Tensor, Tensor]:
+    def decode(self, index: int) -> tuple[Tensor, Tensor]:
         """An image (C, H, W) and its mask (H, W); raises UnreadableImage if one is unreadable or their sizes differ."""
         pixels = self.dataset.decode(index, self.data)
         mask = decode_mask(self.masks[index]["mask"], self.data)
