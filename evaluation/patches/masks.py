@@ -27,7 +27,7 @@ from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.channels import TURNED
 from mpp.data.decoding.decode import read_mask, stored_orientation
-from mpp.data.sources import load_image_datasets, load_splits
+from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import note_reading
 from mpp.errors import UnreadableImage, UserError
@@ -62,7 +62,8 @@ def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = Non
     splits = loaded or load_splits(data)
     if data.path is None:
         splits = {name: with_outlines(rows) for name, rows in splits.items()}
-    columns = next(iter(splits.values())).features
+    find_held_out_split(data, list(splits))  # refuses a split that is not there
+    columns = splits[data.split].features
     if data.mask_column not in columns:
         raise UserError(describe_no_masks(data, list(columns)))
     train, test = load_image_datasets(with_image_column(data, columns), splits)
