@@ -20,6 +20,7 @@ from evaluation.metrics.scoring import (
     save_outcomes,
     score_of,
 )
+from evaluation.patches.features import count_confusion
 from mpp.errors import UserError
 from mpp.features.metrics import COUNTS_FILE, load_masked_counts, save_masked_counts
 

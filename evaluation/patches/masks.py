@@ -27,7 +27,7 @@ from mpp.data.data_path import BIRDS_FOLDER, describe_source
 from mpp.data.dataset import ImageDataset
 from mpp.data.decoding.channels import TURNED
 from mpp.data.decoding.decode import read_mask, stored_orientation
-from mpp.data.sources import load_image_datasets, load_splits
+from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import note_reading
 from mpp.errors import UnreadableImage, UserError
@@ -62,7 +62,8 @@ def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = Non
     splits = loaded or load_splits(data)
     if data.path is None:
         splits = {name: with_outlines(rows) for name, rows in splits.items()}
-    columns = next(iter(splits.values())).features
+    find_held_out_split(data, list(splits))  # refuses a split that is not there
+    columns = splits[data.split].features
     if data.mask_column not in columns:
         raise UserError(describe_no_masks(data, list(columns)))
     train, test = load_image_datasets(with_image_column(data, columns), splits)
@@ -163,11 +164,10 @@ class MaskedViews(ViewDataset):
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         epoch, index = key
         note_reading(index)
-        pixels = torch.zeros(self.data.channels, 1, 1)
-        mask = torch.zeros(1, 1, dtype=torch.int16)
+        pixels, mask = torch.zeros(self.data.channels, 1, 1), torch.zeros(1, 1, dtype=torch.int16)
         failures = []
         try:
-            pixels, mask = self.decode_with_mask(index)
+            pixels, mask = self.decode(index)
         except UnreadableImage as error:
             failures = [f"{self.dataset.image_name(index)}: {error}"]
         note_reading(None)
@@ -175,7 +175,7 @@ class MaskedViews(ViewDataset):
         number = torch.tensor(NO_INDEX if failures else index)
         return Batch(self.view(pixels, epoch, index), None, mask, number, failures)
 
-    def decode_with_mask(self, index: int) -> tuple[Tensor, Tensor]:
+    def decode(self, index: int) -> tuple[Tensor, Tensor]:
         """An image (C, H, W) and its mask (H, W); raises UnreadableImage if one is unreadable or their sizes differ."""
         pixels = self.dataset.decode(index, self.data)
         mask = decode_mask(self.masks[index]["mask"], self.data)
