@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torchvision.io import write_png
+from torchvision.utils import make_grid
 
 from evaluation.memory import bytes_of, peak_memory
 from evaluation.survey import Survey, survey
@@ -41,7 +42,7 @@ from mpp.training.run_folder import CHECK_CROPS, branch_point, refuse_other_run,
 SURVEY_SECONDS = 20.0
 TIMED_STEPS = 5  # and one before, which warms up
 MAX_TIMED_SECONDS = 15.0
-CROPS_SHOWN = 16
+CROPS_SHOWN = 32
 ROWS_SHOWN = 20  # of classes, sizes, copies and unreadable images
 
 
@@ -75,12 +76,14 @@ def check(config: Config) -> Path:
         if "auto" in (config.model.mean, config.model.std):
             config = replace(config, model=with_moments(config.model, *channel_moments(config.data)))
         task = Pretraining(config, accelerator, layout)
-        if not config.data.streaming:
+        if config.data.streaming:
+            print("copies, sizes and classes are not surveyed in streams")
+        else:
             surveyed = survey(task.train, task.held_out, config.data, SURVEY_SECONDS)
         cost, batch = time_steps(task, config)
     print(f"model: {task.describe_model()}")
     print(f"images: {describe_source(config.data)}: {task.describe_images()}, {config.data.channels} channels")
-    print(describe_overrides(config))
+    print(describe_overrides(asked))
     print_survey(surveyed)
     print_cost(config, cost)
     print(f"memory on a GPU, counted (mpp memory): {memory_on_a_gpu(asked, layout)}")
@@ -89,7 +92,9 @@ def check(config: Config) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     images = stretch(batch.images)
     seen = as_seen(images, batch.corruption, task.patch_size)
-    write_png(prediction_panel(torch.stack([images, seen])[:, :CROPS_SHOWN]), str(folder / CHECK_CROPS))
+    pairs = torch.stack([images, seen], 1)[:CROPS_SHOWN]  # (n, 2, C, H, W)
+    sheet = make_grid([prediction_panel(pair[:, None]) for pair in pairs], nrow=4)
+    write_png(sheet, str(folder / CHECK_CROPS))
     print(f"wrote {folder / CHECK_CROPS}: training crops, each next to the model's input (masked patches are grey)")
     return folder
 
@@ -117,10 +122,9 @@ def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, Batch]:
 
 
 def print_survey(surveyed: Survey) -> None:
-    """Print what was found in the images; nothing of streams, which are not surveyed."""
-    if surveyed.train_images:
-        print(f"sample: {surveyed.train_images} training images, {surveyed.held_out_images} held out")
-        print(f"of one colour: {surveyed.one_colour_share:.1%}; held-out copies: {surveyed.duplicate_share:.1%}")
+    """Print what was found in a sample of the images."""
+    print(f"sample: {surveyed.train_images} training images, {surveyed.held_out_images} held out")
+    print(f"of one colour: {surveyed.one_colour_share:.1%}; held-out copies: {surveyed.duplicate_share:.1%}")
     sizes = [f"{height} x {width} pixels: {count}" for (height, width), count in surveyed.sizes.most_common()]
     classes = [f"class {name}: {share:.1%} of the labelled images" for name, share in surveyed.class_shares.items()]
     copies = [f"nearly the same image: held-out {one}, training {other}" for one, other in surveyed.duplicate_pairs]

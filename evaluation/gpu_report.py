@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 
@@ -39,14 +39,20 @@ REHEARSED = ("test_vit",)
 REHEARSED_BYTES = 10**8
 """Instead of a GPU's free memory."""
 BATCH_SIZES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8, 4, 2, 1)
-USED_SHARE = 0.9
-"""Share of the free memory that a batch may take."""
+USED_SHARE = 0.8
+"""Share of the free memory that a batch may take: other models are there too."""
 COMPILING_GAIN = 1.02
 """Ratio of speeds from which compiling is recommended."""
 
 
-Speed = tuple[float, float]
-"""Images a second of training, and of one core that loads; (0, inf) where nothing was measured."""
+class Speed(NamedTuple):
+    """Speed of training; where none was measured, a batch of 1, no images and no limit by loading."""
+
+    batch_size: int
+    training: float
+    """Images a second."""
+    loading: float
+    """Images a second that one core loads."""
 
 
 class Report:
@@ -75,41 +81,46 @@ class Report:
         print(f"{title}: {end}", flush=True)
 
     def add_training(self, model: str, batch_size: int, compile: bool) -> Speed:
-        """Speed of training a model, next to the limits of the card and of loading."""
+        """Speed of training a model; with half the batch where it fails, such as for want of memory."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "throughput.json"
-            words = (
-                f"--model={model}",
-                f"--batch_size={batch_size}",
-                f"--compile={str(compile).lower()}",
-                f"--device={'auto' if self.config.device == 'cuda' else 'cpu'}",
-                f"--out={out}",
-            )
-            self.add(f"{model}, {'compiled' if compile else 'eager'}", "evaluation.throughput", *words)
-            if not out.is_file():
-                return 0.0, math.inf
-            seconds = json.loads(out.read_text(encoding="utf-8"))["seconds"]
-        return batch_size / median(seconds["mpp training step"]), LOADED_BATCH / median(seconds["mpp's loading"])
+            for size in (batch_size, batch_size // 2):
+                words = [
+                    f"--model={model}",
+                    f"--batch_size={size}",
+                    f"--compile={str(compile).lower()}",
+                    f"--out={out}",
+                ]
+                words.append(f"--device={'auto' if self.config.device == 'cuda' else 'cpu'}")
+                title = f"{model}, {'compiled' if compile else 'eager'}, batch {size}"
+                self.add(title, "evaluation.throughput", *words)
+                if out.is_file():
+                    seconds = json.loads(out.read_text(encoding="utf-8"))["seconds"]
+                    training, loading = (median(seconds[name]) for name in ("mpp training step", "mpp's loading"))
+                    return Speed(size, size / training, LOADED_BATCH / loading)
+        return Speed(1, 0.0, math.inf)
 
 
 def largest_batch(model: str) -> int:
-    """The largest batch that fits into the GPU's free memory with a tenth left free, accumulation included."""
+    """The largest batch that fits into the GPU's free memory with a fifth left free, accumulation included."""
     config = Config(run=RunConfig(dir="unused"), model=ModelConfig(name=model), optim=OptimConfig(name="adam"))
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else REHEARSED_BYTES
     fitting = (size for size in BATCH_SIZES if peak_memory(config, size, passes=2)["total"] <= USED_SHARE * free)
     return next(fitting, 1)
 
 
-def advice(batch_size: int, eager: Speed, compiled: Speed, workers: int) -> str:
+def advice(eager: Speed, compiled: Speed, workers: int) -> str:
     """Advice on settings for ViT-B/16; its last three lines can be pasted on a command line."""
+    compiles = compiled.training > COMPILING_GAIN * eager.training
+    best = compiled if compiles else eager
+    needed = math.ceil(best.training / best.loading) or workers
     lines = []
-    needed = math.ceil(max(eager[0], compiled[0]) / min(eager[1], compiled[1])) or workers
     if needed > workers:
         lines.append(f"it trains as fast as {needed} cores load, a GPU's share is {workers}: see `mpp prepare`")
     lines += [
         "for ViT-B/16, after `mpp pretrain --config imagenet_vit_b16`:",
-        f"--data.batch_size={batch_size} \\",
-        f"--run.compile={str(compiled[0] > COMPILING_GAIN * eager[0]).lower()} \\",
+        f"--data.batch_size={best.batch_size} \\",
+        f"--run.compile={str(compiles).lower()} \\",
         f"--data.workers={min(workers, needed)}",
     ]
     return "\n".join(lines)
@@ -134,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for model in others:
             for compile in (False, True):
                 report.add_training(model, config.batch_size or largest_batch(model), compile)
-        recommended = advice(batch_size, eager, compiled, workers)
+        recommended = advice(eager, compiled, workers)
         print(f"== recommended settings\n\n{recommended}", file=file)
     print(f"wrote {config.out}: send this file\n{recommended}")
 

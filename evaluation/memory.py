@@ -99,9 +99,9 @@ class LivingTensors(TorchDispatchMode):
 
 def fake_batch(config: Config, model: nn.Module, image_count: int) -> tuple[Tensor, Corruption]:
     """Images and their corruption, to be called under the mode of fake tensors."""
-    grid, patch_size = cell_grid(model.encoder)
-    height, width = (side * patch_size for side in grid)
-    pixels = torch.empty(image_count, config.data.channels, height, width, dtype=torch.uint8)
+    grid, _ = cell_grid(model.encoder)
+    size = model.encoder.patch_embed.img_size
+    pixels = torch.empty(image_count, config.data.channels, *size, dtype=torch.uint8)
     return pixels, stack([draw(config.corruption, grid, seed=0, epoch=0, index=0)] * image_count)
 
 
@@ -112,11 +112,8 @@ def compute_loss(
     with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
         outputs = model(pixels, corruption)
     if isinstance(outputs, tuple):  # a model with a teacher computes the targets too
-        predictions, targets = outputs[:2]
-    else:
-        predictions = outputs
-        targets = objective.targets(pixels, corruption.positions)
-    return objective.loss(predictions.float(), targets)
+        return objective.loss(outputs[0].float(), outputs[1])
+    return objective.loss(outputs.float(), objective.targets(pixels, corruption.positions))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -85,9 +85,9 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     """
     shares = train.class_shares()
     result = Survey(dict(zip(names_by_number(train.class_names, map(int, shares)), shares.values(), strict=True)))
-    tested, tested_names = take_sample(held_out.choose(MAX_HELD_OUT, data.cut_seed), data, seconds / 4, result)
-    unreadable_held_out = len(result.unreadable)
     learned, learned_names = take_sample(train.choose(MAX_TRAINING, data.cut_seed), data, seconds, result)
+    readable = len(train) - len(result.unreadable)
+    tested, tested_names = take_sample(held_out.choose(MAX_HELD_OUT, data.cut_seed), data, seconds / 4, result)
     result.held_out_images, result.train_images = len(tested), len(learned)
     if not (len(tested) and len(learned)):
         return result
@@ -96,7 +96,6 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     correlation, originals = correlations(tested, learned).max(1)
     copies = (correlation > COPY_CORRELATION) & ~one_colour[: len(tested)]
     result.duplicate_pairs = [(tested_names[copy], learned_names[originals[copy]]) for copy in copies.nonzero()]
-    readable = len(train) - len(result.unreadable) + unreadable_held_out
     sampled_share = len(learned) / readable  # also the chance that an original is in the sample
     if copies.sum() > 2 or sampled_share == 1:
         result.duplicate_share = min(1.0, float(copies.float().mean()) / sampled_share)
@@ -109,7 +108,7 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float, result:
     Args:
         result: gets their sizes, and those that cannot be decoded.
     Returns:
-        Small grey versions of the others, (n, THUMBNAIL_SIDE**2) from 0 to 255, and their names.
+        Small grey versions of the others, (n, THUMBNAIL_SIDE**2), each with mean 0, and their names.
     """
     end = time.monotonic() + seconds
     thumbnails, names = [torch.empty(0, THUMBNAIL_SIDE**2)], []
@@ -124,20 +123,19 @@ def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float, result:
             continue
         names.append(name)
         result.sizes[tuple(image.shape[1:])] += 1
-        thumbnails.append(F.adaptive_avg_pool2d(image.float().mean(0, keepdim=True), THUMBNAIL_SIDE).view(1, -1))
+        grey = F.adaptive_avg_pool2d(image.float().mean(0, keepdim=True), THUMBNAIL_SIDE)
+        thumbnails.append((grey - grey.mean()).view(1, -1))
     return torch.cat(thumbnails), names
 
 
 def correlations(some: Tensor, others: Tensor) -> Tensor:
-    """Correlations of thumbnails (n, P), (m, P), as (n, m), of which those above COPY_CORRELATION are of copies.
+    """Correlations of thumbnails (n, P) and (m, P) of mean 0, as (n, m): above COPY_CORRELATION they are of copies.
 
     A JPEG of quality 60 at 70 % of the size has 0.990 to 0.999 with its original (birds and digits, 5th percentile
     0.992). It has to be so with and without the mean of all images, such as a horizon or the spectrum of a voice: the
     lesser counts. Images of one colour are all alike, and tell nothing.
     """
-    some, others = some - some.mean(1, keepdim=True), others - others.mean(1, keepdim=True)
     shared = F.normalize(others.mean(0), dim=0)
-    some_without = some - (some @ shared)[:, None] * shared
-    others_without = others - (others @ shared)[:, None] * shared
-    with_shared = F.normalize(some) @ F.normalize(others).T
-    return torch.minimum(with_shared, F.normalize(some_without) @ F.normalize(others_without).T)
+    without = [each - torch.outer(each @ shared, shared) for each in (some, others)]
+    both = [F.normalize(one) @ F.normalize(other).T for one, other in ((some, others), without)]
+    return torch.minimum(*both)

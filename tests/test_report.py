@@ -408,7 +408,7 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
     crops_file = folder / "check_crops.png"
     assert list(folder.iterdir()) == [crops_file]
     with Image.open(crops_file) as crops:
-        assert crops.size == (2 * 128, 8 * 128)  # of a batch of eight, each picture 128 pixels wide
+        assert crops.size == (4 * 258 + 2, 2 * 130 + 2)  # of a batch of eight, each picture 128 pixels wide
     pretrain(*settings, without="--optim.warmup")
     assert (folder / "encoder").is_dir()
     assert crops_file.is_file()
