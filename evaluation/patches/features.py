@@ -53,12 +53,13 @@ def patch_features(encoder: PatchEncoder, images: Tensor, depths: Sequence[int])
     if isinstance(encoder, PatchBaseline):
         return [color_and_position(images, encoder.grid)]
     model = encoder.model
+    grid = patch_grid(model)
     features = []
     for depth, tokens in zip(depths, tokens_at(model, encoder.normalize(images), depths), strict=True):
         patches = tokens[:, model.num_prefix_tokens :]
         if depth == len(encoder.stages) and hasattr(model, "fc_norm"):  # some encoders have their last norm there
             patches = model.fc_norm(patches)
-        features.append(patches.unflatten(1, patch_grid(model)).float().cpu())
+        features.append(patches.unflatten(1, grid).float().cpu())
     return features
 
 
