@@ -219,7 +219,7 @@ def test_other_trainings_have_pages(tmp_path):
     run = tmp_path / "run"
     contrastive.main([*TINY, f"--run.dir={run}", "--run.steps=1"])
     report([f"--encoder={run}", *FAST])
-    assert_has(read(run / "report.html"), "only a pre-training run predicts patches", "mpp contrastive")
+    assert_has(read(run / "report.html"), "only the folder of a pre-training run", "mpp contrastive")
 
 
 @pytest.mark.parametrize("what", ["empty", "nowhere"])
