@@ -5,9 +5,8 @@ metrics/: outcomes of test images to figures with intervals, by kind of label.
 frozen/, protocols/, patches/: frozen encoders, a run's images, known labels; published linear probes; segmentation.
 supervision/: training with a head: classification, distillation, SimCLR.
 comparison/: entries, cases, digests, trainings, trunks and branches, reports, tables and plots; trials of sweeps.
-pictures/, figures/, pages/: content of pictures; style, charts and images; HTML pages of reports and comparisons.
+pictures.py, figures/, pages/: numbers of pictures; style, charts and images; HTML pages of reports and comparisons.
 tables/, predictions/, exports/: tables in parts (`mpp embed`, `mpp predict`); classifiers; export formats.
-benchmark/: steps and loaders that `throughput.py` times.
 
 A new evaluation is one file: see README.md. One of this repository does not register itself: its line is in
 registry.py, and its module in the import contracts of pyproject.toml. A new kind of label needs a `LabelKind`

@@ -8,22 +8,32 @@ Started several times, on the GPUs of a machine or on machines that share the fo
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evaluation.comparison.cases import cases_of
-from evaluation.comparison.encoders import with_seed
-from evaluation.comparison.entries import EncoderEntry, read_entries
-from evaluation.comparison.files import write_comparison
-from evaluation.comparison.reports import describe_missing_seeds
+import pandas as pd
+
+from evaluation.comparison.cases import cases_of, read_entries
+from evaluation.comparison.differences import difference_table, differences_from_best
+from evaluation.comparison.rows import Row, describe_missing_seeds, frame_of, rows_asked
 from evaluation.comparison.run import carry_out
-from evaluation.comparison.trunks import compute_of_trunks
+from evaluation.comparison.tables import COST_UNITS, Cells, cells_by_encoder, plot_question, remarks_on, table_of
 from evaluation.config import CompareConfig
+from evaluation.config.comparing import Question
+from evaluation.figures.markdown import markdown_table
+from evaluation.figures.style import write_plot
+from evaluation.frozen.results import write_json
+from evaluation.pages.about import recorded_versions
+from evaluation.pages.page import Page, Section, Table, Text, figure_as_picture, write_page
 from mpp.config import require
 from mpp.config.parsing import parse
-from mpp.runtime.files import hold
+from mpp.runtime.files import write_complete
 from mpp.runtime.start import run_main
+from mpp.training.run_folder import REPORT_PAGE
+
+DIFFERENCES = "Differences from the best, with 95% intervals that hold for all of the table at once:"
+NOTHING = "no results yet"
+NUMBERS = ["question", "encoder", "column", "score", "mean", "std", "count", "low", "high", *COST_UNITS, "diverged"]
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
@@ -32,32 +42,83 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     Raises:
         UserError: an entry that cannot be carried out, before anything is done; failed evaluations, after all others.
     """
-    folder = Path(config.dir)
     entries = read_entries(config)
     for evaluation in entries.evaluations:
         tests = evaluation.options.get("test", True)
         require(tests, f"evaluations: {evaluation.name}: test", tests, "true: `mpp sweep` compares on a dev split")
     cases = cases_of(entries)
-    carried_out = carry_out(cases, folder, config.extends, config.tabulate)
     settings = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
-    settings["datasets"] = settings["datasets"] or [asdict(case.dataset) for case in cases[:1]]
-    with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        rows = carried_out.collect()
-        runs = run_folders(entries.encoders)
+
+    def write(rows: list[Row]) -> dict[str, Any]:
         missing = describe_missing_seeds(cases, rows)
-        trunks = compute_of_trunks(cases)
-        results = write_comparison(folder, entries.questions, rows, settings, runs, trunks, missing)
-    carried_out.raise_failures()
+        return write_comparison(Path(config.dir), entries.questions, rows, {"settings": settings}, missing)
+
+    return carry_out(cases, config, write)
+
+
+def write_comparison(
+    folder: Path,
+    questions: Sequence[Question],
+    rows: list[Row],
+    about: dict[str, Any] | None = None,
+    sentences: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Write results.json, table.md, table.csv, the plots and a page, and print the tables.
+
+    Args:
+        rows: all results.
+        about: further entries of results.json.
+        sentences: below the tables.
+    Returns:
+        What results.json has: `results`, the rows, `summary`: question -> encoder -> column -> numbers, and `about`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    frame = frame_of(rows)
+    summary: dict[str, Cells] = {}
+    sections = []
+    files = ["results.json", "table.md", "table.csv", REPORT_PAGE]
+    for question in questions:
+        asked = rows_asked(frame, question)
+        cells = summary[question.name] = cells_by_encoder(asked, question)
+        blocks = [Table(*table_of(cells)), *map(Text, remarks_on(asked, question))] if cells else [Text(NOTHING)]
+        differences = differences_from_best(asked, folder)
+        if differences:
+            blocks += [Text(DIFFERENCES), Table(*difference_table(differences))]
+        section = Section(question.name, question.title or question.name, blocks)
+        plot = plot_question(question, asked, cells)
+        if plot is not None:
+            files += write_plot(plot, folder, question.name)
+            section.blocks.append(figure_as_picture(plot, section.title))
+        sections.append(section)
+    results = {"summary": summary, "results": rows, "versions": recorded_versions()} | (about or {})
+    write_json(folder / "results.json", results)
+    text = "\n\n".join([*map(section_as_text, sections), *sentences])
+    write_complete(folder / "table.md", f"{text}\n")
+    write_complete(folder / "table.csv", cells_as_lines(summary).to_csv(index=False))
+    page = Page(f"{folder}: a comparison", f"{len(rows)} results", [], sentences, sections)
+    write_page(folder / REPORT_PAGE, page)
+    print(f"\n{text}\nwrote {folder}: {', '.join(files)}; see reports/")
     return results
 
 
-def run_folders(encoders: Sequence[EncoderEntry]) -> dict[str, list[Path]]:
-    """Encoder -> its run folders: one for each seed, or one for all."""
-    folders = {}
-    for entry in encoders:
-        names = [with_seed(entry.encoder, seed) for seed in entry.seeds]
-        folders[entry.name] = list(map(Path, dict.fromkeys(names)))
-    return folders
+def section_as_text(section: Section) -> str:
+    """The tables and sentences of a question as Markdown."""
+    tables = [markdown_table(each.headings, each.rows) if isinstance(each, Table) else each for each in section.blocks]
+    texts = [each.text if isinstance(each, Text) else each for each in tables]
+    return "\n\n".join([f"### {section.title}", *(text for text in texts if isinstance(text, str))])
+
+
+def cells_as_lines(summary: dict[str, Cells]) -> pd.DataFrame:
+    """The numbers of all questions, a line for each cell of their tables."""
+    lines = []
+    for question, cells in summary.items():
+        for encoder, of_encoder in cells.items():
+            for column, cell in of_encoder.items():
+                low, high = cell.get("interval", (None, None))
+                lines.append(
+                    {"question": question, "encoder": encoder, "column": column, "low": low, "high": high} | cell
+                )
+    return pd.DataFrame(lines, columns=NUMBERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,46 +6,63 @@
 The file is run on held-out images, and kept if its numbers are PyTorch's.
 """
 
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mpp
 from evaluation.config import ExportConfig
-from evaluation.exports.formats import (
-    FORMATS,
-    ExportedModule,
-    in_batches_of,
-    quantize_int8,
-    weight_bytes,
-    without_exporter_messages,
-)
-from evaluation.exports.verification import MAX_ROUNDING_DIFFERENCE, SHOTS, Verification
-from evaluation.figures.markdown import markdown_table
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid
-from evaluation.frozen.parsing import parse_and_load
+from evaluation.frozen.features import DEFAULT_BATCH_SIZE, views_for
 from evaluation.frozen.results import write_json
-from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
-from evaluation.frozen.training_reports import tested_encoder
+from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of, parse_and_load, tested_encoder
 from evaluation.supervision.classification import card_of_file
 from evaluation.supervision.classifiers import Classifier, load_classifier
-from mpp.config import rebuild, require
+from evaluation.supervision.deit import average_heads
+from mpp.config import HOW_READ, rebuild, require
+from mpp.data.loader import fixed_view_batches
+from mpp.data.views import ViewDataset
 from mpp.data.workers import deaths_explained
-from mpp.errors import Unavailable, UserError, one_line
+from mpp.errors import UserError, one_line
+from mpp.features.frozen import pool
 from mpp.models.descriptions import as_saved, how_read
 from mpp.models.plain import set_attention
-from mpp.runtime.files import complete, partial_path
 from mpp.runtime.start import run_main, start_alone
-from mpp.runtime.weights import SAFETENSORS_SUFFIX, encoder_folder, fingerprint, zoo_folder
+from mpp.runtime.weights import encoder_folder, fingerprint, zoo_folder
 
+SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
+METADATA_FILE = "mpp"  # among the extra files of a torch.export program
+MAX_BYTES_IN_ONE_FILE = 1_800_000_000  # of an ONNX file's weights: protobuf ends at 2 GB
+MAX_ROUNDING_DIFFERENCE = 1e-4
 TRACED_IMAGES = 3  # torch.export takes a batch of one for a constant
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+Computation = Callable[[Tensor], Tensor]
+"""Images (B, C, H, W) to features, tokens or logits."""
+
+
+class ExportedModule(nn.Module):
+    """The computation of a file: images (B, C, H, W) to features (B, D), tokens (B, T, D), or logits (B, classes)."""
+
+    def __init__(self, config: ExportConfig, encoder: FrozenEncoder, classifier: Classifier | None):
+        super().__init__()
+        self.model = classifier.network if classifier else encoder.model
+        self.representation = config.representation
+        self.normalize = encoder.normalize if config.normalize else nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.representation == "logits":  # of a classifier, which normalises
+            logits = self.model(images)
+            return average_heads(logits) if logits.ndim == 3 else logits  # a distilled student has two heads
+        tokens = self.model.forward_features(self.normalize(images))
+        return tokens if self.representation == "tokens" else pool(self.model, tokens, self.representation)
 
 
 def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
@@ -56,200 +73,146 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
             than PyTorch does.
     """
     out = Path(config.out)
-    suffix = FORMATS[config.format].suffix
-    allowed = f"a file whose name ends in {suffix}"
-    if out.suffix == SAFETENSORS_SUFFIX:
-        allowed += "; the weights are already a file: RUN/encoder/model.safetensors"
-    require(out.suffix == suffix and not out.is_dir(), "out", out, allowed)
-    if config.format == "onnx":
-        missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
-        install = f"installed first: pip install {' '.join(missing)}"
-        require(not missing, "format", f"onnx without {', '.join(missing)}", install)
-    accelerator = start_alone(config.frozen.run_settings("fp32"), "a file is written")
+    suffix = SUFFIXES[config.format]
+    require(out.suffix == suffix and not out.is_dir(), "out", out, f"a file whose name ends in {suffix}")
+    start_alone(config.frozen.run_settings("fp32"), "a file is written")
     encoder = open_frozen_encoder(config.frozen, config.data)
     classifier = None
     if config.representation == "logits":
         classifier = load_classifier(config.frozen.encoder, config.data.channels, "encoder")
-    module = exported_module(config, encoder, classifier)
+    module = ExportedModule(config, encoder, classifier).eval()  # a colour baseline has no model
+    if config.representation == "tokens":
+        patch_grid(encoder.model)  # raises where it has none
+
     with deaths_explained():
-        count = config.images if config.quantize else 0
-        train, held_out = load_images_of(config.frozen.encoder, config.data, loaded, count)
-        verification = Verification(config, encoder, accelerator, train, held_out)
-        return write_verified(config, module, verification, classifier)
-
-
-def exported_module(config: ExportConfig, encoder: FrozenEncoder, classifier: Classifier | None) -> ExportedModule:
-    """The module whose computation is exported; UserError where the encoder has none."""
-    try:
-        model = encoder.model  # a colour baseline has none
-        if config.representation == "tokens":
-            patch_grid(model)
-    except Unavailable as error:
-        raise UserError(f"encoder is {config.frozen.encoder}, which cannot be exported: {error}") from None
-    network = classifier.network if classifier else None
-    return ExportedModule(encoder, config.representation, config.normalize, network).eval()
-
-
-def write_verified(
-    config: ExportConfig, module: ExportedModule, verification: Verification, classifier: Classifier | None
-) -> dict[str, Any]:
-    """Write the file to a temporary folder next to `out`, verify it, and move it to `out`.
-
-    Args:
-        classifier: whose logits are the output; None: it is no logits.
-    """
-    out = Path(config.out)
-    images = verification.example(TRACED_IMAGES if config.batch == "dynamic" else config.batch)
-    if how_read_for_file(config)["range"] != as_saved(config.data.range):  # by which values become float32
-        images = images.float()
-    verification = verification._replace(dtype=images.dtype)
-    metadata = describe_file(config, verification.encoder, images)
-    if classifier is not None:
-        metadata["output"] += f": {classifier.meaning}"
-        metadata["class_names"] = list(classifier.class_names)
-        if classifier.label_kind != "class":
-            metadata["label_kind"] = classifier.label_kind
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with folder_next_to(out) as folder:
-        file = folder / out.name
-        write_file(config, module, images, file, metadata)
-        kept, report = verify(config, module, verification, file, classifier.unit if classifier else 1.0)
-        if kept != file:
-            for other in folder.iterdir():  # a large encoder has two files
-                if other != kept:
-                    other.unlink()
-            kept.rename(file)
-        size = sum(each.stat().st_size for each in folder.iterdir())
-        out.with_name(f"{out.name}.data").unlink(missing_ok=True)  # of an earlier export
-        for each in folder.iterdir():
-            with complete(out.parent / each.name) as partial:
-                each.replace(partial)
-    report = {"about": metadata, **report}
+        _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
+        views = views_for(encoder, held_out.choose(config.images, config.data.cut_seed), config.data)
+        inputs = partial(file_inputs, views, config, encoder)
+        example = next(inputs(None))
+        if how_read_for_file(config)["range"] != as_saved(config.data.range):  # by which values become float32
+            example = example.float()
+        if config.batch == "dynamic":
+            example = repeated(example, TRACED_IMAGES)
+        about = describe_file(config, encoder, classifier, example)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+            file = Path(folder) / out.name
+            compute = write_file(config, module, example, file, about)
+            with torch.no_grad():
+                differences = [(compute(images) - module(images)).abs().max() for images in inputs(example.dtype)]
+            difference = float(max(differences))
+            largest = MAX_ROUNDING_DIFFERENCE * (classifier.unit if classifier else 1)
+            value = f"{config.format}, whose output differs from PyTorch by {difference:.1e}"
+            require(difference <= largest, "format", value, f"another one: at most {largest:g} is ok")
+            out.with_name(f"{out.name}.data").unlink(missing_ok=True)  # of an earlier export
+            for each in Path(folder).iterdir():  # a large encoder has two files
+                each.replace(out.parent / each.name)
+    report = {"about": about, "difference": difference}
     write_json(out.with_name(f"{out.name}.json"), report)
-    print(f"wrote {out} ({size / 1e6:.1f} MB) and {out.name}.json")
+    print(f"wrote {out} and {out.name}.json; largest difference from PyTorch: {difference:.1e}")
     return report
 
 
-@contextmanager
-def folder_next_to(out: Path) -> Iterator[Path]:
-    """A temporary empty folder next to `out`; one that a killed export has left is cleared."""
-    folder = partial_path(out.with_name(f"{out.name}.export"))
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+def file_inputs(
+    views: ViewDataset, config: ExportConfig, encoder: FrozenEncoder, dtype: torch.dtype | None
+) -> Iterator[Tensor]:
+    """Images as the file takes them, in batches as it takes them.
+
+    Args:
+        dtype: of the pixels that it takes; None: that of the images.
+    """
+    size = config.data.batch_size or DEFAULT_BATCH_SIZE if config.batch == "dynamic" else config.batch
+    for batch in fixed_view_batches(views, size):
+        images = batch.images if config.normalize else encoder.normalize(batch.images)
+        yield (images if config.batch == "dynamic" else repeated(images, size)).to(dtype or images.dtype)
+
+
+def repeated(images: Tensor, count: int) -> Tensor:
+    """`count` images (count, C, H, W), again from the first where there are fewer."""
+    return images[torch.arange(count) % len(images)]
 
 
 def write_file(
     config: ExportConfig, module: ExportedModule, images: Tensor, file: Path, metadata: dict[str, Any]
-) -> None:
-    """Export the module; UserError where the exporter cannot."""
+) -> Computation:
+    """Export the module, and return what the file computes; UserError where the exporter cannot."""
     with torch.no_grad():
         module(images)  # raises where the model has no [class] token to export
     set_attention(module.model, fused=config.format == "torch_export")  # ONNX has no fused attention with biases
+    shapes = ({0: torch.export.Dim("batch")},) if config.batch == "dynamic" else None
     try:
-        with without_exporter_messages():
-            FORMATS[config.format].write(module, images, config.batch, file, metadata)
-    except UserError:
-        raise
-    except Exception as error:  # exporters raise errors of any class
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            if config.format == "onnx":
+                write_onnx(module, images, shapes, file, metadata)
+            else:
+                program = torch.export.export(module, (images,), dynamic_shapes=shapes)
+                torch.export.save(program, file, extra_files={METADATA_FILE: json.dumps(metadata)})
+        return read_file(file)
+    except Exception as error:  # exporters raise errors of any class, and may not be installed
         reason = one_line(error.__cause__ or error)
         raise UserError(f"{config.frozen.encoder} cannot be exported as {config.format}: {reason}") from error
 
 
-def verify(
-    config: ExportConfig, module: ExportedModule, verification: Verification, file: Path, unit: float
-) -> tuple[Path, dict[str, Any]]:
-    """Compare the file with PyTorch, and quantise it where that is asked for.
-
-    Args:
-        unit: by which differences are measured: see `Classifier`.
-    Returns:
-        The file that is kept; its largest `difference`, and with int8 a row of the printed table for each way to
-        compute.
-    Raises:
-        UserError: the file, before it is quantised, computes other numbers.
-    """
-    compute = in_batches_of(config.batch, FORMATS[config.format].read(file))
-    difference = verification.largest_difference(compute, module)
-    require(
-        difference <= MAX_ROUNDING_DIFFERENCE * unit,
-        "format",
-        f"{config.format}, whose output differs from PyTorch by {difference:.1e}",
-        f"another one: at most {MAX_ROUNDING_DIFFERENCE * unit:g} is ok",
-    )
-    report: dict[str, Any] = {"difference": difference}
-    if config.quantize:
-        fp32_bytes = sum(each.stat().st_size for each in file.parent.iterdir())
-        with without_exporter_messages():
-            quantized = quantize_int8(file)
-        compute_int8 = in_batches_of(config.batch, FORMATS[config.format].read(quantized))
-        rows = []
-        for name, size, function in (
-            ("PyTorch fp32", weight_bytes(module), module),
-            ("onnxruntime fp32", fp32_bytes, compute),
-            ("onnxruntime int8", quantized.stat().st_size, compute_int8),
-        ):
-            difference = verification.largest_difference(function, module)
-            accuracy = verification.few_shot_accuracy(function)
-            rows.append({"name": name, "bytes": size, "difference": difference, "accuracy": accuracy})
-        print_rows(rows)
-        file = quantized
-        report = {"difference": difference, "rows": rows}
-    count = min(config.images, len(verification.held_out))
-    print(f"largest difference from PyTorch: {difference:.1e}, over {count} held-out images")
-    return file, report
+def write_onnx(module: ExportedModule, images: Tensor, shapes: Any, file: Path, metadata: dict[str, Any]) -> None:
+    """Write an ONNX file by torch's exporter. Weights of more than 1.8 GB go to FILE.data next to it."""
+    names = {"input_names": ["images"], "output_names": ["features"]}
+    program = torch.onnx.export(module, (images,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
+    for key, value in metadata.items():
+        program.model.metadata_props[key] = value if isinstance(value, str) else json.dumps(value)
+    weight_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
+    program.save(str(file), external_data=weight_bytes > MAX_BYTES_IN_ONE_FILE)
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Print size, difference and accuracy of each way to compute the features."""
-    cells = []
-    for row in rows:
-        accuracy = "-" if row["accuracy"] is None else f"{100 * row['accuracy']:.2f}"
-        cells.append([row["name"], f"{row['bytes'] / 1e6:.1f}", f"{row['difference']:.1e}", accuracy])
-    print(markdown_table(["", "MB", "largest difference", f"{SHOTS}-shot (%)"], cells))
+def read_file(file: Path) -> Computation:
+    """Open an exported file."""
+    if file.suffix == SUFFIXES["torch_export"]:
+        return torch.export.load(file).module()
+    import onnxruntime  # an optional dependency
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(["features"], {"images": images.numpy()})[0])
 
 
-def describe_file(config: ExportConfig, encoder: FrozenEncoder, images: Tensor) -> dict[str, Any]:
+def describe_file(
+    config: ExportConfig, encoder: FrozenEncoder, classifier: Classifier | None, images: Tensor
+) -> dict[str, Any]:
     """Metadata of a file: input, output, the encoder, and the model card where its weights have one.
 
     Args:
+        classifier: whose logits are the output; None: it is no logits.
         images: some, as the file takes them.
     """
-    height, width = encoder.img_size
-    path = Path(config.frozen.encoder)
-    run = find_run(config.frozen.encoder) or path
-    weights, card = weights_and_card(config)
+    frozen = config.frozen
+    weights = f"random, seed {frozen.seed}" if frozen.random else fingerprint(Path(frozen.weights)) or frozen.weights
     kind = "from 0 to 255" if config.normalize else "(pixels / 255 - mean) / std"
     batch = "batch" if config.batch == "dynamic" else config.batch
-    dtype = str(images.dtype).removeprefix("torch.")
+    shape = ", ".join(map(str, (batch, *images.shape[1:])))
     outputs = {"tokens": "(batch, tokens, width)", "logits": "(batch, classes)"}
-    output = outputs.get(config.representation, "(batch, width)")
     metadata = {
         "mpp": mpp.__version__,
-        "encoder": run.name,
+        "encoder": (find_run(frozen.encoder) or Path(frozen.encoder)).name,
         "weights": weights,
         "architecture": encoder.model.pretrained_cfg.get("architecture"),
-        "img_size": [height, width],
-        "channels": encoder.channels,
-        "crop_pct": config.data.eval_crop or encoder.crop_pct,
-        "interpolation": "bilinear, antialiased",
-        "mean": list(encoder.normalize.mean),
-        "std": list(encoder.normalize.std),
+        **encoder.describe_input(config.data),
         **how_read_for_file(config),
+        "interpolation": "bilinear, antialiased",
         "normalize": config.normalize,
         "representation": config.representation,
-        "quantize": config.quantize,
-        "input": f"images ({batch}, {encoder.channels}, {height}, {width}) {dtype}, {kind}",
-        "output": f"features {output} float32",
+        "input": f"images ({shape}) {str(images.dtype).removeprefix('torch.')}, {kind}",
+        "output": f"features {outputs.get(config.representation, '(batch, width)')} float32",
     }
+    del metadata["data"]  # as images are read here
     if hasattr(encoder.model, "num_prefix_tokens"):
         metadata["prefix_tokens"] = encoder.model.num_prefix_tokens
         metadata["grid"] = list(patch_grid(encoder.model))
-    metadata["card"] = card
-    return metadata
+    if classifier is not None:
+        metadata["output"] += f": {classifier.meaning}"
+        metadata |= {"class_names": classifier.class_names, "label_kind": classifier.label_kind}
+    return metadata | {"card": read_card(config)}
 
 
 def how_read_for_file(config: ExportConfig) -> dict[str, Any]:
@@ -258,22 +221,17 @@ def how_read_for_file(config: ExportConfig) -> dict[str, Any]:
     They are the encoder's own where it is verified on the package's birds, for want of its images.
     """
     own = how_read(config.frozen.encoder) if config.data.path is None else {}
-    return {name: as_saved(own.get(name, getattr(config.data, name))) for name in ("range", "bands", "nodata")}
+    return {name: as_saved(own.get(name, getattr(config.data, name))) for name in HOW_READ}
 
 
-def weights_and_card(config: ExportConfig) -> tuple[str, str]:
-    """The name or fingerprint of the weights, and their model card, or "" where they have none."""
-    frozen = config.frozen
-    path = zoo_folder(Path(frozen.encoder))
-    if frozen.random:
-        return f"random, seed {frozen.seed}", ""
-    if frozen.checkpoint:
-        return Path(frozen.checkpoint).name, ""
-    if not path.exists():
-        return frozen.encoder, ""  # timm's name, or the hub's
-    file = encoder_folder(path) / "README.md"
+def read_card(config: ExportConfig) -> str:
+    """The model card of an encoder's weights; "": they have none."""
+    folder = zoo_folder(Path(config.frozen.weights))
+    if not (config.frozen.weights and folder.is_dir()):  # random weights, a file of weights, timm's or the hub's
+        return ""
+    file = encoder_folder(folder) / "README.md"
     card = file.read_text(encoding="utf-8") if file.is_file() else ""
-    return fingerprint(path), card_of_file(card, has_head=config.representation == "logits")
+    return card_of_file(card, has_head=config.representation == "logits")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

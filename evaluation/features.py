@@ -9,10 +9,9 @@ The file has `train_features` (N, D), `train_labels` (N,), `test_features` (M, D
 from collections.abc import Sequence
 
 from evaluation.config import FeaturesConfig
-from evaluation.frozen.extraction import extract_labelled_features
-from evaluation.frozen.labelled_features import save_features
-from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.report_names import report_path_of_command
+from evaluation.frozen.features import extract_labelled_features, save_features
+from evaluation.frozen.results import report_path_of_command
+from evaluation.frozen.run_images import parse_and_load
 from mpp.config import require
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start

@@ -13,18 +13,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.linear_model import Ridge
 
 from evaluation.config import FewshotConfig
-from evaluation.frozen.labelled_features import LabelledFeatures
-from evaluation.frozen.parsing import parse_and_load
+from evaluation.frozen.features import LabelledFeatures
 from evaluation.frozen.probing import run_probe
-from evaluation.frozen.run_images import LoadedSplits
+from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
 
 BIAS = 100.0
 STD_OFFSET = 1e-5  # added to the deviation of a feature: a constant one is not divided by 0
-TEST_IMAGES_PER_BLOCK = 4096  # scored at a time, which bounds the memory
 
 
 def run(config: FewshotConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
@@ -36,37 +35,35 @@ def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
     """Outcomes for every number of shots, seed and l2."""
     features, numbers = features.with_numbered_classes()
     classes = len(numbers)
-    note_small_classes(features.train_labels, classes, config.shots)
+    note_small_classes(np.bincount(features.train_labels, minlength=classes), config.shots)
     results = []
     for seed in config.seeds:
         drawn = draw_by_class(features.train_labels, seed)
         for shots in config.shots:
             chosen = np.concatenate([images[:shots] for images in drawn])
-            support = features.train[chosen]
-            predictions = predict(support, features.train_labels[chosen], features.test, classes, config.l2)
-            for l2, predicted in zip(config.l2, predictions, strict=True):
-                result = {"shots": shots, "seed": seed, "l2": l2, "outcomes": features.outcomes(predicted)}
-                result["case"] = f"{shots}, l2 {l2:g}" if len(config.l2) > 1 else str(shots)
-                results.append(result)
+            support, labels = features.train[chosen], features.train_labels[chosen]
+            for l2, predicted in zip(
+                config.l2, predict(support, labels, features.test, classes, config.l2), strict=True
+            ):
+                case = f"{shots}, l2 {l2:g}" if len(config.l2) > 1 else str(shots)
+                outcomes = features.outcomes(predicted)
+                results.append({"shots": shots, "seed": seed, "l2": l2, "outcomes": outcomes, "case": case})
     return results
 
 
-def note_small_classes(labels: NDArray[np.int64], classes: int, all_shots: Sequence[int]) -> None:
+def note_small_classes(counts: NDArray[np.int64], all_shots: Sequence[int]) -> None:
     """Note the classes that have fewer training images than a support set takes."""
-    counts = np.bincount(labels, minlength=classes)
     for shots in all_shots:
         small = int((counts < shots).sum())
         if small:
-            few = f"{small} of {counted(classes, 'class', 'classes')}: fewer than {counted(shots, 'training image')}"
-            note(f"{few}; the support set uses all of them")
+            few = f"{small} of {counted(len(counts), 'class', 'classes')}"
+            note(f"{few}: fewer than {counted(shots, 'training image')}; the support set uses all of them")
 
 
 def draw_by_class(labels: NDArray[np.int64], seed: int) -> list[NDArray[np.int64]]:
     """The images of each class in random order, for the classes from 0 to the largest that occurs."""
-    rng = np.random.default_rng(seed)
-    by_class = np.argsort(labels, kind="stable")  # within a class ascending, as numpy.where gives them
-    ends = np.cumsum(np.bincount(labels))
-    return [rng.permutation(images) for images in np.split(by_class, ends[:-1])]
+    random = np.random.default_rng(seed)
+    return [random.permutation(np.flatnonzero(labels == number)) for number in range(labels.max() + 1)]
 
 
 def predict(
@@ -81,45 +78,19 @@ def predict(
         classes: C, number of classes, whether in the support set or not.
     """
     support = support.astype(np.float64)
-    mean = support.mean(0)
-    std = support.std(0) + STD_OFFSET
-    bias = np.full((len(support), 1), BIAS)
-    whitened = np.hstack([(support - mean) / std, bias])
-    targets = np.full((len(labels), classes), -1.0)
-    targets[np.arange(len(labels)), labels] = 1.0
-    weights = least_squares(whitened, targets, l2)
-
-    predictions: list[list[NDArray[np.int64]]] = [[] for _ in l2]
-    for start in range(0, len(test), TEST_IMAGES_PER_BLOCK):
-        block = (test[start : start + TEST_IMAGES_PER_BLOCK].astype(np.float64) - mean) / std
-        for of_l2, weight in zip(predictions, weights, strict=True):
-            scores = block @ weight[:-1] + BIAS * weight[-1]
-            of_l2.append(scores.argmax(1))
-    return [np.concatenate(of_l2) for of_l2 in predictions]
-
-
-def least_squares(
-    features: NDArray[np.float64], targets: NDArray[np.float64], l2: Sequence[float]
-) -> list[NDArray[np.float64]]:
-    """Weights (D, C) of min |X w - Y|^2 + l2 |w|^2 for each l2, by one eigendecomposition of the smaller Gram matrix.
-
-    Args:
-        features: X (N, D).
-        targets: Y (N, C).
-    """
-    count, width = features.shape
-    has_fewer_images = count < width
-    if has_fewer_images:  # w = X^T (X X^T + l2 I)^-1 Y
-        gram, right_side = features @ features.T, targets
-    else:  # w = (X^T X + l2 I)^-1 X^T Y
-        gram, right_side = features.T @ features, features.T @ targets
-    values, vectors = np.linalg.eigh(gram)
-    projected = vectors.T @ right_side
-    weights = []
+    mean, std = support.mean(0), support.std(0) + STD_OFFSET
+    targets = np.where(labels[:, None] == np.arange(classes), 1.0, -1.0)
+    inputs, tested = (with_bias((features - mean) / std) for features in (support, test))
+    predictions = []
     for penalty in l2:
-        solution = vectors @ (projected / (values + penalty)[:, None])
-        weights.append(features.T @ solution if has_fewer_images else solution)
-    return weights
+        ridge = Ridge(penalty, fit_intercept=False, solver="cholesky").fit(inputs, targets)
+        predictions.append(ridge.predict(tested).argmax(1))
+    return predictions
+
+
+def with_bias(features: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Features (N, D) with one more, which is constant."""
+    return np.hstack([features, np.full((len(features), 1), BIAS)])
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -22,19 +22,21 @@ from torch import nn
 
 from evaluation.config import FinetuneConfig, OneRunConfig
 from evaluation.figures.markdown import markdown_table, without_empty_columns
-from evaluation.frozen.colour_baselines import is_colour_baseline
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
-from evaluation.frozen.labelled import load_labelled
-from evaluation.frozen.parsing import parse_and_load
+from evaluation.frozen.features import load_labelled
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import LoadedSplits, note_other_images
-from evaluation.frozen.training_reports import FINETUNING_REPORT
+from evaluation.frozen.run_images import (
+    FINETUNING_REPORT,
+    LoadedSplits,
+    is_colour_baseline,
+    note_other_images,
+    parse_and_load,
+)
 from evaluation.metrics.scoring import (
     KINDS,
     add_figures,
     best_choice,
     describe_labels,
-    error_of,
     kind_of_report,
     kind_of_results,
 )
@@ -188,8 +190,7 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     best = config.lrs[0]
     if len(config.lrs) > 1:
         dev_results = {lr: measure_on_dev(config, lr, loaded) for lr in config.lrs}
-        errors = {lr: error_of(result["outcomes"]) for lr, result in dev_results.items() if "outcomes" in result}
-        best = best_choice({lr: result["accuracy"] for lr, result in dev_results.items()}, errors)
+        best = best_choice({lr: result["accuracy"] for lr, result in dev_results.items()})
         note_choice(dev_results, best)
     results = []
     if config.test:

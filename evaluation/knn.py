@@ -1,4 +1,4 @@
-"""Weighted kNN accuracy of frozen features (Wu et al., 2018; as DINO reports it).
+"""Weighted kNN of frozen features (Wu et al., 2018; as DINO reports it): votes for a class, means of anything else.
 
 Cosine similarity; of equal neighbours the first ones of the dataset vote.
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from evaluation.config import KnnConfig
-from evaluation.frozen.labelled_features import LabelledFeatures
-from evaluation.frozen.parsing import parse_and_load
+from evaluation.frozen.features import LabelledFeatures
 from evaluation.frozen.probing import run_probe
-from evaluation.frozen.run_images import LoadedSplits
-from evaluation.supervision.learners import learner_of
+from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from mpp.data.labels import LABEL_KINDS
+from mpp.features.neighbours import knn_means, knn_predict
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
@@ -29,21 +29,26 @@ def run(config: KnnConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]
 
 def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
     """Outcomes for every number of neighbours."""
-    note_missing_neighbours(config.neighbours, len(features.train))
-    learner = learner_of(features.kind, features.train_labels, 0)
-    test = torch.tensor(features.test, dtype=torch.float32).to(device())
-    predictions = learner.nearest(features.train, test, config.neighbours, config.temperature)
-    results = []
-    for neighbours, predicted in predictions.items():
-        results.append({"neighbours": neighbours, "outcomes": features.outcomes(predicted.cpu().numpy())})
-    return results
-
-
-def note_missing_neighbours(neighbours: Sequence[int], image_count: int) -> None:
-    """Note the numbers of neighbours that are more than the training images."""
-    more = [str(number) for number in neighbours if number > image_count]
+    more = [str(number) for number in config.neighbours if number > len(features.train)]
     if more:
-        note(f"neighbours {' and '.join(more)}: all vote, since there are {counted(image_count, 'training image')}")
+        images = counted(len(features.train), "training image")
+        note(f"neighbours {' and '.join(more)}: all vote, since there are {images}")
+    predictions = predict(features, config.neighbours, config.temperature)
+    return [{"neighbours": k, "outcomes": features.outcomes(predicted)} for k, predicted in predictions.items()]
+
+
+def predict(features: LabelledFeatures, neighbours: Sequence[int], temperature: float) -> dict[int, NDArray]:
+    """Number of neighbours -> predictions of the test images."""
+    labels = features.train_labels
+    test = torch.tensor(features.test, dtype=torch.float32).to(device())
+    if features.kind == "class":
+        votes = knn_predict(features.train, torch.from_numpy(labels), test, neighbours, temperature)
+        return {k: predicted.cpu().numpy() for k, predicted in votes.items()}
+    mean, std = (labels.mean(), labels.std()) if features.kind == "number" else (0.0, 1.0)  # float32 has 7 digits
+    values = torch.from_numpy((labels - mean) / (std or 1.0)).float()
+    means = knn_means(features.train, values.reshape(len(labels), -1), test, neighbours, temperature)
+    shape = (len(test), *labels.shape[1:])
+    return {k: near.cpu().double().numpy().reshape(shape) * std + mean for k, near in means.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

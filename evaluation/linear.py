@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.config import LinearConfig
-from evaluation.frozen.colour_baselines import is_colour_baseline
+from evaluation.frozen.features import LabelledFeatures, describe_learned
 from evaluation.frozen.kept_heads import (
     HEAD_TASKS,
     HeadDescription,
@@ -27,14 +27,10 @@ from evaluation.frozen.kept_heads import (
     describe_encoder,
     save_head,
 )
-from evaluation.frozen.labelled import describe_learned
-from evaluation.frozen.labelled_features import LabelledFeatures
-from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
-from evaluation.frozen.report_names import report_path_of_command
-from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import best_choice, error_of, score_of
+from evaluation.frozen.results import report_path_of_command
+from evaluation.frozen.run_images import LoadedSplits, is_colour_baseline, parse_and_load
+from evaluation.metrics.scoring import Outcomes, best_choice, score_of
 from evaluation.protocols.probe import run_protocol
 from evaluation.supervision.heads import zero_head
 from evaluation.supervision.learners import Learner, learner_of
@@ -126,8 +122,7 @@ def evaluate_heads(features: LabelledFeatures, config: LinearConfig) -> tuple[li
     dev_cases = [(choice, seeds[0]) for choice in choices]
     on_dev, _ = fit_and_test(features.dev_split(), config, classes, dev_cases)
     by_choice = {choice: score_of(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
-    errors = {choice: error_of(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
-    best = best_choice(by_choice, errors)
+    best = best_choice(by_choice)
 
     tested, fitted = fit_and_test(features, config, classes, [(best, seed) for seed in seeds])
     results = []

@@ -1,29 +1,31 @@
 """GPU memory that pre-training needs, counted without a GPU: `mpp memory --config imagenet_vit_b16`.
 
-The settings are those of `mpp pretrain`. A step is computed on fake tensors, which have shapes and no numbers, and
-torch's MemTracker counts their storages at the peak. Not counted: memory that CUDA and its libraries take, about 1 GB,
-and gaps between tensors in torch's allocator.
+The settings are those of `mpp pretrain`. A step is computed on fake tensors, which have shapes and no numbers, and the
+bytes of all that live at the peak are counted. Not counted: memory that CUDA and its libraries take, about 1 GB, and
+gaps between tensors in torch's allocator.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
-from mpp.corruption import Corruption, draw
+from mpp.corruption import Corruption, draw, stack
 from mpp.data.loader import BatchLayout
 from mpp.models.networks import build_model
 from mpp.models.plain import cell_grid
 from mpp.objectives import Objective
 from mpp.runtime.start import run_main
 from mpp.training.optim import build_optimizer
-
-BYTES_PER_GB = 1e9
 
 
 def peak_memory(config: Config, image_count: int, passes: int = 1) -> dict[str, int]:
@@ -38,81 +40,21 @@ def peak_memory(config: Config, image_count: int, passes: int = 1) -> dict[str, 
     config = replace(config, model=replace(config.model, init_from=None))  # any weights take as much
     with torch.device("meta"):
         model, objective = build_model(config)
-    of_optimizer = optimizer_bytes(model, config.optim)
-    frozen = freeze_as_buffers(model)
-    of_passes = peak_of_passes(config, model, objective, image_count, passes)
-    weights = of_passes["PARAM"] + frozen
-    gradients = of_passes["GRAD"]
-    total = of_passes["Total"]
+    optimiser = optimizer_bytes(model, config.optim)
+    with FakeTensorMode(allow_non_fake_inputs=True), LivingTensors() as living:
+        model.to_empty(device="cpu")
+        weights = living.now
+        pixels, corruption = fake_batch(config, model, image_count)
+        for _ in range(min(2, passes)):
+            gradients = bytes_of([each.grad for each in model.parameters()])  # of the passes before
+            compute_loss(model, objective, pixels, corruption, config.run.precision).backward()
     return {
         "weights": weights,
         "gradients": gradients,
-        "optimiser": of_optimizer,
-        "activations": total - weights - gradients,
-        "total": total + of_optimizer,
+        "optimiser": optimiser,
+        "activations": living.peak - weights - gradients,
+        "total": living.peak + optimiser,
     }
-
-
-def peak_of_passes(
-    config: Config, model: nn.Module, objective: Objective, image_count: int, passes: int
-) -> dict[str, int]:
-    """Bytes at the peak of forward and backward passes by torch's kind of memory, such as PARAM, GRAD and Total.
-
-    Args:
-        model: all of its parameters are trained.
-    """
-    tracker = MemTracker()
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
-        model.to_empty(device="cpu")
-        pixels, corruption = fake_batch(config, model, image_count, fake_mode)
-        tracker.track_external(model)
-        with tracker:
-            for _ in range(min(2, passes)):
-                compute_loss(model, objective, pixels, corruption, config.run.precision).backward()
-                tracker.reset_mod_stats()
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    return {str(kind).rpartition(".")[2]: taken for kind, taken in peak.items()}
-
-
-def freeze_as_buffers(model: nn.Module) -> int:
-    """Make buffers of the parameters that are not trained, for torch's tracker takes only trained ones: their bytes."""
-    frozen = 0
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.requires_grad:
-                delattr(module, name)
-                module.register_buffer(name, parameter.data)
-                frozen += parameter.nbytes
-    return frozen
-
-
-def fake_batch(
-    config: Config, model: nn.Module, image_count: int, fake_mode: FakeTensorMode
-) -> tuple[Tensor, Corruption]:
-    """Images and their corruption as fake tensors, to be called under this mode."""
-    grid, patch_size = cell_grid(model.encoder)
-    height, width = (side * patch_size for side in grid)
-    pixels = torch.empty(image_count, config.data.channels, height, width, dtype=torch.uint8)
-    of_one_image = draw(config.corruption, grid, seed=0, epoch=0, index=0)
-    of_batch = {}
-    for name, tensor in of_one_image._asdict().items():
-        if tensor is not None:
-            of_batch[name] = fake_mode.from_tensor(tensor.new_zeros(1).expand(image_count, *tensor.shape))
-    return pixels, Corruption(**of_batch)
-
-
-def compute_loss(
-    model: nn.Module, objective: Objective, pixels: Tensor, corruption: Corruption, precision: str
-) -> Tensor:
-    """Loss of a forward pass, whose predictions are freed before the backward pass as in training."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
-        outputs = model(pixels, corruption)
-    if isinstance(outputs, tuple):  # a model with a teacher computes the targets too
-        predictions, targets = outputs[:2]
-    else:
-        predictions = outputs
-        targets = objective.targets(pixels, corruption.positions)
-    return objective.loss(predictions.float(), targets)
 
 
 def optimizer_bytes(model: nn.Module, config: OptimConfig) -> int:
@@ -124,10 +66,54 @@ def optimizer_bytes(model: nn.Module, config: OptimConfig) -> int:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    total = 0
-    for state in optimizer.state.values():
-        total += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
-    return total
+    return bytes_of(dict(optimizer.state))
+
+
+def bytes_of(values: Any) -> int:
+    """Bytes of the tensors among these."""
+    return sum(each.nbytes for each in tree_leaves(values) if isinstance(each, Tensor))
+
+
+class LivingTensors(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make while it is open: of those that live, and at the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.storages = WeakIdKeyDictionary(ref_type=weakref.ref)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = operation(*args, **(kwargs or {}))
+        for each in tree_leaves(outputs):
+            if isinstance(each, Tensor) and each.untyped_storage() not in self.storages:
+                storage = each.untyped_storage()
+                self.storages[storage] = True
+                self.add(storage.nbytes())
+                weakref.finalize(storage, self.add, -storage.nbytes())
+        return outputs
+
+    def add(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def fake_batch(config: Config, model: nn.Module, image_count: int) -> tuple[Tensor, Corruption]:
+    """Images and their corruption, to be called under the mode of fake tensors."""
+    grid, _ = cell_grid(model.encoder)
+    size = model.encoder.patch_embed.img_size
+    pixels = torch.empty(image_count, config.data.channels, *size, dtype=torch.uint8)
+    return pixels, stack([draw(config.corruption, grid, seed=0, epoch=0, index=0)] * image_count)
+
+
+def compute_loss(
+    model: nn.Module, objective: Objective, pixels: Tensor, corruption: Corruption, precision: str
+) -> Tensor:
+    """Loss of a forward pass, whose predictions are freed before the backward pass as in training."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
+        outputs = model(pixels, corruption)
+    if isinstance(outputs, tuple):  # a model with a teacher computes the targets too
+        return objective.loss(outputs[0].float(), outputs[1])
+    return objective.loss(outputs.float(), objective.targets(pixels, corruption.positions))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,10 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, world_size=1, rank=0)
     peak = peak_memory(config, layout.largest_share, layout.accumulation_steps)
     print(f"GB at the peak of a step, {layout.largest_share} images a forward pass, one GPU with the whole model:")
-    if not peak["gradients"]:
-        print("The peak is before the backward pass: there are no gradients yet.")
-        del peak["gradients"]
-    print(", ".join(f"{kind} {taken / BYTES_PER_GB:.3g}" for kind, taken in peak.items()))
+    print(", ".join(f"{kind} {taken / 1e9:.3g}" for kind, taken in peak.items()))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 One file and one line add an evaluation; see evaluation/README.md, and tests/nearest_centroid.py for an example.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -39,6 +40,9 @@ class Evaluation:
     """Whether its accuracy is the share of test images that are right, and has Wilson's interval without outcomes."""
     case_key: str = "case"
     """Key of a result that a comparison shows as its case if the result has no `case`: fewshot's is `shots`."""
+    revision: int = 0
+    """Raised, with the reason beside it, when the same settings give other figures: digests have it where it is not
+    0, so that a comparison takes no earlier result."""
 
     def config_class(self) -> type:
         """The dataclass of its settings."""
@@ -113,3 +117,32 @@ def register(evaluation: Evaluation) -> None:
     known = EVALUATIONS.setdefault(evaluation.name, evaluation)
     if known != evaluation:
         raise UserError(f"evaluation {evaluation.name} is already that of {known.module}; choose another name")
+
+
+def register_probe(
+    name: str,
+    module: str,
+    config_class: type,
+    evaluate: Callable[[Any, Any], list[dict]],
+    help: str,
+    group_by: str,
+    kinds: Sequence[str] = ("class",),
+) -> tuple[Callable, Callable]:
+    """Add a probe of frozen features, and return what its module needs: `run` and `main`.
+
+    Args:
+        module: `__name__` of the file that has the config class.
+        config_class: a `ProbeConfig`.
+        evaluate: features and settings to results; it, `group_by` and `kinds` are as of `run_probe`.
+        help: one line for `mpp --help`.
+    """
+
+    def run(config: Any, loaded: Any = None) -> dict[str, Any]:
+        run_probe = import_module("evaluation.frozen.probing").run_probe  # with torch
+        return run_probe(config, name, lambda features: evaluate(features, config), group_by, loaded, kinds)
+
+    def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+        return run(*import_module("evaluation.frozen.run_images").parse_and_load(config_class, arguments))
+
+    register(Evaluation(name, module, f"{module}.{config_class.__name__}", "frozen features", help))
+    return run, main

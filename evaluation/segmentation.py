@@ -10,78 +10,58 @@ the mask. The score is the mean IoU over the classes, of all held-out pixels tog
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.config import EncoderConfig, MaskedDataConfig, SegmentationConfig
+from evaluation.figures.images import plot_segmentation
+from evaluation.figures.markdown import markdown_table
 from evaluation.figures.style import DPI, figure_style
-from evaluation.frozen.encoder import (
-    CELLS_PER_SIDE,
-    ColorBaseline,
-    FrozenEncoder,
-    open_frozen_encoder,
-    patch_grid,
-    resolve_depths,
-)
-from evaluation.frozen.extraction import describe_input
+from evaluation.frozen.encoder import CELLS_PER_SIDE, FrozenEncoder, open_frozen_encoder, patch_grid
+from evaluation.frozen.features import LabelledFeatures, describe_input, describe_training_images
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
-from evaluation.frozen.labelled import describe_training_images
-from evaluation.frozen.parsing import parse_and_load
-from evaluation.frozen.probing import assemble_report, choose_depths, each_depth
-from evaluation.frozen.provenance import check_labels_unseen
-from evaluation.frozen.report_names import events_folder, report_path_of_command
-from evaluation.frozen.results import write_probe_report
-from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import add_figures, without_outcomes
-from evaluation.patches.extraction import ExtractedPatches, extract_patches, load_masked_images
-from evaluation.patches.features import PatchBaseline, PatchEncoder, PatchFeatures
-from evaluation.patches.masks import MaskedImages, MaskedSplits
-from evaluation.patches.outlines import BIRD_CLASSES
-from evaluation.patches.readings import (
-    LinearReading,
-    PatchScorer,
-    choose_labelled_patches,
-    fit_linear_reading,
-    neighbour_votes,
+from evaluation.frozen.manifest import check_labels_unseen
+from evaluation.frozen.probing import evaluate_by_depth
+from evaluation.frozen.results import report_path_of_command, write_probe_report
+from evaluation.frozen.run_images import LoadedSplits, parse_and_load
+from evaluation.metrics.scoring import KINDS, Outcomes, best_choice, evenly_spaced, score_of, without_outcomes
+from evaluation.patches.features import (
+    ExtractedPatches,
+    PatchBaseline,
+    PatchEncoder,
+    Reading,
+    count_confusion,
+    extract_patches,
+    fit_linear,
+    fit_neighbours,
+    masked_views,
     predict_pixels,
 )
-from evaluation.patches.scores import count_confusion, score_confusion, score_most_frequent
-from evaluation.patches.statistics import (
-    describe_masked_images,
-    report_pixels,
-    warn_of_turned_images,
-    with_numbered_classes,
-)
-from evaluation.patches.tables import draw_predicted_masks, iou_table, reading_table
-from mpp.config import require
+from evaluation.patches.masks import IGNORED_CLASS, load_masked_images, warn_of_turned_images
+from mpp.config import as_words, require
+from mpp.data.data_path import describe_source
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
+from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.hardware import device
+from mpp.runtime.messages import counted
+from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main, start_alone
 
-MOST_FREQUENT = "the most frequent class"
-"""Name of a baseline in reports and tables."""
 
+class EvaluatedReading(NamedTuple):
+    """A reading of features of one depth, tested on held-out images."""
 
-class EvaluatedReadings(NamedTuple):
-    """The readings of features of one depth, tested on held-out images."""
-
-    results: list[dict[str, Any]]
-    fitted: list[LinearReading]
-    """The linear reading of each seed."""
-    predictions: dict[str, Tensor]
-    """The predicted class of each pixel (M, H, W), by reading; of several seeds the last one's."""
-    class_numbers: NDArray[np.int16]
-    """Numbers in the masks of all classes, (C,)."""
+    about: dict[str, Any]
+    """Entries of its result."""
+    reading: Reading
+    predicted: Tensor
+    """The class of each pixel, (M, H, W), numbered as in the features' labels."""
+    outcomes: Outcomes
 
 
 def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
@@ -92,182 +72,49 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     """
     accelerator = start_alone(config.frozen.run_settings(config.precision), "patches are evaluated")
     path = report_path_of_command(config, "segmentation")
-    splits = load_masked_images(config.data, loaded)
-    check_labels_unseen(config.frozen.weights, config.data, splits.train.images, splits.test.images)
-    print(describe_masked_images(splits, config.data))
+    splits = train, test = load_masked_images(config.data, loaded)
+    check_labels_unseen(config.frozen.weights, config.data, train.images, test.images)
+    images = f"{counted(len(train.images), 'image')} with masks to learn from, {len(test.images)} to evaluate on"
+    print(f"{describe_source(config.data)}: {images}")
     warn_of_turned_images(splits, config.data)
     encoder = open_patch_encoder(config.frozen, config.data)
-    if config.save:
-        allowed = "left out: a colour baseline has no weights, so its head is not kept"
-        require(isinstance(encoder, FrozenEncoder), "save", True, allowed)
-    learned = describe_training_images(config.data, splits.train.images) if config.save else None
+    allowed = "left out: a colour baseline has no weights, so its head is not kept"
+    require(not config.save or isinstance(encoder, FrozenEncoder), "save", True, allowed)
+
     with deaths_explained():
-        report, readings, splits = evaluate_encoder(config, encoder, splits, accelerator)
-        report["baselines"] = evaluate_baselines(config, encoder, splits, accelerator) | report["baselines"]
+        extracted = extract_patches(encoder, splits, config, accelerator)
+        print_ignored(extracted, config.data)
+        report, evaluated = evaluate_depths(extracted, config)
+        if any(extracted.left_out.values()):
+            report["left_out"] = extracted.left_out
+        extracted.by_depth.clear()  # their files, before those of a baseline are written
+        report["baselines"] = {}
+        for name, baseline in open_baselines(encoder, config).items():
+            of_baseline, _ = evaluate_depths(extract_patches(baseline, extracted.splits, config, accelerator), config)
+            report["baselines"][name] = of_baseline | {"results": without_outcomes(of_baseline["results"])}
+
     report = write_probe_report(path, report, "reading")
-    print_tables(report, config)
+    print(table_of_encoders({config.frozen.encoder: report} | report["baselines"]))
     if config.save:
-        keep_reading(path, config, encoder, readings, report, accelerator, learned)
+        reading = evaluated[0].reading
+        outputs = reading.classify.out_features
+        description = HeadDescription(
+            task="pixels",
+            class_names=report["labels"]["class_names"][:outputs],
+            class_numbers=extracted.class_numbers[:outputs].tolist(),
+            representation="patches",
+            depth=report["protocol"]["chosen_depth"],
+            input=describe_input(encoder, config.data, accelerator),
+            **describe_encoder(config.frozen),
+            learned=describe_training_images(config.data, train.images),
+        )
+        save_head(path.with_name(f"{path.stem}_head"), reading, description, config.seeds)
     if config.images:
-        write_picture(path, encoder, splits.test, readings, config)
+        write_picture(path.with_suffix(".pictures.png"), encoder, extracted, evaluated, config)
     return report
 
 
-def evaluate_encoder(
-    config: SegmentationConfig, encoder: PatchEncoder, splits: MaskedSplits, accelerator: Accelerator
-) -> tuple[dict[str, Any], EvaluatedReadings, MaskedSplits]:
-    """Evaluate an encoder.
-
-    Returns:
-        Its report with the baseline of the most frequent class, its readings at the chosen depth, and the images that
-        can be decoded.
-    """
-    extracted = extract_asked_depths(config, encoder, splits, accelerator)
-    features = next(iter(extracted.by_depth.values()))
-    report_pixels(features, config.data)
-    report, readings = evaluate_depths(config, extracted)
-    if any(extracted.left_out.values()):
-        report["left_out"] = extracted.left_out
-    report["baselines"] = {MOST_FREQUENT: [score_most_frequent(features) | {"case": "all"}]}
-    return report, readings, extracted.splits
-
-
-def evaluate_baselines(
-    config: SegmentationConfig, encoder: PatchEncoder, splits: MaskedSplits, accelerator: Accelerator
-) -> dict[str, Any]:
-    """The reports of an encoder's baselines, without outcomes, by name."""
-    baselines = {}
-    for name, baseline in open_baselines(config, encoder).items():
-        extracted = extract_asked_depths(config, baseline, splits, accelerator)
-        report, _ = evaluate_depths(config, extracted)
-        baselines[name] = report | {"results": without_outcomes(report["results"])}
-    return baselines
-
-
-def evaluate_depths(
-    config: SegmentationConfig, extracted: ExtractedPatches
-) -> tuple[dict[str, Any], EvaluatedReadings]:
-    """The report of features at each depth, and the readings at the chosen one."""
-    depths = choose_depths(config, extracted.by_depth, partial(evaluate, config=config), group_by="case")
-    results_by_depth = {}
-    for depth, features in each_depth(depths.by_depth):
-        readings = evaluate_readings(features, config)
-        results_by_depth[depth] = add_figures(readings.results)
-        if depth == depths.chosen:
-            of_chosen = readings
-    return assemble_report(results_by_depth, depths.chosen, depths.protocol, group_by="case"), of_chosen
-
-
-def extract_asked_depths(
-    config: SegmentationConfig,
-    encoder: PatchEncoder,
-    splits: MaskedSplits,
-    accelerator: Accelerator,
-) -> ExtractedPatches:
-    """Features at the depths that `config.depth` means; a baseline has one depth."""
-    deepest = len(encoder.stages)
-    depths = resolve_depths(config.depth if deepest > 1 else "last", deepest)
-    return extract_patches(encoder, splits, depths, config.data, accelerator, config.strict)
-
-
-def evaluate(features: PatchFeatures, config: SegmentationConfig) -> list[dict]:
-    """Scores of each reading; the learning rate is chosen on the dev split."""
-    return evaluate_readings(features, config).results
-
-
-def evaluate_readings(features: PatchFeatures, config: SegmentationConfig) -> EvaluatedReadings:
-    """See `evaluate`."""
-    features, numbers = with_numbered_classes(features)
-    score = partial(score_reading, numbers=numbers, names=mask_class_names(config, numbers.tolist()))
-    results: list[dict[str, Any]] = []
-    fitted: list[LinearReading] = []
-    predictions: dict[str, Tensor] = {}
-    if "linear" in config.readings:
-        best_lr = config.lr[0]
-        dev_accuracies = {}
-        if len(config.lr) > 1:
-            dev = features.dev_split()
-            for lr in config.lr:
-                scores, _ = score(fit_linear_reading(dev, config, lr, config.seeds[0]), dev)
-                dev_accuracies[lr] = scores["accuracy"]
-            best_lr = max(dev_accuracies, key=dev_accuracies.get)
-        dev_accuracy = dev_accuracies.get(best_lr)
-        fitted = [fit_linear_reading(features, config, best_lr, seed) for seed in config.seeds]
-        for seed, reading in zip(config.seeds, fitted, strict=True):
-            scores, predictions["linear"] = score(reading, features)
-            results.append({"case": "linear", "seed": seed, "lr": best_lr, "dev_accuracy": dev_accuracy} | scores)
-    if "knn" in config.readings:
-        bank, labels = choose_labelled_patches(features, config, len(numbers))
-        votes = partial(neighbour_votes, bank=bank, labels=labels, classes=len(numbers), config=config)
-        scores, predictions["knn"] = score(votes, features)
-        results.append({"case": "knn", "seed": 0} | scores)
-    return EvaluatedReadings(results, fitted, predictions, numbers)
-
-
-def score_reading(
-    score_patches: PatchScorer, features: PatchFeatures, numbers: NDArray[np.int16], names: Sequence[str]
-) -> tuple[dict[str, Any], Tensor]:
-    """The scores and outcomes of a reading, and its predicted classes (M, H, W).
-
-    Args:
-        numbers, names: of the classes, (C,).
-    """
-    predicted = predict_pixels(score_patches, features.test, features.test_masks.shape[1:], len(numbers))
-    counts = count_confusion(torch.from_numpy(features.test_masks), predicted, len(numbers))
-    outcomes = Outcomes("pixels", counts.sum(2), counts, names, features.test_images)
-    return score_confusion(counts.sum(0), numbers) | {"outcomes": outcomes}, predicted
-
-
-def keep_reading(
-    path: Path,
-    config: SegmentationConfig,
-    encoder: FrozenEncoder,
-    readings: EvaluatedReadings,
-    report: dict[str, Any],
-    accelerator: Accelerator,
-    learned: dict[str, Any],
-) -> None:
-    """Write the linear reading of the first seed to its folder next to the report at `path`.
-
-    Args:
-        learned: the training images: see `HeadDescription`.
-    """
-    reading = readings.fitted[0]
-    numbers = readings.class_numbers[: reading.classify.out_features].tolist()
-    description = HeadDescription(
-        task="pixels",
-        class_names=mask_class_names(config, numbers),
-        class_numbers=numbers,
-        representation="patches",
-        depth=report["protocol"]["chosen_depth"],
-        input=describe_input(encoder, config.data, accelerator),
-        **describe_encoder(config.frozen),
-        learned=learned,
-    )
-    save_head(path.with_name(f"{path.stem}_head"), reading, description, config.seeds)
-
-
-def known_names(config: SegmentationConfig) -> Sequence[str]:
-    """Names of the classes by their number in the masks; empty: there are none."""
-    if config.class_names is None and config.data.path is None:
-        return BIRD_CLASSES
-    return config.class_names or ()
-
-
-def mask_class_names(config: SegmentationConfig, numbers: Sequence[int]) -> list[str]:
-    """The name of each class.
-
-    Args:
-        numbers: of the classes in the files of the masks, ascending.
-    Raises:
-        UserError: `class_names` has no name for a class.
-    """
-    names = known_names(config)
-    fit = len(names) > numbers[-1]
-    if not names or (config.class_names is None and not fit):
-        return [f"class {number}" for number in numbers]
-    require(fit, "class_names", list(names), f"{numbers[-1] + 1} names, from class 0 on")
-    return [names[number] for number in numbers]
+# --- encoders ---
 
 
 def open_patch_encoder(frozen: EncoderConfig, data: MaskedDataConfig) -> PatchEncoder:
@@ -277,60 +124,108 @@ def open_patch_encoder(frozen: EncoderConfig, data: MaskedDataConfig) -> PatchEn
         Unavailable: it has no patches.
     """
     encoder = open_frozen_encoder(frozen, data)
-    if isinstance(encoder, ColorBaseline):
-        if encoder.kind != "pixels":
-            raise Unavailable(f"encoder is {frozen.encoder}; it must be floor:pixels; floor:colors has no patches")
-        return PatchBaseline(encoder.img_size, encoder.crop_pct, (CELLS_PER_SIDE, CELLS_PER_SIDE))
-    try:
-        patch_grid(encoder.model)
-    except Unavailable as error:
-        raise Unavailable(f"encoder is {frozen.encoder}, which has no patches to evaluate: {error}") from None
-    return encoder.to(device())
+    if isinstance(encoder, FrozenEncoder):
+        patch_grid(encoder.model)  # says that a model has none
+        return encoder.to(device())
+    if encoder.kind != "pixels":
+        raise Unavailable(f"encoder is {frozen.encoder}; it must be floor:pixels; floor:colors has no patches")
+    return PatchBaseline(encoder.img_size, encoder.crop_pct, (CELLS_PER_SIDE, CELLS_PER_SIDE))
 
 
-def open_baselines(config: SegmentationConfig, encoder: PatchEncoder) -> dict[str, PatchEncoder]:
+def open_baselines(encoder: PatchEncoder, config: SegmentationConfig) -> dict[str, PatchEncoder]:
     """The baselines of an encoder, with the same patches."""
-    if not config.baselines or isinstance(encoder, PatchBaseline):
-        return {}
     baselines: dict[str, PatchEncoder] = {}
-    if not config.frozen.random:
-        baselines["random weights"] = open_patch_encoder(replace(config.frozen, random=True), config.data)
-    grid = patch_grid(encoder.model)
-    baselines["colour and position"] = PatchBaseline(encoder.img_size, encoder.crop_pct, grid)
+    if config.baselines and isinstance(encoder, FrozenEncoder):
+        if not config.frozen.random:
+            baselines["random weights"] = open_patch_encoder(replace(config.frozen, random=True), config.data)
+        grid = patch_grid(encoder.model)
+        baselines["colour and position"] = PatchBaseline(encoder.img_size, encoder.crop_pct, grid)
     return baselines
 
 
-def print_tables(report: dict[str, Any], config: SegmentationConfig) -> None:
-    """Print the scores of the encoder and its baselines, and the IoU of each class."""
-    lines = {config.frozen.encoder: results_at_chosen_depth(report)}
-    for name, baseline in report["baselines"].items():
-        lines[name] = baseline if name == MOST_FREQUENT else results_at_chosen_depth(baseline)
-    print(reading_table(lines, config.readings))
-    print(iou_table(lines[config.frozen.encoder], known_names(config)))
+# --- readings ---
 
 
-def results_at_chosen_depth(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results at the depth that the report's summary is of."""
-    chosen = report["protocol"]["chosen_depth"]
-    return [result for result in report["results"] if result["depth"] == chosen]
+def evaluate_depths(
+    extracted: ExtractedPatches, config: SegmentationConfig
+) -> tuple[dict[str, Any], list[EvaluatedReading]]:
+    """The report of features at each depth, and the readings at the chosen one, which is evaluated last."""
+    evaluated: list[EvaluatedReading] = []
+
+    def evaluate(features: LabelledFeatures) -> list[dict[str, Any]]:
+        evaluated[:] = evaluate_readings(features, config)
+        return [each.about | {"outcomes": each.outcomes} for each in evaluated]
+
+    return evaluate_by_depth(config, extracted.by_depth, evaluate, "case"), evaluated
+
+
+def evaluate_readings(features: LabelledFeatures, config: SegmentationConfig) -> list[EvaluatedReading]:
+    """Test each reading; the learning rate is chosen on the dev split."""
+    evaluated = []
+    if "linear" in config.readings:
+        scores: dict[float, float | None] = dict.fromkeys(config.lr)
+        if len(scores) > 1:
+            dev = features.dev_split()
+            for lr in scores:
+                reading = fit_linear(dev, config, lr, config.seeds[0])
+                scores[lr] = score_of(evaluate_reading({}, reading, dev).outcomes)
+        lr = best_choice(scores)
+        for seed in config.seeds:
+            about = {"case": "linear", "seed": seed, "lr": lr, "dev_accuracy": scores[lr]}
+            evaluated.append(evaluate_reading(about, fit_linear(features, config, lr, seed), features))
+    if "knn" in config.readings:
+        about = {"case": "knn", "seed": 0}
+        evaluated.append(evaluate_reading(about, fit_neighbours(features, config), features))
+    return evaluated
+
+
+def evaluate_reading(about: dict[str, Any], reading: Reading, features: LabelledFeatures) -> EvaluatedReading:
+    """Test a reading on the test images."""
+    predicted = predict_pixels(reading, features)
+    confusion = count_confusion(torch.from_numpy(features.test_labels), predicted, len(features.class_names))
+    outcomes = Outcomes("pixels", confusion.sum(2), confusion, features.class_names, features.test_images)
+    return EvaluatedReading(about, reading, predicted, outcomes)
+
+
+# --- tables and the picture ---
+
+
+def print_ignored(extracted: ExtractedPatches, data: MaskedDataConfig) -> None:
+    """Print the share of the masks' pixels that is ignored."""
+    features = next(iter(extracted.by_depth.values()))
+    train, test = (f"{(masks == IGNORED_CLASS).mean():.1%}" for masks in (features.train_labels, features.test_labels))
+    setting = f"data.ignore_index is {as_words(data.ignore_index)}"
+    print(f"{train} of the pixels to learn from and {test} of those to evaluate on are ignored ({setting})")
+
+
+def table_of_encoders(reports: dict[str, dict[str, Any]]) -> str:
+    """Mean IoU of each reading, at the chosen depth, of the encoder and its baselines by name."""
+    rows = []
+    for name, report in reports.items():
+        ious = [KINDS["pixels"].text_of_scores(summary) for summary in report["summary"].values()]
+        rows.append([name, str(report["protocol"]["chosen_depth"]), *ious])
+    readings = next(iter(reports.values()))["summary"]
+    return markdown_table(["mean IoU (%)", "depth", *readings], rows)
 
 
 @figure_style()
 def write_picture(
-    report: Path,
+    path: Path,
     encoder: PatchEncoder,
-    test: MaskedImages,
-    readings: EvaluatedReadings,
+    extracted: ExtractedPatches,
+    evaluated: Sequence[EvaluatedReading],
     config: SegmentationConfig,
 ) -> None:
-    """Write the picture of some predictions next to the report, and to its TensorBoard events."""
-    path = report.with_suffix(".pictures.png")
-    numbers = torch.from_numpy(readings.class_numbers)
-    masks = {reading: numbers[predicted.long()] for reading, predicted in readings.predictions.items()}
-    figure = draw_predicted_masks(encoder, test, masks, config)
-    figure.savefig(path, dpi=DPI)
-    with SummaryWriter(str(events_folder(report))) as writer:
-        writer.add_figure("segmentation", figure)
+    """Write image, mask and predictions of some held-out images."""
+    test = extracted.splits[1]
+    chosen = evenly_spaced(len(test.images), config.images)
+    views = masked_views(encoder, test, config)
+    samples = [views[FIXED_VIEW, index] for index in chosen.tolist()]
+    images = as_rgb(stretch(torch.stack([sample.images for sample in samples]))).movedim(1, -1).numpy()
+    columns = {"mask": np.stack([sample.labels.numpy() for sample in samples])}
+    for each in evaluated:  # of several seeds the last
+        columns[each.about["case"]] = extracted.class_numbers[each.predicted[chosen]]
+    plot_segmentation(images, columns, 1 + int(extracted.class_numbers[-1])).savefig(path, dpi=DPI)
     print(f"wrote {path}")
 
 

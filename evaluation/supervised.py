@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from evaluation.config import SupervisedConfig
 from evaluation.figures.markdown import markdown_table
-from evaluation.frozen.labelled import load_labelled
-from evaluation.frozen.provenance import refuse_learned_images
+from evaluation.frozen.features import load_labelled
+from evaluation.frozen.manifest import refuse_learned_images
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.training_reports import SUPERVISED_REPORT
+from evaluation.frozen.run_images import SUPERVISED_REPORT
 from evaluation.metrics.scoring import add_figures, kind_of_results
 from evaluation.supervision.classification import BOTH_HEADS_LEFT_OUT, HEAD_LEFT_OUT, Classification, score_of_run
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest

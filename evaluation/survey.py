@@ -1,4 +1,4 @@
-"""A survey of a sample of the images: sizes, copies, classes and peculiarities of files.
+"""A survey of a sample of the images: sizes, copies, classes, and images that cannot be decoded.
 
 n, m images of a sample.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpp.config import DataConfig
-from mpp.data.dataset import ImageDataset
+from mpp.data.dataset import ImageDataset, names_by_number
 from mpp.errors import UnreadableImage
 
 MAX_HELD_OUT = 512  # images in the sample of a survey
@@ -21,7 +21,9 @@ MAX_TRAINING = 4096
 THUMBNAIL_SIDE = 16  # pixels
 COPY_CORRELATION = 0.99  # of two thumbnails, above which their images count as copies
 ONE_COLOUR_DEVIATION = 2.0  # of a thumbnail's pixels (0 to 255), below which its image shows one colour
-PAIRS_SHOWN = 8
+MAX_UNREADABLE_SHARE = 0.01
+MAX_DUPLICATES = 0.05  # of the held-out images; birds and CIFAR-10 have none, tiles of photographs at most 4 %
+MAX_ONE_COLOUR = 0.25  # birds, CIFAR-10, digits have none, tiles of photographs 6 %
 
 
 @dataclass
@@ -44,12 +46,35 @@ class Survey:
     """Share of the held-out images that are copies of a training image, estimated where not all training images are in
     the sample: by at least three pairs, otherwise 0."""
     duplicate_pairs: list[tuple[str, str]] = field(default_factory=list)
-    """Some of the duplicates: names of the held-out image and of the training image."""
+    """The copies: names of the held-out image and of the training image."""
 
-    @property
-    def sample_size(self) -> int:
-        """Images of the sample, including those that cannot be decoded."""
-        return self.train_images + self.held_out_images + len(self.unreadable)
+    def warnings(self) -> list[str]:
+        """Warnings of images that cannot be decoded, are copies or of one colour, and of a class that dominates."""
+        unreadable = len(self.unreadable)
+        sampled = self.train_images + self.held_out_images + unreadable
+        largest = max(self.class_shares.values(), default=0.0)
+        found = [
+            (
+                unreadable > MAX_UNREADABLE_SHARE * sampled,
+                f"unreadable images: {unreadable} of {sampled} in the sample cannot be decoded",
+            ),
+            (
+                self.duplicate_share > MAX_DUPLICATES,
+                f"train / held-out duplicates: {self.duplicate_share:.0%} of the held-out images are nearly the same "
+                "as a training image, so held-out figures are too good; remove copies, or name another data.eval_split",
+            ),
+            (
+                self.one_colour_share > MAX_ONE_COLOUR,
+                f"constant images dominate: {self.one_colour_share:.0%} of the images show only one colour; remove "
+                "them, or see data.range and data.bands",
+            ),
+            (
+                largest > max(0.5, 1.5 / max(1, len(self.class_shares))),
+                f"one class dominates: {largest:.0%} of the labelled images are of one class, the baseline of kNN "
+                "accuracy; balance the images, or name another data.label_column",
+            ),
+        ]
+        return [warning for applies, warning in found if applies]
 
 
 def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, seconds: float) -> Survey:
@@ -58,69 +83,59 @@ def survey(train: ImageDataset, held_out: ImageDataset, data: DataConfig, second
     Args:
         seconds: limit for the training images; a quarter of it for the held-out images.
     """
-    result = Survey(train.class_shares())
-    held_out = held_out.choose(MAX_HELD_OUT, data.cut_seed)
-    train_sample = train.choose(MAX_TRAINING, data.cut_seed)
-    tested, tested_indices = take_sample(held_out, data, seconds / 4, result)
-    unreadable_held_out = len(result.unreadable)
-    learned, learned_indices = take_sample(train_sample, data, seconds, result)
+    shares = train.class_shares()
+    result = Survey(dict(zip(names_by_number(train.class_names, map(int, shares)), shares.values(), strict=True)))
+    learned, learned_names = take_sample(train.choose(MAX_TRAINING, data.cut_seed), data, seconds, result)
+    readable = len(train) - len(result.unreadable)
+    tested, tested_names = take_sample(held_out.choose(MAX_HELD_OUT, data.cut_seed), data, seconds / 4, result)
     result.held_out_images, result.train_images = len(tested), len(learned)
     if not (len(tested) and len(learned)):
         return result
-    result.one_colour_share = float(is_one_colour(torch.cat([tested, learned])).float().mean())
+    one_colour = torch.cat([tested, learned]).std(1, unbiased=False) < ONE_COLOUR_DEVIATION
+    result.one_colour_share = float(one_colour.float().mean())
     correlation, originals = correlations(tested, learned).max(1)
-    copies = ((correlation > COPY_CORRELATION) & ~is_one_colour(tested)).nonzero().flatten().tolist()
-    for copy in copies[:PAIRS_SHOWN]:
-        original = train_sample.image_name(learned_indices[originals[copy]])
-        result.duplicate_pairs.append((held_out.image_name(tested_indices[copy]), original))
-    readable = len(train) - len(result.unreadable) + unreadable_held_out
+    copies = (correlation > COPY_CORRELATION) & ~one_colour[: len(tested)]
+    result.duplicate_pairs = [(tested_names[copy], learned_names[originals[copy]]) for copy in copies.nonzero()]
     sampled_share = len(learned) / readable  # also the chance that an original is in the sample
-    if len(copies) > 2 or sampled_share == 1:
-        result.duplicate_share = min(1.0, len(copies) / len(tested) / sampled_share)
+    if copies.sum() > 2 or sampled_share == 1:
+        result.duplicate_share = min(1.0, float(copies.float().mean()) / sampled_share)
     return result
 
 
-def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float, result: Survey) -> tuple[Tensor, list[int]]:
+def take_sample(dataset: ImageDataset, data: DataConfig, seconds: float, result: Survey) -> tuple[Tensor, list[str]]:
     """Decode images in random order, as many as the time allows: files come sorted by class.
 
     Args:
-        result: gets what their files say.
+        result: gets their sizes, and those that cannot be decoded.
     Returns:
-        Small grey versions of those that can be decoded, (n, THUMBNAIL_SIDE**2) from 0 to 255, and their indices.
+        Small grey versions of the others, (n, THUMBNAIL_SIDE**2), each with mean 0, and their names.
     """
-    begin = time.monotonic()
-    thumbnails = [torch.empty(0, THUMBNAIL_SIDE**2)]
-    indices: list[int] = []
+    end = time.monotonic() + seconds
+    thumbnails, names = [torch.empty(0, THUMBNAIL_SIDE**2)], []
     for index in np.random.default_rng(0).permutation(len(dataset)).tolist():
-        if time.monotonic() - begin > seconds:
+        if time.monotonic() > end:
             break
+        name = dataset.image_name(index)
         try:
             image = dataset.decode(index, data)  # (C, H, W)
         except UnreadableImage as error:
-            result.unreadable.append(f"{dataset.image_name(index)}: {error}")
+            result.unreadable.append(f"{name}: {error}")
             continue
+        names.append(name)
         result.sizes[tuple(image.shape[1:])] += 1
-        grey = image.float().mean(0, keepdim=True)
-        thumbnails.append(F.adaptive_avg_pool2d(grey, THUMBNAIL_SIDE).view(1, -1))
-        indices.append(index)
-    return torch.cat(thumbnails), indices
-
-
-def is_one_colour(thumbnails: Tensor) -> Tensor:
-    """(n,) bool: images of one colour."""
-    return thumbnails.std(1, unbiased=False) < ONE_COLOUR_DEVIATION
+        grey = F.adaptive_avg_pool2d(image.float().mean(0, keepdim=True), THUMBNAIL_SIDE)
+        thumbnails.append((grey - grey.mean()).view(1, -1))
+    return torch.cat(thumbnails), names
 
 
 def correlations(some: Tensor, others: Tensor) -> Tensor:
-    """Correlations of thumbnails (n, P), (m, P), as (n, m), of which those above COPY_CORRELATION are of copies.
+    """Correlations of thumbnails (n, P) and (m, P) of mean 0, as (n, m): above COPY_CORRELATION they are of copies.
 
     A JPEG of quality 60 at 70 % of the size has 0.990 to 0.999 with its original (birds and digits, 5th percentile
     0.992). It has to be so with and without the mean of all images, such as a horizon or the spectrum of a voice: the
     lesser counts. Images of one colour are all alike, and tell nothing.
     """
-    some, others = some - some.mean(1, keepdim=True), others - others.mean(1, keepdim=True)
     shared = F.normalize(others.mean(0), dim=0)
-    some_without = some - (some @ shared)[:, None] * shared
-    others_without = others - (others @ shared)[:, None] * shared
-    with_shared = F.normalize(some) @ F.normalize(others).T
-    return torch.minimum(with_shared, F.normalize(some_without) @ F.normalize(others_without).T)
+    without = [each - torch.outer(each @ shared, shared) for each in (some, others)]
+    both = [F.normalize(one) @ F.normalize(other).T for one, other in ((some, others), without)]
+    return torch.minimum(*both)

@@ -8,8 +8,7 @@ import yaml
 from conftest import encoded, picture
 
 from evaluation import compare
-from evaluation.comparison.cases import Case, cases_of
-from evaluation.comparison.entries import read_entries
+from evaluation.comparison.cases import Case, cases_of, read_entries
 from evaluation.config import CompareConfig
 from mpp.config.parsing import parse
 

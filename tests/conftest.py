@@ -175,19 +175,17 @@ def kill_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(TrainingStep, "begin", dies)
 
 
-def interrupt_after(monkeypatch, owner: type, name: str, calls: int) -> list:
-    """Raise KeyboardInterrupt in a method of (self, dataset, WHAT, images) after so many calls; -> WHAT of each."""
+def interrupt_after(monkeypatch, owner: type, name: str, calls: int) -> None:
+    """Raise KeyboardInterrupt in a method after so many calls."""
     method = getattr(owner, name)
-    done = []
+    left = iter(range(calls))
 
-    def interrupted(self, dataset, what, images):
-        if len(done) == calls:
+    def interrupted(*given, **named):
+        if next(left, None) is None:
             raise KeyboardInterrupt
-        done.append(what)
-        return method(self, dataset, what, images)
+        return method(*given, **named)
 
     monkeypatch.setattr(owner, name, interrupted)
-    return done
 
 
 def read_metrics(folder: Path, key: str = "loss") -> dict[int, float]:

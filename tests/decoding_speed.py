@@ -19,7 +19,7 @@ import torchcodec.decoders
 import torchvision
 from PIL import Image
 
-from evaluation.benchmark.loading import image_files
+from evaluation.throughput import image_files
 from mpp.config import ImagesConfig
 from mpp.data.decoding.decode import decode
 from mpp.prepare import encode

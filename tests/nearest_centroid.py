@@ -1,43 +1,25 @@
-"""Nearest-centroid accuracy of frozen features: an example of an evaluation of yours.
-
-mpp centroid --import tests/nearest_centroid.py --encoder runs/birds
-"""
+"""An evaluation of yours: `mpp centroid --import tests/nearest_centroid.py --encoder runs/birds`."""
 
 from dataclasses import dataclass
 
-import numpy as np
+from sklearn.neighbors import NearestCentroid
 
-from evaluation.config import EncoderConfig, FrozenProbeConfig, ProbeDataConfig
-from evaluation.frozen.parsing import parse_with_images
-from evaluation.frozen.probing import run_probe
-from evaluation.registry import Evaluation, register
-from mpp.config import Settings
+from evaluation.config import ProbeConfig
+from evaluation.registry import register_probe
 
 
 @dataclass(frozen=True)
-class CentroidConfig(Settings):
+class CentroidConfig(ProbeConfig):
     """Nearest-centroid accuracy of frozen features."""
 
-    frozen: EncoderConfig = EncoderConfig()
-    data: ProbeDataConfig = ProbeDataConfig()
-    probe: FrozenProbeConfig = FrozenProbeConfig()
     order: int = 2
     """Order of the norm that measures distances: 1 or 2."""
 
 
 def evaluate(features, config):
-    classes = np.unique(features.train_labels)
-    centroids = np.stack([features.train[features.train_labels == label].mean(0) for label in classes])
-    distances = np.stack([np.linalg.norm(features.test - each, config.order, axis=1) for each in centroids])
-    return [{"order": config.order, "outcomes": features.outcomes(classes[distances.argmin(0)])}]
+    nearest = NearestCentroid(metric="manhattan" if config.order == 1 else "euclidean")
+    predicted = nearest.fit(features.train, features.train_labels).predict(features.test)
+    return [{"order": config.order, "outcomes": features.outcomes(predicted)}]
 
 
-def run(config):
-    return run_probe(config, "centroid", lambda features: evaluate(features, config), group_by="order")
-
-
-def main(arguments=None):
-    run(parse_with_images(CentroidConfig, arguments))
-
-
-register(Evaluation("centroid", __name__, f"{__name__}.CentroidConfig", "frozen features", "nearest-centroid accuracy"))
+run, main = register_probe("centroid", __name__, CentroidConfig, evaluate, "nearest-centroid accuracy", "order")

@@ -12,11 +12,11 @@ from comparisons import FAST, TINY_TRAINING, SmallComparison, write_cats_and_dog
 from conftest import encoded, picture, read_metrics
 from server import Command
 
-from evaluation import compare, fewshot, finetune, knn
+from evaluation import fewshot, finetune, knn
 from evaluation.comparison import run
+from evaluation.comparison.cases import TRAININGS
 from evaluation.comparison.digests import case_digest
-from evaluation.comparison.reports import divergence_of
-from evaluation.comparison.trainings import TRAININGS
+from evaluation.comparison.rows import divergence_of
 from evaluation.frozen import probing
 from evaluation.frozen.run_images import record_source
 from evaluation.registry import Evaluation
@@ -146,12 +146,12 @@ def test_results_that_others_write_meanwhile_are_not_overwritten_by_earlier_ones
 
     @contextmanager
     def hold_later(*arguments, **settings):
-        monkeypatch.setattr(compare, "hold", hold)
+        monkeypatch.setattr(run, "hold", hold)
         rows.extend(floor.compare()["results"])
         with hold(*arguments, **settings):
             yield
 
-    monkeypatch.setattr(compare, "hold", hold_later)
+    monkeypatch.setattr(run, "hold", hold_later)
     assert floor.compare("--tabulate", "true")["results"] == rows != []
 
 

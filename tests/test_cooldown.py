@@ -10,8 +10,7 @@ from test_growth import WSD, encoder_of
 from test_verdict import CONFIG, config_of, evaluation
 
 from evaluation import check
-from evaluation.pages.run_sections import command_to_repeat
-from evaluation.pages.run_words import next_steps, verdict_points
+from evaluation.pages.about import command_to_repeat, next_steps, verdict_points
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.errors import UserError
@@ -60,8 +59,8 @@ def trunk_and_branch(pretrain, tmp_path):
 
 
 def test_the_report_says_how_the_run_ended(trunk_and_branch):
-    of_trunk, of_branch = (dict(verdict_points(run, read_history(run), [])) for run in trunk_and_branch)
-    assert "Not cooled down yet" in of_trunk and "Not cooled down yet" not in of_branch
+    of_trunk, of_branch = (dict(verdict_points(run, read_history(run))) for run in trunk_and_branch)
+    assert "not cooled down yet" in of_trunk and "not cooled down yet" not in of_branch
 
 
 def test_a_branch_is_repeated_without_its_trunk():
@@ -97,22 +96,14 @@ def test_a_run_that_is_not_cooled_down_is_advised_to(pretrain):
     assert "cool down before the features are compared, or train longer: the same command with a larger run" in advice
 
 
-def test_a_check_says_where_the_cooldown_begins_and_what_is_left_of_a_branch(pretrain, tmp_path, capsys):
-    def config(*options):
-        return parse(Config, ["--run.steps=4", "--optim.warmup_steps=0", *options])
-
-    check.print_phases(config(*WSD))
-    assert "the last 2 of 4 steps, from step 2 on" in capsys.readouterr().out
-    check.print_phases(config(*CONSTANT))
-    assert "none: the learning rate never falls" in capsys.readouterr().out
-    check.print_phases(config())
-    assert capsys.readouterr().out == ""
+def test_a_check_counts_the_steps_and_checkpoints_of_a_branch(pretrain, tmp_path, capsys):
     trunk = pretrain(*CONSTANT, dir=tmp_path / "trunk")
-    branch = config(*WSD, f"--run.branch_from={trunk}@2", f"--run.dir={tmp_path / 'branch'}", "--run.keep_at=[3]")
-    check.print_phases(branch)
-    assert f"copies the checkpoint of {trunk} after step 2 of 4" in capsys.readouterr().out
-    assert check.steps_done(branch) == 2
-    assert check.checkpoints_on_disk(branch) == 2 + 2 + 1  # the newest; step 3, and 2, where it cools down; a new one
+    words = ["--run.steps=4", "--optim.warmup_steps=0", *WSD, "--run.keep_at=[3]"]
+    branch = parse(Config, [*words, f"--run.branch_from={trunk}@2", f"--run.dir={tmp_path / 'branch'}"])
+    check.print_cost(branch, check.StepCost(1800.0, 0.0, 0, 10**9))
+    printed = capsys.readouterr().out
+    assert "\n2 steps of one process, without evaluations: 1 hours" in printed
+    assert "at most 5 checkpoints of 1 GB" in printed  # the newest two; steps 3 and 2, where it cools down; a new one
 
 
 def test_a_check_refuses_a_branch_that_cannot_begin(pretrain, tmp_path):
@@ -120,10 +111,3 @@ def test_a_check_refuses_a_branch_that_cannot_begin(pretrain, tmp_path):
     words = [f"--run.branch_from={trunk}@3", f"--run.dir={tmp_path / 'branch'}", "--run.precision=fp32"]
     with pytest.raises(UserError, match=r"a kept step of a run: 2, 4"):
         check.main(["--run.steps=8", "--run.threads=1", *words])
-
-
-def test_a_rate_outside_of_the_search_is_named_with_the_schedule_of_the_search(capsys):
-    check.print_settings(parse(Config, [*CONSTANT]))
-    assert "with optim.schedule cosine" in capsys.readouterr().out
-    check.print_settings(parse(Config, []))
-    assert "with optim.schedule" not in capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_scans_train_and_are_probed_reported_and_exported(labels, pretrain, tmp_
     check.main([*TINY, *source, f"--run.dir={tmp_path}/checked"])
     knn.main([*FAST, f"--encoder={run}", f"--out={run}/knn.json"])
     linear.main([*FAST, f"--encoder={run}", f"--out={run}/linear.json"])
-    report.main([*FAST, f"--encoder={run}", "--images=2", "--compared=12"])
+    report.main([*FAST, f"--encoder={run}"])
     visualize.main([*FAST, f"--encoder={run}", f"--out={tmp_path}/pictures"])
     export.main(
         [

@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation import finetune, supervised
+from evaluation.comparison.cases import EncoderEntry, encoders_of
 from evaluation.comparison.digests import relevant_settings
-from evaluation.comparison.encoders import encoders_of
-from evaluation.comparison.entries import EncoderEntry
 from evaluation.config import DistillConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest

@@ -2,9 +2,7 @@
 
 import json
 
-import datasets
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -12,12 +10,8 @@ from conftest import encoded, interrupt_after, picture
 from PIL import Image
 
 import mpp
-from evaluation import embed, export, finetune, predict
-from evaluation.exports.formats import FORMATS
+from evaluation import embed, export, finetune, predict, tables
 from evaluation.supervision.classifiers import load_classifier
-from evaluation.tables import parts
-from evaluation.tables.given import convert
-from evaluation.tables.images import stack_crops
 from mpp.config import ImagesConfig
 from mpp.data.crops import centre_crop
 from mpp.data.decoding.decode import decode
@@ -49,35 +43,24 @@ def test_each_image_has_a_row_and_a_broken_one_says_so(images, finished_run, tmp
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_classes_that_are_all_missing_are_a_column_of_text():
-    """As the hub has a test split without labels."""
-    names = datasets.ClassLabel(names=["cat", "dog"])
-    assert convert(pa.array([-1, None]), names, pa.string()).equals(pa.nulls(2, pa.string()))
-    assert convert(pa.array([1, -1]), names, pa.string()).to_pylist() == ["dog", None]
-
-
 def test_what_is_there_is_not_done_again(images, finished_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(parts, "ROWS_PER_PART", 5)
-    words = [f"--encoder={finished_run}", f"--data.path={images}", *FAST]
+    monkeypatch.setattr(tables, "ROWS_PER_PART", 5)
+    words = [f"--encoder={finished_run}", f"--data.path={images}", "--data.batch_size=2", *FAST]
     embed.main([*words, f"--out={tmp_path / 'whole.parquet'}"])
-    rows_of_part = embed.Embedder.rows
-    done = interrupt_after(monkeypatch, embed.Embedder, "rows", 2)
     file = tmp_path / "features.parquet"
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        interrupt_after(context, tables.ImageBatch, "table", 6)
         embed.main([*words, f"--out={file}"])
-    assert not file.exists() and done == [range(0, 5), range(5, 10)]
-
-    def recorded(embedder, dataset, indices, on_images):
-        done.append(indices)
-        return rows_of_part(embedder, dataset, indices, on_images)
-
-    monkeypatch.setattr(embed.Embedder, "rows", recorded)
-    embed.main([*words, f"--out={file}"])
-    assert done[2:] == [range(10, 13)] and rows_of(file) == rows_of(tmp_path / "whole.parquet")
+    assert not file.exists()
+    with monkeypatch.context() as context:
+        interrupt_after(context, tables.ImageBatch, "table", 1)  # 12 of the 13 images are in parts
+        embed.main([*words, f"--out={file}"])
+    assert rows_of(file) == rows_of(tmp_path / "whole.parquet")
     said = "was complete already, so nothing is computed again"
     assert said not in capsys.readouterr().out
+    monkeypatch.setattr(tables.ImageBatch, "table", None)
     embed.main([*words, f"--out={file}"])
-    assert len(done) == 3 and f"note: {file} {said}" in capsys.readouterr().out
+    assert f"note: {file} {said}" in capsys.readouterr().out
 
 
 def test_a_table_of_something_else_is_not_written_over(images, finished_run, tmp_path):
@@ -104,10 +87,10 @@ def test_what_is_no_table_is_not_written_over(kind, images, finished_run, tmp_pa
 
 def test_parts_of_something_else_are_written_over(images, finished_run, tmp_path, monkeypatch):
     """Of a folder that has changed since, too: it has fewer images, and fewer parts."""
-    monkeypatch.setattr(parts, "ROWS_PER_PART", 4)
+    monkeypatch.setattr(tables, "ROWS_PER_PART", 4)
     words = [f"--encoder={finished_run}", f"--data.path={images}", f"--out={tmp_path / 'features.parquet'}", *FAST]
     with monkeypatch.context() as broken_off:
-        broken_off.setattr(parts, "join_parts", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        broken_off.setattr(tables, "join_parts", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             embed.main(words)
     for file in sorted(images.rglob("0*.png"))[:6]:
@@ -119,13 +102,12 @@ def test_parts_of_something_else_are_written_over(images, finished_run, tmp_path
     assert rows == rows_of(tmp_path / "new.parquet")
 
 
-def test_weights_count_and_neither_their_folder_nor_a_seed_that_nothing_draws(images, trained, tmp_path):
-    words = [f"--data.path={images}", f"--out={tmp_path / 'features.parquet'}", *FAST]
-    embed.main([f"--encoder={trained}", *words])
-    moved = trained.rename(tmp_path / "moved")
-    embed.main([f"--encoder={moved}", "--seed=1", *words])
-    with pytest.raises(UserError, match="it must be a new file"):
-        embed.main([f"--encoder={moved}", "--random=true", *words])
+def test_a_table_of_other_weights_is_another(images, trained, tmp_path):
+    words = [f"--data.path={images}", f"--encoder={trained}", f"--out={tmp_path / 'features.parquet'}", *FAST]
+    embed.main(words)
+    for others in (["--random=true"], ["--random=true", "--seed=1"], ["--depth=1"]):
+        with pytest.raises(UserError, match="it must be a new file"):
+            embed.main([*words, *others])
 
 
 @pytest.mark.faults
@@ -134,7 +116,7 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
     words = ["--data.eval_fraction=0.3", "--lrs=0.1", "--run.steps=3", "--data.workers=0", "--run.threads=1"]
     tuned, file = tmp_path / "tuned", tmp_path / "predictions.parquet"
     finetune.main([f"--encoder={finished_run}", f"--data.path={images}", f"--run.dir={tuned}", *words])
-    words = [f"--data.path={images}", f"--out={file}", "--page=false", *FAST]
+    words = [f"--data.path={images}", f"--out={file}", *FAST]
     predict.main([f"--classifier={tuned / 'lr_0.1'}", *words])
     rows = pq.read_table(file).to_pylist()
     network, size, *_ = load_classifier(str(tuned / "lr_0.1"), 3, "classifier")
@@ -146,7 +128,7 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
         written = tmp_path / f"classifier.{end}"
         options = [f"--format={format}", "--representation=logits", f"--out={written}", "--images=5", "--threads=1"]
         export.main([f"--encoder={tuned / 'lr_0.1'}", *options, "--data.workers=0"])
-        found = FORMATS[format].read(written)(torch.zeros(1, 3, *size, dtype=torch.uint8))
+        found = export.read_file(written)(torch.zeros(1, 3, *size, dtype=torch.uint8))
         assert torch.allclose(found, network(torch.zeros(1, 3, *size)), atol=1e-5)
         about = json.loads(written.with_name(f"{written.name}.json").read_text())["about"]
         assert about["class_names"] == ["cat", "dog"]
@@ -160,5 +142,5 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
 
 def test_images_of_one_type_and_broken_ones_make_a_batch():
     samples = [(torch.zeros(3, 2, 2), None), (torch.zeros(3, 2, 2, dtype=torch.uint8), "broken")]
-    pixels, errors = stack_crops(samples)
+    pixels, errors = tables.collate(samples)
     assert pixels.dtype == torch.float32 and errors == [None, "broken"]

@@ -3,6 +3,7 @@
 `GPU_SUITE_DEVICE=cpu pytest -m gpu` rehearses on a CPU what a CPU can do.
 """
 
+import json
 import os
 from datetime import timedelta
 
@@ -12,14 +13,13 @@ import torch
 from conftest import TINY, Killed, kill_at, read_metrics, run_command
 
 from evaluation import features, throughput
-from evaluation.benchmark.steps import MATRIX_PRODUCTS, TRAINING_STEPS, Bench
-from mpp.config import ModelConfig, OptimConfig, RunConfig
+from mpp.config import ModelConfig, OptimConfig
 from mpp.errors import Diverged
 from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
 from mpp.pretrain import main
 from mpp.runtime.processes import set_timeout
-from mpp.runtime.start import run_main, start
+from mpp.runtime.start import run_main
 from mpp.training.loop import TrainingStep
 from mpp.training.optim import build_optimizer
 
@@ -150,19 +150,12 @@ def test_a_wait_would_be_noticed(no_waiting):
         number.item()
 
 
-@pytest.mark.parametrize("name", [*TRAINING_STEPS, *MATRIX_PRODUCTS])
-def test_the_steps_that_throughput_times_run(name, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", str(not CUDA))
-    bench = Bench(ModelConfig(name="vit_tiny_patch16_224"), 2, False, start(RunConfig(dir="unused", trackers=())))
-    timed = (TRAINING_STEPS | MATRIX_PRODUCTS)[name](bench)
-    assert throughput.seconds_of(timed.step) > 0 and timed.flops > 1e8
-    assert bench.accelerator.device.type == DEVICE
-
-
 def test_throughput_says_what_it_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_USE_CPU", str(not CUDA))
     throughput.main(["--batch_size=2", "--rounds=2", f"--out={tmp_path / 'all.json'}"])
-    assert "mpp training step" in capsys.readouterr().out and (tmp_path / "all.json").stat().st_size
+    assert "mpp training step" in capsys.readouterr().out
+    result = json.loads((tmp_path / "all.json").read_text())
+    assert min(result["flops"].values()) > 1e8 and result["memory_gb"] > 0
 
 
 @on_cuda

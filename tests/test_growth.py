@@ -8,7 +8,7 @@ import stat
 import pytest
 from conftest import Killed, kill_at, read_metrics
 
-from evaluation.pages.run_words import describe_growth
+from evaluation.pages.about import describe_growth
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError

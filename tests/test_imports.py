@@ -13,13 +13,10 @@ from timm.models import _registry as registry
 
 import mpp
 from evaluation import report, visualize
-from evaluation.comparison.cases import cases_of
+from evaluation.comparison.cases import EncoderEntry, cases_of, read_entries, training_settings
 from evaluation.comparison.digests import case_digest
-from evaluation.comparison.encoders import training_settings
-from evaluation.comparison.entries import EncoderEntry, read_entries
-from evaluation.comparison.sweep_results import TrialResult, next_training
-from evaluation.comparison.trials import plan_sweep
 from evaluation.config import CompareConfig, SweepConfig
+from evaluation.sweep import next_training, plan_sweep
 from mpp.config import Config, imports
 from mpp.config.imports import import_words, imported, name_of_import, take_imports
 from mpp.config.parsing import parse
@@ -348,7 +345,7 @@ def test_the_next_command_of_a_sweep_imports_the_code(brightness, tmp_path):
     (tmp_path / "sweep.yaml").write_text(json.dumps(page))
     config = parse(SweepConfig, [f"--import={brightness}", "--config", str(tmp_path / "sweep.yaml")])
     plan = plan_sweep(config)
-    command = next_training(config, TrialResult(plan.trials[0], {}, None, None, 4, "knn")).removeprefix("next: ")
+    command = next_training(config, next(iter(plan.trials.values()))).removeprefix("next: ")
     assert f"mpp pretrain --import={brightness} " in command
 
 

@@ -16,10 +16,9 @@ from PIL import Image
 from test_label_kinds import colours, redness, write_images
 
 from evaluation import finetune, linear, predict, supervised
-from evaluation.frozen.training_reports import find_tested_run, reports_of_training
-from evaluation.metrics.outcomes import load_outcomes
-from evaluation.metrics.scoring import KINDS
-from evaluation.patches.outlines import OUTLINES_FILE, draw_mask
+from evaluation.frozen.run_images import find_tested_run, reports_of_training
+from evaluation.metrics.scoring import KINDS, load_outcomes
+from evaluation.patches.masks import OUTLINES_FILE, draw_mask
 from evaluation.supervision.classifiers import load_classifier
 from evaluation.supervision.learners import NumberLearner, Rescale, SeveralLearner
 from mpp.data.data_path import BIRDS_FOLDER

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from evaluation import masked
-from evaluation.comparison.differences import paired_difference
-from evaluation.metrics.outcomes import Outcomes, load_outcomes
-from evaluation.metrics.scoring import KINDS, score_of
+from evaluation.metrics.intervals import paired
+from evaluation.metrics.scoring import KINDS, Outcomes, image_scores, load_outcomes, score_of
 from mpp.errors import Unavailable, UserError
 from mpp.training.log import last_scalars
 
@@ -17,7 +16,7 @@ def test_a_run_keeps_the_patches_of_each_image_and_its_accuracies_have_intervals
     run = pretrain("--objective.name=grid_color", "--run.eval_every=2")
     capsys.readouterr()
     masked.main(["--encoder", str(run)])
-    assert "8 held-out images, 95% intervals over these" in capsys.readouterr().out
+    assert "accuracy (%), 95% interval over images" in capsys.readouterr().out
     path = run / "evaluation" / "masked.json"
     report = json.loads(path.read_text())
     logged = last_scalars(run)
@@ -30,14 +29,11 @@ def test_a_run_keeps_the_patches_of_each_image_and_its_accuracies_have_intervals
         assert len(set(outcomes.images)) == 8 and (outcomes.predictions <= outcomes.targets).all()
     assert report["labels"]["images"] == 8 and "interval" not in report["results"][3]
     model, mixed = (load_outcomes(path, number) for number in (0, 1))
-    assert paired_difference([model], [mixed]).value == pytest.approx(score_of(model) - score_of(mixed))
+    difference = paired(image_scores(model), image_scores(mixed))
+    assert difference.value == pytest.approx(score_of(model) - score_of(mixed))
 
     (run / "metrics.jsonl").open("a").write(json.dumps(logged | {"step": 6}) + "\n")  # counts are not of this step
     masked.main(["--encoder", str(run)])
-    assert (
-        "no intervals: the run's last evaluation, by an earlier version, kept no counts per image"
-        in capsys.readouterr().out
-    )
     assert all("interval" not in result for result in json.loads(path.read_text())["results"])
 
 
@@ -48,7 +44,7 @@ def test_intervals_over_images_cover_the_truth_where_patches_of_an_image_are_ali
     for _ in range(300):
         patches = rng.integers(20, 40, images)
         right = rng.binomial(patches, rng.beta(2, 3, images))
-        low, high = KINDS["patches"].intervals(Outcomes("patches", patches, right))["accuracy"]
+        low, high = KINDS["patches"].estimates(Outcomes("patches", patches, right))["accuracy"].interval
         covered += low <= 0.4 <= high
     assert 0.92 <= covered / 300 <= 0.975
 
@@ -62,7 +58,3 @@ def test_a_run_that_predicts_no_patches_has_no_masked_accuracy(tmp_path):
         masked.main(["--encoder", str(tmp_path)])
     with pytest.raises(UserError, match=r"none .* metrics\.jsonl is missing or has no heldout/loss"):
         masked.main(["--encoder", str(tmp_path / "none")])
-    with pytest.raises(
-        UserError, match="is floor:colors; it must be the folder of a pre-training run: a colour baseline predicts"
-    ):
-        masked.main(["--encoder", "floor:colors"])

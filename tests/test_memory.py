@@ -105,14 +105,8 @@ def test_gradients_are_there_from_the_second_forward_pass_on():
 def test_the_command_prints_the_peak(capsys):
     memory.main(["--model.width=16", "--model.depth=1", "--model.heads=2", "--data.batch_size=64"])
     printed = capsys.readouterr().out
-    for words in (
-        "64 images a forward pass",
-        "weights",
-        "total",
-        "before the backward pass: there are no gradients yet",
-    ):
+    for words in ("64 images a forward pass", "weights", "gradients 0,", "total"):
         assert words in printed
-    assert "gradients 0" not in printed
 
 
 def test_weights_to_begin_from_are_not_read(recwarn):

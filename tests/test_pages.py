@@ -17,10 +17,9 @@ from image_files import tiff
 from PIL import Image
 
 from evaluation.cli import commands, locate_command
-from evaluation.comparison.cases import cases_of, evaluation_settings
-from evaluation.comparison.entries import read_entries
-from evaluation.comparison.trials import plan_sweep
+from evaluation.comparison.cases import cases_of, evaluation_settings, read_entries
 from evaluation.config import CompareConfig, SweepConfig
+from evaluation.sweep import plan_sweep
 from mpp.config import flatten
 from mpp.config.parsing import parse
 from mpp.errors import UserError

@@ -9,35 +9,26 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-import datasets
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import timm
 import torch
 from classified_images import FAST, NAMES, OF_TRAINING, predict_to, read_csv, write_images
-from conftest import TINY, dataset_of, encoded, interrupt_after, picture
+from conftest import TINY, encoded, interrupt_after, picture
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from server import Command
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 from torchvision.transforms import v2
 
-from evaluation import embed, linear, predict, supervised
-from evaluation.config import ProbeDataConfig
+from evaluation import embed, linear, predict, supervised, tables
 from evaluation.frozen.kept_heads import load_head
 from evaluation.metrics.intervals import wilson
-from evaluation.predictions.classes import ClassRows, match_labels
-from evaluation.predictions.masks import place_of_image
-from evaluation.predictions.opening import find_encoder_of_head, find_named_classifier
-from evaluation.predictions.page import RowImages, least_sure, surest, surest_wrong, write_predictions_page
-from evaluation.predictions.summary import NO_CLASS, NO_LABEL, Predictions, outcomes_by_split
+from evaluation.predictions.opening import find_encoder_of_head
 from evaluation.supervision.classifiers import distinct_class_names, timm_names
-from evaluation.tables import parts
-from evaluation.tables.images import folder_of, name_in_folder, path_in_folder
-from mpp.data.dataset import ImageDataset, images_only
 from mpp.errors import UserError
+from mpp.runtime import messages
 
 
 def plain_view(image: Path) -> torch.Tensor:
@@ -99,42 +90,41 @@ def test_a_supervised_run_predicts_too(class_images, tmp_path):
     assert {row["class"] for row in rows} <= set(NAMES)
 
 
-def test_heads_beside_a_missing_one_are_named(run_with_head):
-    heads = run_with_head / "evaluation"
-    with pytest.raises(UserError, match=f"gone_head; it must be a head that is there: .*{heads / 'birds_head'}"):
-        find_named_classifier(str(heads / "gone_head"), None)
+SMALL_BATCHES = "--data.batch_size=2"
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
 def test_an_interrupted_table_is_finished_to_the_same_bytes(name, run_with_head, class_images, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "ROWS_PER_PART", 5)
+    monkeypatch.setattr(tables, "ROWS_PER_PART", 5)
     head = run_with_head / "evaluation" / "birds_head"
-    whole = predict_to(tmp_path / f"whole_{name}", head, class_images)
+    whole = predict_to(tmp_path / f"whole_{name}", head, class_images, SMALL_BATCHES)
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        done = interrupt_after(context, ClassRows, "rows", 2)
-        predict_to(tmp_path / name, head, class_images)
-    assert not (tmp_path / name).exists() and done == [range(0, 4), range(0, 5)]  # held-out and learned images
-    again = predict_to(tmp_path / name, head, class_images)
+        interrupt_after(context, tables.ImageBatch, "table", 5)
+        predict_to(tmp_path / name, head, class_images, SMALL_BATCHES)
+    assert not (tmp_path / name).exists()
+    with monkeypatch.context() as context:
+        interrupt_after(context, tables.ImageBatch, "table", 3)  # 6 of the 12 images are in a part
+        again = predict_to(tmp_path / name, head, class_images, SMALL_BATCHES)
     assert again.read_bytes() == whole.read_bytes()
-    monkeypatch.setattr(ClassRows, "rows", None)  # nothing is left to compute
-    assert predict_to(tmp_path / name, head, class_images).read_bytes() == whole.read_bytes()
+    monkeypatch.setattr(tables.ImageBatch, "table", None)  # nothing is left to compute
+    assert predict_to(tmp_path / name, head, class_images, SMALL_BATCHES).read_bytes() == whole.read_bytes()
     assert not list(tmp_path.glob(".*"))
 
 
 def small_parts() -> None:
-    parts.ROWS_PER_PART = 5
+    tables.ROWS_PER_PART = 5
 
 
-def die_in_the_third_part() -> None:
-    """SIGKILL to all of the command, loader processes included, when two parts of its table are written."""
-    rows, calls = ClassRows.rows, count()
+def die_in_the_second_part() -> None:
+    """SIGKILL to all of the command, loader processes included, when a part of its table is written."""
+    table, calls = tables.ImageBatch.table, count()
 
-    def rows_or_death(self, *given):
-        if next(calls) == 2:
+    def table_or_death(self, *given):
+        if next(calls) == 4:
             os.killpg(0, signal.SIGKILL)
-        return rows(self, *given)
+        return table(self, *given)
 
-    ClassRows.rows = rows_or_death
+    tables.ImageBatch.table = table_or_death
     small_parts()
 
 
@@ -144,13 +134,13 @@ def test_a_killed_command_is_finished_to_the_same_bytes(run_with_head, class_ima
         f"--classifier={run_with_head / 'evaluation' / 'birds_head'}",
         f"--data.path={class_images}",
         *FAST,
+        SMALL_BATCHES,
         "--data.workers=2",
     )
     whole, killed = tmp_path / "whole.csv", tmp_path / "killed.csv"
-    run = Command("predict", *words, f"--out={killed}", prepare=die_in_the_third_part)
+    run = Command("predict", *words, f"--out={killed}", prepare=die_in_the_second_part)
     assert run.wait() == [-signal.SIGKILL] and not killed.exists(), run.said
-    left = {file.name for file in (tmp_path / ".killed.csv.parts").glob("*.parquet")}
-    assert left == {"000-000000000000.parquet", "001-000000000000.parquet"}  # of held-out and learned images
+    assert [file.name for file in (tmp_path / ".killed.csv.parts").rglob("*.parquet")] == ["000000000000.parquet"]
     for out in (killed, whole):
         run = Command("predict", *words, f"--out={out}", prepare=small_parts)
         assert run.wait() == [0], run.said
@@ -166,13 +156,11 @@ def test_a_broken_image_is_named_and_the_others_are_predicted(run_with_head, tmp
     broken.write_bytes(broken.read_bytes()[:60])
     after = read_csv(predict_to(tmp_path / "after.csv", head, images))
     error = capsys.readouterr().err
-    assert "1 image cannot be decoded, and has no prediction" in error and "owl/02, ü.png: " in error
+    assert "1 image cannot be decoded: owl/02, ü.png: " in error
     (row,) = [row for row in after if row["error"]]
     name = "owl/02, ü.png"
-    assert row["file"] == name and row["class"] == row["probability"] == row["right"] == row["p_owl"] == ""
+    assert row["file"] == name and row["class"] == row["probability"] == row["label"] == row["p_owl"] == ""
     assert [each for each in after if each is not row] == [each for each in before if each["file"] != name]
-    page = (tmp_path / "after.html").read_text(encoding="utf-8")
-    assert "1 image cannot be decoded" in page and name in page
 
 
 def test_labels_give_an_accuracy_and_unknown_ones_are_named(run_with_head, tmp_path, capsys):
@@ -186,20 +174,24 @@ def test_labels_give_an_accuracy_and_unknown_ones_are_named(run_with_head, tmp_p
     right = [row["class"] == Path(row["file"]).parent.name for row in rows]
     assert [row["right"] for row in rows] == [str(each).lower() for each in right]
     assert all(row["label"] == Path(row["file"]).parent.name for row in rows)
-    assert "labelled zebra" in out.with_suffix(".html").read_text(encoding="utf-8")
     said = capsys.readouterr()
     low, high = wilson(sum(right), 14)
     assert (
         f"all, 14 labelled images (%): accuracy {100 * np.mean(right):.1f} ({100 * low:.1f} to {100 * high:.1f})"
         in said.out
     )
-    assert "the classifier does not know zebra: images with such a label count as wrong" in said.err
+    assert "the classifier does not know zebra" in said.err
     about = json.loads((tmp_path / "p.csv.json").read_text(encoding="utf-8"))
     figures = about["figures"]["all"]
     truth, predicted = [row["label"] for row in rows], [row["class"] for row in rows]
     assert figures["accuracy"] == pytest.approx(accuracy_score(truth, predicted)) and figures["images"] == 14
     assert figures["figures"]["class_mean"][0] == pytest.approx(balanced_accuracy_score(truth, predicted))
     assert figures["figures"]["macro_f1"][0] == pytest.approx(f1_score(truth, predicted, average="macro"))
+    by_class = {row["class"]: row for row in read_csv(tmp_path / "p.all.classes.csv")}
+    assert list(by_class) == [*sorted(NAMES), "zebra"] and by_class["zebra"]["right (%)"] == "0.0"
+    f1 = f1_score(truth, predicted, labels=["owl"], average=None)[0]
+    assert by_class["owl"]["F1 (%)"] == f"{100 * f1:.1f}" and by_class["owl"]["images"] == "4"
+    assert (tmp_path / "p.all.confusion.png").is_file()
 
 
 def test_labels_of_other_classes_give_no_accuracy(run_with_head, image_folder, tmp_path, capsys):
@@ -234,20 +226,6 @@ def test_files_are_named_from_the_folder_on(way, run_with_head, class_images, tm
     names = {str(file.relative_to(class_images)) for file in class_images.rglob("*.png")}
     shard = "images.tar: " if way == "tar" else ""
     assert {row["file"].replace("./", "") for row in rows} == {f"{shard}{name}" for name in names}
-    if way != "tar":
-        folder = folder_of(ProbeDataConfig(path=str(path)))
-        place = place_of_image({"bytes": None, "path": str(next(folder.rglob("*.png")))}, "all", 0, folder)
-        assert str(place) in names  # of its mask
-
-
-def test_names_in_a_shard_are_those_of_the_shard_wherever_the_command_is_run(tmp_path, monkeypatch):
-    (tmp_path / "below").mkdir()
-    monkeypatch.chdir(tmp_path / "below")
-    assert path_in_folder("cat/1.png", tmp_path) is None
-    assert path_in_folder(f"{tmp_path}/below/../cat/1.png", tmp_path) == Path("cat/1.png")
-    names = {"bytes": encoded(picture(1)), "path": "cat/1.png"}
-    rows = datasets.Dataset.from_dict({"image": [names]}, datasets.Features({"image": datasets.Image(decode=False)}))
-    assert name_in_folder(ImageDataset(rows, "image", None, "all"), 0, tmp_path) == "cat/1.png"
 
 
 def test_the_encoder_of_a_head_on_published_weights_is_no_other(run_with_head):
@@ -279,16 +257,23 @@ def test_a_table_with_other_names_of_labels_is_another(run_with_head, class_imag
     assert {row["label"] for row in predicted("owl")} == set(NAMES)
 
 
-@pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
-def test_figures_of_an_earlier_table_of_this_name_are_gone(name, run_with_head, class_images, image_folder, tmp_path):
+def test_figures_of_an_earlier_table_of_this_name_are_gone(run_with_head, class_images, image_folder, tmp_path):
     head = run_with_head / "evaluation" / "birds_head"
-    about = tmp_path / f"{name}.json"
-    out = predict_to(tmp_path / name, head, class_images)
+    out = predict_to(tmp_path / "p.csv", head, class_images)
+    about = tmp_path / "p.csv.json"
     assert {"figures", "note"} <= json.loads(about.read_text(encoding="utf-8")).keys()
     out.unlink()
-    for _ in range(2):  # the second finds a complete table
-        predict_to(out, head, image_folder)
-        assert not {"figures", "note"} & json.loads(about.read_text(encoding="utf-8")).keys()
+    predict_to(out, head, image_folder)
+    assert not {"figures", "note"} & json.loads(about.read_text(encoding="utf-8")).keys()
+
+
+def test_images_that_the_classifier_learned_are_noted(tuned_run, class_images, tmp_path, capsys):
+    """By their folder, and in a copy of it."""
+    for number, folder in enumerate([class_images, shutil.copytree(class_images, tmp_path / "copy")]):
+        messages.tell.cache_clear()
+        out = predict_to(tmp_path / f"{number}.csv", tuned_run, folder)
+        assert "note: the classifier learned some of these images" in capsys.readouterr().out
+        assert "learned" in json.loads(out.with_name(f"{out.name}.json").read_text(encoding="utf-8"))["note"]
 
 
 def test_another_table_is_not_written_over(run_with_head, class_images, tmp_path):
@@ -314,25 +299,13 @@ def test_an_encoder_may_move_with_its_head_or_without(run_with_head, class_image
         assert predict_to(tmp_path / "b.csv", head, class_images).read_bytes() == expected
         alone = Path(shutil.copytree(head, tmp_path / "alone"))
         with pytest.raises(
-            UserError, match=r"no encoder at .*run: .*alone is only a head; choose its encoder with --enc"
+            UserError, match=r"the encoder that .*alone was trained on .* is not at .*run: choose it with --encoder"
         ):
             predict_to(tmp_path / "c.csv", alone, class_images)
         out = predict_to(tmp_path / "c.csv", alone, class_images, f"--encoder={away}")
         assert out.read_bytes() == expected
     finally:
         away.rename(run_with_head)
-
-
-def test_a_head_that_was_trained_again_is_read_again(run_with_head, class_images, tmp_path):
-    """As in a notebook, where one process predicts before and after."""
-    head = Path(shutil.copytree(run_with_head / "evaluation" / "birds_head", tmp_path / "head"))
-    encoder = f"--encoder={run_with_head}"
-    predict_to(tmp_path / "before.csv", head, class_images, encoder)
-    weights = load_file(head / "head.safetensors")
-    weights |= {"classify.weight": 0 * weights["classify.weight"], "classify.bias": torch.tensor([0.0, 9.0, 0.0])}
-    save_file(weights, head / "head.safetensors")
-    rows = read_csv(predict_to(tmp_path / "after.csv", head, class_images, encoder))
-    assert {row["class"] for row in rows} == {sorted(NAMES)[1]}
 
 
 @pytest.mark.parametrize("has_run", [True, False])
@@ -352,7 +325,7 @@ def test_images_are_read_as_those_that_a_kept_head_learned(has_run, finished_run
 def test_a_head_of_another_encoder_is_refused_by_name(run_with_head, tuned_run, class_images, tmp_path):
     head = run_with_head / "evaluation" / "birds_head"
     other = tuned_run / "lr_0.1"
-    with pytest.raises(UserError, match=rf"encoder is {other}, whose weights are not those that {head} was trained on"):
+    with pytest.raises(UserError, match=rf"the encoder that {head} was trained on .* is not at {other}"):
         predict_to(tmp_path / "p.csv", head, class_images, f"--encoder={other}")
     with pytest.raises(UserError, match=r"it must be null with .*, which has its own encoder"):
         predict_to(tmp_path / "p.csv", other, class_images, f"--encoder={run_with_head}")
@@ -371,13 +344,10 @@ def test_an_encoder_of_the_hub_that_has_changed_is_another(run_with_head, class_
     predict_to(tmp_path / "p.csv", tmp_path / "l_head", class_images)
     weights = load_file(published / "model.safetensors")
     save_file({name: tensor + 0.1 for name, tensor in weights.items()}, published / "model.safetensors")
-    with pytest.raises(UserError, match=r"encoder is hf-hub:me/mine, whose weights are not those that .*l_head was"):
+    with pytest.raises(UserError, match=r"the encoder that .*l_head was trained on .* is not at hf-hub:me/mine"):
         predict_to(tmp_path / "q.csv", tmp_path / "l_head", class_images)
     with pytest.raises(UserError, match=r"out is .*f\.parquet; it must be a new file"):
         embed.main(of_features)
-    (published / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no encoder at hf-hub:me/mine: .*l_head is only a head"):
-        predict_to(tmp_path / "q.csv", tmp_path / "l_head", class_images)
 
 
 def test_what_is_no_classifier_is_refused(finished_run, class_images, tmp_path):
@@ -395,81 +365,3 @@ def test_classes_of_timm_have_names_and_each_is_unique():
     assert [name for name in names if name.startswith("crane")] == ["crane (134)", "crane (517)"]
     assert distinct_class_names(None, 3) == ["0", "1", "2"]
     assert distinct_class_names(["a"], 2) == ["a", "1"]
-
-
-def test_labels_are_numbered_as_the_classifiers_classes():
-    """Of two splits, one of which has several right labels an image and classes that the classifier does not know."""
-    rows = images_only(dataset_of([encoded(picture(1))] * 2), "image")
-    one = ImageDataset(rows, "image", np.array([1, -1]), "a", ["owl", "duck"])
-    several = ImageDataset(rows, "image", np.array([[0, 2], [1, -1]]), "b", ["zebra", "duck", "owl"])
-    none = ImageDataset(rows, "image", None, "c")
-    targets, names = match_labels([one, several, none], ["duck", "owl"])
-    assert names == ["duck", "owl", "zebra"]
-    assert targets.tolist() == [[0, -1], [-1, -1], [2, 1], [0, -1], [-1, -1], [-1, -1]]
-
-
-def predictions_of(classes: list[int], probabilities: list[float], right: list[int]) -> Predictions:
-    rows = {"new": slice(0, len(classes))}
-    numbers = np.array(classes, np.int32), np.array(probabilities, np.float32), np.array(right, np.int8)
-    labels = pa.chunked_array([pa.array([None if each == NO_LABEL else "c" for each in right]).dictionary_encode()])
-    return Predictions(["a<b>", "c"], *numbers, rows, [("x.png", "broken")], labels=labels)
-
-
-def test_the_page_shows_the_surest_and_the_least_sure(tmp_path):
-    classes = [0, 1, NO_CLASS, 1, 0]
-    predictions = predictions_of(classes, [0.9, 0.6, 0, 0.8, 0.7], [0, 1, NO_LABEL, 0, NO_LABEL])
-    targets = np.array([[1], [1], [0], [0], [-1]])
-    outcomes = outcomes_by_split(predictions, targets, ["a<b>", "c"])
-    assert surest(predictions).tolist() == [0, 3, 4, 1]
-    assert least_sure(predictions).tolist() == [1, 4, 3, 0]
-    assert surest_wrong(predictions).tolist() == [0, 3]
-    summary = predictions.summarize(outcomes)
-    assert summary["figures"]["new"]["accuracy"] == pytest.approx(1 / 3) and summary["figures"]["new"]["images"] == 3
-    assert summary["unreadable"] == 1 and summary["predicted"]["c"] == {"images": 2, "probability": pytest.approx(0.7)}
-
-    class Named:
-        def name(self, row):
-            return f"folder/{row}&.png"
-
-    def thumbnail(row):
-        return Image.new("RGB", (400, 200))
-
-    write_predictions_page(tmp_path / "p.html", "title", "subtitle", predictions, outcomes, Named(), thumbnail)
-    page = (tmp_path / "p.html").read_text()
-    assert page.count('alt="Confusion matrix of new"') == 1
-    captions = [part.split("</figcaption>")[0] for part in page.split("<figcaption>")[1:]]
-    assert captions[:4] == [
-        "a&lt;b&gt; 90% · labelled c · 0&amp;.png",
-        "c 80% · labelled c · 3&amp;.png",
-        "a&lt;b&gt; 70% · 4&amp;.png",
-        "c 60% · 1&amp;.png",
-    ]
-    assert "new, 3 labelled images (%): accuracy 33.3 (" in page and "Compared with the labels of new" in page
-    assert "<b>" not in page and "5 images, predicted to be of 2 classes" in page
-
-
-def test_a_table_that_is_larger_than_a_part_is_read_in_parts(tmp_path):
-    """Texts that look like numbers or like nothing stay texts, however late they come."""
-    texts = ["1", "", None, 'with "quotes", and\na line', "ü"]
-    table = pa.table({"class": texts, "probability": pa.array([0.1, 0.25, None, 1, 0], pa.float32())})
-    for name in ("t.csv", "t.parquet"):
-        files = []
-        for number in range(2):
-            files.append(tmp_path / f"{number}.parquet")
-            pq.write_table(table, files[-1])
-        parts.join_parts(files, tmp_path / name, "identity")
-        columns = {"class": pa.string(), "probability": pa.float32()}
-        read = pa.Table.from_batches(list(parts.read_columns(tmp_path / name, columns)))
-        assert read.column("class").to_pylist() == texts * 2
-        assert read.column("probability").to_pylist() == table.column("probability").to_pylist() * 2
-
-
-def test_rows_have_pictures_across_splits():
-    rows = images_only(dataset_of([encoded(picture(1)), encoded(picture(2, (20, 60)))]), "image")
-    images = RowImages(
-        [ImageDataset(rows, "image", None, "a"), ImageDataset(rows, "image", None, "b")], ProbeDataConfig()
-    )
-    assert images.thumbnail(1).size == (60, 20) and images.thumbnail(2).size == (48, 40)
-    assert images.name(3) == "b[1]"
-    grey = RowImages([ImageDataset(rows, "image", None, "a")], ProbeDataConfig(channels=1))
-    assert grey.thumbnail(0).size == (48, 40)

@@ -12,6 +12,7 @@ import torch
 from classified_images import FAST, OF_TRAINING, predict_to
 from conftest import TINY
 from safetensors.torch import load_file
+from sklearn.metrics import average_precision_score, r2_score
 from test_label_kinds import colours, write_images
 from test_predict import plain_view
 
@@ -108,14 +109,20 @@ def test_a_kept_head_predicts_as_plain_timm_with_its_weights(kind, finished_run,
             )
         features = (tokens.mean(1) - weights["mean"]) / weights["std"]
         assert_predicted(kind, row, features @ weights["classify.weight"].T + weights["classify.bias"])
-    without = (tmp_path / "few.csv", run / "l_head", images, "--probabilities=false")
+    with pytest.raises(UserError, match=rf"probabilities is false; it must be left out: .* of the kind {kind}"):
+        predict_to(tmp_path / "few.csv", run / "l_head", images, "--probabilities=false")
+    figures = json.loads((tmp_path / "p.parquet.json").read_text())["figures"]["test"]
+    rows = [row for row in pq.read_table(tmp_path / "p.parquet").to_pylist() if row["split"] == "test"]
+    known = [row for row in rows if row["label"] is not None]
+    assert figures["images"] == len(known) > 4
     if kind == "number":
-        with pytest.raises(UserError, match=r"probabilities is false; it must be left out: .* predicts a number"):
-            predict_to(*without)
+        assert figures["accuracy"] == pytest.approx(
+            r2_score([row["label"] for row in known], [row["number"] for row in known])
+        )
         return
-    predict_to(*without)
-    assert "figures" not in json.loads((tmp_path / "few.csv.json").read_text())
-    assert "note: no figures: they need the probability" in capsys.readouterr().out
+    marks = np.array([[name in row["label"].split(";") for name in NAMES] for row in known])
+    probabilities = np.array([[row[f"p_{name}"] for name in NAMES] for row in known])
+    assert figures["accuracy"] == pytest.approx(average_precision_score(marks, probabilities, average="macro"))
 
 
 def test_a_file_of_onnx_has_kind_names_and_outputs_in_their_unit(kind, tuned, images, tmp_path):

@@ -137,7 +137,7 @@ def test_real_labels_count_any_right_class_of_the_published_list(tmp_path, monke
     encoder = tiny_encoder(tmp_path / "encoder", 16, 32)
     own = ("--data.eval_split=null", "--data.eval_fraction=0.25", "--data.path=imagenet")
     finetune.main([f"--encoder={encoder}", *own, "--run.dir=runs/imagenet_finetuned", *FEW])
-    predict.main([*command.replace("\\\n", "").split(), "--data.missing=skip", "--threads=1", "--page=false"])
+    predict.main([*command.replace("\\\n", "").split(), "--data.missing=skip", "--threads=1"])
     with open("real.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["right"] for row in rows] == [is_right(row, answers, names) for row in rows]

@@ -10,9 +10,9 @@ from comparisons import write_cats_and_dogs
 from conftest import ROOT
 
 from evaluation import cli, compare, registry
-from evaluation.frozen.labelled_features import LabelledFeatures
+from evaluation.frozen.features import LabelledFeatures
 from evaluation.frozen.results import write_json
-from evaluation.metrics.outcomes import load_outcomes
+from evaluation.metrics.scoring import load_outcomes
 from evaluation.registry import EVALUATIONS, Evaluation
 from mpp.config import flatten, imports
 from mpp.errors import UserError
@@ -39,8 +39,13 @@ def nearest_centroid(monkeypatch):
     monkeypatch.setattr(imports, "_modules", {})
     yield file
     imports.imported.clear()
-    del EVALUATIONS["centroid"]
-    del sys.modules["nearest_centroid"]
+    EVALUATIONS.pop("centroid", None)
+    sys.modules.pop("nearest_centroid", None)
+
+
+def test_the_page_shows_the_example(nearest_centroid):
+    _, _, shown = nearest_centroid.read_text().partition("def evaluate")
+    assert shown in (ROOT / "evaluation" / "README.md").read_text()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_fewshot import features
 
-from evaluation.frozen.labelled_features import ARRAY_NAMES, LabelledFeatures, load_features, save_features
+from evaluation.frozen.features import ARRAY_NAMES, LabelledFeatures, load_features, save_features
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -1,33 +1,35 @@
-"""The benchmark runs, and its ratios are those of the same round."""
+"""Ratios of speed are those of the same round, and FLOPs those of the architecture; a GPU's report can be pasted."""
 
 import json
+import math
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
-from evaluation import throughput
-from evaluation.benchmark import loading, steps
+from evaluation import gpu_report, throughput
+from evaluation.config import GpuReportConfig
+from evaluation.gpu_report import Speed
+from evaluation.memory import peak_memory
+from mpp.config import Config, ModelConfig, OptimConfig, RunConfig
+from mpp.config.parsing import parse
+from mpp.errors import UserError
+
+NOT_MEASURED = Speed(1, 0.0, math.inf)
 
 
 @pytest.mark.faults
 def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
     """Of a small model; with few and small files to load from, and a small matrix."""
-    monkeypatch.setattr(loading, "IMAGE_FILES", 16)
-    monkeypatch.setattr(steps, "CPU_MATRIX_SIDE", 64)
+    monkeypatch.setattr(throughput, "IMAGE_FILES", 16)
+    monkeypatch.setattr(throughput, "MATRIX_SIDE", {"cpu": 64})
     monkeypatch.setattr(throughput, "WARMUP_ROUNDS", 0)
-    monkeypatch.setattr(throughput, "STEPS_PER_ROUND", 1)
-    monkeypatch.setattr(throughput, "DRAINED_STEPS", 1)
     torch.set_num_threads(1)
     out = tmp_path / "throughput.json"
-    words = [
-        "--model=test_vit",
-        "--img_size=80",
-        "--batch_size=1",
-        "--rounds=2",
-        "--precision=fp32",
-        "--workers=0",
-        "--jpeg_side=64",
-    ]
+    words = ("--model=test_vit", "--img_size=80", "--batch_size=2", "--rounds=2", "--precision=fp32", "--jpeg_side=64")
     throughput.main([*words, f"--out={out}"])
     result = json.loads(out.read_text())
     of_timm, of_mpp = (result["seconds"][name] for name in ("timm training step", "mpp training step"))
@@ -35,12 +37,12 @@ def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
     ratio = result["ratios"]["timm training step / mpp training step"]
     assert (ratio["min"], ratio["max"]) == (min(first, second), max(first, second))
     assert ratio["median"] == pytest.approx((first + second) / 2)
-    assert {"steps in memory / steps from JPEG", "ImageFolder with PIL / mpp's loading"} <= set(result["ratios"])
+    assert "ImageFolder with PIL / mpp's loading" in result["ratios"]
     # of 25 patches of 16 x 16, width 64, 6 blocks whose MLP is 3 times as wide; ours skips part of the last block
     tokens, width, embedding, head = 26, 64, 25 * 3 * 16**2 * 64, 64 * 1000
     blocks = 6 * (10 * tokens * width**2 + 2 * tokens**2 * width)
     flops = result["flops"]
-    assert flops["timm training step"] == 2 * (3 * (blocks + head) + 2 * embedding)  # pixels get no gradient
+    assert flops["timm training step"] == 2 * 2 * (3 * (blocks + head) + 2 * embedding)  # pixels get no gradient
     assert 0.9 < flops["mpp training step"] / flops["timm training step"] < 1.02
     printed = capsys.readouterr().out
     assert "mpp training step" in printed and "images/s a core" in printed
@@ -56,3 +58,106 @@ def test_ratios_are_of_the_same_round(tmp_path, capsys, monkeypatch):
 def test_bad_settings_are_named(setting, message):
     with pytest.raises(ValueError, match=message):
         throughput.main([setting])
+
+
+# --- the report on a GPU ---
+
+
+def pasted(text: str) -> Config:
+    """Settings of pre-training that the last three lines set."""
+    words = shlex.split("\n".join(text.splitlines()[-3:]).replace("\\\n", ""))  # as a shell joins them
+    assert [word.split("=")[0] for word in words] == ["--data.batch_size", "--run.compile", "--data.workers"]
+    return parse(Config, words)
+
+
+@pytest.mark.parametrize(("compiled_speed", "compile"), [(2900, True), (2420, False), (1500, False)])
+def test_the_last_lines_set_what_was_fastest(compiled_speed, compile):
+    text = gpu_report.advice(Speed(512, 2400.0, 650.0), Speed(512, compiled_speed, 650.0), 16)
+    config = pasted(text)
+    assert config.data.batch_size == 512
+    assert config.run.compile is compile
+    assert config.data.workers == -(-max(2400, compiled_speed) // 650)
+    assert "mpp prepare" not in text
+
+
+def test_too_few_cores_for_a_gpu_are_said():
+    text = gpu_report.advice(Speed(512, 2400.0, 650.0), NOT_MEASURED, 2)
+    assert pasted(text).data.workers == 2 and "mpp prepare" in text
+
+
+def test_the_last_lines_are_there_when_nothing_was_measured():
+    config = pasted(gpu_report.advice(NOT_MEASURED, NOT_MEASURED, 7))
+    assert config.run.compile is False and config.data.workers == 7
+
+
+@pytest.mark.faults
+def test_the_largest_batch_leaves_a_fifth_of_the_memory_free(monkeypatch):
+    config = Config(run=RunConfig(dir="unused"), model=ModelConfig(name="test_vit"), optim=OptimConfig(name="adam"))
+    total = peak_memory(config, 512, passes=2)["total"]
+    for share, size in ((0.78, 512), (0.82, 384)):
+        monkeypatch.setattr(gpu_report, "REHEARSED_BYTES", int(total / share))
+        assert gpu_report.largest_batch("test_vit") == size
+    monkeypatch.setattr(gpu_report, "REHEARSED_BYTES", 1)
+    assert gpu_report.largest_batch("test_vit") == 1
+
+
+def test_parts_that_fail_or_hang_leave_the_others_alone(tmp_path, monkeypatch):
+    """A part is a module's command: one that fails, one that never ends, one after the time is over."""
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+    (tmp_path / "fails.py").write_text("raise RuntimeError('CUDA error: an illegal memory access was encountered')")
+    (tmp_path / "hangs.py").write_text("print('begun', flush=True)\nwhile True: pass")
+    with open(tmp_path / "report.txt", "w") as file:
+        report = gpu_report.Report(file, GpuReportConfig(minutes=1 / 60, device="cpu"))
+        for part in ("fails", "hangs", "fails"):
+            report.add(part, part)
+    failed, hung, late = (tmp_path / "report.txt").read_text().split("== ")[1:]
+    assert "RuntimeError: CUDA error" in failed and "exit code 1" in failed
+    assert "begun" in hung and "stopped: minutes 0.0166667 are over" in hung
+    assert "stopped" in late
+
+
+@pytest.mark.rehearsal
+def test_a_rehearsal_writes_the_whole_report(tmp_path, monkeypatch, tally):
+    """All parts but the tests of a GPU, which are a command of their own."""
+    monkeypatch.setattr(gpu_report, "TESTS", ("platform",))
+    gpu_report.main([f"--out={tmp_path / 'report.txt'}", "--device=cpu", "--minutes=60", "--batch_size=4"])
+    text = (tmp_path / "report.txt").read_text()
+    titles = [line[3:] for line in text.splitlines() if line.startswith("== ")]
+    parts = [
+        "versions and card",
+        "test_vit, memory as it is counted",
+        "test_vit, eager, batch 4",
+        "test_vit, compiled, batch 4",
+    ]
+    assert titles == [*parts, "tests", "recommended settings"]
+    assert text.count("exit code 0") == 5
+    for words in ("PyTorch version", "of the ceiling", "memory of mpp's step", "images/s a core"):
+        assert words in text
+    config = pasted(text)
+    assert config.data.batch_size == 4 and config.data.workers >= 1
+    tally("gpu-report: the whole of it on a CPU", 1)
+
+
+def test_without_a_gpu_the_rehearsal_is_named(tmp_path):
+    with pytest.raises(UserError, match="--device cpu rehearses"):
+        gpu_report.main([f"--out={tmp_path / 'report.txt'}"])
+
+
+def test_pages_ask_for_the_packages_that_the_report_takes():
+    """The extra `test` alone: peers are what `mpp throughput` compares with."""
+    lines = [line for page in ROOT.rglob("*.md") for line in page.read_text(encoding="utf-8").splitlines()]
+    extras = [re.search(r"pip install -e '\.\[(.+?)\]'", line) for line in lines if "gpu-report" in line]
+    assert [match[1] for match in extras if match] == ["test"] * 3
+
+
+def test_half_the_batch_is_tried_where_a_speed_cannot_be_measured(tmp_path, monkeypatch):
+    def add(self, title, *words):
+        settings = dict(word[2:].split("=") for word in words[1:])
+        if settings["batch_size"] == "256":
+            seconds = {"mpp training step": [0.1, 0.2, 0.3], "mpp's loading": [0.032]}
+            Path(settings["out"]).write_text(json.dumps({"seconds": seconds}))
+
+    monkeypatch.setattr(gpu_report.Report, "add", add)
+    report = gpu_report.Report(None, GpuReportConfig())
+    assert report.add_training("vit_base_patch16_224", 512, compile=False) == Speed(256, 1280, 1000)
+    assert report.add_training("vit_base_patch16_224", 128, compile=False) == NOT_MEASURED

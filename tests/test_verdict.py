@@ -21,7 +21,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evaluation import contrastive
 from evaluation.metrics.scoring import KINDS
-from evaluation.pages.about import duration
 from evaluation.survey import survey
 from mpp.config import Config, DataConfig, rebuild
 from mpp.data.columns import without_decoding
@@ -274,13 +273,6 @@ def test_without_labels_the_line_has_agreement():
     last = without(evaluation(400), "knn") | {"agreement/depth_01": 0.5, "agreement/chance": 0.1}
     said = "neighbour agreement 50.0% at block 1 (random weights 20.0%, pixel colours 30.0%, chance 10.0%)"
     assert said in verdict([first, last], CONFIG)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.2, "0 seconds"), (1.3, "1 second"), (89, "89 seconds"), (90, "1.5 minutes")]
-)
-def test_a_duration_has_its_unit_in_the_right_number(seconds, text):
-    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(("name", "said"), [("largest_class", "(largest class 28.0%)"), ("chance", "(chance 28.0%)")])

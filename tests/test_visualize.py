@@ -1,6 +1,5 @@
 """The numbers behind pictures of an encoder, against closed forms; and the command that draws them."""
 
-import json
 import math
 import shutil
 from dataclasses import replace
@@ -11,34 +10,33 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import TINY, dataset_of, encoded, picture
+from conftest import encoded, picture
 from einops import rearrange
-from matplotlib.figure import Figure
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from evaluation import supervised
+from evaluation import visualize
+from evaluation.figures.images import grid_of_images
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.patches.features import patch_features
-from evaluation.pictures.attention import (
+from evaluation.pictures import (
     attention_distance,
     attention_rollout,
+    colors_of,
+    components_by_depth,
     extend_rollout,
+    filter_components,
     mean_distance,
     patch_distances,
-    patch_spacing,
-    visit_attention,
+    patch_similarity,
+    position_similarity,
+    read_attention,
 )
-from evaluation.pictures.drawings import place_on_grid
-from evaluation.pictures.pca import components_by_depth
-from evaluation.pictures.positions import filter_components, position_similarity
-from evaluation.pictures.similarity import patch_similarity, search_gallery, spread_patches
 from evaluation.visualize import main
 from mpp.config import ModelConfig
 from mpp.models.encoder import build_encoder
 from mpp.pretrain import Pretraining
-from mpp.training.log import last_scalars
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0")
 SHOWN = "--images=3"  # with pictures that show images
@@ -52,16 +50,14 @@ ALL = {
     "pca",
     "similarity",
     "neighbours",
-    "rank",
-    "accuracy_by_depth",
 }
 
 
-def vit() -> FrozenEncoder:
-    """A small ViT, 32 pixels, 4 x 4 patches."""
+def vit(size: tuple[int, int] = (32, 32)) -> FrozenEncoder:
+    """A small ViT, of 4 x 4 patches of 8 pixels."""
     torch.manual_seed(0)
-    small = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=0)
-    return FrozenEncoder(timm.create_model("vit_base_patch16_224", **small), img_size=32)
+    small = dict(img_size=size, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=0)
+    return FrozenEncoder(timm.create_model("vit_base_patch16_224", **small), img_size=size)
 
 
 def vit_with_uniform_attention() -> FrozenEncoder:
@@ -99,13 +95,14 @@ def mean_distance_on_a_grid(rows: int, columns: int, patch: float) -> float:
     return patch * total / (rows * columns) ** 2
 
 
-@pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
-def test_distance_of_uniform_and_of_identity_attention(grid):
-    distances = patch_distances(grid, 8)
-    count = math.prod(grid)
+@pytest.mark.parametrize("size", [(32, 32), (24, 40)])
+def test_distance_of_uniform_and_of_identity_attention(size):
+    distances = patch_distances(vit(size))
+    rows, columns = (side // 8 for side in size)
+    count = rows * columns
     uniform = torch.full((2, 3, count, count), 0.7 / count)  # 0.3 goes to [class]
     identity = torch.eye(count).expand(2, 3, -1, -1)
-    expected = torch.full((2, 3), mean_distance_on_a_grid(*grid, 8))
+    expected = torch.full((2, 3), mean_distance_on_a_grid(rows, columns, 8))
     torch.testing.assert_close(mean_distance(uniform, distances), expected, rtol=1e-5, atol=0)
     assert mean_distance(identity, distances).abs().max() == 0
 
@@ -119,22 +116,14 @@ def test_a_model_that_attends_to_all_alike_has_the_closed_forms_distance():
 def test_overlapping_patches_are_a_stride_apart():
     apart = ModelConfig(img_size=32, width=16, depth=1, heads=2, patch_size=8)
     overlapping = replace(apart, stride=4)  # 7 x 7 patches
-    assert patch_spacing(FrozenEncoder(build_encoder(apart))) == 8
-    assert patch_spacing(FrozenEncoder(build_encoder(overlapping))) == 4
-
-
-def test_distance_does_not_depend_on_how_images_are_batched():
-    encoder = vit()
-    images = noise(5)
-    at_once = attention_distance(encoder, [images])
-    torch.testing.assert_close(attention_distance(encoder, images.split(2)), at_once)
+    assert patch_distances(FrozenEncoder(build_encoder(apart)))[0, 1] == 8
+    assert patch_distances(FrozenEncoder(build_encoder(overlapping)))[0, 1] == 4
 
 
 def test_attention_is_that_of_the_forward_pass():
     encoder = vit()
     images = noise(2)
-    weights_by_depth = []
-    visit_attention(encoder, images, lambda depth, weights: weights_by_depth.append(weights))
+    weights_by_depth = read_attention(encoder, images, lambda weights: weights)
     attn = encoder.model.blocks[1].attn
     calls = []
     with attn.register_forward_hook(lambda module, inputs, output: calls.append((*inputs, output))):
@@ -183,45 +172,39 @@ def test_filter_components_find_the_directions_that_made_the_filters():
     encoder.model.patch_embed.proj.weight.data = filters.view(16, 3, 8, 8)
     components, shares = filter_components(encoder.model, 28)
     assert components.shape == (16, 3, 8, 8)
-    assert shares[:2].sum().item() == pytest.approx(1, abs=1e-5)
-    rows = components.flatten(1)
-    inside = rows[:2].double().numpy() @ directions.T  # the span is the same, the lengths are 1
+    assert shares[:2].sum() == pytest.approx(1, abs=1e-5)
+    rows = components.reshape(16, -1)
+    inside = rows[:2] @ directions.T  # the span is the same, the lengths are 1
     np.testing.assert_allclose(np.linalg.norm(inside, axis=1), 1, rtol=1e-4)
-    assert torch.equal(rows.amax(1), rows.abs().amax(1))
+    np.testing.assert_array_equal(rows.max(1), np.abs(rows).max(1))
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_features_along_one_direction_have_one_color(sign):
-    """Brighter and brighter: red follows it, from the border to the middle; green and blue have nothing to show."""
+def test_features_along_one_direction_have_one_color():
+    """Brighter and brighter: red follows it; green and blue have nothing to show."""
     strength = torch.rand(2, 4, 4, generator=seeded())
-    strength[:, 1:3, 1:3] += 1
-    direction = torch.tensor([3.0, 0, -4.0, 0, 0])
-    (components,) = components_by_depth([sign * strength[..., None] * direction + 7])
-    torch.testing.assert_close(components.coordinates[..., 0], 5 * (strength - strength.mean()))
-    assert components.coordinates[..., 1:].abs().max() == 0
-    assert components.variance_shares.tolist() == pytest.approx([1, 0, 0])
-    order = strength.flatten().argsort()
-    red, green, blue = components.colors.flatten(0, 2)[order].unbind(1)
-    assert (red.diff() >= 0).all()
+    features = strength[..., None] * torch.tensor([3.0, 0, 4.0, 0, 0]) + 7
+    coordinates, shares = components_by_depth([features])
+    np.testing.assert_allclose(coordinates[0, ..., 0], 5 * (strength - strength.mean()), rtol=1e-4, atol=1e-5)
+    assert np.abs(coordinates[..., 1:]).max() == 0
+    assert shares[0].tolist() == pytest.approx([1, 0, 0])
+    red, green, blue = colors_of(coordinates).reshape(-1, 3)[strength.flatten().argsort()].T
+    assert (np.diff(red) >= 0).all()
     assert (red[0], red[-1]) == (0, 1)
     assert (green == 0.5).all()
     assert (blue == 0.5).all()
-    assert torch.equal(components.foreground, strength > strength.mean())
 
 
 def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_to_depth():
     deviations = torch.tensor([9, 6, 3, 1, 1, 1, 1, 1])
     features = torch.randn(3, 4, 5, 8, generator=seeded()) * deviations
-    features[:, 1:-1, 1:-1, 0] += 5  # the middle differs from the border
-    below, above = components_by_depth([features, -features])  # a block that turns all around
-    torch.testing.assert_close(below.coordinates, above.coordinates)
+    turned = features * torch.tensor([-1, 1, -1, 1, 1, 1, 1, 1])
+    (below, above), shares = components_by_depth([features, turned])
+    assert ((below * above).sum((0, 1, 2)) > 0).all()
     flat = features.double().flatten(0, 2).numpy()
     left, values, _ = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
     expected = (left * values)[:, :3].reshape(3, 4, 5, 3)
-    np.testing.assert_allclose(above.coordinates.abs(), np.abs(expected), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(above.variance_shares, values[:3] ** 2 / (values**2).sum(), rtol=1e-5)
-    first = above.coordinates[..., 0]
-    assert first[:, 1:-1, 1:-1].mean() > first.mean()
+    np.testing.assert_allclose(np.abs(above), np.abs(expected), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(shares[1], values[:3] ** 2 / (values**2).sum(), rtol=1e-5)
 
 
 def test_similarity_is_the_cosine_with_each_patch():
@@ -233,35 +216,15 @@ def test_similarity_is_the_cosine_with_each_patch():
     assert similarity[:, 1, 0, 0].tolist() == pytest.approx([1, 1])
 
 
-def test_patches_are_spread_over_the_grid():
-    assert spread_patches((4, 4)) == [5, 7, 10, 13, 15]
-    assert spread_patches((1, 1)) == [0]
-
-
-def test_neighbours_are_those_of_a_loop_over_images_and_patches():
-    torch.manual_seed(0)
-    gallery = torch.randn(9, 2, 3, 5)  # images that are their features
-    nearest = search_gallery(lambda images: images, gallery[[1, 4]], 2, gallery.split(4), [1, 4], 20)
-    assert nearest.images.shape == nearest.patches.shape == (2, 8)
-    for number, query in enumerate((1, 4)):
-        query_mean = gallery[query].flatten(0, 1).mean(0)
-        query_patch = gallery[query, 0, 2]
-        image_similarity = {}
-        nearest_patch = {}  # (similarity, patch) of each other image
-        for other in range(9):
-            if other == query:
-                continue
-            patches = gallery[other].flatten(0, 1)
-            image_similarity[other] = torch.cosine_similarity(query_mean, patches.mean(0), dim=0).item()
-            by_patch = torch.cosine_similarity(query_patch[None], patches)
-            nearest_patch[other] = (by_patch.max().item(), int(by_patch.argmax()))
-        images = nearest.images[number].tolist()
-        assert images == sorted(image_similarity, key=image_similarity.get, reverse=True)
-        hosts = nearest.hosts[number].tolist()
-        assert hosts == sorted(nearest_patch, key=nearest_patch.get, reverse=True)
-        assert nearest.patches[number].tolist() == [nearest_patch[host][1] for host in hosts]
-        expected = [nearest_patch[host][0] for host in hosts]
-        assert nearest.patch_similarity[number].tolist() == pytest.approx(expected, abs=1e-6)
+def test_a_grid_has_its_images_in_rows_and_one_scale_of_values():
+    images = [np.zeros((4, 8, 3), np.uint8), np.array([[1.0, np.nan]]), np.array([[3.0, 2.0]])]
+    figure = grid_of_images(images, 2, "a title", ["first", "second"], "a value", (0, None))
+    *panels, bar = figure.axes
+    assert [panel.get_title() for panel in panels] == ["first", "second", "", ""]
+    assert [len(panel.images) for panel in panels] == [1, 1, 1, 0]
+    assert all([*panel.images[0].get_extent()] == [0, 8, 4, 0] for panel in panels[:3])
+    assert all(panel.images[0].get_clim() == (0, 3) for panel in panels[1:3])
+    assert bar.get_ylabel() == "a value"
 
 
 def test_patch_features_have_the_last_norm_of_encoders_that_pool_first():
@@ -288,11 +251,11 @@ def test_patch_features_are_the_models_own_in_their_places():
 
 
 def test_entropy_lands_on_its_patch():
-    values = np.arange(8.0).reshape(1, 2, 4)  # two patches of 2 x 2 cells
-    whole = place_on_grid(values, np.array([[3, 0]]), grid=(2, 2))
-    np.testing.assert_array_equal(whole[0, 2:, 2:], [[0, 1], [2, 3]])
-    np.testing.assert_array_equal(whole[0, :2, :2], [[4, 5], [6, 7]])
-    assert np.isnan(whole).sum() == 8
+    values = torch.arange(8.0).view(1, 2, 4)  # two patches of 2 x 2 cells
+    whole = visualize.place_on_grid(values, torch.tensor([[3, 0]]), grid=(2, 2))
+    assert whole[0, 2:, 2:].tolist() == [[0, 1], [2, 3]]
+    assert whole[0, :2, :2].tolist() == [[4, 5], [6, 7]]
+    assert whole.isnan().sum() == 8
 
 
 @pytest.mark.faults
@@ -305,44 +268,33 @@ def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
         image = Image.open(out / f"{name}.png")
         assert image.width <= 900
         assert np.asarray(image.convert("L")).std() > 5
-    distance = json.loads((out / "attention_distance.json").read_text())
-    assert distance["images"] == 5
+    assert np.load(out / "attention_distance.npz")["images"] == 5
     rollout = np.load(out / "attention_rollout.npz")["rollout"]
     assert rollout.mean((1, 2)).tolist() == pytest.approx([1] * 3, rel=1e-5)
     components = np.load(out / "pca.npz")
     assert components["colors"].shape == (2, 3, 4, 4, 3)
     assert components["depths"].tolist() == [1, 2]
-
-
-@pytest.mark.faults
-def test_the_rank_is_that_of_training(pretrain, tmp_path):
-    run = pretrain("--probe.every=4", "--data.eval_images=300")  # all of the held-out ones
-    out = draw(run, tmp_path / "pictures", "--pictures=rank")
-    drawn = json.loads((out / "rank.json").read_text())
-    logged = last_scalars(run)
-    ranks = {"1": logged["features/rank/depth_01"], "2": logged["features/rank/depth_02"]}
-    assert drawn == {"images": 286, "width": 16, "rank_by_depth": pytest.approx(ranks, rel=1e-3)}
+    neighbours = np.load(out / "neighbours.npz")
+    similarity = neighbours["image_similarity"]
+    assert neighbours["names"].shape == (3, 6) and similarity.shape == (3, 5)
+    assert (np.diff(similarity) <= 0).all() and similarity.max() <= 1 + 1e-6
+    assert all(len(set(names)) == 6 for names in neighbours["names"].tolist())  # a query is not its own neighbour
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("settings", "cells", "heading"),
+    ("settings", "cells"),
     [
-        pytest.param(["--objective.name=grid_color"], 16, "(mean colours)", id="grid"),
-        pytest.param(["--objective.name=pixels", "--optim.average=0.9"], None, "(pixels)", id="pixels"),
-        pytest.param(
-            ["--config=rivals/mae"], None, "(pixels, denormalised by each patch's true mean and deviation)", id="mae"
-        ),
-        pytest.param(["--config=rivals/mae_mean_color"], 1, "(mean colours)", id="mean colour"),
-        pytest.param(["--config=rivals/maskfeat"], None, "(grey (no picture))", id="maskfeat"),
+        pytest.param(["--objective.name=grid_color"], 16, id="grid"),
+        pytest.param(["--objective.name=pixels", "--optim.average=0.9"], None, id="pixels"),
+        pytest.param(["--config=rivals/mae"], None, id="mae"),
+        pytest.param(["--config=rivals/mae_mean_color"], 1, id="mean colour"),
+        pytest.param(["--config=rivals/maskfeat"], None, id="maskfeat"),
     ],
 )
-def test_predictions_of_every_network_and_target(pretrain, tmp_path, monkeypatch, settings, cells, heading):
-    headings = []
-    monkeypatch.setattr(Figure, "suptitle", lambda self, text, **_: headings.append(text))
+def test_predictions_of_every_network_and_target(pretrain, tmp_path, settings, cells):
     run = pretrain(*settings, "--run.steps=1")
     out = draw(run, tmp_path / "pictures", "--pictures=predictions", SHOWN)
-    assert headings[0].replace("\n", " ").endswith(heading)
     saved = np.load(out / "predictions.npz")
     original = saved["original"]
     assert original.shape == (3, 32, 32, 3)
@@ -359,8 +311,9 @@ def test_predictions_of_every_network_and_target(pretrain, tmp_path, monkeypatch
     corrupted = corrupted.reshape(3, 4, 4).repeat(8, 1).repeat(8, 2)
     for name in ("seen", "predicted", "true"):
         assert (saved[name][~corrupted] == original[~corrupted]).all()
-    assert (saved["predicted"][corrupted] != saved["true"][corrupted]).any() == ("no picture" not in heading)
-    assert (saved["true"] == original).all() == ("pixels" in heading)
+    is_grey = "maskfeat" in settings[0]  # HOG has no picture
+    assert (saved["predicted"][corrupted] != saved["true"][corrupted]).any() == (not is_grey)
+    assert (saved["true"] == original).all() == (cells is None and not is_grey)
 
 
 @pytest.mark.faults
@@ -387,34 +340,27 @@ def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
     images = (f"--data.path={image_folder}", "--data.eval_fraction=0.5")
     draw("resnetv2_18", tmp_path, "--random=true", "--img_size=32", *images, *FEW)
     printed = capsys.readouterr().out
-    for name in ("predictions", "positions", "attention_distance", "attention_rollout", "pca"):
+    for name in ALL - {"filters", "neighbours"}:
         assert f"no {name}: " in printed
-    assert drawn_in(tmp_path) == {"filters", "rank", "accuracy_by_depth"}
+    assert drawn_in(tmp_path) == {"filters", "neighbours"}
     with pytest.raises(ValueError, match="pictures is filters; it must be a picture that this encoder supports"):
         draw("floor:pixels", tmp_path, "--pictures=filters")
 
 
 @pytest.mark.faults
-def test_images_without_labels_give_all_but_accuracy(finished_run, tmp_path, capsys):
+def test_a_single_image_has_no_neighbours_and_broken_ones_are_none(finished_run, tmp_path, capsys):
     plain = tmp_path / "plain"
     plain.mkdir()
     for number in range(6):
         (plain / f"{number}.png").write_bytes(encoded(picture(number)))
-    out = draw(finished_run, tmp_path / "pictures", f"--data.path={plain}", *FEW)
-    printed = capsys.readouterr().out
-    assert "no accuracy_by_depth: the images have no labels" in printed
-    assert "no neighbours: there is one held-out image" in printed
-    assert drawn_in(out) == ALL - {"accuracy_by_depth", "neighbours"}
-
-
-def test_images_of_several_labels_give_all_but_accuracy(finished_run, tmp_path, capsys):
-    labels = [["a", "b"], ["b"], ["a"]] * 4
-    rows = dataset_of([encoded(picture(number)) for number in range(12)], label=labels)
-    rows.to_parquet(tmp_path / "images.parquet")
-    pictures = ("--pictures=[accuracy_by_depth, filters]", "--data.eval_fraction=0.5")
-    out = draw(finished_run, tmp_path / "pictures", f"--data.path={tmp_path / 'images.parquet'}", *pictures)
-    assert "no accuracy_by_depth: training images have several labels each" in capsys.readouterr().out
-    assert drawn_in(out) == {"filters"}
+    words = (f"--data.path={plain}", "--pictures=[neighbours, filters]", SHOWN)
+    assert drawn_in(draw(finished_run, tmp_path / "one", *words)) == {"filters"}
+    assert "no neighbours: there is one held-out image" in capsys.readouterr().out
+    for number in range(6, 24):
+        (plain / f"{number}.png").write_bytes(encoded(picture(number)) if number % 2 else b"broken")
+    out = draw(finished_run, tmp_path / "more", *words, "--data.eval_fraction=0.5")
+    names = {Path(name).stem for name in np.load(out / "neighbours.npz")["names"].flatten()}
+    assert names and all(int(name) < 6 or int(name) % 2 for name in names)
 
 
 @pytest.mark.faults
@@ -428,44 +374,18 @@ def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path
 
 
 def test_a_query_that_attends_to_class_only_has_no_distance():
-    distances = patch_distances((2, 2), 8)
+    distances = patch_distances(vit((16, 16)))
     weights = torch.zeros(1, 1, 4, 4)
     weights[0, 0, 0, 1] = 1  # the first attends to its neighbour, the others to [class]
     assert mean_distance(weights, distances).item() == 8
     assert mean_distance(torch.zeros(1, 1, 4, 4), distances).item() == 0
 
 
-def test_visiting_attention_leaves_the_encoder_as_it_was():
+def test_reading_attention_leaves_the_encoder_as_it_was():
     encoder = vit()
     before = [block.attn.fused_attn for block in encoder.model.blocks]
-    visit_attention(encoder, noise(1), lambda *_: None)
+    read_attention(encoder, noise(1), lambda weights: None)
     assert [block.attn.fused_attn for block in encoder.model.blocks] == before and any(before)
-
-
-@pytest.mark.faults
-def test_rollout_starts_at_class_where_class_was_trained(finished_run, tmp_path, monkeypatch):
-    starts = []
-    monkeypatch.setattr(
-        "evaluation.figures.images.plot_rollout", lambda images, rollout, start, residual: starts.append(start)
-    )
-    monkeypatch.setattr("evaluation.pictures.drawings.Drawing.write", lambda *args: None)
-    monkeypatch.setattr("evaluation.visualize.SummaryWriter.add_figure", lambda *args: None)
-
-    def start_of(encoder: Path | str, *settings: str) -> str:
-        draw(encoder, tmp_path / "pictures", "--pictures=attention_rollout", SHOWN, *settings)
-        return starts.pop()
-
-    tiny = [word for word in TINY if not word.startswith("--probe")]
-    supervised.main([*tiny, f"--run.dir={tmp_path / 'labels'}"])
-    supervised.main([*tiny, f"--run.dir={tmp_path / 'mean'}", "--head.pooling=mean"])
-    name = "vit_tiny_patch16_224"
-    published = tmp_path / "weights.safetensors"
-    save_file(timm.create_model(name, num_classes=0).state_dict(), published)
-    assert start_of(finished_run) == "patches"
-    assert start_of(tmp_path / "labels") == "class"
-    assert start_of(tmp_path / "mean") == "patches"
-    assert start_of(name, f"--checkpoint={published}") == "class"
-    assert start_of(name, "--random=true") == "patches"
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,9 @@ def count_traffic(config: Config, images: int) -> TrafficMode:
     with torch.device("meta"):
         model, objective = build_model(config)
     counter = TrafficMode()
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+    with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
-        pixels, corruption = fake_batch(config, model, images, fake_mode)
+        pixels, corruption = fake_batch(config, model, images)
         with counter:
             compute_loss(model, objective, pixels, corruption, config.run.precision).backward()
     return counter

@@ -8,8 +8,7 @@ from typing import Any
 
 from timm import is_model
 
-from evaluation.comparison.cases import Case, evaluation_settings
-from evaluation.comparison.encoders import Encoder
+from evaluation.comparison.cases import TRAININGS, Case, Encoder, evaluation_settings
 from evaluation.config import ContrastiveConfig, FinetuneConfig, MaskedDataConfig, SupervisedConfig
 from evaluation.frozen.run_images import record_images
 from mpp.config import SourceConfig, changed_settings, flatten, settings_of
@@ -43,7 +42,7 @@ def case_digest(case: Case) -> str:
     }
     if case.evaluation.module.partition(".")[0] != "evaluation":
         content["imports"] = code_digests(imported)
-    return digest_of(content)
+    return digest_of(content, case.evaluation.revision)
 
 
 def training_digest(encoder: Encoder) -> str | None:
@@ -58,7 +57,7 @@ def training_digest(encoder: Encoder) -> str | None:
     imports = imports_used(encoder.settings)
     if imports:
         content["imports"] = code_digests(imports)
-    return digest_of(content)
+    return digest_of(content, TRAININGS[entry.train].revision)
 
 
 def code_digests(imports: dict[str, bytes]) -> list[str]:
@@ -144,6 +143,11 @@ def digests_of_images(about: dict[str, Any]) -> dict[str, str]:
     return {name: digest_of(about[name]) for name in ("images", "trained_on", "masks") if about.get(name)}
 
 
-def digest_of(content: dict[str, Any]) -> str:
-    """Digest of a dictionary that JSON can hold, whatever the order of its keys."""
+def digest_of(content: dict[str, Any], revision: int = 0) -> str:
+    """Digest of a dictionary that JSON can hold, whatever the order of its keys.
+
+    Args:
+        revision: of the code; 0 is left out, so that results of before it was counted are found.
+    """
+    content = content | ({"revision": revision} if revision else {})
     return short_digest([json.dumps(content, sort_keys=True).encode()])

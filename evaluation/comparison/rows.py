@@ -1,54 +1,244 @@
-"""Choices of a comparison's rows of results: those of a question, a kind, an encoder."""
+"""Rows of results: what the reports of a comparison's cases say, here or in a published results.json.
 
-from collections import defaultdict
-from collections.abc import Iterable
+A row has the COLUMNS that are known of it, and those of its case. Tables, differences and plots are views of a frame of
+them. Kinds of rows:
+
+test: a score on held-out images, of a case (such as 5 shots) and a draw (`seed`); validation: the same on a dev split,
+of an evaluation with `test: false`; dev: a score on the dev split next to those, of a probe at a depth;
+rank: the effective rank of test features at a depth; diverged: no more.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from evaluation.comparison.entries import Question
-from evaluation.comparison.reports import ResultRow
+import pandas as pd
 
-MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
-"""Cases of masked patches that no encoder made."""
+from evaluation.comparison.cases import Case, Encoder, Question, local_encoder
+from evaluation.comparison.digests import case_digest, digests_of_images, provenance, training_digest
+from evaluation.frozen.manifest import parent_encoders
+from evaluation.metrics.intervals import wilson
+from evaluation.metrics.scoring import ONE_CLASS, kind_of_report, rank_of
+from mpp.errors import UserError
+from mpp.training.history import DEVICE_HOURS, PFLOP
+from mpp.training.log import last_scalars
 
-
-def rows_asked(rows: list[ResultRow], question: Question) -> list[ResultRow]:
-    """The rows that a question is about, encoders in its order."""
-    encoders = unique(rows, "encoder") if question.encoders is None else list(question.encoders)
-    evaluations = question.evaluations or unique(rows, "evaluation")
-    asked = [row for row in rows if row["encoder"] in encoders and row["evaluation"] in evaluations]
-    return sorted(asked, key=lambda row: (encoders.index(row["encoder"]), evaluations.index(row["evaluation"])))
-
-
-def of_kind(rows: Iterable[ResultRow], kind: str) -> list[ResultRow]:
-    """The accuracies on `test` images, those on the `dev` split, the `rank` by depth, or rows that `diverged`."""
-    return [row for row in rows if row["kind"] == kind]
-
-
-def of_encoder(rows: Iterable[ResultRow], encoder: str) -> list[ResultRow]:
-    """The results of an encoder."""
-    return [row for row in rows if row["encoder"] == encoder]
+Row = dict[str, Any]
+COSTS = {"pflop": PFLOP, "device_hours": DEVICE_HOURS}
+"""Entry of a row about fine-tuning's cost -> scalar of the cost of training an encoder (`training_pflop`)."""
+OF_RESULTS = ("seed", "interval", "figures", "depth", "lr", *COSTS)
+"""Entries of a report's result that its row has."""
+COLUMNS = ["encoder", "encoder_seed", "evaluation", "dataset", "group", "kind", "case", "accuracy", "score"]
+COLUMNS += [*OF_RESULTS, "images", "baselines", "outcomes", "rank", *(f"training_{name}" for name in COSTS)]
+"""encoder_seed: of the encoder's training; score: heading of the figure `accuracy` where it is another one, such as R2;
+figures: the others; baselines: scores that look at no image; outcomes: place of each image's outcome."""
 
 
-def diverged_with(rows: Iterable[ResultRow], row: ResultRow) -> list[ResultRow]:
-    """The rows that diverged in the evaluation and on the dataset of this row."""
-    diverged = of_kind(rows, "diverged")
-    return [each for each in diverged if all(each[key] == row[key] for key in ("evaluation", "dataset"))]
+def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+    """Rows as a frame with all COLUMNS; what is not known is NaN."""
+    return pd.DataFrame(list(rows), columns=COLUMNS)
 
 
-def unique(rows: Iterable[ResultRow], key: str) -> list[Any]:
-    """The different values of a key, in order."""
-    return list(dict.fromkeys(row[key] for row in rows))
+def rows_asked(frame: pd.DataFrame, question: Question) -> pd.DataFrame:
+    """The rows that a question is about, encoders and evaluations in its order."""
+    asked = {"encoder": question.encoders, "evaluation": question.evaluations}
+    names = {column: list(frame[column].unique() if given is None else given) for column, given in asked.items()}
+    frame = frame[frame.encoder.isin(names["encoder"]) & frame.evaluation.isin(names["evaluation"])]
+    return frame.sort_values(list(names), key=lambda column: column.map(names[column.name].index), kind="stable")
 
 
-def count_seeds(rows: Iterable[ResultRow]) -> int:
-    """The number of seeds that the rows of an encoder are of."""
-    return len(unique(rows, "encoder_seed"))
+# --- reports ---
 
 
-def grouped(rows: Iterable[ResultRow], *keys: str) -> dict[tuple, list[ResultRow]]:
-    """The rows by their values of these keys, in order."""
-    groups = defaultdict(list)
-    for row in rows:
-        values = tuple(row[key] for key in keys)
-        groups[values].append(row)
-    return dict(groups)
+def report_path_of_case(case: Case, folder: Path) -> Path:
+    """The file of a case's report: its name has the digest of the settings, so that a renamed entry is found.
+
+    Args:
+        folder: of the comparison.
+    """
+    reports = folder / "reports"
+    by_digest = sorted(reports.glob(f"*-{case_digest(case)}.json"))
+    return by_digest[0] if by_digest else reports / f"{case.slug}-{case_digest(case)}.json"
+
+
+def read_report(case: Case, folder: Path) -> dict[str, Any] | None:
+    """The report of a case, if there is one of these settings, images and weights."""
+    with suppress(UserError, FileNotFoundError, json.JSONDecodeError):  # no encoder, no report, or one that was cut off
+        report = json.loads(report_path_of_case(case, folder).read_text(encoding="utf-8"))
+        if report.get("comparison") == provenance(case):
+            return report
+    return None
+
+
+def read_new_report(case: Case, file: Path) -> dict[str, Any]:
+    """The report that an evaluation, perhaps a user's, has just written.
+
+    Raises:
+        UserError: it is none, or has results that a table cannot tell apart: it would show their mean.
+    """
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        rows = list(rows_of_report(case, report, file))
+        shown = [(row["case"], row["seed"]) for row in rows if row["kind"] in ("test", "validation")]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        form = "{results: [{accuracy, ...}], protocol: {...}}"
+        raise UserError(f"{case.entry.command} has not written {form} to {file}: {error!r}") from error
+    if len(set(shown)) < len(shown):
+        way = "give each a `case` of its own, or register it with case_key"
+        raise UserError(f"{case.entry.command} has several results of the same case and seed: {way}")
+    return report
+
+
+def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[Row]:
+    """The results of a report; of several depths, scores at the one that counts."""
+    protocol, kind = report["protocol"], kind_of_report(report)
+    figure = kind.score_heading if kind.name in ("several", "number") else ""
+    about = {"seed": 0} | ({} if kind is ONE_CLASS else {"score": kind.score_heading})
+    is_tested = protocol.get("test", True)
+    if not is_tested and case.kind == "fine-tuning":
+        best = max(report["dev"], key=lambda each: rank_of(each["accuracy"]))  # of its learning rates
+        yield about | {"kind": "validation", "case": figure} | best
+        return
+    chosen = protocol.get("chosen_depth")
+    labels = {key: value for key, value in report.get("labels", {}).items() if key in COLUMNS and value}
+    for result in report["results"]:
+        if result.get("depth", chosen) != chosen:
+            continue
+        name = result.get("case", result.get(case.evaluation.case_key, ""))
+        row = {"kind": "test" if is_tested else "validation", "case": f"{name} {figure}".strip()}
+        row |= {"accuracy": result["accuracy"]} | {key: result[key] for key in OF_RESULTS if key in result} | labels
+        if "outcomes" in result:
+            row["outcomes"] = {"report": f"{file.parent.name}/{file.name}", "number": result["outcomes"]}
+        yield about | row
+    if is_tested:
+        of_dev = [{"accuracy": result["dev_accuracy"]} for result in report["results"] if "dev_accuracy" in result]
+        for depth, accuracy in protocol.get("dev_accuracy_by_depth", {}).items():
+            of_dev.append({"depth": int(depth), "accuracy": accuracy})
+        yield from (about | {"kind": "dev"} | row for row in of_dev)
+        for depth, rank in protocol.get("rank_by_depth", {}).items():
+            yield {"kind": "rank", "seed": 0, "depth": int(depth), "rank": rank}
+
+
+def rows_of(case: Case, folder: Path) -> list[Row]:
+    """The results of a case; none where it has no report."""
+    report = {"diverged": ""} if was_never_trained(case.encoder, folder) else read_report(case, folder)
+    if report is None:
+        return []
+    about = case.labels | {"digest": case_digest(case)} | training_cost(case.encoder)
+    of_images = digests_of_images(report.get("comparison", {}))
+    about |= {"image_digests": of_images} if of_images else {}
+    about |= {"mpp": report["mpp"]} if "mpp" in report else {}
+    if "diverged" in report:
+        return [about | {"kind": "diverged"}]
+    return [about | with_known_numbers(row) for row in rows_of_report(case, report, report_path_of_case(case, folder))]
+
+
+def divergence_of(encoder: Encoder, folder: Path) -> Path:
+    """The file that exists once the encoder's training diverged: by these settings it would again, in the same step."""
+    return folder / "reports" / f"training-{training_digest(encoder)}.json"
+
+
+def was_never_trained(encoder: Encoder, folder: Path) -> bool:
+    """Whether the training of the encoder diverged, or that of a parent."""
+    if any(was_never_trained(parent, folder) for parent in encoder.parents.values()):
+        return True
+    return not encoder.entry.random and divergence_of(encoder, folder).is_file()
+
+
+def read_published(file: str | None) -> dict[str, list[Row]]:
+    """The results of another comparison's or sweep's results.json, by their digests; None: there are none.
+
+    Raises:
+        UserError: the file is not a results.json.
+    """
+    by_digest: dict[str, list[Row]] = {}
+    try:
+        results = json.loads(Path(file).read_text(encoding="utf-8"))["results"] if file else []
+        for row in results:
+            by_digest.setdefault(row["digest"], []).append(with_known_numbers(row))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None
+    return by_digest
+
+
+def with_known_numbers(row: Row) -> Row:
+    """A row of a file with NaN instead of null, an accuracy that the images do not have; it has no interval."""
+    if row.get("accuracy", 0) is not None:
+        return row
+    return {key: value for key, value in row.items() if key != "interval"} | {"accuracy": math.nan}
+
+
+def with_interval(row: Row, case: Case) -> Row:
+    """A row of an accuracy without its interval, such as a published one, with Wilson's where the images are known."""
+    images = case.dataset.images
+    is_share = row["kind"] == "test" and case.evaluation.is_share_of_images and "score" not in row  # R2, say
+    if images is None or not is_share or "interval" in row:
+        return row
+    return row | {"images": images, "interval": list(wilson(row["accuracy"] * images, images))}
+
+
+def describe_missing_seeds(cases: Iterable[Case], rows: Sequence[Row]) -> list[str]:
+    """A sentence on the encoders that have results at some of their seeds only: the others are running, or failed.
+
+    Args:
+        cases: all that are asked for.
+    """
+    names = ("encoder", "evaluation", "dataset", "encoder_seed")
+    found = {tuple(row[name] for name in names) for row in rows}
+    places = {place[:3] for place in found}
+    asked = [tuple(case.labels[name] for name in names) for case in cases]
+    lacking = [place for place in asked if place[:3] in places and place not in found]
+    words = "; ".join("{} in {} on {} (seed {})".format(*place) for place in lacking)
+    return [f"Means are without the seeds that have no result yet: {words}."] if lacking else []
+
+
+# --- cost ---
+
+
+def training_cost(encoder: Encoder) -> Row:
+    """PFLOP and device-hours that training an encoder and its ancestors took, as entries of a row.
+
+    Random weights cost 0. Where a cost is not known, it is left out: without a record, or of a published model's pupil.
+    """
+    if encoder.entry.random:
+        return {f"training_{name}": 0.0 for name in COSTS}
+    costs = {}
+    for name, scalar in COSTS.items():
+        with suppress(UserError):
+            costs[f"training_{name}"] = cost_with_ancestors(encoder.path, scalar)
+    return costs
+
+
+def cost_with_ancestors(run: Path, scalar: str) -> float:
+    """The cost of a run and of all that it was made from, each once. A branch's counts from its first step on.
+
+    Args:
+        scalar: that grows with training: PFLOP or DEVICE_HOURS.
+    Raises:
+        UserError: one of them has no record of it.
+    """
+    return sum(last_scalars(each, scalar)[scalar] for each in with_ancestors(run))
+
+
+def with_ancestors(run: Path) -> list[Path]:
+    """A run, the runs that it began from and learned from, and theirs, each once.
+
+    Raises:
+        UserError: one of them is a published model.
+    """
+    found: dict[Path, Path] = {}
+    waiting = [run]
+    while waiting:
+        each = waiting.pop(0)
+        if each.resolve() in found:
+            continue
+        found[each.resolve()] = each
+        for encoder in parent_encoders(each).values():
+            parent = local_encoder(encoder)
+            if parent is None:
+                raise UserError(f"{each} builds on {encoder}, whose cost is unknown")
+            waiting.append(parent)
+    return list(found.values())

@@ -4,23 +4,21 @@ Processes that share the folder share the work: a lock keeps each from the work 
 """
 
 import json
-import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 
-from evaluation.comparison.branches import parting_step
-from evaluation.comparison.cases import Case, evaluation_settings
+from evaluation.comparison.cases import TRAININGS, Case, Encoder, evaluation_settings, parting_step
 from evaluation.comparison.digests import case_digest, changed_images, digest_of, label_task, provenance
-from evaluation.comparison.encoders import Encoder
-from evaluation.comparison.reports import (
-    ResultRow,
+from evaluation.comparison.rows import (
+    Row,
     divergence_of,
     read_new_report,
     read_published,
@@ -29,18 +27,20 @@ from evaluation.comparison.reports import (
     rows_of,
     with_interval,
 )
-from evaluation.comparison.trainings import TRAININGS, with_compute
+from evaluation.config import CompareConfig, SweepConfig
 from evaluation.frozen.probing import features_shared, forget_features
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import record_images, record_source
-from mpp.config import TrainingConfig, rebuild
+from mpp.config import TrainingConfig, rebuild, require
 from mpp.data.identity import differences
+from mpp.data.loader import BatchLayout
 from mpp.errors import Diverged, Unavailable, UserError
 from mpp.runtime.files import Held, hold
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.messages import note
+from mpp.runtime.messages import note, tell, warn
 from mpp.runtime.start import user_message
 from mpp.training.checkpoint import kept_steps, newest_step
+from mpp.training.flops import flops_of_step
 from mpp.training.log import read_history
 from mpp.training.run import fingerprint_first_weights, train
 from mpp.training.run_folder import is_finished, read_record
@@ -49,68 +49,46 @@ FULL_DISK = ("No space left", "quota exceeded")
 """Words of errors, or of those that they come from, where a disk or a user's share of it is full."""
 RETRY_S = 10
 """Seconds until cases that other processes work at are tried again."""
+PETA = 1e15
+T = TypeVar("T")
 
 
-class CarriedOut(NamedTuple):
-    """Cases that were carried out as far as possible."""
-
-    cases: Sequence[Case]
-    folder: Path
-    """Of the comparison."""
-    published: dict[str, list[ResultRow]]
-    """Results that are taken from another comparison, by the digest of their case."""
-    failures: list[str]
-    """A line each with its reason."""
-
-    def collect(self) -> list[ResultRow]:
-        """All results that there are by now, those of other processes among them."""
-        rows: list[ResultRow] = []
-        for case in self.cases:
-            known = self.published.get(case_digest(case))
-            of_case = [row | case.labels for row in known] if known else rows_of(case, self.folder)
-            rows += [with_interval(row, case) for row in of_case]
-        return rows
-
-    def raise_failures(self) -> None:
-        """Raise UserError if an evaluation failed."""
-        if self.failures:
-            count = f"{len(self.failures)} of {len(self.cases)}"
-            raise UserError(f"{count} evaluations failed, such as {self.failures[0]}")
-
-
-def carry_out(cases: Sequence[Case], folder: Path, extends: str | None, tabulate: bool) -> CarriedOut:
-    """Train and evaluate everything that is not done yet, here or in the results.json `extends`.
+def carry_out(cases: Sequence[Case], config: CompareConfig | SweepConfig, write: Callable[[list[Row]], T]) -> T:
+    """Train and evaluate everything that is not done yet, here or in the results.json `extends`; write all results.
 
     Args:
-        tabulate: take only finished results.
+        write: what to do with all results that there are by now, those of other processes among them.
     Raises:
-        UserError: a case that cannot be carried out, before anything is done; a full disk.
+        UserError: a case that cannot be carried out, before anything is done; a full disk; failed evaluations, at the
+            end.
     """
     if PartialState(cpu=not uses_gpu()).num_processes > 1:
         raise UserError("this command is one process; start it several times to share the work")
+    folder = Path(config.dir)
     record_source.cache_clear()  # images may have changed since this process compared others
-    published = of_same_images(read_published(extends), cases, extends)
-    missing = [case for case in cases if case_digest(case) not in published]  # this parses the settings of each
-    with features_shared():
-        failures = [] if tabulate else evaluate_cases(missing, folder)
-    return CarriedOut(cases, folder, published, failures)
-
-
-def of_same_images(
-    published: dict[str, list[ResultRow]], cases: Sequence[Case], extends: str | None
-) -> dict[str, list[ResultRow]]:
-    """The published results without those of images that have changed since, as far as these are here; a note says it.
-
-    Settings name a folder: its content may be another one by now.
-    """
-    outdated = set()
-    for case in cases:
-        rows = published.get(case_digest(case), [])
+    published = read_published(config.extends)
+    for case in cases:  # this parses the settings of each
+        rows = published.get(case_digest(case))
         changed = changed_images(case, rows[0].get("image_digests", {})) if rows else []
         if changed:
-            note(f"{case.slug} is not taken from {extends}: other images by now ({', '.join(changed)})")
-            outdated.add(case_digest(case))
-    return {digest: rows for digest, rows in published.items() if digest not in outdated}
+            note(f"{case.slug} is not taken from {config.extends}: other images by now ({', '.join(changed)})")
+            del published[case_digest(case)]
+    missing = [case for case in cases if case_digest(case) not in published]
+    with features_shared():
+        failures = [] if config.tabulate else evaluate_cases(missing, folder)
+    with hold(folder, "dir", wait=True):  # another process may have come to its end too
+        rows = []
+        for case in cases:
+            known = published.get(case_digest(case))
+            of_case = [row | case.labels for row in known] if known else rows_of(case, folder)
+            rows += [with_interval(row, case) for row in of_case]
+        result = write(rows)
+    if failures:
+        raise UserError(f"{len(failures)} of {len(cases)} evaluations failed, such as {failures[0]}")
+    return result
+
+
+# --- evaluations ---
 
 
 def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
@@ -122,7 +100,6 @@ def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
         UserError: the disk is full, so that the other cases would fail, too.
     """
     failures: list[str] = []
-    announced = False
     while cases:
         left = []
         for case in cases:
@@ -131,17 +108,16 @@ def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
             except Held:
                 left.append(case)
             except Diverged as error:  # a finding
-                print(f"warning: {case.slug} diverged: {error}", file=sys.stderr)
+                warn(f"{case.slug} diverged: {error}")
             except Exception as error:  # missing images, a bug: the other cases continue
+                reason = reason_of(error)
                 if any(words in "".join(traceback.format_exception(error)) for words in FULL_DISK):
                     way = "finished work is kept: free space, then start the same command again"
-                    raise UserError(f"{case.slug}: {reason_of(error)}; {way}") from error
-                failures.append(f"{case.slug}: {reason_of(error)}")
-                print(f"warning: {failures[-1]}", file=sys.stderr)
+                    raise UserError(f"{case.slug}: {reason}; {way}") from error
+                failures.append(f"{case.slug}: {reason}")
+                warn(failures[-1])
         if len(left) == len(cases):
-            if not announced:
-                print(f"waiting for other processes, which compute {left[0].slug} or its inputs", flush=True)
-            announced = True
+            tell(f"waiting for other processes, which compute {left[0].slug} or its inputs")
             time.sleep(RETRY_S)
         cases = left
     return failures
@@ -152,7 +128,7 @@ def reason_of(error: Exception) -> str:
     message = user_message(error)
     if message is not None:
         return message
-    traceback.print_exc()
+    traceback.print_exception(error)
     return f"{type(error).__name__}: {error}"
 
 
@@ -186,14 +162,17 @@ def settings_to_evaluate(case: Case, folder: Path) -> Any:
     Fine-tuning has a run folder for only these images and weights: a finished run with others is not taken for it.
     """
     places = {"out": str(report_path_of_case(case, folder))}
-    if case.evaluation.kind == "fine-tuning":
-        name = f"{case.file_name}-{case_digest(case)}-{digest_of(provenance(case))}"
+    if case.kind == "fine-tuning":
+        name = f"{case.slug}-{case_digest(case)}-{digest_of(provenance(case))}"
         places["run.dir"] = str(folder / "finetuned" / name)
     return rebuild(evaluation_settings(case), places)
 
 
+# --- trainings ---
+
+
 def train_encoder(encoder: Encoder, folder: Path) -> None:
-    """Train an encoder, its parents and its trunk first; a finished run is left as it is, an interrupted one continues.
+    """Train an encoder, its parents first; a finished run is left as it is, an interrupted one continues.
 
     Raises:
         Held: another process trains it, a parent or its trunk.
@@ -206,15 +185,22 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
     with hold(encoder.path, "encoder"):  # before the images are loaded, which takes a while
         pass
     config = settings_to_train(encoder)
-    check_beginning(encoder)
-    run_folder = Path(config.run.dir)
-    if not is_finished(config, run_folder):
+    refuse_other_beginning(config, encoder.path)
+    if not is_finished(config, Path(config.run.dir)):
         forget_features()
+    divergence = divergence_of(encoder, folder)
     try:
-        train_unless_diverged(encoder, config, folder)
+        if divergence.is_file():
+            message = json.loads(divergence.read_text(encoding="utf-8"))["diverged"]
+            raise Diverged(f"{message} (recorded in {divergence}; delete it to try again)")
+        if encoder.trunk is not None and not newest_step(Path(config.run.dir)):
+            config = branch_from_trunk(encoder, config, folder)
+        train(config, TRAININGS[encoder.entry.train].build_task)
     except Diverged as error:
+        if not divergence.is_file():
+            write_json(divergence, {"diverged": str(error)})
         if encoder.entry.random:  # it takes the architecture from there, but no weights
-            raise UserError(f"{run_folder} has no encoder to take the architecture from: {error}") from error
+            raise UserError(f"{encoder.path} has no encoder to take the architecture from: {error}") from error
         raise
 
 
@@ -235,10 +221,31 @@ def settings_to_train(encoder: Encoder) -> TrainingConfig:
     return replace(config, run=replace(config.run, keep_at=keep_at))
 
 
-def check_beginning(encoder: Encoder) -> None:
-    """Raise UserError where the encoder exists, and was trained on other images or from other weights than today's."""
-    config = settings_to_train(encoder)
-    before = read_record(encoder.path)
+def with_compute(command: str, config: TrainingConfig, pflop: float) -> TrainingConfig:
+    """The training with as many steps as execute this compute.
+
+    Raises:
+        UserError: it is not enough for a step.
+    """
+    flops = step_flops(command, replace(config, run=replace(config.run, dir="", seed=0)))  # which all seeds share
+    steps = round(PETA * pflop / flops)
+    require(steps > 0, "compute", pflop, f"at least {flops / PETA:.2g}, the PFLOP of a step")
+    return replace(config, run=replace(config.run, steps=steps))
+
+
+@cache
+def step_flops(command: str, config: TrainingConfig) -> int:
+    """FLOPs that a step of this training executes: to count them, the images are loaded and the model is built."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=not uses_gpu())
+    layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
+    task = TRAININGS[command].build_task(config, accelerator, layout)
+    return flops_of_step(task, layout.global_batch_size, config.optim)
+
+
+def refuse_other_beginning(config: TrainingConfig, folder: Path) -> None:
+    """Raise UserError where a run is there, and was trained on other images or from other weights than today's."""
+    before = read_record(folder)
     now = record_images(config.data, label_task(config)) or {}
     compared = fingerprint_first_weights(config)
     for split, images in now.items():
@@ -250,28 +257,9 @@ def check_beginning(encoder: Encoder) -> None:
     changed = differences(before, compared)
     if changed:
         raise UserError(
-            f"{encoder.path} was started with other images or weights ({'; '.join(changed)}); "
+            f"{folder} was started with other images or weights ({'; '.join(changed)}); "
             "remove this folder to train again, or restore the original ones"
         )
-
-
-def train_unless_diverged(encoder: Encoder, config: TrainingConfig, folder: Path) -> None:
-    """Train by these settings; a file says it if the training diverges.
-
-    Raises:
-        Diverged: the training did, now or before.
-    """
-    divergence = divergence_of(encoder, folder)
-    if divergence.is_file():
-        message = json.loads(divergence.read_text(encoding="utf-8"))["diverged"]
-        raise Diverged(f"{message} (recorded in {divergence}; delete it to try again)")
-    try:
-        if encoder.trunk is not None and not newest_step(Path(config.run.dir)):
-            config = branch_from_trunk(encoder, config, folder)
-        train(config, TRAININGS[encoder.entry.train].build_task)
-    except Diverged as error:
-        write_json(divergence, {"diverged": str(error)})
-        raise
 
 
 def branch_from_trunk(encoder: Encoder, config: TrainingConfig, folder: Path) -> TrainingConfig:
@@ -288,18 +276,11 @@ def branch_from_trunk(encoder: Encoder, config: TrainingConfig, folder: Path) ->
     try:
         train_encoder(encoder.trunk, folder)
     except Diverged as error:
-        if not is_past(trunk, parting):
+        logged = [line["step"] for line in read_history(trunk)]
+        if max(logged, default=0) <= parting and newest_step(trunk) < parting:
             raise Diverged(f"{trunk}, which it branches from: {error}") from error
-    where = f"step {parting}, where {encoder.path} parts from it"
     kept = [step for step in kept_steps(trunk) if step <= parting]
     if not kept:
+        where = f"step {parting}, where {encoder.path} parts from it"
         raise UserError(f"{trunk} has no checkpoint up to {where}; rm -r {trunk}, and the same command makes it again")
-    if kept[-1] < parting:
-        note(f"{trunk} has no checkpoint after {where}; the branch repeats the steps from {kept[-1]} on")
     return replace(config, run=replace(config.run, branch_from=f"{trunk}@{kept[-1]}"))
-
-
-def is_past(run: Path, step: int) -> bool:
-    """Whether a run got through this step, by its checkpoints and its metrics."""
-    logged = [line["step"] for line in read_history(run)]
-    return newest_step(run) >= step or max(logged, default=0) > step

@@ -1,227 +1,274 @@
-"""Tables of a comparison's results: means and spreads by encoder and column, as Markdown."""
+"""Views of rows of results: the cells of a question's table, as Markdown, sentences below it, and its plot."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
 
-from evaluation.comparison.entries import MEASURED_AXES, Question
-from evaluation.comparison.reports import ResultRow, kind_of_scores, name_of_score
-from evaluation.comparison.rows import MASKED_BASELINES, count_seeds, grouped, of_encoder, of_kind, unique
-from evaluation.metrics.scoring import ONE_CLASS, mean_interval
-from evaluation.metrics.summaries import summarize_values
+from evaluation.config.comparing import MEASURED_AXES, Question
+from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_depths, plot_lines
+from evaluation.frozen.results import score_axis
+from evaluation.metrics.scoring import ONE_CLASS, LabelKind, kind_of_score, mean_interval, summarize_values
 
 Cell = dict[str, Any]
 """Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and
 device_hours, where asked; `diverged`, the number of seeds that did, where any; `score`, its name, where it is no
 accuracy."""
-CellsByEncoder = dict[str, dict[str, Cell]]
+Cells = dict[str, dict[str, Cell]]
 """Encoder -> column -> cell.
 
 Columns are accuracies; of a single dataset also that of fine-tuning on training images that it left out, and the rank
 of the deepest features where a probe measured it.
 """
-Groups = Mapping[str | None, set[str]]
-"""Group -> its datasets, measured or not."""
-
-RANK_COLUMN = "rank"
+SCORES = ("test", "validation")
+"""Kinds of rows whose scores a table has."""
+MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
+"""Cases of masked patches that no encoder made."""
+RANK = "rank"
 COST_UNITS = {"pflop": "PFLOP", "device_hours": "device-hours"}
 """Entry of a cell -> its unit, for headings."""
+SAME_TASK = 1e-6
+"""Largest difference of a baseline's accuracies on the same masked patches."""
 
 
-class TableColumn(NamedTuple):
-    """A column of accuracies: those on a dataset, or their mean over a group of datasets."""
-
-    heading: str
-    group: str | None
-    """The group; None: the column is about one dataset."""
-    rows: list[ResultRow]
+def kind_of_scores(scores: Iterable[Any]) -> LabelKind:
+    """The kind of label whose score has one of these headings; accuracy has none."""
+    return kind_of_score(next((score for score in scores if isinstance(score, str)), None))
 
 
-def cells_by_encoder(
-    rows: list[ResultRow], question: Question | None = None, groups: Groups | None = None
-) -> CellsByEncoder:
+# --- cells ---
+
+
+def cells_by_encoder(frame: pd.DataFrame, question: Question | None = None) -> Cells:
     """The cells of a table.
 
     Args:
         question: where it plots against compute, each cell has the mean PFLOP and device-hours of its accuracies.
-        groups: the datasets of each group; a mean over a group is one over all of them.
     """
-    scored = [*of_kind(rows, "test"), *diverged_cases(rows)]
-    numbers: CellsByEncoder = {encoder: {} for encoder in unique(scored, "encoder")}
-    for column in columns_of(scored):
-        tested = of_kind(column.rows, "test")
-        diverged = of_kind(column.rows, "diverged")
-        datasets = set(unique(tested, "dataset"))
-        if column.group is not None:
-            datasets |= (groups or {}).get(column.group, set())
-        for encoder, cells in numbers.items():
-            complete = of_complete_seeds(of_encoder(tested, encoder), datasets)
-            cell = cell_of(complete, of_encoder(diverged, encoder), question)
-            if cell:
-                cells[column.heading] = cell
-    if len(unique(rows, "dataset")) == 1:
-        add_dev_accuracies(numbers, rows)
-        add_ranks(numbers, rows)
-    return numbers
+    scored = in_columns(frame)
+    cells: Cells = {encoder: {} for encoder in scored.encoder.unique()}
+    for column, of_column in scored.groupby("column", sort=False):
+        for encoder, rows in of_column.groupby("encoder", sort=False):
+            cells[encoder][column] = cell_of(rows, question)
+    if frame.dataset.nunique() == 1:
+        for encoder, rows in frame[frame.encoder.isin(cells)].groupby("encoder", sort=False):
+            cells[encoder] |= cells_beside(rows)
+    return cells
 
 
-def diverged_cases(rows: list[ResultRow]) -> list[ResultRow]:
-    """Rows that diverged, once for each case that their evaluation has for other encoders; if it has none, for `""`."""
-    tested = grouped(of_kind(rows, "test"), "evaluation")
-    diverged = []
-    for row in of_kind(rows, "diverged"):
-        cases = unique(tested.get((row["evaluation"],), []), "case") or [""]
-        diverged += [row | {"case": case} for case in cases]
-    return diverged
+def in_columns(frame: pd.DataFrame) -> pd.DataFrame:
+    """Scores, means over groups of datasets, and what diverged, with the heading of the `column` that each is in.
 
-
-def columns_of(rows: list[ResultRow]) -> list[TableColumn]:
-    """Columns of accuracies: each dataset's cases, then the means over groups of datasets.
-
-    A column names its dataset where the evaluation has several; masked patches are of a run's own images, and have one.
-    Without baselines of masked patches, which no encoder made: see `describe_masked_baselines`.
+    It names the dataset where an evaluation has several. Baselines of masked patches are in none: no encoder made them.
+    What diverged is in each column of its evaluation.
     """
-    rows = [row for row in rows if row["case"] not in MASKED_BASELINES]
-    datasets = {name: unique(of_one, "dataset") for (name,), of_one in grouped(rows, "evaluation").items()}
-    columns = []
-    for (dataset, evaluation, case), in_column in grouped(rows, "dataset", "evaluation", "case").items():
-        words = [dataset if len(datasets[evaluation]) > 1 else "", evaluation, case]
-        columns.append(TableColumn(" ".join(filter(None, words)), None, in_column))
-    for (group, evaluation, case), in_column in grouped(rows, "group", "evaluation", "case").items():
-        if group:
-            words = [f"mean {group}", evaluation, case]
-            columns.append(TableColumn(" ".join(filter(None, words)), group, in_column))
-    return columns
+    scores = frame[frame.kind.isin(SCORES) & ~frame.case.isin(MASKED_BASELINES)]
+    diverged = frame[frame.kind == "diverged"].drop(columns="case")
+    diverged = diverged.merge(scores[["evaluation", "case"]].drop_duplicates(), "left").fillna({"case": ""})
+    parts = [part for part in (scores, means_of_groups(scores), diverged) if len(part)]
+    scored = pd.concat(parts) if parts else scores
+    is_one = scored.groupby("evaluation").dataset.transform("nunique") == 1
+    words = zip(scored.dataset.mask(is_one, ""), scored.evaluation, scored.case, strict=True)
+    return scored.assign(column=[" ".join(filter(None, each)) for each in words])
 
 
-def of_complete_seeds(rows: list[ResultRow], datasets: set[str]) -> list[ResultRow]:
-    """Results of the seeds that have all of these datasets: a mean over some would pass for one over all."""
-    complete = []
-    for seed, of_seed in grouped(rows, "encoder_seed", "seed").items():
-        if set(unique(of_seed, "dataset")) == datasets:
-            complete.append(seed)
-    return [row for row in rows if (row["encoder_seed"], row["seed"]) in complete]
+def means_of_groups(scores: pd.DataFrame) -> pd.DataFrame:
+    """Means over the datasets of each group, as rows of a dataset: of the seeds that have a score on all of them."""
+    keys = ["encoder", "encoder_seed", "seed", "evaluation", "case", "kind", "group"]
+    by_seed = scores.groupby(keys, sort=False)  # without rows that are in no group
+    means = by_seed.agg({"accuracy": "mean", "dataset": "nunique", "score": "first"}).reset_index()
+    is_complete = means.dataset == means.group.map(scores.groupby("group").dataset.nunique())
+    means = means.assign(dataset="mean " + means.group.astype(str), group=None)
+    return means[is_complete].reindex(columns=scores.columns)
 
 
-def cell_of(rows: list[ResultRow], diverged: list[ResultRow], question: Question | None = None) -> Cell:
-    """The numbers of an encoder's results in a column; empty: there are none."""
-    cell = mean_and_spread(rows) if rows else {}
+def cell_of(rows: pd.DataFrame, question: Question | None = None) -> Cell:
+    """The numbers of an encoder's results in a column."""
+    scored = rows[rows.kind.isin(SCORES)]
+    cell = mean_and_spread(scored) if len(scored) else {}
+    diverged = rows[rows.kind == "diverged"].encoder_seed.nunique()
     if diverged:
-        cell["diverged"] = count_seeds(diverged)
-    if question is not None and question.x in MEASURED_AXES:
-        for name in COST_UNITS:
-            costs = [cost_of(row, question, name) for row in rows]
-            known = [cost for cost in costs if cost is not None]
-            if known:
-                cell[name] = float(np.mean(known))
+        cell["diverged"] = diverged
+    for name in COST_UNITS if question is not None and question.x in MEASURED_AXES else ():
+        costs = costs_of(scored, question, name).dropna()
+        if len(costs):
+            cell[name] = float(np.mean(costs.to_numpy()))
     return cell
 
 
-def mean_and_spread(rows: Iterable[ResultRow], key: str = "accuracy") -> Cell:
-    """Mean and standard deviation over seeds, of the encoder and of the draws; over datasets, the mean is taken.
+def mean_and_spread(rows: pd.DataFrame, key: str = "accuracy") -> Cell:
+    """Mean and standard deviation over seeds, of the encoder and of the draws.
 
-    Of one dataset with the 95 % `interval` over its test images, where all rows have one.
+    With the 95 % `interval` over test images, where all rows have one.
     """
-    rows = list(rows)
-    means = []
-    for of_seed in grouped(rows, "encoder_seed", "seed").values():
-        means.append(np.mean([row[key] for row in of_seed]))
-    cell: Cell = summarize_values(means)
-    if key == "accuracy":
-        cell |= name_of_score(kind_of_scores(rows))
-    interval = mean_interval(rows) if len(unique(rows, "dataset")) == 1 else None
-    return cell if interval is None else cell | {"interval": interval}
+    by_seed = rows.groupby(["encoder_seed", "seed"], sort=False)[key]
+    cell: Cell = summarize_values([each.to_numpy(float).mean() for _, each in by_seed])
+    kind = kind_of_scores(rows.score)
+    if key == "accuracy" and kind is not ONE_CLASS:
+        cell["score"] = kind.score_heading
+    if rows.interval.notna().all():
+        cell["interval"] = mean_interval([{"interval": each} for each in rows.interval])
+    return cell
 
 
-def cost_of(row: ResultRow, question: Question, name: str) -> float | None:
-    """The `pflop` or `device_hours` of training the encoder, with fine-tuning's for `total compute`; None: unknown."""
-    training = row.get(f"training_{name}")
-    if training is None or question.x == "compute":
-        return training
-    fine_tuning = 0.0 if "pflop" not in row else row.get(name)  # other evaluations train nothing
-    return None if fine_tuning is None else training + fine_tuning
+def costs_of(rows: pd.DataFrame, question: Question, name: str) -> pd.Series:
+    """The `pflop` or `device_hours` of training the encoder, with fine-tuning's for `total compute`; NaN: unknown."""
+    training = rows[f"training_{name}"].astype(float)
+    of_tuning = rows[name].where(rows.pflop.notna(), 0.0).astype(float)  # other evaluations train nothing
+    return training if question.x == "compute" else training + of_tuning
 
 
-def x_of(row: ResultRow, question: Question) -> float | None:
-    """Position of an accuracy on the question's x-axis; None: unknown."""
-    if question.x not in MEASURED_AXES:
-        return dict(question.encoders or {}).get(row["encoder"])
-    return cost_of(row, question, "pflop")
+def cells_beside(rows: pd.DataFrame) -> dict[str, Cell]:
+    """Of an encoder: fine-tuning's accuracy on training images that it left out, the rank of the deepest features."""
+    cells = {}
+    for evaluation, dev in rows[(rows.kind == "dev") & rows.depth.isna()].groupby("evaluation", sort=False):
+        test = rows[(rows.kind == "test") & (rows.evaluation == evaluation)]
+        if set(dev.encoder_seed) == set(test.encoder_seed):
+            cells[f"{evaluation}, dev"] = mean_and_spread(dev)
+    ranks = rows[rows.kind == RANK]
+    if len(ranks):
+        cells[RANK] = mean_and_spread(ranks[ranks.depth == ranks.depth.max()], RANK)
+    return cells
 
 
-def add_dev_accuracies(numbers: CellsByEncoder, rows: list[ResultRow]) -> None:
-    """Add columns of fine-tuning's accuracy on training images that it left out, where all tested seeds have it."""
-    on_dev = [row for row in of_kind(rows, "dev") if "depth" not in row]
-    tested = grouped(of_kind(rows, "test"), "encoder", "evaluation")
-    for (encoder, evaluation), dev in grouped(on_dev, "encoder", "evaluation").items():
-        test = tested.get((encoder, evaluation), [])
-        if set(unique(dev, "encoder_seed")) == set(unique(test, "encoder_seed")):
-            numbers[encoder][f"{evaluation}, dev"] = mean_and_spread(dev)
+# --- words ---
 
 
-def add_ranks(numbers: CellsByEncoder, rows: list[ResultRow]) -> None:
-    """Add a column of the effective rank of the deepest features."""
-    for (encoder,), ranks in grouped(of_kind(rows, "rank"), "encoder").items():
-        deepest = max(row["depth"] for row in ranks)
-        numbers[encoder][RANK_COLUMN] = mean_and_spread([row for row in ranks if row["depth"] == deepest], "rank")
-
-
-def cells_of(numbers: CellsByEncoder) -> tuple[list[str], list[list[str]]]:
+def table_of(cells: Cells) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of a table: accuracies, and next to them their compute, where that is known."""
-    names: dict[str, None] = {}
-    for cells in numbers.values():
-        rank_last = sorted(cells, key=lambda name: name == RANK_COLUMN)
-        names |= dict.fromkeys(rank_last)
-    columns = {name: [cells.get(name, {}) for cells in numbers.values()] for name in names}
-    titles = {name: kind_of_scores(column).score_title for name, column in columns.items() if name != RANK_COLUMN}
+    names = list(dict.fromkeys(name for of_encoder in cells.values() for name in of_encoder))
+    names.sort(key=lambda name: name == RANK)
+    columns = {name: [of_encoder.get(name, {}) for of_encoder in cells.values()] for name in names}
+    titles = {name: kind_of_scores(cell.get("score") for cell in columns[name]).score_title for name in names}
+    titles.pop(RANK, None)
     has_one_score = len(set(titles.values())) <= 1
     headings = [next(iter(titles.values()), ONE_CLASS.score_title) if has_one_score else "encoder"]
-    body = [[encoder] for encoder in numbers]
+    lines = [list(cells)]
     for name, column in columns.items():
-        text_of_cell = rank_text if name == RANK_COLUMN else score_text
-        headings.append(name if has_one_score or name == RANK_COLUMN else with_title(name, titles[name]))
-        for line, cell in zip(body, column, strict=True):
-            line.append(text_of_cell(cell) if cell else "-")
+        headings.append(name if has_one_score or name == RANK else with_title(name, titles[name]))
+        lines.append([text_of(cell, name) for cell in column])
         for cost, unit in COST_UNITS.items():
-            if not any(cost in cell for cell in column):
-                continue
-            headings.append(f"{name}, {unit}")
-            for line, cell in zip(body, column, strict=True):
-                line.append(f"{cell[cost]:.3g}" if cost in cell else "-")
-    return headings, body
+            if any(cost in cell for cell in column):
+                headings.append(f"{name}, {unit}")
+                lines.append([f"{cell[cost]:.3g}" if cost in cell else "-" for cell in column])
+    return headings, [list(line) for line in zip(*lines, strict=True)]
 
 
 def with_title(name: str, title: str) -> str:
     """The name of a column with its score and unit, which a case may end in: "linear mAP, macro (%)"."""
-    heading = title.removesuffix(" (%)")
-    return f"{name.removesuffix(heading).rstrip()}: {title}"
+    return f"{name.removesuffix(title.removesuffix(' (%)')).rstrip()}: {title}"
 
 
-def score_text(cell: Cell) -> str:
-    """An accuracy, or another score, as the table has it; a single measurement has no spread."""
+def text_of(cell: Cell, column: str = "") -> str:
+    """A cell as the table has it; a single measurement has no spread."""
     if "mean" not in cell:
-        return "diverged"
-    return kind_of_scores([cell]).text_of_scores(cell) + diverged_text(cell)
+        return "diverged" if cell else "-"
+    if column == RANK:
+        return f"{cell['mean']:.0f} ± {cell['std']:.0f}" if cell["count"] > 1 else f"{cell['mean']:.0f}"
+    diverged = f" ({cell['diverged']} diverged)" if "diverged" in cell else ""
+    return kind_of_scores([cell.get("score")]).text_of_scores(cell) + diverged
 
 
-def score_in_words(cell: Cell) -> str:
-    """The same in a sentence, with its sign."""
-    kind = kind_of_scores([cell])
-    return f"{kind.text_of_scores(cell)}{kind.sign}{diverged_text(cell)}"
+def remarks_on(frame: pd.DataFrame, question: Question) -> list[str]:
+    """Sentences below a table: what ± is over, what is reached without an encoder, what the plot leaves out."""
+    tested = frame[frame.kind.isin(SCORES)]
+    sentences = []
+    if (tested.groupby(["encoder", "evaluation", "dataset", "case"])[["encoder_seed", "seed"]].nunique() > 1).any(
+        axis=None
+    ):
+        sentences.append("± is the standard deviation over seeds and draws.")
+    reached = baselines_in_words(tested)
+    if reached:
+        sentences.append(f"Without an encoder: {'; '.join(reached)}.")
+    masked = tested[tested.case.isin(MASKED_BASELINES)].groupby(["evaluation", "case"]).accuracy
+    if (masked.max() - masked.min() > SAME_TASK).any():
+        sentences.append("Accuracies of masked patches are not comparable: masks, images or colours differ.")
+    if question.plot == "lines":
+        left_out = [name for name in tested.encoder.unique() if name not in set(placed(tested, question).encoder)]
+        if left_out:
+            sentences.append(f"Not in the plot, on none of its lines or of unknown compute: {', '.join(left_out)}.")
+    return sentences
 
 
-def mean_in_words(cell: Cell) -> str:
-    """The same without spread and interval."""
-    return score_in_words(cell | {"count": 1, "interval": (None, None)})
+def baselines_in_words(tested: pd.DataFrame) -> list[str]:
+    """What is reached on each dataset without looking at images, and on masked patches without an encoder."""
+    words: dict[str, None] = {}
+    for row in tested[tested.baselines.notna()].itertuples():
+        for name, value in row.baselines.items():
+            words[f"{kind_of_scores([row.score]).describe_baseline(name, value)} on {row.dataset}"] = None
+    masked = tested[tested.case.isin(MASKED_BASELINES)]
+    for (evaluation, case), rows in masked.groupby(["evaluation", "case"], sort=False):
+        ends = dict.fromkeys(f"{100 * end:.1f}" for end in (rows.accuracy.min(), rows.accuracy.max()))
+        words[f"{case} {' to '.join(ends)}% in {evaluation}"] = None
+    return list(words)
 
 
-def diverged_text(cell: Cell) -> str:
-    """The number of seeds that diverged, in brackets; "" where none did."""
-    return f" ({cell['diverged']} diverged)" if "diverged" in cell else ""
+# --- plots ---
 
 
-def rank_text(cell: Cell) -> str:
-    """An effective rank as the table has it."""
-    mean = f"{cell['mean']:.0f}"
-    return f"{mean} ± {cell['std']:.0f}" if cell["count"] > 1 else mean
+def plot_question(question: Question, frame: pd.DataFrame, cells: Cells) -> Figure | None:
+    """The plot of a question; None: there is nothing to draw yet.
+
+    Args:
+        frame: the rows that it is about.
+        cells: those of its table.
+    """
+    if question.plot == "depth":
+        by_depth = frame[(frame.kind == "dev") & frame.depth.notna()]
+        curves = curves_of(by_depth, "encoder", "depth")
+        return plot_depths(curves, axes_of(by_depth, "{} on the dev split")) if curves else None
+    if question.plot == "lines":
+        drawn = placed(frame[frame.kind.isin(SCORES)], question)
+        label = MEASURED_AXES.get(question.x, question.x)
+        return plot_lines(curves_of(drawn, "case", "x"), label, axes_of(drawn)) if len(drawn) else None
+    scored = in_columns(frame)
+    columns = scored.groupby("column", sort=False).score
+    bars = {
+        encoder: {name: cell for name, cell in of.items() if name in columns.groups} for encoder, of in cells.items()
+    }
+    return plot_bars(bars, {name: score_axis(kind_of_scores(scores)) for name, scores in columns}) if bars else None
+
+
+def placed(tested: pd.DataFrame, question: Question) -> pd.DataFrame:
+    """The rows that a plot of lines draws, each with its position `x` and the name of its line as `case`.
+
+    A line is a case or, with `lines`, one of these, which has a panel for each case; an encoder may be on several; one
+    whose x is unknown is at 0, as random weights are. Of encoders at the same x of a line, each has a line of
+    its own: a mean of them is no encoder's.
+    """
+    if question.x in MEASURED_AXES:
+        places = costs_of(tested, question, "pflop")
+    else:
+        places = tested.encoder.map(dict(question.encoders or {})).astype(float)
+    rows = tested.assign(x=places)
+    if question.lines is None:
+        rows = rows.dropna(subset="x")
+    else:
+        panels = [f"{name} {case}".strip() for name, case in zip(rows.evaluation, rows.case, strict=True)]
+        rows = rows.assign(evaluation=panels).fillna({"x": 0.0})
+        rows = pd.concat([rows[rows.encoder.isin(names)].assign(case=line) for line, names in question.lines.items()])
+    is_shared = rows.groupby(["dataset", "evaluation", "case", "x"]).encoder.transform("nunique") > 1
+    apart = [", ".join(filter(None, names)) for names in zip(rows.case, rows.encoder, strict=True)]
+    return rows.assign(case=rows.case.where(~is_shared, apart))
+
+
+def curves_of(rows: pd.DataFrame, line: str, x: str) -> Curves:
+    """Accuracies as curves: panel -> value of the column `line` -> value of the column `x`, ascending."""
+    curves: Curves = {}
+    for (panel, name), of_line in rows.groupby([panels_of(rows), line], sort=False):
+        points = {place: mean_and_spread(at_place) for place, at_place in of_line.groupby(x)}
+        curves.setdefault(panel, {})[name] = points
+    return curves
+
+
+def axes_of(rows: pd.DataFrame, words: str = "{}") -> dict[str, ScoreAxis]:
+    """The axis of each panel of curves."""
+    by_panel = rows.groupby(panels_of(rows), sort=False).score
+    return {panel: score_axis(kind_of_scores(scores), words) for panel, scores in by_panel}
+
+
+def panels_of(rows: pd.DataFrame) -> pd.Series:
+    """The evaluation that a panel shows; of several datasets with its own."""
+    return rows.dataset + " " + rows.evaluation if rows.dataset.nunique() > 1 else rows.evaluation

@@ -17,6 +17,7 @@ from evaluation.config.frozen import (
     MaskedDataConfig,
     NumberLoss,
     PredictConfig,
+    ProbeConfig,
     ProbeDataConfig,
     ReportConfig,
     SegmentationConfig,

@@ -4,7 +4,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from evaluation.config.frozen import Integers, Precision
-from mpp.config import Settings, setting
+from mpp.config import Settings, require, setting
+
+Options = dict[str, Any]
+"""Settings of a command by dotted name."""
+Training = Literal["pretrain", "supervised", "contrastive"]
+MEASURED_AXES = {"compute": "training compute (PFLOP)", "total compute": "compute of training and fine-tuning (PFLOP)"}
+"""Values of a question's `x` that are measured, and the labels of their axes."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,6 @@ class ThroughputConfig(Settings):
     """Measured rounds, after three warm-up rounds."""
     jpeg_side: int = setting(256, at_least=1)
     """Shorter side of the loaded files; `mpp prepare` makes them 256."""
-    workers: int = setting(2, at_least=0)
-    """Loader processes of training steps from files."""
     out: str | None = None
     """JSON file for all figures. null: none."""
 
@@ -45,6 +49,92 @@ class GpuReportConfig(Settings):
     """Time limit of the whole report in minutes. Parts that do not fit are left out and listed."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Device. cpu rehearses the report with tiny models."""
+
+
+# --- entries of comparisons ---
+
+
+@dataclass(frozen=True)
+class EncoderEntry(Settings):
+    """A row of the table."""
+
+    name: str = ""
+    """Its name in the table."""
+    encoder: str = ""
+    """Folder, timm name or baseline; `{seed}` stands for the seed."""
+    random: bool = False
+    """Take the folder's architecture with random weights."""
+    options: Options = field(default_factory=dict)
+    """Further settings of every evaluation, such as {representation: class}."""
+    seeds: tuple[int, ...] = setting((0,), distinct=True)
+    """Seeds of encoders that differ in nothing else: the spread is over them."""
+    train: Training | None = None
+    """Command that trains the encoder if it is missing."""
+    train_options: Options = field(default_factory=dict)
+    """Settings of that command."""
+    compute: float | None = setting(None, above=0)
+    """PFLOP that the training executes; the number of steps follows. null: as many steps as its settings say."""
+    branch_of: str | None = None
+    """Another entry, the trunk: the training continues from a checkpoint of the trunk at the same seed, with the
+    trunk's train_options where it has none, but for the length. The result is that of training it separately."""
+
+
+@dataclass(frozen=True)
+class EvaluationEntry(Settings):
+    """A way to evaluate encoders."""
+
+    name: str = ""
+    """Its name in the table."""
+    command: str = ""
+    """Name of a registered evaluation."""
+    options: Options = field(default_factory=dict)
+    """Its settings. With data.path it is on these images, once, whatever the datasets."""
+
+
+@dataclass(frozen=True)
+class DatasetEntry(Settings):
+    """Labelled images."""
+
+    name: str = ""
+    """Their name in the table."""
+    options: Options = field(default_factory=dict)
+    """Settings of every evaluation on them, such as {data.path: ...}."""
+    group: str | None = None
+    """Group whose mean is reported too (VTAB: natural, specialised, structured)."""
+    images: int | None = None
+    """Number of test images, for the intervals of published results that did not record it."""
+
+
+@dataclass(frozen=True)
+class Question(Settings):
+    """Some of the encoders by some of the evaluations: a table and a plot."""
+
+    name: str = ""
+    """File name of the plot."""
+    title: str = ""
+    """The question in words."""
+    encoders: tuple[str, ...] | dict[str, float] | None = None
+    """Names of rows; with numbers, the plot is against these. null: all."""
+    evaluations: tuple[str, ...] | None = None
+    """Names of evaluations. null: all."""
+    plot: Literal["bars", "lines", "depth"] = "bars"
+    """bars; lines: against x; depth: against the encoder's depth, on the dev split."""
+    x: str = ""
+    """Meaning of the numbers of `encoders`. Instead of numbers: `compute`, the PFLOP that training the encoder executed
+    (random weights: 0), or `total compute`, those of its fine-tuning too; the choice of a rate is left out."""
+    lines: dict[str, Any] | None = None
+    """Lines of the plot: name and encoders. Encoders without compute, such as baselines, are horizontal lines. null: a
+    line for each case of an evaluation (5 shots, 25 shots)."""
+
+    def check(self):
+        require("/" not in self.name, "name", self.name, "a name of a file, without /")
+        for name in ("encoders", "evaluations"):
+            require(getattr(self, name) != (), name, (), "null (all), or not empty")
+        places = list(self.encoders.values()) if isinstance(self.encoders, dict) else []
+        are_numbers = all(type(place) in (int, float) for place in places)
+        require(are_numbers, "encoders", self.encoders, "{name: number}, places on the x-axis")
+        has_places = bool(places) or self.x in MEASURED_AXES
+        require(self.plot != "lines" or has_places, "encoders", self.encoders, "{name: number} to plot lines")
 
 
 @dataclass(frozen=True)
@@ -79,7 +169,7 @@ class SweepConfig(Settings):
 
     dir: str = "runs/sweep"
     """Folder for results.json, table.md, the plot, and each trial's run and reports."""
-    train: Literal["pretrain", "supervised", "contrastive"] = "pretrain"
+    train: Training = "pretrain"
     """Command that trains."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of that command in all trials; `config` is a file, or several. With data.eval_split null the held-out

@@ -28,8 +28,6 @@ PictureName = Literal[
     "pca",
     "similarity",
     "neighbours",
-    "rank",
-    "accuracy_by_depth",
 ]
 EVERY: tuple[PictureName, ...] = get_args(PictureName)
 OF_CUTS = ("split", "eval_split", "eval_fraction", "train_images", "eval_seed")
@@ -167,16 +165,14 @@ class PredictConfig(Settings):
     encoder: str | None = None
     """Current place of the encoder of a kept head. null: the run next to the head, or its old place."""
     out: str = setting("predictions.csv", operational=True)
-    """Table to write, CSV or parquet: a row for each image of all splits. Next to it are FILE.json, the page (.html),
-    and the folders of masks and overlays."""
+    """Table to write, CSV or parquet: a row for each image of all splits. Next to it are FILE.json, figures of each
+    class, and the folders of masks and overlays."""
     top: int = setting(3, at_least=1)
     """Number of classes listed for each image, the likeliest first."""
     probabilities: bool = True
     """Add a column for each class with its probability."""
     overlays: bool = True
     """Draw each mask over its image, as JPEG."""
-    page: bool = setting(True, operational=True)
-    """Write a page with the most and the least certain predictions, and examples of each class."""
     threads: int = setting(0, operational=True)
     """CPU threads. 0: all cores."""
     data: MaskedDataConfig = group(
@@ -209,12 +205,8 @@ class ExportConfig(Settings):
     false: input is float32, already normalised."""
     batch: int | Literal["dynamic"] = setting("dynamic", at_least=1)
     """Batch size of the file: a number, or any."""
-    quantize: Literal["int8"] | None = setting(None, needs={"format": "onnx"})
-    """Quantisation. int8: 8-bit weights of matrix products, and activations at their use (onnxruntime's dynamic
-    quantisation). Size, difference and few-shot accuracy are printed next to those of PyTorch."""
     images: int = setting(2048, at_least=1)
-    """Largest number of held-out images for verifying the file, and of training images for the few-shot probe of
-    int8."""
+    """Largest number of held-out images for verifying the file."""
 
     def check(self):
         if self.representation == "logits":
@@ -239,22 +231,17 @@ class VisualizeConfig(Settings):
         6, at_least=1, needs={"pictures": ("predictions", "attention_rollout", "pca", "similarity", "neighbours")}
     )
     """Number of held-out images in pictures that show examples, a choice by data.cut_seed."""
-    patches: Integers | None = setting(
-        None, at_least=0, distinct=True, needs={"pictures": ("similarity", "neighbours")}
-    )
-    """Query patches of similarity, counted row by row from 0; the first one is also the query of neighbours. null:
-    several spread over the image, and the middle one."""
+    patches: Integers | None = setting(None, at_least=0, distinct=True, needs={"pictures": "similarity"})
+    """Query patches of similarity, counted row by row from 0. null: several spread over the image."""
     attention_images: int = setting(128, at_least=1, needs={"pictures": "attention_distance"})
     """Number of held-out images that attention distance is averaged over."""
     residual: bool = setting(False, needs={"pictures": "attention_rollout"})
     """Average each layer of the rollout with the identity, for the residual connection."""
-    rollout_from: Literal["auto", "class", "patches"] = setting("auto", needs={"pictures": "attention_rollout"})
-    """Start of the rollout. auto: [class], or the mean of the patches if [class] was not trained on its own."""
+    rollout_from: Literal["class", "patches"] = setting("patches", needs={"pictures": "attention_rollout"})
+    """Start of the rollout: the mean of the patches, or [class], which masked patch prediction does not train."""
     bands: Integers | None = setting(None, at_least=1)
     """Channels shown as red, green and blue, or one shown as grey, counted from 1: [3, 2, 1]. null: the first
     three, or the first where there are fewer."""
-    representation: Representation = setting("mean", needs={"pictures": ("rank", "accuracy_by_depth")})
-    """Pooling of the features for rank and accuracy_by_depth."""
 
     def check(self):
         require(len(self.bands or (1,)) in (1, 3), "bands", self.bands, "one or three numbers from 1")
@@ -273,10 +260,6 @@ class ReportConfig(Settings):
     data: ProbeDataConfig = ProbeDataConfig()
     out: str | None = setting(None, operational=True)
     """File to write. null: report.html in the run folder."""
-    images: int = setting(4, at_least=1)
-    """Number of held-out images in pictures that show examples, a choice by data.cut_seed."""
-    compared: int = setting(1024, at_least=2)
-    """Largest number of held-out images for neighbours and the map."""
 
 
 @dataclass(frozen=True)
@@ -291,12 +274,18 @@ class FrozenProbeConfig(ExtractionConfig):
 
 
 @dataclass(frozen=True)
-class FewshotConfig(Settings):
-    """Few-shot accuracy of frozen features."""
+class ProbeConfig(Settings):
+    """A probe of frozen features; each adds settings of its own."""
 
     frozen: EncoderConfig = EncoderConfig()
     data: ProbeDataConfig = ProbeDataConfig()
     probe: FrozenProbeConfig = FrozenProbeConfig()
+
+
+@dataclass(frozen=True)
+class FewshotConfig(ProbeConfig):
+    """Few-shot accuracy of frozen features."""
+
     shots: Integers = setting((1, 5, 10, 25), at_least=1, distinct=True)
     """Images per class in the support set; 5 is the standard."""
     seeds: Integers = setting((0, 1, 2), at_least=0, distinct=True)
@@ -306,12 +295,9 @@ class FewshotConfig(Settings):
 
 
 @dataclass(frozen=True)
-class KnnConfig(Settings):
+class KnnConfig(ProbeConfig):
     """Weighted kNN accuracy of frozen features."""
 
-    frozen: EncoderConfig = EncoderConfig()
-    data: ProbeDataConfig = ProbeDataConfig()
-    probe: FrozenProbeConfig = FrozenProbeConfig()
     neighbours: Integers = setting((10, 20, 100, 200), at_least=1, distinct=True)
     """Number of nearest training images that vote."""
     temperature: float = setting(0.07, above=0)
@@ -319,12 +305,9 @@ class KnnConfig(Settings):
 
 
 @dataclass(frozen=True)
-class LinearConfig(Settings):
+class LinearConfig(ProbeConfig):
     """Linear probe of frozen features, with all labels."""
 
-    frozen: EncoderConfig = EncoderConfig()
-    data: ProbeDataConfig = ProbeDataConfig()
-    probe: FrozenProbeConfig = FrozenProbeConfig()
     protocol: ProtocolName = "logistic"
     """logistic: logistic regression, by `solver`, on standardised features of one centre crop per image. mae, dinov2:
     the linear probes of these papers, trained on random crops; these fix the solver, rates, batch and length. `--seed`

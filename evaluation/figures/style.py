@@ -1,80 +1,56 @@
-"""Style of all figures: readable at the width of a README, by colour-blind readers too.
-
-Colours of values are cividis's, and colours of lines those of tableau-colorblind10.
-"""
+"""Style of all figures: readable at the width of a README, by colour-blind readers too."""
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import matplotlib
-import matplotlib.style
 from matplotlib import font_manager
 from matplotlib.figure import Figure
 
 from mpp.runtime.files import complete
 
 VALUE_COLORS = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
-LINE_COLORS = [style["color"] for style in matplotlib.style.library["tableau-colorblind10"]["axes.prop_cycle"]]
-MARKERS = "osD^vPX"  # of lines, besides their colours
+LINE_COLORS = ("#006BA4", "#FF800E", "#ABABAB", "#595959", "#5F9ED1", "#C85200", "#898989", "#A2C8EC", "#FFBC79")
+"""Those of tableau-colorblind10."""
+MARKERS = "osD^vPX"
 WIDTH = 7.5  # inches
-MIN_HEIGHT = 2.4  # inches, for the label of a colour bar
 DPI = 110
-
-
 FALLBACK_FONTS = (
     *("Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "Droid Sans Fallback"),
     *("Hiragino Sans", "PingFang SC", "Apple SD Gothic Neo", "Yu Gothic", "Microsoft YaHei", "Malgun Gothic"),
     *("Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Sans Thai", "Arial Unicode MS"),
 )
 """Fonts of other scripts, of Linux, macOS and Windows, for letters that matplotlib's own font lacks."""
-INSTALLED_FONTS = {font.name for font in font_manager.fontManager.ttflist}
-FONTS = ["DejaVu Sans", *(name for name in FALLBACK_FONTS if name in INSTALLED_FONTS)]
-STYLE = {
-    "font.family": FONTS,
-    "text.parse_math": False,  # a user's name with two dollars is not a formula
-    "svg.hashsalt": "mpp",  # the same figure is the same file
-    "pdf.fonttype": 42,  # fonts that journals accept
-}
+
+
+@cache
+def settings_of_figures() -> dict[str, Any]:
+    """matplotlib's settings while one of our figures is drawn or written."""
+    installed = set(font_manager.get_font_names())
+    return {
+        "font.family": ["DejaVu Sans", *(font for font in FALLBACK_FONTS if font in installed)],
+        "text.parse_math": False,  # a user's name with two dollars is not a formula
+        "svg.fonttype": "none",  # text stays text, which is smaller
+        "svg.hashsalt": "mpp",  # the same figure is the same file
+        "pdf.fonttype": 42,  # fonts that journals accept
+    }
 
 
 @contextmanager
 def figure_style() -> Iterator[None]:
     """While open, or around a function that draws or writes a figure: our style, instead of the program's."""
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)  # see `drawable`
+    with matplotlib.rc_context(settings_of_figures()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)  # it is drawn as a box
         yield
 
 
-@cache
-def drawable_letters() -> frozenset[int]:
-    """Code points of the letters that the fonts of figures have."""
-    letters: set[int] = set()
-    for family in FONTS:
-        letters |= set(font_manager.get_font(font_manager.findfont(family)).get_charmap())
-    return frozenset(letters)
-
-
-def drawable(text: str, substitute: str) -> str:
-    """The text; or the substitute, where no font of this machine has all its letters."""
-    return text if set(map(ord, text)) <= drawable_letters() else substitute
-
-
-def legend_name(text: str) -> str:
-    """The text as a legend has it: matplotlib leaves out those that begin with an underscore."""
-    return f" {text}" if text.startswith("_") else text
-
-
-def color_of_line(number: int) -> str:
-    """Colour of the line of this number, from 0."""
-    return LINE_COLORS[number % len(LINE_COLORS)]
-
-
-def marker_of_line(number: int) -> str:
-    """Marker of the line of this number, from 0."""
-    return MARKERS[number % len(MARKERS)]
+def style_of_line(number: int) -> dict[str, str]:
+    """Colour and marker of the line of this number, from 0."""
+    return {"color": LINE_COLORS[number % len(LINE_COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 @figure_style()

@@ -1,17 +1,15 @@
 """Figures of a report in words, a table by class as CSV, and the confusion matrix as a picture."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from evaluation.figures.charts import plot_confusion
 from evaluation.figures.style import DPI, figure_style
 from evaluation.metrics.class_table import ClassTable
-from evaluation.metrics.kinds import three_digits
-from evaluation.metrics.outcomes import Outcomes, load_outcomes
-from evaluation.metrics.scoring import kind_of, labelled_outcomes
+from evaluation.metrics.scoring import Outcomes, kind_of, labelled_outcomes, load_outcomes
 from mpp.runtime.files import complete
 
 KEYS_OF_A_RESULT = ("case", "shots", "neighbours", "solver", "lr", "seed", "depth")
@@ -48,17 +46,13 @@ def shown_outcomes(path: Path, report: dict[str, Any]) -> Outcomes | None:
 def figure_rows(report: dict[str, Any], outcomes: Outcomes) -> list[list[str]]:
     """A row for each figure of the result that is shown: its name, and its value with the interval.
 
-    Below them are the errors of baselines.
-
     Args:
         outcomes: see `shown_outcomes`.
     """
     kind = kind_of(outcomes)
     result = shown_result(report)
     figures = {kind.score: [result["accuracy"], *result["interval"]]} | result.get("figures", {})
-    rows = [[kind.headings[name], kind.text(name, *numbers)] for name, numbers in figures.items()]
-    rows += [[name, three_digits(error)] for name, error in kind.baseline_errors(outcomes).items()]
-    return rows
+    return [[kind.headings[name], kind.text(name, *numbers)] for name, numbers in figures.items()]
 
 
 def describe_shown(report: dict[str, Any]) -> str:
@@ -75,10 +69,9 @@ def write_details(path: Path, outcomes: Outcomes, by_class: ClassTable | None) -
     """Write the table by class and the confusion matrix of these outcomes, next to the report at `path`."""
     written = []
     if by_class is not None:
-        columns = by_class.columns()
         written.append(path.with_name(f"{path.stem}{CLASSES_SUFFIX}"))
-        with complete(written[-1], shared=True) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
+        with complete(written[-1], shared=True) as partial:
+            pd.DataFrame(by_class.columns()).to_csv(partial, index=False)
     figure = draw_confusion(outcomes)
     if figure is not None:
         written.append(path.with_name(f"{path.stem}{CONFUSION_FILE}"))

@@ -14,8 +14,7 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig, ProbeDataConfig
-from evaluation.frozen.colour_baselines import COLOUR_BASELINE, is_colour_baseline
-from evaluation.frozen.run_images import note_other_images
+from evaluation.frozen.run_images import COLOUR_BASELINE, is_colour_baseline, note_other_images
 from mpp.config import HOW_READ, ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
 from mpp.errors import Unavailable, UserError
 from mpp.features.frozen import features_at, stages

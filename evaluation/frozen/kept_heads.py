@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evaluation.config import EncoderConfig
-from evaluation.frozen.provenance import LabelledImages
+from evaluation.frozen.manifest import LabelledImages
 from mpp.config import SourceConfig
-from mpp.errors import UserError
+from mpp.errors import UserError, one_line
 from mpp.runtime.files import complete
 from mpp.runtime.messages import note
-from mpp.runtime.weights import describe_unreadable_weights, fingerprint
+from mpp.runtime.weights import fingerprint
 
 WEIGHTS_FILE = "head.safetensors"
 DESCRIPTION_FILE = "head.json"
@@ -135,16 +135,9 @@ def load_head(folder: Path) -> KeptHead:
     """
     try:
         description = json.loads((folder / DESCRIPTION_FILE).read_text(encoding="utf-8"))
-        head = HeadDescription(**description)
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"classifier is {folder}, whose {DESCRIPTION_FILE} cannot be read: {error}") from error
-    file = folder / WEIGHTS_FILE
-    try:
-        return KeptHead(folder, head, load_file(file))
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"classifier is {folder}, which cannot be read: {describe_unreadable_weights(error)}"
-        ) from error
+        return KeptHead(folder, HeadDescription(**description), load_file(folder / WEIGHTS_FILE))
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise UserError(f"classifier is {folder}, which cannot be read: {one_line(error)}") from error
 
 
 def rebuild_linear(head: KeptHead) -> StandardizedLinear:

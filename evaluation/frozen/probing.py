@@ -1,26 +1,27 @@
 """The common course of all probes: features, evaluation at each depth, the choice of a depth, the report."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-from accelerate import Accelerator
 
-from evaluation.config import EncoderConfig, FeaturesConfig, FrozenProbeConfig, ProbeDataConfig
-from evaluation.frozen.extraction import ExtractedFeatures, extract_labelled_features
-from evaluation.frozen.labelled import refuse_other_kinds
-from evaluation.frozen.labelled_features import LabelledFeatures, load_features
-from evaluation.frozen.report_names import report_path_of_command
-from evaluation.frozen.results import write_probe_report
+from evaluation.config import FeaturesConfig, ProbeConfig
+from evaluation.frozen.features import (
+    ExtractedFeatures,
+    LabelledFeatures,
+    extract_labelled_features,
+    load_features,
+    note_classes,
+    refuse_other_kinds,
+)
+from evaluation.frozen.results import report_path_of_command, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.scoring import KINDS, add_figures, add_scores, best_choice, error_of
-from evaluation.metrics.summaries import evenly_spaced, summarize_accuracies
+from evaluation.metrics.scoring import add_figures, add_scores, best_choice, evenly_spaced, summarize_accuracies
 from mpp.config import Settings, changed_settings, nested, require
 from mpp.data.labels import AUTO
 from mpp.features.metrics import effective_rank
@@ -38,16 +39,8 @@ LATEST_FEATURES: ContextVar[dict[str, ExtractedFeatures] | None] = ContextVar("L
 """The features that were extracted last, for the other probes of a comparison: at most one entry; None: of none."""
 
 
-class ProbeSettings(Protocol):
-    """The groups of settings that the config of a probe has, besides settings of its own."""
-
-    frozen: EncoderConfig
-    data: ProbeDataConfig
-    probe: FrozenProbeConfig
-
-
 def run_probe(
-    config: ProbeSettings,
+    config: ProbeConfig,
     command: str,
     evaluate: Callable[[LabelledFeatures], list[dict]],
     group_by: str,
@@ -62,6 +55,7 @@ def run_probe(
             other entries for the report. Of the outcomes it gets `accuracy`, its interval and the other figures; one
             without outcomes has an `accuracy` of its own.
         group_by: entry that the summary groups results by, such as `shots`.
+        kinds: of labels that it can learn.
     Returns:
         The report: results, summary, protocol.
     """
@@ -69,57 +63,52 @@ def run_probe(
     check_kind = partial(refuse_other_kinds, command, kinds)
     if probe.task != AUTO:
         check_kind(probe.task)
-    if probe.features:
-        for key, value in changed_settings(config).items():
-            is_used = key.partition(".")[0] not in OF_AN_ENCODER
-            require(is_used, key, value, "left out: saved features need no encoder")
     accelerator = start(config.frozen.run_settings(probe.precision))
     path = report_path_of_command(config, command)
     if probe.features:
-        saved = load_features(Path(probe.features))
-        saved = saved if probe.test else saved.dev_split()
-        KINDS[saved.kind].note_tested(saved.train_labels, saved.test_labels, saved.class_names)
-        extracted = ExtractedFeatures({0: saved}, {})
+        extracted = read_features(config)
     else:
-        extracted = extract_once(config, accelerator, loaded, check_kind)
+        groups = config.frozen, config.data, replace(probe, out=None)
+        key = repr((groups, fingerprint(Path(config.frozen.checkpoint or config.frozen.encoder))))
+        on_dev = not probe.test
+        extracted = share(key, lambda: extract_labelled_features(*groups, accelerator, loaded, on_dev, check_kind))
     if not accelerator.is_main_process:  # it does not wait for a probe that may take hours
         return {}
-    check_kind(next(iter(extracted.by_depth.values())).kind)  # of saved features, or those of another probe
+    first = next(iter(extracted.by_depth.values()))
+    check_kind(first.kind)  # of saved features, or those of another probe
     report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
-    report["protocol"]["rank_by_depth"] = rank_by_depth(extracted.by_depth)
-    report["protocol"]["input"] = extracted.input
-    report["class_names"] = list(next(iter(extracted.by_depth.values())).class_names)
+    report["protocol"] |= {"rank_by_depth": rank_by_depth(extracted.by_depth), "input": extracted.input}
+    report["class_names"] = list(first.class_names)
     return write_probe_report(path, report, group_by)
 
 
 def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
     """The effective rank of the tested features at each depth, of at most as many images as can be compared."""
-    count = len(next(iter(by_depth.values())).test)
-    ranked = evenly_spaced(count, MAX_IMAGES_FOR_RANK)  # files may be in the order of their classes
+    ranked = evenly_spaced(len(next(iter(by_depth.values())).test), MAX_IMAGES_FOR_RANK)  # files may be in class order
     return {depth: effective_rank(features.test[ranked], device()) for depth, features in by_depth.items()}
 
 
-def extract_once(
-    config: ProbeSettings,
-    accelerator: Accelerator,
-    loaded: LoadedSplits | None,
-    check_kind: Callable[[str], object],
-) -> ExtractedFeatures:
-    """Extract features, or take the latest while they are shared: see `features_shared`.
+def read_features(config: ProbeConfig) -> ExtractedFeatures:
+    """Saved features, which need no settings of an encoder."""
+    for key, value in changed_settings(config).items():
+        is_used = key.partition(".")[0] not in OF_AN_ENCODER
+        require(is_used, key, value, "left out: saved features need no encoder")
+    saved = load_features(Path(config.probe.features))
+    saved = saved if config.probe.test else saved.dev_split()
+    note_classes(saved.kind, saved.train_labels, saved.test_labels, saved.class_names)
+    return ExtractedFeatures({0: saved}, {})
 
-    Args:
-        check_kind: see `extract_labelled_features`.
-    """
+
+# --- features that probes share ---
+
+
+def share(key: str, extract: Callable[[], ExtractedFeatures]) -> ExtractedFeatures:
+    """Extract features, or take the latest while they are shared: see `features_shared`."""
     latest = LATEST_FEATURES.get()
-    groups = config.frozen, config.data, replace(config.probe, out=None)
-    extract = partial(
-        extract_labelled_features, *groups, accelerator, loaded, on_dev=not config.probe.test, check_kind=check_kind
-    )
     if latest is None:
         return extract()
-    key = repr((groups, fingerprint(Path(config.frozen.checkpoint or config.frozen.encoder))))
     if key not in latest:
         latest.clear()
         latest[key] = extract()
@@ -141,9 +130,10 @@ def features_shared() -> Iterator[None]:
 
 def forget_features() -> None:
     """Free the features that are shared."""
-    latest = LATEST_FEATURES.get()
-    if latest is not None:
-        latest.clear()
+    (LATEST_FEATURES.get() or {}).clear()
+
+
+# --- depths ---
 
 
 def evaluate_by_depth(
@@ -190,22 +180,15 @@ def choose_depths(
 ) -> EvaluatedDepths:
     """All depths or, with `depth` dev, the best one on the dev split; for arguments see `evaluate_by_depth`."""
     protocol = nested(config)
-    features = protocol.get("features")
-    if features:
+    if protocol.get("features"):
         protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
     chosen = max(by_depth)
     if protocol.get("depth") == "dev":
         dev_accuracies = {}
-        errors = {}
         for depth, features in each_depth(by_depth):
-            of_depth = evaluate(features.dev_split())
-            summary = summarize_accuracies(add_scores(of_depth), group_by)
-            errors_of_depth = [
-                error_of(result["outcomes"]) if "outcomes" in result else math.nan for result in of_depth
-            ]
-            errors[depth] = float(np.mean(errors_of_depth))
+            summary = summarize_accuracies(add_scores(evaluate(features.dev_split())), group_by)
             dev_accuracies[depth] = float(np.mean([case["mean"] for case in summary.values()]))
-        chosen = best_choice(dev_accuracies, errors)
+        chosen = best_choice(dev_accuracies)
         protocol["dev_accuracy_by_depth"] = dev_accuracies
         by_depth = {chosen: by_depth[chosen]}
     if chosen:

@@ -1,28 +1,133 @@
-"""Writing of results: JSON, a Markdown table, TensorBoard."""
+"""Results: the one module that names, writes, reads, checks and prints what evaluations found.
+
+A report is JSON: `results`, each with `accuracy` (the score), its `interval` and other `figures`; their `summary`; and
+`protocol`, the settings. Next to it are the outcomes: target and prediction of each test image. `rows_of` has it as
+rows.
+"""
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
+import pandas as pd
+from numpy.typing import NDArray
 
+from evaluation.config import FeaturesConfig
 from evaluation.figures.charts import ScoreAxis, plot_by_depth
 from evaluation.figures.markdown import markdown_table, without_empty_columns
 from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
-from evaluation.frozen.random_weights import describe_random_weights
-from evaluation.frozen.report_names import events_folder
+from evaluation.frozen.run_images import (
+    evaluated_image_settings,
+    find_run,
+    holds_run_images,
+    is_colour_baseline,
+)
 from evaluation.metrics.class_table import ClassTable
-from evaluation.metrics.kinds import LabelKind
-from evaluation.metrics.scoring import describe_labels, keep_outcomes, kind_of, kind_of_report, without_nan
+from evaluation.metrics.scoring import (
+    LabelKind,
+    describe_labels,
+    image_scores,
+    keep_outcomes,
+    kind_of,
+    kind_of_report,
+    load_outcomes,
+    without_nan,
+)
+from mpp.config import Settings, flatten, settings_of
 from mpp.errors import UserError
-from mpp.runtime.files import complete
+from mpp.models.descriptions import as_saved
+from mpp.runtime.files import complete, short_digest
 from mpp.runtime.messages import counted
-from mpp.runtime.weights import fingerprint
+from mpp.runtime.weights import BEST, encoder_folder, fingerprint, run_of
 
+COLUMNS = ["encoder", "seed", "evaluation", "case", "draw", "depth", "split", "metric", "value", "low", "high"]
+"""Of rows. seed: of the encoder; draw: seed of the evaluation; split: test or dev; low, high: over test images."""
+CASES = ("case", "shots", "neighbours", "solver")
+"""Entries of a result that name its case, the first that it has."""
 MAX_CLASSES_PRINTED = 30
 """Lines of a printed table by class."""
+LONGEST_VALUE, LONGEST_NAME = 40, 160
+"""Characters of a setting, and of all, in a report's name; more are a digest."""
+RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
+"""Beginning of the name of a report of random weights: the command, and their seed."""
+
+
+# --- names ---
+
+
+def report_path(out: str | None, encoder: str, name: str, features: str | None = None) -> Path:
+    """The file of a report: `out`, or next to what was evaluated: the features, the run folder, or runs/ENCODER.
+
+    Raises:
+        UserError: it cannot be written there, or the encoder is a file.
+    """
+    if not features and Path(encoder).is_file():
+        encoder_folder(Path(encoder))  # says why a file is no encoder
+    if out and Path(out).is_dir():
+        raise UserError(f"out is {out}, a folder; it must be a file")
+    if out:
+        path = Path(out)
+    elif features:
+        path = Path(features).with_name(f"{Path(features).stem}_{name}")
+    else:
+        folder = Path(encoder)
+        if not folder.exists():
+            folder = Path("runs") / re.sub("[/:]", "_", encoder)
+        path = run_of(folder) / "evaluation" / name
+    try:
+        with TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
+            return path
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); choose another place with --out") from error
+
+
+def report_path_of_command(config: Settings, command: str, ending: str = ".json") -> Path:
+    """The file of a command's report, whose name says which settings are unusual: see `report_path`."""
+    values = flatten(config)
+    name = f"{command}{report_suffix(config, of_all=True)}{ending}"
+    return report_path(values["out"], values["encoder"], name, values.get("features"))
+
+
+def report_suffix(config: Any, of_all: bool = False) -> str:
+    """The end of a name, `_shots_1-5`: the settings that are not the usual ones; a digest where they are many.
+
+    Those of images are usual where they are those of the encoder's run. A report of random weights begins with these.
+
+    Args:
+        of_all: name all settings, not only those of encoder, images and features.
+    """
+    frozen, run = config.frozen, find_run(config.frozen.encoder)
+    usual = flatten(type(config)())
+    usual |= {f"data.{name}": value for name, value in evaluated_image_settings(run).items()} if run else {}
+    named = {"encoder", "features", *(each.key for each in settings_of(config) if each.about["operational"])}
+    if run and holds_run_images(config.data.path, run):  # perhaps moved
+        named |= {"data.path", "data.labels"} if config.data.path != usual["data.path"] else set()
+    parts = ["best"] if Path(frozen.encoder).name == BEST else []
+    if frozen.random:
+        parts.insert(0, f"random_{frozen.seed}")
+        named |= {"random", "seed"}
+    known = (usual if of_all else flatten(FeaturesConfig())).keys() - named
+    values = {key: value for key, value in flatten(config).items() if key in known}
+    changed = {key: value for key, value in values.items() if as_saved(value) != as_saved(usual[key])}
+    words = []
+    for key, value in changed.items():
+        text = re.sub(r"[^\w.]+", "-", str(value)).strip("-")
+        words.append(f"{key.rpartition('.')[2]}_{text if len(text) <= LONGEST_VALUE else digest(value)}")
+    if sum(map(len, words)) > LONGEST_NAME:
+        words = [digest(changed)]
+    return "".join(f"_{part}" for part in [*parts, *words])
+
+
+def digest(value: Any) -> str:
+    """Six letters that tell values apart."""
+    return short_digest([repr(value).encode()])[:6]
+
+
+# --- files ---
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -32,49 +137,17 @@ def write_json(path: Path, value: Any) -> None:
         partial.write_text(json.dumps(without_nan(value), indent=1), encoding="utf-8")
 
 
-@figure_style()
-def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dict[str, Any]:
-    """Write a probe's JSON, outcomes, TensorBoard scalars and, of several depths, the plot; print the tables.
-
-    Returns:
-        The report as it was written: see `write_report`.
-    """
-    report = write_report(path, report)
-    by_depth = report.get("summary_by_depth")
-    if not by_depth:
-        by_depth = {report["protocol"].get("chosen_depth", 0): report["summary"]}
-    kind = kind_of_report(report)
-    print(table_by_depth(by_depth, list(report["summary"]), group_by, kind))
-    on_dev = not report["protocol"].get("test", True)
-    if on_dev:
-        print("on a tenth of the training images; the held-out images were not used")
-    prefix = "dev_" if on_dev else ""
-    with SummaryWriter(str(events_folder(path)), purge_step=0) as writer:
-        for depth, summaries in by_depth.items():
-            for name, summary in summaries.items():
-                writer.add_scalar(
-                    f"{prefix}accuracy_by_depth/{group_by}_{name}", kind.factor * summary["mean"], int(depth)
-                )
-        if len(by_depth) > 1:
-            plot_path = path.with_suffix(".png")
-            figure = plot_by_depth(by_depth, group_by, score_axis(kind, "dev {}" if on_dev else "test {}"))
-            figure.savefig(plot_path, dpi=DPI)
-            writer.add_figure(f"{prefix}accuracy_by_depth", figure)
-            print(f"wrote {plot_path}")
-    print_details(path, report)
-    print(f"wrote {path}")
-    return report
-
-
 def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Write a report as JSON, and the outcomes of its results next to it; return the content of the JSON.
 
     It also has `labels` (see `describe_labels`), and each result has the number of its outcomes instead of them. Its
     protocol has the digest of the encoder's `weights`, by which a page sees that they are others by now.
     """
-    weights = weights_of(report.get("protocol", {}))
-    if weights:
-        report = report | {"protocol": report["protocol"] | {"weights": weights}}
+    protocol = report.get("protocol", {})
+    if protocol.get("random") is False and "encoder" in protocol:
+        with suppress(UserError):  # no encoder there
+            weights = fingerprint(Path(protocol.get("checkpoint") or protocol["encoder"]))
+            report = report | {"protocol": protocol | ({"weights": weights} if weights else {})}
     outcomes = [result["outcomes"] for result in report["results"] if "outcomes" in result]
     if outcomes:
         report = report | {"results": keep_outcomes(path, report["results"]), "labels": describe_labels(outcomes[0])}
@@ -82,25 +155,128 @@ def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def weights_of(protocol: dict[str, Any]) -> str:
-    """The digest of the learned weights that a report is of; "" where it is of none in a file."""
-    if protocol.get("random") is not False or "encoder" not in protocol:
-        return ""
-    with suppress(UserError):  # no encoder there
-        return fingerprint(Path(protocol.get("checkpoint") or protocol["encoder"]))
-    return ""
+def read_report(path: Path) -> dict[str, Any]:
+    """A report that was written. Raises UserError: it cannot be read, or is none."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if not all("accuracy" in result for result in report["results"]):
+            raise ValueError("a result has no accuracy")
+        return report
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read as a report: {error}") from error
 
 
-def print_by_class(by_class: ClassTable, heading: str = "class", rest: str = "") -> None:
-    """Print a table by class; of many classes those that are recognised worst, and `rest` about the others.
+def rows_of(report: dict[str, Any], evaluation: str) -> pd.DataFrame:
+    """A report's results as rows with `COLUMNS`, one for each figure; its summary and tables are views of them."""
+    protocol = report.get("protocol", {})
+    common = {
+        "encoder": protocol.get("encoder"),
+        "seed": protocol.get("seed"),
+        "evaluation": evaluation,
+        "split": "test" if protocol.get("test", True) else "dev",
+    }
+    score = kind_of_report(report).score
+    rows = []
+    for result in report["results"]:
+        case = next((str(result[key]) for key in CASES if key in result), None)
+        names = common | {"case": case, "draw": result.get("seed"), "depth": result.get("depth")}
+        figures = {score: [result["accuracy"], *result.get("interval", (None, None))]} | result.get("figures", {})
+        for metric, (value, low, high) in figures.items():
+            rows.append(names | {"metric": metric, "value": value, "low": low, "high": high})
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def scores_of_result(path: Path, result: dict[str, Any]) -> NDArray | None:
+    """The score (M,) of every test image, whose mean is the result's; None: the report at `path` kept none."""
+    outcomes = load_outcomes(path, result["outcomes"]) if "outcomes" in result else None
+    return None if outcomes is None else image_scores(outcomes)
+
+
+# --- random weights, the baseline of an encoder ---
+
+
+def scores_of_random_weights(path: Path, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The summary of random weights in the same evaluation, from their report in the same folder; {}: not there.
 
     Args:
-        heading: of the names.
+        path, report: of an encoder.
     """
-    headings, rows = by_class.worst(MAX_CLASSES_PRINTED).text()
-    print(markdown_table([heading, *headings[1:]], rows))
-    if len(rows) < len(by_class.names):
-        print(f"these {len(rows)} of {len(by_class.names)} classes have the lowest scores{rest}")
+    if not way_to_random_weights(path, report):
+        return {}
+    random = report.get("baselines", {}).get("random weights")
+    for file in sorted(path.parent.glob(f"{path.stem.partition('_')[0]}_random_*{path.suffix}")):
+        if random is None and of_learned_weights(file).name == path.name:
+            random = read_report(file)
+    return random["summary"] if random else {}
+
+
+def of_learned_weights(path: Path) -> Path:
+    """Path of the report of the same evaluation with learned weights; of learned weights `path` itself."""
+    return path.with_name(RANDOM_NAME.sub(r"\1", path.name))
+
+
+def way_to_random_weights(path: Path, report: dict[str, Any]) -> str:
+    """The setting that evaluates random weights, too; "": of saved features, floors and random weights."""
+    protocol = report.get("protocol", {})
+    if is_colour_baseline(str(protocol.get("encoder"))):
+        return ""
+    if protocol.get("init") == "encoder":
+        return "--init random, in another run.dir"
+    return "--random true" if protocol.get("random") is False else ""
+
+
+def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
+    """The score of random weights in words, or how to get it; "": they have no part in this evaluation."""
+    scores, kind = scores_of_random_weights(path, report), kind_of_report(report)
+    if not scores:
+        way = way_to_random_weights(path, report)
+        return f"random weights: not evaluated ({way})" if way else ""
+    words = [f"{kind.text_of_scores(summary)}{kind.sign} ({case})" for case, summary in scores.items()]
+    return f"random weights {', '.join(words)}"
+
+
+# --- tables ---
+
+
+def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dict[str, Any]:
+    """Write a probe's JSON, outcomes and, of several depths, the plot; print the tables.
+
+    Returns:
+        The report as it was written: see `write_report`.
+    """
+    report = write_report(path, report)
+    kind = kind_of_report(report)
+    by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
+    print(table_by_depth(by_depth, group_by, kind))
+    on_dev = not report["protocol"].get("test", True)
+    if on_dev:
+        print("on a tenth of the training images; the held-out images were not used")
+    if len(by_depth) > 1:
+        with figure_style():
+            figure = plot_by_depth(by_depth, group_by, score_axis(kind, "dev {}" if on_dev else "test {}"))
+            figure.savefig(path.with_suffix(".png"), dpi=DPI)
+        print(f"wrote {path.with_suffix('.png')}")
+    print_details(path, report)
+    print(f"wrote {path}")
+    return report
+
+
+def table_by_depth(by_depth: dict[int, dict[str, Any]], group_by: str, kind: LabelKind) -> str:
+    """A table of summaries with a line for each depth and a column for each name."""
+    names = next(iter(by_depth.values()))
+    rows = []
+    for depth, summaries in by_depth.items():
+        rows.append([str(depth or "-"), *(kind.text_of_scores(summaries[name]) for name in names)])
+    return markdown_table(*without_empty_columns(["depth", *(f"{group_by} {name}" for name in names)], rows))
+
+
+def score_axis(kind: LabelKind, words: str = "{}") -> ScoreAxis:
+    """The axis of a plot for the score of a kind of label.
+
+    Args:
+        words: around its heading, such as the split.
+    """
+    return ScoreAxis(words.format(kind.score_heading) + (" (%)" if kind.is_share else ""), kind.factor)
 
 
 def print_details(path: Path, report: dict[str, Any]) -> None:
@@ -108,11 +284,9 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     labels = report.get("labels")
     if labels is None:
         return
-    random = describe_random_weights(path, report)
     split = "test" if report.get("protocol", {}).get("test", True) else "dev"
-    images = counted(labels["images"], f"{split} image")
-    facts = [describe_baselines(report), random, f"{images}, 95% intervals over these"]
-    print("; ".join(filter(None, facts)))
+    images = f"{counted(labels['images'], f'{split} image')}, 95% intervals over these"
+    print("; ".join(filter(None, [describe_baselines(report), describe_random_weights(path, report), images])))
     outcomes = shown_outcomes(path, report)
     if outcomes is None:
         return
@@ -129,27 +303,17 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
 
 def describe_baselines(report: dict[str, Any]) -> str:
     """The scores of predictions that look at no image, by the entry `labels` of a report; "" where it has none."""
-    kind = kind_of_report(report)
-    baselines = report.get("labels", {}).get("baselines", {})
-    return ", ".join(kind.describe_baseline(name, value) for name, value in baselines.items())
+    baselines: dict[str, float] = report.get("labels", {}).get("baselines", {})
+    return ", ".join(kind_of_report(report).describe_baseline(*each) for each in baselines.items())
 
 
-def score_axis(kind: LabelKind, words: str = "{}") -> ScoreAxis:
-    """The axis of a plot for the score of a kind of label.
+def print_by_class(by_class: ClassTable, heading: str = "class", rest: str = "") -> None:
+    """Print a table by class; of many classes those that are recognised worst, and `rest` about the others.
 
     Args:
-        words: around its heading, such as the split.
+        heading: of the names.
     """
-    unit = kind.score_title.removeprefix(kind.score_heading)
-    return ScoreAxis(words.format(kind.score_heading) + unit, kind.factor)
-
-
-def table_by_depth(
-    by_depth: dict[int, dict[str, dict[str, float]]], names: list[str], group_by: str, kind: LabelKind
-) -> str:
-    """A table of summaries with a line for each depth and a column for each name."""
-    rows = []
-    for depth, summaries in by_depth.items():
-        accuracies = [kind.text_of_scores(summaries[name]) for name in names]
-        rows.append([str(depth) if depth else "-", *accuracies])
-    return markdown_table(*without_empty_columns(["depth", *(f"{group_by} {name}" for name in names)], rows))
+    headings, rows = by_class.worst(MAX_CLASSES_PRINTED).text()
+    print(markdown_table([heading, *headings[1:]], rows))
+    if len(rows) < len(by_class.names):
+        print(f"these {len(rows)} of {len(by_class.names)} classes have the lowest scores{rest}")

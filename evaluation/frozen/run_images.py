@@ -1,9 +1,15 @@
 """The images of a run: found by its folder, compared with its record, and loaded.
 
-An encoder is evaluated on the images that its run held out; this prevents results on images that have changed since.
+An encoder is evaluated on the images that its run held out, unless others are named; this prevents results on images
+that have changed since. Reports of training with labels:
+
+RUN/supervised.json       of the run itself
+FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the best one
 """
 
-from collections.abc import Mapping
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -14,26 +20,64 @@ import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from mpp.config import HOW_READ, SourceConfig, as_words, flatten, rebuild, settings_of
+from evaluation.config import ContrastiveConfig, OneRunConfig, SupervisedConfig
+from mpp.config import (
+    HOW_READ,
+    Config,
+    DataConfig,
+    Settings,
+    SourceConfig,
+    TrainingConfig,
+    as_words,
+    flatten,
+    rebuild,
+    settings_of,
+)
+from mpp.config.parsing import ConfigT, check_given, read
 from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import differences, digest_listing, identify_images
 from mpp.data.labels import AUTO
 from mpp.data.shards import list_stream_files, load_streamed
-from mpp.data.sources import load_image_datasets, load_splits
+from mpp.data.sources import image_arguments, load_image_datasets, load_splits
 from mpp.errors import UserError
 from mpp.models.descriptions import as_saved, how_read
-from mpp.runtime.messages import is_first_process, note
+from mpp.runtime.messages import is_first_process, note, tell
 from mpp.runtime.weights import run_of
 from mpp.training.run_folder import read_record, recorded_commit, saved_settings
 
 LoadedSplits = dict[str, Dataset]
 """Rows of a dataset's splits, by name: a large folder takes long to list. Functions that get None load them."""
-
+COLOUR_BASELINE = "floor:"
+"""Beginning of the names of colour baselines, which take an encoder's place."""
+DEV = "dev"
+"""Name of the part of the training images that choices are made on."""
 IMAGE_SETTINGS = [each.key for each in settings_of(SourceConfig()) if not each.about["operational"]]
 """Names of the settings that say which images these are."""
 EVALUATED_SETTINGS = [name for name in IMAGE_SETTINGS if name != "train_images"]
 """Those that an evaluation takes over from the run. A share of the images to pre-train on is none of the labels."""
+VIEW_SETTINGS = ("flip", "eval_crop")  # which fine-tuning inherits
+
+SUPERVISED_REPORT = "supervised.json"
+FINETUNING_REPORT = "finetune.json"
+REPORTS_OF_TRAINING = (SUPERVISED_REPORT, FINETUNING_REPORT)
+CONFIG_BY_SETTING: dict[str, type[TrainingConfig]] = {
+    "objective": Config,
+    "contrast": ContrastiveConfig,
+    "lrs": OneRunConfig,
+    "head": SupervisedConfig,
+}
+"""A setting that only one kind of run has -> the class of the run's settings."""
+CLASSIFIERS = (SupervisedConfig, OneRunConfig)
+"""Classes of the settings of runs that learn labels."""
+
+
+# --- the run of an encoder ---
+
+
+def is_colour_baseline(encoder: str) -> bool:
+    """Whether the setting `encoder` names a colour baseline, which has no weights."""
+    return encoder.startswith(COLOUR_BASELINE)
 
 
 def find_run(encoder: str) -> Path | None:
@@ -49,6 +93,140 @@ def find_run(encoder: str) -> Path | None:
         folder = folder.parents[1]
     folder = run_of(folder)
     return folder if "data" in saved_settings(folder) else None
+
+
+def config_class_of(settings: dict[str, Any]) -> type[TrainingConfig] | None:
+    """Class of the settings of a run, by a setting that only such runs have; None where it is not known."""
+    return next((kind for name, kind in CONFIG_BY_SETTING.items() if name in settings), None)
+
+
+def find_tested_run(folder: Path, setting: str) -> Path | None:
+    """The run of the best rate in the folder of a fine-tuning; None: it is none.
+
+    Args:
+        setting: that names the folder, for messages.
+    Raises:
+        UserError: it has compared rates and trained no run on all images.
+    """
+    if find_run(str(folder)) is not None or not (folder / FINETUNING_REPORT).is_file():
+        return None
+    try:
+        report = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))
+        rates = [result["lr"] for result in report["results"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{setting} is {folder}, whose {FINETUNING_REPORT} cannot be read: {error}") from error
+    if not rates:
+        raise UserError(f"{setting} is {folder}, which only compared rates (--test false); fine-tune with one")
+    return folder / f"lr_{rates[0]:g}"
+
+
+def tested_encoder(config: Settings) -> str:
+    """The encoder that settings name: of the folder of a fine-tuning its tested run, otherwise the setting itself."""
+    encoder = flatten(config)["encoder"]
+    return str(find_tested_run(Path(encoder), "encoder") or encoder)
+
+
+def reports_of_training(run: Path) -> list[Path]:
+    """The reports of training that are about a run: one, or none."""
+    if (run / SUPERVISED_REPORT).is_file():
+        return [run / SUPERVISED_REPORT]
+    parent = run.absolute().parent
+    with suppress(UserError):  # a report of no test
+        if find_tested_run(parent, "encoder") == run.absolute():
+            return [parent / FINETUNING_REPORT]
+    return []
+
+
+# --- the command line of an evaluation ---
+
+EncoderOf = Callable[[Any], str]
+HowReadOf = Callable[[Any], dict[str, Any]]
+
+
+def named_encoder(config: Any) -> str:
+    """The setting `encoder`."""
+    return flatten(config)["encoder"]
+
+
+def parse_and_load(
+    config_class: type[ConfigT],
+    arguments: Sequence[str] | None,
+    encoder_of: EncoderOf = named_encoder,
+    how_read_of: HowReadOf = lambda config: {},
+) -> tuple[ConfigT, LoadedSplits | None]:
+    """Read the config of a command, and compare the images of its encoder's run with those that the run began with.
+
+    Images that the command line names are not compared.
+
+    Args:
+        config_class, arguments, encoder_of, how_read_of: see `read_with_images`.
+    Returns:
+        The config, and the splits of its images if comparing has loaded them.
+    Raises:
+        UserError: the run's images are gone, or have changed.
+    """
+    config, takes_run_images = read_with_images(config_class, arguments, encoder_of, how_read_of)
+    run = find_run(encoder_of(config)) if takes_run_images else None
+    return config, run and load_unchanged_splits(run, config.data)
+
+
+def read_with_images(
+    config_class: type[ConfigT],
+    arguments: Sequence[str] | None,
+    encoder_of: EncoderOf = named_encoder,
+    how_read_of: HowReadOf = lambda config: {},
+) -> tuple[ConfigT, bool]:
+    """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
+
+    Other images are read as the run's were: with its channels and range. So are those of an encoder without its run.
+    A run's `data.train_images` is the share that it was trained on: of the labelled ones all are used.
+    Fine-tuning crops held-out images as the run did, and does not flip where the run did not. Where the run's images
+    are gone, a `data.path` that names a copy of them names the run's images: see `is_moved_copy`.
+
+    Args:
+        config_class: has `data`, and an encoder.
+        arguments: words of the command line; None: `sys.argv[1:]`.
+        encoder_of: the encoder of the settings.
+        how_read_of: settings by which the images are read, whatever the encoder's were.
+    Returns:
+        The config, and whether its images are the run's because no others are named.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    usual: Any = config_class()
+    config = read(usual, words)
+    path_is_named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
+    inherited = {}
+    if not flatten(config).get("features"):
+        inherited = inherited_settings(config.data, encoder_of(config), path_is_named) | how_read_of(config)
+    usual = rebuild(usual, {f"data.{name}": value for name, value in inherited.items()})
+    config = read(usual, words)
+    check_given(config, usual)
+    run_arguments = image_arguments(config.data)
+    if "path" in inherited and run_arguments:
+        tell(f"the images of {find_run(encoder_of(config))}:{run_arguments}")
+    return config, "path" in inherited and not path_is_named
+
+
+def inherited_settings(data: Any, encoder: str, path_is_named: bool) -> dict[str, Any]:
+    """The settings below `data` that a command inherits from its encoder.
+
+    Args:
+        path_is_named: whether the command line or a file names `data.path`, perhaps as null.
+    """
+    run = find_run(encoder)
+    settings = evaluated_image_settings(run) if run else how_read(encoder)
+    if run and path_is_named and is_moved_copy(run, data.path):
+        settings["labels"] = path_after_move(settings.get("labels"), settings["path"], data.path)
+    elif path_is_named or not run:
+        settings = {name: value for name, value in settings.items() if name in HOW_READ}
+    if run and isinstance(data, DataConfig):
+        saved = saved_settings(run)["data"]
+        is_usual = {name: getattr(data, name) == getattr(type(data), name) for name in VIEW_SETTINGS}
+        settings |= {name: saved[name] for name in VIEW_SETTINGS if name in saved and is_usual[name]}
+    return settings if run or path_is_named else {}
+
+
+# --- the images of a run ---
 
 
 def run_image_settings(run: Path) -> dict[str, Any]:
@@ -74,6 +252,13 @@ def run_source(run: Path) -> SourceConfig:
     return SourceConfig(**run_image_settings(run))
 
 
+def load_unchanged_splits_of(encoder: str, data: SourceConfig) -> LoadedSplits | None:
+    """Apply `load_unchanged_splits` if a command reads the images of its encoder's run from the run's path."""
+    run = find_run(encoder)
+    is_of_run = run and absolute_path(data.path) == absolute_path(run_source(run).path)
+    return load_unchanged_splits(run, data) if is_of_run else None
+
+
 def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
     """Load a run's images to compare them with those that it began with.
 
@@ -86,157 +271,31 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
     Raises:
         UserError: the run's images are gone, or have changed.
     """
-    record = read_record(run)
+    record, source = read_record(run), run_source(run)
     if not record or not is_first_process():
         return None
-    path = run_image_settings(run).get("path")
-    could_be_on_hub = could_be_hub_name(path)
-    location = Path.cwd() / path if could_be_on_hub else path
-    if could_be_on_hub and recorded_commit(run) is not None:
+    path = source.path
+    if could_be_hub_name(path) and recorded_commit(run) is not None:
         if is_local(path):
-            ways = f"use --data.path ./{path} for the folder, or call from another folder"
-            raise UserError(f"{run} was trained on the hub's dataset {path}, but {location} is here, too: {ways}")
+            raise UserError(
+                f"{run} was trained on the hub's dataset {path}, but {Path.cwd() / path} is here, too: "
+                f"use --data.path ./{path} for the folder, or call from another folder"
+            )
         return None
+    location = path and absolute_path(path)
     if not (path is None or is_url(path) or is_local(path)):
-        ways = "give their new place with --data.path"
-        raise UserError(f"the images of {run} were at {location}, which is gone; {ways}")
-    source = run_source(run)
+        raise UserError(f"the images of {run} were at {location}, which is gone; give their new place with --data.path")
     is_same = all(getattr(data, name) == getattr(source, name) for name in EVALUATED_SETTINGS)
-    splits = None if is_known_by_files(record) else load_splits(data if is_same else source)
-    changed = image_differences(run, source, splits and without_masks(splits, data))
-    if changed and is_same and data.mask_column:  # masks outside their list's folder are images to pre-training
-        is_same = False
-        changed = image_differences(run, source)
+    is_reusable = is_same and not data.mask_column and not is_known_by_files(record)  # masks may be images to the run
+    splits = load_splits(data) if is_reusable else None
+    changed = image_differences(run, source, splits)
     if changed:
-        location = location or "the package's birds"
         ways = "restore the original images, or choose others with --data.path"
-        raise UserError(f"{location} no longer holds the images of {run}: {'; '.join(changed)}; {ways}")
-    return splits if is_same else None
+        raise UserError(f"{location or 'the birds'} no longer holds the images of {run}: {'; '.join(changed)}; {ways}")
+    return splits
 
 
-def without_masks(splits: LoadedSplits, data: SourceConfig) -> LoadedSplits:
-    """The splits of a folder as pre-training has them: their only column of images is not that of masks."""
-    if data.image_column is not None or data.mask_column is None:
-        return splits
-    unmasked = {}
-    for name, rows in splits.items():
-        unmasked[name] = rows.remove_columns(data.mask_column) if data.mask_column in rows.features else rows
-    return unmasked
-
-
-def load_unchanged_splits_of(encoder: str, data: SourceConfig) -> LoadedSplits | None:
-    """Apply `load_unchanged_splits` if a command reads the images of its encoder's run from the run's path."""
-    run = find_run(encoder)
-    if run and absolute_path(data.path) == absolute_path(run_image_settings(run).get("path")):
-        return load_unchanged_splits(run, data)
-    return None
-
-
-def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, Any] | None = None) -> None:
-    """Note images that are read in another way than an encoder's, or that are the package's birds in their place.
-
-    Command lines take both over from the encoder (see `parsing.py`); settings that are made in Python do not.
-
-    Args:
-        learned: how the images of a kept head were read; empty or None: as those of its encoder.
-    """
-    if not learned:
-        learned = {}
-        with suppress(UserError):  # a hub that does not answer now: the encoder is loaded already
-            learned = how_read(encoder)
-    ways = {name: getattr(SourceConfig, name) for name in HOW_READ} | dict(learned)
-    ours = {name: as_saved(getattr(data, name)) for name in HOW_READ}
-    others = [name for name in HOW_READ if ours[name] != as_saved(ways[name])]
-    if learned and others:
-        described = ", ".join(f"data.{name} {as_words(ways[name])} (here {as_words(ours[name])})" for name in others)
-        note(f"{encoder} learned from images that were read with {described}")
-    run = find_run(encoder)
-    if run is not None and data.path is None and run_image_settings(run).get("path") is not None:
-        note(f"data.path is null: these are the package's birds, and not the images of {run}")
-
-
-@lru_cache
-def is_moved_copy(run: Path, path: str | None) -> bool:
-    """Whether `path` holds the images of a run that are no longer where they were; a note says how others differ."""
-    before = run_image_settings(run).get("path")
-    gone = before is not None and Path(before).is_absolute() and not is_local(before)
-    if not gone or not is_local(path) or not read_record(run):
-        return False
-    source = run_source(run)
-    moved = replace(source, path=path, labels=path_after_move(source.labels, before, path))
-    try:
-        changed = image_differences(run, moved)
-    except UserError as error:  # no such split or column
-        changed = [str(error)]
-    if changed:
-        gone = f"the images of {run} were at {before}, which is gone"
-        note(f"{gone}; the images at {path} differ: {'; '.join(changed)}")
-    return not changed
-
-
-def holds_run_images(path: str | None, run: Path | None) -> bool:
-    """Whether `path` is where a run's images are, or where they were moved to."""
-    if run is None:
-        return False
-    return absolute_path(path) == absolute_path(run_image_settings(run).get("path")) or is_moved_copy(run, path)
-
-
-def absolute_path(path: str | None) -> str | None:
-    """A local path without links and relative parts; a URL, and None for the package's birds, as they are."""
-    if path is None or is_url(path):
-        return path
-    return str(Path(path).expanduser().resolve())
-
-
-def is_stream_of_run(encoder: str, data: SourceConfig) -> bool:
-    """Whether the images are those of the encoder's run, which read them as a stream."""
-    run = find_run(encoder)
-    if run is None or not saved_settings(run)["data"].get("streaming"):
-        return False
-    return holds_run_images(data.path, run)
-
-
-def load_images_of(
-    encoder: str, data: SourceConfig, loaded: LoadedSplits | None = None, stream_images: int = 0
-) -> tuple[ImageDataset, ImageDataset]:
-    """Load the training and the held-out images of a command.
-
-    Args:
-        stream_images: number of training images to load where the encoder's run read them as a stream; the held-out
-            images are those that it was evaluated on.
-    """
-    if not is_stream_of_run(encoder, data):
-        return load_image_datasets(data, loaded, AUTO)
-    eval_images = saved_settings(find_run(encoder))["data"]["eval_images"]
-    _, train, held_out = load_streamed(data, stream_images, eval_images)
-    return train, held_out
-
-
-def indices_in_split(dataset: ImageDataset) -> NDArray[np.int64]:
-    """The indices of the images in their split, (n,)."""
-    if dataset.origin.indices is None:
-        return np.arange(len(dataset))
-    return dataset.origin.indices
-
-
-def record_images(data: SourceConfig, label_kind: str = "class") -> dict[str, Any] | None:
-    """The record of the images that these settings mean now. None: a stream, which is not read through."""
-    if data.streaming:
-        return None
-    return record_source(rebuild(SourceConfig(), flatten(data)), label_kind)
-
-
-@lru_cache
-def record_source(source: SourceConfig, label_kind: str) -> dict[str, Any]:
-    """The record of both splits, made once for each source."""
-    train, held_out = load_image_datasets(source, label_kind=label_kind)
-    return {
-        "train": identify_images(train, with_labels=True, retries=source.read_retries),
-        "held_out": identify_images(held_out, with_labels=True, retries=source.read_retries),
-    }
-
-
-def image_differences(folder: Path, data: SourceConfig, splits: LoadedSplits | None = None) -> list[str]:
+def image_differences(run: Path, data: SourceConfig, splits: LoadedSplits | None = None) -> list[str]:
     """Differences of images from those that a run began with, in words; empty: the same, as far as data.json says.
 
     For a stream the names and sizes of the files are compared, otherwise names, and the bytes of some files.
@@ -247,7 +306,7 @@ def image_differences(folder: Path, data: SourceConfig, splits: LoadedSplits | N
     Raises:
         UserError: they cannot be loaded.
     """
-    before = read_record(folder)
+    before = read_record(run)
     if is_known_by_files(before):
         return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
     now = {}
@@ -269,8 +328,101 @@ def is_known_by_files(record: dict[str, Any]) -> bool:
     return "shards" in train and "names" not in train
 
 
+@lru_cache
+def is_moved_copy(run: Path, path: str | None) -> bool:
+    """Whether `path` holds the images of a run that are no longer where they were; a note says how others differ."""
+    before = run_image_settings(run).get("path")
+    is_gone = before is not None and Path(before).is_absolute() and not is_local(before)
+    if not is_gone or not is_local(path) or not read_record(run):
+        return False
+    source = run_source(run)
+    try:
+        moved = replace(source, path=path, labels=path_after_move(source.labels, before, path))
+        changed = image_differences(run, moved)
+    except UserError as error:  # no such split or column
+        changed = [str(error)]
+    if changed:
+        gone = f"the images of {run} were at {before}, which is gone"
+        note(f"{gone}; the images at {path} differ: {'; '.join(changed)}")
+    return not changed
+
+
 def path_after_move(file: str | None, before: str, now: str) -> str | None:
     """The path of a file after a folder has moved from `before` to `now`; other files keep theirs."""
     if file is None or not Path(file).is_relative_to(before):
         return file
     return str(Path(now) / Path(file).relative_to(before))
+
+
+def holds_run_images(path: str | None, run: Path | None) -> bool:
+    """Whether `path` is where a run's images are, or where they were moved to."""
+    if run is None:
+        return False
+    return absolute_path(path) == absolute_path(run_image_settings(run).get("path")) or is_moved_copy(run, path)
+
+
+def absolute_path(path: str | None) -> str | None:
+    """A local path without links and relative parts; a URL, and None for the package's birds, as they are."""
+    return path if path is None or is_url(path) else str(Path(path).expanduser().resolve())
+
+
+def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, Any] | None = None) -> None:
+    """Note images that are read in another way than an encoder's, or that are the package's birds in their place.
+
+    Command lines take both over from the encoder (see `read_with_images`); settings that are made in Python do not.
+
+    Args:
+        learned: how the images of a kept head were read; empty or None: as those of its encoder.
+    """
+    with suppress(UserError):  # a hub that does not answer now: the encoder is loaded already
+        learned = learned or how_read(encoder)
+    for name in HOW_READ if learned else ():
+        way = learned.get(name, getattr(SourceConfig, name))
+        if as_saved(way) != as_saved(getattr(data, name)):
+            here = as_words(getattr(data, name))
+            note(f"{encoder} learned from images that were read with data.{name} {as_words(way)} (here {here})")
+    run = find_run(encoder)
+    if run is not None and data.path is None and run_image_settings(run).get("path") is not None:
+        note(f"data.path is null: these are the package's birds, and not the images of {run}")
+
+
+def is_stream_of_run(encoder: str, data: SourceConfig) -> bool:
+    """Whether the images are those of the encoder's run, which read them as a stream."""
+    run = find_run(encoder)
+    return run is not None and bool(saved_settings(run)["data"].get("streaming")) and holds_run_images(data.path, run)
+
+
+def load_images_of(
+    encoder: str, data: SourceConfig, loaded: LoadedSplits | None = None, stream_images: int = 0
+) -> tuple[ImageDataset, ImageDataset]:
+    """Load the training and the held-out images of a command.
+
+    Args:
+        stream_images: number of training images to load where the encoder's run read them as a stream; the held-out
+            images are those that it was evaluated on.
+    """
+    if not is_stream_of_run(encoder, data):
+        return load_image_datasets(data, loaded, AUTO)
+    eval_images = saved_settings(find_run(encoder))["data"]["eval_images"]
+    _, train, held_out = load_streamed(data, stream_images, eval_images)
+    return train, held_out
+
+
+def indices_in_split(dataset: ImageDataset) -> NDArray[np.int64]:
+    """The indices of the images in their split, (n,)."""
+    return np.arange(len(dataset)) if dataset.origin.indices is None else dataset.origin.indices
+
+
+def record_images(data: SourceConfig, label_kind: str = "class") -> dict[str, Any] | None:
+    """The record of the images that these settings mean now. None: a stream, which is not read through."""
+    return None if data.streaming else record_source(rebuild(SourceConfig(), flatten(data)), label_kind)
+
+
+@lru_cache
+def record_source(source: SourceConfig, label_kind: str) -> dict[str, Any]:
+    """The record of both splits, made once for each source."""
+    train, held_out = (
+        identify_images(split, with_labels=True, retries=source.read_retries)
+        for split in load_image_datasets(source, label_kind=label_kind)
+    )
+    return {"train": train, "held_out": held_out}

@@ -1,11 +1,10 @@
-"""95 % intervals of figures over test images: Wilson's of a share, and bootstraps of everything else.
+"""95 % intervals over test images, from a score of every image whose mean is the figure: see figures.py.
 
 They say how far a figure would move with other test images of the same kind. They know nothing of another seed of the
-training, and take images for independent.
+training, and take images for independent. M images.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +12,8 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit  # quantiles of Student's distribution
 
 Z = 1.959963984540054  # of 95 %: the normal distribution's quantile at 0.975
-RESAMPLES = 200  # of a figure
-PAIRED_RESAMPLES = 4000  # of a difference, which costs four numbers each
-RESAMPLING_SEED = 0  # of all resamples: the same outcomes always have the same interval
-PRIOR = 0.5  # images added to each count of a pair: with few images that differ, a plain bootstrap is too narrow
+TINY = 1e-9  # of an error that is 0 but for rounding
+ADDED = 2.0  # images of which one encoder is right, each in turn, or both, or none, half an image each
 
 Interval = tuple[float, float]
 """Lower and upper end."""
@@ -36,75 +33,34 @@ def wilson(right: float, count: float) -> Interval:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def bootstrap(value: float, resampled: NDArray[np.float64], count: int) -> Interval:
-    """Percentile interval of a figure, widened for small samples: see `few_sample_widening`.
+def interval(scores: NDArray[np.float64], is_share: bool, count: float | None = None) -> Interval:
+    """Of a share Wilson's, for as many images as have the variance of its scores; of any other figure Student's.
+
+    For accuracy these are all images. Where they are more, the variance is known by few images: see `widening`.
 
     Args:
-        value: the figure of all images.
-        resampled: (R,) the same figure of resamples; those that are NaN do not count.
+        scores: (M,), whose mean is the figure; NaN: it is not known, nor is its interval.
+        count: number of images that the variance is known by. None: all.
     """
-    known = resampled[np.isfinite(resampled)]
-    if not len(known) or not math.isfinite(value):
+    value, count = float(scores.mean()), count or len(scores)
+    if not math.isfinite(value):
         return math.nan, math.nan
-    low, high = np.quantile(known, [0.025, 0.975])
-    widening = few_sample_widening(count)
-    return containing(value, (value + widening * (float(low) - value), value + widening * (float(high) - value)))
+    error = float(scores.std()) / math.sqrt(len(scores))
+    if not is_share:
+        half = Z * widening(count) * error
+        return value - half, value + half
+    value = min(max(value, 0.0), 1.0)  # rounding
+    images = value * (1 - value) / error**2 if error > TINY else count
+    if images > count:
+        images = max(count, images / widening(count) ** 2)
+    images = max(1.0, images)
+    return wilson(value * images, images)
 
 
-def containing(value: float, interval: Interval) -> Interval:
-    """An interval, widened to its value where that is outside; as it is where one of them is not known (NaN).
-
-    Resamples of few images may all be on one side of the value, and intervals of small samples are centred elsewhere.
-    """
-    if math.isnan(value + sum(interval)):
-        return interval
-    low, high = interval
-    return min(low, value), max(high, value)
-
-
-def clipped(interval: Interval, least: float = 0.0, most: float = 1.0) -> Interval:
-    """An interval within the bounds of its figure: few images widen it beyond."""
-    low, high = interval
-    return (low if math.isnan(low) else max(least, low)), (high if math.isnan(high) else min(most, high))
-
-
-def bootstrap_of_share(value: float, resampled: NDArray[np.float64], count: float, most: float) -> Interval:
-    """Wilson's interval with as many independent images as a bootstrap's variance is of.
-
-    Its centre is the value less the bias that the bootstrap shows. It stays in [0, 1], is skewed near these ends, and
-    has a width even where all resamples are equal.
-
-    Args:
-        value, resampled: as of `bootstrap`.
-        count: draws that the variance is known by, as of `few_sample_widening`.
-        most: most independent images that are believed.
-    """
-    known = resampled[np.isfinite(resampled)]
-    if not len(known) or not math.isfinite(value):
-        return math.nan, math.nan
-    bias = float(known.mean()) - value
-    centre = min(max(value - bias, 0.0), 1.0)
-    variance = (few_sample_widening(count) * float(known.std())) ** 2
-    independent = most
-    if variance > 0:
-        independent = min(most, max(1.0, centre * (1 - centre) / variance))
-    return wilson(centre * independent, independent)
-
-
-def few_sample_widening(count: float) -> float:
-    """Factor for the half-widths of a percentile interval of `count` draws (Hesterberg, 2015, section 5.3)."""
-    degrees = max(1.0, count - 1)
-    return float(stdtrit(degrees, 0.975)) / Z * math.sqrt(count / degrees)
-
-
-def resamples(count: int) -> NDArray[np.int64]:
-    """Images drawn with replacement: (RESAMPLES, count) indices."""
-    return np.random.default_rng(RESAMPLING_SEED).integers(count, size=(RESAMPLES, count))
-
-
-def drawn_weights(count: int) -> NDArray[np.int64]:
-    """Number of times that each of `count` images is in each resample: (RESAMPLES, count)."""
-    return np.stack([np.bincount(drawn, minlength=count) for drawn in resamples(count)])
+def widening(count: float) -> float:
+    """The factor of an interval by the standard deviation of so many images: Student's."""
+    freedom = max(1.0, count - 1)
+    return float(stdtrit(freedom, 0.975)) / Z * math.sqrt(count / freedom)
 
 
 class Difference(NamedTuple):
@@ -121,31 +77,20 @@ class Difference(NamedTuple):
         return low > 0 or high < 0
 
 
-def paired_accuracies(one_right: NDArray[np.bool_], other_right: NDArray[np.bool_]) -> Difference:
-    """Accuracy of one minus that of the other, with a paired bootstrap over the images.
+def paired(one: NDArray[np.float64], other: NDArray[np.float64], is_share: bool = True) -> Difference:
+    """The figure of one encoder minus that of another, of the same images.
 
-    A resample of images is a draw of four counts: both right, one of them right (two counts), none. PRIOR is added to
-    each, as Agresti and Min (2005) do for a difference of paired shares.
-
-    Args:
-        one_right, other_right: (M,) whether each image is right, in the same order.
-    """
-    count = len(one_right)
-    only_one = int((one_right & ~other_right).sum())
-    only_other = int((other_right & ~one_right).sum())
-    counts = np.array([only_one + PRIOR, only_other + PRIOR, count - only_one - only_other + 2 * PRIOR])
-    drawn = np.random.default_rng(RESAMPLING_SEED).multinomial(count, counts / counts.sum(), PAIRED_RESAMPLES)
-    differences = (drawn[:, 0] - drawn[:, 1]) / count
-    low, high = np.quantile(differences, [0.025, 0.975])
-    return Difference((only_one - only_other) / count, (float(low), float(high)), count)
-
-
-def paired(figure: Callable[[NDArray[np.int64]], float], count: int) -> Difference:
-    """A difference of any figure, with a paired bootstrap over the images.
+    Of a share, images are added as Agresti and Min (2005) do, which makes the interval hold for few images, too.
 
     Args:
-        figure: indices of images, with repetitions, to the figure of one minus that of the other, of these images.
+        one, other: (M,) scores of the images in the same order; of several seeds their means.
     """
-    value = figure(np.arange(count))
-    resampled = np.array([figure(drawn) for drawn in resamples(count)])
-    return Difference(value, bootstrap(value, resampled, count), count)
+    gains = one - other
+    value, count = float(gains.mean()), len(gains)
+    if not is_share:
+        return Difference(value, interval(gains, is_share), count)
+    centre = float(gains.sum()) / (count + ADDED)
+    variance = (float(np.square(gains).sum()) + ADDED / 2) / (count + ADDED) - centre**2
+    half = float(stdtrit(count + 1, 0.975)) * math.sqrt(variance / (count + ADDED))
+    ends = max(-1.0, min(value, centre - half)), min(1.0, max(value, centre + half))
+    return Difference(value, ends, count)

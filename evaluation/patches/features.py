@@ -1,21 +1,34 @@
-"""Frozen features of patches, and the masks of their images.
+"""Frozen features of patches, and two readings of them: by a linear layer, or by the nearest training patches.
 
-B or n images, h x w patches, D width.
+B or n images, h x w patches, H x W pixels, D width, C classes.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from evaluation.frozen.encoder import FrozenEncoder, patch_grid
-from evaluation.frozen.labelled_features import cut_dev_split
-from mpp.config import ImageSize
+from evaluation.config import SegmentationConfig
+from evaluation.frozen.encoder import FrozenEncoder, patch_grid, resolve_depths
+from evaluation.frozen.features import LabelledFeatures, extract_split, views_for, warn_left_out
+from evaluation.patches.masks import BIRD_CLASSES, IGNORED_CLASS, MaskedImages, MaskedViews
+from mpp.config import ImageSize, require
 from mpp.features.frozen import tokens_at
+from mpp.features.neighbours import count_votes, find_neighbours
+from mpp.runtime.hardware import device
+
+WARMUP_SHARE = 0.04  # of the steps; DINOv2 has 1500 of 40,000
+IMAGES_PER_PREDICTION = 16  # that are predicted together
+UNTAUGHT_LOGIT = -1e4  # its probability is 0; infinity times a weight of 0 would be no number when upsampled
+Reading = Callable[[Tensor], Tensor]
+"""Features of patches (B, h, w, D), on the device, to scores (B, C, h, w)."""
 
 
 class PatchBaseline(NamedTuple):
@@ -31,24 +44,7 @@ PatchEncoder = FrozenEncoder | PatchBaseline
 """A source of patch features."""
 
 
-class PatchFeatures(NamedTuple):
-    """Features of patches at one depth, and the masks of their images."""
-
-    train: NDArray[np.float32]  # (n, h, w, D)
-    train_masks: NDArray[np.int16]  # (n, H, W)
-    test: NDArray[np.float32]
-    test_masks: NDArray[np.int16]
-    test_images: Sequence[str] = ()  # names of the test images; empty: unknown
-
-    def dev_split(self) -> "PatchFeatures":
-        """The training features, a tenth of whose images are the test split: choices are made on it."""
-        train, dev = cut_dev_split(len(self.train))
-        return PatchFeatures(
-            self.train[train],
-            self.train_masks[train],
-            self.train[dev],
-            self.train_masks[dev],
-        )
+# --- features ---
 
 
 @torch.no_grad()
@@ -73,3 +69,193 @@ def color_and_position(images: Tensor, grid: tuple[int, int]) -> Tensor:
     rows, columns = ((torch.arange(count) + 0.5) / count - 0.5 for count in grid)
     positions = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1)
     return torch.cat([colors, positions.expand(len(images), -1, -1, -1)], -1)
+
+
+class ExtractedPatches(NamedTuple):
+    """Features of patches, of the images and masks that can be decoded."""
+
+    by_depth: dict[int, LabelledFeatures]
+    """Of the patches (n, h, w, D); the labels are masks (n, H, W) of classes from 0 without gaps, and IGNORED_CLASS."""
+    class_numbers: NDArray[np.int16]
+    """(C,) numbers of the classes in the files of the masks, ascending."""
+    splits: list[MaskedImages]
+    """The images and masks that can be decoded, of train and test."""
+    left_out: dict[str, int]
+    """Number of the other images."""
+
+
+def extract_patches(
+    encoder: PatchEncoder, splits: Sequence[MaskedImages], config: SegmentationConfig, accelerator: Accelerator
+) -> ExtractedPatches:
+    """Extract features of patches at the depths that `depth` means; large arrays lie in temporary files.
+
+    Args:
+        splits: train and test.
+    Raises:
+        UserError: no image can be decoded, or one cannot and `strict` is set; or the masks are of one class.
+    """
+    deepest = len(encoder.stages)
+    depths = resolve_depths(config.depth if deepest > 1 else "last", deepest)
+    encode = partial(patch_features, encoder, depths=depths)
+    train, test = (
+        extract_split(masked_views(encoder, masked, config), encode, accelerator, config.strict, "features of patches")
+        for masked in splits
+    )
+    warn_left_out((*train.unreadable, *test.unreadable))
+    decodable = [masked.select(of_split.kept) for masked, of_split in zip(splits, (train, test), strict=True)]
+
+    numbers = np.union1d(classes_in(train.labels), classes_in(test.labels)).astype(np.int16)
+    allowed = "a column of several classes, not counting data.ignore_index"
+    require(len(numbers) > 1, "data.mask_column", f"of the classes {numbers.tolist()}", allowed)
+    places = np.full(numbers[-1] + 2, IGNORED_CLASS, np.int16)  # the last one is that of IGNORED_CLASS, -1
+    places[numbers] = np.arange(len(numbers))
+    train_masks, test_masks = places[train.labels], places[test.labels]
+    about = name_classes(config, numbers.tolist()), decodable[1].images.image_names(), "pixels"
+    by_depth = {}
+    for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
+        by_depth[depth] = LabelledFeatures(of_train, train_masks, of_test, test_masks, *about)
+    left_out = {"train": len(train.unreadable), "test": len(test.unreadable)}
+    return ExtractedPatches(by_depth, numbers, decodable, left_out)
+
+
+def masked_views(encoder: PatchEncoder, masked: MaskedImages, config: SegmentationConfig) -> MaskedViews:
+    """Images and masks as an encoder takes them."""
+    views = views_for(encoder, masked.images, config.data)
+    return MaskedViews(views.dataset, views.data, views.img_size, masks=masked.masks)
+
+
+def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str]:
+    """The name of each class.
+
+    Args:
+        numbers: of the classes in the files of the masks, ascending.
+    Raises:
+        UserError: `class_names` has no name for a class.
+    """
+    names = config.class_names or (BIRD_CLASSES if config.data.path is None else ())
+    fits = not names or len(names) > numbers[-1]
+    require(fits, "class_names", list(names), f"{numbers[-1] + 1} names, from class 0 on")
+    return [names[number] if names else f"class {number}" for number in numbers]
+
+
+def classes_in(masks: NDArray[np.int16]) -> list[int]:
+    """The classes that occur in masks (n, H, W), ascending."""
+    found = set().union(*(np.unique(mask).tolist() for mask in masks))
+    return sorted(found - {IGNORED_CLASS})
+
+
+# --- readings ---
+
+
+class LinearReading(nn.Module):
+    """A batch norm and a linear layer on each patch: features (B, h, w, D) to logits (B, C, h, w).
+
+    Args:
+        width: D.
+        taught: the classes that occur in the training masks; others are never predicted.
+    """
+
+    def __init__(self, width: int, taught: Sequence[int]):
+        super().__init__()
+        classes = max(taught, default=0) + 1
+        self.norm = nn.BatchNorm1d(width)
+        self.classify = nn.Linear(width, classes)
+        self.register_buffer("untaught", torch.tensor([number not in taught for number in range(classes)]))
+        nn.init.normal_(self.classify.weight, std=0.01)
+        nn.init.zeros_(self.classify.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        logits = self.classify(self.norm(features.flatten(0, -2)))
+        logits = logits.masked_fill(self.untaught, UNTAUGHT_LOGIT)
+        return logits.unflatten(0, features.shape[:-1]).movedim(-1, 1)
+
+
+def fit_linear(features: LabelledFeatures, config: SegmentationConfig, lr: float, seed: int) -> LinearReading:
+    """Train a linear reading of the training patches with AdamW; the rate rises, then falls linearly."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        reading = LinearReading(features.train.shape[-1], classes_in(features.train_labels)).to(device())
+    optimizer = torch.optim.AdamW(reading.parameters(), weight_decay=config.weight_decay)
+    generator = torch.Generator().manual_seed(seed)
+    epochs = math.ceil(config.steps * config.images_a_step / len(features.train))
+    order = torch.cat([torch.randperm(len(features.train), generator=generator) for _ in range(epochs)])
+    warmup = max(1, round(WARMUP_SHARE * config.steps))
+    for step in range(config.steps):
+        rising, falling = (step + 1) / warmup, (config.steps - step) / max(1, config.steps - warmup)
+        optimizer.param_groups[0]["lr"] = lr * min(rising, falling)
+        batch = order[step * config.images_a_step :][: config.images_a_step].sort().values.numpy()
+        inputs = torch.from_numpy(features.train[batch]).to(device())
+        masks = torch.from_numpy(features.train_labels[batch]).long().to(device())
+        optimizer.zero_grad()
+        masked_loss(upsample(reading(inputs), masks.shape[1:]), masks).backward()
+        optimizer.step()
+    return reading.eval()
+
+
+def masked_loss(logits: Tensor, masks: Tensor) -> Tensor:
+    """Mean cross-entropy over the pixels that count; 0 if there are none."""
+    total = F.cross_entropy(logits, masks, ignore_index=IGNORED_CLASS, reduction="sum")
+    return total / (masks != IGNORED_CLASS).sum().clamp(min=1)
+
+
+def fit_neighbours(features: LabelledFeatures, config: SegmentationConfig) -> Reading:
+    """The shares of the votes of the nearest training patches, of at most `patches` with a class."""
+    labels = label_patches(features).flatten()
+    chosen = (labels != IGNORED_CLASS).nonzero().squeeze(1)
+    if len(chosen) > config.patches:
+        generator = torch.Generator().manual_seed(config.data.cut_seed)
+        order = torch.randperm(len(chosen), generator=generator)
+        chosen = chosen[order[: config.patches].sort().values]
+    bank = features.train.reshape(-1, features.train.shape[-1])[chosen.numpy()]
+    labels = labels[chosen].to(device())
+
+    def vote(patches: Tensor) -> Tensor:
+        nearest = find_neighbours(bank, patches.flatten(0, -2), config.neighbours)
+        votes = count_votes(nearest, labels, len(features.class_names), config.temperature)
+        shares = votes / votes.sum(1, keepdim=True)
+        return shares.unflatten(0, patches.shape[:-1]).movedim(-1, 1)
+
+    return vote
+
+
+def label_patches(features: LabelledFeatures) -> Tensor:
+    """The most frequent class of each training patch, (n, h, w); IGNORED_CLASS where no pixel counts."""
+    labels = []
+    for mask in torch.from_numpy(features.train_labels):
+        one_hot = F.one_hot(mask.long() - IGNORED_CLASS, 1 + len(features.class_names))[..., 1:]
+        shares = F.adaptive_avg_pool2d(one_hot.movedim(-1, 0).float(), features.train.shape[1:3]).movedim(0, -1)
+        labels.append(shares.argmax(-1).where(shares.sum(-1) > 0, IGNORED_CLASS))
+    return torch.stack(labels)
+
+
+# --- predictions ---
+
+
+def upsample(scores: Tensor, size: Sequence[int]) -> Tensor:
+    """Scores of patches (B, C, h, w) to scores of the pixels of a mask, (B, C, H, W)."""
+    return F.interpolate(scores, tuple(size), mode="bilinear", align_corners=False)
+
+
+@torch.no_grad()
+def predict_pixels(reading: Reading, features: LabelledFeatures) -> Tensor:
+    """The class of each pixel of the test images, (M, H, W) int16."""
+    size = features.test_labels.shape[1:]
+    predicted = []
+    for block in torch.from_numpy(features.test).split(IMAGES_PER_PREDICTION):
+        for scores in reading(block.to(device())):  # image by image, which bounds the memory
+            predicted.append(upsample(scores[None], size)[0].argmax(0).to(torch.int16).cpu())
+    return torch.stack(predicted)
+
+
+def count_confusion(truth: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int64]:
+    """Pixels of each class (second axis) that each class (third axis) is predicted for, by image: (M, C, C).
+
+    Args:
+        truth, predicted: (M, H, W).
+    """
+    by_image = []
+    for mask, pixels in zip(truth, predicted, strict=True):
+        pairs = (mask.long() - IGNORED_CLASS) * classes + pixels
+        counts = torch.bincount(pairs.flatten(), minlength=(classes + 1) * classes)
+        by_image.append(counts.view(-1, classes)[1:])  # without those that are ignored
+    return torch.stack(by_image).numpy()

@@ -1,153 +1,163 @@
-"""The columns of a table of predictions where an image has one class.
+"""Rows and figures of images that have one class, several classes, or a number.
 
-n images, C classes, K of them named for each image.
+n images, C classes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
-import torch
 from accelerate import Accelerator
-from numpy.typing import NDArray
+from sklearn.preprocessing import MultiLabelBinarizer
 from torch import Tensor
 
-from evaluation.config import ProbeDataConfig
+from evaluation.config import PredictConfig, ProbeDataConfig
 from evaluation.frozen.run_images import LoadedSplits
+from evaluation.metrics.scoring import Outcomes
 from evaluation.supervision.classifiers import Classifier, FrozenClassifier
-from evaluation.tables.images import first_columns, read_crops
-from mpp.data.dataset import ImageDataset
+from evaluation.tables import ImageBatch, identify_splits, read_crops, unlabelled_images
+from mpp.data.dataset import ImageDataset, has_label
+from mpp.data.labels import SEPARATOR
+from mpp.data.sources import label_images
+from mpp.errors import UserError
 from mpp.runtime.messages import shortened, warn
 
-PROBABILITY_PREFIX = "p_"
-"""Of the columns with the probability of each class; the class's name follows."""
+THRESHOLD = 0.5  # of the probability of a class that is named, where an image has several
 
 
 @dataclass(frozen=True)
-class ClassRows:
-    """The rows of images in a table: class by name and probability, the next likely ones, and the label."""
+class ImagePredictions:
+    """Predictions of images by a classifier of one class, several classes, or a number."""
 
+    config: PredictConfig
     classifier: Classifier
-    network: FrozenClassifier
     data: ProbeDataConfig
-    top: int
-    probabilities: bool
-    labelled: bool
-    """Whether the images have labels that are classes of the classifier."""
-    folder: Path | None
-    """Folder of the images: see `folder_of`."""
+    splits: LoadedSplits
+    """The rows of the images."""
     accelerator: Accelerator
 
-    def rows(self, images: ImageDataset, indices: range, on_images: Callable[[int], Any]) -> pa.Table:
-        """The rows of the images at these indices.
+    @cached_property
+    def images(self) -> list[ImageDataset]:
+        """The images of each split, with labels where they have some of the classifier's kind."""
+        images = unlabelled_images(self.data, self.splits)
+        try:
+            return label_images(self.data, self.splits, images[0].image_column, self.classifier.label_kind)
+        except UserError as error:
+            if self.data.label_column is not None:
+                raise
+            warn(f"no figures: {error}")
+            return images
 
-        Args:
-            on_images: is told how many more are done.
-        """
-        logits, errors = [], []
-        for batch in read_crops(images, self.data, self.classifier.img_size, indices):
+    @cached_property
+    def labelled(self) -> bool:
+        """Whether the labels are in the table: the classifier knows some of them."""
+        return has_known_labels(self.images, self.classifier.class_names)
+
+    def identity(self) -> dict[str, Any]:
+        """The settings and images that the table depends on."""
+        settings = {"top": self.config.top, "probabilities": self.config.probabilities}
+        return settings | identify_splits(self.data, self.images, self.labelled)
+
+    @property
+    def probability_columns(self) -> list[str]:
+        """Columns with the probability of each class; none, of a number or where they are not wanted."""
+        return [f"p_{name}" for name in self.classifier.class_names if self.config.probabilities]
+
+    def rows(self, images: ImageDataset) -> Iterator[pa.Table]:
+        """The rows of images of a split."""
+        network = FrozenClassifier(self.classifier).to(self.accelerator.device)
+        for batch in read_crops(images, self.data, self.classifier.img_size):
             with self.accelerator.autocast():
-                logits.append(self.network(batch.pixels.to(self.accelerator.device)).cpu())
-            errors += batch.errors
-            on_images(len(batch.indices))
-        return self.build_table(torch.cat(logits), errors, images, indices)
+                logits = network(batch.pixels.to(self.accelerator.device)).cpu()
+            yield self.table(batch, logits)
 
-    def build_table(
-        self, logits: Tensor, errors: Sequence[str | None], images: ImageDataset, indices: range
-    ) -> pa.Table:
-        """The rows of images with these logits (n, C), or why an image cannot be decoded (None: it can)."""
-        is_unreadable = np.array([error is not None for error in errors])
-        probabilities = logits.double().softmax(1).float()
-        order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.top].numpy()
-        names = np.array(self.classifier.class_names, object)
-        columns = first_columns(images, indices, self.folder)
+    def table(self, batch: ImageBatch, logits: Tensor) -> pa.Table:
+        """The rows of a batch with these logits (n, C)."""
+        predicted, probabilities = self.read_logits(logits)
+        columns = {name: batch.column(values) for name, values in predicted.items()}
+        if self.labelled:
+            labels = labels_of(batch.images)
+            if self.classifier.label_kind == "number":
+                columns["label"] = batch.column(labels, pa.float64())
+            else:
+                texts = [None if each is None else SEPARATOR.join(each) for each in labels]
+                columns["label"] = batch.column(texts, pa.string())
+        if self.labelled and self.classifier.label_kind == "class":
+            right = [each and name in each for name, each in zip(predicted["class"], labels, strict=True)]
+            columns["right"] = batch.column(right, pa.bool_())
+        by_class = zip(self.probability_columns, probabilities.T, strict=False)  # without columns none are wanted
+        return batch.table(columns, self.data, {name: batch.column(values) for name, values in by_class})
+
+    def read_logits(self, logits: Tensor) -> tuple[dict[str, Sequence], np.ndarray]:
+        """Columns with the predictions by name, and the probabilities (n, C)."""
+        names = np.array(self.classifier.class_names, str)
+        if self.classifier.label_kind == "number":
+            return {"number": logits.squeeze(1).numpy()}, logits.numpy()
+        if self.classifier.label_kind == "several":
+            probabilities = logits.double().sigmoid().float().numpy()
+            return {"classes": [SEPARATOR.join(names[row]) for row in probabilities > THRESHOLD]}, probabilities
+        probabilities = logits.double().softmax(1).float().numpy()
+        order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.config.top].numpy()
+        columns = {}
         for place, numbers in enumerate(order.T, 1):
             suffix = "" if place == 1 else f"_{place}"
-            of_class = probabilities.numpy()[np.arange(len(numbers)), numbers]
-            columns[f"class{suffix}"] = pa.array(names[numbers], pa.string(), mask=is_unreadable)
-            columns[f"probability{suffix}"] = pa.array(of_class, mask=is_unreadable)
-        if self.labelled:
-            labels = label_names(images, indices)
-            columns["label"] = pa.array([";".join(each) or None for each in labels], pa.string())
-            has_none = np.array([not each for each in labels])
-            right = [name in each for name, each in zip(names[order[:, 0]], labels, strict=True)]
-            columns["right"] = pa.array(right, mask=is_unreadable | has_none)
-        columns["error"] = pa.array(errors, pa.string())
-        if self.probabilities:
-            for name, of_class in zip(self.classifier.class_names, probabilities.numpy().T, strict=True):
-                columns[f"{PROBABILITY_PREFIX}{name}"] = pa.array(of_class, mask=is_unreadable)
-        return pa.table(columns)
+            columns[f"class{suffix}"] = names[numbers]
+            columns[f"probability{suffix}"] = np.take_along_axis(probabilities, numbers[:, None], 1)[:, 0]
+        return columns, probabilities
+
+    def outcomes(self, images: ImageDataset, rows: pd.DataFrame) -> Outcomes | None:
+        """Targets and predictions of the images of a split that have both; None: there are none.
+
+        Args:
+            rows: of these images.
+        """
+        if not self.labelled:
+            return None
+        rows = rows.dropna(subset="label")
+        kind, names = self.classifier.label_kind, self.classifier.class_names
+        if len(rows) == 0:
+            return None
+        if kind == "number":
+            return Outcomes(kind, rows["label"].to_numpy(), rows["number"].to_numpy(float))
+        if kind == "several":
+            known = [[name for name in text.split(SEPARATOR) if name in names] for text in rows["label"]]
+            marks = MultiLabelBinarizer(classes=names).fit_transform(known)
+            return Outcomes(kind, marks.astype(np.int8), rows[self.probability_columns].to_numpy(float), names)
+        first = [text if text in names else text.split(SEPARATOR)[0] for text in rows["label"]]  # any is right
+        true = rows["class"].where(rows["right"].astype(bool), first)
+        numbers = pd.Index([*names, *sorted({*true} - {*names})])  # those that the classifier does not know come last
+        return Outcomes(kind, numbers.get_indexer(true), numbers.get_indexer(rows["class"]), [*numbers])
 
 
-def label_names(images: ImageDataset, indices: range) -> list[list[str]]:
-    """The labels of the images at these indices, by name; empty: an image has none."""
+def labels_of(images: ImageDataset) -> list[list[str] | float | None]:
+    """The names of the classes of each image, or its number; None: it has no label."""
     if images.labels is None:
-        return [[] for _ in indices]
-    labels: NDArray[np.int64] = images.labels[indices.start : indices.stop].reshape(len(indices), -1)
-    return [[images.class_names[number] for number in row if number >= 0] for row in labels.tolist()]
-
-
-def match_labels(splits: Sequence[ImageDataset], class_names: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
-    """The labels of all images as numbers of a classifier's classes, and of others after them.
-
-    Returns:
-        (n, L) padded with -1, and the names of all these classes.
-    """
-    numbers = {name: number for number, name in enumerate(class_names)}
-    widest = max(1 if images.labels is None or images.labels.ndim == 1 else images.labels.shape[1] for images in splits)
-    targets = np.full((sum(map(len, splits)), widest), -1)
-    first = 0
-    for images in splits:
-        rows = slice(first, first + len(images))
-        first = rows.stop
-        if images.labels is None:
+        return [None] * len(images)
+    found = []
+    for label, known in zip(images.labels, has_label(images.labels), strict=True):
+        if not known or images.label_kind == "number":
+            found.append(float(label) if known else None)
             continue
-        own = np.array([numbers.setdefault(name, len(numbers)) for name in images.class_names] + [-1])
-        labels = images.labels.reshape(len(images), -1)
-        targets[rows, : labels.shape[1]] = own[labels]  # -1 is the last
-    return targets, list(numbers)
+        numbers = np.flatnonzero(label == 1) if images.label_kind == "several" else np.atleast_1d(label)
+        found.append([images.class_names[number] for number in numbers if number >= 0])
+    return found
 
 
-def label_columns(data: ProbeDataConfig, splits: Sequence[ImageDataset], rows: LoadedSplits) -> list[str]:
-    """The columns of images that may hold other labels.
-
-    Args:
-        rows: of the splits.
-    """
-    taken = {images.image_column for images in splits} | {data.label_column or "label"}
-    return [name for name in dict.fromkeys(chain(*(each.features for each in rows.values()))) if name not in taken]
-
-
-def names_of_labels(images: ImageDataset) -> list[str]:
-    """The names of the classes that images have."""
-    if images.labels is None:
-        return []
-    if images.label_kind == "several":
-        numbers = np.flatnonzero((images.labels == 1).any(0))
-    else:
-        numbers = np.unique(images.labels[images.labels >= 0])
-    return [images.class_names[number] for number in numbers.tolist()]
-
-
-def has_known_labels(splits: Sequence[ImageDataset], class_names: Sequence[str], columns: Sequence[str] = ()) -> bool:
-    """Whether images have labels of a classifier's kind, of classes that it knows; a warning names those that are not.
-
-    Args:
-        columns: that may hold other labels, for the warning.
-    """
-    kind = splits[0].label_kind
-    if kind == "number" or all(images.labels is None for images in splits):
-        return any(images.labels is not None for images in splits)
-    names = list(dict.fromkeys(chain(*map(names_of_labels, splits))))
+def has_known_labels(splits: Sequence[ImageDataset], class_names: Sequence[str]) -> bool:
+    """Whether images have labels of classes that a classifier knows; a warning names those that it does not."""
+    labels = [label for images in splits for label in labels_of(images) if label is not None]
+    if splits[0].label_kind == "number" or not labels:
+        return bool(labels)
+    names = dict.fromkeys(chain(*labels))
     unknown = [name for name in names if name not in set(class_names)]
     if unknown and len(unknown) == len(names):
-        problem = f"the labels ({shortened(names)}) are not classes of the classifier ({shortened(list(class_names))})"
-        ways = f"; choose another column with --data.label_column: {shortened(list(columns), 10)}" if columns else ""
-        warn(f"{problem}: no accuracy is computed{ways}")
-    elif unknown and kind == "class":  # of several: see `marks_of_splits`
-        warn(f"the classifier does not know {shortened(unknown)}: images with such a label count as wrong")
+        problem = f"the labels ({shortened(unknown)}) are not classes of the classifier ({shortened([*class_names])})"
+        warn(f"{problem}: no figures; another column can be chosen with --data.label_column")
+    elif unknown:
+        warn(f"the classifier does not know {shortened(unknown)}: such a label counts as none, or as wrong")
     return len(unknown) < len(names)

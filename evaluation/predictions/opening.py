@@ -1,25 +1,21 @@
 """Opening of a classifier that predicts: a trained run, a kept head on its encoder, or timm's."""
 
-import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evaluation.config import PredictConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
-from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, KeptHead, is_kept_head, load_head, rebuild_linear
-from evaluation.frozen.training_reports import find_tested_run
-from evaluation.patches.readings import LinearReading
-from evaluation.predictions.pixels import PixelClassifier
+from evaluation.frozen.kept_heads import HEAD_TASKS, KeptHead, is_kept_head, load_head, rebuild_linear
+from evaluation.frozen.manifest import LabelledImages, find_labelled_images, lineage
+from evaluation.frozen.run_images import find_tested_run
+from evaluation.patches.features import LinearReading, patch_features, upsample
 from evaluation.supervision.classifiers import Classifier, distinct_class_names, load_classifier
 from mpp.config import require, sides
 from mpp.errors import UserError
-from mpp.models.descriptions import is_named
+from mpp.runtime.files import short_digest
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
 
 
@@ -29,17 +25,36 @@ class HeadOnFeatures(nn.Module):
     The head computes in float32, as in the probe.
     """
 
-    def __init__(self, encoder: FrozenEncoder, head: nn.Module, about: HeadDescription):
+    def __init__(self, encoder: FrozenEncoder, head: KeptHead):
         super().__init__()
         self.encoder = encoder
-        self.head = head
-        self.representation = about.representation
-        self.depth = about.depth
+        self.head = rebuild_linear(head)
+        self.representation = head.description.representation
+        self.depth = head.description.depth
 
     def forward(self, images: Tensor) -> Tensor:
         (features,) = self.encoder(images, self.representation, [self.depth])
         with torch.autocast(images.device.type, enabled=False):
             return self.head(features.float())
+
+
+class ReadingOfPatches(nn.Module):
+    """A frozen encoder with a linear reading of its patches: images (B, C, H, W) to logits (B, classes, H, W)."""
+
+    def __init__(self, encoder: FrozenEncoder, head: KeptHead):
+        super().__init__()
+        taught = (~head.weights["untaught"]).nonzero().flatten().tolist()
+        self.encoder = encoder
+        self.reading = LinearReading(head.weights["classify.weight"].shape[1], taught)
+        self.reading.load_state_dict(head.weights)
+        self.depth = head.description.depth
+        self.class_numbers = head.description.class_numbers
+        """Of its classes in the files of masks, in their order."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        (features,) = patch_features(self.encoder, images, [self.depth])
+        with torch.autocast(images.device.type, enabled=False):
+            return upsample(self.reading(features.to(images.device)), images.shape[-2:])
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,7 @@ class ClassifierSource:
     """A run folder, a timm folder or name, or the folder of a head."""
     encoder: str
     """The encoder, whose run says how images are read."""
-    head: KeptHead | None
+    head: KeptHead | None = None
     """None: the classifier has its head by training."""
     checkpoint: str | None = None
     """File of weights of a kept head's timm model."""
@@ -60,35 +75,26 @@ class ClassifierSource:
         """The settings by which a kept head's training images were read; empty: its head is none, or does not say."""
         return {} if self.head is None else self.head.description.input.get("data", {})
 
+    @property
+    def learned(self) -> list[LabelledImages]:
+        """The images that it was trained on with their labels: its own, and those of the encoders it builds on."""
+        found = [find_labelled_images(encoder) for encoder in lineage(self.encoder)]
+        return [each for each in (self.head and self.head.learned, *found) if each is not None]
 
-def find_classifier(config: PredictConfig) -> ClassifierSource:
-    """Find the classifier that the settings name, and its encoder.
+
+def find_classifier(classifier: str, encoder: str | None) -> ClassifierSource:
+    """Find the classifier that the settings `classifier` and `encoder` name, and its encoder.
 
     Raises:
         UserError: no such classifier, or the encoder of a kept head is gone or another.
     """
-    return find_named_classifier(config.classifier, config.encoder)
-
-
-@lru_cache
-def find_named_classifier(classifier: str, encoder: str | None) -> ClassifierSource:
-    """See `find_classifier`: of the settings `classifier` and `encoder`."""
     folder = Path(classifier)
     if is_kept_head(folder):
         return find_encoder_of_head(load_head(folder), encoder)
-    refuse_missing_head(folder)
-    if encoder is not None:
-        raise UserError(f"encoder is {encoder}; it must be null with {classifier}, which has its own encoder")
+    allowed = f"null with {classifier}, which has its own encoder"
+    require(encoder is None, "encoder", encoder, allowed)
     trained = str(find_tested_run(folder, "classifier") or classifier)
-    return ClassifierSource(trained, trained, None)
-
-
-def refuse_missing_head(folder: Path) -> None:
-    """Raise UserError where a folder is missing; it names the kept heads that are next to it."""
-    if folder.exists() or folder.parent == Path() or not folder.parent.is_dir():
-        return
-    heads = sorted(str(each) for each in folder.parent.iterdir() if is_kept_head(each))
-    require(not heads, "classifier", folder, f"a head that is there: {', '.join(heads)}")
+    return ClassifierSource(trained, trained)
 
 
 def find_encoder_of_head(head: KeptHead, named: str | None) -> ClassifierSource:
@@ -101,36 +107,29 @@ def find_encoder_of_head(head: KeptHead, named: str | None) -> ClassifierSource:
     """
     about = head.description
     folder = str(head.folder)
-    if about.weights == "":  # random, or published: known by its name
-        is_published = is_named(about.encoder) and not about.random
+    if about.weights == "":  # random, or published by timm: known by its name
         allowed = f"null or {about.encoder}, which {folder} was trained on"
-        require(not is_published or named in (None, about.encoder), "encoder", named, allowed)
+        require(about.random or named in (None, about.encoder), "encoder", named, allowed)
         return ClassifierSource(folder, named or about.encoder, head)
-    places = [named] if named else list(usual_places(head))
-    found = {place: weights_at(place) for place in places if not is_named(place)}
-    for place, weights in found.items():
-        if weights == about.weights:
-            if about.checkpoint:
-                return ClassifierSource(folder, about.encoder, head, checkpoint=place)
-            return ClassifierSource(folder, place, head)
+    places = [named] if named else usual_places(head)
+    for place in places:
+        if weights_at(place) == about.weights:
+            encoder = about.encoder if about.checkpoint else place
+            return ClassifierSource(folder, encoder, head, place if about.checkpoint else None)
     was = about.checkpoint or about.encoder
-    others = [place for place, weights in found.items() if weights]
-    if others:
-        raise UserError(
-            f"encoder is {others[0]}, whose weights are not those that {folder} was trained on ({was}); "
-            "choose that encoder with --encoder, or train a head on this one"
-        )
-    raise UserError(f"no encoder at {' or '.join(places)}: {folder} is only a head; choose its encoder with --encoder")
+    raise UserError(
+        f"the encoder that {folder} was trained on ({was}) is not at {' or '.join(places)}: choose it with --encoder"
+    )
 
 
-def usual_places(head: KeptHead) -> Iterator[str]:
+def usual_places(head: KeptHead) -> list[str]:
     """Places where a head's encoder may be: in the run that has the head in its evaluation/, and the original one."""
     about = head.description
-    if head.folder.resolve().parent.name == "evaluation" and not about.checkpoint:
-        run = head.folder.resolve().parents[1]
-        name = Path(about.encoder).name
-        yield str(run / name if name in (ENCODER, BEST) else run)
-    yield about.checkpoint or about.encoder
+    folder = head.folder.resolve().parent
+    if folder.name != "evaluation" or about.checkpoint:
+        return [about.checkpoint or about.encoder]
+    name = Path(about.encoder).name
+    return [str(folder.parent / name if name in (ENCODER, BEST) else folder.parent), about.encoder]
 
 
 def weights_at(place: str) -> str:
@@ -141,56 +140,24 @@ def weights_at(place: str) -> str:
         return ""
 
 
-def open_classifier(classifier_source: ClassifierSource, channels: int) -> Classifier:
-    """Open a classifier of images.
+def open_classifier(found: ClassifierSource, channels: int) -> Classifier:
+    """Open a classifier: of a head of pixels, `label_kind` is pixels, and the logits are those of each pixel.
 
     Raises:
         UserError: no classifier there, or one of other channels.
     """
-    if classifier_source.head is None:
-        return load_classifier(classifier_source.classifier, channels, "classifier")
-    about = classifier_source.head.description
-    encoder = open_encoder_of_head(classifier_source, channels)
-    network = HeadOnFeatures(encoder, rebuild_linear(classifier_source.head), about)
+    if found.head is None:
+        return load_classifier(found.classifier, channels, "classifier")
+    about = found.head.description
+    size = sides(about.input["img_size"])
+    encoder = load_frozen_encoder(found.encoder, found.checkpoint, about.random, size, about.seed, channels)
+    outputs = len(found.head.weights["classify.bias"])
     names = distinct_class_names(about.class_names, len(about.class_names))
-    kind = {task: kind for kind, task in HEAD_TASKS.items()}[about.task]
-    outputs = len(classifier_source.head.weights["classify.bias"])
-    return Classifier(network, encoder.img_size, outputs, about.input["crop_pct"], names, kind)
-
-
-def open_pixel_classifier(classifier_source: ClassifierSource, channels: int) -> PixelClassifier:
-    """Open a classifier of pixels.
-
-    Args:
-        classifier_source: has a head of pixels.
-    """
-    about = classifier_source.head.description
-    weights = classifier_source.head.weights
-    untaught = weights["untaught"]
-    reading = LinearReading(weights["classify.weight"].shape[1], (~untaught).nonzero().flatten().tolist())
-    reading.load_state_dict(weights)
-    encoder = open_encoder_of_head(classifier_source, channels)
-    names = distinct_class_names(about.class_names, len(about.class_names))
-    return PixelClassifier(encoder, reading.eval(), about.depth, about.input["crop_pct"], names, about.class_numbers)
-
-
-def open_encoder_of_head(classifier_source: ClassifierSource, channels: int) -> FrozenEncoder:
-    """Open the encoder of a kept head, with the input that the head was trained on."""
-    about = classifier_source.head.description
-    return load_frozen_encoder(
-        classifier_source.encoder,
-        classifier_source.checkpoint,
-        about.random,
-        sides(about.input["img_size"]),
-        about.seed,
-        channels,
-    )
+    kind = {task: kind for kind, task in HEAD_TASKS.items()}.get(about.task, about.task)
+    network = (ReadingOfPatches if kind == "pixels" else HeadOnFeatures)(encoder, found.head)
+    return Classifier(network.eval(), encoder.img_size, outputs, about.input["crop_pct"], names, kind)
 
 
 def digest_network(network: nn.Module) -> str:
-    """SHA-256 of all weights of a network, by their names."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    """The digest of all weights of a network."""
+    return short_digest(name.encode() + each.numpy().tobytes() for name, each in network.state_dict().items())

@@ -9,15 +9,11 @@ from torch import nn
 
 from evaluation.config import LinearConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
-from evaluation.frozen.extraction import describe_input, warn_left_out
-from evaluation.frozen.labelled import load_labelled
-from evaluation.frozen.labelled_features import cut_dev_split
+from evaluation.frozen.features import cut_dev_split, describe_input, load_labelled, warn_left_out
 from evaluation.frozen.probing import assemble_report
-from evaluation.frozen.report_names import report_path_of_command
-from evaluation.frozen.results import write_probe_report
+from evaluation.frozen.results import report_path_of_command, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import add_figures, score_of
+from evaluation.metrics.scoring import Outcomes, add_figures, score_of
 from evaluation.protocols.dinov2 import Dinov2
 from evaluation.protocols.mae import Mae
 from evaluation.protocols.protocol import Candidate, LinearProtocol, Plan, describe_plan

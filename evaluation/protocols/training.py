@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from evaluation.config import LinearConfig, ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder
-from evaluation.frozen.extraction import (
+from evaluation.frozen.features import (
     DEFAULT_BATCH_SIZE,
     RecordedBatches,
     extract_split,
     views_for,
     warn_left_out,
 )
-from evaluation.metrics.outcomes import Outcomes
+from evaluation.metrics.scoring import Outcomes
 from evaluation.protocols.protocol import BASE_BATCH, Candidate, LinearProtocol, Plan
 from mpp.config import DataConfig, flatten, rebuild
 from mpp.data.dataset import ImageDataset

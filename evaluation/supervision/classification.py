@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from evaluation.config import NumberLoss
-from evaluation.metrics.outcomes import Outcomes, load_outcomes, save_outcomes
-from evaluation.metrics.scoring import KINDS, kind_of
+from evaluation.frozen.features import label_problem
+from evaluation.metrics.scoring import KINDS, Outcomes, kind_of, labelled_outcomes, load_outcomes, save_outcomes
 from evaluation.supervision.learners import Learner, learner_of
 from mpp.config import AugmentConfig, DataConfig, RunConfig, require
 from mpp.data.dataset import ImageDataset
@@ -127,7 +127,7 @@ class Classification(ImageTask):
         scalars, outcomes = self.measure_outcomes(model, self.held_out_views, tracker)
         if self.accelerator.is_main_process:
             save_outcomes(Path(self.run.dir) / OUTCOMES_NAME, [outcomes])
-        baselines = KINDS[self.label_kind].baselines(outcomes)
+        baselines = KINDS[self.label_kind].baselines(labelled_outcomes(outcomes).targets)
         scalars |= {name.replace(" ", "_"): value for name, value in baselines.items()}
         return {f"heldout/{name}": value for name, value in scalars.items()}
 
@@ -231,7 +231,7 @@ def output_names(train: ImageDataset, classes: int) -> list[str] | None:
 def number_of_classes(splits: Sequence[ImageDataset]) -> int:
     """C: of one class an image the largest label of any split, plus one; of numbers 0."""
     train, _ = splits
-    problem = KINDS[train.label_kind].problem(train.labels, "train")
+    problem = label_problem(train.label_kind, train.labels, "train")
     if problem is not None:
         raise UserError(problem)
     if train.label_kind != "class":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evaluation.config import DistillConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
-from evaluation.frozen.provenance import find_labelled_images
+from evaluation.frozen.manifest import find_labelled_images
 from evaluation.frozen.run_images import find_run
 from evaluation.supervision.deit import DistilledEncoder, average_heads
 from evaluation.supervision.heads import HeadedEncoder, build_head

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.config import NumberLoss
-from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import KINDS
+from evaluation.metrics.scoring import KINDS, Outcomes
 from mpp.data.dataset import has_label
 from mpp.features.metrics import Sums, is_right
 from mpp.features.neighbours import knn_means, knn_predict
