@@ -1,8 +1,7 @@
 """Results: the one module that names, writes, reads, checks and prints what evaluations found.
 
 A report is JSON: `results`, each with `accuracy` (the score), its `interval` and other `figures`; their `summary`; and
-`protocol`, the settings. Next to it are the outcomes: target and prediction of each test image. `rows_of` has it as
-rows.
+`protocol`, the settings. Next to it are the outcomes: target and prediction of each test image.
 """
 
 import json
@@ -11,9 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
-
-import pandas as pd
-from numpy.typing import NDArray
 
 from evaluation.config import FeaturesConfig
 from evaluation.figures.charts import ScoreAxis, plot_by_depth
@@ -30,11 +26,9 @@ from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.scoring import (
     LabelKind,
     describe_labels,
-    image_scores,
     keep_outcomes,
     kind_of,
     kind_of_report,
-    load_outcomes,
     without_nan,
 )
 from mpp.config import Settings, flatten, settings_of
@@ -44,10 +38,6 @@ from mpp.runtime.files import complete, short_digest
 from mpp.runtime.messages import counted
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint, run_of
 
-COLUMNS = ["encoder", "seed", "evaluation", "case", "draw", "depth", "split", "metric", "value", "low", "high"]
-"""Of rows. seed: of the encoder; draw: seed of the evaluation; split: test or dev; low, high: over test images."""
-CASES = ("case", "shots", "neighbours", "solver")
-"""Entries of a result that name its case, the first that it has."""
 MAX_CLASSES_PRINTED = 30
 """Lines of a printed table by class."""
 LONGEST_VALUE, LONGEST_NAME = 40, 160
@@ -164,32 +154,6 @@ def read_report(path: Path) -> dict[str, Any]:
         return report
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read as a report: {error}") from error
-
-
-def rows_of(report: dict[str, Any], evaluation: str) -> pd.DataFrame:
-    """A report's results as rows with `COLUMNS`, one for each figure; its summary and tables are views of them."""
-    protocol = report.get("protocol", {})
-    common = {
-        "encoder": protocol.get("encoder"),
-        "seed": protocol.get("seed"),
-        "evaluation": evaluation,
-        "split": "test" if protocol.get("test", True) else "dev",
-    }
-    score = kind_of_report(report).score
-    rows = []
-    for result in report["results"]:
-        case = next((str(result[key]) for key in CASES if key in result), None)
-        names = common | {"case": case, "draw": result.get("seed"), "depth": result.get("depth")}
-        figures = {score: [result["accuracy"], *result.get("interval", (None, None))]} | result.get("figures", {})
-        for metric, (value, low, high) in figures.items():
-            rows.append(names | {"metric": metric, "value": value, "low": low, "high": high})
-    return pd.DataFrame(rows, columns=COLUMNS)
-
-
-def scores_of_result(path: Path, result: dict[str, Any]) -> NDArray | None:
-    """The score (M,) of every test image, whose mean is the result's; None: the report at `path` kept none."""
-    outcomes = load_outcomes(path, result["outcomes"]) if "outcomes" in result else None
-    return None if outcomes is None else image_scores(outcomes)
 
 
 # --- random weights, the baseline of an encoder ---
