@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from evaluation.metrics.one_class import OneClass
+from scipy import stats
 from scipy.stats import binomtest
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix, f1_score, jaccard_score
 
-from evaluation.metrics.intervals import bootstrap, containing, paired_accuracies, wilson
-from evaluation.metrics.pixels import PixelClasses
+from evaluation.metrics.intervals import interval, paired, wilson
 from evaluation.metrics.scoring import (
     KINDS,
     Outcomes,
     add_figures,
     add_scores,
+    image_scores,
     keep_outcomes,
     labelled_outcomes,
     load_outcomes,
@@ -24,7 +24,8 @@ from evaluation.patches.scores import count_confusion
 from mpp.errors import UserError
 from mpp.features.metrics import COUNTS_FILE, load_masked_counts, save_masked_counts
 
-KIND = OneClass()
+KIND = KINDS["class"]
+PIXELS = KINDS["pixels"]
 SIMULATIONS = 400
 
 
@@ -35,6 +36,11 @@ def draw(rng, images, accuracy, shares):
     others = (truth + rng.integers(1, classes, images)) % classes
     predicted = np.where(rng.random(images) < accuracy, truth, others)
     return Outcomes("class", truth, predicted, [f"name {number}" for number in range(classes)])
+
+
+def intervals(outcomes):
+    """The interval of each figure."""
+    return {name: each.interval for name, each in KINDS[outcomes.kind].estimates(outcomes).items()}
 
 
 def equal(classes):
@@ -73,21 +79,32 @@ def test_intervals_cover_the_truth(images, accuracy, shares):
     truth = KIND.measure(draw(rng, 10**6, accuracy, shares))
     covered = dict.fromkeys(truth, 0)
     for _ in range(SIMULATIONS):
-        for name, (low, high) in KIND.intervals(draw(rng, images, accuracy, shares)).items():
+        for name, (low, high) in intervals(draw(rng, images, accuracy, shares)).items():
             covered[name] += low <= truth[name] <= high
     for name, count in covered.items():
-        assert 0.915 <= count / SIMULATIONS <= (0.996 if name == "macro_f1" else 0.99), name  # near 1 it is too wide
+        assert 0.915 <= count / SIMULATIONS <= 0.99, name
 
 
-def test_intervals_of_macro_f1_cover_the_truth_with_two_or_three_images_a_class():
-    """About 90 of 100 of them: some classes have no image, or one."""
+def test_means_over_classes_of_few_images_have_no_interval():
+    """With fewer than five images a class, it would hold in 79 of 100 cases."""
     rng = np.random.default_rng(3)
-    truth = KIND.measure(draw(rng, 10**6, 0.7, equal(20)))["macro_f1"]
-    covered = 0
-    for _ in range(SIMULATIONS):
-        low, high = KIND.intervals(draw(rng, 50, 0.7, equal(20)))["macro_f1"]
-        covered += low <= truth <= high
-    assert 0.87 <= covered / SIMULATIONS <= 0.97
+    few, enough = intervals(draw(rng, 50, 0.7, equal(20))), intervals(draw(rng, 200, 0.7, equal(20)))
+    assert np.isnan([few["macro_f1"], few["class_mean"]]).all() and np.isfinite(few["accuracy"]).all()
+    assert np.isfinite(list(enough.values())).all()
+
+
+@pytest.mark.parametrize("kind", ["class", "several", "number", "pixels"])
+def test_the_mean_of_the_scores_of_images_is_the_figure_and_their_variance_its_error(kind):
+    """As many copies of an image tell by finite differences."""
+    outcomes = unlearned(kind, 60)
+    for name, (value, scores) in KINDS[kind].scores(outcomes).items():
+        assert scores.mean() == pytest.approx(value, abs=1e-9)
+        copies = 100 * np.ones(60, int)
+        copies[7] += 1
+        more = KINDS[kind].measure(outcomes.select(np.repeat(np.arange(60), copies)))[name]
+        assert 6001 * (more - value) == pytest.approx(scores[7] - value, abs=0.05 * max(1, abs(scores[7])))
+    right = draw(np.random.default_rng(0), 50, 0.7, equal(5))
+    np.testing.assert_allclose(image_scores(right), right.predictions == right.targets, atol=1e-12)
 
 
 @pytest.mark.parametrize("images", [50, 286])
@@ -99,17 +116,17 @@ def test_intervals_of_differences_cover_the_truth(images, only_one, only_other):
         place = rng.random(images)
         other_right = place >= only_one
         one_right = (place < only_one) | (place >= only_one + only_other)
-        low, high = paired_accuracies(one_right, other_right).interval
+        low, high = paired(one_right.astype(float), other_right.astype(float)).interval
         covered += low - 1e-9 <= only_one - only_other <= high + 1e-9
     assert 0.92 <= covered / SIMULATIONS <= 0.98
 
 
 def test_a_paired_difference_is_narrower_than_two_intervals_and_turns_with_its_order():
     rng = np.random.default_rng(0)
-    one = rng.random(1000) < 0.7
+    one = (rng.random(1000) < 0.7).astype(float)
     other = one.copy()
-    other[:40] = False
-    difference = paired_accuracies(one, other)
+    other[:40] = 0
+    difference = paired(one, other)
     low, high = difference.interval
     assert (
         difference.value == pytest.approx(one.mean() - other.mean())
@@ -117,25 +134,23 @@ def test_a_paired_difference_is_narrower_than_two_intervals_and_turns_with_its_o
         and difference.is_told_apart
     )
     assert high - low < 0.5 * np.ptp(wilson(one.sum(), 1000))
-    back = paired_accuracies(other, one)
+    back = paired(other, one)
     assert back.value == -difference.value and back.interval[0] == pytest.approx(-high, abs=0.003)
-    same = paired_accuracies(one, one)
+    same = paired(one, one)
     assert same.value == 0 and not same.is_told_apart
 
 
-def test_a_bootstrap_of_a_mean_is_students_interval():
-    rng = np.random.default_rng(0)
-    sample = rng.normal(size=20)
-    means = np.array([rng.choice(sample, 20).mean() for _ in range(20_000)])
-    expected = sample.mean() + 2.093 * sample.std(ddof=1) / np.sqrt(20) * np.array([-1, 1])
-    np.testing.assert_allclose(bootstrap(sample.mean(), means, 20), expected, atol=0.03)
-    assert np.isnan(bootstrap(0.5, np.full(3, np.nan), 3)).all()
+def test_the_interval_of_a_mean_is_students():
+    sample = np.random.default_rng(0).normal(size=20)
+    expected = stats.ttest_1samp(sample, 0).confidence_interval(0.95)
+    np.testing.assert_allclose(interval(sample, is_share=False), expected, rtol=1e-9)
+    assert np.isnan(interval(np.full(3, np.nan), is_share=True)).all()
 
 
 def test_cases_by_hand():
     names = ["ant", "bee", "cat"]
     without_bee = Outcomes("class", np.array([0, 0, 2, 2]), np.array([0, 1, 2, 2]), names)
-    figures = KIND.figures(without_bee)
+    figures = KIND.estimates(without_bee)
     assert figures["accuracy"].value == 0.75 and figures["class_mean"].value == 0.75
     assert figures["macro_f1"].value == pytest.approx((2 / 3 + 0 + 1) / 3)
     headings, rows = KIND.class_table(without_bee).text()
@@ -144,8 +159,9 @@ def test_cases_by_hand():
     assert rows[2][3].startswith("100.0 (34.2 to 100.0")
 
     alone = Outcomes("class", np.zeros(3, int), np.zeros(3, int), ["ant"])
-    for figure in KIND.figures(alone).values():
-        assert figure.value == 1 and 0 <= figure.interval[0] < 1 and figure.interval[1] <= 1
+    for figure in KIND.estimates(alone).values():
+        assert figure.value == 1
+        assert np.isnan(figure.interval).all() or (0 <= figure.interval[0] < 1 and figure.interval[1] <= 1)
     any_right = Outcomes("class", np.array([[0, 2], [1, -1]]), np.array([2, 0]), names)
     assert KIND.measure(any_right)["accuracy"] == 0.5 and KIND.confusion(any_right)[2, 2] == 1
 
@@ -157,11 +173,11 @@ def test_each_class_of_pixels_has_its_iou_with_an_interval():
     predictions[0] = [[2, 2, 0], [0, 0, 0], [0, 0, 0]]
     predictions[1] = [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
     outcomes = Outcomes("pixels", targets, predictions, ["a", "b", "c"])
-    assert PixelClasses().confusion(outcomes).tolist() == [[3, 3, 0], [0, 2, 0], [0, 0, 0]]
-    headings, rows = PixelClasses().class_table(outcomes).text()
+    assert PIXELS.confusion(outcomes).tolist() == [[3, 3, 0], [0, 2, 0], [0, 0, 0]]
+    headings, rows = PIXELS.class_table(outcomes).text()
     assert headings == ["class", "pixels", "predicted", "IoU (%)"]
     assert [row[:3] for row in rows] == [["a", "6", "3"], ["b", "2", "5"], ["c", "0", "0"]]
-    assert rows[0][3] == "50.0 (50.0 to 50.0)" and rows[1][3] == "40.0" and rows[2][3] == "-"
+    assert rows[0][3].startswith("50.0 (") and rows[1][3] == "40.0" and rows[2][3] == "-"
 
 
 def test_intervals_of_a_rare_class_of_pixels_cover_the_truth():
@@ -174,7 +190,7 @@ def test_intervals_of_a_rare_class_of_pixels_cover_the_truth():
     expected = jaccard_score(truth.ravel(), np.where(is_right, truth, 0).ravel())
     covered = []
     for _ in range(100):
-        low, high = PixelClasses().class_table(all_images.select(rng.integers(2000, size=50))).intervals[1]
+        low, high = PIXELS.class_table(all_images.select(rng.integers(2000, size=50))).intervals[1]
         if np.isfinite(low):
             covered.append(low <= expected <= high)
     assert len(covered) > 80 and 0.87 <= np.mean(covered) <= 0.99
@@ -199,17 +215,8 @@ def unlearned(kind, images=79, classes=9):
 @pytest.mark.parametrize("images", [9, 79])
 @pytest.mark.parametrize("kind", ["class", "several", "number", "pixels"])
 def test_an_interval_contains_its_value(kind, images):
-    outcomes = unlearned(kind, images)
-    figures = KINDS[kind].figures(outcomes)
-    if kind == "class":
-        assert figures["macro_f1"].value < KIND.intervals(outcomes)["macro_f1"][0]  # centred on added images
-    for name, (value, (low, high)) in figures.items():
-        assert low <= value <= high, name
-
-
-def test_an_interval_is_widened_to_its_value_and_an_unknown_one_is_not():
-    assert containing(2.0, (0.0, 1.0)) == (0.0, 2.0) and containing(0.5, (0.0, 1.0)) == (0.0, 1.0)
-    assert np.isnan(containing(0.5, (np.nan, np.nan))).all() and containing(np.nan, (0.0, 1.0)) == (0.0, 1.0)
+    for name, (value, (low, high)) in KINDS[kind].estimates(unlearned(kind, images)).items():
+        assert np.isnan(low + high) or low <= value <= high, name
 
 
 def test_images_without_a_label_are_left_out_and_none_with_one_is_refused():
@@ -266,8 +273,8 @@ def outcomes_of_masks(truth, predicted):
     return Outcomes("pixels", counts.sum(2), counts)
 
 
-def test_iou_is_scikit_learns_and_its_bootstrap_covers_the_truth():
-    kind = PixelClasses()
+def test_iou_is_scikit_learns_and_its_interval_covers_the_truth():
+    kind = PIXELS
     rng = np.random.default_rng(0)
     truth, predicted = draw_masks(rng, 3000)
     expected = jaccard_score(truth.ravel(), predicted.ravel(), average="macro")
@@ -277,7 +284,7 @@ def test_iou_is_scikit_learns_and_its_bootstrap_covers_the_truth():
     assert figures["pixel_accuracy"] == pytest.approx(np.mean(truth == predicted), abs=1e-12)
     covered = 0
     for _ in range(300):
-        low, high = kind.intervals(all_images.select(rng.integers(3000, size=50)))["mean_iou"]
+        low, high = intervals(all_images.select(rng.integers(3000, size=50)))["mean_iou"]
         covered += low <= expected <= high
     assert 0.92 <= covered / 300 <= 0.975
 
@@ -291,10 +298,9 @@ def test_masks_without_a_counted_pixel_are_left_out_and_encoders_are_paired():
     assert len(labelled_outcomes(outcomes)) == 37
     good = outcomes_of_masks(truth, np.where(rng.random(truth.shape) < 0.5, truth, predicted))
     plain = outcomes_of_masks(truth, predicted)
-    difference = PixelClasses().difference([good], [plain])
+    difference = paired(image_scores(good), image_scores(plain))
     low, high = difference.interval
     assert difference.value == pytest.approx(score_of(good) - score_of(plain)) and 0 < low < difference.value < high
-    assert PixelClasses().difference([good, plain], [plain]).value == pytest.approx(difference.value / 2)
 
 
 def patches_of_few_images():
@@ -314,14 +320,12 @@ def pixels_of_few_images():
 def test_intervals_of_a_share_stay_within_it_however_few_the_images(few):
     outcomes = few()
     kind = KINDS[outcomes.kind]
-    intervals = kind.intervals(outcomes)
-    assert all(0 <= low < high <= 1 for low, high in intervals.values()) and intervals[kind.score][0] == 0
+    assert all(0 <= low < high <= 1 for low, high in intervals(outcomes).values())
     table = kind.class_table(outcomes)
     assert table is None or "(-" not in str(table.text())
 
 
 def test_differences_of_shares_stay_within_their_bounds():
-    right = Outcomes("patches", np.full(3, 30), np.array([30, 30, 24]))
-    wrong = patches_of_few_images()
-    assert KINDS["patches"].difference([right], [wrong]).interval[1] == 1
-    assert KINDS["patches"].difference([wrong], [right]).interval[0] == -1
+    right = image_scores(Outcomes("patches", np.full(3, 30), np.array([30, 30, 24])))
+    wrong = image_scores(patches_of_few_images())
+    assert paired(right, wrong).interval[1] == 1 and paired(wrong, right).interval[0] == -1

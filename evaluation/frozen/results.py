@@ -15,12 +15,12 @@ from typing import Any
 import pandas as pd
 from numpy.typing import NDArray
 
+from evaluation.config import FeaturesConfig
 from evaluation.figures.charts import ScoreAxis, plot_by_depth
 from evaluation.figures.markdown import markdown_table, without_empty_columns
 from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
 from evaluation.frozen.run_images import (
-    IMAGE_SETTINGS,
     evaluated_image_settings,
     find_run,
     holds_run_images,
@@ -37,7 +37,7 @@ from evaluation.metrics.scoring import (
     load_outcomes,
     without_nan,
 )
-from mpp.config import Settings, SourceConfig, changed_settings, flatten, settings_of
+from mpp.config import Settings, flatten, settings_of
 from mpp.errors import UserError
 from mpp.models.descriptions import as_saved
 from mpp.runtime.files import complete, short_digest
@@ -50,11 +50,8 @@ CASES = ("case", "shots", "neighbours", "solver")
 """Entries of a result that name its case, the first that it has."""
 MAX_CLASSES_PRINTED = 30
 """Lines of a printed table by class."""
-NAMED_SETTINGS = ("encoder", "checkpoint", "random", "features")
-OF_FEATURES = ("img_size", "representation", "depth")
-"""Settings that `report_suffix` names, or the place of a report."""
-MAX_SETTINGS_LENGTH = 80
-"""Characters of settings in a report's name; more are a digest."""
+LONGEST_VALUE, LONGEST_NAME = 40, 160
+"""Characters of a setting, and of all, in a report's name; more are a digest."""
 RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
 """Beginning of the name of a report of random weights: the command, and their seed."""
 
@@ -91,61 +88,38 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
 def report_path_of_command(config: Settings, command: str, ending: str = ".json") -> Path:
     """The file of a command's report, whose name says which settings are unusual: see `report_path`."""
     values = flatten(config)
-    features = values.get("features")
-    of_encoder = "" if features else report_suffix(config)
-    name = f"{command}{of_encoder}{settings_suffix(config)}{ending}"
-    return report_path(values["out"], values["encoder"], name, features)
+    name = f"{command}{report_suffix(config, of_all=True)}{ending}"
+    return report_path(values["out"], values["encoder"], name, values.get("features"))
 
 
-def report_suffix(config: Settings) -> str:
-    """The end of a name: encoder, images and features where they are not the usual ones.
+def report_suffix(config: Any, of_all: bool = False) -> str:
+    """The end of a name, `_shots_1-5`: the settings that are not the usual ones; a digest where they are many.
 
-    Other encoders, images and features have files of their own. For a report, see `settings_suffix` too.
-    """
-    frozen, run = config.frozen, find_run(config.frozen.encoder)
-    parts = [f"random_{frozen.seed}"] if frozen.random else []
-    if Path(frozen.encoder).name == BEST:
-        parts.append("best")
-    if frozen.checkpoint:  # many are called model
-        parts += parts_of_name({Path(frozen.checkpoint).stem: digest(Path(frozen.checkpoint).resolve())})
-    if holds_run_images(config.data.path, run) if run else config.data.path is None:
-        parts += parts_of_name(unusual_choices(config.data, run))
-    else:  # names recur
-        images = [getattr(config.data, name) for name in IMAGE_SETTINGS]
-        parts += parts_of_name({Path(config.data.path or "birds").name: digest(images)})
-    changed = {name: value for name, value in changed_settings(config).items() if name in OF_FEATURES}
-    return "".join(f"_{part}" for part in [*parts, *parts_of_name(changed)])
-
-
-def unusual_choices(data: SourceConfig, run: Path | None) -> dict[str, Any]:
-    """Settings that choose among the usual images, or read them, otherwise than usual: those of the run, or defaults.
+    Those of images are usual where they are those of the encoder's run. A report of random weights begins with these.
 
     Args:
-        run: the encoder's run; None: it has none.
+        of_all: name all settings, not only those of encoder, images and features.
     """
-    usual = {name: getattr(type(data), name) for name in IMAGE_SETTINGS}
-    usual |= evaluated_image_settings(run) if run else {}
-    moves_along = {"path"} if data.path == usual["path"] else {"path", "labels"}
-    values = {name: getattr(data, name) for name in IMAGE_SETTINGS if name not in moves_along}
-    return {name: value for name, value in values.items() if as_saved(value) != as_saved(usual[name])}
-
-
-def settings_suffix(config: Any) -> str:
-    """The end of a report's name that names all other settings that are not the defaults, such as shots.
-
-    The file of saved features begins the name.
-    """
-    named = {*NAMED_SETTINGS, *OF_FEATURES, *(f"data.{name}" for name in IMAGE_SETTINGS)}
-    named |= {each.key for each in settings_of(config) if each.about["operational"]}
-    named |= {"seed"} if config.frozen.random else set()
-    others = {key.rpartition(".")[2]: value for key, value in changed_settings(config).items() if key not in named}
-    return "".join(f"_{part}" for part in parts_of_name(others))
-
-
-def parts_of_name(settings: dict[str, Any]) -> list[str]:
-    """Settings as parts of a file's name, `shots_1-5`; a digest where they are many."""
-    parts = [re.sub(r"[^\w.]+", "-", f"{key}_{value}").strip("-") for key, value in settings.items()]
-    return parts if sum(map(len, parts)) <= MAX_SETTINGS_LENGTH else [digest(settings)]
+    frozen, run = config.frozen, find_run(config.frozen.encoder)
+    usual = flatten(type(config)())
+    usual |= {f"data.{name}": value for name, value in evaluated_image_settings(run).items()} if run else {}
+    named = {"encoder", "features", *(each.key for each in settings_of(config) if each.about["operational"])}
+    if run and holds_run_images(config.data.path, run):  # perhaps moved
+        named |= {"data.path", "data.labels"} if config.data.path != usual["data.path"] else set()
+    parts = ["best"] if Path(frozen.encoder).name == BEST else []
+    if frozen.random:
+        parts.insert(0, f"random_{frozen.seed}")
+        named |= {"random", "seed"}
+    known = (usual if of_all else flatten(FeaturesConfig())).keys() - named
+    values = {key: value for key, value in flatten(config).items() if key in known}
+    changed = {key: value for key, value in values.items() if as_saved(value) != as_saved(usual[key])}
+    words = []
+    for key, value in changed.items():
+        text = re.sub(r"[^\w.]+", "-", str(value)).strip("-")
+        words.append(f"{key.rpartition('.')[2]}_{text if len(text) <= LONGEST_VALUE else digest(value)}")
+    if sum(map(len, words)) > LONGEST_NAME:
+        words = [digest(changed)]
+    return "".join(f"_{part}" for part in [*parts, *words])
 
 
 def digest(value: Any) -> str:

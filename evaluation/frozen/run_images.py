@@ -1,7 +1,7 @@
 """The images of a run: found by its folder, compared with its record, and loaded.
 
 An encoder is evaluated on the images that its run held out, unless others are named; this prevents results on images
-that have changed since. A run's report of its training with labels lies beside it:
+that have changed since. Reports of training with labels:
 
 RUN/supervised.json       of the run itself
 FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the best one
@@ -139,17 +139,20 @@ def reports_of_training(run: Path) -> list[Path]:
 
 # --- the command line of an evaluation ---
 
+EncoderOf = Callable[[Any], str]
+HowReadOf = Callable[[Any], dict[str, Any]]
 
-def parse_with_images(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -> ConfigT:
-    """Read the config of a command, and compare the images of its encoder's run: see `parse_and_load`."""
-    return parse_and_load(config_class, arguments)[0]
+
+def named_encoder(config: Any) -> str:
+    """The setting `encoder`."""
+    return flatten(config)["encoder"]
 
 
 def parse_and_load(
     config_class: type[ConfigT],
     arguments: Sequence[str] | None,
-    encoder_of: Callable[[Any], str] = lambda config: flatten(config)["encoder"],
-    how_read_of: Callable[[Any], dict[str, Any]] = lambda config: {},
+    encoder_of: EncoderOf = named_encoder,
+    how_read_of: HowReadOf = lambda config: {},
 ) -> tuple[ConfigT, LoadedSplits | None]:
     """Read the config of a command, and compare the images of its encoder's run with those that the run began with.
 
@@ -170,8 +173,8 @@ def parse_and_load(
 def read_with_images(
     config_class: type[ConfigT],
     arguments: Sequence[str] | None,
-    encoder_of: Callable[[Any], str] = lambda config: flatten(config)["encoder"],
-    how_read_of: Callable[[Any], dict[str, Any]] = lambda config: {},
+    encoder_of: EncoderOf = named_encoder,
+    how_read_of: HowReadOf = lambda config: {},
 ) -> tuple[ConfigT, bool]:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
 
@@ -252,9 +255,8 @@ def run_source(run: Path) -> SourceConfig:
 def load_unchanged_splits_of(encoder: str, data: SourceConfig) -> LoadedSplits | None:
     """Apply `load_unchanged_splits` if a command reads the images of its encoder's run from the run's path."""
     run = find_run(encoder)
-    if run and absolute_path(data.path) == absolute_path(run_image_settings(run).get("path")):
-        return load_unchanged_splits(run, data)
-    return None
+    is_of_run = run and absolute_path(data.path) == absolute_path(run_source(run).path)
+    return load_unchanged_splits(run, data) if is_of_run else None
 
 
 def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
@@ -269,17 +271,18 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
     Raises:
         UserError: the run's images are gone, or have changed.
     """
-    record = read_record(run)
+    record, source = read_record(run), run_source(run)
     if not record or not is_first_process():
         return None
-    source = run_source(run)
     path = source.path
-    location = Path.cwd() / path if could_be_hub_name(path) else path or "the package's birds"
     if could_be_hub_name(path) and recorded_commit(run) is not None:
         if is_local(path):
-            ways = f"use --data.path ./{path} for the folder, or call from another folder"
-            raise UserError(f"{run} was trained on the hub's dataset {path}, but {location} is here, too: {ways}")
+            raise UserError(
+                f"{run} was trained on the hub's dataset {path}, but {Path.cwd() / path} is here, too: "
+                f"use --data.path ./{path} for the folder, or call from another folder"
+            )
         return None
+    location = path and absolute_path(path)
     if not (path is None or is_url(path) or is_local(path)):
         raise UserError(f"the images of {run} were at {location}, which is gone; give their new place with --data.path")
     is_same = all(getattr(data, name) == getattr(source, name) for name in EVALUATED_SETTINGS)
@@ -288,7 +291,7 @@ def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
     changed = image_differences(run, source, splits)
     if changed:
         ways = "restore the original images, or choose others with --data.path"
-        raise UserError(f"{location} no longer holds the images of {run}: {'; '.join(changed)}; {ways}")
+        raise UserError(f"{location or 'the birds'} no longer holds the images of {run}: {'; '.join(changed)}; {ways}")
     return splits
 
 
@@ -371,16 +374,13 @@ def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, An
     Args:
         learned: how the images of a kept head were read; empty or None: as those of its encoder.
     """
-    if not learned:
-        learned = {}
-        with suppress(UserError):  # a hub that does not answer now: the encoder is loaded already
-            learned = how_read(encoder)
-    ways = {name: getattr(SourceConfig, name) for name in HOW_READ} | dict(learned)
-    ours = {name: as_saved(getattr(data, name)) for name in HOW_READ}
-    others = [name for name in HOW_READ if ours[name] != as_saved(ways[name])]
-    if learned and others:
-        described = ", ".join(f"data.{name} {as_words(ways[name])} (here {as_words(ours[name])})" for name in others)
-        note(f"{encoder} learned from images that were read with {described}")
+    with suppress(UserError):  # a hub that does not answer now: the encoder is loaded already
+        learned = learned or how_read(encoder)
+    for name in HOW_READ if learned else ():
+        way = learned.get(name, getattr(SourceConfig, name))
+        if as_saved(way) != as_saved(getattr(data, name)):
+            here = as_words(getattr(data, name))
+            note(f"{encoder} learned from images that were read with data.{name} {as_words(way)} (here {here})")
     run = find_run(encoder)
     if run is not None and data.path is None and run_image_settings(run).get("path") is not None:
         note(f"data.path is null: these are the package's birds, and not the images of {run}")
@@ -415,15 +415,14 @@ def indices_in_split(dataset: ImageDataset) -> NDArray[np.int64]:
 
 def record_images(data: SourceConfig, label_kind: str = "class") -> dict[str, Any] | None:
     """The record of the images that these settings mean now. None: a stream, which is not read through."""
-    if data.streaming:
-        return None
-    return record_source(rebuild(SourceConfig(), flatten(data)), label_kind)
+    return None if data.streaming else record_source(rebuild(SourceConfig(), flatten(data)), label_kind)
 
 
 @lru_cache
 def record_source(source: SourceConfig, label_kind: str) -> dict[str, Any]:
     """The record of both splits, made once for each source."""
-    splits = dict(zip(("train", "held_out"), load_image_datasets(source, label_kind=label_kind), strict=True))
-    return {
-        name: identify_images(split, with_labels=True, retries=source.read_retries) for name, split in splits.items()
-    }
+    train, held_out = (
+        identify_images(split, with_labels=True, retries=source.read_retries)
+        for split in load_image_datasets(source, label_kind=label_kind)
+    )
+    return {"train": train, "held_out": held_out}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit  # quantiles of Student's distribution
 
 Z = 1.959963984540054  # of 95 %: the normal distribution's quantile at 0.975
-TINY = 1e-12  # of a variance that is 0 but for rounding
+TINY = 1e-9  # of an error that is 0 but for rounding
 ADDED = 2.0  # images of which one encoder is right, each in turn, or both, or none, half an image each
 
 Interval = tuple[float, float]
@@ -33,33 +33,34 @@ def wilson(right: float, count: float) -> Interval:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def interval(scores: NDArray[np.float64], is_share: bool, most: int | None = None) -> Interval:
+def interval(scores: NDArray[np.float64], is_share: bool, count: float | None = None) -> Interval:
     """Of a share Wilson's, for as many images as have the variance of its scores; of any other figure Student's.
 
-    For accuracy these are all images.
+    For accuracy these are all images. Where they are more, the variance is known by few images: see `widening`.
 
     Args:
         scores: (M,), whose mean is the figure; NaN: it is not known, nor is its interval.
-        most: images that count at most. None: all.
+        count: number of images that the variance is known by. None: all.
     """
-    value = float(scores.mean())
+    value, count = float(scores.mean()), count or len(scores)
     if not math.isfinite(value):
         return math.nan, math.nan
+    error = float(scores.std()) / math.sqrt(len(scores))
     if not is_share:
-        return student(scores)
+        half = Z * widening(count) * error
+        return value - half, value + half
     value = min(max(value, 0.0), 1.0)  # rounding
-    images: float = most or len(scores)
-    variance = float(scores.var()) / len(scores)
-    if variance > TINY:
-        images = min(images, max(1.0, value * (1 - value) / variance))
+    images = value * (1 - value) / error**2 if error > TINY else count
+    if images > count:
+        images = max(count, images / widening(count) ** 2)
+    images = max(1.0, images)
     return wilson(value * images, images)
 
 
-def student(scores: NDArray[np.float64]) -> Interval:
-    """Student's interval of a mean."""
-    freedom = max(1, len(scores) - 1)
-    half = float(stdtrit(freedom, 0.975) * scores.std() / math.sqrt(freedom))
-    return float(scores.mean()) - half, float(scores.mean()) + half
+def widening(count: float) -> float:
+    """The factor of an interval by the standard deviation of so many images: Student's."""
+    freedom = max(1.0, count - 1)
+    return float(stdtrit(freedom, 0.975)) / Z * math.sqrt(count / freedom)
 
 
 class Difference(NamedTuple):
@@ -87,9 +88,9 @@ def paired(one: NDArray[np.float64], other: NDArray[np.float64], is_share: bool 
     gains = one - other
     value, count = float(gains.mean()), len(gains)
     if not is_share:
-        return Difference(value, student(gains), count)
-    centre = gains.sum() / (count + ADDED)
-    variance = (np.square(gains).sum() + ADDED / 2) / (count + ADDED) - centre**2
-    half = Z * math.sqrt(variance / (count + ADDED))
+        return Difference(value, interval(gains, is_share), count)
+    centre = float(gains.sum()) / (count + ADDED)
+    variance = (float(np.square(gains).sum()) + ADDED / 2) / (count + ADDED) - centre**2
+    half = float(stdtrit(count + 1, 0.975)) * math.sqrt(variance / (count + ADDED))
     ends = max(-1.0, min(value, centre - half)), min(1.0, max(value, centre + half))
     return Difference(value, ends, count)

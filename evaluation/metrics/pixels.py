@@ -48,7 +48,7 @@ def class_table(outcomes: "Outcomes") -> ClassTable:
     for name, (iou, scores) in estimates.items():
         shares[int(name)] = iou
         if having[int(name)] > 1:
-            intervals[int(name)] = interval(scores, is_share=True, most=having[int(name)])
+            intervals[int(name)] = interval(scores, is_share=True, count=having[int(name)])
     counts = {"pixels": outcomes.targets.sum(0), "predicted": confusion(outcomes).sum(0)}
     return ClassTable(outcomes.names(classes), counts, {"IoU": shares}, intervals)
 
