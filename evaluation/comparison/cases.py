@@ -196,11 +196,6 @@ class Encoder:
         pattern = str(self.entry.options.get("checkpoint") or self.entry.encoder)
         return Path(with_seed(pattern, self.seed))
 
-    @property
-    def needed(self) -> list["Encoder"]:
-        """Those that are trained before it."""
-        return [*self.parents.values(), *([self.trunk] if self.trunk else [])]
-
 
 def encoders_of(entries: Iterable[EncoderEntry]) -> dict[tuple[str, int], Encoder]:
     """The encoders of all entries, with their parents and trunks, by name of the entry and seed.
@@ -250,8 +245,9 @@ def refuse_circle(encoder: Encoder, below: tuple[Path, ...] = ()) -> None:
     """
     if encoder.path in below:
         raise UserError(f"{encoder.path} would be made from itself; first weights and teachers are of other runs")
-    for each in encoder.needed:
-        refuse_circle(each, (*below, encoder.path))
+    for each in (*encoder.parents.values(), encoder.trunk):
+        if each is not None:
+            refuse_circle(each, (*below, encoder.path))
 
 
 def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
