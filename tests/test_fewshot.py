@@ -248,19 +248,10 @@ def test_any_of_several_right_labels_counts():
     assert evaluate(all_are_right, config)[0]["accuracy"] == 1.0
 
 
-def test_several_penalties_share_one_decomposition(monkeypatch):
+def test_each_of_several_penalties_has_its_own_results():
     data = features()
-    decomposed = []
-    eigh = np.linalg.eigh
-
-    def recorded(matrix):
-        decomposed.append(matrix.shape)
-        return eigh(matrix)
-
-    monkeypatch.setattr(np.linalg, "eigh", recorded)
     penalties = (1024.0, 1.0, 1e-3)
     together = evaluate(data, FewshotConfig(shots=(5, 1), seeds=(0,), l2=penalties))
-    assert decomposed == [(21, 21), (7, 7)]  # 35 images and 21 columns; 7 images
     alone = {}
     for l2 in penalties:
         for result in evaluate(data, FewshotConfig(shots=(5, 1), seeds=(0,), l2=(l2,))):
@@ -289,16 +280,16 @@ def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"train_labels": None}, "lacks train_labels"),
-        ({"train_features": np.full((210, 20), np.nan)}, "train_features have values that are not finite"),
+        ({"train_labels": None}, "train_labels"),
+        ({"train_features": np.full((210, 20), np.nan)}, "train_features is float64 .* finite"),
         ({"train_labels": np.full(210, -1)}, "train_labels must be integers from 0"),
         ({"test_labels": np.full(200, 2**63, np.uint64)}, "test_labels must be integers from 0 and below"),
-        ({"train_labels": np.zeros(210, np.int64)}, "all training images are of one class"),
-        ({"train_labels": np.zeros(3, np.int64)}, "disagree"),
-        ({"test_features": np.zeros((200, 3), np.float32)}, "20 and 3 wide"),
+        ({"train_labels": np.zeros(210, np.int64)}, "all training images have the same label"),
+        ({"train_labels": np.arange(3)}, "as many as labels"),
+        ({"test_features": np.zeros((200, 3), np.float32)}, "test_features is .* as wide in both splits"),
         ({"test_features": np.array([{}] * 200)}, "allow_pickle"),
         ({"train_labels": np.zeros(210)}, "integers"),
-        ({"test_features": np.full((200, 20), "a")}, "not floating-point numbers"),
+        ({"test_features": np.full((200, 20), "a")}, "floating-point numbers"),
     ],
 )
 def test_bad_features_are_named(tmp_path, change, words):

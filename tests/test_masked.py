@@ -46,7 +46,7 @@ def test_intervals_over_images_cover_the_truth_where_patches_of_an_image_are_ali
     for _ in range(300):
         patches = rng.integers(20, 40, images)
         right = rng.binomial(patches, rng.beta(2, 3, images))
-        low, high = KINDS["patches"].intervals(Outcomes("patches", patches, right))["accuracy"]
+        low, high = KINDS["patches"].estimates(Outcomes("patches", patches, right))["accuracy"].interval
         covered += low <= 0.4 <= high
     assert 0.92 <= covered / 300 <= 0.975
 

@@ -16,7 +16,6 @@ from conftest import ROOT, TINY, encoded, picture
 from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_fewshot import features
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,7 +28,7 @@ from evaluation.frozen import probing
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.probing import evaluate_by_depth
-from evaluation.frozen.results import of_learned_weights, report_path_of_command, write_probe_report
+from evaluation.frozen.results import of_learned_weights, report_path_of_command
 from evaluation.linear import fit_lbfgs
 from evaluation.metrics.scoring import add_scores
 from evaluation.supervision.learners import ClassLearner
@@ -225,10 +224,6 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     assert sorted(report["summary_by_depth"]) == ["1", "2", "3"]
     assert report["summary"] == report["summary_by_depth"]["3"]
     assert (tmp_path / "all.png").stat().st_size > 1000
-    events = EventAccumulator(str(tmp_path / "all")).Reload()
-    curve = {event.step: event.value for event in events.Scalars("accuracy_by_depth/shots_5")}
-    expected = {int(depth): 100 * summary["5"]["mean"] for depth, summary in report["summary_by_depth"].items()}
-    assert curve == pytest.approx(expected)
 
     tested = []
     evaluate = fewshot.evaluate
@@ -273,11 +268,15 @@ def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
     words_of_report = {
         "fewshot": [],
         "fewshot_random_0": ["--random=true"],
-        "fewshot_class": ["--representation=class"],
-        "fewshot_class_depth_1": ["--representation=class", "--depth=1"],
-        "fewshot_random_3_16px": ["--random=true", "--seed=3", "--img_size=16"],
+        "fewshot_representation_class": ["--representation=class"],
+        "fewshot_representation_class_depth_1": ["--representation=class", "--depth=1"],
+        "fewshot_random_3_img_size_16": ["--random=true", "--seed=3", "--img_size=16"],
         "fewshot_train_images_200": ["--data.train_images=200"],
-        "fewshot_class_precision_fp32_shots_1-5": ["--representation=class", "--precision=fp32", "--shots=[1,5]"],
+        "fewshot_precision_fp32_representation_class_shots_1-5": [
+            "--representation=class",
+            "--precision=fp32",
+            "--shots=[1,5]",
+        ],
     }
     for words in words_of_report.values():
         fewshot.main([*common, *words])
@@ -287,7 +286,7 @@ def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
     for name in ("cat", "dog"):
         write_pictures(classes / name, 4)
     fewshot.main([*common, f"--data.path={classes}"])
-    assert len(list((folder / "evaluation").glob("fewshot_my_classes_??????.json"))) == 1
+    assert len(list((folder / "evaluation").glob("fewshot_path*my-classes.json"))) == 1
     fewshot.main([*common, f"--out={tmp_path / 'plain'}"])
     assert read_json(tmp_path / "plain")["results"]  # a name without a suffix
 
@@ -363,7 +362,7 @@ def test_images_that_cannot_be_decoded_are_left_out_and_named(vit, tmp_path, cap
 
 def test_strict_refuses_images_that_cannot_be_decoded(vit, tmp_path):
     images = two_classes(tmp_path / "all", BROKEN)
-    with pytest.raises(UserError, match=r"cat/1\.png.*; .*dog/0\.png.*a probe needs all images"):
+    with pytest.raises(UserError, match=r"cat/1\.png.*dog/0\.png.*a probe needs all images"):
         fewshot.main([f"--encoder={vit[1]}", f"--data.path={images}", "--strict=true", *FAST])
 
 
@@ -419,10 +418,10 @@ def test_a_report_of_random_weights_belongs_to_that_of_the_best_encoder(tmp_path
 
 
 def test_weights_of_the_same_file_name_have_reports_of_their_own():
-    files = ("dino/model.safetensors", "mae/model.safetensors", "mae/../mae/model.safetensors")
+    files = ("dino/model.safetensors", "mae/model.safetensors")
     configs = [FewshotConfig.of(encoder="vit_tiny_patch16_224", checkpoint=file) for file in files]
-    one, other, same = (report_path_of_command(config, "fewshot").name for config in configs)
-    assert one.startswith("fewshot_model_") and one != other == same
+    one, other = (report_path_of_command(config, "fewshot").name for config in configs)
+    assert one == "fewshot_checkpoint_dino-model.safetensors.json" != other
 
 
 def test_images_that_changed_since_the_last_call_are_read_again(vit, tmp_path):
@@ -442,20 +441,11 @@ def test_a_score_that_is_not_defined_has_a_table_all_the_same(tmp_path, capsys):
     save_features(tmp_path / "f.npz", LabelledFeatures(cloud, np.arange(12.0), cloud, np.ones(12), kind="number"))
     knn.main([f"--features={tmp_path / 'f.npz'}", "--neighbours=[1, 5]"])
     printed = capsys.readouterr().out
-    assert "R2 is not defined" in printed and "| depth | neighbours 1 | neighbours 5 |" in printed
+    assert (
+        "explained variance (R2) |                    - |" in printed
+        and "| depth | neighbours 1 | neighbours 5 |" in printed
+    )
     assert "mean absolute error" in printed
-
-
-def test_tensorboard_shows_the_latest_report(tmp_path):
-    """As after the encoder was trained longer: a curve by depth does not double back."""
-    path = tmp_path / "fewshot.json"
-    for accuracy in (0.25, 0.5):
-        case = {"5": {"mean": accuracy, "std": 0.0, "count": 1}}
-        write_probe_report(
-            path, {"results": [], "summary": case, "summary_by_depth": {1: case, 2: case}, "protocol": {}}, "shots"
-        )
-    events = EventAccumulator(str(tmp_path / "fewshot")).Reload()
-    assert [each.value for each in events.Scalars("accuracy_by_depth/shots_5")] == [50, 50]
 
 
 def test_more_neighbours_than_training_images_are_noted(tmp_path, capsys):

@@ -39,8 +39,13 @@ def nearest_centroid(monkeypatch):
     monkeypatch.setattr(imports, "_modules", {})
     yield file
     imports.imported.clear()
-    del EVALUATIONS["centroid"]
-    del sys.modules["nearest_centroid"]
+    EVALUATIONS.pop("centroid", None)
+    sys.modules.pop("nearest_centroid", None)
+
+
+def test_the_page_shows_the_example(nearest_centroid):
+    _, _, shown = nearest_centroid.read_text().partition("def evaluate")
+    assert shown in (ROOT / "evaluation" / "README.md").read_text()
 
 
 @pytest.fixture

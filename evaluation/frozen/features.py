@@ -155,7 +155,7 @@ def label_problem(kind: str, labels: NDArray, split: str) -> str | None:
     known = labels[has_label(labels)]
     are_numbers = np.issubdtype(labels.dtype, np.floating)
     is_valid = {
-        "class": not are_numbers and len(known) == len(labels),
+        "class": not are_numbers and len(known) == len(labels) and (labels.ndim == 1 or split == "test"),
         "several": labels.ndim == 2 and bool(np.isin(known, (0, 1)).all()),
         "number": labels.ndim == 1 and are_numbers,
     }
@@ -203,6 +203,8 @@ class LabelledFeatures(NamedTuple):
             allowed = "finite floating-point numbers (images, width): as many as labels, and as wide in both splits"
             require(is_usable, f"{source}: {split}_features", f"{features.dtype} {features.shape}", allowed)
             problem = label_problem(self.kind, labels, split)
+            if self.kind != "class" and labels.shape[1:] != self.train_labels.shape[1:]:
+                problem = "train_labels and test_labels have other numbers of classes"
             if problem is not None:
                 raise UserError(f"{source}: {problem}")
         learned, tested = (np.flatnonzero(has_label(labels)) for labels in (self.train_labels, self.test_labels))
@@ -386,9 +388,9 @@ def name_unreadable(unreadable: Sequence[str]) -> str:
 def warn_left_out(unreadable: Sequence[str]) -> None:
     """Name the images that a probe leaves out, once for all probes of the same images."""
     if unreadable:
-        images = counted(len(unreadable), "image")
-        way = "--strict true refuses such images"
-        warn(f"{images} left out that cannot be decoded ({way}): {name_unreadable(unreadable)}")
+        verb = "is" if len(unreadable) == 1 else "are"
+        left_out = f"{counted(len(unreadable), 'image')} that cannot be decoded {verb} left out"
+        warn(f"{left_out} (--strict true refuses such images): {name_unreadable(unreadable)}")
 
 
 def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConfig) -> ViewDataset:

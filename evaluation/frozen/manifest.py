@@ -178,7 +178,7 @@ def absolute_place(source: SourceConfig, name: str) -> Any:
 
 
 def count_shared(images: ImageDataset, source: SourceConfig, labelled: LabelledImages) -> tuple[int, int]:
-    """How many images were learned, and of how many that is known.
+    """The number of images that were learned, and of those of which that is known.
 
     Of the same dataset, they are known by their index. Elsewhere up to `MAX_TEST_IMAGES_SEARCHED` are searched for
     among the training images by their bytes. Not found there: images that were encoded again, arrays, and those of

@@ -79,11 +79,15 @@ def run_probe(
     report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
-    ranked = evenly_spaced(len(first.test), MAX_IMAGES_FOR_RANK)  # files may be in the order of their classes
-    ranks = {depth: effective_rank(each.test[ranked], device()) for depth, each in extracted.by_depth.items()}
-    report["protocol"] |= {"rank_by_depth": ranks, "input": extracted.input}
+    report["protocol"] |= {"rank_by_depth": rank_by_depth(extracted.by_depth), "input": extracted.input}
     report["class_names"] = list(first.class_names)
     return write_probe_report(path, report, group_by)
+
+
+def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
+    """The effective rank of the tested features at each depth, of at most as many images as can be compared."""
+    ranked = evenly_spaced(len(next(iter(by_depth.values())).test), MAX_IMAGES_FOR_RANK)  # files may be in class order
+    return {depth: effective_rank(features.test[ranked], device()) for depth, features in by_depth.items()}
 
 
 def read_features(config: ProbeConfig) -> ExtractedFeatures:

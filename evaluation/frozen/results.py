@@ -50,8 +50,8 @@ CASES = ("case", "shots", "neighbours", "solver")
 """Entries of a result that name its case, the first that it has."""
 MAX_CLASSES_PRINTED = 30
 """Lines of a printed table by class."""
-MAX_SETTINGS_LENGTH = 80
-"""Characters of settings in a report's name; more are a digest."""
+LONGEST_VALUE, LONGEST_NAME = 40, 160
+"""Characters of a setting, and of all, in a report's name; more are a digest."""
 RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
 """Beginning of the name of a report of random weights: the command, and their seed."""
 
@@ -113,10 +113,18 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
     known = (usual if of_all else flatten(FeaturesConfig())).keys() - named
     values = {key: value for key, value in flatten(config).items() if key in known}
     changed = {key: value for key, value in values.items() if as_saved(value) != as_saved(usual[key])}
-    words = [re.sub(r"[^\w.]+", "-", f"{key.rpartition('.')[2]}_{value}").strip("-") for key, value in changed.items()]
-    if sum(map(len, words)) > MAX_SETTINGS_LENGTH:
-        words = [short_digest([repr(changed).encode()])[:6]]
+    words = []
+    for key, value in changed.items():
+        text = re.sub(r"[^\w.]+", "-", str(value)).strip("-")
+        words.append(f"{key.rpartition('.')[2]}_{text if len(text) <= LONGEST_VALUE else digest(value)}")
+    if sum(map(len, words)) > LONGEST_NAME:
+        words = [digest(changed)]
     return "".join(f"_{part}" for part in [*parts, *words])
+
+
+def digest(value: Any) -> str:
+    """Six letters that tell values apart."""
+    return short_digest([repr(value).encode()])[:6]
 
 
 # --- files ---

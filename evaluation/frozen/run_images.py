@@ -1,7 +1,7 @@
 """The images of a run: found by its folder, compared with its record, and loaded.
 
 An encoder is evaluated on the images that its run held out, unless others are named; this prevents results on images
-that have changed since. A run's report of its training with labels lies beside it:
+that have changed since. Reports of training with labels:
 
 RUN/supervised.json       of the run itself
 FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the best one

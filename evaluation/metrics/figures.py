@@ -22,6 +22,7 @@ Figures = dict[str, Tensor]
 """Name -> a number; NaN: these images do not have it."""
 
 
+@torch.enable_grad()
 def score_images(figures: Callable[[Tensor], Figures], count: int) -> dict[str, tuple[float, NDArray]]:
     """Each figure of weights (M,), and by it the score of every image, (M,)."""
     weights = torch.ones(count, dtype=torch.float64, requires_grad=True)

@@ -33,7 +33,7 @@ def wilson(right: float, count: float) -> Interval:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def interval(scores: NDArray[np.float64], is_share: bool, count: int | None = None) -> Interval:
+def interval(scores: NDArray[np.float64], is_share: bool, count: float | None = None) -> Interval:
     """Of a share Wilson's, for as many images as have the variance of its scores; of any other figure Student's.
 
     For accuracy these are all images. Where they are more, the variance is known by few images: see `widening`.
@@ -57,9 +57,9 @@ def interval(scores: NDArray[np.float64], is_share: bool, count: int | None = No
     return wilson(value * images, images)
 
 
-def widening(count: int) -> float:
+def widening(count: float) -> float:
     """The factor of an interval by the standard deviation of so many images: Student's."""
-    freedom = max(1, count - 1)
+    freedom = max(1.0, count - 1)
     return float(stdtrit(freedom, 0.975)) / Z * math.sqrt(count / freedom)
 
 
@@ -89,8 +89,8 @@ def paired(one: NDArray[np.float64], other: NDArray[np.float64], is_share: bool 
     value, count = float(gains.mean()), len(gains)
     if not is_share:
         return Difference(value, interval(gains, is_share), count)
-    centre = gains.sum() / (count + ADDED)
-    variance = (np.square(gains).sum() + ADDED / 2) / (count + ADDED) - centre**2
-    half = stdtrit(count + 1, 0.975) * math.sqrt(variance / (count + ADDED))
+    centre = float(gains.sum()) / (count + ADDED)
+    variance = (float(np.square(gains).sum()) + ADDED / 2) / (count + ADDED) - centre**2
+    half = float(stdtrit(count + 1, 0.975)) * math.sqrt(variance / (count + ADDED))
     ends = max(-1.0, min(value, centre - half)), min(1.0, max(value, centre + half))
     return Difference(value, ends, count)

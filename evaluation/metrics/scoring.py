@@ -27,6 +27,7 @@ from mpp.runtime.messages import printable
 
 Result = dict[str, Any]
 MEANS_OVER_CLASSES = ("class_mean", "macro_f1")
+BOUNDS = {"r2": (-math.inf, 1.0), "mae": (0.0, math.inf)}
 IMAGES_A_CLASS = 5
 """With fewer test images a class, the intervals of means over classes hold less often than they say: there are none."""
 
@@ -125,6 +126,8 @@ class LabelKind:
     """Whether each image has a label: (M,). The others are left out and counted."""
     is_share: bool = True
     """Whether figures are shares, which tables show in percent."""
+    known_by: Callable[[NDArray], float] = len
+    """Targets to the number of images that the variance of figures is known by."""
     baselines: Callable[[NDArray], dict[str, float]] = lambda targets: {}
     """Targets to the score of predictions that look at no image, by name: such as the largest class."""
     class_table: Callable[[Outcomes], ClassTable | None] = lambda outcomes: None
@@ -159,18 +162,21 @@ class LabelKind:
 
     def measure(self, outcomes: Outcomes) -> dict[str, float]:
         """All figures, by name. NaN: these images do not have it."""
-        return {name: float(value) for name, (value, _) in self.scores(outcomes).items()}
+        weights = torch.ones(len(outcomes), dtype=torch.float64)
+        return {name: float(value) for name, value in self.figures(weights, *tensors(outcomes)).items()}
 
     def scores(self, outcomes: Outcomes) -> dict[str, tuple[float, NDArray]]:
         """All figures, and by each the scores (M,) of the images."""
-        pairs = torch.as_tensor(true_targets(outcomes)), torch.as_tensor(outcomes.predictions)
-        return figures.score_images(lambda weights: self.figures(weights, *pairs), len(outcomes))
+        pair = tensors(outcomes)
+        return figures.score_images(lambda weights: self.figures(weights, *pair), len(outcomes))
 
     def estimates(self, outcomes: Outcomes) -> dict[str, Estimate]:
         """All figures with their intervals."""
         found = {}
         for name, (value, scores) in self.scores(outcomes).items():
-            found[name] = Estimate(value, interval(scores, self.is_share))
+            low, high = interval(scores, self.is_share, self.known_by(outcomes.targets))
+            least, most = BOUNDS.get(name, (-math.inf, math.inf))
+            found[name] = Estimate(value, (max(low, least), min(high, most)))
             if name in MEANS_OVER_CLASSES and len(outcomes) < IMAGES_A_CLASS * len(np.unique(outcomes.targets)):
                 found[name] = Estimate(value, (math.nan, math.nan))
         return found
@@ -212,6 +218,11 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
+def tensors(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
+    """Targets and predictions (M, ...)."""
+    return torch.as_tensor(true_targets(outcomes)), torch.as_tensor(outcomes.predictions)
+
+
 def true_targets(outcomes: Outcomes) -> NDArray:
     """The targets; of several right classes the predicted one, or else the first: (M,)."""
     targets, predictions = outcomes.targets, outcomes.predictions
@@ -239,6 +250,12 @@ def tabulate_classes(outcomes: Outcomes) -> ClassTable:
         shares = {"right": right / true, "precision": right / predicted, "F1": 2 * right / (true + predicted)}
     intervals = [wilson(*each) if each[1] else (math.nan, math.nan) for each in zip(right, true, strict=True)]
     return ClassTable(outcomes.names(len(true)), {"images": true, "predicted": predicted}, shares, np.array(intervals))
+
+
+def mean_positives(targets: NDArray) -> float:
+    """The harmonic mean of the numbers of images of the classes: the smallest ones vary most."""
+    positives = targets.sum(0)
+    return float(1 / (1 / positives[positives > 0]).mean()) if positives.any() else 1.0
 
 
 def mean_frequency(targets: NDArray) -> dict[str, float]:
@@ -277,6 +294,7 @@ SEVERAL = LabelKind(
     "several",
     {"macro_map": "mAP, macro", "micro_map": "mAP, micro"},
     figures.several_figures,
+    known_by=mean_positives,
     baselines=mean_frequency,
     class_table=tabulate_several,
 )
