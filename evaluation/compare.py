@@ -17,12 +17,13 @@ from evaluation.comparison.cases import cases_of, read_entries
 from evaluation.comparison.differences import difference_table, differences_from_best
 from evaluation.comparison.rows import Row, describe_missing_seeds, frame_of, rows_asked
 from evaluation.comparison.run import carry_out
-from evaluation.comparison.tables import COST_UNITS, Cells, cells_by_encoder, plot_question, remarks_on, table_of
+from evaluation.comparison.tables import COST_UNITS, RANK, Cells, cells_by_encoder, plot_question, remarks_on, table_of
 from evaluation.config import CompareConfig
 from evaluation.config.comparing import Question
 from evaluation.figures.markdown import markdown_table
 from evaluation.figures.style import write_plot
 from evaluation.frozen.results import write_json
+from evaluation.metrics.scoring import ONE_CLASS
 from evaluation.pages.about import recorded_versions
 from evaluation.pages.page import Page, Section, Table, Text, figure_as_picture, write_page
 from mpp.config import require
@@ -32,7 +33,6 @@ from mpp.runtime.start import run_main
 from mpp.training.run_folder import REPORT_PAGE
 
 DIFFERENCES = "Differences from the best, with 95% intervals that hold for all of the table at once:"
-NOTHING = "no results yet"
 NUMBERS = ["question", "encoder", "column", "score", "mean", "std", "count", "low", "high", *COST_UNITS, "diverged"]
 
 
@@ -80,15 +80,14 @@ def write_comparison(
     for question in questions:
         asked = rows_asked(frame, question)
         cells = summary[question.name] = cells_by_encoder(asked, question)
-        blocks = [Table(*table_of(cells)), *map(Text, remarks_on(asked, question))] if cells else [Text(NOTHING)]
-        differences = differences_from_best(asked, folder)
-        if differences:
-            blocks += [Text(DIFFERENCES), Table(*difference_table(differences))]
-        section = Section(question.name, question.title or question.name, blocks)
+        section = Section(question.name, question.title or question.name)
+        if question.plot != "depth":  # of the dev split
+            section.blocks += blocks_of(asked, cells, question, folder)
         plot = plot_question(question, asked, cells)
         if plot is not None:
             files += write_plot(plot, folder, question.name)
             section.blocks.append(figure_as_picture(plot, section.title))
+        section.blocks = section.blocks or [Text("no results yet")]
         sections.append(section)
     results = {"summary": summary, "results": rows, "versions": recorded_versions()} | (about or {})
     write_json(folder / "results.json", results)
@@ -99,6 +98,15 @@ def write_comparison(
     write_page(folder / REPORT_PAGE, page)
     print(f"\n{text}\nwrote {folder}: {', '.join(files)}; see reports/")
     return results
+
+
+def blocks_of(asked: pd.DataFrame, cells: Cells, question: Question, folder: Path) -> list[Table | Text]:
+    """The table of a question, sentences below it, and the differences from the best; empty: there are no results."""
+    if not cells:
+        return []
+    differences = differences_from_best(asked, folder)
+    of_best = [Text(DIFFERENCES), Table(*difference_table(differences))] if differences else []
+    return [Table(*table_of(cells)), *map(Text, remarks_on(asked, question)), *of_best]
 
 
 def section_as_text(section: Section) -> str:
@@ -114,11 +122,11 @@ def cells_as_lines(summary: dict[str, Cells]) -> pd.DataFrame:
     for question, cells in summary.items():
         for encoder, of_encoder in cells.items():
             for column, cell in of_encoder.items():
+                score = RANK if column == RANK else ONE_CLASS.score_heading
                 low, high = cell.get("interval", (None, None))
-                lines.append(
-                    {"question": question, "encoder": encoder, "column": column, "low": low, "high": high} | cell
-                )
-    return pd.DataFrame(lines, columns=NUMBERS)
+                names = {"question": question, "encoder": encoder, "column": column, "score": score}
+                lines.append(names | {"low": low, "high": high} | cell)
+    return pd.DataFrame(lines, columns=NUMBERS, dtype=object)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

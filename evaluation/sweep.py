@@ -43,7 +43,7 @@ from evaluation.metrics.scoring import rank_of
 from evaluation.registry import EVALUATIONS
 from mpp.config import as_words, flatten, require
 from mpp.config.imports import import_words
-from mpp.config.parsing import as_command_line, parse
+from mpp.config.parsing import as_command_line, parse, spread
 from mpp.runtime.messages import note
 from mpp.runtime.start import run_main
 from mpp.training.run_folder import saved_settings
@@ -156,13 +156,9 @@ def parsed_options(train: str, options: Options) -> Any:
     return parsed(TRAININGS[train].config_class, tuple(command_line(options, 0)))
 
 
-def dotted(settings: Mapping[str, Any], prefix: str = "") -> Options:
+def dotted(settings: Mapping[str, Any]) -> Options:
     """Settings by dotted name, of a mapping that may have groups in it."""
-    flat: Options = {}
-    for name, value in settings.items():
-        key = f"{prefix}{name}"
-        flat |= dotted(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
-    return flat
+    return dict(spread(settings, {}))
 
 
 def evaluation_entries(config: SweepConfig, is_cut: bool) -> list[EvaluationEntry]:

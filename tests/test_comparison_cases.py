@@ -58,7 +58,7 @@ def small(tmp_path):
         ({"encoders": [TRAINED | {"seeds": [0, 0]}]}, "encoders: a: seeds is .0, 0.; it must be .* each once"),
         ({"encoders": [TRAINED]}, "encoders: a: encoder is b; it must be with {seed} in it, for several seeds"),
         ({"encoders": [SAME_SEED]}, "encoders: a: run.seed is 5; it must be left out: seeds has several"),
-        ({"encoders": [FLOOR | {"compute": 1}]}, "encoders: floor: compute is 1.0; it must be null, or next to train"),
+        ({"encoders": [FLOOR | {"compute": 1}]}, "encoders: floor: compute is 1; it must be null, or next to train"),
         (
             {"encoders": [TRAINED | {"train": "magic"}]},
             "encoders: a: train is magic; it must be pretrain or supervised",
@@ -115,8 +115,8 @@ def test_an_evaluation_on_images_of_its_own_is_one_of_these_and_of_no_other_data
     datasets = [{"name": name, "group": "both", "options": {"data.path": name}} for name in ("one", "two")]
     cases = cases_of(read_entries(CompareConfig(encoders=[FLOOR], evaluations=[KNN, masks], datasets=datasets)))
     named = [(case.entry.name, case.dataset.name, case.labels["group"]) for case in cases]
-    assert named == [("kNN", "one", "both"), ("masks", "streets", None), ("kNN", "two", "both")]
-    assert [evaluation_settings(case).data.path for case in cases] == ["one", "sets/streets", "two"]
+    assert named == [("kNN", "one", "both"), ("kNN", "two", "both"), ("masks", "streets", None)]
+    assert [evaluation_settings(case).data.path for case in cases] == ["one", "two", "sets/streets"]
 
 
 def only_case(encoder, evaluations=(KNN,), **entries):
@@ -138,7 +138,7 @@ def test_masked_patches_are_evaluated_once_for_all_datasets():
     datasets = [{"name": name, "group": "both"} for name in ("one", "two")]
     cases = cases_of(read_entries(CompareConfig(encoders=[pretrained], evaluations=[KNN, masked], datasets=datasets)))
     named = [(case.entry.name, case.dataset.name, case.labels["group"]) for case in cases]
-    assert named == [("kNN", "one", "both"), ("masked patches", "one", None), ("kNN", "two", "both")]
+    assert named == [("kNN", "one", "both"), ("kNN", "two", "both"), ("masked patches", "one", None)]
 
 
 @pytest.mark.parametrize("name", ["é" * 200, " ".join(f"optim.setting_{number}=0.01" for number in range(12))])

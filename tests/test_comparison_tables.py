@@ -122,10 +122,10 @@ def test_a_case_that_ends_in_its_score_has_it_once():
     assert table_of(cells(*rows))[0] == ["encoder", "class: accuracy (%)", "several 5: mAP, macro (%)"]
 
 
-@pytest.mark.parametrize(("kind", "words"), [("class", "+75.0 (+57.3 to +92.7)"), ("number", "+0.750 (+0.573 to +0.9")])
+@pytest.mark.parametrize(("kind", "words"), [("class", "+75.0 (+5"), ("number", "+0.750 (+0.5")])
 def test_differences_have_the_unit_of_the_score(kind, words, tmp_path):
     _, ((names, other, shown, *_),) = difference_table(differences_from_best(frame_of(rows_of(kind)), tmp_path))
-    assert (names, other) == (f"a, {kind}", "b") and shown.startswith(words[:10])
+    assert (names, other) == (f"a, {kind}", "b") and shown.startswith(words)
     assert kind_of_score(SCORES[kind]).name == kind and kind_of_score("from elsewhere").name == "class"
 
 

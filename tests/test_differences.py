@@ -59,6 +59,7 @@ def test_pairs_on_the_same_images_are_told_apart_sooner(tmp_path):
     (unpaired,) = differences_from_best(frame_of(unkept), tmp_path)
     assert unpaired.value == pytest.approx(0.02) and not unpaired.is_told_apart
     assert unpaired.over == "images, not paired; 1 and 1 seeds"
+    assert differences_from_best(frame_of([kept[0], unkept[1]]), tmp_path)[0] == unpaired  # one is published
     others = [kept[0], row_of(tmp_path, "B", other, first=1)]
     assert differences_from_best(frame_of(others), tmp_path)[0].over == unpaired.over
     _, ((names, other, words, verdict, _),) = difference_table([paired])

@@ -371,7 +371,7 @@ def test_equal_trials_are_hardly_ever_ahead(small):
     """The best of six equal ones leads the second by chance: on 500 images, in at most 6 of 100 sweeps."""
     random = np.random.default_rng(0)
     rates = [0.01 * 2**number for number in range(6)]
-    plan, rows = results_of(small, dict.fromkeys(rates, [0.5]))
+    plan, rows = results_of(small, {rate: [0.5] for rate in rates})
     config = small.parse()
     ahead = 0
     for _ in range(100):

@@ -232,7 +232,11 @@ def test_lengths_may_follow_from_compute(small):
         (0, {"train_options": COOLED}, "train_options is .*; it must be with run.steps, or compute"),
         (0, {"optim.lr": 0.5}, "encoders: 4 steps: optim.lr is 0.5; it must be 0.01, as in its trunk"),
         (0, {"run.seed": 7}, "encoders: 4 steps: run.seed is 7; it must be 0, as in its trunk"),
-        (0, {"optim.schedule": "linear"}, "encoders: 4 steps: run.steps is 4; it must be such that its first steps"),
+        (
+            0,
+            {"optim.schedule": "linear", "optim.cooldown": 0.2},
+            "4 steps: run.steps is 4; it must be such that its first steps",
+        ),
         (3, {"optim.schedule": "cosine"}, "run.steps is 4; it must be such that its first steps have the rates"),
         (3, {"objective.name": "features"}, "run.steps is 4; it must be such that its first steps"),
     ],

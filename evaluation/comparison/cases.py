@@ -196,11 +196,6 @@ class Encoder:
         pattern = str(self.entry.options.get("checkpoint") or self.entry.encoder)
         return Path(with_seed(pattern, self.seed))
 
-    @property
-    def needed(self) -> list["Encoder"]:
-        """Those that are trained before it."""
-        return [*self.parents.values(), *([self.trunk] if self.trunk else [])]
-
 
 def encoders_of(entries: Iterable[EncoderEntry]) -> dict[tuple[str, int], Encoder]:
     """The encoders of all entries, with their parents and trunks, by name of the entry and seed.
@@ -219,6 +214,9 @@ def encoders_of(entries: Iterable[EncoderEntry]) -> dict[tuple[str, int], Encode
         link(encoder, encoders, by_path)
     for encoder in trained:
         refuse_circle(encoder)
+        trunk = encoder.trunk
+        if trunk is not None and encoder.entry.compute is None and trunk.entry.compute is None:
+            parting_step(encoder.settings, trunk.settings, f"encoders: {encoder.entry.name}")  # raises if there is none
     return encoders
 
 
@@ -235,8 +233,6 @@ def link(encoder: Encoder, encoders: dict[tuple[str, int], Encoder], trained: di
     encoder.trunk = encoders.get((entry.branch_of, encoder.seed))
     allowed = f"among the seeds of its trunk, {entry.branch_of}"
     require(encoder.trunk, f"encoders: {entry.name}: seeds", encoder.seed, allowed)
-    if entry.compute is None and encoder.trunk.entry.compute is None:  # other lengths follow from the images
-        parting_step(encoder.settings, encoder.trunk.settings, f"encoders: {entry.name}")
     for other in encoders.values():
         if other.path == encoder.trunk.path:
             other.branches.append(encoder)
@@ -250,8 +246,9 @@ def refuse_circle(encoder: Encoder, below: tuple[Path, ...] = ()) -> None:
     """
     if encoder.path in below:
         raise UserError(f"{encoder.path} would be made from itself; first weights and teachers are of other runs")
-    for each in encoder.needed:
-        refuse_circle(each, (*below, encoder.path))
+    for each in (*encoder.parents.values(), encoder.trunk):
+        if each is not None:
+            refuse_circle(each, (*below, encoder.path))
 
 
 def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
@@ -278,9 +275,8 @@ def parent_settings(config: TrainingConfig) -> dict[str, Path]:
 
     Published models are left out.
     """
-    named = {"model.init_from": config.model.init_from}
-    if isinstance(config, SupervisedConfig):
-        named[TEACHER_SETTING] = config.distill.teacher
+    settings = flatten(config)
+    named = {setting: settings.get(setting) for setting in ("model.init_from", TEACHER_SETTING)}
     objective = config.objective
     if objective is not None and objective.frozen_teacher:
         named["objective.teacher"] = objective.teacher_checkpoint or objective.teacher
@@ -327,8 +323,8 @@ def parting_step(config: TrainingConfig, trunk: TrainingConfig, key: str) -> int
     for name in different.keys() - set(GROWING_SETTINGS):
         before, now = different[name]
         require(False, f"{key}: {name}", now, f"{show(before)}, as in its trunk")
-    last = min(config.run.steps - 1, trunk.run.steps)  # the last step is the branch's own: it logs and evaluates there
-    step = same_until(config, trunk, last)
+    stable = min(each.optim.stable_steps(each.run.steps) or 0 for each in (config, trunk))
+    step = same_until(config, trunk, min(stable, config.run.steps - 1))  # the last is its own: it is evaluated there
     require(step > 0, f"{key}: run.steps", config.run.steps, "such that its first steps have the rates of its trunk's")
     return step
 

@@ -94,7 +94,8 @@ def covariance_over_images(encoders: Sequence[pd.DataFrame], folder: Path) -> tu
     Without the outcomes of all, on the same images, it is as if each encoder had images of its own, and INFINITE many.
     """
     outcomes = [[outcomes_of(kept, folder) for kept in rows.outcomes] for rows in encoders]
-    if len({key for of_one in outcomes for key in map(images_of, of_one)} | {None}) == 2:
+    same = {images_of(each) for of_one in outcomes for each in of_one}
+    if len(same) == 1 and None not in same:
         scores = np.array([np.mean([image_scores(each) for each in of_one], axis=0) for of_one in outcomes])
         return np.cov(scores) / scores.shape[1], scores.shape[1]
     ends = np.array([np.mean(rows.interval.tolist(), axis=0) for rows in encoders], float)

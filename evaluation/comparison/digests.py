@@ -2,12 +2,16 @@
 
 import hashlib
 import json
+import subprocess
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from timm import is_model
 
+import mpp
 from evaluation.comparison.cases import TRAININGS, Case, Encoder, evaluation_settings
 from evaluation.config import ContrastiveConfig, FinetuneConfig, MaskedDataConfig, SupervisedConfig
 from evaluation.frozen.run_images import record_images
@@ -20,8 +24,6 @@ from mpp.training.run_folder import imports_used
 
 PLACES = {"encoder", "checkpoint", "out", "run.dir"}
 """Settings that are places: a result depends on the content there, not on the place."""
-ImageSource = tuple[SourceConfig, str]
-"""Settings of the images, and the kind of their labels."""
 
 
 @cache
@@ -103,27 +105,23 @@ def label_task(config: Any) -> str:
 def provenance(case: Case) -> dict[str, Any]:
     """The images and weights that a result would be of if it were computed now."""
     about = {"digest": case_digest(case), "weights": fingerprint(case.encoder.path)}
-    return about | dict.fromkeys(("images", "trained_on")) | record_sources(sources_of(case))
+    records = {name: record_images(*source) for name, source in sources_of(case).items()}
+    return about | dict.fromkeys(("images", "trained_on")) | records
 
 
-def sources_of(case: Case) -> dict[str, ImageSource]:
-    """The images that a result is of: those of its evaluation, their masks, and those that the encoder learned from."""
+def sources_of(case: Case) -> dict[str, tuple[SourceConfig, str]]:
+    """The images that a result is of, with the kind of their labels: test images, their masks, those learned from."""
     config = evaluation_settings(case)
     data = getattr(config, "data", None)
-    of_training = None if case.encoder.entry.random else case.encoder.settings
+    training = case.encoder.settings
     sources = {}
     if data is not None:
         sources["images"] = (data, label_task(config))
-    if of_training is not None:
-        sources["trained_on"] = (of_training.data, label_task(of_training))
+    if training is not None and not case.encoder.entry.random:
+        sources["trained_on"] = (training.data, label_task(training))
     if isinstance(data, MaskedDataConfig) and data.path is not None:
         sources["masks"] = (replace(data, image_column=data.mask_column), "class")
     return sources
-
-
-def record_sources(sources: dict[str, ImageSource]) -> dict[str, Any]:
-    """The records of images that are there now, by what they are for."""
-    return {name: record_images(data, label_kind) for name, (data, label_kind) in sources.items()}
 
 
 def changed_images(case: Case, recorded: dict[str, str]) -> list[str]:
@@ -132,15 +130,25 @@ def changed_images(case: Case, recorded: dict[str, str]) -> list[str]:
     Args:
         recorded: digests by what the images are for: see `digests_of_images`.
     """
-    sources = {name: source for name, source in sources_of(case).items() if name in recorded}
-    here = {name: source for name, source in sources.items() if source[0].path is None or is_local(source[0].path)}
-    now = digests_of_images(record_sources(here))
-    return [name for name in now if now[name] != recorded[name]]
+    here = {}
+    for name, (data, kind) in sources_of(case).items():
+        if name in recorded and (data.path is None or is_local(data.path)):
+            here[name] = record_images(data, kind)
+    return [name for name, digest in digests_of_images(here).items() if digest != recorded[name]]
 
 
 def digests_of_images(about: dict[str, Any]) -> dict[str, str]:
     """The digests of the images that a provenance has, by what they are for."""
     return {name: digest_of(about[name]) for name in ("images", "trained_on", "masks") if about.get(name)}
+
+
+def code_version() -> str:
+    """Version and commit of mpp; without a repository its version alone."""
+    command = ["git", "-C", str(Path(mpp.__file__).parent), "describe", "--always", "--dirty"]
+    with suppress(OSError):  # no git
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        return f"{mpp.__version__} {commit}".strip()
+    return mpp.__version__
 
 
 def digest_of(content: dict[str, Any], revision: int = 0) -> str:

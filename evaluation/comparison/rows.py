@@ -96,14 +96,15 @@ def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[R
     """The results of a report; of several depths, scores at the one that counts."""
     protocol, kind = report["protocol"], kind_of_report(report)
     figure = kind.score_heading if kind.name in ("several", "number") else ""
-    about = {"seed": 0} | ({} if kind is ONE_CLASS else {"score": kind.score_heading})
+    is_accuracy = kind.score_heading == ONE_CLASS.score_heading
+    about = {"seed": 0} | ({} if is_accuracy else {"score": kind.score_heading})
     is_tested = protocol.get("test", True)
     if not is_tested and case.kind == "fine-tuning":
         best = max(report["dev"], key=lambda each: rank_of(each["accuracy"]))  # of its learning rates
         yield about | {"kind": "validation", "case": figure} | best
         return
     chosen = protocol.get("chosen_depth")
-    labels = {key: value for key, value in report.get("labels", {}).items() if key in COLUMNS and value}
+    labels = {key: value for key, value in report.get("labels", {}).items() if key in ("images", "baselines") and value}
     for result in report["results"]:
         if result.get("depth", chosen) != chosen:
             continue

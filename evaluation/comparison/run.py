@@ -16,7 +16,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from evaluation.comparison.cases import TRAININGS, Case, Encoder, evaluation_settings, parting_step
-from evaluation.comparison.digests import case_digest, changed_images, digest_of, label_task, provenance
+from evaluation.comparison.digests import case_digest, changed_images, code_version, digest_of, label_task, provenance
 from evaluation.comparison.rows import (
     Row,
     divergence_of,
@@ -153,7 +153,7 @@ def evaluate_case(case: Case, folder: Path) -> None:
         except Diverged as error:  # fine-tuning
             write_json(file, {"diverged": str(error), "comparison": provenance(case)})
             raise
-        write_json(file, report | {"comparison": provenance(case)})
+        write_json(file, report | {"comparison": provenance(case), "mpp": code_version()})
 
 
 def settings_to_evaluate(case: Case, folder: Path) -> Any:

@@ -72,7 +72,7 @@ class EncoderEntry(Settings):
     """Command that trains the encoder if it is missing."""
     train_options: Options = field(default_factory=dict)
     """Settings of that command."""
-    compute: float | None = setting(None, above=0)
+    compute: int | float | None = setting(None, above=0)  # digests have it as it is written
     """PFLOP that the training executes; the number of steps follows. null: as many steps as its settings say."""
     branch_of: str | None = None
     """Another entry, the trunk: the training continues from a checkpoint of the trunk at the same seed, with the
