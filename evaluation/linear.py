@@ -6,7 +6,7 @@
 
 Features are standardised by the training set. The penalty (L-BFGS) or learning rate (SGD) is chosen on a tenth of the
 training set; the classifier is then fitted to all of it, and tested once. Several classes are a logistic regression
-each, and numbers a ridge regression. Published protocols, which train on random crops, are in evaluation/protocols.
+each, and numbers a ridge regression. Published protocols, which train on random crops, are in protocols.py.
 """
 
 import math

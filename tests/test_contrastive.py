@@ -17,8 +17,7 @@ from torchvision.transforms import v2
 import mpp
 from evaluation import contrastive
 from evaluation.config import ViewsConfig
-from evaluation.supervision.heads import synchronize_batch_norms
-from evaluation.supervision.simclr import TwoViews, nt_xent
+from evaluation.contrastive import TwoViews, nt_xent, synchronize_batch_norms
 from mpp.config import DataConfig
 from mpp.config.parsing import parse
 from mpp.data.crops import random_crop

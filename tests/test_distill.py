@@ -22,6 +22,7 @@ from evaluation.comparison.encoders import encoders_of
 from evaluation.comparison.entries import EncoderEntry
 from evaluation.config import DistillConfig
 from evaluation.frozen.encoder import load_frozen_encoder
+from evaluation.supervision.classification import Classification
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
 from evaluation.supervision.deit import average_heads, build_student, distillation_loss
 from mpp.config import ModelConfig
@@ -142,13 +143,13 @@ def test_the_softmaxes_of_both_heads_are_averaged():
 def distillations(monkeypatch):
     """The tasks that distillation builds, in their order."""
     tasks = []
-    build = supervised.Distilled.__init__
+    build = Classification.__init__
 
     def build_and_note(task, *arguments):
         build(task, *arguments)
         tasks.append(task)
 
-    monkeypatch.setattr(supervised.Distilled, "__init__", build_and_note)
+    monkeypatch.setattr(Classification, "__init__", build_and_note)
     return tasks
 
 
@@ -178,7 +179,7 @@ def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teac
     accuracy = (mean_probabilities.argmax(-1) == labels).double().mean().item()
     assert read_metrics(folder, "heldout/accuracy")[4] == accuracy
     title, tags = title_and_tags(folder / "encoder")
-    assert title.endswith("distilled from a classifier")
+    assert title.endswith("trained with labels")
     assert "self-supervised" not in tags
     finetune.main([*BASE, f"--encoder={folder}", "--lrs=0.1", "--img_size=48", f"--run.dir={tmp_path / 'fine'}"])
     weights = load_file(tmp_path / "fine" / "lr_0.1" / "encoder" / "model.safetensors")
@@ -351,9 +352,9 @@ def test_a_student_is_the_named_vit_with_one_token_more(name):
     assert student(torch.zeros(1, 3, 32, 32)).shape == (1, 192)
 
 
-@pytest.mark.parametrize("name", ["resnetv2_50x1_bit", "vit_tiny_r_s16_p8_224", "vit_small_patch14_reg4_dinov2"])
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "vit_tiny_r_s16_p8_224", "vit_small_patch14_reg4_dinov2"])
 def test_other_models_than_plain_vits_are_no_students(name):
-    numbers = dict(img_size=28) if "dinov2" in name else {}
+    numbers = dict(img_size=28) if "patch14" in name else {}
     with pytest.raises(UserError, match=f"model.name is {name}; it must be a plain ViT with distill.teacher"):
         build_student(ModelConfig(name=name, **numbers))
 
@@ -366,7 +367,7 @@ def check_refused(folder, reason):
 @pytest.mark.faults
 def test_a_teacher_has_a_head_of_as_many_classes(tmp_path, finished_run, teacher):
     ten = save_timm(tmp_path / "ten", 10)
-    check_refused(ten, f"distill.teacher is {ten}, which knows 10 classes; these images have 9")
+    check_refused(ten, f"distill.teacher is {ten}; it must be a classifier of one class per image, of 9 as these")
     a_teacher = "the folder of a finished supervised or fine-tuned run, or a timm folder with"
     headless = save_timm(tmp_path / "headless", 0)
     for folder in (headless, finished_run):  # the run has no labels

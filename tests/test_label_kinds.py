@@ -26,7 +26,7 @@ from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import KINDS, add_figures, best_choice, result_entries
 from evaluation.metrics.several import figures_of
 from evaluation.metrics.summaries import summarize_accuracies
-from evaluation.supervision.learners import NumberLearner, SeveralLearner
+from evaluation.supervision.learners import learner_of
 from mpp.config import DataConfig
 from mpp.data.labels import find_label_kind, find_labels, read_labels
 from mpp.data.sources import load_image_datasets
@@ -147,7 +147,7 @@ def test_average_precision_is_scikit_learns_with_ties_and_without_empty_classes(
 
 def test_images_that_a_head_is_sure_of_are_ranked():
     marks = np.array([[0], [1], [1]], np.int8)
-    predicted = SeveralLearner(marks).predict(torch.tensor([[18.0], [19.0], [25.0]]))
+    predicted = learner_of("several", marks, 1).predict(torch.tensor([[18.0], [19.0], [25.0]]))
     outcomes = Outcomes("several", marks, predicted.numpy())
     assert KINDS["several"].measure(outcomes)["macro_map"] == 1
 
@@ -338,7 +338,8 @@ def clouds():
 def test_several_classes_are_a_logistic_regression_each(clouds):
     cloud, scores = clouds
     marks = (scores > [0, 1, -1]).astype(np.int8)
-    layer = linear.fit_lbfgs(torch.from_numpy(cloud), torch.from_numpy(marks), SeveralLearner(marks), 0.01, 500)
+    learner = learner_of("several", marks, 3)
+    layer = linear.fit_lbfgs(torch.from_numpy(cloud), torch.from_numpy(marks), learner, 0.01, 500)
     for number in range(3):
         reference = LogisticRegression(C=1 / (0.01 * len(cloud)), tol=1e-8, max_iter=1000)
         reference.fit(cloud, marks[:, number])
@@ -349,7 +350,7 @@ def test_several_classes_are_a_logistic_regression_each(clouds):
 def test_numbers_are_a_ridge_regression_in_their_own_unit(clouds):
     cloud, scores = clouds
     targets = 1000 + 50 * scores[:, 0]
-    learner = NumberLearner(targets)
+    learner = learner_of("number", targets, 0)
     layer = linear.fit_lbfgs(torch.from_numpy(cloud), torch.from_numpy(targets), learner, 0.1, 500)
     learner.merge(layer)
     reference = Ridge(alpha=0.1 / 2 * len(cloud)).fit(cloud, targets)
@@ -379,11 +380,11 @@ def test_neighbours_of_other_kinds_are_scikit_learns(clouds):
     reference.fit(units[:200], scores[:200])
     expected = reference.predict(units[200:])
     test = torch.from_numpy(cloud[200:])
-    predicted = NumberLearner(scores[:200, 0]).nearest(cloud[:200], test, [10], 0.07)[10]
+    predicted = learner_of("number", scores[:200, 0], 0).nearest(cloud[:200], test, [10], 0.07)[10]
     np.testing.assert_allclose(predicted, expected[:, 0], atol=1e-4)
     marks = (scores > 0).astype(np.int8)
     expected = reference.fit(units[:200], marks[:200]).predict(units[200:])
-    predicted = SeveralLearner(marks[:200]).nearest(cloud[:200], test, [10], 0.07)[10]
+    predicted = learner_of("several", marks[:200], 3).nearest(cloud[:200], test, [10], 0.07)[10]
     np.testing.assert_allclose(predicted, expected, atol=1e-4)
 
 
@@ -490,7 +491,7 @@ def test_numbers_that_are_large_for_their_spread_are_noted(capsys):
 
 
 def test_equal_numbers_of_a_part_of_the_training_images_can_be_learned():
-    learner = NumberLearner(np.zeros(5))
+    learner = learner_of("number", np.zeros(5), 0)
     loss = learner.loss(torch.ones(5, 1), torch.zeros(5))
     assert loss == 1
 
