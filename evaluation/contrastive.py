@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState
-from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torchvision.transforms import v2
@@ -103,26 +102,10 @@ def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tu
     return losses.unflatten(0, (-1, 2)), right.unflatten(0, (-1, 2))
 
 
-def synchronize_batch_norms(encoder: nn.Module, name: str | None, accelerator: Accelerator) -> nn.Module:
-    """The encoder with batch norms that take their statistics over the images of all processes.
-
-    Args:
-        name: name of the timm model, for the message.
-    Raises:
-        UserError: several processes on CPUs, for which torch has no such batch norm.
-    """
-    if accelerator.num_processes == 1 or not has_running_statistics(encoder):
-        return encoder
-    allowed = "a model without batch norms on several processes of CPUs; or start one process"
-    require(accelerator.device.type != "cpu", "model.name", name, allowed)
-    return convert_sync_batchnorm(encoder)
-
-
 class Contrastive(ImageTask):
     """The task: find the other view of an image among the views of all images of a forward pass.
 
     A forward pass is that of all processes together, so their number changes nothing where `data.batch_size` is null.
-    So are the statistics of batch norms: by those of one process, the two views of an image would know each other.
     """
 
     def __init__(self, config: ContrastiveConfig, accelerator: Accelerator, layout: BatchLayout):
@@ -153,7 +136,9 @@ class Contrastive(ImageTask):
         model, head, channels = self.config.model, self.config.head, self.config.data.channels
         encoder, img_size = build_backbone(model, channels)
         choose_trained(encoder, model)
-        encoder = synchronize_batch_norms(encoder, model.name, self.accelerator)
+        is_one = self.accelerator.num_processes == 1
+        allowed = "a model without batch norms on several processes: the two views of an image would know each other"
+        require(is_one or not has_running_statistics(encoder), "model.name", model.name, allowed)
         width = encoder.head_hidden_size
         hidden = head.hidden or width
         projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
@@ -223,8 +208,7 @@ class Contrastive(ImageTask):
         pair = self.views(self.held_out)[FIXED_VIEW, 0].images
         all_views = 2 * self.images_of_a_pass
         similarities = 2 * all_views * self.config.head.outputs  # of one view; a multiply-add is two operations
-        model = self.model.eval()  # in training, synchronised batch norms would ask the other processes
-        return executed_flops(model, pair) + 2 * 3 * similarities  # forward, and backward to either side
+        return executed_flops(self.model, pair) + 2 * 3 * similarities  # forward, and backward to either side
 
     def describe_model(self) -> str:
         others = 2 * self.images_of_a_pass - 2

@@ -118,8 +118,7 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
             tested = folder / f"lr_{best:g}"
             if config.run.report:  # with the figures
                 write_run_page(tested)
-            classifier = tested if config.out else folder  # which has its report, by which the run is found
-            print(f"next: mpp predict --classifier {classifier} --data.path NEW_IMAGES")
+            print(f"next: mpp predict --classifier {tested} --data.path NEW_IMAGES")
     return report
 
 

@@ -60,9 +60,8 @@ class FittedHead(NamedTuple):
 
 def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe the features, write the report, and return it."""
-    if config.save:
-        allowed = "left out: a colour baseline has no weights, so its head is not kept"
-        require(not is_colour_baseline(config.frozen.encoder), "save", True, allowed)
+    allowed = "left out: a colour baseline has no weights, so its head is not kept"
+    require(not (config.save and is_colour_baseline(config.frozen.encoder)), "save", True, allowed)
     kept = None  # the first head of the features that were evaluated last
 
     def evaluate_and_keep_head(features: LabelledFeatures) -> list[dict]:

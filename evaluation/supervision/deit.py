@@ -11,7 +11,6 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from evaluation.config import DistillConfig
@@ -19,13 +18,7 @@ from evaluation.supervision.learners import require_defaults
 from mpp.config import ModelConfig, require
 from mpp.models.descriptions import first_weights
 from mpp.models.encoder import architecture, build_encoder, load_first_weights
-from mpp.models.plain import (
-    fix_positions,
-    has_bf16_residual,
-    has_fused_attention,
-    set_attention,
-    use_bf16_residual,
-)
+from mpp.models.plain import fix_positions, has_fused_attention, set_attention, use_bf16_residual
 from mpp.runtime.weights import weight_names
 
 DISTILLED_VIT = "deit_base_distilled_patch16_224"
@@ -67,52 +60,32 @@ def average_heads(outputs: Tensor) -> Tensor:
 
 
 def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDistilled:
-    """Build the ViT that the settings describe with a distillation token, without heads.
+    """Build the plain ViT that the settings describe with a distillation token, without heads.
 
     All weights of `model.init_from` are loaded as in pre-training. If these have no distillation token, the token and
     its position embedding start random.
 
     Raises:
-        UserError: no such model, one that is not timm's plain ViT, weights that do not fit.
+        UserError: another model than a ViT of five numbers, or weights that do not fit.
     """
-    require_defaults(config, ("position_at", "stride", "mixing", "arguments"), "distill.teacher")
+    require_defaults(config, ("name", "position_at", "stride", "mixing", "arguments"), "distill.teacher")
     has_table = config.position in ("learned", "sincos_2d")
     require(has_table, "model.position", config.position, "learned or sincos_2d with distill.teacher")
-    name = config.name and config.name.replace("_distilled", "")  # timm has each of these without the token too
     source = config.init_from
     has_token = source and "dist_token" in weight_names(first_weights(source), "model.init_from")
-    plain = build_encoder(replace(config, name=name, init_from=None if has_token else source), channels)
-    student = add_distillation_token(plain, config)
+    plain = build_encoder(replace(config, init_from=None) if has_token else config, channels)
+    _, arguments = architecture(config)
+    student = timm.create_model(DISTILLED_VIT, num_classes=0, in_chans=channels, **arguments)
+    set_attention(student, has_fused_attention(plain))
+    if config.residual == "bf16":
+        use_bf16_residual(student)
+    student.set_grad_checkpointing(config.activation_checkpointing)
+    weights, random = plain.state_dict(), student.state_dict()
+    positions = weights["pos_embed"]
+    positions = torch.cat([positions[:, :1], random["pos_embed"][:, 1:2], positions[:, 1:]], dim=1)
+    student.load_state_dict(weights | {"dist_token": random["dist_token"], "pos_embed": positions})
     if has_token:
         load_first_weights(student, source)
     if config.position == "sincos_2d":
         fix_positions(student)
-    return student
-
-
-def add_distillation_token(plain: VisionTransformer, config: ModelConfig) -> VisionTransformerDistilled:
-    """An encoder with the weights of `plain`, which was built by `config`, and a distillation token."""
-    refusal = ("model.name", config.name, "a plain ViT with distill.teacher: others have no distillation token")
-    require(type(plain) is VisionTransformer, *refusal)
-    _, arguments = architecture(config)
-    arguments |= dict(
-        img_size=plain.patch_embed.img_size,
-        in_chans=plain.patch_embed.proj.in_channels,
-        patch_size=plain.patch_embed.patch_size[0],
-        embed_dim=plain.embed_dim,
-        depth=len(plain.blocks),
-        num_heads=plain.blocks[0].attn.num_heads,
-    )
-    student = timm.create_model(DISTILLED_VIT, num_classes=0, **arguments)
-    set_attention(student, has_fused_attention(plain))
-    if has_bf16_residual(plain):
-        use_bf16_residual(student)
-    student.set_grad_checkpointing(config.activation_checkpointing)
-    *parts, _ = student.children()  # the last one is a head
-    is_same = [repr(part) for part in plain.children()] == [repr(part) for part in parts]
-    weights, random = plain.state_dict(), student.state_dict()
-    require(is_same and random.keys() ^ weights.keys() == {"dist_token"}, *refusal)
-    positions = weights["pos_embed"]
-    positions = torch.cat([positions[:, :1], random["pos_embed"][:, 1:2], positions[:, 1:]], dim=1)
-    student.load_state_dict(weights | {"dist_token": random["dist_token"], "pos_embed": positions})
     return student
