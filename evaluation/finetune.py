@@ -24,8 +24,9 @@ from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.results import print_details, write_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.frozen.training_reports import FINETUNING_REPORT
-from evaluation.metrics.scoring import best_choice, describe_labels, error_of, kind_of_report
-from evaluation.supervision.classification import Classification, result_of_run
+from evaluation.metrics.outcomes import load_outcomes
+from evaluation.metrics.scoring import best_choice, describe_labels, error_of, kind_of_report, score_of
+from evaluation.supervision.classification import LEFT_OUT_NAME, Classification, result_of_run
 from mpp.config import flatten, nested, rebuild, require
 from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.errors import Diverged
@@ -64,8 +65,8 @@ def train_once(
     costs = last_scalars(folder, PFLOP)
     result = {"init": config.init, "lr": lr, "pflop": costs[PFLOP], "device_hours": costs.get(DEVICE_HOURS)}
     result |= result_of_run(folder, config.run.seed)
-    on_left_out = [value for key, value in last_scalars(folder).items() if key.startswith("dev/")]
-    return result | ({"dev_accuracy": on_left_out[0]} if on_left_out else {})
+    left_out = load_outcomes(folder / LEFT_OUT_NAME)
+    return result if left_out is None else result | {"dev_accuracy": score_of(left_out)}
 
 
 def choose_rate(config: FinetuneConfig, loaded: LoadedSplits | None) -> tuple[float, dict[float, dict[str, Any]]]:

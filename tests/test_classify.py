@@ -108,7 +108,7 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     assert encoder(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
     assert encoder.pretrained_cfg["label_names"] == birds
     assert learned_labels(str(folder))
-    assert "accuracy (%)" in capsys.readouterr().out
+    assert "| accuracy " in capsys.readouterr().out
     title, tags = title_and_tags(folder / "encoder")
     assert title == "run: encoder trained with labels"
     assert "self-supervised" not in tags

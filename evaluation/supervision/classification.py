@@ -44,6 +44,8 @@ MAX_LEFT_OUT = 5000
 """Maximum number of left-out training images that fine-tuning is evaluated on, besides the held-out ones."""
 OUTCOMES_NAME = "heldout"
 """Name of a run's outcomes."""
+LEFT_OUT_NAME = "dev"
+"""Name of the outcomes of left-out training images."""
 HEAD_LEFT_OUT = "the classification head is left out"
 """End of the sentence on training, in the card of an encoder that learned labels."""
 HOW_TO_LOAD = re.compile(r"^## Load it\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -99,7 +101,9 @@ class Classification(ImageTask):
             refuse_learned_images(TEACHER_SETTING, teacher, data, held_out)  # all, not only `eval_images`
             self.teacher = load_teacher(config.distill, self.classes, data.channels).to(accelerator.device)
         self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
-        self.left_out_views = self.fixed_view_loader.add(self.views(left_out)) if left_out else None
+        self.evaluated = {OUTCOMES_NAME: self.held_out_views}
+        if left_out:
+            self.evaluated[LEFT_OUT_NAME] = self.fixed_view_loader.add(self.views(left_out))
 
     def load_network(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder that is fine-tuned, with a linear layer; height and width of its images."""
@@ -191,24 +195,22 @@ class Classification(ImageTask):
         return (executed_flops(self.model, two) + taught) // 2
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        scalars, outcomes = self.measure_outcomes(model, self.held_out_views, tracker)
-        if self.accelerator.is_main_process:
-            save_outcomes(Path(self.run.dir) / OUTCOMES_NAME, [outcomes])
-        scalars |= KINDS[self.label_kind].baselines(outcomes)
-        scalars = {f"heldout/{name}".replace(" ", "_"): value for name, value in scalars.items()}
-        if self.left_out_views is not None:
-            of_left_out, _ = self.measure_outcomes(model, self.left_out_views, tracker)
-            del of_left_out["loss"]
-            scalars |= {f"dev/{name}": value for name, value in of_left_out.items()}
+        kind = KINDS[self.label_kind]
+        scalars = {}
+        for name, views in self.evaluated.items():
+            loss, outcomes = self.measure_outcomes(model, views, tracker)
+            if self.accelerator.is_main_process:
+                save_outcomes(Path(self.run.dir) / name, [outcomes])
+            figures = {kind.score: score_of(outcomes)} | kind.baselines(outcomes)
+            known = {key.replace(" ", "_"): value for key, value in figures.items() if math.isfinite(value)}
+            scalars |= {f"{name}/{key}": value for key, value in ({"loss": loss} | known).items()}
         return scalars
 
     @torch.no_grad()
-    def measure_outcomes(
-        self, model: nn.Module, views: ViewDataset, tracker: Tracker
-    ) -> tuple[dict[str, float], Outcomes]:
-        """Mean loss and score over views of `fixed_view_loader`, and the outcomes of their images, in their order.
+    def measure_outcomes(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> tuple[float, Outcomes]:
+        """Mean loss over views of `fixed_view_loader`, and the outcomes of their images, in their order.
 
-        In the loss, others replace images that cannot be decoded; score and outcomes leave these out.
+        In the loss, others replace images that cannot be decoded; outcomes leave these out.
         """
         images = views.dataset
         requested = iter(range(self.accelerator.process_index, len(images), self.accelerator.num_processes))
@@ -220,15 +222,10 @@ class Classification(ImageTask):
             of_batch = zip(batch.indices.tolist(), predicted.tolist(), requested, strict=False)
             own += [(index, prediction) for shown, prediction, index in of_batch if shown == index]
         sums = sum_over_processes(sums)
-        scalars = {"loss": float(sums["loss"] / sums["images"])}
         indices, predictions = map(np.array, zip(*sorted(gather_object(own)), strict=True))
-        names = np.array(images.image_names())[indices].tolist()
-        known = images.class_names[: self.classes], names
+        known = images.class_names[: self.classes], np.array(images.image_names())[indices].tolist()
         outcomes = Outcomes(self.label_kind, images.labels[indices], predictions, *known)
-        score = score_of(outcomes)
-        if math.isfinite(score):
-            scalars[KINDS[self.label_kind].score] = score
-        return scalars, outcomes
+        return float(sums["loss"] / sums["images"]), outcomes
 
 
 def number_of_classes(splits: LabelledSplits) -> int:
