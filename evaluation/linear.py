@@ -11,7 +11,7 @@ each, and numbers a ridge regression. Published protocols, which train on random
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +46,15 @@ from mpp.runtime.start import run_main
 LOGITS_PER_BLOCK = 2**24  # computed at a time, which bounds the memory
 DEVIATION_OFFSET = 1e-6  # added to the deviation of a feature: a constant one is not divided by 0
 SHOW_BAR_AFTER = 5  # seconds
-
-
-class FittedHead(NamedTuple):
-    """A head that was tested."""
-
-    head: StandardizedLinear
-    kind: str
-    """Kind of label."""
-    class_numbers: list[int]
-    """Numbers in the dataset of the classes of its outputs."""
+TestedHead = tuple[StandardizedLinear, str, list[int]]
+"""A head that was tested, its kind of label, and the numbers in the dataset of the classes of its outputs."""
 
 
 def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe the features, write the report, and return it."""
     allowed = "left out: a colour baseline has no weights, so its head is not kept"
     require(not (config.save and is_colour_baseline(config.frozen.encoder)), "save", True, allowed)
-    kept = None  # the first head of the features that were evaluated last
+    kept = None  # of the features that were evaluated last
 
     def evaluate_and_keep_head(features: LabelledFeatures) -> list[dict]:
         nonlocal kept
@@ -77,20 +69,21 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
         report = write_probe_report(path, report, "protocol")
         if config.save:
             head = StandardizedLinear(classify, norm.running_mean, (norm.running_var + norm.eps).sqrt())
-            kept = FittedHead(head, "class", list(range(classify.out_features)))
+            kept = head, "class", list(range(classify.out_features))
     if config.save and report:
         keep_head(config, report, kept, loaded)
     return report
 
 
-def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, loaded: LoadedSplits | None) -> None:
+def keep_head(config: LinearConfig, report: dict[str, Any], kept: TestedHead, loaded: LoadedSplits | None) -> None:
     """Write a head to its folder next to the report."""
+    head, kind, numbers = kept
     path = report_path_of_command(config, "linear")
     protocol = report["protocol"]
     description = HeadDescription(
-        task=HEAD_TASKS[fitted.kind],
-        class_names=names_by_number(report["class_names"], fitted.class_numbers),
-        class_numbers=fitted.class_numbers,
+        task=HEAD_TASKS[kind],
+        class_names=names_by_number(report["class_names"], numbers),
+        class_numbers=numbers,
         representation=config.probe.representation,
         depth=protocol["chosen_depth"],
         input=protocol["input"],
@@ -98,7 +91,7 @@ def keep_head(config: LinearConfig, report: dict[str, Any], fitted: FittedHead, 
         learned=None if config.probe.features else describe_learned(config.data, loaded, config.probe.task),
     )
     seeds = list(dict.fromkeys(result["seed"] for result in report["results"]))
-    save_head(path.with_name(f"{path.stem}_head"), fitted.head, description, seeds)
+    save_head(path.with_name(f"{path.stem}_head"), head, description, seeds)
 
 
 def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict]:
@@ -106,7 +99,7 @@ def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict]:
     return evaluate_head(features, config)[0]
 
 
-def evaluate_head(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dict], FittedHead]:
+def evaluate_head(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dict], TestedHead]:
     """The results of `evaluate`, and the tested head of the first seed."""
     numbers: list[int] = []
     if features.kind == "class":
@@ -128,7 +121,7 @@ def evaluate_head(features: LabelledFeatures, config: LinearConfig) -> tuple[lis
     for seed, outcomes in zip(seeds, tested, strict=True):
         chosen = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": scores[best]}
         results.append(chosen | {"outcomes": outcomes})
-    return results, FittedHead(heads[0], features.kind, numbers)
+    return results, (heads[0], features.kind, numbers)
 
 
 def fit_and_test(

@@ -347,7 +347,7 @@ def test_the_card_names_a_file_of_weights_and_has_no_licence_of_timms_own(tmp_pa
     save_file(timm.create_model("test_vit", num_classes=0, img_size=32).state_dict(), file)
     fine_tune(tmp_path / "run", "test_vit", f"--checkpoint={file}", "--img_size=32", "--lrs=0.1", "--run.steps=1")
     card = (tmp_path / "run" / "lr_0.1" / "encoder" / "README.md").read_text()
-    assert f"Trained with labels, from test_vit with the weights {file};" in card
+    assert f"Trained with labels, from {file};" in card
     assert timm.get_pretrained_cfg("test_vit").license and "license:" not in card
 
 

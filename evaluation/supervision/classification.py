@@ -108,21 +108,13 @@ class Classification(ImageTask):
     def load_network(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder that is fine-tuned, with a linear layer; height and width of its images."""
         config = self.config
-        frozen = load_frozen_encoder(
-            config.encoder,
-            config.checkpoint,
-            random=config.init == "random",
-            img_size=config.img_size,
-            seed=config.run.seed,
-            channels=config.data.channels,
-            drop_path_rate=config.drop_path,
-        )
+        how = config.init == "random", config.img_size, config.run.seed, config.data.channels
+        frozen = load_frozen_encoder(config.encoder, config.checkpoint, *how, drop_path_rate=config.drop_path)
         encoder = frozen.model.requires_grad_(True)
         if getattr(encoder, "attn_pool", None) is not None:
             raise Unavailable(f"encoder is {config.encoder}, which pools by attention and cannot be fine-tuned here")
         note_other_images(config.encoder, config.data)
-        weights = {config.encoder: config.encoder, "": "random weights"}
-        self.start = weights.get(config.weights, f"{config.encoder} with the weights {config.weights}")
+        self.start = config.weights or "random weights"
         if config.weights == config.encoder:  # of other weights it is unknown
             self.licence = encoder.pretrained_cfg.get("license")
         if config.activation_checkpointing:
