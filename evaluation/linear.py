@@ -30,11 +30,10 @@ from evaluation.frozen.labelled_features import LabelledFeatures
 from evaluation.frozen.parsing import parse_and_load
 from evaluation.frozen.probing import run_probe
 from evaluation.frozen.report_names import report_path_of_command
-from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
 from evaluation.metrics.scoring import best_choice, error_of, score_of
-from evaluation.protocols import run_protocol
+from evaluation.protocols import CropProbe, run_protocol
 from evaluation.supervision.learners import Learner, learner_of, zero_head
 from mpp.config import require
 from mpp.data.dataset import names_by_number
@@ -61,15 +60,18 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
         results, kept = evaluate_head(features, config)
         return results
 
+    def train_and_keep_head(probe: CropProbe) -> list[dict]:
+        nonlocal kept
+        results, (norm, classify) = probe.evaluate()
+        if config.save:
+            head = StandardizedLinear(classify, norm.running_mean, (norm.running_var + norm.eps).sqrt())
+            kept = head, "class", list(range(probe.classes))
+        return results
+
     if config.protocol == "logistic":
         report = run_probe(config, "linear", evaluate_and_keep_head, "solver", loaded, LABEL_KINDS)
     else:
-        path = report_path_of_command(config, "linear")
-        report, (norm, classify) = run_protocol(config, loaded)
-        report = write_probe_report(path, report, "protocol")
-        if config.save:
-            head = StandardizedLinear(classify, norm.running_mean, (norm.running_var + norm.eps).sqrt())
-            kept = head, "class", list(range(classify.out_features))
+        report = run_protocol(config, train_and_keep_head, loaded)
     if config.save and report:
         keep_head(config, report, kept, loaded)
     return report

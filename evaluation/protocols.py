@@ -8,7 +8,8 @@ N training images, B images of a step, D width of a head's input, C classes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -31,15 +32,16 @@ from evaluation.frozen.extraction import (
     views_for,
     warn_left_out,
 )
-from evaluation.frozen.labelled import load_labelled
+from evaluation.frozen.labelled import LabelledSplits, load_labelled
 from evaluation.frozen.labelled_features import cut_dev_split
-from evaluation.frozen.probing import assemble_report
+from evaluation.frozen.probing import evaluate_by_depth
+from evaluation.frozen.report_names import report_path_of_command
+from evaluation.frozen.results import write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.outcomes import Outcomes
-from evaluation.metrics.scoring import add_figures, score_of
+from evaluation.metrics.scoring import score_of
 from evaluation.supervision.classification import number_of_classes
-from mpp.config import DataConfig, flatten, nested, rebuild, require
-from mpp.data.dataset import ImageDataset
+from mpp.config import DataConfig, flatten, rebuild
 from mpp.data.loader import BatchLayout, in_memory, training_loader
 from mpp.data.views import ViewDataset
 from mpp.data.workers import deaths_explained
@@ -66,28 +68,70 @@ class Candidate(NamedTuple):
     base_rate: float
     """Learning rate at a batch of 256."""
     about: dict[str, Any]
-    """Its entries in the report, such as its depth."""
+    """Its entries in the report."""
 
 
 class CropProbe:
-    """A published protocol for one encoder. Its subclasses are the presets, which have:
+    """A published protocol for one encoder and its images. Its subclasses are the presets, which have:
 
     - batch, epochs: as published, for ImageNet; least_batch, least_steps, most_steps: where there are fewer images.
     - warmup: share of the steps over which the rate rises; then it falls to 0 by half a cosine.
     - norm: of a head's input, by its width; draw: of a head's first weights; optimizer.
-    - candidates: the heads, which are trained at once, on the same crops. The best one on dev images is tested.
+    - candidates: the heads, which are trained at once, on the same crops.
     - encode(images) -> list[Tensor]: inputs of heads, (B, D) float32 each, of images (B, C, H, W) from 0 to 255.
 
     Args:
         encoder: on its device.
-        classes: C.
+        splits: images to learn from and to test on.
+        depth: after how many blocks, where the protocol does not say.
     """
 
-    candidates: list[Candidate]
+    def __init__(
+        self,
+        encoder: FrozenEncoder,
+        config: LinearConfig,
+        accelerator: Accelerator,
+        splits: LabelledSplits,
+        depth: int,
+    ):
+        self.encoder, self.config, self.accelerator, self.depth = encoder, config, accelerator, depth
+        self.learned, self.tested, _ = splits
+        self.classes = number_of_classes(splits)
+        self.batch_size, self.steps = self.plan(len(self.learned))
+        self.unreadable: list[str] = []
 
-    def __init__(self, encoder: FrozenEncoder, config: LinearConfig, accelerator: Accelerator, classes: int):
-        self.encoder, self.config, self.accelerator, self.classes = encoder, config, accelerator, classes
-        self.prepare()
+    def dev_split(self) -> "CropProbe":
+        """The same probe with a tenth of the training images as the test images."""
+        probe = copy(self)
+        probe.learned, probe.tested = (self.learned.select(each) for each in cut_dev_split(len(self.learned)))
+        return probe
+
+    def evaluate(self) -> tuple[list[dict[str, Any]], nn.Sequential]:
+        """The result of the candidate that is best on the dev split, and its head."""
+        tested, chosen = self.candidates, {}
+        if len(tested) > 1:
+            on_dev, _ = self.dev_split().fit_and_test(tested)
+            scores = [score_of(outcomes) for outcomes in on_dev]
+            tested, chosen = [tested[int(np.argmax(scores))]], {"dev_accuracy": max(scores)}
+        (outcomes,), (head,) = self.fit_and_test(tested)
+        result = {"protocol": self.config.protocol, "seed": self.config.frozen.seed}
+        return [result | tested[0].about | chosen | {"outcomes": outcomes}], head
+
+    def fit_and_test(self, candidates: Sequence[Candidate]) -> tuple[list[Outcomes], list[nn.Sequential]]:
+        """Test outcomes of some candidates' heads, on centre crops of the images that can be decoded, and the heads."""
+        heads = self.fit(candidates)
+        views = views_for(self.encoder, self.tested, self.config.data)
+        split = extract_split(views, self.encode, self.accelerator, self.config.probe.strict, "centre crops")
+        self.unreadable = split.unreadable
+        warn_left_out(split.unreadable)
+        known = self.tested.class_names[: self.classes], np.array(self.tested.image_names())[split.kept].tolist()
+        outcomes = []
+        for head, candidate in zip(heads, candidates, strict=True):
+            inputs = torch.from_numpy(split.by_depth[candidate.input]).to(self.accelerator.device)
+            with torch.no_grad():
+                predicted = head(inputs).argmax(1).cpu().numpy()
+            outcomes.append(Outcomes("class", split.labels, predicted, *known))
+        return outcomes, heads
 
     def plan(self, image_count: int) -> tuple[int, int]:
         """Batch and steps: the published length, and the same share of the images as on ImageNet, within bounds."""
@@ -122,21 +166,22 @@ class CropProbe:
             groups.append({"params": [classify.bias], "lr": rate, "always_adapt": False})
         return self.optimizer(groups, momentum=0.9, weight_decay=0)
 
-    def train(self, images: ImageDataset, candidates: Sequence[Candidate], batch: int, steps: int) -> list[nn.Module]:
+    def fit(self, candidates: Sequence[Candidate]) -> list[nn.Sequential]:
         """The heads of some candidates, in eval mode, trained at once on the same crops of the images."""
         device, config = self.accelerator.device, self.config
         settings = {key: value for key, value in flatten(config.data).items() if key != "eval_crop"}
-        views = ViewDataset(images, rebuild(CROPS, settings), self.encoder.img_size, config.frozen.seed)
-        views = in_memory(views, steps * batch, device)
-        layout = BatchLayout.of(batch, config.data.batch_size or DEFAULT_BATCH_SIZE, world_size=1, rank=0)
+        views = ViewDataset(self.learned, rebuild(CROPS, settings), self.encoder.img_size, config.frozen.seed)
+        views = in_memory(views, self.steps * self.batch_size, device)
+        layout = BatchLayout.of(self.batch_size, config.data.batch_size or DEFAULT_BATCH_SIZE, world_size=1, rank=0)
         passes = layout.accumulation_steps
-        loader = RecordedBatches(training_loader(views, layout, 0, steps), images.split, config.probe.strict)
+        loader = training_loader(views, layout, 0, self.steps)
+        batches = RecordedBatches(loader, self.learned.split, config.probe.strict)
         heads: list[nn.Sequential] = []
         parts: list[list[Tensor]] = []
-        for part in progress_bar(loader, total=steps * passes, desc=config.protocol, unit="pass"):
+        for batch in progress_bar(batches, total=self.steps * passes, desc=config.protocol, unit="pass"):
             with torch.no_grad(), self.accelerator.autocast():
-                features = self.encode(part.images.to(device, non_blocking=True))
-            parts.append([*features, part.labels.to(device)])
+                features = self.encode(batch.images.to(device, non_blocking=True))
+            parts.append([*features, batch.labels.to(device)])
             if len(parts) < passes:
                 continue
             *inputs, labels = map(torch.cat, zip(*parts, strict=True))
@@ -144,30 +189,16 @@ class CropProbe:
             parts = []
             if not heads:
                 heads = self.build_heads([each.shape[1] for each in inputs])
-                optimizer = self.build_optimizer(heads, [each.base_rate * batch / BASE_BATCH for each in candidates])
-                schedule = LambdaLR(optimizer, partial(self.rate_share, steps=steps))
+                rates = [each.base_rate * self.batch_size / BASE_BATCH for each in candidates]
+                optimizer = self.build_optimizer(heads, rates)
+                schedule = LambdaLR(optimizer, partial(self.rate_share, steps=self.steps))
             losses = [F.cross_entropy(head(each), labels) for head, each in zip(heads, inputs, strict=True)]
             optimizer.zero_grad()
             torch.stack(losses).sum().backward()
             optimizer.step()
             schedule.step()
-        warn_left_out(sorted(set(loader.unreadable)))
+        warn_left_out(sorted(set(batches.unreadable)))
         return [head.eval() for head in heads]
-
-    def predict(
-        self, images: ImageDataset, heads: Sequence[nn.Module], candidates: Sequence[Candidate]
-    ) -> tuple[list[Outcomes], list[str]]:
-        """Outcomes of each head for centre crops; names of the images that cannot be decoded and are left out."""
-        views = views_for(self.encoder, images, self.config.data)
-        split = extract_split(views, self.encode, self.accelerator, self.config.probe.strict, "centre crops")
-        known = images.class_names[: self.classes], np.array(images.image_names())[split.kept].tolist()
-        outcomes = []
-        for head, candidate in zip(heads, candidates, strict=True):
-            inputs = torch.from_numpy(split.by_depth[candidate.input]).to(self.accelerator.device)
-            with torch.no_grad():
-                predicted = head(inputs).argmax(1).cpu().numpy()
-            outcomes.append(Outcomes("class", split.labels, predicted, *known))
-        return outcomes, split.unreadable
 
 
 class Mae(CropProbe):
@@ -190,15 +221,10 @@ class Mae(CropProbe):
     norm = staticmethod(partial(nn.BatchNorm1d, affine=False, eps=1e-6))
     draw = staticmethod(nn.init.trunc_normal_)
     optimizer = staticmethod(partial(Lars, trust_coeff=0.001))
-
-    def prepare(self) -> None:
-        depth = self.config.probe.depth
-        require(depth not in ("all", "dev"), "depth", depth, "last or a number with protocol mae; logistic takes all")
-        self.depths = resolve_depths(depth, len(self.encoder.stages))
-        self.candidates = [Candidate(0, 0.1, {"depth": self.depths[0]})]
+    candidates = (Candidate(0, 0.1, {}),)
 
     def encode(self, images: Tensor) -> list[Tensor]:
-        return self.encoder(images, self.config.probe.representation, self.depths)
+        return self.encoder(images, self.config.probe.representation, [self.depth])
 
 
 class Dinov2(CropProbe):
@@ -223,8 +249,9 @@ class Dinov2(CropProbe):
     optimizer = torch.optim.SGD
     rates = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 
-    def prepare(self) -> None:
-        model, deepest = self.encoder.model, len(self.encoder.stages)
+    def __init__(self, encoder: FrozenEncoder, *others: Any):
+        super().__init__(encoder, *others)
+        model, deepest = encoder.model, len(encoder.stages)
         patch_grid(model)
         most = min(4, deepest)
         self.depths = list(range(deepest - most + 1, deepest + 1))
@@ -247,47 +274,33 @@ class Dinov2(CropProbe):
 PROTOCOLS: dict[str, type[CropProbe]] = {"mae": Mae, "dinov2": Dinov2}
 
 
-def run_protocol(config: LinearConfig, loaded: LoadedSplits | None = None) -> tuple[dict[str, Any], nn.Module]:
-    """Probe an encoder by `config.protocol`.
+def run_protocol(
+    config: LinearConfig, evaluate: Callable[[CropProbe], list[dict[str, Any]]], loaded: LoadedSplits | None
+) -> dict[str, Any]:
+    """Probe an encoder by `config.protocol`, write the report, and return it.
 
-    Returns:
-        The report; the head that was tested, in eval mode.
     Raises:
         UserError: the images have no labels, are too few, or there is no such encoder or depth.
         Unavailable: the encoder lacks the features that the protocol reads.
     """
     frozen, data, probe = config.frozen, config.data, config.probe
     accelerator = start_alone(frozen.run_settings(probe.precision), f"protocol {config.protocol} is carried out")
+    path = report_path_of_command(config, "linear")
     encoder = open_frozen_encoder(frozen, data)
+    depths = resolve_depths(probe.depth, len(encoder.stages)) if config.protocol == "mae" else [0]
     splits = load_labelled(data, accelerator, frozen.weights, loaded=loaded, on_dev=not probe.test)
-    train, classes = splits.train, number_of_classes(splits)
-    protocol = PROTOCOLS[config.protocol](encoder.to(accelerator.device), config, accelerator, classes)
-    batch, steps = protocol.plan(len(train))
-    epochs = steps * batch / len(train)
-    print(f"protocol {config.protocol}: {steps:,} steps of {batch:,} random crops, {epochs:,.0f} epochs")
-    if len(train) < FEW_IMAGES and config.protocol == "mae":
-        note(f"MAE's learning rates and length train little on {len(train):,} images: use --protocol logistic")
-    about = nested(config) | {"input": describe_input(encoder, data, accelerator)}
-    about["plan"] = {"images": len(train), "batch": batch, "steps": steps, "epochs": epochs}
-    result: dict[str, Any] = {"protocol": config.protocol, "seed": frozen.seed}
-    tested = protocol.candidates
+    parts = encoder.to(accelerator.device), config, accelerator, splits
+    by_depth = {depth: PROTOCOLS[config.protocol](*parts, depth) for depth in depths}
+    images, batch, steps = len(splits.train), by_depth[depths[0]].batch_size, by_depth[depths[0]].steps
+    plan = {"images": images, "batch": batch, "steps": steps, "epochs": steps * batch / images}
+    print(f"protocol {config.protocol}: {steps:,} steps of {batch:,} random crops, {plan['epochs']:,.0f} epochs")
+    if images < FEW_IMAGES and config.protocol == "mae":
+        note(f"MAE's learning rates and length train little on {images:,} images: use --protocol logistic")
     with deaths_explained():
-        if len(tested) > 1:
-            learned, dev = (train.select(indices) for indices in cut_dev_split(len(train)))
-            on_dev, _ = protocol.predict(dev, protocol.train(learned, tested, batch, steps), tested)
-            accuracies = [score_of(each) for each in on_dev]
-            about["dev"] = [
-                each.about | {"accuracy": accuracy} for each, accuracy in zip(tested, accuracies, strict=True)
-            ]
-            result["dev_accuracy"] = max(accuracies)
-            tested = [tested[int(np.argmax(accuracies))]]
-        heads = protocol.train(train, tested, batch, steps)
-        (outcomes,), unreadable = protocol.predict(splits.held_out, heads, tested)
-    warn_left_out(unreadable)
-    depth = tested[0].about.get("depth", 0)
-    about |= {"chosen_depth": depth} if depth else {}
-    results = add_figures([result | tested[0].about | {"outcomes": outcomes}])
-    report = assemble_report({depth: results}, depth, about, "protocol") | {"class_names": train.class_names}
-    if unreadable:
-        report["left_out"] = {"train": 0, "test" if probe.test else "dev": len(unreadable)}
-    return report, heads[0]
+        report = evaluate_by_depth(config, by_depth, evaluate, "protocol")
+    report["protocol"] |= {"plan": plan, "input": describe_input(encoder, data, accelerator)}
+    report["class_names"] = splits.train.class_names
+    left_out = max(len(each.unreadable) for each in by_depth.values())
+    if left_out:
+        report["left_out"] = {"train": 0, "test" if probe.test else "dev": left_out}
+    return write_probe_report(path, report, "protocol")
