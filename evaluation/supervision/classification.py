@@ -252,7 +252,7 @@ def result_of_run(folder: Path, seed: int) -> dict[str, Any]:
     """
     outcomes = load_outcomes(folder / OUTCOMES_NAME)
     if outcomes is None:
-        raise UserError(f"{folder} has no {OUTCOMES_NAME}.outcomes.npz: a run of an earlier version must begin anew")
+        raise UserError(f"{folder} has no {OUTCOMES_NAME}.outcomes.npz: train it again")
     (result,) = add_figures([{"seed": seed, "outcomes": outcomes}])
     left_out = read_record(folder)["held_out"]["images"] - len(outcomes)
     if left_out > 0:
