@@ -127,8 +127,8 @@ def distillations(monkeypatch):
     tasks = []
     build = Classification.__init__
 
-    def build_and_note(task, *arguments):
-        build(task, *arguments)
+    def build_and_note(task, *arguments, **options):
+        build(task, *arguments, **options)
         tasks.append(task)
 
     monkeypatch.setattr(Classification, "__init__", build_and_note)
