@@ -9,6 +9,8 @@ every probe takes it; the projection head is left out.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from shlex import quote
 from typing import Any
 
@@ -16,46 +18,104 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+from torchvision.transforms import v2
 
-from evaluation.config import ContrastiveConfig
-from evaluation.supervision.heads import HeadedEncoder, build_backbone, synchronize_batch_norms
-from evaluation.supervision.simclr import GatherWithGradients, TwoViews, nt_xent
-from mpp.config import ImageSize, require
+from evaluation.config import ContrastiveConfig, ViewsConfig
+from evaluation.supervision.learners import HeadedEncoder, build_backbone
+from mpp.config import ImageSize, require, sides
 from mpp.config.parsing import parse
+from mpp.data import crops
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
 from mpp.data.sources import load_image_datasets
-from mpp.data.views import Batch
+from mpp.data.views import Batch, ViewDataset
 from mpp.features.frozen import extract
 from mpp.features.metrics import Sums
-from mpp.features.reconstructions import prediction_panel, stretch
 from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
-from mpp.runtime.processes import on_main_process
+from mpp.models.plain import has_running_statistics
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.runtime.start import run_main
 from mpp.training.flops import executed_flops
 from mpp.training.log import Tracker, last_scalars
 from mpp.training.loop import due
 from mpp.training.run import train
-from mpp.training.task import ImageTask, to_device
+from mpp.training.task import ImageTask
 
-VIEWS_LOGGED = 8
-"""Held-out images whose views are logged."""
+
+@lru_cache
+def distortion(config: ViewsConfig, side: int) -> v2.Transform:
+    """torchvision's transforms of a crop (C, side, side)."""
+    strong, weak = 0.8 * config.jitter, 0.2 * config.jitter
+    window = max(3, side // 10 | 1)  # odd
+    jitter = v2.ColorJitter(brightness=strong, contrast=strong, saturation=strong, hue=weak)
+    blur = v2.GaussianBlur(window, sigma=(0.1, 2.0))
+    return v2.Compose(
+        [
+            v2.RandomApply([jitter], config.jitter_probability),
+            v2.RandomGrayscale(config.grey),
+            v2.RandomApply([blur], config.blur),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class TwoViews(ViewDataset):
+    """Samples of two views each, (2, C, H, W): a view is a function of (seed, epoch, index, view).
+
+    The fixed views (epoch FIXED_VIEW) are two such views too, by `data.cut_seed`: the same in every evaluation.
+    """
+
+    distorted: ViewsConfig = field(default_factory=ViewsConfig)
+    costly = True
+
+    def view(self, pixels: Tensor, epoch: int, index: int) -> Tensor:
+        seed, config = self.seed_of(epoch), self.distorted
+        transform = distortion(config, min(sides(self.img_size)))
+        views = []
+        for number in (2 * index, 2 * index + 1):
+            crop = crops.random_crop(pixels, self.img_size, self.data, seed, epoch, number)
+            if config.jitter or config.grey:
+                crop = crops.to_8_bits(crop)
+            views.append(crops.apply_random(transform, crop, seed, epoch, number))
+        return torch.stack(views)
+
+
+def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """NT-Xent: each view's cross-entropy of choosing the other view of its image among all views but itself.
+
+    Args:
+        own: (B, 2, E) of unit length, two views of each image of this process.
+        everyone: (B', 2, E), those of all processes.
+        first: which of everyone's images own[0] is.
+        temperature: divisor of the similarities.
+    Returns:
+        (B, 2) losses; (B, 2) bool: whether the other view is the nearest of all.
+    """
+    similarity = own.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (2 B, 2 B')
+    itself = torch.arange(2 * first, 2 * first + len(similarity), device=own.device)
+    other = itself ^ 1  # the two views of an image stand side by side
+    similarity = similarity.scatter(1, itself[:, None], -torch.inf)
+    losses = F.cross_entropy(similarity, other, reduction="none")
+    right = similarity.argmax(1) == other
+    return losses.unflatten(0, (-1, 2)), right.unflatten(0, (-1, 2))
 
 
 class Contrastive(ImageTask):
     """The task: find the other view of an image among the views of all images of a forward pass.
 
     A forward pass is that of all processes together, so their number changes nothing where `data.batch_size` is null.
-    So are the statistics of batch norms: by those of one process, the two views of an image would know each other.
     """
 
     def __init__(self, config: ContrastiveConfig, accelerator: Accelerator, layout: BatchLayout):
         super().__init__(accelerator, layout, config.run, config.data)
         self.config = config
         self.images_of_a_pass = layout.largest_share * layout.world_size
-        self.check_settings()
+        batch, shares = config.optim.global_batch_size, layout.share_count
+        require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
+        if self.images_of_a_pass == 1:
+            layout.require_several(": an image is compared with others")
         begins_from = config.model.init_from
         self.builds_on_labels = begins_from is not None and learned_labels(begins_from)
         self.licence = licence_of(begins_from)
@@ -71,27 +131,18 @@ class Contrastive(ImageTask):
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
         self.probe = self.build_probe(self.train, config.probe, config.head.pooling, begins_from)
 
-    def check_settings(self) -> None:
-        """Raise UserError where the settings do not fit contrastive training."""
-        layout = self.layout
-        shares = layout.share_count
-        batch = self.config.optim.global_batch_size
-        require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
-        if self.images_of_a_pass == 1:
-            layout.require_several(": an image is compared with others")
-
     def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder with the projection head; height and width of its images."""
-        model, head = self.config.model, self.config.head
-        channels = self.config.data.channels
+        model, head, channels = self.config.model, self.config.head, self.config.data.channels
         encoder, img_size = build_backbone(model, channels)
         choose_trained(encoder, model)
-        encoder = synchronize_batch_norms(encoder, model.name, self.accelerator)
+        is_one = self.accelerator.num_processes == 1
+        allowed = "a model without batch norms on several processes: the two views of an image would know each other"
+        require(is_one or not has_running_statistics(encoder), "model.name", model.name, allowed)
         width = encoder.head_hidden_size
         hidden = head.hidden or width
         projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
-        mean, std = model.normalization(channels)
-        return HeadedEncoder(encoder, projection, head.pooling, mean, std), img_size
+        return HeadedEncoder(encoder, projection, head.pooling, *model.normalization(channels)), img_size
 
     @property
     def method(self) -> str:
@@ -103,8 +154,7 @@ class Contrastive(ImageTask):
             f"Pre-trained without labels{start} by contrastive learning (SimCLR: Chen et al., ICML 2020). Its feature "
             f"is the {feature}; the projection head is left out"
         )
-        adaptation = describe_adaptation(self.config.model)
-        return f"{method}. {adaptation}" if adaptation else method
+        return ". ".join(filter(None, [method, describe_adaptation(self.config.model)]))
 
     def record(self) -> dict[str, Any]:
         """Record of the images, and of their number in a forward pass: a resumed run may not change `batch_size`."""
@@ -119,17 +169,11 @@ class Contrastive(ImageTask):
         return F.normalize(projections, dim=-1).unflatten(0, (-1, 2))
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
-        (images,) = to_device([batch.images], self.accelerator.device)
-        own = self.project(model, images)
-        everyone = own
-        if self.layout.world_size > 1:
-            everyone = GatherWithGradients.apply(own, self.accelerator)
-        first = self.layout.rank * len(own)
-        losses, right = nt_xent(own, everyone, first, self.config.contrast.temperature)
-        if not measure:
-            return losses.mean(), {}
-        count = torch.tensor(right.numel(), dtype=torch.double, device=right.device)
-        return losses.mean(), {"right": right.double().sum(), "views": count}
+        own = self.project(model, batch.images.to(self.accelerator.device, non_blocking=True))
+        everyone = torch.cat(all_gather(own)) if self.layout.world_size > 1 else own  # gradients flow back to each
+        losses, right = nt_xent(own, everyone, self.layout.rank * len(own), self.config.contrast.temperature)
+        right = right.double()
+        return losses.mean(), {"right": right.sum(), "views": torch.ones_like(right).sum()} if measure else {}
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return {"accuracy": float(sums["right"] / sums["views"])}
@@ -143,7 +187,6 @@ class Contrastive(ImageTask):
         if self.accelerator.is_main_process:
             (projections,) = projected  # the list is empty on other processes
             scalars = self.measure_held_out(projections.to(self.accelerator.device))
-        on_main_process(self.accelerator, lambda: self.log_panel(step, tracker))
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(model)
         return scalars
@@ -151,36 +194,21 @@ class Contrastive(ImageTask):
     def measure_held_out(self, projected: Tensor) -> dict[str, float]:
         """Loss and accuracy of held-out images (n, 2, E), in groups of as many as in training, or a few more."""
         order = permutation(Stream.CUT, self.data.cut_seed, 2, len(projected))  # files come sorted by class
-        group_count = max(1, len(projected) // self.images_of_a_pass)
-        groups = projected[order].tensor_split(group_count)
-        losses = []
-        right = []
-        for group in groups:
-            group_losses, group_right = nt_xent(group, group, 0, self.config.contrast.temperature)
-            losses.append(group_losses)
-            right.append(group_right)
-        chance = sum(len(group) / (2 * len(group) - 1) for group in groups) / len(projected)
+        groups = projected[order].tensor_split(max(1, len(projected) // self.images_of_a_pass))
+        temperature = self.config.contrast.temperature
+        losses, right = zip(*(nt_xent(group, group, 0, temperature) for group in groups), strict=True)
         return {
             "heldout/loss": float(torch.cat(losses).double().mean()),
             "heldout/accuracy": float(torch.cat(right).double().mean()),
-            "heldout/chance": chance,
+            "heldout/chance": sum(len(group) / (2 * len(group) - 1) for group in groups) / len(projected),
         }
-
-    def log_panel(self, step: int, tracker: Tracker) -> None:
-        """Log a picture of the two views of the first held-out images."""
-        views = self.views(self.held_out)
-        shown = range(min(VIEWS_LOGGED, len(self.held_out)))
-        pairs = torch.stack([views[FIXED_VIEW, index].images for index in shown])
-        panel = prediction_panel(stretch(pairs).movedim(1, 0))
-        tracker.log_images(step, "view 1 | view 2", panel[None])
 
     def flops(self) -> int:
         """FLOPs executed per image: its two views through the network, and their similarities to all views."""
         pair = self.views(self.held_out)[FIXED_VIEW, 0].images
         all_views = 2 * self.images_of_a_pass
         similarities = 2 * all_views * self.config.head.outputs  # of one view; a multiply-add is two operations
-        model = self.model.eval()  # in training, synchronised batch norms would ask the other processes
-        return executed_flops(model, pair) + 2 * 3 * similarities  # forward, and backward to either side
+        return executed_flops(self.model, pair) + 2 * 3 * similarities  # forward, and backward to either side
 
     def describe_model(self) -> str:
         others = 2 * self.images_of_a_pass - 2

@@ -21,6 +21,7 @@ from evaluation.comparison.cases import EncoderEntry, encoders_of
 from evaluation.comparison.digests import relevant_settings
 from evaluation.config import DistillConfig
 from evaluation.frozen.encoder import load_frozen_encoder
+from evaluation.supervision.classification import Classification
 from evaluation.supervision.classifiers import load_teacher, with_teacher_digest
 from evaluation.supervision.deit import average_heads, build_student, distillation_loss
 from mpp.config import ModelConfig
@@ -28,7 +29,6 @@ from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.errors import UserError
 from mpp.models.encoder import build_encoder
-from mpp.models.plain import set_attention
 from mpp.runtime.files import sha256_of
 from mpp.training.checkpoint import complete_checkpoints
 from mpp.training.flops import executed_flops
@@ -78,23 +78,6 @@ def held_out_answers(task, classify):
     return outputs, torch.cat([batch.labels for batch in batches])
 
 
-def test_hard_loss_by_hand():
-    outputs = torch.tensor([[[3.0, 1.0], [1.0, 4.0]]]).log()  # 3/4 for class 0; 4/5 for the teacher's answer, 1
-    taught = torch.tensor([[-2.0, 5.0]])
-    expected = -(0.7 * torch.tensor(3 / 4).log() + 0.3 * torch.tensor(4 / 5).log())
-    loss = distillation_loss(outputs, torch.tensor([0]), taught, DistillConfig(kind="hard", weight=0.3))
-    torch.testing.assert_close(loss, expected)
-
-
-def test_soft_loss_by_hand():
-    outputs = torch.tensor([[[3.0, 1.0], [1.0, 1.0]]]).log()
-    taught = torch.tensor([[1.0, 9.0]]).log()  # at temperature 2: 1/4 and 3/4
-    divergence = 1 / 4 * torch.tensor(1 / 2).log() + 3 / 4 * torch.tensor(3 / 2).log()
-    expected = -0.9 * torch.tensor(3 / 4).log() + 0.1 * 4 * divergence
-    loss = distillation_loss(outputs, torch.tensor([0]), taught, DistillConfig(kind="soft", temperature=2.0))
-    torch.testing.assert_close(loss, expected)
-
-
 class FakeNetwork(nn.Module):
     """A network with a fixed answer to all images."""
 
@@ -141,13 +124,13 @@ def test_the_softmaxes_of_both_heads_are_averaged():
 def distillations(monkeypatch):
     """The tasks that distillation builds, in their order."""
     tasks = []
-    build = supervised.Distilled.__init__
+    build = Classification.__init__
 
-    def build_and_note(task, *arguments):
-        build(task, *arguments)
+    def build_and_note(task, *arguments, **options):
+        build(task, *arguments, **options)
         tasks.append(task)
 
-    monkeypatch.setattr(supervised.Distilled, "__init__", build_and_note)
+    monkeypatch.setattr(Classification, "__init__", build_and_note)
     return tasks
 
 
@@ -177,7 +160,7 @@ def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teac
     accuracy = (mean_probabilities.argmax(-1) == labels).double().mean().item()
     assert read_metrics(folder, "heldout/accuracy")[4] == accuracy
     title, tags = title_and_tags(folder / "encoder")
-    assert title.endswith("distilled from a classifier")
+    assert title.endswith("trained with labels")
     assert "self-supervised" not in tags
     finetune.main([*BASE, f"--encoder={folder}", "--lrs=0.1", "--img_size=48", f"--run.dir={tmp_path / 'fine'}"])
     weights = load_file(tmp_path / "fine" / "lr_0.1" / "encoder" / "model.safetensors")
@@ -338,23 +321,13 @@ def test_a_student_starts_from_a_distilled_run(tmp_path, teacher):
         assert torch.equal(weights[name], tensor)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
-def test_a_student_is_the_named_vit_with_one_token_more(name):
-    config = ModelConfig(name=name, dropout=0.1, activation_checkpointing=True, depth=1, img_size=32)
-    student = build_student(config)
+def test_a_student_is_timms_class_by_the_settings():
+    student = build_student(ModelConfig(**NUMBERS, dropout=0.1, activation_checkpointing=True))
     assert type(student) is VisionTransformerDistilled
-    assert student.embed_dim == 192
-    assert student.pos_drop.p == 0.1
-    assert student.grad_checkpointing
-    set_attention(student, fused=False)
-    assert student(torch.zeros(1, 3, 32, 32)).shape == (1, 192)
-
-
-@pytest.mark.parametrize("name", ["resnetv2_50x1_bit", "vit_tiny_r_s16_p8_224", "vit_small_patch14_reg4_dinov2"])
-def test_other_models_than_plain_vits_are_no_students(name):
-    numbers = dict(img_size=28) if "dinov2" in name else {}
-    with pytest.raises(UserError, match=f"model.name is {name}; it must be a plain ViT with distill.teacher"):
-        build_student(ModelConfig(name=name, **numbers))
+    assert student.pos_drop.p == 0.1 and student.grad_checkpointing
+    assert student(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
+    with pytest.raises(UserError, match=r"model\.name is vit_tiny_patch16_224; it must be left out"):
+        build_student(ModelConfig(name="vit_tiny_patch16_224"))
 
 
 def check_refused(folder, reason):
@@ -365,7 +338,7 @@ def check_refused(folder, reason):
 @pytest.mark.faults
 def test_a_teacher_has_a_head_of_as_many_classes(tmp_path, finished_run, teacher):
     ten = save_timm(tmp_path / "ten", 10)
-    check_refused(ten, f"distill.teacher is {ten}, which knows 10 classes; these images have 9")
+    check_refused(ten, f"distill.teacher is {ten}; it must be a classifier of one class per image, of 9 as these")
     a_teacher = "the folder of a finished supervised or fine-tuned run, or a timm folder with"
     headless = save_timm(tmp_path / "headless", 0)
     for folder in (headless, finished_run):  # the run has no labels
@@ -384,13 +357,6 @@ def test_a_teacher_that_knows_the_test_labels_is_refused(tmp_path, image_folder)
     assert build(*images, teacher).classes == 2
     with pytest.raises(UserError, match=r"distill\.teacher is .*trained with the labels of \d of these 3 test images"):
         build(*images, teacher, "--data.cut_seed=1")
-
-
-def test_settings_are_parsed_without_reading_the_teacher(tmp_path):
-    config = parse(supervised.SupervisedConfig, [f"--distill.teacher={tmp_path / 'nowhere'}"])
-    assert config.distill.teacher_sha256 is None
-    with pytest.raises(UserError, match=r"distill\.teacher is .*nowhere; it must be a folder"):
-        with_teacher_digest(config)
 
 
 def test_a_comparison_knows_a_training_by_the_weights_of_its_teacher(tmp_path, teacher):

@@ -31,7 +31,7 @@ from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.results import of_learned_weights, report_path_of_command
 from evaluation.linear import fit_lbfgs
 from evaluation.metrics.scoring import add_scores
-from evaluation.supervision.learners import ClassLearner
+from evaluation.supervision.learners import learner_of
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.crops import centre_crop
@@ -524,20 +524,11 @@ def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
     data = features(seed=4)
     standardised = standardise(data.train)
     labels = torch.from_numpy(data.train_labels)
-    whole = fit_lbfgs(standardised, labels, ClassLearner(labels.numpy(), 7), 0.01, 5)
+    whole = fit_lbfgs(standardised, labels, learner_of("class", labels.numpy(), 7), 0.01, 5)
     monkeypatch.setattr(linear, "LOGITS_PER_BLOCK", 7 * 13)
-    blocks = fit_lbfgs(standardised, labels, ClassLearner(labels.numpy(), 7), 0.01, 5)
+    blocks = fit_lbfgs(standardised, labels, learner_of("class", labels.numpy(), 7), 0.01, 5)
     torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("solver", ["lbfgs", "sgd"])
-def test_a_linear_probe_that_takes_long_says_how_far_it_is(solver, monkeypatch, capsys):
-    monkeypatch.setattr(linear, "QUICK_FIT_NUMBERS", 0)
-    linear.evaluate(features(), LinearConfig(solver=solver, l2=(1e-2,), lr=(0.1,), seeds=(0,), iterations=3, epochs=3))
-    bars = re.findall(rf"{solver} (\S+): (\d+)pass", capsys.readouterr().err)
-    assert {rate for rate, _ in bars} == {"0.01" if solver == "lbfgs" else "0.1"}
-    assert max(int(passes) for _, passes in bars) >= 3
 
 
 def test_a_probe_of_depths_that_takes_long_says_how_many_are_done(monkeypatch, capsys):
@@ -551,7 +542,7 @@ def test_a_probe_of_depths_that_takes_long_says_how_many_are_done(monkeypatch, c
 def test_lbfgs_equals_scikit_learns_logistic_regression():
     data = features(seed=2)
     standardised = standardise(data.train)
-    learner = ClassLearner(data.train_labels, 7)
+    learner = learner_of("class", data.train_labels, 7)
     classifier = fit_lbfgs(standardised.float(), torch.from_numpy(data.train_labels), learner, 0.01, 500)
     of_ours = classifier(standardised.float()).log_softmax(1).detach().numpy()
     inputs = standardised.double().numpy()

@@ -1,7 +1,7 @@
 """Settings of commands that train: supervised, fine-tuning, contrastive."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from evaluation.config.frozen import LabelTask, NumberLoss, Numbers
 from mpp.config import (
@@ -77,10 +77,16 @@ class SupervisedConfig(TrainingConfig):
     head: HeadConfig = HeadConfig()
     distill: DistillConfig = DistillConfig()
     optim: OptimConfig = OptimConfig(lr=1e-3)
+    on_dev: ClassVar[bool] = False
 
     def check(self):
         self.optim.check_length(self.run.steps)
         check_colours(self, "augment.randaugment")
+
+    @property
+    def weights(self) -> str:
+        """Place or name of the weights that it begins from; empty: they are random."""
+        return self.model.init_from or ""
 
 
 @dataclass(frozen=True)

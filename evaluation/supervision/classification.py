@@ -1,8 +1,8 @@
-"""Learning labels end to end: the task that supervised pre-training and fine-tuning share."""
+"""Learning labels end to end: the task of supervised pre-training and of fine-tuning, and the result of such a run."""
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,195 +14,228 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from evaluation.config import NumberLoss
-from evaluation.frozen.features import label_problem
-from evaluation.metrics.scoring import KINDS, Outcomes, kind_of, labelled_outcomes, load_outcomes, save_outcomes
-from evaluation.supervision.learners import Learner, learner_of
-from mpp.config import AugmentConfig, DataConfig, RunConfig, require
+from evaluation.config import OneRunConfig, SupervisedConfig
+from evaluation.frozen.encoder import load_frozen_encoder
+from evaluation.frozen.features import LabelledSplits, label_problem, load_labelled
+from evaluation.frozen.manifest import refuse_learned_images
+from evaluation.frozen.run_images import LoadedSplits, note_other_images
+from evaluation.metrics.scoring import (
+    KINDS,
+    Outcomes,
+    add_figures,
+    labelled_outcomes,
+    load_outcomes,
+    save_outcomes,
+    score_of,
+)
+from evaluation.supervision.classifiers import TEACHER_SETTING, load_teacher
+from evaluation.supervision.deit import average_heads, build_student, distillation_loss
+from evaluation.supervision.learners import HeadedEncoder, build_backbone, build_head, learner_of
+from mpp.config import AugmentConfig, ImageSize, require
 from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
 from mpp.data.shards import Shards
 from mpp.data.views import Batch, ViewDataset, collate
-from mpp.errors import UserError
+from mpp.errors import Unavailable, UserError
 from mpp.features.metrics import Sums, add_sums, sum_over_processes
-from mpp.models.plain import has_running_statistics
+from mpp.models.descriptions import licence_of
+from mpp.models.plain import checkpoint_activations, has_running_statistics
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.training.flops import executed_flops
-from mpp.training.log import UNREADABLE_FILE, Tracker, last_scalars
+from mpp.training.log import UNREADABLE_FILE, Tracker
 from mpp.training.run_folder import read_record
 from mpp.training.task import ImageTask, to_device
 
+MAX_LEFT_OUT = 5000
+"""Maximum number of left-out training images that fine-tuning is evaluated on, besides the held-out ones."""
 OUTCOMES_NAME = "heldout"
 """Name of a run's outcomes."""
+LEFT_OUT_NAME = "dev"
+"""Name of the outcomes of left-out training images."""
 HEAD_LEFT_OUT = "the classification head is left out"
-BOTH_HEADS_LEFT_OUT = "both heads are left out"
-"""Endings of the sentence on training, in the card of an encoder that learned labels."""
+"""End of the sentence on training, in the card of an encoder that learned labels."""
 HOW_TO_LOAD = re.compile(r"^## Load it\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 class Classification(ImageTask):
-    """Learn the labels of images, of any kind: one class by softmax cross-entropy, others see `Learner`.
+    """Learn the labels of images, of any kind (see `Learner`), from scratch or from an encoder's weights.
 
     Mixup and CutMix draw from torch's generator, which the loop seeds for each forward pass: the mixed pairs are a
     function of (seed, step, forward pass), and change with the images in a forward pass, not with the processes.
+
+    With a teacher (DeiT), a second head predicts its answer for the same crop. The teacher keeps its normalisation,
+    gets the crop at its own size, and is not saved with the run.
     """
 
     learns_labels = True
     kind = "encoder trained with labels"
+    start: str
+    """Weights that it begins from, and its teacher, in words."""
 
     def __init__(
         self,
+        config: SupervisedConfig | OneRunConfig,
         accelerator: Accelerator,
         layout: BatchLayout,
-        run: RunConfig,
-        data: DataConfig,
-        augment: AugmentConfig,
-        splits: Sequence[ImageDataset],
-        number_loss: NumberLoss = "l2",
+        loaded: LoadedSplits | None = None,
     ):
-        super().__init__(accelerator, layout, run, data)
-        self.augment = augment
-        train, held_out = splits
-        self.train = train
+        data, augment = config.data, config.augment
+        left_out_images = min(MAX_LEFT_OUT, data.eval_images) if config.is_fine_tuning and not config.on_dev else 0
+        splits = load_labelled(data, accelerator, config.weights, left_out_images, loaded, task=config.task)
+        if config.on_dev:
+            splits = LabelledSplits(*splits.train.cut(config.dev_fraction, data.eval_seed, "dev"))
+        super().__init__(accelerator, layout, config.run, data)
+        self.config = config
+        self.train, held_out, left_out = splits
         self.held_out = held_out.choose(data.eval_images, data.cut_seed)
+        self.label_kind = self.train.label_kind
         self.classes = number_of_classes(splits)
-        self.label_names = output_names(train, self.classes)
-        self.label_kind = train.label_kind
-        self.learner = learner_of(self.label_kind, train.labels, self.classes, number_loss)
-        refuse_mixing(augment, self.learner)
+        names = self.train.class_names[: self.classes]
+        self.label_names = names if names and len(names) == self.classes else None
+        self.learner = learner_of(self.label_kind, self.train.labels, self.classes, config.loss)
+
+        teacher = None if config.is_fine_tuning else config.distill.teacher
+        needs_classes = augment.mixup or augment.cutmix or augment.label_smoothing or teacher
+        allowed = "class with mixup, CutMix, label smoothing or a teacher"
+        require(self.label_kind == "class" or not needs_classes, "task", self.label_kind, allowed)
         self.mix = build_mix(augment, self.classes)
-        if self.mix is not None:
-            layout.require_several(" with augment.mixup or augment.cutmix")
+        self.model, self.img_size = self.load_network() if config.is_fine_tuning else self.build_network()
+        if self.mix is not None or has_running_statistics(self.model):
+            layout.require_several(" with augment.mixup or cutmix, or for a model with batch norms")
+        self.teacher = None
+        if teacher is not None:
+            refuse_learned_images(TEACHER_SETTING, teacher, data, held_out)  # all, not only `eval_images`
+            self.teacher = load_teacher(config.distill, self.classes, data.channels).to(accelerator.device)
+        self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
+        self.evaluated = {OUTCOMES_NAME: self.held_out_views}
+        if left_out:
+            self.evaluated[LEFT_OUT_NAME] = self.fixed_view_loader.add(self.views(left_out))
+
+    def load_network(self) -> tuple[HeadedEncoder, ImageSize]:
+        """The encoder that is fine-tuned, with a linear layer; height and width of its images."""
+        config = self.config
+        how = config.init == "random", config.img_size, config.run.seed, config.data.channels
+        frozen = load_frozen_encoder(config.encoder, config.checkpoint, *how, drop_path_rate=config.drop_path)
+        encoder = frozen.model.requires_grad_(True)
+        if getattr(encoder, "attn_pool", None) is not None:
+            raise Unavailable(f"encoder is {config.encoder}, which pools by attention and cannot be fine-tuned here")
+        note_other_images(config.encoder, config.data)
+        self.start = config.weights or "random weights"
+        if config.weights == config.encoder:  # of other weights it is unknown
+            self.licence = encoder.pretrained_cfg.get("license")
+        if config.activation_checkpointing:
+            checkpoint_activations(encoder, "activation_checkpointing")
+        mean, std = frozen.normalize.mean, frozen.normalize.std
+        return HeadedEncoder(encoder, self.build_head(encoder, "linear"), config.pooling, mean, std), frozen.img_size
+
+    def build_network(self) -> tuple[HeadedEncoder, ImageSize]:
+        """The encoder that the settings describe, with its head or heads; height and width of its images."""
+        model, distill, channels = self.config.model, self.config.distill, self.config.data.channels
+        self.start = model.init_from or "random weights"
+        self.licence = licence_of(model.init_from)
+        if distill.teacher is None:
+            encoder, img_size = build_backbone(model, channels)
+        else:
+            encoder = build_student(model, channels)
+            img_size = encoder.patch_embed.img_size
+            self.start += f", and by {distill.kind} distillation from {distill.teacher} through a token (DeiT: Touvron "
+            self.start += "et al., ICML 2021). The tokens begin with [class] and the distillation token"
+        heads = [self.build_head(encoder, self.config.head.kind) for _ in range(1 if distill.teacher is None else 2)]
+        mean, std = model.normalization(channels)
+        return HeadedEncoder(encoder, heads[0], self.config.head.pooling, mean, std, *heads[1:]), img_size
+
+    def build_head(self, encoder: nn.Module, kind: str) -> nn.Module:
+        """A classifier on a token of the encoder."""
+        return self.learner.complete(build_head(kind, encoder.head_hidden_size, self.learner.outputs))
+
+    @property
+    def method(self) -> str:
+        """Its training in a sentence, for the model card."""
+        return f"Trained with labels, from {self.start}; {HEAD_LEFT_OUT}"
 
     def views(self, dataset: ImageDataset | Shards) -> ViewDataset:
         """Crops of these images, perhaps augmented."""
-        return replace(super().views(dataset), randaugment=self.augment.randaugment)
-
-    def refuse_single_images(self) -> None:
-        """Raise UserError where a forward pass may be of a single image, which has no statistics for batch norms."""
-        if has_running_statistics(self.model):
-            self.layout.require_several(" for a model with batch norms")
+        return replace(super().views(dataset), randaugment=self.config.augment.randaugment)
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
-        loss, logits, labels = self.predict_batch(model, batch)
+        loss, predicted, labels = self.predict_batch(model, batch)
         if not measure:
             return loss, {}
-        count = torch.tensor(len(labels), dtype=torch.double, device=labels.device)
-        return loss, self.learner.sums(self.learner.predict(logits.detach()), labels) | {"images": count}
+        scores = self.learner.score(predicted, labels).double()
+        return loss, {"score": scores.sum(), "images": torch.ones_like(scores).sum()}
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """The mean loss of a batch, its logits (B, C) and its labels, on the device."""
+        """The mean loss of a batch, its predictions (B, ...) and its labels, on the device."""
         images, labels = to_device([batch.images, batch.labels], self.accelerator.device)
-        target = self.learner.to_learn(labels)
+        target = labels
         if model.training and self.mix is not None:
-            images, target = self.mix(images.float(), target)  # (B, C) now
+            images, target = self.mix(images.float(), labels)  # (B, C) now
         outputs = model(images)
-        logits = self.logits(outputs)
-        loss = self.criterion(outputs, images, target) if model.training else self.learner.loss(logits, target)
-        return loss, logits, labels
+        logits = average_heads(outputs)
+        smoothing = self.config.augment.label_smoothing
+        if not model.training:
+            loss = self.learner.loss(logits, labels)
+        elif self.teacher is None:
+            loss = self.learner.loss(logits, target, smoothing)
+        else:
+            with self.accelerator.autocast():
+                taught = self.teacher(images)
+            loss = distillation_loss(outputs, target, taught, self.config.distill, smoothing)
+        return loss, self.learner.predict(logits.detach()), labels
 
-    def logits(self, outputs: Tensor) -> Tensor:
-        """Outputs of the model to the logits (B, C) whose largest one is the prediction."""
-        return outputs
-
-    def criterion(self, outputs: Tensor, images: Tensor, target: Tensor) -> Tensor:
-        """The loss that is trained.
-
-        Args:
-            images: (B, C, H, W) as the model saw them, uint8 or float in [0, 255].
-            target: labels (B, ...), or shares of classes (B, C).
-        """
-        return self.learner.loss(outputs, target, self.augment.label_smoothing)
+    def describe(self, sums: Sums) -> dict[str, float]:
+        return {self.learner.figure: float(sums["score"] / sums["images"])}
 
     def flops(self) -> int:
         image = self.views(self.train)[FIXED_VIEW, 0]
         two = collate([image, image]).images  # over a single image, a batch norm may have no statistics
-        return executed_flops(self.model, two) // 2
-
-    def describe(self, sums: Sums) -> dict[str, float]:
-        return self.learner.describe(sums)
+        taught = executed_flops(self.teacher, two, backward=False) if self.teacher else 0
+        return (executed_flops(self.model, two) + taught) // 2
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
-        scalars, outcomes = self.measure_outcomes(model, self.held_out_views, tracker)
-        if self.accelerator.is_main_process:
-            save_outcomes(Path(self.run.dir) / OUTCOMES_NAME, [outcomes])
-        baselines = KINDS[self.label_kind].baselines(labelled_outcomes(outcomes).targets)
-        scalars |= {name.replace(" ", "_"): value for name, value in baselines.items()}
-        return {f"heldout/{name}": value for name, value in scalars.items()}
+        kind = KINDS[self.label_kind]
+        scalars = {}
+        for name, views in self.evaluated.items():
+            loss, outcomes = self.measure_outcomes(model, views, tracker)
+            if self.accelerator.is_main_process:
+                save_outcomes(Path(self.run.dir) / name, [outcomes])
+            figures = {kind.score: score_of(outcomes)} | kind.baselines(labelled_outcomes(outcomes).targets)
+            known = {key.replace(" ", "_"): value for key, value in figures.items() if math.isfinite(value)}
+            scalars |= {f"{name}/{key}": value for key, value in ({"loss": loss} | known).items()}
+        return scalars
 
     @torch.no_grad()
-    def measure_outcomes(
-        self, model: nn.Module, views: ViewDataset, tracker: Tracker
-    ) -> tuple[dict[str, float], Outcomes]:
-        """Mean loss and figures over views of `fixed_view_loader`, and the outcomes of their images, in their order.
+    def measure_outcomes(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> tuple[float, Outcomes]:
+        """Mean loss over views of `fixed_view_loader`, and the outcomes of their images, in their order.
 
-        In the loss, others replace images that cannot be decoded; figures and outcomes leave these out.
+        In the loss, others replace images that cannot be decoded; outcomes leave these out.
         """
+        images = views.dataset
+        requested = iter(range(self.accelerator.process_index, len(images), self.accelerator.num_processes))
         sums: Sums = {}
-        predicted = []
+        own = []
         for batch in self.fixed_views(views, tracker):
-            loss, logits, labels = self.predict_batch(model, batch)
-            predictions = self.learner.predict(logits)
-            sums = add_sums(sums, self.learner.sums(predictions, labels) | self.loss_sums(loss, batch))
-            predicted.append((batch.indices, predictions.cpu()))
-        scalars = self.describe_views(sum_over_processes(sums))
-        outcomes = self.gather_outcomes(views.dataset, predicted)
-        figures = {name: value for name, value in self.learner.figures(outcomes).items() if math.isfinite(value)}
-        return scalars | figures, outcomes
-
-    def gather_outcomes(self, dataset: ImageDataset, predicted: list[tuple[Tensor, Tensor]]) -> Outcomes:
-        """The outcomes of images, of all processes.
-
-        Args:
-            predicted: indices of this process's images, and their predictions, batch by batch; empty where there are
-                fewer images than processes.
-        """
-        requested = iter(range(self.accelerator.process_index, len(dataset), self.accelerator.num_processes))
-        own_pairs = []
-        for indices, predictions in predicted:
-            for shown_index, prediction in zip(indices.tolist(), predictions.tolist(), strict=True):
-                index = next(requested)
-                if shown_index == index:
-                    own_pairs.append((index, prediction))
-        pairs = sorted(gather_object(own_pairs))
-        numbers = np.array([index for index, _ in pairs])
-        predictions = np.array([each for _, each in pairs])
-        names = dataset.class_names[: self.classes]
-        labels = np.asarray(dataset.labels)
-        all_images = Outcomes(self.label_kind, labels, np.zeros(len(dataset)), names, dataset.image_names())
-        return replace(all_images.select(numbers), predictions=predictions)
+            loss, predicted, _ = self.predict_batch(model, batch)
+            sums = add_sums(sums, self.loss_sums(loss, batch))
+            of_batch = zip(batch.indices.tolist(), predicted.tolist(), requested, strict=False)
+            own += [(index, prediction) for shown, prediction, index in of_batch if shown == index]
+        sums = sum_over_processes(sums)
+        indices, predictions = map(np.array, zip(*sorted(gather_object(own)), strict=True))
+        known = images.class_names[: self.classes], np.array(images.image_names())[indices].tolist()
+        outcomes = Outcomes(self.label_kind, images.labels[indices], predictions, *known)
+        return float(sums["loss"] / sums["images"]), outcomes
 
 
-def score_of_run(folder: Path) -> dict[str, Any]:
-    """Entries of a result: the score of a run's last evaluation as `accuracy`, and its outcomes, if they were kept.
-
-    Held-out images that cannot be decoded are noted, and counted as `left_out`.
-    """
-    outcomes = held_out_outcomes(folder)
-    if outcomes is None:
-        return {"accuracy": last_scalars(folder)["heldout/accuracy"]}
-    score = kind_of(outcomes).score
-    accuracy = last_scalars(folder).get(f"heldout/{score}", math.nan)
-    result = {"accuracy": accuracy, "outcomes": outcomes}
-    held_out = read_record(folder)["held_out"].get("images", len(outcomes))
-    left_out = held_out - len(outcomes)
-    if left_out > 0:
-        note(f"{left_out} of {held_out} held-out images cannot be decoded and are left out: see {UNREADABLE_FILE}")
-        result["left_out"] = left_out
-    return result
-
-
-def held_out_outcomes(folder: Path) -> Outcomes | None:
-    """The outcomes of a run's last evaluation; None: it kept none, as earlier versions did not."""
-    return load_outcomes(folder / OUTCOMES_NAME)
-
-
-def refuse_mixing(augment: AugmentConfig, learner: Learner) -> None:
-    """Raise UserError where a setting is for one class an image, and the labels are of another kind."""
-    for name in ("mixup", "cutmix", "label_smoothing"):
-        value = getattr(augment, name)
-        require(learner.mixes or value == 0, f"augment.{name}", value, f"0 with task {learner.kind}")
+def number_of_classes(splits: LabelledSplits) -> int:
+    """C: of one class an image the largest label of any split, plus one; of numbers 0."""
+    train = splits.train
+    problem = label_problem(train.label_kind, train.labels, "train")
+    if problem is not None:
+        raise UserError(problem)
+    if train.label_kind != "class":
+        return len(train.class_names)
+    return 1 + max(int(split.labels.max()) for split in splits if split)
 
 
 def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
@@ -211,32 +244,28 @@ def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor]
     Returns:
         Images (B, C, H, W) float32 and labels (B,) to mixed images and shares of classes (B, C).
     """
-    transforms: list[v2.Transform] = []
-    if augment.mixup > 0:
-        transforms.append(v2.MixUp(alpha=augment.mixup, num_classes=classes))
-    if augment.cutmix > 0:
-        transforms.append(v2.CutMix(alpha=augment.cutmix, num_classes=classes))
-    if not transforms:
-        return None
-    return transforms[0] if len(transforms) == 1 else v2.RandomChoice(transforms)
+    kinds = {v2.MixUp: augment.mixup, v2.CutMix: augment.cutmix}
+    transforms = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds.items() if alpha > 0]
+    return v2.RandomChoice(transforms) if len(transforms) > 1 else next(iter(transforms), None)
 
 
-def output_names(train: ImageDataset, classes: int) -> list[str] | None:
-    """The name of each output of the head; None: unknown."""
-    if not train.class_names or len(train.class_names) < classes:
-        return None
-    return train.class_names[:classes]
+def result_of_run(folder: Path, seed: int) -> dict[str, Any]:
+    """A result: the outcomes of a run's last evaluation, and their figures.
 
+    Held-out images that cannot be decoded are noted, and counted as `left_out`.
 
-def number_of_classes(splits: Sequence[ImageDataset]) -> int:
-    """C: of one class an image the largest label of any split, plus one; of numbers 0."""
-    train, _ = splits
-    problem = label_problem(train.label_kind, train.labels, "train")
-    if problem is not None:
-        raise UserError(problem)
-    if train.label_kind != "class":
-        return len(train.class_names)
-    return 1 + max(int(split.labels.max()) for split in splits)
+    Raises:
+        UserError: it kept no outcomes, as earlier versions did not.
+    """
+    outcomes = load_outcomes(folder / OUTCOMES_NAME)
+    if outcomes is None:
+        raise UserError(f"{folder} has no {OUTCOMES_NAME}.outcomes.npz: train it again")
+    (result,) = add_figures([{"seed": seed, "outcomes": outcomes}])
+    left_out = read_record(folder)["held_out"]["images"] - len(outcomes)
+    if left_out > 0:
+        note(f"{left_out} held-out images cannot be decoded and are left out: see {UNREADABLE_FILE}")
+        result["left_out"] = left_out
+    return result
 
 
 def card_of_file(card: str, has_head: bool) -> str:
@@ -246,7 +275,4 @@ def card_of_file(card: str, has_head: bool) -> str:
         has_head: whether the file has the classification head, too, or both of a distilled encoder.
     """
     card = HOW_TO_LOAD.sub("", card)
-    if has_head:
-        card = card.replace(HEAD_LEFT_OUT, "this file has the classification head, too")
-        card = card.replace(BOTH_HEADS_LEFT_OUT, "this file has the mean of both heads, too")
-    return card
+    return card.replace(HEAD_LEFT_OUT, "this file has the classification head, too") if has_head else card

@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
@@ -16,18 +15,16 @@ from evaluation.config import DistillConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
 from evaluation.frozen.manifest import find_labelled_images
 from evaluation.frozen.run_images import find_run
-from evaluation.supervision.deit import DistilledEncoder, average_heads
-from evaluation.supervision.heads import HeadedEncoder, build_head
-from evaluation.supervision.learners import LEARNERS, Rescale
+from evaluation.supervision.deit import average_heads
+from evaluation.supervision.learners import LEARNERS, HeadedEncoder, Rescale, build_head
 from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
-from mpp.errors import UserError
 from mpp.models.encoder import load_encoder
 from mpp.models.plain import set_attention
 from mpp.models.teachers import resize_bilinear
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint
-from mpp.training.checkpoint import MODEL_FILE, complete_checkpoints, damaged_files, restore_trained
+from mpp.training.checkpoint import MODEL_FILE, newest_whole, restore_trained
 from mpp.training.run_folder import read_record, saved_settings
 
 TEACHER_SETTING = "distill.teacher"
@@ -71,8 +68,7 @@ class FrozenClassifier(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W), uint8 or float in [0, 255], to logits (B, classes) float32."""
-        logits = self.network(resize_bilinear(images, self.img_size)).float()
-        return average_heads(logits) if logits.ndim == 3 else logits
+        return average_heads(self.network(resize_bilinear(images, self.img_size)).float())
 
 
 def with_teacher_digest(config: SupervisedConfig) -> SupervisedConfig:
@@ -100,12 +96,8 @@ def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> Froz
         sha256 = fingerprint(folder)
         require(sha256 == known, "distill.teacher_sha256", known, f"{sha256}, that of {folder}, or null")
     teacher = load_classifier(config.teacher, channels, TEACHER_SETTING)
-    allowed = f"one with one class per image: its labels are of the kind {teacher.label_kind}"
-    require(teacher.label_kind == "class", TEACHER_SETTING, folder, allowed)
-    if teacher.classes != classes:
-        raise UserError(
-            f"{TEACHER_SETTING} is {folder}, which knows {teacher.classes} classes; these images have {classes}"
-        )
+    fits = teacher.label_kind == "class" and teacher.classes == classes
+    require(fits, TEACHER_SETTING, folder, f"a classifier of one class per image, of {classes} as these images have")
     return FrozenClassifier(teacher)
 
 
@@ -133,10 +125,8 @@ def load_timm_classifier(source: str, channels: int, setting: str) -> Classifier
         set_attention(model, fused=False)
     frozen = FrozenEncoder(model)
     check_channels(frozen, channels, setting)
-    network = nn.Sequential(frozen.normalize, model)
-    return Classifier(
-        network, frozen.img_size, classes, frozen.crop_pct, distinct_class_names(timm_names(model), classes)
-    )
+    names = distinct_class_names(timm_names(model), classes)
+    return Classifier(nn.Sequential(frozen.normalize, model), frozen.img_size, classes, frozen.crop_pct, names)
 
 
 def timm_names(model: nn.Module) -> list[str] | None:
@@ -151,9 +141,9 @@ def timm_names(model: nn.Module) -> list[str] | None:
 def distinct_class_names(names: Sequence[str] | None, classes: int) -> list[str]:
     """A name for each class: its own, with its number where another has the same, or only its number."""
     known = list(names or [])[:classes]
-    repeated = {name for name, count in Counter(known).items() if count > 1}
-    known = [f"{name} ({number})" if name in repeated else name for number, name in enumerate(known)]
-    return known + [str(number) for number in range(len(known), classes)]
+    counts = Counter(known)
+    distinct = [f"{name} ({number})" if counts[name] > 1 else name for number, name in enumerate(known)]
+    return distinct + [str(number) for number in range(len(known), classes)]
 
 
 def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
@@ -161,41 +151,29 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     ways = f"mpp finetune --encoder {run}, or mpp linear --encoder {run} --save true"
     allowed = f"{ALLOWED_SOURCES}; this run has no head, which these train: {ways}"
     require(find_labelled_images(str(run)) is not None, setting, run, allowed)
-    checkpoints = complete_checkpoints(run)
-    is_whole = bool(checkpoints) and not damaged_files(checkpoints[-1])
-    require(is_whole, setting, run, "a run with its newest checkpoint intact: the head is in it")
-    settings = saved_settings(run)
+    checkpoint = newest_whole(run)
+    require(checkpoint is not None, setting, run, "a run with its newest checkpoint intact: the head is in it")
+    weights = load_file(checkpoint / MODEL_FILE)
+    last_bias = max(name for name in weights if name.startswith("head.") and name.endswith(".bias"))
+    classes = len(weights[last_bias])
     frozen = load_frozen_encoder(str(run))
     check_channels(frozen, channels, setting)
-    classes = outputs_of_head(checkpoints[-1] / MODEL_FILE)
+    settings = saved_settings(run)
     learned = read_record(run)["train"]
     kind = learned.get(LABEL_KIND_FIELD, "class")
-    network = rebuild_network(frozen, settings, classes, kind)
+
+    encoder = frozen.model.requires_grad_(True)  # restoring averaged weights matches them with trained parameters
+    about = settings.get("head") or {"kind": "linear", "pooling": settings.get("pooling")}  # of fine-tuning: one layer
+    is_distilled = settings["distill"].get("teacher") is not None
+    head, distill_head = (build_head(about["kind"], encoder.head_hidden_size, classes) for _ in range(2))
+    if kind == "number":
+        head = nn.Sequential(head, Rescale(0.0, 1.0))  # the checkpoint has both numbers
+    input_range = frozen.normalize.mean, frozen.normalize.std
+    network = HeadedEncoder(encoder, head, about["pooling"], *input_range, distill_head if is_distilled else None)
     restore_trained(run, network, OptimConfig(**settings["optim"]))
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the fingerprint is of these
-    is_same = all(torch.equal(tensor, exported[name]) for name, tensor in network.encoder.state_dict().items())
+    is_same = all(torch.equal(tensor, exported[name]) for name, tensor in encoder.state_dict().items())
     require(is_same, setting, run, "a run whose newest checkpoint has the weights of its encoder/")
     names = frozen.model.pretrained_cfg.get("label_names") or learned.get(CLASS_NAMES_FIELD)
     known = [] if kind == "number" else distinct_class_names(names, classes)
     return Classifier(network, frozen.img_size, classes, frozen.crop_pct, known, kind)
-
-
-def outputs_of_head(weights: Path) -> int:
-    """Outputs of the last layer of a network's `head`, by its file of weights."""
-    with safe_open(weights, framework="pt") as file:
-        biases = [name for name in file.keys() if name.startswith("head.") and name.endswith(".bias")]  # noqa: SIM118
-        return file.get_slice(max(biases)).get_shape()[0]
-
-
-def rebuild_network(frozen: FrozenEncoder, settings: dict[str, Any], classes: int, label_kind: str) -> HeadedEncoder:
-    """The network that a run trained, by its saved settings, to load its weights into."""
-    encoder = frozen.model.requires_grad_(True)  # restoring averaged weights matches them with trained parameters
-    head = settings.get("head") or {"kind": "linear", "pooling": settings.get("pooling")}  # of fine-tuning: one layer
-    is_distilled = settings["distill"].get("teacher") is not None
-    heads = [build_head(head["kind"], encoder.head_hidden_size, classes)]
-    if label_kind == "number":
-        heads = [nn.Sequential(heads[0], Rescale(0.0, 1.0))]  # the checkpoint has both numbers
-    if is_distilled:
-        heads.append(build_head(head["kind"], encoder.head_hidden_size, classes))
-    network_class = DistilledEncoder if is_distilled else HeadedEncoder
-    return network_class(encoder, *heads, head["pooling"], frozen.normalize.mean, frozen.normalize.std)

@@ -1,157 +1,120 @@
-"""Learning a kind of label by heads and nearest neighbours: one class, several classes, or a number.
+"""An encoder with a head on it, and the kinds of label that a head learns: one class, several classes, or a number.
 
-A learner is made of the training images' labels. N training images, M test images, B images of a batch, D width,
-C classes, k neighbours.
+N training images, M test images, B images of a batch, D width, C classes, k neighbours.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
-import numpy as np
+import timm
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evaluation.config import NumberLoss
-from evaluation.metrics.scoring import KINDS, Outcomes
+from evaluation.config import HeadKind, NumberLoss, Pooling
+from mpp.config import ImageSize, ModelConfig, require, sides
 from mpp.data.dataset import has_label
-from mpp.features.metrics import Sums, is_right
-from mpp.features.neighbours import knn_means, knn_predict
+from mpp.features.frozen import pool
+from mpp.features.metrics import is_right
+from mpp.models.encoder import SET_ELSEWHERE, Normalize, build_encoder, load_encoder
+from mpp.models.plain import checkpoint_activations, has_class, is_plain, model_without_memory
+from mpp.runtime.hardware import uses_gpu
 
+OF_VITS = ("width", "depth", "heads", "patch_size", "init_from", "dropout", "drop_path", "position", "position_at")
+OF_VITS += ("stride", "mixing", "attention", "residual")
+"""Settings of the model that other networks than Vision Transformers do not have."""
 NUMBER_LOSSES = {"l2": F.mse_loss, "l1": F.l1_loss}
 
 
-class Learner(ABC):
-    """A kind of label, as a head and as nearest neighbours learn it."""
-
-    kind: ClassVar[str]
-    """Name of the kind of label."""
-    meaning: ClassVar[str]
-    """Meaning of a head's outputs, for users of an exported file."""
-    mixes: ClassVar[bool] = False
-    """Whether mixup, CutMix, label smoothing and distillation apply."""
-    outputs: int
-    """Of a head."""
-
-    def complete(self, layer: nn.Module) -> nn.Module:
-        """A head: a layer, (B, D) to (B, outputs), with the conversion of its outputs to the unit of the labels."""
-        return layer
-
-    def merge(self, layer: nn.Linear) -> nn.Linear:
-        """The same head as one layer."""
-        return layer
-
-    def to_learn(self, labels: Tensor) -> Tensor:
-        """The targets of a batch's labels (B, ...)."""
-        return labels
-
-    def knows(self, labels: NDArray) -> NDArray[np.bool_]:
-        """Whether each image has a label that a head can predict: (N,)."""
-        return has_label(labels)
-
-    @abstractmethod
-    def loss(self, outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """The mean loss of a head's outputs (B, outputs); all targets (B, ...) are there.
-
-        Args:
-            smoothing: label smoothing, of one class.
-        """
-
-    @abstractmethod
-    def predict(self, outputs: Tensor) -> Tensor:
-        """A head's outputs (M, outputs) as predictions (M, ...) that the kind of label measures."""
-
-    @abstractmethod
-    def sums(self, predicted: Tensor, labels: Tensor) -> Sums:
-        """Sums over a batch's predictions, for `describe`."""
-
-    @abstractmethod
-    def describe(self, sums: Sums) -> dict[str, float]:
-        """Figures of sums over batches, which have the number of `images`, too."""
-
-    def figures(self, outcomes: Outcomes) -> dict[str, float]:
-        """Figures that need the outcomes of all images at once."""
-        return KINDS[self.kind].measure(outcomes)
-
-    @abstractmethod
-    def nearest(self, train: NDArray, test: Tensor, neighbours: Sequence[int], temperature: float) -> dict[int, Tensor]:
-        """Predictions of a weighted kNN for each number of neighbours: see `knn_predict`.
-
-        Args:
-            train: (N, D) features of the images that the learner was made of.
-        """
+# --- networks ---
 
 
-class ClassLearner(Learner):
-    """One class: cross-entropy of the softmax.
+class HeadedEncoder(nn.Module):
+    """An encoder and a head on its [class] token or on the mean over its patches, and perhaps one on another token.
 
     Args:
-        targets: (N,) int64.
-        classes: C.
+        head: (B, D) to (B, outputs).
+        pooling: auto: the [class] token where there is one.
+        mean, std: of the input's channels, for pixels scaled to [0, 1].
+        distill_head: of DeiT, on the second token: see evaluation/supervision/deit.py.
     """
 
-    kind = "class"
-    meaning = "logits; their softmax has the probabilities"
-    mixes = True
+    def __init__(
+        self,
+        encoder: nn.Module,
+        head: nn.Module,
+        pooling: Pooling,
+        mean: Sequence[float],
+        std: Sequence[float],
+        distill_head: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.normalize = Normalize(mean, std)
+        self.encoder = encoder
+        self.head = head
+        self.distill_head = distill_head
+        if pooling == "auto":
+            pooling = "class" if has_class(encoder) else "mean"
+        self.pooling = pooling
 
-    def __init__(self, targets: NDArray[np.int64], classes: int):
-        self.targets, self.outputs = targets, classes
-
-    def to_learn(self, labels: Tensor) -> Tensor:
-        return labels if labels.ndim == 1 else labels[:, 0]  # of several right ones the first
-
-    def knows(self, labels: NDArray) -> NDArray[np.bool_]:
-        return labels < self.outputs
-
-    def loss(self, outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        return F.cross_entropy(outputs, targets, label_smoothing=smoothing)
-
-    def predict(self, outputs: Tensor) -> Tensor:
-        return outputs.argmax(1)
-
-    def sums(self, predicted: Tensor, labels: Tensor) -> Sums:
-        return {"right": is_right(predicted, labels).double().sum()}
-
-    def describe(self, sums: Sums) -> dict[str, float]:
-        return {"accuracy": float(sums["right"] / sums["images"])}
-
-    def figures(self, outcomes: Outcomes) -> dict[str, float]:
-        return {"accuracy": super().figures(outcomes)["accuracy"]}
-
-    def nearest(self, train: NDArray, test: Tensor, neighbours: Sequence[int], temperature: float) -> dict[int, Tensor]:
-        return knn_predict(train, torch.from_numpy(self.targets), test, neighbours, temperature)
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) from 0 to 255 to the outputs of the head, (B, outputs), or of both heads, (B, 2, outputs)."""
+        tokens = self.encoder.forward_features(self.normalize(images))
+        outputs = self.head(pool(self.encoder, tokens, self.pooling))
+        if self.distill_head is None:
+            return outputs
+        return torch.stack([outputs, self.distill_head(tokens[:, 1])], dim=1)
 
 
-class SeveralLearner(Learner):
-    """Several classes: the sum over classes of binary cross-entropies, as C logistic regressions.
+def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, ImageSize]:
+    """Build the encoder that the settings describe: a plain transformer as in pre-training, or another timm model.
 
-    Args:
-        targets: (N, C) of 0 and 1.
+    Returns:
+        The encoder, and height and width of the images that it takes.
+    Raises:
+        UserError: see `build_encoder`; settings that another model does not have.
     """
+    name = config.name
+    if name is None or not timm.is_model(name) or is_plain(model_without_memory(name)):
+        encoder = build_encoder(config, channels)
+        return encoder, encoder.patch_embed.img_size
+    require_defaults(config, OF_VITS, name)
+    arguments = config.arguments or {}
+    taken = sorted({*SET_ELSEWHERE, "img_size"}.intersection(arguments))
+    require(not taken, "model.arguments", ", ".join(taken), "arguments of this timm model that have no setting")
+    setting = f"model.arguments is {arguments}: model.name" if arguments else "model.name"
+    sizes = dict(img_size=config.img_size, in_chans=channels, num_classes=0)
+    encoder = load_encoder(name, pretrained=False, setting=setting, **arguments, **sizes)
+    if config.activation_checkpointing:
+        checkpoint_activations(encoder, "model.activation_checkpointing")
+    if uses_gpu():
+        encoder = encoder.to(memory_format=torch.channels_last)  # in which tensor cores convolve
+    return encoder, sides(config.img_size or encoder.pretrained_cfg["input_size"][1:])
 
-    kind = "several"
-    meaning = "logits; the sigmoid of each is the probability of its class"
 
-    def __init__(self, targets: NDArray):
-        self.targets, self.outputs = targets, targets.shape[1]
+def require_defaults(config: ModelConfig, settings: Sequence[str], condition: str) -> None:
+    """Raise UserError where one of these settings differs from its default, which `condition` asks for."""
+    for name in settings:
+        value = getattr(config, name)
+        require(value == getattr(ModelConfig(), name), f"model.{name}", value, f"left out with {condition}")
 
-    def loss(self, outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        summed = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs), reduction="sum")
-        return summed / len(targets)
 
-    def predict(self, outputs: Tensor) -> Tensor:
-        return outputs.double().sigmoid()  # in 32 bits all logits above 17 would be 1, and rank alike
+# --- heads ---
 
-    def sums(self, predicted: Tensor, labels: Tensor) -> Sums:
-        return {"right_pairs": ((predicted > 0.5) == (labels == 1)).double().mean(1).sum()}
 
-    def describe(self, sums: Sums) -> dict[str, float]:
-        return {"pair_accuracy": float(sums["right_pairs"] / sums["images"])}
+def build_head(kind: HeadKind, width: int, outputs: int) -> nn.Module:
+    """A classifier, (B, width) to (B, outputs); its last layer starts at zero."""
+    if kind == "linear":
+        return zero_head(width, outputs)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), zero_head(width, outputs))
 
-    def nearest(self, train: NDArray, test: Tensor, neighbours: Sequence[int], temperature: float) -> dict[int, Tensor]:
-        return knn_means(train, torch.from_numpy(self.targets).float(), test, neighbours, temperature)
+
+def zero_head(width: int, outputs: int) -> nn.Linear:
+    """A linear layer that starts at zero, with uniform predictions (paper, section 3.2)."""
+    head = nn.Linear(width, outputs)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 class Rescale(nn.Module):
@@ -170,20 +133,81 @@ class Rescale(nn.Module):
         return outputs.float() * self.std + self.mean
 
 
-class NumberLearner(Learner):
-    """A number: squared (l2) or absolute (l1) error of the prediction, in deviations of the training images' labels.
+# --- kinds of labels ---
+
+
+class Learner:
+    """A kind of label, as a head and as nearest neighbours learn it; its subclasses are the kinds, which have:
+
+    - meaning: of a head's outputs, for users of an exported file.
+    - figure: name of the mean over images of `score(predicted, labels)`, (B,).
+    - loss(outputs, targets, smoothing) -> Tensor: the mean loss of a head's outputs (B, outputs); label smoothing is of
+      one class.
+    - predict(outputs) -> Tensor: a head's outputs (M, outputs) as predictions (M, ...) that the kind measures.
 
     Args:
-        targets: (N,) float64.
-        loss: l2 or l1.
+        targets: (N, ...) of the training images; every image has one.
+        outputs: of a head.
+        loss: of numbers.
     """
 
-    kind = "number"
-    meaning = "the number, in the unit of the labels"
-    outputs = 1
+    mean, std = 0.0, 1.0
+    """A head predicts deviations, and is completed by their conversion to the unit of the labels."""
 
-    def __init__(self, targets: NDArray[np.float64], loss: NumberLoss = "l2"):
-        self.targets = targets
+    def __init__(self, targets: NDArray, outputs: int, loss: NumberLoss):
+        self.targets, self.outputs = targets, outputs
+
+    def complete(self, layer: nn.Module) -> nn.Module:
+        """A head: a layer, (B, D) to (B, outputs), with the conversion of its outputs to the unit of the labels."""
+        return layer
+
+    def merge(self, layer: nn.Linear) -> nn.Linear:
+        """The same head as one layer."""
+        return layer
+
+
+class ClassLearner(Learner):
+    """One class, (N,) int64: cross-entropy of the softmax."""
+
+    meaning = "logits; their softmax has the probabilities"
+    figure = "accuracy"
+
+    def loss(self, outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        if targets.ndim > 1 and not targets.is_floating_point():
+            targets = targets[:, 0]  # of several right ones the first
+        return F.cross_entropy(outputs, targets, label_smoothing=smoothing)
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(1)
+
+    def score(self, predicted: Tensor, labels: Tensor) -> Tensor:
+        return is_right(predicted, labels)
+
+
+class SeveralLearner(Learner):
+    """Several classes, (N, C) of 0 and 1: the sum of binary cross-entropies, as of C logistic regressions."""
+
+    meaning = "logits; the sigmoid of each is the probability of its class"
+    figure = "pair_accuracy"
+
+    def loss(self, outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs), reduction="sum") / len(targets)
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        return outputs.double().sigmoid()  # in 32 bits all logits above 17 would be 1, and rank alike
+
+    def score(self, predicted: Tensor, labels: Tensor) -> Tensor:
+        return ((predicted > 0.5) == (labels == 1)).double().mean(1)
+
+
+class NumberLearner(Learner):
+    """A number, (N,) float64: squared (l2) or absolute (l1) error, in deviations of the training images' labels."""
+
+    meaning = "the number, in the unit of the labels"
+    figure = "mae"
+
+    def __init__(self, targets: NDArray, outputs: int, loss: NumberLoss):
+        super().__init__(targets, 1, loss)
         self.error = NUMBER_LOSSES[loss]
         self.mean, self.std = float(targets.mean()), float(targets.std()) or 1.0  # part of them may be all equal
 
@@ -203,34 +227,14 @@ class NumberLearner(Learner):
     def predict(self, outputs: Tensor) -> Tensor:
         return outputs.squeeze(1).float()
 
-    def sums(self, predicted: Tensor, labels: Tensor) -> Sums:
-        return {"absolute_errors": (predicted.detach().double() - labels).abs().sum()}
-
-    def describe(self, sums: Sums) -> dict[str, float]:
-        return {"mae": float(sums["absolute_errors"] / sums["images"])}
-
-    def nearest(self, train: NDArray, test: Tensor, neighbours: Sequence[int], temperature: float) -> dict[int, Tensor]:
-        targets = torch.from_numpy((self.targets - self.mean) / self.std).float()
-        means = knn_means(train, targets[:, None], test, neighbours, temperature)
-        return {k: predicted.squeeze(1).cpu().double() * self.std + self.mean for k, predicted in means.items()}
+    def score(self, predicted: Tensor, labels: Tensor) -> Tensor:
+        return (predicted.double() - labels).abs()
 
 
-LEARNERS: dict[str, type[Learner]] = {each.kind: each for each in (ClassLearner, SeveralLearner, NumberLearner)}
+LEARNERS: dict[str, type[Learner]] = {"class": ClassLearner, "several": SeveralLearner, "number": NumberLearner}
 """By kind of label."""
 
 
 def learner_of(kind: str, targets: NDArray, classes: int, loss: NumberLoss = "l2") -> Learner:
-    """The learner of a kind of label.
-
-    Args:
-        targets: of the training images; missing ones do not count.
-        classes: C, of one class an image.
-        loss: of numbers.
-    """
-    known = targets[has_label(targets)]
-    builders = {
-        "class": lambda: ClassLearner(known, classes),
-        "several": lambda: SeveralLearner(known),
-        "number": lambda: NumberLearner(known, loss),
-    }
-    return builders[kind]()
+    """The learner of a kind of label, by the training images' labels, of which missing ones do not count."""
+    return LEARNERS[kind](targets[has_label(targets)], classes, loss)
