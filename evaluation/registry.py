@@ -41,7 +41,7 @@ class Evaluation:
     case_key: str = "case"
     """Key of a result that a comparison shows as its case if the result has no `case`: fewshot's is `shots`."""
     revision: int = 0
-    """Raised, with the reason beside it, when the same settings give other figures: digests have it where it is not
+    """Raised, with the reason next to it, when the same settings give other figures: digests have it where it is not
     0, so that a comparison takes no earlier result."""
 
     def config_class(self) -> type:

@@ -62,7 +62,7 @@ class Trial(NamedTuple):
     """Settings of a sweep's training that are tried."""
 
     entry: EncoderEntry
-    """What is trained, in a folder named by the digest of its settings: a sweep that grows finds it by any name."""
+    """The training, in a folder named by the digest of its settings: a sweep that grows finds it by any name."""
     values: Options
     """The value of each setting that differs between trials."""
 

@@ -18,7 +18,7 @@ from evaluation import finetune, supervised
 from evaluation.config import SupervisedConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import load_labelled
-from evaluation.metrics.scoring import is_right, load_outcomes
+from evaluation.metrics.scoring import image_scores, largest_class, load_outcomes
 from evaluation.supervision.classification import Classification
 from evaluation.supervision.learners import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig
@@ -93,7 +93,7 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     assert files == documents | {"checkpoints", "encoder", ".lock"}
     outcomes = load_outcomes(folder / "supervised.json")
     assert outcomes.class_names == birds and len(outcomes) == 8
-    assert is_right(outcomes).mean() == read_metrics(folder, "heldout/accuracy")[4]
+    assert image_scores(outcomes).mean() == pytest.approx(read_metrics(folder, "heldout/accuracy")[4])
     with (folder / "supervised.classes.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["class"] for row in rows] == birds
@@ -112,6 +112,12 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     assert title == "run: encoder trained with labels"
     assert "self-supervised" not in tags
     assert json.loads((folder / "data.json").read_text())["train"]["classes"] == birds
+
+
+def test_the_largest_class_is_the_accuracy_of_a_constant():
+    assert largest_class(np.array([2, 0, 2, 1])) == {"largest class": 0.5}
+    several_right = np.array([[2, 0], [0, -1], [1, -1]])
+    assert largest_class(several_right)["largest class"] == pytest.approx(2 / 3)  # any of a row is right
 
 
 MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--augment.label_smoothing=0.1")
@@ -476,7 +482,7 @@ def test_images_that_cannot_be_decoded_are_not_tested_on(command, encoder, mostl
     outcomes = load_outcomes(run / "heldout.json")
     assert [name.split("/test/")[-1] for name in outcomes.images] == [*(f"cat/{n}.png" for n in range(4)), "dog/2.png"]
     assert max(read_metrics(run, "heldout/largest_class").values()) == 0.8
-    assert list(read_metrics(run, "heldout/accuracy").values())[-1] == is_right(outcomes).mean()
+    assert list(read_metrics(run, "heldout/accuracy").values())[-1] == pytest.approx(image_scores(outcomes).mean())
     report = next(path for path in (run / "supervised.json", run.parent / "finetune.json") if path.exists())
     written = json.loads(report.read_text())
     assert written["labels"]["images"] == 5 and written["results"][0]["left_out"] == 3

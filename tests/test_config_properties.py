@@ -201,7 +201,6 @@ NEED = [  # a command, a setting, beside what it has no effect, beside what it h
     (SegmentationConfig, "lr=0.5", [["--readings=knn"]], []),
     (SegmentationConfig, "neighbours=5", [["--readings=linear"]], []),
     (SegmentationConfig, "data.mask_column=m", [[]], ["--data.path=somebody/scenes"]),
-    (ExportConfig, "quantize=int8", [["--format=torch_export"]], []),
     (PrepareConfig, "quality=80", [["--format=ppm"]], []),
 ]
 

@@ -15,7 +15,7 @@ from evaluation.config import LinearConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import load_features, load_labelled
 from evaluation.frozen.kept_heads import load_head, rebuild_linear
-from evaluation.frozen.run_images import parse_with_images
+from evaluation.frozen.run_images import parse_and_load
 from evaluation.metrics.scoring import load_outcomes
 from evaluation.protocols import PROTOCOLS, Dinov2, Mae
 from mpp.config import DataConfig
@@ -144,7 +144,7 @@ def report_of(trained, image_folder):
 
     def run(*words: str) -> dict:
         images = (f"--data.path={image_folder}", "--data.eval_fraction=0.25")
-        return linear.run(parse_with_images(LinearConfig, [f"--encoder={trained}", *images, *FAST, *words]))
+        return linear.run(parse_and_load(LinearConfig, [f"--encoder={trained}", *images, *FAST, *words])[0])
 
     return run
 
@@ -207,7 +207,7 @@ def test_a_depth_each_and_a_report_of_its_own(short, trained, report_of, capsys)
     assert report["protocol"]["chosen_depth"] == 2 and report["results"][0]["seed"] == 3
     assert "protocol mae: 3 steps of 9 random crops, 3 epochs" in capsys.readouterr().out
     (file,) = (trained / "evaluation").glob("linear_*.json")
-    assert file.stem.endswith("_depth_all_seed_3_precision_fp32_protocol_mae")
+    assert file.stem.endswith("_precision_fp32_depth_all_protocol_mae")
 
 
 def test_maes_head_is_kept(short, trained, report_of, heads, image_folder, tmp_path):

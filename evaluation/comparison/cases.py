@@ -67,7 +67,7 @@ class Training(NamedTuple):
     resolve: Callable[[Any], Any] = lambda config: config
     """Add to a config the digests of weights that it depends on."""
     revision: int = 0
-    """Raised, with the reason beside it, when the same settings give other weights: digests have it but for 0."""
+    """Raised, with the reason next to it, when the same settings give other weights: digests have it but for 0."""
 
 
 TRAININGS: dict[str, Training] = {

@@ -41,7 +41,7 @@ class Difference(NamedTuple):
     half: float
     """Half of the width of the interval: over test images and, of those that have several, over seeds."""
     over: str
-    """What the interval is over, in words."""
+    """The population that the interval is over, in words."""
 
     @property
     def is_told_apart(self) -> bool:
@@ -109,7 +109,7 @@ def outcomes_of(kept: Any, folder: Path) -> Outcomes | None:
 
 
 def images_of(outcomes: Outcomes | None) -> tuple | None:
-    """What two rows have in common that were tested on the same images."""
+    """The settings that two rows have in common, which were tested on the same images."""
     return outcomes and (outcomes.kind, tuple(outcomes.images), outcomes.targets.tobytes())
 
 

@@ -62,7 +62,7 @@ def in_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """Scores, means over groups of datasets, and what diverged, with the heading of the `column` that each is in.
 
     It names the dataset where an evaluation has several. Baselines of masked patches are in none: no encoder made them.
-    What diverged is in each column of its evaluation.
+    A training that diverged is in each column of its evaluation.
     """
     scores = frame[frame.kind.isin(SCORES) & ~frame.case.isin(MASKED_BASELINES)]
     diverged = frame[frame.kind == "diverged"].drop(columns="case")
@@ -193,7 +193,7 @@ def remarks_on(frame: pd.DataFrame, question: Question) -> list[str]:
 
 
 def baselines_in_words(tested: pd.DataFrame) -> list[str]:
-    """What is reached on each dataset without looking at images, and on masked patches without an encoder."""
+    """The scores that are reached on each dataset without looking at images, and on masked patches without an encoder."""
     words: dict[str, None] = {}
     for row in tested[tested.baselines.notna()].itertuples():
         for name, value in row.baselines.items():
