@@ -27,7 +27,7 @@ PERCENTILES = (2, 98)  # of the coordinates, the darkest and the brightest colou
 
 
 def read_attention(encoder: FrozenEncoder, images: Tensor, read: Callable[[Tensor], Any]) -> list[Any]:
-    """What `read` makes of the attention weights of each block, one block at a time.
+    """The results of `read` for the attention weights of each block, one block at a time.
 
     Args:
         images: (B, C, H, W).

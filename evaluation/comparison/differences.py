@@ -109,7 +109,7 @@ def outcomes_of(kept: Any, folder: Path) -> Outcomes | None:
 
 
 def images_of(outcomes: Outcomes | None) -> tuple | None:
-    """The settings that two rows have in common, which were tested on the same images."""
+    """The key that rows have in common which were tested on the same images."""
     return outcomes and (outcomes.kind, tuple(outcomes.images), outcomes.targets.tobytes())
 
 

@@ -193,7 +193,7 @@ def remarks_on(frame: pd.DataFrame, question: Question) -> list[str]:
 
 
 def baselines_in_words(tested: pd.DataFrame) -> list[str]:
-    """The scores that are reached on each dataset without looking at images, and on masked patches without an encoder."""
+    """The scores on each dataset without looking at images, and on masked patches without an encoder."""
     words: dict[str, None] = {}
     for row in tested[tested.baselines.notna()].itertuples():
         for name, value in row.baselines.items():

@@ -1,4 +1,4 @@
-"""What pages say about a run in words: settings, versions, machine, its training, the verdict, and next steps."""
+"""The words of pages about a run: settings, versions, machine, its training, the verdict, and next steps."""
 
 import platform
 import shlex
