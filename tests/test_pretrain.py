@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mpp
-from mpp.config import Config
+from mpp.config import Config, RunConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.data.dataset import ImageDataset
 from mpp.errors import UserError
@@ -359,6 +359,7 @@ def test_names_that_are_not_utf_8_are_listed_once(pretrain, image_folder, monkey
 
 
 def test_a_run_folder_needs_a_name_in_utf_8(pretrain, tmp_path):
+    assert RunConfig(dir="写真\u3000é").dir == "写真\u3000é"
     with pytest.raises(UserError, match=r"run.dir is .*caf\\udce9'; it must be a name in UTF-8"):
         pretrain(f"--run.dir={tmp_path}/caf\udce9")
 

@@ -625,6 +625,7 @@ def test_effective_rank_counts_directions():
     directions = [3 * orthonormal[:, :count] @ torch.eye(8)[:count].double() for count in (1, 2, 8)]
     cpu = torch.device("cpu")
     assert [effective_rank(rows, cpu) for rows in directions] == pytest.approx([1, 2, 8], rel=1e-6)
+    assert effective_rank(directions[1] / 1e4, cpu) == pytest.approx(2, rel=1e-6)  # of any scale
     drawn = torch.randn(40, 12, generator=generator) * torch.linspace(0, 5, 12)
     collapsed = drawn[:1] + torch.tensor([0, 1e-7, 1e-5, 1e-3])[:, None, None] * drawn
     parts = [drawn, drawn.T, 100 * drawn, torch.zeros(5, 3), *collapsed, torch.zeros(40, 12)]

@@ -496,6 +496,18 @@ def test_targets_that_say_where_a_patch_is_and_nothing_else():
     assert "target_place" not in summarize(measure_features(noise[:1], noise[:1], places[:1], 16))
 
 
+def test_places_with_one_target_and_with_none_take_their_degree_of_freedom_and_none():
+    """1 less the mean square within places over that around the mean: the adjusted R squared."""
+    targets = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    places = torch.tensor([[0, 1], [0, 1], [0, 4], [1, 0]])  # one target is at 4, none at 2 and 3
+    rows, groups = targets.flatten(0, 1).numpy(), places.flatten().numpy()
+    within = sum(((rows[groups == each] - rows[groups == each].mean(0)) ** 2).sum() for each in (0, 1, 4)) / (8 - 3)
+    around = ((rows - rows.mean(0)) ** 2).sum() / (8 - 1)
+    for scale in (1, 1e-3):
+        spread = summarize(measure_features(targets, targets * scale, places, 5))
+        assert spread["target_place"] == pytest.approx(1 - within / around)
+
+
 @pytest.mark.parametrize("kind", ["layer", "instance", "none"])
 def test_no_norm_hides_a_collapse(kind):
     """Features that differ by a thousandth of themselves between patches."""

@@ -85,8 +85,9 @@ def run_probe(
 
 
 def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
-    """The effective rank of the tested features at each depth, of at most as many images as can be compared."""
-    ranked = evenly_spaced(len(next(iter(by_depth.values())).test), MAX_IMAGES_FOR_RANK)  # files may be in class order
+    """The effective rank of the tested features at each depth, of some 2,048 images if there are more."""
+    count = len(next(iter(by_depth.values())).test)
+    ranked = evenly_spaced(count, MAX_IMAGES_FOR_RANK)  # files may be in the order of their classes
     return {depth: effective_rank(features.test[ranked], device()) for depth, features in by_depth.items()}
 
 

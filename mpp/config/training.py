@@ -58,7 +58,8 @@ class RunConfig(Settings):
     all."""
 
     def check(self):
-        require(self.dir.isprintable(), "run.dir", ascii(self.dir), "a name in UTF-8, which TensorBoard's files need")
+        is_utf8 = self.dir.encode(errors="ignore").decode() == self.dir
+        require(is_utf8, "run.dir", ascii(self.dir), "a name in UTF-8, which TensorBoard's files need")
         for step in self.keep_at or ():
             require(step <= self.steps, "run.keep_at", step, f"at most run.steps ({self.steps})")
 

@@ -220,5 +220,3 @@ def write_run_page(folder: Path) -> None:
         subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL, timeout=REPORT_TIMEOUT_S)
     except subprocess.SubprocessError:  # it has printed its own error, unless it took too long
         warn(f"the report is not written; `mpp report --encoder {shlex.quote(str(folder))}` writes it")
-    else:
-        print(f"wrote {folder}/report.html: the run on one page")
