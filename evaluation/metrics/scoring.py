@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import stdtrit  # quantiles of Student's distribution
 from sklearn.metrics import average_precision_score, confusion_matrix
 from torch import Tensor
 
@@ -439,7 +440,7 @@ def without_nan(value: Any) -> Any:
 def summarize_accuracies(results: Sequence[Result], group_by: str) -> dict[str, dict[str, Any]]:
     """Summaries of the accuracies that share a value of `group_by`, or of `case`: see `summarize_values`.
 
-    With `interval`, over test images, where the results have one.
+    With `interval`, over test images and draws, where the results have one.
     """
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -448,17 +449,26 @@ def summarize_accuracies(results: Sequence[Result], group_by: str) -> dict[str, 
     summaries = {}
     for name, of_case in groups.items():
         summaries[name] = summarize_values([result["accuracy"] for result in of_case])
-        ends = mean_interval(of_case)
+        ends = interval_over_draws(of_case)
         if ends is not None:
             summaries[name]["interval"] = ends
     return summaries
 
 
-def mean_interval(results: Sequence[Result]) -> list[float] | None:
-    """The interval of a mean over seeds, tested on the same images: the means of the ends; None: one has none."""
+def interval_over_draws(results: Sequence[Result]) -> list[float] | None:
+    """The 95 % interval of a mean over draws, or seeds, tested on the same images; None: one result has none.
+
+    The mean of their intervals, widened by the error of the mean over draws: the two add up in squares.
+    """
     if not all("interval" in result for result in results):
         return None
-    return np.mean(np.array([result["interval"] for result in results], float), 0).tolist()
+    values = [result["accuracy"] for result in results]
+    value, low, high = np.mean([[result["accuracy"], *result["interval"]] for result in results], 0, dtype=float)
+    of_mean = 0.0
+    if len(values) > 1:
+        of_mean = stdtrit(len(values) - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(len(values))
+    ends = value - math.hypot(value - low, of_mean), value + math.hypot(high - value, of_mean)
+    return [max(ends[0], min(low, 0.0)), min(ends[1], 1.0)]
 
 
 def summarize_values(values: Sequence[float]) -> dict[str, Any]:
