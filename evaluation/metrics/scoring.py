@@ -472,9 +472,10 @@ def interval_over_draws(results: Sequence[Result]) -> list[float] | None:
 
 
 def summarize_values(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, (population) standard deviation and number of some values; null of a file is NaN."""
+    """Mean, standard deviation (by n - 1; 0 of one value) and number of some values; null of a file is NaN."""
     numbers = np.array(values, float)
-    return {"mean": float(numbers.mean()), "std": float(numbers.std()), "count": len(values)}
+    spread = float(numbers.std(ddof=1)) if len(values) > 1 else 0.0
+    return {"mean": float(numbers.mean()), "std": spread, "count": len(values)}
 
 
 def evenly_spaced(length: int, count: int) -> NDArray[np.int64]:
