@@ -89,7 +89,7 @@ def test_a_comparison_trains_evaluates_and_does_nothing_twice(small, capsys, mon
     shots = {f"{place} few-shot {shots}" for place in places for shots in (1, 5)}
     assert set(summary["floor"]) == shots  # a floor cannot be fine-tuned
     assert set(summary["random"]) == shots | {f"{place} fine-tuned" for place in places}
-    assert summary["pre-trained"]["one few-shot 5"]["count"] == 2 * 3  # encoders' seeds x draws
+    assert summary["pre-trained"]["one few-shot 5"]["count"] == 2 * 20  # encoders' seeds x draws
     of_random = [row for row in rows if is_test(row, "random") and row["dataset"] == "one" and row["case"] == "5"]
     assert without_interval(summary["random"]["one few-shot 5"]) == cell_by_definition(of_random)
     tuned = [row for row in rows if row["evaluation"] == "fine-tuned" and is_test(row, "pre-trained")]
