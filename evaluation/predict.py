@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
-from evaluation.frozen.by_class import write_details
+from evaluation.figures.charts import write_details
 from evaluation.frozen.features import describe_precision
 from evaluation.frozen.manifest import is_same_place
 from evaluation.frozen.run_images import LoadedSplits, note_other_images, parse_and_load

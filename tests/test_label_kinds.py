@@ -17,13 +17,21 @@ from sklearn.neighbors import KNeighborsRegressor
 from evaluation import features, fewshot, knn, linear
 from evaluation.comparison.rows import with_known_numbers
 from evaluation.config import LinearConfig
-from evaluation.figures.markdown import markdown_table
+from evaluation.figures.charts import markdown_table
 from evaluation.frozen import features as frozen_features
-from evaluation.frozen.by_class import figure_rows, shown_outcomes
 from evaluation.frozen.features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.results import describe_baselines, print_details, write_report
-from evaluation.metrics.figures import several_figures
-from evaluation.metrics.scoring import KINDS, Outcomes, add_figures, best_choice, result_entries, summarize_accuracies
+from evaluation.metrics.intervals import several_figures
+from evaluation.metrics.scoring import (
+    KINDS,
+    Outcomes,
+    add_figures,
+    best_choice,
+    figure_rows,
+    result_entries,
+    shown_outcomes,
+    summarize_accuracies,
+)
 from evaluation.supervision.learners import learner_of
 from mpp.config import DataConfig
 from mpp.data.labels import find_label_kind, find_labels, read_labels

@@ -19,11 +19,9 @@ from evaluation import check, contrastive
 from evaluation.compare import write_comparison
 from evaluation.config import EVERY
 from evaluation.config.comparing import Question
-from evaluation.figures.charts import plot_confusion
-from evaluation.figures.style import figure_style
-from evaluation.frozen.by_class import describe_shown, write_details
+from evaluation.figures.charts import figure_style, plot_confusion, write_details
 from evaluation.frozen.results import describe_random_weights, write_report
-from evaluation.metrics.scoring import Outcomes, add_figures, kind_of, summarize_accuracies
+from evaluation.metrics.scoring import Outcomes, add_figures, describe_shown, kind_of, summarize_accuracies
 from evaluation.pages import about
 from evaluation.pages.page import Link, Page, Section, Table, Text, image_as_picture, render
 from evaluation.report import details_of_evaluation, evaluation_blocks, rows_of_evaluation

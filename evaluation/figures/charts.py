@@ -1,18 +1,104 @@
-"""Charts of numbers: scalars over steps, scores by depth or compute, bars, and confusion matrices."""
+"""Style of all figures, readable at the width of a README and by colour-blind readers; tables in Markdown; charts."""
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import compress
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
+import pandas as pd
+from matplotlib import font_manager
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
-from evaluation.figures.style import VALUE_COLORS, WIDTH, figure_style, style_of_line
+from evaluation.metrics.scoring import ClassTable, Outcomes, kind_of
+from mpp.runtime.files import complete
+
+CLASSES_SUFFIX = ".classes.csv"
+CONFUSION_FILE = ".confusion.png"
+VALUE_COLORS = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
+LINE_COLORS = ("#006BA4", "#FF800E", "#ABABAB", "#595959", "#5F9ED1", "#C85200", "#898989", "#A2C8EC", "#FFBC79")
+"""Those of tableau-colorblind10."""
+MARKERS = "osD^vPX"
+WIDTH = 7.5  # inches
+DPI = 110
+FALLBACK_FONTS = (
+    *("Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "Droid Sans Fallback"),
+    *("Hiragino Sans", "PingFang SC", "Apple SD Gothic Neo", "Yu Gothic", "Microsoft YaHei", "Malgun Gothic"),
+    *("Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Sans Thai", "Arial Unicode MS"),
+)
+"""Fonts of other scripts, of Linux, macOS and Windows, for letters that matplotlib's own font lacks."""
+
+
+@cache
+def settings_of_figures() -> dict[str, Any]:
+    """matplotlib's settings while one of our figures is drawn or written."""
+    installed = set(font_manager.get_font_names())
+    return {
+        "font.family": ["DejaVu Sans", *(font for font in FALLBACK_FONTS if font in installed)],
+        "text.parse_math": False,  # a user's name with two dollars is not a formula
+        "svg.fonttype": "none",  # text stays text, which is smaller
+        "svg.hashsalt": "mpp",  # the same figure is the same file
+        "pdf.fonttype": 42,  # fonts that journals accept
+    }
+
+
+@contextmanager
+def figure_style() -> Iterator[None]:
+    """While open, or around a function that draws or writes a figure: our style, instead of the program's."""
+    with matplotlib.rc_context(settings_of_figures()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)  # it is drawn as a box
+        yield
+
+
+def style_of_line(number: int) -> dict[str, str]:
+    """Colour and marker of the line of this number, from 0."""
+    return {"color": LINE_COLORS[number % len(LINE_COLORS)], "marker": MARKERS[number % len(MARKERS)]}
+
+
+@figure_style()
+def write_plot(figure: Figure, folder: Path, name: str) -> list[str]:
+    """Write NAME.png for screens and NAME.pdf for papers, and return these file names."""
+    files = [f"{name}.png", f"{name}.pdf"]
+    for file in files:
+        with complete(folder / file) as partial:
+            figure.savefig(partial, format=file.rpartition(".")[2], dpi=DPI)
+    return files
+
+
+# --- tables ---
+
+
+def markdown_table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, the first column aligned to the left and the others to the right."""
+    lines = [[" ".join(cell.splitlines()).replace("|", r"\|") for cell in row] for row in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    text = []
+    for first, *others in lines:
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        text.append(f"| {' | '.join(cells)} |")
+    return "\n".join(text)
+
+
+def without_empty_columns(headings: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table without the columns that have no value ("-" in all rows); with all columns where none has one."""
+    has_value = [any(row[place] != "-" for row in rows) for place in range(len(headings))]
+    if not any(has_value):
+        return headings, rows
+    return [*compress(headings, has_value)], [[*compress(row, has_value)] for row in rows]
+
+
+# --- charts ---
 
 MAX_MARKERS = 30  # of a line
 IN_PERCENT = "(%)"
@@ -177,3 +263,27 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure
                 color = "black" if share > 50 else "white"
                 axes.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=7, color=color)
     return figure
+
+
+@figure_style()
+def write_details(path: Path, outcomes: Outcomes, by_class: ClassTable | None) -> list[Path]:
+    """Write the table by class and the confusion matrix of these outcomes, next to the report at `path`."""
+    written = []
+    if by_class is not None:
+        written.append(path.with_name(f"{path.stem}{CLASSES_SUFFIX}"))
+        with complete(written[-1], shared=True) as partial:
+            pd.DataFrame(by_class.columns()).to_csv(partial, index=False)
+    figure = draw_confusion(outcomes)
+    if figure is not None:
+        written.append(path.with_name(f"{path.stem}{CONFUSION_FILE}"))
+        with complete(written[-1], shared=True) as partial:
+            figure.savefig(partial, format="png", dpi=DPI)
+    return written
+
+
+def draw_confusion(outcomes: Outcomes) -> Figure | None:
+    """The confusion matrix; None: the kind of label has none."""
+    confusion = kind_of(outcomes).confusion(outcomes)
+    if confusion is None:
+        return None
+    return plot_confusion(confusion, outcomes.names(len(confusion)))

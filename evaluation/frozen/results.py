@@ -12,23 +12,31 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from evaluation.config import FeaturesConfig
-from evaluation.figures.charts import ScoreAxis, plot_by_depth
-from evaluation.figures.markdown import markdown_table, without_empty_columns
-from evaluation.figures.style import DPI, figure_style
-from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
+from evaluation.figures.charts import (
+    DPI,
+    ScoreAxis,
+    figure_style,
+    markdown_table,
+    plot_by_depth,
+    without_empty_columns,
+    write_details,
+)
 from evaluation.frozen.run_images import (
     evaluated_image_settings,
     find_run,
     holds_run_images,
     is_colour_baseline,
 )
-from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.scoring import (
+    ClassTable,
     LabelKind,
     describe_labels,
+    describe_shown,
+    figure_rows,
     keep_outcomes,
     kind_of,
     kind_of_report,
+    shown_outcomes,
     without_nan,
 )
 from mpp.config import Settings, flatten, settings_of

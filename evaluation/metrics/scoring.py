@@ -17,9 +17,20 @@ from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, confusion_matrix
 from torch import Tensor
 
-from evaluation.metrics import figures, pixels
-from evaluation.metrics.class_table import ClassTable
-from evaluation.metrics.intervals import Interval, interval, wilson
+from evaluation.metrics.intervals import (
+    Figures,
+    Interval,
+    class_figures,
+    has_pixels,
+    interval,
+    ious,
+    most_frequent,
+    number_figures,
+    pixel_figures,
+    score_images,
+    several_figures,
+    wilson,
+)
 from mpp.data.dataset import has_label
 from mpp.errors import NPZ_ERRORS, UserError
 from mpp.runtime.files import complete
@@ -28,6 +39,10 @@ from mpp.runtime.messages import printable
 Result = dict[str, Any]
 MEANS_OVER_CLASSES = ("class_mean", "macro_f1")
 BOUNDS = {"r2": (-math.inf, 1.0), "mae": (0.0, math.inf)}
+KEYS_OF_A_RESULT = ("case", "shots", "neighbours", "solver", "lr", "seed", "depth")
+"""Entries of a result that name it, where it has them."""
+USUAL_NEIGHBOURS = 20
+"""Of kNN in all comparisons, as in DINO."""
 IMAGES_A_CLASS = 5
 """With fewer test images a class, the intervals of means over classes hold less often than they say: there are none."""
 
@@ -101,6 +116,68 @@ def load_outcomes(report: Path, number: int = 0) -> Outcomes | None:
         raise UserError(f"{path} cannot be read: {error}; evaluate again") from error
 
 
+# --- figures by class ---
+
+
+@dataclass(frozen=True)
+class ClassTable:
+    """Figures of C classes."""
+
+    names: Sequence[str]
+    counts: dict[str, NDArray[np.int64]]
+    """Heading -> number of images or pixels of each class, (C,)."""
+    shares: dict[str, NDArray[np.float64]]
+    """Heading -> share of each class, (C,); NaN: the class has none. The first is the `score`."""
+    intervals: NDArray[np.float64] | None = None
+    """Of the score, (C, 2)."""
+
+    @property
+    def score(self) -> str:
+        """Heading of the share that says how well classes are recognised."""
+        return next(iter(self.shares))
+
+    def select(self, classes: NDArray[np.int64]) -> "ClassTable":
+        """The table of these classes, by their places."""
+        return ClassTable(
+            [self.names[place] for place in classes],
+            {heading: counts[classes] for heading, counts in self.counts.items()},
+            {heading: shares[classes] for heading, shares in self.shares.items()},
+            None if self.intervals is None else self.intervals[classes],
+        )
+
+    def worst(self, number: int) -> "ClassTable":
+        """All classes, or of more than so many those that are recognised worst; one without a share is better."""
+        if len(self.names) <= number:
+            return self
+        return self.select(np.argsort(self.shares[self.score], kind="stable")[:number])
+
+    def columns(self) -> dict[str, list[str]]:
+        """Heading -> cells, which programs read as numbers: an interval has two columns behind its share."""
+        columns = {"class": list(self.names)}
+        for heading, counts in self.counts.items():
+            columns[heading] = [str(count) for count in counts]
+        for heading, shares in self.shares.items():
+            columns[f"{heading} (%)"] = [in_percent(share) or "-" for share in shares]
+            if self.intervals is not None and heading == self.score:
+                columns[f"{heading} (%), from"] = [in_percent(low) for low in self.intervals[:, 0]]
+                columns[f"{heading} (%), to"] = [in_percent(high) for high in self.intervals[:, 1]]
+        return columns
+
+    def text(self) -> tuple[list[str], list[list[str]]]:
+        """Headings, and a row for each class, with its interval in brackets."""
+        columns = self.columns()
+        if self.intervals is not None:
+            score = f"{self.score} (%)"
+            cells = zip(columns[score], columns.pop(f"{score}, from"), columns.pop(f"{score}, to"), strict=True)
+            columns[score] = [f"{share} ({low} to {high})" if low else share for share, low, high in cells]
+        return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def in_percent(share: float) -> str:
+    """A share in percent; "": it is not known."""
+    return "" if math.isnan(share) else f"{100 * share:.1f}"
+
+
 # --- kinds of labels ---
 
 
@@ -120,7 +197,7 @@ class LabelKind:
     """As in reports."""
     headings: Mapping[str, str]
     """Figure -> its heading in tables. The first is the score: reports call it `accuracy`, choices are made by it."""
-    figures: Callable[[Tensor, Tensor, Tensor], figures.Figures]
+    figures: Callable[[Tensor, Tensor, Tensor], Figures]
     """Weights (M,), targets and predictions (M, ...) of images to all figures, by name."""
     has_target: Callable[[NDArray], NDArray] = has_label
     """Whether each image has a label: (M,). The others are left out and counted."""
@@ -168,7 +245,7 @@ class LabelKind:
     def scores(self, outcomes: Outcomes) -> dict[str, tuple[float, NDArray]]:
         """All figures, and by each the scores (M,) of the images."""
         pair = tensors(outcomes)
-        return figures.score_images(lambda weights: self.figures(weights, *pair), len(outcomes))
+        return score_images(lambda weights: self.figures(weights, *pair), len(outcomes))
 
     def estimates(self, outcomes: Outcomes) -> dict[str, Estimate]:
         """All figures with their intervals."""
@@ -275,15 +352,35 @@ def tabulate_several(outcomes: Outcomes) -> ClassTable:
     return ClassTable(outcomes.names(len(precisions)), counts, {"average precision": precisions})
 
 
-def patches_figures(weights: Tensor, targets: Tensor, predictions: Tensor) -> figures.Figures:
+def patches_figures(weights: Tensor, targets: Tensor, predictions: Tensor) -> Figures:
     """Accuracy of the masked patches of all images together, by their numbers (M,) and those of right ones."""
     return {"accuracy": (weights * predictions).sum() / (weights * targets).sum()}
+
+
+def tabulate_pixels(outcomes: Outcomes) -> ClassTable:
+    """IoU of each class, with an interval where several images have it: as wide as these are few."""
+    predictions = torch.as_tensor(outcomes.predictions).double()
+    estimates = score_images(lambda weights: ious(torch.tensordot(weights, predictions, 1)), len(outcomes))
+    classes = outcomes.targets.shape[1]
+    shares, intervals = np.full(classes, np.nan), np.full((classes, 2), np.nan)
+    having = (outcomes.targets > 0).sum(0).tolist()  # images of each class
+    for name, (iou, scores) in estimates.items():
+        shares[int(name)] = iou
+        if having[int(name)] > 1:
+            intervals[int(name)] = interval(scores, is_share=True, count=having[int(name)])
+    counts = {"pixels": outcomes.targets.sum(0), "predicted": confuse_pixels(outcomes).sum(0)}
+    return ClassTable(outcomes.names(classes), counts, {"IoU": shares}, intervals)
+
+
+def confuse_pixels(outcomes: Outcomes) -> NDArray[np.int64]:
+    """Pixels of each class (rows) that each class (columns) is predicted for: (C, C)."""
+    return outcomes.predictions.sum(0)
 
 
 ONE_CLASS = LabelKind(
     "class",
     {"accuracy": "accuracy", "class_mean": "mean over classes", "macro_f1": "macro F1"},
-    figures.class_figures,
+    class_figures,
     lambda targets: (targets >= 0).reshape(len(targets), -1).any(1),
     baselines=largest_class,
     class_table=tabulate_classes,
@@ -293,7 +390,7 @@ ONE_CLASS = LabelKind(
 SEVERAL = LabelKind(
     "several",
     {"macro_map": "mAP, macro", "micro_map": "mAP, micro"},
-    figures.several_figures,
+    several_figures,
     known_by=mean_positives,
     baselines=mean_frequency,
     class_table=tabulate_several,
@@ -302,7 +399,7 @@ SEVERAL = LabelKind(
 NUMBER = LabelKind(
     "number",
     {"r2": "explained variance (R2)", "mae": "mean absolute error"},
-    figures.number_figures,
+    number_figures,
     is_share=False,
     baselines=lambda targets: {"always predicting the mean": 0.0},
 )
@@ -310,11 +407,11 @@ NUMBER = LabelKind(
 PIXELS = LabelKind(
     "pixels",
     {"mean_iou": "mean IoU", "pixel_accuracy": "pixel accuracy"},
-    pixels.figures,
-    pixels.has_target,
-    baselines=pixels.baselines,
-    class_table=pixels.class_table,
-    confusion=pixels.confusion,
+    pixel_figures,
+    has_pixels,
+    baselines=most_frequent,
+    class_table=tabulate_pixels,
+    confusion=confuse_pixels,
 )
 PATCHES = LabelKind("patches", {"accuracy": "accuracy"}, patches_figures, lambda targets: targets > 0)
 KINDS = {kind.name: kind for kind in (ONE_CLASS, SEVERAL, NUMBER, PIXELS, PATCHES)}
@@ -431,6 +528,53 @@ def describe_labels(outcomes: Outcomes) -> dict[str, Any]:
 def without_nan(value: Any) -> Any:
     """A value as JSON has it: null instead of NaN, a figure that the images do not have; plain numbers of numpy's."""
     return json.loads(json.dumps(value, default=lambda each: each.item()), parse_constant=lambda name: None)
+
+
+# --- the result that is shown in detail ---
+
+
+def shown_result(report: dict[str, Any]) -> dict[str, Any] | None:
+    """The result whose figures are shown in detail: one of the first seed, at the report's depth; None: none.
+
+    Test images have no part in the choice: it is that of 20 neighbours, that of the most shots, or the first, which of
+    masked patches is the model's.
+    """
+    chosen = report.get("protocol", {}).get("chosen_depth")
+    kept = [result for result in report["results"] if isinstance(result.get("outcomes"), int)]
+    of_depth = [result for result in kept if result.get("depth", chosen) == chosen]
+    first_seed = [result for result in of_depth if result.get("seed", 0) == of_depth[0].get("seed", 0)]
+    for result in first_seed:
+        if result.get("neighbours") == USUAL_NEIGHBOURS:
+            return result
+    return max(first_seed, key=lambda result: result.get("shots", 0), default=None)
+
+
+def shown_outcomes(path: Path, report: dict[str, Any]) -> Outcomes | None:
+    """The outcomes of the result that is shown, of the images that have a label; None: they were not kept."""
+    result = shown_result(report)
+    outcomes = load_outcomes(path, result["outcomes"]) if result else None
+    return None if outcomes is None else labelled_outcomes(outcomes)
+
+
+def figure_rows(report: dict[str, Any], outcomes: Outcomes) -> list[list[str]]:
+    """A row for each figure of the result that is shown: its name, and its value with the interval.
+
+    Args:
+        outcomes: see `shown_outcomes`.
+    """
+    kind = kind_of(outcomes)
+    result = shown_result(report)
+    figures = {kind.score: [result["accuracy"], *result["interval"]]} | result.get("figures", {})
+    return [[kind.headings[name], kind.text(name, *numbers)] for name, numbers in figures.items()]
+
+
+def describe_shown(report: dict[str, Any]) -> str:
+    """The result that is shown, in words: `shots 25, seed 0`."""
+    result = shown_result(report)
+    named = {key: str(result[key]) for key in KEYS_OF_A_RESULT if key in result}
+    if named.get("case") == named.get("shots"):  # without several penalties
+        named.pop("case", None)
+    return ", ".join(f"{key} {value}" for key, value in named.items())
 
 
 # --- summaries ---
