@@ -115,8 +115,7 @@ def describe(out: Path, predictions: ImagePredictions | MaskPredictions, rows: R
         unit = f" ({kind.sign})" if kind.sign else ""
         print(f"{images.split}, {counted(len(outcomes), 'labelled image')}{unit}: {', '.join(parts)}")
         of_split = out.with_suffix(f".{images.split}{out.suffix}")
-        for file in write_details(of_split, outcomes, kind.class_table(outcomes)):
-            print(f"wrote {file}")
+        write_details(of_split, outcomes)
     return without_nan(about)
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from evaluation.config.comparing import MEASURED_AXES, Question
 from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_depths, plot_lines
 from evaluation.frozen.results import score_axis
-from evaluation.metrics.scoring import ONE_CLASS, LabelKind, kind_of_score, mean_interval, summarize_values
+from evaluation.metrics.scoring import ONE_CLASS, LabelKind, kind_of_score, summarize_values
 
 Cell = dict[str, Any]
 """Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and
@@ -109,7 +109,7 @@ def mean_and_spread(rows: pd.DataFrame, key: str = "accuracy") -> Cell:
     if key == "accuracy" and kind is not ONE_CLASS:
         cell["score"] = kind.score_heading
     if rows.interval.notna().all():
-        cell["interval"] = mean_interval([{"interval": each} for each in rows.interval])
+        cell["interval"] = np.mean(rows.interval.tolist(), axis=0).tolist()
     return cell
 
 

@@ -1,4 +1,4 @@
-"""Outcomes become results: targets and predictions of test images, kinds of labels, figures, intervals and summaries.
+"""Outcomes become results: targets and predictions of test images, kinds of labels, figures, tables and summaries.
 
 A result is a dict of a report. An evaluation puts `outcomes` (an `Outcomes`) into it; `add_figures` adds `accuracy`
 (the score), `interval` and `figures`; `keep_outcomes` writes the outcomes next to the report. M test images, C classes.
@@ -8,24 +8,23 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
+import pandas as pd
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, confusion_matrix
 from torch import Tensor
 
 from evaluation.metrics.intervals import (
     Figures,
-    Interval,
     class_figures,
-    has_pixels,
     interval,
     ious,
-    most_frequent,
     number_figures,
+    patch_figures,
     pixel_figures,
     score_images,
     several_figures,
@@ -116,77 +115,7 @@ def load_outcomes(report: Path, number: int = 0) -> Outcomes | None:
         raise UserError(f"{path} cannot be read: {error}; evaluate again") from error
 
 
-# --- figures by class ---
-
-
-@dataclass(frozen=True)
-class ClassTable:
-    """Figures of C classes."""
-
-    names: Sequence[str]
-    counts: dict[str, NDArray[np.int64]]
-    """Heading -> number of images or pixels of each class, (C,)."""
-    shares: dict[str, NDArray[np.float64]]
-    """Heading -> share of each class, (C,); NaN: the class has none. The first is the `score`."""
-    intervals: NDArray[np.float64] | None = None
-    """Of the score, (C, 2)."""
-
-    @property
-    def score(self) -> str:
-        """Heading of the share that says how well classes are recognised."""
-        return next(iter(self.shares))
-
-    def select(self, classes: NDArray[np.int64]) -> "ClassTable":
-        """The table of these classes, by their places."""
-        return ClassTable(
-            [self.names[place] for place in classes],
-            {heading: counts[classes] for heading, counts in self.counts.items()},
-            {heading: shares[classes] for heading, shares in self.shares.items()},
-            None if self.intervals is None else self.intervals[classes],
-        )
-
-    def worst(self, number: int) -> "ClassTable":
-        """All classes, or of more than so many those that are recognised worst; one without a share is better."""
-        if len(self.names) <= number:
-            return self
-        return self.select(np.argsort(self.shares[self.score], kind="stable")[:number])
-
-    def columns(self) -> dict[str, list[str]]:
-        """Heading -> cells, which programs read as numbers: an interval has two columns behind its share."""
-        columns = {"class": list(self.names)}
-        for heading, counts in self.counts.items():
-            columns[heading] = [str(count) for count in counts]
-        for heading, shares in self.shares.items():
-            columns[f"{heading} (%)"] = [in_percent(share) or "-" for share in shares]
-            if self.intervals is not None and heading == self.score:
-                columns[f"{heading} (%), from"] = [in_percent(low) for low in self.intervals[:, 0]]
-                columns[f"{heading} (%), to"] = [in_percent(high) for high in self.intervals[:, 1]]
-        return columns
-
-    def text(self) -> tuple[list[str], list[list[str]]]:
-        """Headings, and a row for each class, with its interval in brackets."""
-        columns = self.columns()
-        if self.intervals is not None:
-            score = f"{self.score} (%)"
-            cells = zip(columns[score], columns.pop(f"{score}, from"), columns.pop(f"{score}, to"), strict=True)
-            columns[score] = [f"{share} ({low} to {high})" if low else share for share, low, high in cells]
-        return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
-
-
-def in_percent(share: float) -> str:
-    """A share in percent; "": it is not known."""
-    return "" if math.isnan(share) else f"{100 * share:.1f}"
-
-
 # --- kinds of labels ---
-
-
-class Estimate(NamedTuple):
-    """A figure of test images with its interval."""
-
-    value: float
-    interval: Interval
-    """95 % over test images."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +136,8 @@ class LabelKind:
     """Targets to the number of images that the variance of figures is known by."""
     baselines: Callable[[NDArray], dict[str, float]] = lambda targets: {}
     """Targets to the score of predictions that look at no image, by name: such as the largest class."""
-    class_table: Callable[[Outcomes], ClassTable | None] = lambda outcomes: None
-    """Figures by class."""
+    class_table: Callable[[Outcomes], pd.DataFrame | None] = lambda outcomes: None
+    """By names of classes: numbers of images or pixels, and shares in percent, of which the first is the score."""
     confusion: Callable[[Outcomes], NDArray | None] = lambda outcomes: None
     """Images (or pixels) of each class, rows, that each class, columns, is predicted for: (C, C)."""
 
@@ -232,50 +161,45 @@ class LabelKind:
         """The score with its unit, for headings of columns and axes: "accuracy (%)"."""
         return f"{self.score_heading} (%)" if self.is_share else self.score_heading
 
-    @property
-    def factor(self) -> int:
-        """Plots and tables have scores times this."""
-        return 100 if self.is_share else 1
-
-    def measure(self, outcomes: Outcomes) -> dict[str, float]:
-        """All figures, by name. NaN: these images do not have it."""
-        weights = torch.ones(len(outcomes), dtype=torch.float64)
-        return {name: float(value) for name, value in self.figures(weights, *tensors(outcomes)).items()}
-
     def scores(self, outcomes: Outcomes) -> dict[str, tuple[float, NDArray]]:
-        """All figures, and by each the scores (M,) of the images."""
-        pair = tensors(outcomes)
-        return score_images(lambda weights: self.figures(weights, *pair), len(outcomes))
+        """All figures, and by each the scores (M,) of the images. NaN: these images do not have it."""
+        return score_images(self.figures, true_targets(outcomes), outcomes.predictions)
 
-    def estimates(self, outcomes: Outcomes) -> dict[str, Estimate]:
-        """All figures with their intervals."""
+    def estimates(self, outcomes: Outcomes) -> dict[str, list[float]]:
+        """All figures: value, and lower and upper end of the 95 % interval over test images."""
         found = {}
         for name, (value, scores) in self.scores(outcomes).items():
-            low, high = interval(scores, self.is_share, self.known_by(outcomes.targets))
-            least, most = BOUNDS.get(name, (-math.inf, math.inf))
-            found[name] = Estimate(value, (max(low, least), min(high, most)))
+            ends = interval(scores, self.is_share, self.known_by(outcomes.targets))
             if name in MEANS_OVER_CLASSES and len(outcomes) < IMAGES_A_CLASS * len(np.unique(outcomes.targets)):
-                found[name] = Estimate(value, (math.nan, math.nan))
+                ends = math.nan, math.nan
+            found[name] = [value, *np.clip(ends, *BOUNDS.get(name, (-math.inf, math.inf))).tolist()]
         return found
 
     def describe_baseline(self, name: str, value: float | None) -> str:
         """A baseline and its score in words: `largest class 25.0%`."""
         return f"{name} {self.text(self.score, value)}{self.sign}"
 
-    def text(self, name: str, value: float | None, low: float | None = None, high: float | None = None) -> str:
-        """A figure with its interval, as tables have it; "-": these images do not have it."""
-        if value is None or math.isnan(value):
+    def rows(self, result: Mapping[str, Any]) -> list[list[str]]:
+        """A row for each figure of a result: its heading, and its value with the interval."""
+        figures = {self.score: [result["accuracy"], *result["interval"]]} | result.get("figures", {})
+        return [[self.headings[name], self.text(name, *numbers)] for name, numbers in figures.items()]
+
+    def text(self, name: str, value: float | None, *ends: float | None, std: float | None = None) -> str:
+        """A figure with its spread and its interval, where it has these; "-": the images do not have it."""
+        if is_unknown(value):
             return "-"
-        text = self.text_of_number(name, value)
-        if low is None or high is None or math.isnan(low + high):
-            return text
-        return f"{text} ({self.text_of_number(name, low)} to {self.text_of_number(name, high)})"
+        spread = "" if std is None else f" ± {self.text_of_number(name, std)}"
+        known = [self.text_of_number(name, end) for end in ends if not is_unknown(end)]
+        around = f" ({' to '.join(known)})" if len(known) == 2 else ""
+        return f"{self.text_of_number(name, value)}{spread}{around}"
 
     def text_of_number(self, name: str, value: float) -> str:
         """A value, or an end of the interval, of a figure: a share in percent."""
         if name == "r2":
             return f"{value:.3f}"
-        return f"{100 * value:.1f}" if self.is_share else three_digits(value)
+        if self.is_share:
+            return f"{100 * value:.1f}"
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
 
     def text_of_scores(self, summary: Mapping[str, Any]) -> str:
         """A mean score, with its spread where there are several measurements, and its interval where it has one.
@@ -283,21 +207,13 @@ class LabelKind:
         Args:
             summary: see `summarize_accuracies`.
         """
-        mean = self.text(self.score, summary["mean"])
-        whole = self.text(self.score, summary["mean"], *summary.get("interval", ()))
-        if mean == "-" or summary.get("count", 2) == 1:
-            return whole
-        return f"{mean} ± {self.text_of_number(self.score, summary['std'])}{whole.removeprefix(mean)}"
+        std = summary["std"] if summary.get("count", 2) > 1 else None
+        return self.text(self.score, summary["mean"], *summary.get("interval", ()), std=std)
 
 
-def three_digits(value: float) -> str:
-    """A number with three significant digits, and all digits before the point: 0.00123, 12.3, 12346."""
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
-
-
-def tensors(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
-    """Targets and predictions (M, ...)."""
-    return torch.as_tensor(true_targets(outcomes)), torch.as_tensor(outcomes.predictions)
+def is_unknown(value: float | None) -> bool:
+    """Whether images do not have a figure: NaN, which is null in a file."""
+    return value is None or math.isnan(value)
 
 
 def true_targets(outcomes: Outcomes) -> NDArray:
@@ -319,14 +235,16 @@ def confuse_classes(outcomes: Outcomes) -> NDArray[np.int64]:
     return confusion_matrix(true_targets(outcomes), outcomes.predictions, labels=np.arange(classes))
 
 
-def tabulate_classes(outcomes: Outcomes) -> ClassTable:
+def tabulate_classes(outcomes: Outcomes) -> pd.DataFrame:
     """Recall with Wilson's interval, precision and F1 of each class."""
     confusion = confuse_classes(outcomes)
-    true, predicted, right = confusion.sum(1), confusion.sum(0), confusion.diagonal()
-    with np.errstate(invalid="ignore"):  # of a class without images
-        shares = {"right": right / true, "precision": right / predicted, "F1": 2 * right / (true + predicted)}
-    intervals = [wilson(*each) if each[1] else (math.nan, math.nan) for each in zip(right, true, strict=True)]
-    return ClassTable(outcomes.names(len(true)), {"images": true, "predicted": predicted}, shares, np.array(intervals))
+    right = confusion.diagonal()
+    table = pd.DataFrame({"images": confusion.sum(1), "predicted": confusion.sum(0)}, outcomes.names(len(confusion)))
+    table["right (%)"] = 100 * (right / table["images"])
+    table["right (%), from"], table["right (%), to"] = (100 * end for end in wilson(right, table["images"]))
+    table["precision (%)"] = 100 * (right / table["predicted"])
+    table["F1 (%)"] = 100 * (2 * right / (table["images"] + table["predicted"]))
+    return table
 
 
 def mean_positives(targets: NDArray) -> float:
@@ -338,43 +256,36 @@ def mean_positives(targets: NDArray) -> float:
 def mean_frequency(targets: NDArray) -> dict[str, float]:
     """The mAP of a random order of the images: the mean share of the classes' images."""
     frequency = targets.mean(0)
-    present = frequency[frequency > 0]
-    return {"any order of the images": float(present.mean())} if len(present) else {}
+    return {"any order of the images": float(frequency[frequency > 0].mean())} if targets.any() else {}
 
 
-def tabulate_several(outcomes: Outcomes) -> ClassTable:
+def tabulate_several(outcomes: Outcomes) -> pd.DataFrame:
     """The average precision of each class that an image has."""
-    targets, predictions = outcomes.targets, outcomes.predictions
-    precisions = np.full(targets.shape[1], np.nan)
-    for number in np.flatnonzero(targets.any(0)):
-        precisions[number] = average_precision_score(targets[:, number], predictions[:, number])
-    counts = {"images": targets.sum(0, dtype=np.int64)}
-    return ClassTable(outcomes.names(len(precisions)), counts, {"average precision": precisions})
+    targets = outcomes.targets
+    table = pd.DataFrame({"images": targets.sum(0, dtype=np.int64)}, outcomes.names(targets.shape[1]))
+    columns = zip(targets.T, outcomes.predictions.T, strict=True)
+    precisions = [average_precision_score(*each) if each[0].any() else math.nan for each in columns]
+    table["average precision (%)"] = 100 * np.array(precisions)
+    return table
 
 
-def patches_figures(weights: Tensor, targets: Tensor, predictions: Tensor) -> Figures:
-    """Accuracy of the masked patches of all images together, by their numbers (M,) and those of right ones."""
-    return {"accuracy": (weights * predictions).sum() / (weights * targets).sum()}
-
-
-def tabulate_pixels(outcomes: Outcomes) -> ClassTable:
+def tabulate_pixels(outcomes: Outcomes) -> pd.DataFrame:
     """IoU of each class, with an interval where several images have it: as wide as these are few."""
-    predictions = torch.as_tensor(outcomes.predictions).double()
-    estimates = score_images(lambda weights: ious(torch.tensordot(weights, predictions, 1)), len(outcomes))
-    classes = outcomes.targets.shape[1]
-    shares, intervals = np.full(classes, np.nan), np.full((classes, 2), np.nan)
-    having = (outcomes.targets > 0).sum(0).tolist()  # images of each class
-    for name, (iou, scores) in estimates.items():
-        shares[int(name)] = iou
-        if having[int(name)] > 1:
-            intervals[int(name)] = interval(scores, is_share=True, count=having[int(name)])
-    counts = {"pixels": outcomes.targets.sum(0), "predicted": confuse_pixels(outcomes).sum(0)}
-    return ClassTable(outcomes.names(classes), counts, {"IoU": shares}, intervals)
+    targets, predictions = outcomes.targets, outcomes.predictions
+    counts = {"pixels": targets.sum(0), "predicted": predictions.sum((0, 1))}
+    table = pd.DataFrame(counts, outcomes.names(targets.shape[1]))
+    shares = np.full((len(table), 3), math.nan)
+    for number, (iou, scores) in score_images(ious, targets, predictions).items():
+        images = np.count_nonzero(targets[:, number])
+        shares[number] = iou, *(interval(scores, True, images) if images > 1 else (math.nan, math.nan))
+    table[["IoU (%)", "IoU (%), from", "IoU (%), to"]] = 100 * shares
+    return table
 
 
-def confuse_pixels(outcomes: Outcomes) -> NDArray[np.int64]:
-    """Pixels of each class (rows) that each class (columns) is predicted for: (C, C)."""
-    return outcomes.predictions.sum(0)
+def constant_pixels(targets: NDArray) -> dict[str, float]:
+    """The mean IoU of predicting the most frequent class for all pixels."""
+    pixels = targets.sum(0)
+    return {"most frequent class": float(pixels.max() / pixels.sum() / (pixels > 0).sum())}
 
 
 ONE_CLASS = LabelKind(
@@ -408,12 +319,14 @@ PIXELS = LabelKind(
     "pixels",
     {"mean_iou": "mean IoU", "pixel_accuracy": "pixel accuracy"},
     pixel_figures,
-    has_pixels,
-    baselines=most_frequent,
+    lambda targets: targets.sum(1) > 0,
+    baselines=constant_pixels,
     class_table=tabulate_pixels,
-    confusion=confuse_pixels,
+    confusion=lambda outcomes: outcomes.predictions.sum(0),
 )
-PATCHES = LabelKind("patches", {"accuracy": "accuracy"}, patches_figures, lambda targets: targets > 0)
+"""Targets (M, C): pixels of each class. Predictions (M, C, C): of these, pixels that each class is predicted for."""
+PATCHES = LabelKind("patches", {"accuracy": "accuracy"}, patch_figures, lambda targets: targets > 0)
+"""Targets (M,): masked patches. Predictions (M,): the right ones of these."""
 KINDS = {kind.name: kind for kind in (ONE_CLASS, SEVERAL, NUMBER, PIXELS, PATCHES)}
 """All kinds of labels by name."""
 
@@ -424,12 +337,6 @@ KINDS = {kind.name: kind for kind in (ONE_CLASS, SEVERAL, NUMBER, PIXELS, PATCHE
 def kind_of(outcomes: Outcomes) -> LabelKind:
     """The kind of label that outcomes are of."""
     return KINDS[outcomes.kind]
-
-
-def kind_of_results(results: Sequence[Result]) -> LabelKind:
-    """The kind of label that results are of, before a report is written; one class where they kept no outcomes."""
-    kinds = [kind_of(result["outcomes"]) for result in results if isinstance(result.get("outcomes"), Outcomes)]
-    return kinds[0] if kinds else ONE_CLASS
 
 
 def kind_of_report(report: Mapping[str, Any]) -> LabelKind:
@@ -453,7 +360,7 @@ def labelled_outcomes(outcomes: Outcomes) -> Outcomes:
 def score_of(outcomes: Outcomes) -> float:
     """The figure that choices are made by, such as accuracy: more is better."""
     kind = kind_of(outcomes)
-    return kind.measure(labelled_outcomes(outcomes))[kind.score]
+    return kind.scores(labelled_outcomes(outcomes))[kind.score][0]
 
 
 def image_scores(outcomes: Outcomes) -> NDArray[np.float64]:
@@ -469,14 +376,7 @@ def best_choice(scores: dict[Any, float]) -> Any:
 
 def rank_of(score: float | None) -> float:
     """A score as choices compare it: one that is not known (NaN; null of a file) is below all others."""
-    return -math.inf if score is None or math.isnan(score) else score
-
-
-def add_scores(results: Sequence[Result]) -> list[Result]:
-    """The results with their score, without intervals: choices on a dev split need no more."""
-    return [
-        result | {"accuracy": score_of(result["outcomes"])} if "outcomes" in result else result for result in results
-    ]
+    return -math.inf if is_unknown(score) else score
 
 
 def add_figures(results: Sequence[Result]) -> list[Result]:
@@ -487,25 +387,18 @@ def add_figures(results: Sequence[Result]) -> list[Result]:
 def result_entries(outcomes: Outcomes) -> Result:
     """Entries of a result: `accuracy` (the score), `interval`, and `figures`: name -> [value, low, high]."""
     kind = kind_of(outcomes)
-    estimates = kind.estimates(labelled_outcomes(outcomes))
-    value, ends = estimates.pop(kind.score)
-    entries: Result = {"accuracy": value, "interval": list(ends)}
-    others = {name: [each.value, *each.interval] for name, each in estimates.items()}
-    return entries | {"figures": others} if others else entries
+    figures = kind.estimates(labelled_outcomes(outcomes))
+    score, *ends = figures.pop(kind.score)
+    return {"accuracy": score, "interval": ends} | ({"figures": figures} if figures else {})
 
 
 def keep_outcomes(report: Path, results: Sequence[Result]) -> list[Result]:
     """Write the outcomes next to a report: a result then has their number in the file instead of them."""
-    kept: list[Outcomes] = []
-    numbered = []
-    for result in results:
-        if "outcomes" in result:
-            kept.append(result["outcomes"])
-            result = result | {"outcomes": len(kept) - 1}
-        numbered.append(result)
+    kept = [result["outcomes"] for result in results if "outcomes" in result]
     if kept:
         save_outcomes(report, kept)
-    return numbered
+    number = count()
+    return [result | {"outcomes": next(number)} if "outcomes" in result else result for result in results]
 
 
 def without_outcomes(results: Sequence[Result]) -> list[Result]:
@@ -534,43 +427,18 @@ def without_nan(value: Any) -> Any:
 
 
 def shown_result(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The result whose figures are shown in detail: one of the first seed, at the report's depth; None: none.
+    """The result whose figures are shown in detail, the first one at the report's depth; None: none kept outcomes.
 
     Test images have no part in the choice: it is that of 20 neighbours, that of the most shots, or the first, which of
     masked patches is the model's.
     """
     chosen = report.get("protocol", {}).get("chosen_depth")
-    kept = [result for result in report["results"] if isinstance(result.get("outcomes"), int)]
-    of_depth = [result for result in kept if result.get("depth", chosen) == chosen]
-    first_seed = [result for result in of_depth if result.get("seed", 0) == of_depth[0].get("seed", 0)]
-    for result in first_seed:
-        if result.get("neighbours") == USUAL_NEIGHBOURS:
-            return result
-    return max(first_seed, key=lambda result: result.get("shots", 0), default=None)
+    kept = [each for each in report["results"] if "outcomes" in each and each.get("depth", chosen) == chosen]
+    return max(kept, key=lambda each: (each.get("neighbours") == USUAL_NEIGHBOURS, each.get("shots", 0)), default=None)
 
 
-def shown_outcomes(path: Path, report: dict[str, Any]) -> Outcomes | None:
-    """The outcomes of the result that is shown, of the images that have a label; None: they were not kept."""
-    result = shown_result(report)
-    outcomes = load_outcomes(path, result["outcomes"]) if result else None
-    return None if outcomes is None else labelled_outcomes(outcomes)
-
-
-def figure_rows(report: dict[str, Any], outcomes: Outcomes) -> list[list[str]]:
-    """A row for each figure of the result that is shown: its name, and its value with the interval.
-
-    Args:
-        outcomes: see `shown_outcomes`.
-    """
-    kind = kind_of(outcomes)
-    result = shown_result(report)
-    figures = {kind.score: [result["accuracy"], *result["interval"]]} | result.get("figures", {})
-    return [[kind.headings[name], kind.text(name, *numbers)] for name, numbers in figures.items()]
-
-
-def describe_shown(report: dict[str, Any]) -> str:
-    """The result that is shown, in words: `shots 25, seed 0`."""
-    result = shown_result(report)
+def describe_result(result: Result) -> str:
+    """What a result is of: `shots 25, seed 0`."""
     named = {key: str(result[key]) for key in KEYS_OF_A_RESULT if key in result}
     if named.get("case") == named.get("shots"):  # without several penalties
         named.pop("case", None)
@@ -592,17 +460,9 @@ def summarize_accuracies(results: Sequence[Result], group_by: str) -> dict[str, 
     summaries = {}
     for name, of_case in groups.items():
         summaries[name] = summarize_values([result["accuracy"] for result in of_case])
-        ends = mean_interval(of_case)
-        if ends is not None:
-            summaries[name]["interval"] = ends
+        if all("interval" in result for result in of_case):  # of seeds tested on the same images: the mean ends
+            summaries[name]["interval"] = np.array([result["interval"] for result in of_case], float).mean(0).tolist()
     return summaries
-
-
-def mean_interval(results: Sequence[Result]) -> list[float] | None:
-    """The interval of a mean over seeds, tested on the same images: the means of the ends; None: one has none."""
-    if not all("interval" in result for result in results):
-        return None
-    return np.mean(np.array([result["interval"] for result in results], float), 0).tolist()
 
 
 def summarize_values(values: Sequence[float]) -> dict[str, Any]:
