@@ -13,6 +13,7 @@ from evaluation.metrics.scoring import (
     Outcomes,
     add_figures,
     image_scores,
+    interval_over_draws,
     keep_outcomes,
     labelled_outcomes,
     load_outcomes,
@@ -116,6 +117,27 @@ def test_the_interval_of_a_mean_is_students():
     expected = stats.ttest_1samp(sample, 0).confidence_interval(0.95)
     np.testing.assert_allclose(interval(sample, is_share=False, count=20), expected, rtol=1e-9)
     assert np.isnan(interval(np.full(3, np.nan), is_share=True, count=3)).all()
+
+
+@pytest.mark.parametrize("draws", [3, 20])
+def test_the_interval_over_draws_covers_the_truth_over_images_and_draws(draws):
+    """Of few-shot: each draw has an accuracy of its own, and all are tested on the same images."""
+    rng = np.random.default_rng(draws)
+    covered = 0
+    for _ in range(SIMULATIONS):
+        of_draws = np.clip(rng.normal(0.4, 0.05, (draws, 1)) + rng.normal(0, 0.2, 300), 0, 1)
+        right = rng.random(of_draws.shape) < of_draws
+        results = [{"accuracy": each.mean(), "interval": wilson(each.sum(), len(each))} for each in right]
+        low, high = interval_over_draws(results)
+        covered += low <= 0.4 <= high
+    assert covered >= 0.93 * SIMULATIONS
+
+
+def test_the_interval_over_draws_is_students_where_images_add_nothing():
+    values = [0.45, 0.5, 0.52]
+    low, high = interval_over_draws([{"accuracy": value, "interval": [value, value]} for value in values])
+    assert (low, high) == pytest.approx(stats.t.interval(0.95, 2, np.mean(values), stats.sem(values)), abs=1e-12)
+    assert interval_over_draws([{"accuracy": 0.2, "interval": [0.1, 0.3]}]) == pytest.approx([0.1, 0.3])
 
 
 def test_cases_by_hand():

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy.special import stdtrit  # quantiles of Student's distribution
 from sklearn.metrics import average_precision_score, confusion_matrix
 from torch import Tensor
 
@@ -451,7 +452,7 @@ def describe_result(result: Result) -> str:
 def summarize_accuracies(results: Sequence[Result], group_by: str) -> dict[str, dict[str, Any]]:
     """Summaries of the accuracies that share a value of `group_by`, or of `case`: see `summarize_values`.
 
-    With `interval`, over test images, where the results have one.
+    With `interval`, over test images and draws, where the results have one.
     """
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -460,9 +461,24 @@ def summarize_accuracies(results: Sequence[Result], group_by: str) -> dict[str, 
     summaries = {}
     for name, of_case in groups.items():
         summaries[name] = summarize_values([result["accuracy"] for result in of_case])
-        if all("interval" in result for result in of_case):  # of seeds tested on the same images: the mean ends
-            summaries[name]["interval"] = np.array([result["interval"] for result in of_case], float).mean(0).tolist()
+        ends = interval_over_draws(of_case)
+        if ends is not None:
+            summaries[name]["interval"] = ends
     return summaries
+
+
+def interval_over_draws(results: Sequence[Result]) -> list[float] | None:
+    """The 95 % interval of a mean over draws, or seeds, tested on the same images; None: one result has none.
+
+    The mean of their intervals, widened by the error of the mean over draws: the two add up in squares.
+    """
+    if not all("interval" in result for result in results):
+        return None
+    figures, draws = np.array([[each["accuracy"], *each["interval"]] for each in results], float), len(results)
+    value, low, high = figures.mean(0).tolist()
+    of_mean = stdtrit(draws - 1, 0.975) * figures[:, 0].std(ddof=1) / math.sqrt(draws) if draws > 1 else 0.0
+    ends = value - math.hypot(value - low, of_mean), value + math.hypot(high - value, of_mean)
+    return [max(ends[0], min(low, 0.0)), min(ends[1], 1.0)]
 
 
 def summarize_values(values: Sequence[float]) -> dict[str, Any]:
