@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
-from evaluation.frozen.by_class import write_details
+from evaluation.figures.charts import write_details
 from evaluation.frozen.features import describe_precision
 from evaluation.frozen.manifest import is_same_place
 from evaluation.frozen.run_images import LoadedSplits, note_other_images, parse_and_load
@@ -115,8 +115,7 @@ def describe(out: Path, predictions: ImagePredictions | MaskPredictions, rows: R
         unit = f" ({kind.sign})" if kind.sign else ""
         print(f"{images.split}, {counted(len(outcomes), 'labelled image')}{unit}: {', '.join(parts)}")
         of_split = out.with_suffix(f".{images.split}{out.suffix}")
-        for file in write_details(of_split, outcomes, kind.class_table(outcomes)):
-            print(f"wrote {file}")
+        write_details(of_split, outcomes)
     return without_nan(about)
 
 

@@ -21,7 +21,7 @@ from evaluation.frozen.features import (
 )
 from evaluation.frozen.results import report_path_of_command, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
-from evaluation.metrics.scoring import add_figures, add_scores, best_choice, evenly_spaced, summarize_accuracies
+from evaluation.metrics.scoring import add_figures, best_choice, evenly_spaced, summarize_accuracies
 from mpp.config import Settings, changed_settings, nested, require
 from mpp.data.labels import AUTO
 from mpp.features.metrics import effective_rank
@@ -187,7 +187,7 @@ def choose_depths(
     if protocol.get("depth") == "dev":
         dev_accuracies = {}
         for depth, features in each_depth(by_depth):
-            summary = summarize_accuracies(add_scores(evaluate(features.dev_split())), group_by)
+            summary = summarize_accuracies(add_figures(evaluate(features.dev_split())), group_by)
             dev_accuracies[depth] = float(np.mean([case["mean"] for case in summary.values()]))
         chosen = best_choice(dev_accuracies)
         protocol["dev_accuracy_by_depth"] = dev_accuracies

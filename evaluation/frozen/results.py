@@ -12,23 +12,30 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from evaluation.config import FeaturesConfig
-from evaluation.figures.charts import ScoreAxis, plot_by_depth
-from evaluation.figures.markdown import markdown_table, without_empty_columns
-from evaluation.figures.style import DPI, figure_style
-from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
+from evaluation.figures.charts import (
+    DPI,
+    ScoreAxis,
+    figure_style,
+    markdown_table,
+    plot_by_depth,
+    write_details,
+)
 from evaluation.frozen.run_images import (
     evaluated_image_settings,
     find_run,
     holds_run_images,
     is_colour_baseline,
 )
-from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.scoring import (
     LabelKind,
     describe_labels,
+    describe_result,
     keep_outcomes,
     kind_of,
     kind_of_report,
+    labelled_outcomes,
+    load_outcomes,
+    shown_result,
     without_nan,
 )
 from mpp.config import Settings, flatten, settings_of
@@ -38,8 +45,6 @@ from mpp.runtime.files import complete, short_digest
 from mpp.runtime.messages import counted
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint, run_of
 
-MAX_CLASSES_PRINTED = 30
-"""Lines of a printed table by class."""
 LONGEST_VALUE, LONGEST_NAME = 40, 160
 """Characters of a setting, and of all, in a report's name; more are a digest."""
 RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
@@ -227,11 +232,9 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
 
 def table_by_depth(by_depth: dict[int, dict[str, Any]], group_by: str, kind: LabelKind) -> str:
     """A table of summaries with a line for each depth and a column for each name."""
+    rows = [[str(depth or "-"), *map(kind.text_of_scores, each.values())] for depth, each in by_depth.items()]
     names = next(iter(by_depth.values()))
-    rows = []
-    for depth, summaries in by_depth.items():
-        rows.append([str(depth or "-"), *(kind.text_of_scores(summaries[name]) for name in names)])
-    return markdown_table(*without_empty_columns(["depth", *(f"{group_by} {name}" for name in names)], rows))
+    return markdown_table(["depth", *(f"{group_by} {name}" for name in names)], rows)
 
 
 def score_axis(kind: LabelKind, words: str = "{}") -> ScoreAxis:
@@ -240,7 +243,7 @@ def score_axis(kind: LabelKind, words: str = "{}") -> ScoreAxis:
     Args:
         words: around its heading, such as the split.
     """
-    return ScoreAxis(words.format(kind.score_heading) + (" (%)" if kind.is_share else ""), kind.factor)
+    return words.format(kind.score_heading) + (" (%)" if kind.is_share else "")
 
 
 def print_details(path: Path, report: dict[str, Any]) -> None:
@@ -251,33 +254,18 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     split = "test" if report.get("protocol", {}).get("test", True) else "dev"
     images = f"{counted(labels['images'], f'{split} image')}, 95% intervals over these"
     print("; ".join(filter(None, [describe_baselines(report), describe_random_weights(path, report), images])))
-    outcomes = shown_outcomes(path, report)
+    result = shown_result(report)
+    outcomes = load_outcomes(path, result["outcomes"]) if result else None
     if outcomes is None:
         return
-    seeds = {result["seed"] for result in report["results"] if "seed" in result}
+    seeds = {each["seed"] for each in report["results"] if "seed" in each}
     if len(seeds) > 1:
-        print(f"above: means over {len(seeds)} seeds ± standard deviation; below: {describe_shown(report)}")
-    print(markdown_table([describe_shown(report), "value (95% interval)"], figure_rows(report, outcomes)))
-    by_class = kind_of(outcomes).class_table(outcomes)
-    if by_class is not None:
-        print_by_class(by_class, rest="; the file by class has all")
-    for file in write_details(path, outcomes, by_class):
-        print(f"wrote {file}")
+        print(f"above: means over {len(seeds)} seeds ± standard deviation; below: {describe_result(result)}")
+    print(markdown_table([describe_result(result), "value (95% interval)"], kind_of(outcomes).rows(result)))
+    write_details(path, labelled_outcomes(outcomes))
 
 
 def describe_baselines(report: dict[str, Any]) -> str:
     """The scores of predictions that look at no image, by the entry `labels` of a report; "" where it has none."""
     baselines: dict[str, float] = report.get("labels", {}).get("baselines", {})
     return ", ".join(kind_of_report(report).describe_baseline(*each) for each in baselines.items())
-
-
-def print_by_class(by_class: ClassTable, heading: str = "class", rest: str = "") -> None:
-    """Print a table by class; of many classes those that are recognised worst, and `rest` about the others.
-
-    Args:
-        heading: of the names.
-    """
-    headings, rows = by_class.worst(MAX_CLASSES_PRINTED).text()
-    print(markdown_table([heading, *headings[1:]], rows))
-    if len(rows) < len(by_class.names):
-        print(f"these {len(rows)} of {len(by_class.names)} classes have the lowest scores{rest}")
