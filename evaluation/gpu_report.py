@@ -34,8 +34,8 @@ MODELS = {"cuda": ("vit_base_patch16_224", "vit_large_patch16_224"), "cpu": ("te
 REHEARSED_BYTES = 10**8
 """Instead of a GPU's free memory."""
 BATCH_SIZES = tuple(2**power for power in range(10, -1, -1))
-USED_SHARE = 0.8
-"""Share of the free memory that a batch may take: other models are there too."""
+USED_SHARE = 0.5
+"""Share of the free memory that a batch may take: other models are there too, and may keep their attention's scores."""
 COMPILING_GAIN = 1.02
 """Ratio of speeds from which compiling is recommended."""
 
@@ -86,7 +86,7 @@ class Report(NamedTuple):
 
 
 def largest_batch(model: str) -> int:
-    """The largest batch that fits into the GPU's free memory with a fifth left free, accumulation included."""
+    """The largest batch that fits into half of the GPU's free memory, accumulation included."""
     config = Config(model=ModelConfig(name=model), optim=OptimConfig(name="adam"))
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else REHEARSED_BYTES
     fitting = (size for size in BATCH_SIZES if peak_memory(config, size, passes=2)["total"] <= USED_SHARE * free)

@@ -72,7 +72,7 @@ Step = Callable[[], object]
 
 
 class Bench(NamedTuple):
-    """What all training steps have in common."""
+    """Model, images and device of all training steps."""
 
     model: ModelConfig
     encoder: nn.Module

@@ -77,10 +77,10 @@ def test_the_last_lines_are_there_when_nothing_was_measured():
 
 
 @pytest.mark.faults
-def test_the_largest_batch_leaves_a_fifth_of_the_memory_free(monkeypatch):
+def test_the_largest_batch_leaves_half_of_the_memory_free(monkeypatch):
     config = Config(run=RunConfig(dir="unused"), model=ModelConfig(name="test_vit"), optim=OptimConfig(name="adam"))
     total = peak_memory(config, 512, passes=2)["total"]
-    for share, size in ((0.78, 512), (0.82, 256)):
+    for share, size in ((0.48, 512), (0.52, 256)):
         monkeypatch.setattr(gpu_report, "REHEARSED_BYTES", int(total / share))
         assert gpu_report.largest_batch("test_vit") == size
     monkeypatch.setattr(gpu_report, "REHEARSED_BYTES", 1)
