@@ -20,7 +20,6 @@ from torchvision.io import write_png
 from torchvision.utils import make_grid
 
 from evaluation.memory import bytes_of, peak_memory
-from evaluation.survey import Survey, survey
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.data.data_path import describe_source
@@ -30,6 +29,7 @@ from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_seen, prediction_panel, stretch
 from mpp.pretrain import Pretraining
+from mpp.runtime.messages import shortened
 from mpp.runtime.start import run_main, start_alone
 from mpp.training.checkpoint import newest_step
 from mpp.training.health import find_warnings
@@ -39,11 +39,10 @@ from mpp.training.loop import TrainingStep, training_batches
 from mpp.training.run import describe_overrides, resolve_config
 from mpp.training.run_folder import CHECK_CROPS, branch_point, refuse_other_run, refuse_other_trunk, steps_to_keep
 
-SURVEY_SECONDS = 20.0
 TIMED_STEPS = 5  # and one before, which warms up
 MAX_TIMED_SECONDS = 15.0
 CROPS_SHOWN = 32
-ROWS_SHOWN = 20  # of classes, sizes, copies and unreadable images
+FAILURES_SHOWN = 20
 
 
 class StepCost(NamedTuple):
@@ -56,6 +55,8 @@ class StepCost(NamedTuple):
     """Bytes."""
     checkpoint: int
     """Bytes of a checkpoint."""
+    unreadable: set[str]
+    """Images of these steps that cannot be decoded, and why."""
 
 
 def check(config: Config) -> Path:
@@ -71,23 +72,19 @@ def check(config: Config) -> Path:
     if config.run.branch_from is not None and not newest_step(folder):
         refuse_other_trunk(config)
     layout = BatchLayout.of(config.optim.global_batch_size, config.data.batch_size, 1, 0)
-    surveyed = Survey()
     with deaths_explained():
         if "auto" in (config.model.mean, config.model.std):
             config = replace(config, model=with_moments(config.model, *channel_moments(config.data)))
         task = Pretraining(config, accelerator, layout)
-        if config.data.streaming:
-            print("copies, sizes and classes are not surveyed in streams")
-        else:
-            surveyed = survey(task.train, task.held_out, config.data, SURVEY_SECONDS)
         cost, batch = time_steps(task, config)
     print(f"model: {task.describe_model()}")
     print(f"images: {describe_source(config.data)}: {task.describe_images()}, {config.data.channels} channels")
     print(describe_overrides(asked))
-    print_survey(surveyed)
     print_cost(config, cost)
     print(f"memory on a GPU, counted (mpp memory): {memory_on_a_gpu(asked, layout)}")
-    for warning in (*surveyed.warnings(), *warnings_of_run(config, cost)):
+    if cost.unreadable:
+        print(f"warning: unreadable images: {shortened(sorted(cost.unreadable), FAILURES_SHOWN)}")
+    for warning in warnings_of_run(config, cost):
         print(f"warning: {warning}")
     folder.mkdir(parents=True, exist_ok=True)
     images = stretch(batch.images)
@@ -106,11 +103,12 @@ def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, Batch]:
     """
     loader = training_batches(task, 0, {})
     training_step = TrainingStep(task, replace(config.optim, frozen_steps=0))  # as most steps are
-    seconds, waiting = [], []
+    seconds, waiting, unreadable = [], [], set()
     for step in range(min(1 + TIMED_STEPS, config.run.steps)):
         begin = time.perf_counter()
         passes = list(islice(loader, task.layout.accumulation_steps))
         waiting.append(time.perf_counter() - begin)
+        unreadable.update(*(batch.unreadable for batch in passes))
         training_step(step, passes, measure=False)
         training_step.verify()  # which waits for a GPU
         seconds.append(time.perf_counter() - begin)
@@ -118,20 +116,8 @@ def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, Batch]:
             break
     memory = memory_bytes(task.accelerator.device)
     checkpoint = bytes_of([training_step.model.state_dict(), dict(training_step.optimizer.state)])
-    return StepCost(mean(seconds[1:] or seconds), mean(waiting[1:] or waiting), memory, checkpoint), passes[0]
-
-
-def print_survey(surveyed: Survey) -> None:
-    """Print what was found in a sample of the images."""
-    print(f"sample: {surveyed.train_images} training images, {surveyed.held_out_images} held out")
-    print(f"of one colour: {surveyed.one_colour_share:.1%}; held-out copies: {surveyed.duplicate_share:.1%}")
-    sizes = [f"{height} x {width} pixels: {count}" for (height, width), count in surveyed.sizes.most_common()]
-    classes = [f"class {name}: {share:.1%} of the labelled images" for name, share in surveyed.class_shares.items()]
-    copies = [f"nearly the same image: held-out {one}, training {other}" for one, other in surveyed.duplicate_pairs]
-    failures = [f"cannot be decoded: {each}" for each in surveyed.unreadable]
-    for lines in (sizes, classes, copies, failures):
-        for line in lines[:ROWS_SHOWN]:
-            print(line)
+    cost = StepCost(mean(seconds[1:] or seconds), mean(waiting[1:] or waiting), memory, checkpoint, unreadable)
+    return cost, passes[0]
 
 
 def print_cost(config: Config, cost: StepCost) -> None:

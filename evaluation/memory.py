@@ -35,9 +35,8 @@ def peak_memory(config: Config, image_count: int, passes: int = 1) -> dict[str, 
         image_count: of a forward pass, on one GPU that holds the whole model (not sharded).
         passes: forward passes of a step; gradients exist from the second one on.
     """
-    if config.model.attention == "auto":
-        config = replace(config, model=replace(config.model, attention="fused"))  # as on a GPU
-    config = replace(config, model=replace(config.model, init_from=None))  # any weights take as much
+    attention = "fused" if config.model.attention == "auto" else config.model.attention  # as on a GPU
+    config = replace(config, model=replace(config.model, attention=attention, init_from=None))  # any weights
     with torch.device("meta"):
         model, objective = build_model(config)
     optimiser = optimizer_bytes(model, config.optim)

@@ -9,16 +9,13 @@ models have the width, depth, heads, patches, batch and precision of the one tha
 
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import distributions
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +31,7 @@ from torchvision import datasets, transforms
 
 from evaluation.config import ThroughputConfig
 from evaluation.frozen.results import write_json
-from mpp.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, require
+from mpp.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout, training_loader
 from mpp.data.sources import load_image_datasets
@@ -57,7 +54,6 @@ CEILING = "matrix product"
 MATRIX_SIDE = {"cpu": 2048, "cuda": 8192}
 MATRIX_PRODUCTS = {"cpu": 1, "cuda": 20}
 """Products in a row, which keep a GPU as busy as training does: its clock falls under a load that lasts."""
-PACKAGES = ("torch", "torchvision", "timm", "accelerate", "transformers", "vit-pytorch")
 RATIOS = (
     ("timm training step", "mpp training step"),
     ("vit-pytorch MPP", "mpp training step"),
@@ -76,36 +72,30 @@ Step = Callable[[], object]
 
 
 class Bench(NamedTuple):
-    """Model, batch size and device of all steps."""
+    """Model, images and device of all training steps."""
 
     model: ModelConfig
-    batch_size: int
+    encoder: nn.Module
+    """As it says; the models of other packages have its sizes."""
+    images: Tensor
+    """Random images (B, 3, H, W) on the device."""
     compile: bool
     accelerator: Accelerator
-
-    @property
-    def images(self) -> Tensor:
-        """Random images (B, 3, H, W) on the device."""
-        size = build_encoder(self.model).patch_embed.img_size
-        return torch.rand(self.batch_size, 3, *size, device=self.accelerator.device)
 
 
 def mpp_step(bench: Bench) -> Step:
     """The whole step: targets, forward, backward, clipping, the check for finite sizes, the optimiser."""
-    run = RunConfig(dir="unused", trackers=())
-    optim = replace(ADAM, global_batch_size=bench.batch_size)
-    config = Config(run=run, data=DataConfig(workers=0), model=bench.model, optim=optim)
-    task = Pretraining(config, bench.accelerator, BatchLayout.of(bench.batch_size, None, 1, 0))
-    batch = next(iter(training_loader(task.views(task.train), task.layout, 0, 1)))
+    optim = replace(ADAM, global_batch_size=len(bench.images))
+    config = Config(RunConfig(trackers=()), DataConfig(workers=0), model=bench.model, optim=optim)
+    task = Pretraining(config, bench.accelerator, BatchLayout.of(len(bench.images), None, 1, 0))
+    batches = list(training_loader(task.views(task.train), task.layout, 0, 1))
     training_step = TrainingStep(task, optim)
-    numbers = count(1)
     if bench.compile:
         task.model.compile()
 
     def step() -> None:
-        training_step(0, [batch], measure=False)
-        if next(numbers) % run.log_every == 0:
-            training_step.verify()  # which waits for a GPU
+        training_step(0, batches, measure=False)
+        training_step.verify()
 
     return step
 
@@ -129,8 +119,8 @@ def peer_step(bench: Bench, model: nn.Module, loss: Callable[[], Tensor]) -> Ste
 
 def timm_step(bench: Bench) -> Step:
     """timm's model as it comes, trained to classify."""
-    images, sizes = bench.images, bench.model
-    model = timm.create_model(sizes.name, num_classes=1000, img_size=sizes.img_size).to(images.device)
+    images, config = bench.images, bench.model
+    model = timm.create_model(config.name, num_classes=1000, img_size=config.img_size).to(images.device)
     labels = torch.randint(0, 1000, (len(images),), device=images.device)
     return peer_step(bench, model, lambda: F.cross_entropy(model(images), labels))
 
@@ -139,7 +129,7 @@ def hugging_face_step(bench: Bench) -> Step:
     """Hugging Face's ViTForMaskedImageModeling, half of the patches masked."""
     from transformers import ViTConfig, ViTForMaskedImageModeling
 
-    images, encoder = bench.images, build_encoder(bench.model)
+    images, encoder = bench.images, bench.encoder
     config = ViTConfig(
         hidden_size=encoder.embed_dim,
         num_hidden_layers=len(encoder.blocks),
@@ -159,7 +149,7 @@ def vit_pytorch_step(bench: Bench) -> Step:
     from vit_pytorch import ViT
     from vit_pytorch.mpp import MPP
 
-    images, encoder = bench.images, build_encoder(bench.model)
+    images, encoder = bench.images, bench.encoder
     attention, sizes = encoder.blocks[0].attn, dict(patch_size=encoder.patch_embed.patch_size[0], dim=encoder.embed_dim)
     vit = ViT(
         image_size=images.shape[-1],
@@ -182,12 +172,12 @@ if find_spec("vit_pytorch"):
     STEPS["vit-pytorch MPP"] = vit_pytorch_step
 
 
-def flops_of_image(build: Callable[[Bench], Step], bench: Bench) -> int:
-    """FLOPs that a training step executes for an image."""
-    step = build(bench._replace(batch_size=1, compile=False))
+def flops_of_step(build: Callable[[Bench], Step], bench: Bench) -> int:
+    """FLOPs that a training step executes, counted for one image."""
+    step = build(bench._replace(images=bench.images[:1], compile=False))
     with flop_counter() as counter:
         step()
-    return counter.get_total_flops()
+    return len(bench.images) * counter.get_total_flops()
 
 
 def matrix_products(accelerator: Accelerator) -> tuple[Step, int]:
@@ -205,21 +195,18 @@ def matrix_products(accelerator: Accelerator) -> tuple[Step, int]:
 # --- loading ---
 
 
-@contextmanager
-def image_files(side: int, kind: str = "jpg") -> Iterator[Path]:
-    """A folder of photograph-like images, `side` pixels high and 4/3 as wide; deleted when it is closed.
+def write_images(folder: Path, side: int, kind: str = "jpg") -> None:
+    """Write a folder of photograph-like images of one class, `side` pixels high and 4/3 as wide.
 
     Args:
         kind: jpg, or ppm: plain pixels.
     """
     rng = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "all").mkdir()
-        for number in range(IMAGE_FILES):
-            small = Image.fromarray(rng.integers(0, 256, (side // 8, side // 6, 3), dtype=np.uint8))
-            large = small.resize((side * 4 // 3, side), Image.Resampling.BICUBIC)
-            large.save(Path(folder) / "all" / f"{number}.{kind}", quality=90)
-        yield Path(folder)
+    (folder / "all").mkdir(parents=True)
+    for number in range(IMAGE_FILES):
+        small = Image.fromarray(rng.integers(0, 256, (side // 8, side // 6, 3), dtype=np.uint8))
+        large = small.resize((side * 4 // 3, side), Image.Resampling.BICUBIC)
+        large.save(folder / "all" / f"{number}.{kind}", quality=90)
 
 
 def mpp_batches(folder: Path, size: int) -> Iterator[Any]:
@@ -242,97 +229,90 @@ def torchvision_batches(folder: Path, size: int) -> Iterator[Any]:
 # --- times ---
 
 
-def time_now() -> float:
-    """A clock in seconds, read when a GPU has done its work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def time_in_turn(steps: dict[str, Step], rounds: int) -> pd.DataFrame:
     """Seconds of each step (a column) in each round (a row) after the warm-up, the work of a GPU included."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
     seconds = {name: [] for name in steps}
     for _ in range(WARMUP_ROUNDS + rounds):
         for name, step in steps.items():
-            begin = time_now()
+            begin = time.perf_counter()
             step()
-            seconds[name].append(time_now() - begin)
+            wait()
+            seconds[name].append(time.perf_counter() - begin)
     return pd.DataFrame(seconds)[WARMUP_ROUNDS:]
 
 
-def time_loading(config: ThroughputConfig, size: int) -> pd.DataFrame:
-    """Seconds of loading a batch on one core, by loader and round."""
+def time_loading(side: int, size: int, rounds: int) -> pd.DataFrame:
+    """Seconds of loading a batch of crops of `size` pixels on one core, by loader and round: see `time_in_turn`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with image_files(config.jpeg_side) as jpegs, image_files(config.jpeg_side, "ppm") as ppms:
+    with TemporaryDirectory() as folder:
+        jpegs, ppms = Path(folder) / "jpg", Path(folder) / "ppm"
+        write_images(jpegs, side)
+        write_images(ppms, side, "ppm")
         steps = {
             "mpp's loading": partial(next, mpp_batches(jpegs, size)),
             "mpp's loading of PPM": partial(next, mpp_batches(ppms, size)),
             "ImageFolder with PIL": partial(next, torchvision_batches(jpegs, size)),
         }
-        seconds = time_in_turn(steps, config.rounds)
+        seconds = time_in_turn(steps, rounds)
     torch.set_num_threads(threads)
     return seconds
 
 
 def measure(config: ThroughputConfig) -> dict[str, Any]:
-    """All figures: seconds by round, FLOPs of each step, the highest rate of the machine, ratios, conditions."""
+    """Print the tables; return all figures: seconds by round, FLOPs, the machine's highest rate, ratios."""
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    accelerator = start(RunConfig(dir="unused", trackers=(), precision=config.precision))
+    accelerator = start(RunConfig(trackers=(), precision=config.precision))
     model = ModelConfig(name=config.model, img_size=config.img_size)
-    bench = Bench(model, config.batch_size, config.compile, accelerator)
-    flops = {name: config.batch_size * flops_of_image(build, bench) for name, build in STEPS.items()}
+    encoder = build_encoder(model)
+    images = torch.rand(config.batch_size, 3, *encoder.patch_embed.img_size, device=accelerator.device)
+    bench = Bench(model, encoder, images, config.compile, accelerator)
+    flops = pd.Series({name: flops_of_step(build, bench) for name, build in STEPS.items()})
     ours, *others = STEPS
     steps = {ours: STEPS[ours](bench)}
     steps[ours]()
-    memory = memory_bytes(accelerator.device)  # before there are other models
+    memory = memory_bytes(accelerator.device) / 1e9  # before there are other models
     steps |= {name: STEPS[name](bench) for name in others}
     steps[CEILING], flops[CEILING] = matrix_products(accelerator)
-    seconds = time_in_turn(steps, config.rounds)
-    seconds = seconds.join(time_loading(config, bench.images.shape[-1]))
-    ratios = {
-        f"{slower} / {faster}": seconds[slower] / seconds[faster] for slower, faster in RATIOS if slower in seconds
+    seconds = time_in_turn(steps, config.rounds).join(time_loading(config.jpeg_side, images.shape[-1], config.rounds))
+
+    median = seconds.median()
+    image_counts = pd.Series(config.batch_size, flops.index).reindex(median.index, fill_value=LOADED_BATCH)
+    rates = flops / median
+    columns = {
+        "ms": 1e3 * median,
+        "images/s": image_counts / median,
+        "executed GFLOP an image": flops / image_counts / 1e9,
+        "executed GFLOP/s": rates / 1e9,
+        "of the ceiling": rates / rates[CEILING],
     }
+    pairs = {f"{slow} / {fast}": seconds[slow] / seconds[fast] for slow, fast in RATIOS if slow in seconds}
+    ratios = pd.DataFrame(pairs).agg(["median", "min", "max"])
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.machine()
-    versions = {each.name: each.version for each in distributions() if each.name in PACKAGES}
+    versions = {"torch": torch.__version__, "timm": timm.__version__}
+    machine = {"device": device, "threads": torch.get_num_threads()} | versions
+    print(f"\n{config.model}, batch {config.batch_size}, {accelerator.mixed_precision}, {machine}; loading on one core")
+    print(f"memory of mpp's step: {memory:.3g} GB")
+    print(pd.DataFrame(columns).loc[median.index].round(2).to_string(na_rep=""))
+    print(ratios.T.round(3).to_string())
     return {
         "config": asdict(config),
         "precision": accelerator.mixed_precision,
-        "machine": {"device": device, "threads": torch.get_num_threads()} | versions,
+        "machine": machine,
         "seconds": seconds.to_dict("list"),
-        "flops": flops,
-        "ceiling": flops[CEILING] / seconds[CEILING].median(),
-        "memory_gb": memory / 1e9,
-        "ratios": pd.DataFrame(ratios).agg(["median", "min", "max"]).to_dict(),
+        "flops": flops.to_dict(),
+        "ceiling": rates[CEILING],
+        "memory_gb": memory,
+        "ratios": ratios.to_dict(),
     }
-
-
-def print_throughput(result: dict[str, Any]) -> None:
-    """Print the tables."""
-    batch_size = result["config"]["batch_size"]
-    seconds, flops = pd.DataFrame(result["seconds"]).median(), pd.Series(result["flops"])
-    columns = {
-        "ms": 1e3 * seconds,
-        "images/s": batch_size / seconds,
-        "executed GFLOP an image": flops / batch_size / 1e9,
-        "executed GFLOP/s": flops / seconds / 1e9,
-        "of the ceiling": flops / seconds / result["ceiling"],
-    }
-    print(f"\n{result['config']['model']}, batch {batch_size}, {result['precision']}, {result['machine']}")
-    print(f"memory of mpp's step: {result['memory_gb']:.3g} GB")
-    print(pd.DataFrame(columns).loc[list(flops.index)].round(2).to_string())
-    for name, each in seconds.drop(flops.index).items():
-        print(f"{name}: {LOADED_BATCH / each:.0f} images/s a core")
-    print(pd.DataFrame(result["ratios"]).T.round(3).to_string())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, with the settings of the command line, or of `arguments`."""
     config = parse(ThroughputConfig, arguments)
-    require(timm.is_model(config.model), "model", config.model, "a timm VisionTransformer")
     result = measure(config)
-    print_throughput(result)
     if config.out:
         write_json(Path(config.out), result)
         print(f"wrote {config.out}")

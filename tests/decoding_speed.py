@@ -9,6 +9,8 @@ PyTurboJPEG needs a library that pip does not install.
 
 import io
 import timeit
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import cv2
 import numpy
@@ -19,7 +21,7 @@ import torchcodec.decoders
 import torchvision
 from PIL import Image
 
-from evaluation.throughput import image_files
+from evaluation.throughput import write_images
 from mpp.config import ImagesConfig
 from mpp.data.decoding.decode import decode
 from mpp.prepare import encode
@@ -29,8 +31,9 @@ CROP = (slice(20, 220), slice(30, 270))
 
 def jpeg_of(side: int) -> bytes:
     """A JPEG file whose images are `side` pixels high."""
-    with image_files(side) as folder:
-        return next(folder.rglob("*.jpg")).read_bytes()
+    with TemporaryDirectory() as folder:
+        write_images(Path(folder), side)
+        return next(Path(folder).rglob("*.jpg")).read_bytes()
 
 
 def half(data: bytes) -> numpy.ndarray:

@@ -130,7 +130,7 @@ MISTAKES = [  # the command, its words, and what the one line names: the setting
     (FewshotConfig, "--seeds=[1,0,1]", ["seeds", "[1,0,1]", "each once"]),
     (KnnConfig, "--neighbours=[5,5]", ["neighbours", "[5,5]", "each once"]),
     (SegmentationConfig, "--readings=[knn,knn]", ["readings", "linear or knn", "each once"]),
-    (ExportConfig, "--batch=0", ["batch", "0", "at least 1"]),
+    (ExportConfig, "--images=0", ["images", "0", "at least 1"]),
     (FinetuneConfig, "--optim.lr=0.5", ["optim.lr", "0.5", "lrs"]),
 ]
 

@@ -393,14 +393,11 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
     check.main([*tiny, f"--run.dir={folder}", *settings])
     printed = capsys.readouterr().out
     for expected in (
-        "40 x 48 pixels: ",
         "a step: ",
-        "cannot be decoded: ",
+        "warning: unreadable images: ",
         "4 steps of one process",
         "memory on a GPU, counted (mpp memory): ",
         "GB are free",
-        "nearly the same image: held-out ",
-        "warning: unreadable images: 1 of 27",
     ):
         assert expected in printed, expected
     crops_file = folder / "check_crops.png"
@@ -415,7 +412,7 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
 def test_a_check_warns_of_loading_that_is_slow():
 
     def warnings(waiting: float) -> list[str]:
-        return check.warnings_of_run(Config(), check.StepCost(1.0, waiting, 1, 1))
+        return check.warnings_of_run(Config(), check.StepCost(1.0, waiting, 1, 1, set()))
 
     (warning,) = warnings(0.5)
     assert warning.startswith("data-loading bottleneck: training waits for images 50% of ")

@@ -14,16 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, dataset_of, encoded, kill_at, picture, read_metrics
+from conftest import ROOT, encoded, kill_at, picture, read_metrics
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evaluation import contrastive
 from evaluation.metrics.scoring import KINDS
-from evaluation.survey import survey
-from mpp.config import Config, DataConfig, rebuild
-from mpp.data.columns import without_decoding
+from mpp.config import Config, rebuild
 from mpp.data.dataset import ImageDataset
 from mpp.features.probe import Probe, agreement
 from mpp.pretrain import main
@@ -317,38 +315,6 @@ def test_neighbours_agree_where_features_do_and_by_chance_elsewhere():
     assert agreement(one[:1], one[:1]) == 1
     pairs = torch.tensor([[1.0, 0], [0.9, 0.1], [0, 1], [0.1, 0.9]])
     assert agreement(pairs, pairs[[0, 2, 1, 3]], neighbours=1) == 0
-
-
-def images_of(arrays, labels=None) -> ImageDataset:
-    rows = without_decoding(dataset_of([encoded(array) for array in arrays]), "image")
-    return ImageDataset(rows, "image", None if labels is None else np.array(labels), "train")
-
-
-def test_copies_and_images_of_one_colour_are_found():
-    training = [picture(n) for n in range(20)]
-    grey = np.full((40, 48, 3), 90, np.uint8)
-    smaller = np.asarray(Image.fromarray(picture(3)).resize((32, 26)))
-    test = [picture(100), smaller, picture(7), grey, picture(9) // 2 + 40]  # the last: a copy of less contrast
-    found = survey(images_of([*training, training[0], grey], [0] * 15 + [1] * 7), images_of(test), DataConfig(), 60)
-    assert found.duplicate_share == pytest.approx(3 / 5) and len(found.duplicate_pairs) == 3
-    assert found.one_colour_share == pytest.approx(2 / 27)
-    assert found.class_shares == {"0": pytest.approx(15 / 22), "1": pytest.approx(7 / 22)}
-    assert found.sizes[(40, 48)] == 26 and found.unreadable == []
-
-
-def test_images_that_share_a_horizon_are_no_copies():
-    """What all have in common makes them alike, and says nothing of copies. Those of less contrast are found."""
-    rng, horizon = np.random.default_rng(0), np.linspace(0, 200, 40)[:, None, None]
-    images = [np.clip(horizon + rng.normal(20, 9, (40, 48, 3)), 0, 255).astype(np.uint8) for _ in range(30)]
-    images = [np.asarray(Image.fromarray(each).resize((48, 40), box=(0, 0, 24, 40))) for each in images]
-    found = survey(images_of(images[:24]), images_of([*images[24:], images[5] // 2 + 40]), DataConfig(), 60)
-    assert found.duplicate_share == pytest.approx(1 / 7)
-
-
-def test_what_cannot_be_decoded_is_counted():
-    rows = without_decoding(dataset_of([encoded(picture(0)), b"no image", encoded(picture(1))]), "image")
-    found = survey(ImageDataset(rows, "image", None, "train"), images_of([picture(5)]), DataConfig(), 60)
-    assert len(found.unreadable) == 1 and found.train_images == 2
 
 
 # --- tiny runs ---

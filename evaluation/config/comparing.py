@@ -44,7 +44,7 @@ class GpuReportConfig(Settings):
     out: str = "gpu_report.txt"
     """Text file to write."""
     batch_size: int | None = setting(None, at_least=1)
-    """Images per step. null: for each model as many as fit into the GPU's free memory."""
+    """Images per step. null: for each model as many as fit into half of the GPU's free memory."""
     minutes: float = setting(10.0, above=0)
     """Time limit of the whole report in minutes. Parts that do not fit are left out and listed."""
     device: Literal["cuda", "cpu"] = "cuda"

@@ -203,8 +203,6 @@ class ExportConfig(Settings):
     normalize: bool = True
     """Normalise in the exported file. true: input is pixels as uint8 (of more than 8 bits: float32 from 0 to 255).
     false: input is float32, already normalised."""
-    batch: int | Literal["dynamic"] = setting("dynamic", at_least=1)
-    """Batch size of the file: a number, or any."""
     images: int = setting(2048, at_least=1)
     """Largest number of held-out images for verifying the file."""
 
