@@ -24,8 +24,7 @@ from evaluation.figures.markdown import markdown_table
 from evaluation.figures.style import write_plot
 from evaluation.frozen.results import write_json
 from evaluation.metrics.scoring import ONE_CLASS
-from evaluation.pages.about import recorded_versions
-from evaluation.pages.page import Page, Section, Table, Text, figure_as_picture, write_page
+from evaluation.pages.page import Page, Section, Table, Text, figure_as_picture, recorded_versions, write_page
 from mpp.config import require
 from mpp.config.parsing import parse
 from mpp.runtime.files import write_complete
