@@ -155,7 +155,7 @@ def place_on_grid(values: Tensor, positions: Tensor, grid: Grid) -> Tensor:
 def draw_filters(subject: Subject) -> Drawing:
     """The first principal components of the filters on pixels, each in its own range."""
     components, shares = filter_components(subject.encoder.model, FILTERS_SHOWN)
-    largest = np.abs(components).max((1, 2, 3), keepdims=True)
+    largest = components.max((1, 2, 3), keepdims=True)
     scaled = torch.from_numpy(255 * (0.5 + components / (2 * largest)))
     pixels = as_rgb(scaled, subject.config.bands).movedim(1, -1).numpy()
     title = f"{len(shares)} principal components of the filters on pixels, {shares.sum():.0%} of the variance"
@@ -188,21 +188,21 @@ def draw_positions(subject: Subject) -> Drawing:
     padded = np.pad(similarity, ((0, 0), (0, 0), gap, gap), constant_values=np.nan)
     mosaic = rearrange(padded, "r c h w -> (r h) (c w)")
     title = "positions: in the place of each patch, its similarity to all patches"
-    limits = min(0, similarity.min()), None
-    return grid_of_images([mosaic], 1, title, (), "similarity", limits, WIDTH), {"similarity": similarity}
+    figure = grid_of_images([mosaic], 1, title, (), "similarity", (min(0, similarity.min()), None), WIDTH)
+    return figure, {"similarity": similarity}
 
 
 def position_similarity(model: nn.Module) -> Tensor:
     """Cosine similarity of the position embeddings of all pairs of patches, (h, w, h, w): query, key."""
-    rows, columns = patch_grid(model)
+    grid = patch_grid(model)
+    patches = math.prod(grid)
     embedding = getattr(model, "pos_embed", None)
     if isinstance(getattr(model, "pos_embeds", None), nn.Module):  # one for each block, of which this is the first
         embedding = model.pos_embeds()[None]
-    patches = rows * columns
     if not isinstance(embedding, Tensor) or embedding.ndim != 3 or embedding.shape[1] < patches:
         raise Unavailable(f"this {type(model).__name__} adds no position embedding to each patch")
     units = F.normalize(embedding.detach()[0, -patches:].double().cpu(), dim=-1)  # a prefix such as [class] comes first
-    return (units @ units.T).float().view(rows, columns, rows, columns)
+    return (units @ units.T).float().view(*grid, *grid)
 
 
 # --- attention ---
@@ -402,8 +402,8 @@ def patch_similarity(features: Tensor, patches: Sequence[int]) -> Tensor:
 
 def draw_neighbours(subject: Subject) -> Drawing:
     """Held-out images with the other images whose features are nearest."""
-    views, last_depth = subject.views(MAX_IMAGES_FOR_RANK), len(subject.encoder.stages)
-    encode = partial(subject.encoder, representation="mean", depths=[last_depth])
+    views = subject.views(MAX_IMAGES_FOR_RANK)
+    encode = partial(subject.encoder, representation="mean", depths=[len(subject.encoder.stages)])
     with subject.accelerator.autocast():
         split = extract_split(views, encode, subject.accelerator, progress="neighbours")
     (features,) = split.by_depth
@@ -422,7 +422,7 @@ def draw_neighbours(subject: Subject) -> Drawing:
     return grid_of_images(pixels, shown.shape[1], title, titles), {"names": names, "image_similarity": similarity}
 
 
-PICTURES: dict[str, Callable[[Subject], Drawing]] = {
+PICTURES = {
     "predictions": draw_predictions,
     "filters": draw_filters,
     "positions": draw_positions,

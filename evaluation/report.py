@@ -94,20 +94,20 @@ CURVES = {
     "mean average precision (%)": ("heldout/macro_map", "heldout/micro_map"),
     "explained variance (R2)": ("heldout/r2",),
     "mean absolute error": ("heldout/mae",),
-    "deviation of features over patches": ("target_deviation", "prediction_deviation"),
-    "effective rank of the targets": ("target_rank",),
+    "deviation over patches": ("target_deviation", "prediction_deviation"),
+    "rank of the targets": ("target_rank",),
     "learning rate": ("optim/lr",),
-    "gradient norm, before clipping": ("optim/grad_norm",),
+    "gradient norm": ("optim/grad_norm",),
     "images/s": ("speed/images_per_second",),
-    "share of the time that training waits for data (%)": ("speed/data_wait",),
+    "waiting for data (%)": ("speed/data_wait",),
 }
 """Label of a chart over steps -> names of its scalars."""
 PROBES_SHOWN = {
     "knn": "kNN accuracy (%)",
-    "agreement": "neighbour agreement between two crops (%)",
-    GENERAL_KNN: "kNN accuracy on general images (%)",
+    "agreement": "neighbour agreement (%)",
+    GENERAL_KNN: "kNN of general images (%)",
     "features/rank": "effective rank",
-    MOVEMENT: "movement of the weights since the start (%)",
+    MOVEMENT: "movement of weights (%)",
 }
 """Group of scalars by depth -> label of its chart."""
 
@@ -192,7 +192,7 @@ def warnings_of(folder: Path) -> list[str]:
 
 
 def next_steps(folder: Path, history: History, parts: Sequence[str]) -> list[str]:
-    """Advice on how to go on with a finished run.
+    """Advice on how to continue after a finished run.
 
     Args:
         parts: of the verdict.
@@ -267,7 +267,7 @@ def curve_blocks(history: History) -> list[Block]:
 
 
 def feature_blocks(history: History, start: str) -> list[Block]:
-    """Each probe by depth: before training, at some steps and at the last, beside pixel colours.
+    """Each probe by depth: before training, at some steps and at the last, and of pixel colours.
 
     Args:
         start: the name of the weights at step 0: see `name_of_start`.
@@ -395,14 +395,11 @@ def command_to_repeat(config: TrainingConfig, folder: Path) -> str:
 
     A branch is repeated from its first step: the bits are the same, and its trunk may be gone.
     """
-    settings = changed_settings(config) | {"run.precision": config.run.precision}
-    revision = recorded_commit(folder)
-    settings |= {"data.revision": revision} if revision else {}
-    for name in ("run.dir", "run.branch_from"):
-        settings.pop(name, None)
+    revision = recorded_commit(folder) or config.data.revision
+    always = {"run.precision": config.run.precision, "run.dir": f"{folder}_again"}
+    settings = changed_settings(rebuild(config, {"run.branch_from": None, "data.revision": revision})) | always
     imports = dict.fromkeys(f"{OPTION}={name_of_import(file)}" for file in files_in(folder / COPIES))
-    words = [COMMANDS[type(config)], *imports, *as_command_line(settings), f"--run.dir={folder}_again"]
-    return shlex.join(["mpp", *words])
+    return shlex.join(["mpp", COMMANDS[type(config)], *imports, *as_command_line(settings)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

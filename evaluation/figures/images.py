@@ -1,7 +1,6 @@
 """Figures that show images: one grid for all pictures."""
 
 import math
-import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
 
@@ -16,7 +15,6 @@ from evaluation.figures.style import VALUE_COLORS, WIDTH, figure_style
 
 MIN_HEIGHT = 2.4  # inches, for the label of a colour bar
 BAR_WIDTH = 0.8  # inches, of a colour bar with its label
-LETTERS_AN_INCH = 11  # of a title
 MAX_COLORS_OF_CLASSES = 20
 
 
@@ -45,7 +43,7 @@ def grid_of_images(
     side = min(side, (WIDTH - BAR_WIDTH) / columns)
     size = side * columns + BAR_WIDTH, max(MIN_HEIGHT, 0.6 + rows * (side * height / width + 0.2))
     figure = Figure(size, layout="constrained")
-    figure.suptitle(textwrap.fill(title, round(LETTERS_AN_INCH * size[0])), fontsize=10)
+    figure.suptitle(title, fontsize=10, wrap=True)
     grid = figure.subplots(rows, columns, squeeze=False)
     colors = Normalize(*limits)
     colors.autoscale_None(np.concatenate([image[np.isfinite(image)] for image in images if image.ndim == 2] or [[]]))

@@ -1,6 +1,6 @@
 """A self-contained HTML page: blocks in, one file out. It loads no other file and runs no script.
 
-jinja2 escapes all text: file names, labels, settings. Figures (SVG) and pictures (JPEG) are data URIs.
+jinja2 escapes all text: file names, labels, settings. Figures (SVG) and pictures (PNG) are data URIs.
 """
 
 import base64
@@ -13,14 +13,12 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
-from PIL import Image
 
 import mpp
 from evaluation.figures.style import figure_style
 from mpp.runtime.files import write_complete
 
 TEMPLATE = "page.html"
-JPEG_QUALITY = 85
 LIBRARIES = ("torch", "timm", "accelerate", "datasets", "numpy")
 
 
@@ -90,20 +88,17 @@ def figure_as_picture(figure: Figure, title: str) -> Picture:
     """A figure as SVG."""
     svg = io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None})
-    return Picture(data_uri("svg+xml", svg), title)
+    return Picture(data_uri("svg+xml", svg.getvalue()), title)
 
 
 def image_as_picture(file: Path, title: str) -> Picture:
-    """The image of a file, as a JPEG."""
-    jpeg = io.BytesIO()
-    with Image.open(file) as image:
-        image.convert("RGB").save(jpeg, "jpeg", quality=JPEG_QUALITY, subsampling=0)
-    return Picture(data_uri("jpeg", jpeg), title)
+    """The image of a PNG file."""
+    return Picture(data_uri("png", file.read_bytes()), title)
 
 
-def data_uri(kind: str, image: io.BytesIO) -> str:
+def data_uri(kind: str, image: bytes) -> str:
     """An image of a MIME type `image/kind` as the source of an <img>."""
-    return f"data:image/{kind};base64,{base64.b64encode(image.getvalue()).decode()}"
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
 
 
 def recorded_versions() -> dict[str, str]:
