@@ -36,7 +36,7 @@ from mpp.errors import Unavailable, UserError
 from mpp.features.neighbours import find_other_neighbours
 from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.reconstructions import COLUMNS, as_rgb, prediction_columns, stretch
-from mpp.models.plain import has_class, set_attention, shows_weights
+from mpp.models.plain import has_class, shows_weights
 from mpp.pretrain import Pretraining, is_pretraining, reopen
 from mpp.runtime.messages import progress_bar, warn
 from mpp.runtime.randomness import FIXED_VIEW
@@ -325,7 +325,7 @@ def read_attention(encoder: FrozenEncoder, images: Tensor, read: Callable[[Tenso
         for block in blocks:
             undo.callback(setattr, block.attn, "fused_attn", block.attn.fused_attn)
             undo.enter_context(block.attn.attn_drop.register_forward_pre_hook(read_in_float32))
-        set_attention(encoder.model, fused=False)  # the fused kernel returns no weights
+            block.attn.fused_attn = False  # the fused kernel returns no weights
         encoder.model.forward_features(encoder.normalize(images))
     return results
 

@@ -58,7 +58,8 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
             figure.savefig(partial, format="png", dpi=DPI)
         np.savez_compressed(folder / f"{name}.npz", **numbers)
         drawn.append(f"{name}.png")
-    print(f"wrote {folder}: {', '.join(drawn) or 'no picture'}, with their numbers")
+    if drawn:
+        print(f"wrote {folder}: {', '.join(drawn)}, with their numbers")
     return missing
 
 
