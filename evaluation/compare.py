@@ -23,8 +23,7 @@ from evaluation.config.comparing import Question
 from evaluation.figures.charts import markdown_table, write_plot
 from evaluation.frozen.results import write_json
 from evaluation.metrics.scoring import ONE_CLASS
-from evaluation.pages.about import recorded_versions
-from evaluation.pages.page import Page, Section, Table, Text, figure_as_picture, write_page
+from evaluation.pages.page import Page, Section, Table, Text, figure_as_picture, recorded_versions, write_page
 from mpp.config import require
 from mpp.config.parsing import parse
 from mpp.runtime.files import write_complete

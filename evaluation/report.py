@@ -7,27 +7,24 @@ JSON and the pictures of `mpp visualize`. Pictures that do not exist yet, or are
 page says what is missing, and why.
 """
 
-import json
-import math
-import os
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import pandas as pd
-
-from evaluation.config import ReportConfig, VisualizeConfig
-from evaluation.figures.charts import CLASSES_SUFFIX, CONFUSION_FILE, IN_PERCENT, plot_series
+from evaluation.config import ContrastiveConfig, ReportConfig, SupervisedConfig, VisualizeConfig
+from evaluation.figures.charts import CONFUSION_FILE, plot_series
 from evaluation.frozen.results import (
     describe_baselines,
     of_learned_weights,
-    report_suffix,
+    read_report,
     scores_of_random_weights,
     way_to_random_weights,
 )
 from evaluation.frozen.run_images import (
-    REPORTS_OF_TRAINING,
+    CLASSIFIERS,
+    config_class_of,
     find_run,
     load_unchanged_splits_of,
     read_with_images,
@@ -35,10 +32,8 @@ from evaluation.frozen.run_images import (
     tested_encoder,
 )
 from evaluation.metrics.scoring import evenly_spaced, kind_of_report, summarize_accuracies
-from evaluation.pages.about import begins_from_weights, machine_blocks, settings_blocks, subtitle, verdict_points
 from evaluation.pages.page import (
     Block,
-    Link,
     Page,
     Picture,
     Section,
@@ -46,68 +41,74 @@ from evaluation.pages.page import (
     Text,
     figure_as_picture,
     image_as_picture,
+    recorded_versions,
     write_page,
 )
-from evaluation.visualize import draw_pictures
-from mpp.config import flatten, rebuild, require
-from mpp.config.imports import require_imports
+from evaluation.visualize import pictures_folder, visualize
+from mpp.config import Config, TrainingConfig, changed_settings, flatten, rebuild, require
+from mpp.config.imports import COPIES, OPTION, files_in, name_of_import, require_imports
+from mpp.config.parsing import as_command_line, parse_saved
 from mpp.errors import UserError
 from mpp.features.drift import MOVEMENT
-from mpp.runtime.messages import counted
+from mpp.runtime.messages import counted, shortened
 from mpp.runtime.start import run_main
 from mpp.runtime.weights import BEST, ENCODER, fingerprint, has_encoder
+from mpp.training.checkpoint import kept_steps
 from mpp.training.history import (
     EVALUATED,
     GENERAL_KNN,
     History,
     after_training_began,
     best_depth,
+    last_logged_step,
+    last_value,
     lines_with,
+    probe_lines,
     series,
     values_by_depth,
 )
 from mpp.training.log import UNREADABLE_FILE, read_history
-from mpp.training.run_folder import REPORT_PAGE
-from mpp.training.verdict import ACCURACY_BASELINES, name_of_start, read_verdict
+from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, recorded_commit, saved_settings
+from mpp.training.verdict import (
+    ACCURACY_BASELINES,
+    BETWEEN_PARTS,
+    LOSS_FALLS,
+    NOT_COOLED_DOWN,
+    PROBES,
+    name_of_start,
+    read_verdict,
+)
 
 MAX_POINTS_OF_A_LINE = 200
-MAX_ROWS_OF_A_TABLE = 12
-MAX_UNREADABLE_LISTED = 20
+MAX_STEPS_OF_A_PROBE = 5
+MIN_GAIN_OVER_BASELINES = 0.03  # in accuracy
+MIN_GAIN_OVER_LAST_DEPTH = 0.01  # in accuracy
+COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
 CURVES = {
-    "Loss": ("loss", {"training": "loss", "held out": EVALUATED}),
-    "Accuracy": (
-        "accuracy (%)",
-        {
-            "held out": "heldout/accuracy",
-            "training": "accuracy",
-            "two nearest": "heldout/two_nearest",
-            "nearest": "heldout/nearest",
-            "most frequent": "heldout/most_frequent",
-        }
-        | {name: scalar for scalar, name in ACCURACY_BASELINES.items()},
+    "loss": ("loss", EVALUATED),
+    "accuracy (%)": (
+        *("accuracy", "heldout/accuracy", "heldout/two_nearest", "heldout/nearest", "heldout/most_frequent"),
+        *ACCURACY_BASELINES,
     ),
-    "Mean average precision": ("mAP (%)", {"macro": "heldout/macro_map", "micro": "heldout/micro_map"}),
-    "Explained variance": ("R2", {"held out": "heldout/r2"}),
-    "Mean absolute error": ("error", {"held out": "heldout/mae"}),
-    "Deviation of features over patches": (
-        "deviation",
-        {"targets": "target_deviation", "predictions": "prediction_deviation"},
-    ),
-    "Effective rank of the targets": ("effective rank", {"targets": "target_rank"}),
-    "Learning rate": ("learning rate", {"learning rate": "optim/lr"}),
-    "Gradient norm": ("norm, before clipping", {"gradient norm": "optim/grad_norm"}),
-    "Speed": ("images/s", {"images/s": "speed/images_per_second"}),
-    "Waiting for data": ("share of the time (%)", {"waiting": "speed/data_wait"}),
+    "mean average precision (%)": ("heldout/macro_map", "heldout/micro_map"),
+    "explained variance (R2)": ("heldout/r2",),
+    "mean absolute error": ("heldout/mae",),
+    "deviation over patches": ("target_deviation", "prediction_deviation"),
+    "rank of the targets": ("target_rank",),
+    "learning rate": ("optim/lr",),
+    "gradient norm": ("optim/grad_norm",),
+    "images/s": ("speed/images_per_second",),
+    "waiting for data (%)": ("speed/data_wait",),
 }
-"""Title of a chart over steps -> its label, and name of a line -> name of the scalar."""
+"""Label of a chart over steps -> names of its scalars."""
 PROBES_SHOWN = {
-    "knn": ("kNN accuracy", "accuracy (%)"),
-    "agreement": ("Neighbour agreement between two crops", "share (%)"),
-    GENERAL_KNN: ("kNN accuracy on general images", "accuracy (%)"),
-    "features/rank": ("Effective rank", "effective rank"),
-    MOVEMENT: ("Movement of the weights since the start", "share of their norm (%)"),
+    "knn": "kNN accuracy (%)",
+    "agreement": "neighbour agreement (%)",
+    GENERAL_KNN: "kNN of general images (%)",
+    "features/rank": "effective rank",
+    MOVEMENT: "movement of weights (%)",
 }
-"""Group of scalars by depth -> title and label of its charts."""
+"""Group of scalars by depth -> label of its chart."""
 
 
 def report(config: ReportConfig) -> Path:
@@ -116,32 +117,136 @@ def report(config: ReportConfig) -> Path:
     Raises:
         UserError: there is no run, or it has logged nothing.
     """
-    folder = find_run(config.encoder)
+    folder = find_run(tested_encoder(config))
     require(folder is not None, "encoder", config.encoder, "the folder of a run")
     require_imports(folder)
     history = read_history(folder)
     require(len(history) > 0, "encoder", folder, "a run with logged metrics: its metrics.jsonl is empty or missing")
-    path = Path(config.out) if config.out else folder / REPORT_PAGE
+    path = Path(config.out or folder / REPORT_PAGE)
     require(not path.is_dir(), "out", path, "a file")
-    start = name_of_start(begins_from_weights(folder))
+    start = name_of_start(saved_settings(folder)["model"].get("init_from"))
     sections = [
         Section("curves", "Curves", curve_blocks(history), in_columns=True),
         Section("features", "Features, by the probe", feature_blocks(history, start), in_columns=True),
-        Section("evaluations", "Evaluation of the features", evaluation_blocks(folder, path.parent)),
+        Section("evaluations", "Evaluation of the features", evaluation_blocks(folder)),
         Section("pictures", "Pictures of held-out images, weights and features", picture_blocks(config, folder)),
-        Section("images", "Unreadable images", unreadable_blocks(folder)),
-        Section("settings", "Settings, and the command to repeat the run", settings_blocks(folder)),
-        Section("machine", "Versions and machine", machine_blocks()),
+        Section("settings", "The command to repeat the run, and versions", settings_blocks(folder)),
     ]
-    verdict = read_verdict(folder)
-    warnings = [
-        f"{each['check']} (since step {each['step']}): {each['message']}"
-        for each in verdict.get("warnings", [])
-        if each["check"] in verdict["off"]
-    ]
-    write_page(path, Page(str(folder), subtitle(folder, history), verdict_points(folder, history), warnings, sections))
+    points = verdict_points(folder, history)
+    write_page(path, Page(str(folder), describe_run(folder, history), points, warnings_of(folder), sections))
     print(f"wrote {path}: {path.stat().st_size / 1e6:.1f} MB, one file")
     return path
+
+
+# --- the head of the page ---
+
+
+def describe_run(folder: Path, history: History) -> str:
+    """The model, its training, its images, and how long it was trained."""
+    settings, verdict = saved_settings(folder), read_verdict(folder)
+    objective = settings["objective"].get("name")
+    method = f"pre-trained by {objective} ({settings['network'].get('name', 'predictor')})" if objective else "trained"
+    hours = last_value(history, "speed/hours")
+    parts = [
+        verdict.get("model") or settings["model"].get("name"),
+        f"{method} on {settings['data'].get('path') or 'the birds of mpp'}",
+        verdict.get("images"),
+        f"{last_logged_step(history):,} of {settings['run'].get('steps', 0):,} steps "
+        f"of {settings['optim'].get('global_batch_size', '?')} images",
+        hours and f"{hours:.3g} hours of training, with its evaluations",
+    ]
+    return "; ".join(map(str, filter(None, parts)))
+
+
+def verdict_points(folder: Path, history: History) -> list[tuple[str, str]]:
+    """Sentences of the verdict, each with the section of the page that shows it, and next steps, which have none."""
+    line = read_verdict(folder).get("line", "the run was not evaluated, or verdict.json is gone")
+    parts = [part for part in line.split(BETWEEN_PARTS) if not part.startswith("warnings")]  # they have their own place
+    done, steps = last_logged_step(history), saved_settings(folder)["run"].get("steps", 0)
+    if done < steps:
+        parts.insert(0, f"the run is not finished: it logged {done:,} of {steps:,} steps")
+        advice = ["the command that started the run continues it"]
+    else:
+        advice = next_steps(folder, history, parts)
+    points = [(part, "features" if part.startswith(tuple(PROBES.values())) else "curves") for part in parts]
+    return points + [(f"Next: {each}", "") for each in advice]
+
+
+def warnings_of(folder: Path) -> list[str]:
+    """The warnings of the last verdict, and images that could not be decoded."""
+    verdict = read_verdict(folder)
+    warnings = []
+    for each in verdict.get("warnings", []):
+        if each["check"] in verdict["off"]:
+            warnings.append(f"{each['check']} (since step {each['step']}): {each['message']}")
+    file = folder / UNREADABLE_FILE
+    unreadable = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    if unreadable:
+        several = counted(len(unreadable), "image")
+        warnings.append(f"{several} could not be decoded, others were taken instead: {shortened(unreadable)}")
+    return warnings
+
+
+# --- next steps ---
+
+
+def next_steps(folder: Path, history: History, parts: Sequence[str]) -> list[str]:
+    """Advice on how to continue after a finished run.
+
+    Args:
+        parts: of the verdict.
+    """
+    reasons = [part for part in parts if part.startswith((LOSS_FALLS, NOT_COOLED_DOWN))]
+    advice = [f"train longer ({', '.join(reasons)}): {describe_growth(folder)}"] if reasons else []
+    if config_class_of(saved_settings(folder)) in CLASSIFIERS:
+        return [*advice, f"predict new images: mpp predict --classifier {folder} --data.path NEW_IMAGES"]
+    advice += advice_on_features(folder, history)
+    return advice or [
+        f"evaluate the features with labels (mpp fewshot --encoder {folder}), or fine-tune (mpp finetune)"
+    ]
+
+
+def describe_growth(folder: Path) -> str:
+    """The way to continue a finished run, by its schedule."""
+    config = read_settings(folder)
+    if config is None:
+        return "raise run.steps"
+    if config.is_fine_tuning:
+        return "the same command with a larger run.steps and another run.dir"
+    steps = config.run.steps
+    stable = config.optim.stable_steps(steps)
+    if stable not in kept_steps(folder):
+        start = shlex.quote(str(folder))
+        return f"another run from this encoder (--model.init_from {start}); optim.schedule wsd can continue"
+    trunk = shlex.quote(f"{folder}@{stable}")
+    branch = f"--run.branch_from {trunk} --run.dir NEW --optim.schedule wsd --run.steps N"
+    return f"the same command with a larger run.steps; cooled down: {branch}" if stable == steps else branch
+
+
+def advice_on_features(folder: Path, history: History) -> list[str]:
+    """Advice drawn from the probe: features hardly above their baselines, or best before the last depth."""
+    group, lines = probe_lines(history)
+    if not after_training_began(lines):
+        return []
+    advice = []
+    first, last = lines[0], lines[-1]
+    depth, accuracy = best_depth(last, group)
+    if first["step"] == 0:
+        baseline = max(best_depth(first, group)[1], first.get(f"{group}/floor_pixels", 0))
+        if baseline + MIN_GAIN_OVER_BASELINES >= 1:
+            advice.append(
+                f"the probe is saturated: the start or pixel colours already reach {baseline:.1%}, so it cannot tell "
+                "features apart; evaluate with harder labels (--data.path, --data.label_column)"
+            )
+        elif accuracy < baseline + MIN_GAIN_OVER_BASELINES:
+            advice.append(
+                "the features are hardly better than the start or pixel colours: more images, more steps or another "
+                f"objective; they may still fine-tune well (mpp finetune --encoder {folder})"
+            )
+    by_depth = values_by_depth(last, group)
+    if accuracy >= by_depth[max(by_depth)] + MIN_GAIN_OVER_LAST_DEPTH:
+        advice.append(f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)")
+    return advice
 
 
 # --- curves ---
@@ -151,159 +256,156 @@ def curve_blocks(history: History) -> list[Block]:
     """The charts of CURVES that the run has logged since training began."""
     trained = after_training_began(history)
     blocks: list[Block] = []
-    for title, (label, scalars) in CURVES.items():
-        blocks += chart(title, {name: dict(series(trained, scalar)) for name, scalar in scalars.items()}, label)
+    for label, scalars in CURVES.items():
+        lines = {}
+        for name in scalars:
+            points = series(trained, name)
+            lines[name] = dict(points[place] for place in evenly_spaced(len(points), MAX_POINTS_OF_A_LINE))
+        blocks += chart(label, lines)
     return blocks
 
 
 def feature_blocks(history: History, start: str) -> list[Block]:
-    """Each probe over steps at some depths, and by depth with the start and pixel colours.
+    """Each probe by depth: before training, at some steps and at the last, and of pixel colours.
 
     Args:
         start: the name of the weights at step 0: see `name_of_start`.
     """
     blocks: list[Block] = []
-    for group, (title, label) in PROBES_SHOWN.items():
-        lines = lines_with(history, group)
-        if not lines:
-            continue
-        first, last = lines[0], lines[-1]
-        depths = sorted(values_by_depth(last, group))
-        shown = sorted({depths[0], depths[len(depths) // 2], depths[-1], best_depth(last, group)[0]})
-        over_steps = {f"depth {depth}": dict(series(history, f"{group}/depth_{depth:02d}")) for depth in shown}
-        by_depth = {f"after {counted(int(last['step']), 'step')}": values_by_depth(last, group)}
-        if first["step"] == 0 and len(lines) > 1:
-            by_depth[start] = values_by_depth(first, group)
-        if f"{group}/floor_pixels" in first:
-            by_depth["pixel colours"] = dict.fromkeys(depths, first[f"{group}/floor_pixels"])
-        blocks += chart(title, over_steps, label) + chart(f"{title} by depth", by_depth, label, "depth (blocks)")
+    for group, label in PROBES_SHOWN.items():
+        probed = lines_with(history, group)
+        by_depth = {}
+        for place in evenly_spaced(len(probed), MAX_STEPS_OF_A_PROBE):
+            step = int(probed[place]["step"])
+            by_depth[f"after {counted(step, 'step')}" if step else start] = values_by_depth(probed[place], group)
+        if probed and f"{group}/floor_pixels" in probed[0]:
+            floor = probed[0][f"{group}/floor_pixels"]
+            by_depth["pixel colours"] = dict.fromkeys(values_by_depth(probed[0], group), floor)
+        blocks += chart(label, by_depth, "depth (blocks)")
     return blocks or [Text("kNN, agreement, rank: not probed (probe.every)")]
 
 
-def chart(title: str, lines: dict[str, dict[int, float]], label: str, x_label: str = "steps") -> list[Picture]:
-    """A chart of lines, name -> x -> y, with its numbers at some x; none without numbers."""
-    numbers = pd.DataFrame({name: pd.Series(line, dtype=float) for name, line in lines.items()}).sort_index()
-    numbers = numbers.where(numbers.abs() < math.inf).dropna(axis=1, how="all")
-    if numbers.empty:
-        return []
-    drawn = {name: thinned(line.dropna(), MAX_POINTS_OF_A_LINE).to_dict() for name, line in numbers.items()}
-    form = "{:.1%}" if label.endswith(IN_PERCENT) else "{:.4g}"
-    listed = thinned(numbers.ffill(), MAX_ROWS_OF_A_TABLE).map(form.format).replace(form.format(math.nan), "-")
-    table = Table([x_label, *numbers], listed.reset_index().astype(str).values.tolist())
-    return [figure_as_picture(plot_series(drawn, label, x_label), title, table)]
-
-
-def thinned(numbers: Any, count: int) -> Any:
-    """At most `count` rows, evenly spaced, the first and the last among them."""
-    return numbers.iloc[evenly_spaced(len(numbers), count)]
+def chart(label: str, lines: dict[str, dict[int, float]], x_label: str = "steps") -> list[Picture]:
+    """A chart of lines, name -> x -> y; none where no line has a point."""
+    drawn = {name: line for name, line in lines.items() if line}
+    return [figure_as_picture(plot_series(drawn, label, x_label), label)] if drawn else []
 
 
 # --- results of evaluations ---
 
 
-def evaluation_blocks(folder: Path, page_folder: Path) -> list[Block]:
-    """A table of the results of the evaluation commands, linked from a page in `page_folder`, and their details.
+def evaluation_blocks(folder: Path) -> list[Block]:
+    """A table of the results of the evaluation commands, and their confusion matrices.
 
     A report without a digest of its weights counts as the run's; one of other weights is not shown.
     """
-    blocks: list[Block] = []
-    details: list[Block] = []
-    rows = []
+    rows, matrices, problems = [], [], []
     weights = {fingerprint(folder / name) for name in (ENCODER, BEST) if has_encoder(folder / name)}
     for file in [*reports_of_training(folder), *sorted((folder / "evaluation").glob("*.json"))]:
         if of_learned_weights(file) != file and of_learned_weights(file).is_file():
             continue  # random weights stand next to these
         try:
-            report = json.loads(file.read_text(encoding="utf-8"))
-            protocol = report.get("protocol") or {}
-            known = None if protocol.get("checkpoint") else protocol.get("weights")
-            if known and weights and known not in weights:  # the run was trained again, or longer
-                blocks.append(Text(f"{file.name}: it is of other weights than those of the run now; evaluate again"))
-                continue
-            rows += rows_of_evaluation(file, report, page_folder)
-            details += details_of_evaluation(file)
-        except (UserError, OSError, ValueError, AttributeError, KeyError, TypeError):
-            blocks.append(Text(f"{file.name}: it is not a report of an evaluation"))
+            report = read_report(file)
+        except UserError as error:
+            problems.append(Text(str(error)))
+            continue
+        protocol = report.get("protocol", {})
+        known = None if protocol.get("checkpoint") else protocol.get("weights")
+        if known and weights and known not in weights:  # the run was trained again, or longer
+            problems.append(Text(f"{file.name}: it is of other weights than those of the run now; evaluate again"))
+            continue
+        rows += rows_of_evaluation(file, report)
+        confusion = file.with_name(file.stem + CONFUSION_FILE)
+        if confusion.is_file():
+            matrices.append(image_as_picture(confusion, f"Confusion matrix of {file.stem}"))
     if not rows:
-        return [*blocks, Text(f"Few-shot, linear probe: not run yet (mpp fewshot --encoder {folder})")]
+        return [*problems, Text(f"Few-shot, linear probe: not run yet (mpp fewshot --encoder {folder})")]
     value = "value (95% interval over test images)"
     headings = ["evaluation", "case", "score", value, "without an image", "random weights"]
-    return [Table(headings, rows, "Results of the evaluation commands"), *details, *blocks]
+    return [Table(headings, rows, "Results of the evaluation commands"), *matrices, *problems]
 
 
-def rows_of_evaluation(file: Path, report: dict[str, Any], page_folder: Path) -> list[list[str | Link]]:
+def rows_of_evaluation(file: Path, report: dict[str, Any]) -> list[list[str]]:
     """A row for each case of an evaluation's report."""
-    link = Link(file.stem, quote(os.path.relpath(file, page_folder)))
-    summary = report.get("summary") or {}
-    if not summary and file.name in REPORTS_OF_TRAINING:
-        summary = summarize_accuracies(report["results"], "seed")
-    kind = kind_of_report(report)
-    way = way_to_random_weights(file, report)
-    of_random = scores_of_random_weights(file, report)
-    rows: list[list[str | Link]] = []
-    for case, scores in summary.items():
-        random = f"not evaluated ({way})" if way else "-"
-        random = kind.text_of_scores(of_random[case]) if case in of_random else random
-        rows.append([link, case, kind.score_title, kind.text_of_scores(scores), describe_baselines(report), random])
+    seeded = [result for result in report["results"] if "seed" in result]
+    kind, way = kind_of_report(report), way_to_random_weights(file, report)
+    of_random, not_evaluated = scores_of_random_weights(file, report), f"not evaluated ({way})" if way else "-"
+    rows = []
+    for case, scores in (report.get("summary") or summarize_accuracies(seeded, "seed")).items():
+        random = kind.text_of_scores(of_random[case]) if case in of_random else not_evaluated
+        value, baselines = kind.text_of_scores(scores), describe_baselines(report)
+        rows.append([file.stem, case, kind.score_title, value, baselines, random])
     return rows
 
 
-def details_of_evaluation(file: Path) -> list[Block]:
-    """The table by class and the confusion matrix that the evaluation wrote next to its report, if it did."""
-    blocks: list[Block] = []
-    by_class, confusion = (file.with_name(file.stem + suffix) for suffix in (CLASSES_SUFFIX, CONFUSION_FILE))
-    if by_class.is_file():
-        cells = pd.read_csv(by_class, dtype=str, keep_default_na=False)
-        blocks.append(Table([*cells], cells.values.tolist(), f"{file.stem}, by class", folded=True))
-    if confusion.is_file():
-        blocks.append(image_as_picture(confusion, f"Confusion matrix of {file.stem}"))
-    return blocks
-
-
-# --- pictures and images ---
+# --- pictures ---
 
 
 def picture_blocks(config: ReportConfig, folder: Path) -> list[Block]:
     """The pictures of `mpp visualize`: those in the run folder that are newer than the encoder, the others drawn."""
-    if not (folder / ENCODER).is_dir():
+    encoder = folder / ENCODER / "config.json"
+    if not encoder.is_file():
         return [Text("Pictures: there is no encoder yet; it is written when the run ends")]
     settings = rebuild(VisualizeConfig(), flatten(config) | {"encoder": str(folder), "out": None})
-    kept_in = folder / "evaluation" / f"pictures{report_suffix(settings)}"
-    files = {name: kept_in / f"{name}.png" for name in settings.pictures}
-    written = (folder / ENCODER / "config.json").stat().st_mtime
+    files = {name: pictures_folder(settings) / f"{name}.png" for name in settings.pictures}
 
     def is_current(name: str) -> bool:
-        return files[name].is_file() and files[name].stat().st_mtime >= written
+        return files[name].is_file() and files[name].stat().st_mtime >= encoder.stat().st_mtime
 
     others = tuple(name for name in files if not is_current(name))
     missing = {}
     try:
         if others:
-            splits = load_unchanged_splits_of(config.encoder, config.data)
-            missing = draw_pictures(rebuild(settings, {"pictures": others}), splits)
+            splits = load_unchanged_splits_of(str(folder), config.data)
+            missing = visualize(rebuild(settings, {"pictures": others}), splits)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
     shown = [image_as_picture(files[name], name.replace("_", " ")) for name in files if is_current(name)]
     return [*shown, *(Text(f"{name}: {reason}") for name, reason in missing.items())]
 
 
-def unreadable_blocks(folder: Path) -> list[Block]:
-    """Images that could not be decoded."""
-    file = folder / UNREADABLE_FILE
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    if not lines:
-        return [Text("All images were decoded.")]
-    said = (
-        f"{counted(len(lines), 'image')} could not be decoded; training took others instead. {UNREADABLE_FILE} has all."
-    )
-    return [Text(said), Text("\n".join(lines[:MAX_UNREADABLE_LISTED]), code=True)]
+# --- settings ---
+
+
+def settings_blocks(folder: Path) -> list[Block]:
+    """The command that repeats the run, or its settings where no command does; and the versions of this process."""
+    config = read_settings(folder)
+    if type(config) in COMMANDS:
+        shown = command_to_repeat(config, folder)
+    else:
+        shown = (folder / CONFIG_FILE).read_text(encoding="utf-8", errors="replace")
+    versions = ", ".join(f"{name} {version}" for name, version in recorded_versions().items())
+    return [
+        Text(shown, code=True),
+        Text(f"{CONFIG_FILE} in the run folder has all settings. This page was written by {versions}."),
+    ]
+
+
+def read_settings(folder: Path) -> TrainingConfig | None:
+    """The settings of a run. None: they are of another version of mpp."""
+    config_class = config_class_of(saved_settings(folder))
+    with suppress(UserError):
+        return config_class and parse_saved(config_class, folder / CONFIG_FILE)
+    return None
+
+
+def command_to_repeat(config: TrainingConfig, folder: Path) -> str:
+    """The command that repeats a run in a folder next to its own, with the run's precision and revision of the data.
+
+    A branch is repeated from its first step: the bits are the same, and its trunk may be gone.
+    """
+    revision = recorded_commit(folder) or config.data.revision
+    always = {"run.precision": config.run.precision, "run.dir": f"{folder}_again"}
+    settings = changed_settings(rebuild(config, {"run.branch_from": None, "data.revision": revision})) | always
+    imports = dict.fromkeys(f"{OPTION}={name_of_import(file)}" for file in files_in(folder / COPIES))
+    return shlex.join(["mpp", COMMANDS[type(config)], *imports, *as_command_line(settings)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page with the settings of the command line, or of `arguments`."""
     # without its images a run still has curves, so other images than the run's are not refused here
     config, _ = read_with_images(ReportConfig, arguments, encoder_of=tested_encoder)
-    report(rebuild(config, {"encoder": tested_encoder(config)}))
+    report(config)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from test_growth import WSD, encoder_of
 from test_verdict import CONFIG, config_of, evaluation
 
 from evaluation import check
-from evaluation.pages.about import command_to_repeat, next_steps, verdict_points
+from evaluation.report import command_to_repeat, next_steps, verdict_points
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.errors import UserError
@@ -73,8 +73,8 @@ def test_a_branch_is_repeated_without_its_trunk():
 @pytest.mark.parametrize("kind", ["constant", "wsd"])
 def test_advice_to_train_longer_is_a_command_that_works(pretrain, tmp_path, kind):
     run = pretrain(*(CONSTANT if kind == "constant" else WSD))
-    advice, *_ = next_steps(run, read_history(run), finished=True, parts=[LOSS_FALLS])
-    assert advice.startswith("train longer, since the held-out loss still falls: ")
+    advice, *_ = next_steps(run, read_history(run), [LOSS_FALLS])
+    assert advice.startswith(f"train longer ({LOSS_FALLS}): ")
     options = re.search(r"--run\.branch_from .*? --run.steps \w+", advice)[0]
     words = shlex.split(options.replace("NEW", str(tmp_path / "new")).replace("steps N", "steps 8"))
     words = [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
@@ -86,14 +86,14 @@ def test_advice_to_train_longer_is_a_command_that_works(pretrain, tmp_path, kind
 
 
 def test_advice_to_train_longer_of_a_cosine_run_is_another_run(trained):
-    advice, *_ = next_steps(trained, read_history(trained), finished=True, parts=[LOSS_FALLS])
+    advice, *_ = next_steps(trained, read_history(trained), [LOSS_FALLS])
     assert f"another run from this encoder (--model.init_from {trained})" in advice
 
 
 def test_a_run_that_is_not_cooled_down_is_advised_to(pretrain):
     run = pretrain(*CONSTANT)
-    advice, *_ = next_steps(run, read_history(run), finished=True, parts=[NOT_COOLED_DOWN])
-    assert "cool down before the features are compared, or train longer: the same command with a larger run" in advice
+    advice, *_ = next_steps(run, read_history(run), [NOT_COOLED_DOWN])
+    assert f"train longer ({NOT_COOLED_DOWN}): the same command with a larger run" in advice
 
 
 def test_a_check_counts_the_steps_and_checkpoints_of_a_branch(pretrain, tmp_path, capsys):

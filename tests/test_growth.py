@@ -8,9 +8,9 @@ import stat
 import pytest
 from conftest import Killed, kill_at, read_metrics
 
-from evaluation.pages.about import describe_growth
+from evaluation.report import describe_growth
 from mpp.config import Config, OptimConfig
-from mpp.config.parsing import parse, parse_saved
+from mpp.config.parsing import parse
 from mpp.errors import UserError
 from mpp.pretrain import Pretraining
 from mpp.training import run_folder
@@ -126,7 +126,7 @@ def test_a_trunk_keeps_its_warm_up(pretrain, tmp_path):
 
 def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, capsys):
     run = pretrain(*WSD)
-    advice = describe_growth(parse_saved(Config, run / "config.yaml"), run)
+    advice = describe_growth(run)
     assert advice.startswith(f"--run.branch_from {run}@2 --run.dir NEW")
     with pytest.raises(UserError, match=f"step 3 would have been another.*--run.branch_from {run}@STEP"):
         pretrain(*WSD, "--run.steps=8")
@@ -137,7 +137,7 @@ def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, ca
 
 def test_a_cosine_run_cannot_grow_and_says_so(pretrain, tmp_path, capsys):
     run = pretrain()
-    advice = describe_growth(parse_saved(Config, run / "config.yaml"), run)
+    advice = describe_growth(run)
     assert advice.startswith(f"another run from this encoder (--model.init_from {run})")
     with pytest.raises(UserError, match=r"step 1 would have been another.*optim.schedule wsd"):
         pretrain("--run.steps=8")

@@ -14,9 +14,7 @@ from conftest import encoded, picture
 from einops import rearrange
 from PIL import Image
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from evaluation import visualize
 from evaluation.figures.images import grid_of_images
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.patches.features import patch_features
@@ -25,11 +23,11 @@ from evaluation.pictures import (
     attention_rollout,
     colors_of,
     components_by_depth,
-    extend_rollout,
     filter_components,
     mean_distance,
     patch_distances,
     patch_similarity,
+    place_on_grid,
     position_similarity,
     read_attention,
 )
@@ -135,14 +133,17 @@ def test_attention_is_that_of_the_forward_pass():
 
 
 @pytest.mark.parametrize("residual", [False, True])
-def test_rollout_rows_sum_to_one_and_multiply_in_order(residual):
-    layers = torch.randn(3, 2, 4, 7, 7, generator=seeded()).softmax(-1)
-    rollout = None
-    for layer in layers:
-        rollout = extend_rollout(rollout, layer, residual)
-    torch.testing.assert_close(rollout.sum(-1), torch.ones(2, 7))
-    first, second, third = layers.mean(2) / (1 + residual) + residual * torch.eye(7) / 2
-    torch.testing.assert_close(rollout, third @ second @ first)
+def test_rollout_multiplies_the_layers_in_order(residual):
+    encoder, images = vit(), noise(2)
+    for block in encoder.model.blocks:
+        torch.nn.init.normal_(block.attn.qkv.weight, generator=seeded())  # far from uniform
+    layers = torch.stack(read_attention(encoder, images, lambda weights: weights.mean(1)))
+    first, second, third = layers / (1 + residual) + residual * torch.eye(17) / 2
+    rollout = third @ second @ first
+    for start, row in (("class", rollout[:, 0]), ("patches", rollout[:, 1:].mean(1))):
+        expected = row[:, 1:] / row[:, 1:].mean(1, keepdim=True)
+        found = attention_rollout(encoder, images, residual, start)
+        torch.testing.assert_close(found.flatten(1), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("start", ["class", "patches"])
@@ -252,7 +253,7 @@ def test_patch_features_are_the_models_own_in_their_places():
 
 def test_entropy_lands_on_its_patch():
     values = torch.arange(8.0).view(1, 2, 4)  # two patches of 2 x 2 cells
-    whole = visualize.place_on_grid(values, torch.tensor([[3, 0]]), grid=(2, 2))
+    whole = place_on_grid(values, torch.tensor([[3, 0]]), grid=(2, 2))
     assert whole[0, 2:, 2:].tolist() == [[0, 1], [2, 3]]
     assert whole[0, :2, :2].tolist() == [[4, 5], [6, 7]]
     assert whole.isnan().sum() == 8
@@ -262,8 +263,7 @@ def test_entropy_lands_on_its_patch():
 def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
     out = draw(finished_run, tmp_path / "pictures", *FEW)
     assert "no " not in capsys.readouterr().out.replace("note", "")
-    events = EventAccumulator(str(out)).Reload()
-    assert set(events.Tags()["images"]) == ALL
+    assert drawn_in(out) == ALL
     for name in ALL:
         image = Image.open(out / f"{name}.png")
         assert image.width <= 900

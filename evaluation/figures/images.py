@@ -1,9 +1,8 @@
 """Figures that show images: one grid for all pictures."""
 
 import math
-import textwrap
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Sequence
+from itertools import chain, zip_longest
 
 import matplotlib
 import numpy as np
@@ -16,7 +15,6 @@ from evaluation.figures.charts import VALUE_COLORS, WIDTH, figure_style
 
 MIN_HEIGHT = 2.4  # inches, for the label of a colour bar
 BAR_WIDTH = 0.8  # inches, of a colour bar with its label
-LETTERS_AN_INCH = 11  # of a title
 MAX_COLORS_OF_CLASSES = 20
 
 
@@ -36,7 +34,7 @@ def grid_of_images(
         images: colours (H, W, 3), or values (h, w).
         columns: images in a row.
         titles: of the images; of the first ones, where there are fewer.
-        bar: label of the bar with the colours of the values; "": there is none.
+        bar: label of the bar with the colours of the values, if there are some; "": no bar.
         limits: the values of the first and the last colour; None: the smallest, the largest of all.
         side: inches of an image's width, at most.
     """
@@ -45,7 +43,7 @@ def grid_of_images(
     side = min(side, (WIDTH - BAR_WIDTH) / columns)
     size = side * columns + BAR_WIDTH, max(MIN_HEIGHT, 0.6 + rows * (side * height / width + 0.2))
     figure = Figure(size, layout="constrained")
-    figure.suptitle(textwrap.fill(title, round(LETTERS_AN_INCH * size[0])), fontsize=10)
+    figure.suptitle(title, fontsize=10, wrap=True)
     grid = figure.subplots(rows, columns, squeeze=False)
     colors = Normalize(*limits)
     colors.autoscale_None(np.concatenate([image[np.isfinite(image)] for image in images if image.ndim == 2] or [[]]))
@@ -54,9 +52,14 @@ def grid_of_images(
         axes.set_title(text or "", fontsize=8)
         if image is not None:
             axes.imshow(image, VALUE_COLORS, colors, interpolation="nearest", extent=(0, width, height, 0))
-    if bar:
+    if bar and colors.scaled():
         figure.colorbar(ScalarMappable(colors, VALUE_COLORS), ax=grid, label=bar, shrink=min(1, 2 / rows))
     return figure
+
+
+def side_by_side(*columns: Iterable[NDArray]) -> list[NDArray]:
+    """The first image of each column, then the second ones, and so on."""
+    return [*chain(*zip(*columns, strict=True))]
 
 
 def plot_segmentation(images: NDArray[np.uint8], columns: dict[str, NDArray[np.int64]], classes: int) -> Figure:
@@ -68,11 +71,6 @@ def plot_segmentation(images: NDArray[np.uint8], columns: dict[str, NDArray[np.i
     """
     colors = matplotlib.colormaps["tab20" if classes > 2 else "cividis"].with_extremes(bad="0.9")
     count = min(classes, MAX_COLORS_OF_CLASSES)
-    shown = []
-    for number, pixels in enumerate(images):
-        shown.append(pixels)
-        for masks in columns.values():
-            known = np.ma.masked_where(masks[number] < 0, masks[number] % count)
-            shown.append(colors(known / max(1, count - 1)))
+    painted = [colors(np.ma.masked_less(masks, 0) % count / max(1, count - 1)) for masks in columns.values()]
     title = "classes of held-out images, from features of patches"
-    return grid_of_images(shown, 1 + len(columns), title, ["original", *columns])
+    return grid_of_images(side_by_side(images, *painted), 1 + len(columns), title, ["original", *columns])
