@@ -145,21 +145,17 @@ class ImagePredictions:
                 logits = network(batch.pixels.to(self.accelerator.device)).cpu()
             yield self.table(batch, logits)
 
-    @property
-    def probability_columns(self) -> list[str]:
-        """Columns with the probability of each class; none, of a number or where they are not wanted."""
-        return [f"p_{name}" for name in self.classifier.class_names if self.config.probabilities]
-
     def table(self, batch: ImageBatch, logits: Tensor) -> pa.Table:
         """The rows of a batch with these logits (n, C)."""
-        kind, names = self.classifier.label_kind, np.array(self.classifier.class_names, object)
+        kind, names = self.classifier.label_kind, np.array(self.classifier.class_names, str)
         columns: dict[str, pa.Array] = {}
         if kind == "number":
             probabilities = logits.numpy()  # which have no columns
             columns["number"] = batch.column(probabilities[:, 0])
         elif kind == "several":
             probabilities = logits.double().sigmoid().float().numpy()
-            columns["classes"] = batch.column([SEPARATOR.join(names[row]) for row in probabilities > THRESHOLD])
+            likely = [SEPARATOR.join(names[row]) for row in probabilities > THRESHOLD]
+            columns["classes"] = batch.column(likely, pa.string())
         else:
             probabilities = logits.double().softmax(1).float().numpy()
             order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.config.top].numpy()
@@ -176,8 +172,8 @@ class ImagePredictions:
         if self.labelled and kind == "class":
             right = [each and name in each for name, each in zip(names[order[:, 0]], labels, strict=True)]
             columns["right"] = batch.column(right, pa.bool_())
-        by_class = zip(self.probability_columns, probabilities.T, strict=False)
-        return batch.table(columns, self.data, {name: batch.column(values) for name, values in by_class})
+        by_class = zip(names if self.config.probabilities else [], probabilities.T, strict=False)
+        return batch.table(columns, self.data, {f"p_{name}": batch.column(values) for name, values in by_class})
 
     def outcomes(self, images: ImageDataset, rows: pd.DataFrame) -> Outcomes | None:
         """Targets and predictions of the images of a split that have both; None: there are none.
@@ -196,7 +192,8 @@ class ImagePredictions:
             return Outcomes(kind, labels, rows["number"].to_numpy(float))
         if kind == "several":
             marks = pd.DataFrame(labels, columns=images.class_names).reindex(columns=names, fill_value=0)
-            return Outcomes(kind, marks.to_numpy(np.int8), rows[self.probability_columns].to_numpy(float), names)
+            probabilities = rows[[f"p_{name}" for name in names]].to_numpy(float)
+            return Outcomes(kind, marks.to_numpy(np.int8), probabilities, names)
         occurring = {images.class_names[number] for number in np.unique(labels[labels >= 0])}
         index = pd.Index([*names, *sorted(occurring - {*names})])  # those that the classifier does not know come last
         numbers = np.append(index.get_indexer(images.class_names), -1)  # -1, where an image has fewer, stays
@@ -226,7 +223,7 @@ def has_known_labels(splits: Sequence[ImageDataset], class_names: Sequence[str])
     unknown = [name for name in names if name not in class_names]
     knows_some = len(unknown) < len(names)
     if unknown:
-        none = f"no figures, as its classes are {shortened([*class_names])} (data.label_column chooses another column)"
+        none = "there are no figures; data.label_column chooses another column"
         effect = "such a label counts as none, or as wrong" if knows_some else none
         warn(f"the classifier does not know the labels {shortened(unknown)}: {effect}")
     return knows_some

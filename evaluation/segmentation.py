@@ -149,7 +149,7 @@ def evaluate_depths(
 
 def evaluate_readings(features: LabelledFeatures, config: SegmentationConfig) -> list[EvaluatedReading]:
     """Test each reading; the learning rate is chosen on the dev split."""
-    evaluated = []
+    fitted: list[EvaluatedReading] = []
     if "linear" in config.readings:
         scores: dict[float, float | None] = dict.fromkeys(config.lr)
         if len(scores) > 1:
@@ -158,13 +158,11 @@ def evaluate_readings(features: LabelledFeatures, config: SegmentationConfig) ->
                 scores[lr] = score_of(outcomes_of(fit_linear(dev, config, lr, config.seeds[0]), dev))
         lr = best_choice(scores)
         for seed in config.seeds:
-            reading = fit_linear(features, config, lr, seed)
             result = {"case": "linear", "seed": seed, "lr": lr, "dev_accuracy": scores[lr]}
-            evaluated.append((result | {"outcomes": outcomes_of(reading, features)}, reading))
+            fitted.append((result, fit_linear(features, config, lr, seed)))
     if "knn" in config.readings:
-        reading = fit_neighbours(features, config)
-        evaluated.append(({"case": "knn", "seed": 0, "outcomes": outcomes_of(reading, features)}, reading))
-    return evaluated
+        fitted.append(({"case": "knn", "seed": 0}, fit_neighbours(features, config)))
+    return [(result | {"outcomes": outcomes_of(reading, features)}, reading) for result, reading in fitted]
 
 
 def outcomes_of(reading: Reading, features: LabelledFeatures) -> Outcomes:

@@ -194,7 +194,7 @@ def test_labels_give_an_accuracy_and_unknown_ones_are_named(run_with_head, tmp_p
 def test_labels_of_other_classes_give_no_accuracy(run_with_head, image_folder, tmp_path, capsys):
     out = predict_to(tmp_path / "p.csv", run_with_head / "evaluation" / "birds_head", image_folder)
     assert "right" not in read_csv(out)[0]
-    assert "the classifier does not know the labels cat, dog: no figures" in capsys.readouterr().err
+    assert "the classifier does not know the labels cat, dog: there are no figures" in capsys.readouterr().err
 
 
 def test_a_list_of_images_is_predicted_without_labels(run_with_head, class_images, tmp_path):

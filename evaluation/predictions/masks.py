@@ -140,16 +140,13 @@ class MaskPredictions:
         resized = functional.resize(pixels, covering, functional.InterpolationMode.BILINEAR, antialias=True)
         starts = [window_starts(*each) for each in zip(covering, size, strict=True)]
         places = [np.s_[:, top : top + size[0], left : left + size[1]] for top, left in product(*starts)]
-        total = torch.zeros(self.classifier.classes, *covering)
-        count = torch.zeros(1, *covering)
-        for first in range(0, len(places), WINDOWS_PER_FORWARD):
-            chosen = places[first : first + WINDOWS_PER_FORWARD]
-            windows = torch.stack([resized[place] for place in chosen])
-            with self.accelerator.autocast():
-                logits = self.classifier.network(windows.to(self.accelerator.device)).cpu()
-            for place, of_window in zip(chosen, logits, strict=True):
-                total[place] += of_window
-                count[place] += 1
+        windows = torch.stack([resized[place] for place in places]).split(WINDOWS_PER_FORWARD)
+        with self.accelerator.autocast():
+            logits = [self.classifier.network(block.to(self.accelerator.device)).cpu() for block in windows]
+        total, count = torch.zeros(self.classifier.classes, *covering), torch.zeros(1, *covering)
+        for place, of_window in zip(places, torch.cat(logits), strict=True):
+            total[place] += of_window
+            count[place] += 1
         return total / count
 
     def outcomes(self, images: ImageDataset, rows: pd.DataFrame) -> Outcomes | None:
