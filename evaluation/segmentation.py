@@ -62,11 +62,11 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     accelerator = start_alone(config.frozen.run_settings(config.precision), "patches are evaluated")
     path = report_path_of_command(config, "segmentation")
     splits = train, test = load_masked_images(config.data, loaded)
-    check_labels_unseen(config.frozen.weights, config.data, train.images, test.images)
-    images = f"{counted(len(train.images), 'image')} with masks to learn from, {len(test.images)} to evaluate on"
+    check_labels_unseen(config.frozen.weights, config.data, train, test)
+    images = f"{counted(len(train), 'image')} with masks to learn from, {len(test)} to evaluate on"
     print(f"{describe_source(config.data)}: {images}")
     for split in splits:
-        warn_of_turned_images(*split, config.data)
+        warn_of_turned_images(split, config.data)
     encoder = open_patch_encoder(config.frozen, config.data)
 
     with deaths_explained():
@@ -77,7 +77,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         if config.images:
             picture = path.with_suffix(".pictures.png")
             readings = {result["case"]: reading for result, reading in evaluated}  # of several seeds the last
-            views = masked_views(encoder, test, config)
+            views = masked_views(encoder, test, config.data)
             draw_predictions(views, extracted, readings, config.images).savefig(picture, dpi=DPI)
             print(f"wrote {picture}")
         extracted.by_depth.clear()  # before those of a baseline are in memory, too
@@ -104,7 +104,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
             depth=report["protocol"]["chosen_depth"],
             input=describe_input(encoder, config.data, accelerator),
             **describe_encoder(config.frozen),
-            learned=describe_training_images(config.data, train.images),
+            learned=describe_training_images(config.data, train),
         )
         save_head(path.with_name(f"{path.stem}_head"), reading, description, config.seeds)
     return report

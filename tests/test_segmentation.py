@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import dataset_of, encoded, picture
+from conftest import encoded, picture
 from image_files import npy, tiff
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
@@ -78,13 +78,12 @@ def images_with_masks(images: list[bytes], masks: list[bytes], mask_column: str)
     return datasets.Dataset.from_dict(cells, features)
 
 
-def undecoded_images(images: list[bytes]) -> ImageDataset:
-    rows = dataset_of(images).cast_column("image", datasets.Image(decode=False))
+def undecoded(images: list[bytes], masks: list[bytes]) -> ImageDataset:
+    """Images with masks, as `attach_masks` returns them."""
+    rows = images_with_masks(images, masks, "mask")
+    for column in ("image", "mask"):
+        rows = without_decoding(rows, column)
     return ImageDataset(rows, "image", None, "train")
-
-
-def undecoded_masks(masks: list[bytes]) -> datasets.Dataset:
-    return datasets.Dataset.from_dict({"mask": [cell(data) for data in masks]})
 
 
 def masked_parquet(folder: Path, count: int = 16, broken=(), without=(), number=lambda mask: mask) -> str:
@@ -111,9 +110,7 @@ def masked_parquet(folder: Path, count: int = 16, broken=(), without=(), number=
 def test_image_and_mask_get_the_same_crop(along, size, view, crop):
     """Of a mask whose classes are the numbers of its rows, or columns, and an image that equals it."""
     mask = np.indices(size)[along].astype(np.uint8)
-    images = undecoded_images([encoded(in_rgb(mask))])
-    masks = undecoded_masks([encoded(mask)])
-    views = MaskedViews(images, MaskedDataConfig(eval_crop=crop), view, masks=masks)
+    views = MaskedViews(undecoded([encoded(in_rgb(mask))], [encoded(mask)]), MaskedDataConfig(eval_crop=crop), view)
     sample = views[FIXED_VIEW, 0]
     assert sample.labels.shape == view
     assert set(sample.labels.unique().tolist()) <= set(mask.flatten().tolist())
@@ -345,10 +342,9 @@ def test_pixels_that_do_not_count_have_any_number(ignored):
 
 def test_the_birds_outlines_are_of_their_images():
     train, test = load_masked_images(MaskedDataConfig())
-    assert len(train.images) == len(train.masks) == 42
-    assert len(test.images) == len(test.masks) == 34
+    assert len(train) == 42 and len(test) == 34
     shares = []
-    for row in (*train.masks, *test.masks):
+    for row in (*train.rows, *test.rows):
         mask = decode_mask(row["mask"], MaskedDataConfig())
         assert mask.shape == (120, 120)
         assert set(mask.unique().tolist()) == {0, 1}
@@ -368,13 +364,13 @@ def test_the_birds_outlines_follow_the_settings(settings, counts):
     data = MaskedDataConfig(**settings)
     outlines = json.loads(OUTLINES_FILE.read_text())
     splits = load_splits(data)
-    for (images, masks), count in zip(load_masked_images(data), counts, strict=True):
+    for images, count in zip(load_masked_images(data), counts, strict=True):
         split = images.origin.split
         rows = without_decoding(splits[split].select(images.origin.indices), "image")
         assert images.rows["image"] == rows["image"]
         assert len(images) == count
         expected = [draw_mask(outlines[split][name]) for name in rows["id"]]
-        assert [mask["bytes"] for mask in masks["mask"]] == expected
+        assert [mask["bytes"] for mask in images.rows["mask"]] == expected
 
 
 def test_birds_without_outlines_are_refused():
@@ -427,7 +423,7 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     printed = capsys.readouterr().out
     assert "8 images with masks to learn from, 8 to evaluate on" in printed
     assert "0.0% of the pixels to learn from and 0.0% of those to evaluate on are ignored" in printed
-    assert "| weed  " in printed and "class 2" not in printed and "| colour and position " in printed
+    assert "| weed  " in printed and "class 2" not in printed and "\ncolour and position " in printed
     assert report["labels"]["class_names"][-1] == "weed"
     assert "weed," in out.with_name("report.classes.csv").read_text()
     assert out.with_name("report.confusion.png").is_file()
@@ -503,11 +499,11 @@ def test_images_that_are_turned_without_their_masks_are_named_once(capsys):
     mask, turned_mask = encoded(MASK), encoded(MASK, exif=TURNED)
     pairs = [turned, mask], [plain, mask], [turned, mask], [b"broken", mask], [turned, turned_mask], [turned, mask]
     images, masks = zip(*pairs, strict=True)
-    images, masks = undecoded_images(images), undecoded_masks(masks)
-    warn_of_turned_images(images, masks, MaskedDataConfig())
+    masked = undecoded(images, masks)
+    warn_of_turned_images(masked, MaskedDataConfig())
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
     assert "warning: 3 images of train turned by an orientation tag in the file" in warning
     assert "such as train[0], train[2], train[5]:" in warning
-    warn_of_turned_images(images.select(np.array([1, 4])), masks.select([1, 4]), MaskedDataConfig())
+    warn_of_turned_images(masked.select(np.array([1, 4])), MaskedDataConfig())
     assert capsys.readouterr().err == ""

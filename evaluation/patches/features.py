@@ -4,7 +4,7 @@ B or n images, h x w patches, H x W pixels, D width, C classes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,11 +15,12 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evaluation.config import SegmentationConfig
+from evaluation.config import MaskedDataConfig, SegmentationConfig
 from evaluation.frozen.encoder import FrozenEncoder, patch_grid, resolve_depths
 from evaluation.frozen.features import LabelledFeatures, extract_split, views_for, warn_left_out
-from evaluation.patches.masks import BIRD_CLASSES, IGNORED_CLASS, LARGEST_CLASS, MaskedImages, MaskedViews
+from evaluation.patches.masks import BIRD_CLASSES, IGNORED_CLASS, LARGEST_CLASS, MaskedViews
 from mpp.config import ImageSize, as_words, require
+from mpp.data.dataset import ImageDataset
 from mpp.features.frozen import tokens_at
 from mpp.features.neighbours import count_votes, find_neighbours
 from mpp.runtime.hardware import device
@@ -86,12 +87,12 @@ class ExtractedPatches(NamedTuple):
 
 
 def extract_patches(
-    encoder: PatchEncoder, splits: Sequence[MaskedImages], config: SegmentationConfig, accelerator: Accelerator
+    encoder: PatchEncoder, splits: Sequence[ImageDataset], config: SegmentationConfig, accelerator: Accelerator
 ) -> ExtractedPatches:
     """Extract features of patches at the depths that `depth` means.
 
     Args:
-        splits: train and test.
+        splits: train and test, with masks.
     Raises:
         UserError: no image can be decoded, or one cannot and `strict` is set; or the masks are of one class.
     """
@@ -99,21 +100,21 @@ def extract_patches(
     depths = resolve_depths(config.depth if deepest > 1 else "last", deepest)
     encode = partial(patch_features, encoder, depths=depths)
     train, test = (
-        extract_split(masked_views(encoder, masked, config), encode, accelerator, config.strict, "features of patches")
-        for masked in splits
+        extract_split(
+            masked_views(encoder, each, config.data), encode, accelerator, config.strict, "features of patches"
+        )
+        for each in splits
     )
     warn_left_out((*train.unreadable, *test.unreadable))
-    ignored = [f"{(masks == IGNORED_CLASS).mean():.1%}" for masks in (train.labels, test.labels)]
+    ignored = [f"{(each.labels == IGNORED_CLASS).mean():.1%}" for each in (train, test)]
     setting = f"data.ignore_index is {as_words(config.data.ignore_index)}"
     tell(f"{ignored[0]} of the pixels to learn from and {ignored[1]} of those to evaluate on are ignored ({setting})")
 
-    numbers = np.union1d(classes_in(train.labels), classes_in(test.labels)).astype(np.int16)
+    numbers = np.array(classes_in([*train.labels, *test.labels]), np.int16)
     allowed = "a column of several classes, not counting data.ignore_index"
     require(len(numbers) > 1, "data.mask_column", f"of the classes {numbers.tolist()}", allowed)
-    places = places_of_classes(numbers)
-    train_masks, test_masks = places[train.labels], places[test.labels]
-    test_images = splits[1].images.select(test.kept).image_names()
-    about = name_classes(config, numbers.tolist()), test_images, "pixels"
+    train_masks, test_masks = (places_of_classes(numbers)[each.labels] for each in (train, test))
+    about = name_classes(config, numbers.tolist()), splits[1].select(test.kept).image_names(), "pixels"
     by_depth = {}
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
         by_depth[depth] = LabelledFeatures(of_train, train_masks, of_test, test_masks, *about)
@@ -121,10 +122,9 @@ def extract_patches(
     return ExtractedPatches(by_depth, numbers, test.kept, left_out)
 
 
-def masked_views(encoder: PatchEncoder, masked: MaskedImages, config: SegmentationConfig) -> MaskedViews:
+def masked_views(encoder: PatchEncoder, images: ImageDataset, data: MaskedDataConfig) -> MaskedViews:
     """Images and masks as an encoder takes them."""
-    views = views_for(encoder, masked.images, config.data)
-    return MaskedViews(views.dataset, views.data, views.img_size, masks=masked.masks)
+    return MaskedViews(**vars(views_for(encoder, images, data)))
 
 
 def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str]:
@@ -141,8 +141,8 @@ def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str
     return [names[number] if names else f"class {number}" for number in numbers]
 
 
-def classes_in(masks: NDArray[np.int16]) -> list[int]:
-    """The classes that occur in masks (n, H, W), ascending."""
+def classes_in(masks: Iterable[NDArray[np.int16]]) -> list[int]:
+    """The classes that occur in masks (H, W), ascending."""
     found = set().union(*(np.unique(mask).tolist() for mask in masks))
     return sorted(found - {IGNORED_CLASS})
 

@@ -7,8 +7,8 @@ import contextlib
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import datasets
 import numpy as np
@@ -38,16 +38,8 @@ OUTLINES_FILE = BIRDS_FOLDER / "outlines.json"
 BIRD_CLASSES = ("background", "bird")
 
 
-class MaskedImages(NamedTuple):
-    """Images, and a mask for each of them."""
-
-    images: ImageDataset
-    masks: datasets.Dataset
-    """Undecoded, in the column `data.mask_column`."""
-
-
-def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = None) -> list[MaskedImages]:
-    """Load images with masks: those to learn from, and those that are held out.
+def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = None) -> list[ImageDataset]:
+    """Load images with masks, as of `attach_masks`: those to learn from, and those that are held out.
 
     Raises:
         UserError: no such split or column, or no outlined photograph.
@@ -55,24 +47,31 @@ def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = Non
     splits = loaded or load_splits(data)
     if data.path is None:
         splits = {name: with_outlines(rows) for name, rows in splits.items()}
-    held_out = find_held_out_split(data, list(splits)) or data.split
-    masks = {name: find_masks(name, splits[name], data) for name in (data.split, held_out)}
+    find_held_out_split(data, list(splits))  # refuses a split that is not there
+    require_masks(data.split, splits, data)
     train, test = load_image_datasets(data, without_masks(splits, data))
     if data.path is None:
-        train, test = (select_outlined(images, masks[images.origin.split]) for images in (train, test))
+        train, test = (select_outlined(images, splits) for images in (train, test))
     train = train.choose(data.train_images, data.eval_seed)
-    return [
-        MaskedImages(images, masks[images.origin.split].select(indices_in_split(images))) for images in (train, test)
-    ]
+    return [attach_masks(images, splits, data) for images in (train, test)]
 
 
-def find_masks(split: str, rows: datasets.Dataset, data: MaskedDataConfig) -> datasets.Dataset:
-    """The masks of a split. Raises UserError if it has none."""
-    column = data.mask_column
+def require_masks(split: str, splits: LoadedSplits, data: MaskedDataConfig) -> None:
+    """Raise UserError if a split has no column of masks."""
+    column, columns = data.mask_column, splits[split].column_names
     way = f"in a folder, a metadata.csv must name the files of the masks in a column {column}_file_name"
-    allowed = f"a column of {split}, which has {', '.join(rows.column_names)}; {way}"
-    require(column in rows.column_names, "data.mask_column", column, allowed)
-    return without_decoding(rows.select_columns([column]), column)
+    require(
+        column in columns, "data.mask_column", column, f"a column of {split}, which has {', '.join(columns)}; {way}"
+    )
+
+
+def attach_masks(images: ImageDataset, splits: LoadedSplits, data: MaskedDataConfig) -> ImageDataset:
+    """Images whose rows have their masks, too, undecoded in the column `data.mask_column`. UserError: it is missing."""
+    require_masks(images.origin.split, splits, data)
+    rows = splits[images.origin.split].select_columns([images.image_column, data.mask_column])
+    for column in rows.column_names:
+        rows = without_decoding(rows, column)
+    return replace(images, rows=rows.select(indices_in_split(images)))
 
 
 def without_masks(splits: LoadedSplits, data: MaskedDataConfig) -> LoadedSplits:
@@ -105,9 +104,9 @@ def draw_mask(outline: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def select_outlined(images: ImageDataset, masks: datasets.Dataset) -> ImageDataset:
-    """The photographs that have an outline among the masks of their split. Raises UserError if there are none."""
-    is_outlined = np.array([cell is not None for cell in masks["mask"]])
+def select_outlined(images: ImageDataset, splits: LoadedSplits) -> ImageDataset:
+    """The photographs that have an outline. Raises UserError if there are none."""
+    is_outlined = np.array([cell is not None for cell in splits[images.origin.split]["mask"]])
     outlined = np.flatnonzero(is_outlined[indices_in_split(images)])
     allowed = "another split: none of its photographs has an outline"
     require(len(outlined) > 0, "data", f"the birds' {images.split}, {len(images)} images", allowed)
@@ -141,19 +140,15 @@ def check_same_size(mask: Sequence[int], image: Sequence[int]) -> None:
         raise UnreadableImage(f"its mask has {sizes[0]} pixels, and the image {sizes[1]}")
 
 
-@dataclass(frozen=True)
 class MaskedViews(ViewDataset):
     """Images in their fixed view; the label of a sample is its mask, cropped alike: (H, W) int16."""
-
-    masks: datasets.Dataset | None = None
-    """See `MaskedImages`."""
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         epoch, index = key
         note_reading(index)
         try:
             pixels = self.dataset.decode(index, self.data)
-            mask = decode_mask(self.masks[index][self.data.mask_column], self.data)
+            mask = decode_mask(self.dataset.rows[index][self.data.mask_column], self.data)
             check_same_size(mask.shape, pixels.shape[1:])
             number, failures = index, []
         except UnreadableImage as error:
@@ -164,14 +159,14 @@ class MaskedViews(ViewDataset):
         return Batch(self.view(pixels, epoch, index), None, mask, torch.tensor(number), failures)
 
 
-def warn_of_turned_images(images: ImageDataset, masks: datasets.Dataset, data: MaskedDataConfig) -> None:
+def warn_of_turned_images(images: ImageDataset, data: MaskedDataConfig) -> None:
     """Warn if images are turned by their orientation tag, and their masks have none."""
     names = []
     for index in range(len(images)):
         with contextlib.suppress(UnreadableImage):  # it is named when it is decoded
             if stored_orientation(images.encoded(index, data)) not in TURNED:
                 continue
-            mask = read_cell(masks[index][data.mask_column], data.read_retries, source=data.path)
+            mask = read_cell(images.rows[index][data.mask_column], data.read_retries, source=data.path)
             if stored_orientation(mask) not in TURNED:
                 names.append(images.image_name(index))
     if names:

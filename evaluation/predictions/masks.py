@@ -20,7 +20,6 @@ import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from datasets import Dataset
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -30,7 +29,13 @@ from evaluation.config import MaskedDataConfig, PredictConfig
 from evaluation.frozen.run_images import LoadedSplits, indices_in_split
 from evaluation.metrics.scoring import Outcomes
 from evaluation.patches.features import count_confusion, places_of_classes
-from evaluation.patches.masks import check_same_size, decode_mask, find_masks, warn_of_turned_images, without_masks
+from evaluation.patches.masks import (
+    attach_masks,
+    check_same_size,
+    decode_mask,
+    warn_of_turned_images,
+    without_masks,
+)
 from evaluation.supervision.classifiers import Classifier
 from evaluation.tables import ViewsOrErrors, path_in_folder, read_batches, unlabelled_images
 from mpp.data.crops import covering_size
@@ -66,25 +71,21 @@ class MaskPredictions:
 
     @cached_property
     def images(self) -> list[ImageDataset]:
-        """The images of each split."""
-        return unlabelled_images(self.data, without_masks(self.splits, self.data))
-
-    @cached_property
-    def masks(self) -> dict[str, Dataset]:
-        """Split -> the masks of its images, where it has some; UserError where a column that is named is not there."""
-        is_named = self.data.mask_column != MaskedDataConfig.mask_column
-        found = {}
-        for images in self.images:
-            rows = self.splits[images.split]
-            if is_named or self.data.mask_column in rows.column_names:
-                found[images.split] = find_masks(images.split, rows, self.data)
-                warn_of_turned_images(images, found[images.split], self.data)
+        """The images of each split, with masks where it has some; UserError where a named column is not there."""
+        column = self.data.mask_column
+        found = []
+        for images in unlabelled_images(self.data, without_masks(self.splits, self.data)):
+            is_named = column != MaskedDataConfig.mask_column
+            if is_named or column in self.splits[images.split].column_names:
+                images = attach_masks(images, self.splits, self.data)
+                warn_of_turned_images(images, self.data)
+            found.append(images)
         return found
 
     @property
     def labelled(self) -> bool:
         """Whether there are masks to compare with."""
-        return bool(self.masks)
+        return any(self.data.mask_column in images.rows.column_names for images in self.images)
 
     def rows(self, images: ImageDataset) -> Iterator[pa.Table]:
         """Write the masks of images of a split, and return their rows."""
@@ -157,8 +158,8 @@ class MaskPredictions:
         names = [*self.classifier.class_names, OTHER_CLASSES]
         places = places_of_classes(self.class_numbers)
         counts, problems = [], []
-        masks = self.masks[images.split][self.data.mask_column] if images.split in self.masks else []
-        for index, cell in enumerate(masks):
+        is_masked = self.data.mask_column in images.rows.column_names
+        for index, cell in enumerate(images.rows[self.data.mask_column] if is_masked else []):
             file = self.file_of(images, index, "mask")
             has_mask = any(cell.values()) if isinstance(cell, dict) else cell is not None
             if has_mask and file.exists():  # else the image has no mask, or no prediction
