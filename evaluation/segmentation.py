@@ -10,18 +10,19 @@ the mask. The score is the mean IoU over the classes, of all held-out pixels tog
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 
 from evaluation.config import EncoderConfig, MaskedDataConfig, SegmentationConfig
 from evaluation.figures.images import plot_segmentation
 from evaluation.figures.style import DPI, figure_style
-from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid
-from evaluation.frozen.features import LabelledFeatures, describe_input, describe_training_images
+from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid, resolve_depths
+from evaluation.frozen.features import LabelledFeatures, describe_input, describe_training_images, views_for
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
 from evaluation.frozen.manifest import check_labels_unseen
 from evaluation.frozen.probing import evaluate_by_depth
@@ -29,15 +30,15 @@ from evaluation.frozen.results import report_path_of_command, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from evaluation.metrics.scoring import KINDS, Outcomes, best_choice, evenly_spaced, score_of, without_outcomes
 from evaluation.patches.features import (
+    Encode,
     ExtractedPatches,
-    PatchBaseline,
-    PatchEncoder,
     Reading,
+    color_and_position,
     count_confusion,
     extract_patches,
     fit_linear,
     fit_neighbours,
-    masked_views,
+    patch_features,
     predict_pixels,
 )
 from evaluation.patches.masks import MaskedViews, load_masked_images, warn_of_turned_images
@@ -68,22 +69,22 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     for split in splits:
         warn_of_turned_images(split, config.data)
     encoder = open_patch_encoder(config.frozen, config.data)
+    depths = resolve_depths(config.depth, len(encoder.stages))
+    views = [MaskedViews(**vars(views_for(encoder, images, config.data))) for images in splits]
 
     with deaths_explained():
-        extracted = extract_patches(encoder, splits, config, accelerator)
+        encode = partial(patch_features, encoder, depths=depths)
+        extracted = extract_patches(encode, depths, views, config, accelerator)
         report, evaluated = evaluate_depths(extracted.by_depth, config)
         if any(extracted.left_out.values()):
             report["left_out"] = extracted.left_out
         if config.images:
-            picture = path.with_suffix(".pictures.png")
             readings = {result["case"]: reading for result, reading in evaluated}  # of several seeds the last
-            views = masked_views(encoder, test, config.data)
-            draw_predictions(views, extracted, readings, config.images).savefig(picture, dpi=DPI)
-            print(f"wrote {picture}")
+            draw_predictions(path.with_suffix(".pictures.png"), views[1], extracted, readings, config.images)
         extracted.by_depth.clear()  # before those of a baseline are in memory, too
         report["baselines"] = {}
-        for name, baseline in open_baselines(encoder, config).items():
-            by_depth = extract_patches(baseline, splits, config, accelerator).by_depth
+        for name, (encode, depths_there) in open_baselines(encoder, depths, config).items():
+            by_depth = extract_patches(encode, depths_there, views, config, accelerator).by_depth
             of_baseline, _ = evaluate_depths(by_depth, config)
             report["baselines"][name] = of_baseline | {"results": without_outcomes(of_baseline["results"])}
 
@@ -120,14 +121,17 @@ def open_patch_encoder(frozen: EncoderConfig, data: MaskedDataConfig) -> FrozenE
     return encoder.to(device())
 
 
-def open_baselines(encoder: FrozenEncoder, config: SegmentationConfig) -> dict[str, PatchEncoder]:
-    """The baselines of an encoder, with the same patches."""
-    baselines: dict[str, PatchEncoder] = {}
+def open_baselines(
+    encoder: FrozenEncoder, depths: list[int], config: SegmentationConfig
+) -> dict[str, tuple[Encode, list[int]]]:
+    """The baselines of an encoder, and their depths."""
+    baselines: dict[str, tuple[Encode, list[int]]] = {}
     if config.baselines and not config.frozen.random:
-        baselines["random weights"] = open_patch_encoder(replace(config.frozen, random=True), config.data)
+        random = open_patch_encoder(replace(config.frozen, random=True), config.data)
+        baselines["random weights"] = partial(patch_features, random, depths=depths), depths
     if config.baselines:
         grid = patch_grid(encoder.model)
-        baselines["colour and position"] = PatchBaseline(encoder.img_size, encoder.crop_pct, grid)
+        baselines["colour and position"] = lambda images: [color_and_position(images, grid)], [1]
     return baselines
 
 
@@ -175,9 +179,9 @@ def outcomes_of(reading: Reading, features: LabelledFeatures) -> Outcomes:
 
 @figure_style()
 def draw_predictions(
-    views: MaskedViews, extracted: ExtractedPatches, readings: dict[str, Reading], images: int
-) -> Figure:
-    """Image, mask and predictions of some held-out images.
+    path: Path, views: MaskedViews, extracted: ExtractedPatches, readings: dict[str, Reading], images: int
+) -> None:
+    """Write image, mask and predictions of some held-out images.
 
     Args:
         views: the test images.
@@ -189,7 +193,9 @@ def draw_predictions(
     for name, reading in readings.items():
         columns[name] = np.stack([*predict_pixels(reading, features.test[chosen], masks.shape[1:])])
     pixels = torch.stack([views[FIXED_VIEW, index].images for index in extracted.tested[chosen].tolist()])
-    return plot_segmentation(as_rgb(stretch(pixels)).movedim(1, -1).numpy(), columns, len(features.class_names))
+    shown = as_rgb(stretch(pixels)).movedim(1, -1).numpy()
+    plot_segmentation(shown, columns, len(features.class_names)).savefig(path, dpi=DPI)
+    print(f"wrote {path}")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ B or n images, h x w patches, H x W pixels, D width, C classes.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +14,11 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evaluation.config import MaskedDataConfig, SegmentationConfig
-from evaluation.frozen.encoder import FrozenEncoder, patch_grid, resolve_depths
-from evaluation.frozen.features import LabelledFeatures, extract_split, views_for, warn_left_out
+from evaluation.config import SegmentationConfig
+from evaluation.frozen.encoder import FrozenEncoder, patch_grid
+from evaluation.frozen.features import LabelledFeatures, extract_split, warn_left_out
 from evaluation.patches.masks import BIRD_CLASSES, IGNORED_CLASS, LARGEST_CLASS, MaskedViews
-from mpp.config import ImageSize, as_words, require
-from mpp.data.dataset import ImageDataset
+from mpp.config import as_words, require
 from mpp.features.frozen import tokens_at
 from mpp.features.neighbours import count_votes, find_neighbours
 from mpp.runtime.hardware import device
@@ -33,27 +31,16 @@ Reading = Callable[[Tensor], Tensor]
 """Features of patches (B, h, w, D), on the device, to scores (B, C, h, w)."""
 
 
-class PatchBaseline(NamedTuple):
-    """Features without a model: the mean colour and the position of each patch."""
-
-    img_size: ImageSize
-    crop_pct: float
-    grid: tuple[int, int]
-    stages: Sequence[None] = (None,)
-
-
-PatchEncoder = FrozenEncoder | PatchBaseline
-"""A source of patch features."""
+Encode = Callable[[Tensor], list[Tensor]]
+"""Images (B, C, H, W) from 0 to 255, on the device, to features of patches (B, h, w, D), one of each depth."""
 
 
 # --- features ---
 
 
 @torch.no_grad()
-def patch_features(encoder: PatchEncoder, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
+def patch_features(encoder: FrozenEncoder, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
     """Features of each patch of images (B, C, H, W) after each depth, (B, h, w, D) float32."""
-    if isinstance(encoder, PatchBaseline):
-        return [color_and_position(images, encoder.grid)]
     model = encoder.model
     grid = patch_grid(model)
     features = []
@@ -87,24 +74,21 @@ class ExtractedPatches(NamedTuple):
 
 
 def extract_patches(
-    encoder: PatchEncoder, splits: Sequence[ImageDataset], config: SegmentationConfig, accelerator: Accelerator
+    encode: Encode,
+    depths: Sequence[int],
+    views: Sequence[MaskedViews],
+    config: SegmentationConfig,
+    accelerator: Accelerator,
 ) -> ExtractedPatches:
-    """Extract features of patches at the depths that `depth` means.
+    """Extract features of patches.
 
     Args:
-        splits: train and test, with masks.
+        depths: of the features that `encode` returns.
+        views: of train and test.
     Raises:
         UserError: no image can be decoded, or one cannot and `strict` is set; or the masks are of one class.
     """
-    deepest = len(encoder.stages)
-    depths = resolve_depths(config.depth if deepest > 1 else "last", deepest)
-    encode = partial(patch_features, encoder, depths=depths)
-    train, test = (
-        extract_split(
-            masked_views(encoder, each, config.data), encode, accelerator, config.strict, "features of patches"
-        )
-        for each in splits
-    )
+    train, test = (extract_split(each, encode, accelerator, config.strict, "features of patches") for each in views)
     warn_left_out((*train.unreadable, *test.unreadable))
     ignored = [f"{(each.labels == IGNORED_CLASS).mean():.1%}" for each in (train, test)]
     setting = f"data.ignore_index is {as_words(config.data.ignore_index)}"
@@ -114,17 +98,12 @@ def extract_patches(
     allowed = "a column of several classes, not counting data.ignore_index"
     require(len(numbers) > 1, "data.mask_column", f"of the classes {numbers.tolist()}", allowed)
     train_masks, test_masks = (places_of_classes(numbers)[each.labels] for each in (train, test))
-    about = name_classes(config, numbers.tolist()), splits[1].select(test.kept).image_names(), "pixels"
+    about = name_classes(config, numbers.tolist()), views[1].dataset.select(test.kept).image_names(), "pixels"
     by_depth = {}
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
         by_depth[depth] = LabelledFeatures(of_train, train_masks, of_test, test_masks, *about)
     left_out = {"train": len(train.unreadable), "test": len(test.unreadable)}
     return ExtractedPatches(by_depth, numbers, test.kept, left_out)
-
-
-def masked_views(encoder: PatchEncoder, images: ImageDataset, data: MaskedDataConfig) -> MaskedViews:
-    """Images and masks as an encoder takes them."""
-    return MaskedViews(**vars(views_for(encoder, images, data)))
 
 
 def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str]:
