@@ -13,12 +13,12 @@ import pyarrow as pa
 import torch
 
 from evaluation.config import EmbedConfig
-from evaluation.frozen.encoder import open_frozen_encoder
+from evaluation.frozen.encoder import open_frozen_encoder, resolve_depths
 from evaluation.frozen.features import describe_precision
 from evaluation.frozen.kept_heads import describe_encoder
 from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from evaluation.tables import identify_splits, load_all_splits, read_crops, unlabelled_images, write_table
-from mpp.config import rebuild, require
+from mpp.config import rebuild
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.start import run_main, start_alone
 
@@ -31,9 +31,7 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
     """
     accelerator = start_alone(config.frozen.run_settings(config.precision), "a table is written")
     encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
-    deepest = len(encoder.stages)
-    depth = deepest if config.depth == "last" else config.depth
-    require(1 <= depth <= deepest, "depth", depth, f"from 1 to {deepest}")
+    (depth,) = depths = resolve_depths(config.depth, len(encoder.stages))
     data = rebuild(config.data, {"eval_crop": config.data.eval_crop or encoder.crop_pct})
     images = unlabelled_images(data, load_all_splits(data, loaded))
 
@@ -41,7 +39,7 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
     def rows_of(split: ImageDataset) -> Iterator[pa.Table]:
         for batch in read_crops(split, data, encoder.img_size):
             with accelerator.autocast():
-                (features,) = encoder(batch.pixels.to(accelerator.device), config.representation, [depth])
+                (features,) = encoder(batch.pixels.to(accelerator.device), config.representation, depths)
             column = batch.column(list(features.float().cpu().numpy()), pa.list_(pa.float32()))
             yield batch.table({"features": column}, data, {})
 

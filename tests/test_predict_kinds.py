@@ -83,6 +83,15 @@ def test_a_fine_tuned_run_predicts_as_plain_timm_with_its_head(kind, tuned, imag
         assert_predicted(kind, row, head_on_class(run, weights, kind, images / row["file"]))
 
 
+def test_a_batch_of_broken_images_alone_has_the_columns_of_others(kind, tuned, images, tmp_path):
+    folder = shutil.copytree(images, tmp_path / "images")
+    broken = next(folder.rglob("*.png"))
+    broken.write_bytes(b"no image")
+    rows = pq.read_table(predict_to(tmp_path / "p.parquet", tuned, folder, "--data.batch_size=1")).to_pylist()
+    column = "number" if kind == "number" else "classes"
+    assert [row["file"] for row in rows if row[column] is None] == [str(broken.relative_to(folder))]
+
+
 def test_a_supervised_run_predicts_as_plain_timm_with_its_head(kind, images, tmp_path):
     run = tmp_path / "run"
     small = [each for each in TINY if each.startswith("--model")]

@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import dataset_of, encoded, picture
+from conftest import encoded, picture
 from image_files import npy, tiff
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score
@@ -18,7 +18,6 @@ from evaluation.config import MaskedDataConfig, SegmentationConfig
 from evaluation.frozen.features import LabelledFeatures
 from evaluation.metrics.scoring import KINDS, Outcomes, score_of
 from evaluation.patches.features import (
-    ExtractedPatches,
     color_and_position,
     count_confusion,
     fit_linear,
@@ -29,7 +28,6 @@ from evaluation.patches.features import (
 from evaluation.patches.masks import (
     IGNORED_CLASS,
     OUTLINES_FILE,
-    MaskedImages,
     MaskedViews,
     decode_mask,
     draw_mask,
@@ -80,13 +78,12 @@ def images_with_masks(images: list[bytes], masks: list[bytes], mask_column: str)
     return datasets.Dataset.from_dict(cells, features)
 
 
-def undecoded_images(images: list[bytes]) -> ImageDataset:
-    rows = dataset_of(images).cast_column("image", datasets.Image(decode=False))
+def undecoded(images: list[bytes], masks: list[bytes]) -> ImageDataset:
+    """Images with masks, as `attach_masks` returns them."""
+    rows = images_with_masks(images, masks, "mask")
+    for column in ("image", "mask"):
+        rows = without_decoding(rows, column)
     return ImageDataset(rows, "image", None, "train")
-
-
-def undecoded_masks(masks: list[bytes]) -> datasets.Dataset:
-    return datasets.Dataset.from_dict({"mask": [cell(data) for data in masks]})
 
 
 def masked_parquet(folder: Path, count: int = 16, broken=(), without=(), number=lambda mask: mask) -> str:
@@ -113,9 +110,7 @@ def masked_parquet(folder: Path, count: int = 16, broken=(), without=(), number=
 def test_image_and_mask_get_the_same_crop(along, size, view, crop):
     """Of a mask whose classes are the numbers of its rows, or columns, and an image that equals it."""
     mask = np.indices(size)[along].astype(np.uint8)
-    images = undecoded_images([encoded(in_rgb(mask))])
-    masks = undecoded_masks([encoded(mask)])
-    views = MaskedViews(images, MaskedDataConfig(eval_crop=crop), view, masks=masks)
+    views = MaskedViews(undecoded([encoded(in_rgb(mask))], [encoded(mask)]), MaskedDataConfig(eval_crop=crop), view)
     sample = views[FIXED_VIEW, 0]
     assert sample.labels.shape == view
     assert set(sample.labels.unique().tolist()) <= set(mask.flatten().tolist())
@@ -131,7 +126,7 @@ def test_scores_are_scikit_learns(ignored):
     truth = rng.choice([0, 1, 2, 4, 5], (7, 9, 11))  # nothing is of class 3
     predicted = rng.choice([0, 1, 2, 4], (7, 9, 11))
     truth[0, :4] = IGNORED_CLASS if ignored else 5
-    confusion = count_confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6)
+    confusion = np.stack([count_confusion(*pair, 6) for pair in zip(truth, predicted, strict=True)])
     outcomes = Outcomes("pixels", confusion.sum(2), confusion)
     scores = {name: value for name, (value, _) in KINDS["pixels"].scores(outcomes).items()}
     ious = KINDS["pixels"].class_table(outcomes)["IoU (%)"].to_numpy() / 100
@@ -218,14 +213,16 @@ def test_a_linear_reading_learns_linear_classes_and_its_rate_is_chosen_on_train(
     config = SegmentationConfig(steps=60, lr=(1e-5, 1e-2), seeds=(0, 1), images_a_step=4)
     features = some_features()
     evaluated = segmentation.evaluate_readings(features, config)
-    assert [each.about["case"] for each in evaluated] == ["linear", "linear", "knn"]
-    assert [each.about["lr"] for each in evaluated[:2]] == [1e-2, 1e-2]
-    assert score_of(evaluated[0].outcomes) != score_of(evaluated[1].outcomes)
-    accuracies = [KINDS["pixels"].scores(each.outcomes)["pixel_accuracy"][0] for each in evaluated]
+    results = [result for result, _ in evaluated]
+    outcomes = [result.pop("outcomes") for result in results]
+    assert [result["case"] for result in results] == ["linear", "linear", "knn"]
+    assert [result["lr"] for result in results[:2]] == [1e-2, 1e-2]
+    assert score_of(outcomes[0]) != score_of(outcomes[1])
+    accuracies = [KINDS["pixels"].scores(each)["pixel_accuracy"][0] for each in outcomes]
     assert min(accuracies) > 0.75  # upsampled, edges of patches are blurred
     other_test = features._replace(test_labels=features.test_labels[::-1].copy())
     other = segmentation.evaluate_readings(other_test, config)
-    assert other[0].about == evaluated[0].about  # test has no part in it
+    assert other[0][0] | {"outcomes": None} == results[0] | {"outcomes": None}  # test has no part in it
 
 
 def test_the_rate_rises_over_4_percent_of_the_steps_and_falls_linearly(monkeypatch):
@@ -250,9 +247,10 @@ def test_a_class_without_a_training_pixel_is_never_predicted(reading):
     for masks in (features.train_labels, features.test_labels):
         masks[masks == 0] = IGNORED_CLASS
     config = SegmentationConfig(readings=reading, steps=1, lr=1e-5, seeds=0)
-    (evaluated,) = segmentation.evaluate_readings(features, config)
-    assert set(evaluated.predicted.unique().tolist()) == {2, 3}
-    ious = KINDS["pixels"].class_table(evaluated.outcomes)["IoU (%)"].to_numpy()
+    ((result, _),) = segmentation.evaluate_readings(features, config)
+    outcomes = result["outcomes"]
+    assert np.flatnonzero(KINDS["pixels"].confusion(outcomes).sum(0)).tolist() == [2, 3]
+    ious = KINDS["pixels"].class_table(outcomes)["IoU (%)"].to_numpy()
     assert np.isnan(ious[[0, 4]]).all() and ious[5] == 0
 
 
@@ -262,11 +260,11 @@ def test_depth_is_chosen_on_a_part_of_train():
     random_features = np.random.default_rng(2).normal(size=labels.train.shape)
     bad = labels._replace(train=random_features.astype(np.float32))
     config = SegmentationConfig(readings="knn", depth="dev")
-    extracted = ExtractedPatches({1: good, 2: bad}, np.arange(3), [], {})
-    report, (evaluated,) = segmentation.evaluate_depths(extracted, config)
+    report, (evaluated,) = segmentation.evaluate_depths({1: good, 2: bad}, config)
     assert report["protocol"]["chosen_depth"] == 1
     assert list(report["summary"]) == ["knn"]
-    assert report["results"][0]["accuracy"] == score_of(evaluated.outcomes)  # the predictions of the chosen depth
+    chosen, _ = evaluated  # of the chosen depth
+    assert report["results"][0]["accuracy"] == score_of(chosen["outcomes"])
 
 
 def test_colours_and_positions_by_hand():
@@ -324,7 +322,7 @@ def test_other_files_are_no_masks(data):
 
 def test_numbers_above_the_largest_class_are_refused():
     too_large = encoded(MASK.astype(np.uint16) * 30000)
-    with pytest.raises(UnreadableImage, match="numbers from 0 to 60000; classes are 0"):
+    with pytest.raises(UnreadableImage, match="the number 60000; classes are 0"):
         decode_mask(cell(too_large), MaskedDataConfig())
 
 
@@ -345,10 +343,9 @@ def test_pixels_that_do_not_count_have_any_number(ignored):
 
 def test_the_birds_outlines_are_of_their_images():
     train, test = load_masked_images(MaskedDataConfig())
-    assert len(train.images) == len(train.masks) == 42
-    assert len(test.images) == len(test.masks) == 34
+    assert len(train) == 42 and len(test) == 34
     shares = []
-    for row in (*train.masks, *test.masks):
+    for row in (*train.rows, *test.rows):
         mask = decode_mask(row["mask"], MaskedDataConfig())
         assert mask.shape == (120, 120)
         assert set(mask.unique().tolist()) == {0, 1}
@@ -368,13 +365,13 @@ def test_the_birds_outlines_follow_the_settings(settings, counts):
     data = MaskedDataConfig(**settings)
     outlines = json.loads(OUTLINES_FILE.read_text())
     splits = load_splits(data)
-    for (images, masks), count in zip(load_masked_images(data), counts, strict=True):
+    for images, count in zip(load_masked_images(data), counts, strict=True):
         split = images.origin.split
         rows = without_decoding(splits[split].select(images.origin.indices), "image")
         assert images.rows["image"] == rows["image"]
         assert len(images) == count
         expected = [draw_mask(outlines[split][name]) for name in rows["id"]]
-        assert [mask["bytes"] for mask in masks["mask"]] == expected
+        assert [mask["bytes"] for mask in images.rows["mask"]] == expected
 
 
 def test_birds_without_outlines_are_refused():
@@ -427,7 +424,7 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     printed = capsys.readouterr().out
     assert "8 images with masks to learn from, 8 to evaluate on" in printed
     assert "0.0% of the pixels to learn from and 0.0% of those to evaluate on are ignored" in printed
-    assert "\nweed  " in printed and "class 2" not in printed and "| colour and position " in printed
+    assert "\nweed  " in printed and "class 2" not in printed and "\ncolour and position " in printed
     assert report["labels"]["class_names"][-1] == "weed"
     assert "weed," in out.with_name("report.classes.csv").read_text()
     assert out.with_name("report.confusion.png").is_file()
@@ -472,7 +469,7 @@ def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
     [
         pytest.param(
             ["--data.mask_column=mask"],
-            r"has no column mask \(data\.mask_column\), but image, classes; .* mask_file_name",
+            r"data\.mask_column is mask; it must be a column of train, which has image, classes; .* mask_file_name",
             id="no such column",
         ),
         pytest.param(
@@ -481,7 +478,7 @@ def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
             id="no patches",
         ),
         pytest.param(["--depth=3"], "depth is 3; it must be from 1 to 2, last, all or dev", id="no such depth"),
-        pytest.param(["--encoder=floor:colors"], "floor:colors; it must be floor:pixels", id="another floor"),
+        pytest.param(["--encoder=floor:pixels"], "a colour baseline has no weights", id="no encoder"),
     ],
 )
 def test_settings_without_patches_or_masks_are_refused(words, message, finished_run, tmp_path):
@@ -503,11 +500,11 @@ def test_images_that_are_turned_without_their_masks_are_named_once(capsys):
     mask, turned_mask = encoded(MASK), encoded(MASK, exif=TURNED)
     pairs = [turned, mask], [plain, mask], [turned, mask], [b"broken", mask], [turned, turned_mask], [turned, mask]
     images, masks = zip(*pairs, strict=True)
-    masked = MaskedImages(undecoded_images(images), undecoded_masks(masks))
-    warn_of_turned_images([masked.select([0, 1, 2, 3]), masked.select([4, 5])], MaskedDataConfig())
+    masked = undecoded(images, masks)
+    warn_of_turned_images(masked, MaskedDataConfig())
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
-    assert "warning: 3 images turned by an orientation tag in the file" in warning
+    assert "warning: 3 images of train turned by an orientation tag in the file" in warning
     assert "such as train[0], train[2], train[5]:" in warning
-    warn_of_turned_images([masked.select([1, 4])], MaskedDataConfig())
+    warn_of_turned_images(masked.select(np.array([1, 4])), MaskedDataConfig())
     assert capsys.readouterr().err == ""

@@ -4,8 +4,7 @@ B or n images, h x w patches, H x W pixels, D width, C classes.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evaluation.config import SegmentationConfig
-from evaluation.frozen.encoder import FrozenEncoder, patch_grid, resolve_depths
-from evaluation.frozen.features import LabelledFeatures, extract_split, views_for, warn_left_out
-from evaluation.patches.masks import BIRD_CLASSES, IGNORED_CLASS, MaskedImages, MaskedViews
-from mpp.config import ImageSize, require
+from evaluation.frozen.encoder import FrozenEncoder, patch_grid
+from evaluation.frozen.features import LabelledFeatures, extract_split, warn_left_out
+from evaluation.patches.masks import BIRD_CLASSES, IGNORED_CLASS, LARGEST_CLASS, MaskedViews
+from mpp.config import as_words, require
 from mpp.features.frozen import tokens_at
 from mpp.features.neighbours import count_votes, find_neighbours
 from mpp.runtime.hardware import device
+from mpp.runtime.messages import tell
 
 WARMUP_SHARE = 0.04  # of the steps; DINOv2 has 1500 of 40,000
 IMAGES_PER_PREDICTION = 16  # that are predicted together
@@ -31,27 +31,16 @@ Reading = Callable[[Tensor], Tensor]
 """Features of patches (B, h, w, D), on the device, to scores (B, C, h, w)."""
 
 
-class PatchBaseline(NamedTuple):
-    """Features without a model: the mean colour and the position of each patch."""
-
-    img_size: ImageSize
-    crop_pct: float
-    grid: tuple[int, int]
-    stages: Sequence[None] = (None,)
-
-
-PatchEncoder = FrozenEncoder | PatchBaseline
-"""A source of patch features."""
+Encode = Callable[[Tensor], list[Tensor]]
+"""Images (B, C, H, W) from 0 to 255, on the device, to features of patches (B, h, w, D), one of each depth."""
 
 
 # --- features ---
 
 
 @torch.no_grad()
-def patch_features(encoder: PatchEncoder, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
+def patch_features(encoder: FrozenEncoder, images: Tensor, depths: Sequence[int]) -> list[Tensor]:
     """Features of each patch of images (B, C, H, W) after each depth, (B, h, w, D) float32."""
-    if isinstance(encoder, PatchBaseline):
-        return [color_and_position(images, encoder.grid)]
     model = encoder.model
     grid = patch_grid(model)
     features = []
@@ -78,50 +67,43 @@ class ExtractedPatches(NamedTuple):
     """Of the patches (n, h, w, D); the labels are masks (n, H, W) of classes from 0 without gaps, and IGNORED_CLASS."""
     class_numbers: NDArray[np.int16]
     """(C,) numbers of the classes in the files of the masks, ascending."""
-    splits: list[MaskedImages]
-    """The images and masks that can be decoded, of train and test."""
+    tested: NDArray[np.int64]
+    """Indices of the test images that can be decoded."""
     left_out: dict[str, int]
-    """Number of the other images."""
+    """Number of the others, of train and test."""
 
 
 def extract_patches(
-    encoder: PatchEncoder, splits: Sequence[MaskedImages], config: SegmentationConfig, accelerator: Accelerator
+    encode: Encode,
+    depths: Sequence[int],
+    views: Sequence[MaskedViews],
+    config: SegmentationConfig,
+    accelerator: Accelerator,
 ) -> ExtractedPatches:
-    """Extract features of patches at the depths that `depth` means; large arrays lie in temporary files.
+    """Extract features of patches.
 
     Args:
-        splits: train and test.
+        depths: of the features that `encode` returns.
+        views: of train and test.
     Raises:
         UserError: no image can be decoded, or one cannot and `strict` is set; or the masks are of one class.
     """
-    deepest = len(encoder.stages)
-    depths = resolve_depths(config.depth if deepest > 1 else "last", deepest)
-    encode = partial(patch_features, encoder, depths=depths)
-    train, test = (
-        extract_split(masked_views(encoder, masked, config), encode, accelerator, config.strict, "features of patches")
-        for masked in splits
-    )
+    train, test = (extract_split(each, encode, accelerator, config.strict, "features of patches") for each in views)
     warn_left_out((*train.unreadable, *test.unreadable))
-    decodable = [masked.select(of_split.kept) for masked, of_split in zip(splits, (train, test), strict=True)]
+    ignored = [f"{(each.labels == IGNORED_CLASS).mean():.1%}" for each in (train, test)]
+    setting = f"data.ignore_index is {as_words(config.data.ignore_index)}"
+    tell(f"{ignored[0]} of the pixels to learn from and {ignored[1]} of those to evaluate on are ignored ({setting})")
 
-    numbers = np.union1d(classes_in(train.labels), classes_in(test.labels)).astype(np.int16)
+    numbers = np.array(classes_in([*train.labels, *test.labels]), np.int16)
     allowed = "a column of several classes, not counting data.ignore_index"
     require(len(numbers) > 1, "data.mask_column", f"of the classes {numbers.tolist()}", allowed)
-    places = np.full(numbers[-1] + 2, IGNORED_CLASS, np.int16)  # the last one is that of IGNORED_CLASS, -1
-    places[numbers] = np.arange(len(numbers))
-    train_masks, test_masks = places[train.labels], places[test.labels]
-    about = name_classes(config, numbers.tolist()), decodable[1].images.image_names(), "pixels"
+    train_masks, test_masks = (places_of_classes(numbers)[each.labels] for each in (train, test))
+    about = name_classes(config, numbers.tolist()), views[1].dataset.select(test.kept).image_names(), "pixels"
     by_depth = {}
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
         by_depth[depth] = LabelledFeatures(of_train, train_masks, of_test, test_masks, *about)
     left_out = {"train": len(train.unreadable), "test": len(test.unreadable)}
-    return ExtractedPatches(by_depth, numbers, decodable, left_out)
-
-
-def masked_views(encoder: PatchEncoder, masked: MaskedImages, config: SegmentationConfig) -> MaskedViews:
-    """Images and masks as an encoder takes them."""
-    views = views_for(encoder, masked.images, config.data)
-    return MaskedViews(views.dataset, views.data, views.img_size, masks=masked.masks)
+    return ExtractedPatches(by_depth, numbers, test.kept, left_out)
 
 
 def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str]:
@@ -138,10 +120,18 @@ def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str
     return [names[number] if names else f"class {number}" for number in numbers]
 
 
-def classes_in(masks: NDArray[np.int16]) -> list[int]:
-    """The classes that occur in masks (n, H, W), ascending."""
+def classes_in(masks: Iterable[NDArray[np.int16]]) -> list[int]:
+    """The classes that occur in masks (H, W), ascending."""
     found = set().union(*(np.unique(mask).tolist() for mask in masks))
     return sorted(found - {IGNORED_CLASS})
+
+
+def places_of_classes(numbers: Sequence[int]) -> NDArray[np.int16]:
+    """By number in the files of masks, the place of each class among `numbers`; C of others; IGNORED_CLASS stays."""
+    places = np.full(LARGEST_CLASS + 2, len(numbers), np.int16)  # the last one is that of IGNORED_CLASS, -1
+    places[numbers] = np.arange(len(numbers))
+    places[IGNORED_CLASS] = IGNORED_CLASS
+    return places
 
 
 # --- readings ---
@@ -180,10 +170,10 @@ def fit_linear(features: LabelledFeatures, config: SegmentationConfig, lr: float
     epochs = math.ceil(config.steps * config.images_a_step / len(features.train))
     order = torch.cat([torch.randperm(len(features.train), generator=generator) for _ in range(epochs)])
     warmup = max(1, round(WARMUP_SHARE * config.steps))
-    for step in range(config.steps):
+    for step, batch in zip(range(config.steps), order.split(config.images_a_step), strict=False):
         rising, falling = (step + 1) / warmup, (config.steps - step) / max(1, config.steps - warmup)
         optimizer.param_groups[0]["lr"] = lr * min(rising, falling)
-        batch = order[step * config.images_a_step :][: config.images_a_step].sort().values.numpy()
+        batch = batch.sort().values.numpy()
         inputs = torch.from_numpy(features.train[batch]).to(device())
         masks = torch.from_numpy(features.train_labels[batch]).long().to(device())
         optimizer.zero_grad()
@@ -223,8 +213,8 @@ def label_patches(features: LabelledFeatures) -> Tensor:
     labels = []
     for mask in torch.from_numpy(features.train_labels):
         one_hot = F.one_hot(mask.long() - IGNORED_CLASS, 1 + len(features.class_names))[..., 1:]
-        shares = F.adaptive_avg_pool2d(one_hot.movedim(-1, 0).float(), features.train.shape[1:3]).movedim(0, -1)
-        labels.append(shares.argmax(-1).where(shares.sum(-1) > 0, IGNORED_CLASS))
+        shares = F.adaptive_avg_pool2d(one_hot.movedim(-1, 0).float(), features.train.shape[1:3])
+        labels.append(shares.argmax(0).where(shares.sum(0) > 0, IGNORED_CLASS))
     return torch.stack(labels)
 
 
@@ -237,25 +227,23 @@ def upsample(scores: Tensor, size: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def predict_pixels(reading: Reading, features: LabelledFeatures) -> Tensor:
-    """The class of each pixel of the test images, (M, H, W) int16."""
-    size = features.test_labels.shape[1:]
-    predicted = []
-    for block in torch.from_numpy(features.test).split(IMAGES_PER_PREDICTION):
-        for scores in reading(block.to(device())):  # image by image, which bounds the memory
-            predicted.append(upsample(scores[None], size)[0].argmax(0).to(torch.int16).cpu())
-    return torch.stack(predicted)
-
-
-def count_confusion(truth: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int64]:
-    """Pixels of each class (second axis) that each class (third axis) is predicted for, by image: (M, C, C).
+def predict_pixels(reading: Reading, features: NDArray[np.float32], size: Sequence[int]) -> Iterator[NDArray[np.int64]]:
+    """The class of each pixel of images, (H, W), by the features of their patches, (M, h, w, D).
 
     Args:
-        truth, predicted: (M, H, W).
+        size: (H, W).
     """
-    by_image = []
-    for mask, pixels in zip(truth, predicted, strict=True):
-        pairs = (mask.long() - IGNORED_CLASS) * classes + pixels
-        counts = torch.bincount(pairs.flatten(), minlength=(classes + 1) * classes)
-        by_image.append(counts.view(-1, classes)[1:])  # without those that are ignored
-    return torch.stack(by_image).numpy()
+    for block in torch.from_numpy(features).split(IMAGES_PER_PREDICTION):
+        for scores in reading(block.to(device())):  # image by image, which bounds the memory
+            yield upsample(scores[None], size)[0].argmax(0).cpu().numpy()
+
+
+def count_confusion(truth: NDArray, predicted: NDArray, classes: int) -> NDArray[np.int64]:
+    """Pixels of each class (first axis) that each class (second axis) is predicted for, of an image: (C, C).
+
+    Args:
+        truth, predicted: (H, W) classes from 0; a pixel that is truly of IGNORED_CLASS does not count.
+    """
+    counts = truth != IGNORED_CLASS
+    pairs = truth[counts].astype(np.int64) * classes + predicted[counts]
+    return np.bincount(pairs, minlength=classes**2).reshape(classes, classes)

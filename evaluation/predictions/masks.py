@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,6 @@ import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from datasets import Dataset
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -29,25 +28,19 @@ from torchvision.transforms.v2 import functional
 from evaluation.config import MaskedDataConfig, PredictConfig
 from evaluation.frozen.run_images import LoadedSplits, indices_in_split
 from evaluation.metrics.scoring import Outcomes
+from evaluation.patches.features import count_confusion, places_of_classes
 from evaluation.patches.masks import (
-    IGNORED_CLASS,
     attach_masks,
+    check_same_size,
     decode_mask,
     warn_of_turned_images,
-    with_image_column,
+    without_masks,
 )
 from evaluation.supervision.classifiers import Classifier
-from evaluation.tables import (
-    ImageBatch,
-    ViewsOrErrors,
-    identify_splits,
-    path_in_folder,
-    read_batches,
-    unlabelled_images,
-)
+from evaluation.tables import ViewsOrErrors, path_in_folder, read_batches, unlabelled_images
 from mpp.data.crops import covering_size
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoding.pictures import without_size_limit
+from mpp.data.decoding.decode import read_mask
 from mpp.errors import UnreadableImage
 from mpp.features.reconstructions import as_rgb, stretch
 from mpp.runtime.messages import counted, printable, warn
@@ -74,71 +67,70 @@ class MaskPredictions:
     @property
     def class_numbers(self) -> list[int]:
         """Of the classes in the files of masks, in their order."""
-        return self.classifier.network.class_numbers
+        return self.classifier.network.about.class_numbers
 
     @cached_property
     def images(self) -> list[ImageDataset]:
-        """The images of each split."""
-        first = next(iter(self.splits.values()))
-        return unlabelled_images(with_image_column(self.data, first.features), self.splits)
-
-    @cached_property
-    def masked(self) -> dict[str, Dataset]:
-        """Split -> the masks of its images, where it has some; UserError where a column that is named is not there."""
+        """The images of each split, with masks where it has some; UserError where a named column is not there."""
         column = self.data.mask_column
-        is_named = column != MaskedDataConfig.mask_column
-        have_masks = [each for each in self.images if is_named or column in self.splits[each.split].features]
-        masked = [attach_masks(each, self.splits, self.data) for each in have_masks]
-        warn_of_turned_images(masked, self.data)
-        return {each.images.split: each.masks["mask"] for each in masked}
+        found = []
+        for images in unlabelled_images(self.data, without_masks(self.splits, self.data)):
+            is_named = column != MaskedDataConfig.mask_column
+            if is_named or column in self.splits[images.split].column_names:
+                images = attach_masks(images, self.splits, self.data)
+                warn_of_turned_images(images, self.data)
+            found.append(images)
+        return found
 
-    def identity(self) -> dict[str, Any]:
-        """The settings and images that the table depends on."""
-        settings = {"class_numbers": self.class_numbers, "overlays": self.config.overlays, "masked": [*self.masked]}
-        return settings | identify_splits(self.data, self.images)
-
-    def folder(self, kind: str) -> Path:
-        """The folder of the masks, or of the overlays, next to the table."""
-        out = Path(self.config.out)
-        return out.with_name(f"{out.stem}_{kind}")
+    @property
+    def labelled(self) -> bool:
+        """Whether there are masks to compare with."""
+        return any(self.data.mask_column in images.rows.column_names for images in self.images)
 
     def rows(self, images: ImageDataset) -> Iterator[pa.Table]:
         """Write the masks of images of a split, and return their rows."""
         self.classifier.network.to(self.accelerator.device)
-        views = ViewsOrErrors(images, self.data, check_aspect, torch.zeros(0))
-        for batch in read_batches(views, batch_size=1):  # they are of several sizes
-            row = {} if batch.errors[0] else self.write(batch)
-            columns = {name: pa.array([row.get(name)], kind) for name, kind in self.types().items()}
-            yield batch.table(columns, self.data, {})
-
-    def types(self) -> dict[str, pa.DataType]:
-        """The columns, and their types."""
         types = {"height": pa.int32(), "width": pa.int32(), "class": pa.string(), "probability": pa.float32()}
         types |= {"mask": pa.string()} | ({"overlay": pa.string()} if self.config.overlays else {})
-        return types | dict.fromkeys(self.share_columns, pa.float32())
+        types |= {f"share_{name}": pa.float32() for name in self.classifier.class_names}
+        views = ViewsOrErrors(images, self.data, check_aspect, torch.zeros(0))
+        for batch in read_batches(views, batch_size=1):  # they are of several sizes
+            row = {} if batch.errors[0] else self.write(batch.pixels[0], batch.images)
+            columns = {name: pa.array([row.get(name)], kind) for name, kind in types.items()}
+            yield batch.table(columns, self.data, {})
 
-    @property
-    def share_columns(self) -> list[str]:
-        """Columns with the share of each class in the pixels."""
-        return [f"share_{name}" for name in self.classifier.class_names]
-
-    def write(self, batch: ImageBatch) -> dict[str, object]:
-        """Write the mask of the image of a batch, and its overlay; return the entries of its row."""
-        (pixels,) = batch.pixels
-        size = tuple(pixels.shape[1:])
-        classes, probability = predict_mask(self.logits(pixels), size)
+    def write(self, pixels: Tensor, images: ImageDataset) -> dict[str, object]:
+        """Write the mask of an image (C, H, W), the only one of `images`, and its overlay; return its row's entries."""
+        height, width = pixels.shape[1:]
+        classes, probability = predict_mask(self.logits(pixels), (height, width))
         numbers = np.array(self.class_numbers)[classes]
-        file = self.image_file(batch.images, 0, "masks", ".png")
-        write_mask(file, numbers, max(self.class_numbers))
         names = self.classifier.class_names
         shares = np.bincount(classes.ravel(), minlength=len(names)) / classes.size
-        row = {"height": size[0], "width": size[1], "class": names[shares.argmax()], "probability": probability}
-        row["mask"] = printable(str(file.relative_to(self.folder("masks").parent)))
+        drawn = {"mask": draw_mask(numbers, max(self.class_numbers))}
         if self.config.overlays:
-            file = self.image_file(batch.images, 0, "overlays", ".jpg")
-            write_overlay(file, as_rgb(stretch(pixels)).permute(1, 2, 0).numpy(), numbers)
-            row["overlay"] = printable(str(file.relative_to(self.folder("overlays").parent)))
-        return row | dict(zip(self.share_columns, shares, strict=True))
+            drawn["overlay"] = draw_overlay(as_rgb(stretch(pixels)), numbers)
+        row = {"height": height, "width": width, "class": names[shares.argmax()], "probability": probability}
+        for kind, picture in drawn.items():
+            file = self.file_of(images, 0, kind)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(file, quality=OVERLAY_QUALITY)  # of JPEG
+            row[kind] = printable(str(file.relative_to(Path(self.config.out).parent)))
+        return row | {f"share_{name}": share for name, share in zip(names, shares, strict=True)}
+
+    def folder(self, kind: str) -> Path:
+        """The folder of the files of a kind, mask or overlay, next to the table."""
+        out = Path(self.config.out)
+        return out.with_name(f"{out.stem}_{kind}s")
+
+    def file_of(self, images: ImageDataset, index: int, kind: str) -> Path:
+        """The file of an image's mask or overlay: its own path in `data.path`, or its split and its index there.
+
+        The whole file name is kept: `1.jpg` and `1.png` are two images.
+        """
+        place = path_in_folder(images.image_name(index), self.data)
+        place = place or Path(images.origin.split) / f"{indices_in_split(images)[index]:09d}"
+        suffix = ".png" if kind == "mask" else ".jpg"
+        return self.folder(kind) / place.with_name(f"{place.name}{suffix}")
 
     @torch.no_grad()
     def logits(self, pixels: Tensor) -> Tensor:
@@ -147,65 +139,41 @@ class MaskPredictions:
         covering = covering_size(*pixels.shape[1:], size, self.data.eval_crop)
         covering = [max(own, least) for own, least in zip(covering, size, strict=True)]
         resized = functional.resize(pixels, covering, functional.InterpolationMode.BILINEAR, antialias=True)
-        height, width = resized.shape[1:]
-        corners = [(top, left) for top in window_starts(height, size[0]) for left in window_starts(width, size[1])]
-        total = torch.zeros(self.classifier.classes, height, width)
-        count = torch.zeros(height, width)
-        for first in range(0, len(corners), WINDOWS_PER_FORWARD):
-            chosen = corners[first : first + WINDOWS_PER_FORWARD]
-            windows = torch.stack([functional.crop_image(resized, *corner, *size) for corner in chosen])
-            with self.accelerator.autocast():
-                logits = self.classifier.network(windows.to(self.accelerator.device)).cpu()
-            for (top, left), of_window in zip(chosen, logits, strict=True):
-                total[:, top : top + size[0], left : left + size[1]] += of_window
-                count[top : top + size[0], left : left + size[1]] += 1
+        starts = [window_starts(*each) for each in zip(covering, size, strict=True)]
+        places = [np.s_[:, top : top + size[0], left : left + size[1]] for top, left in product(*starts)]
+        windows = torch.stack([resized[place] for place in places]).split(WINDOWS_PER_FORWARD)
+        with self.accelerator.autocast():
+            logits = [self.classifier.network(block.to(self.accelerator.device)).cpu() for block in windows]
+        total, count = torch.zeros(self.classifier.classes, *covering), torch.zeros(1, *covering)
+        for place, of_window in zip(places, torch.cat(logits), strict=True):
+            total[place] += of_window
+            count[place] += 1
         return total / count
-
-    def image_file(self, images: ImageDataset, index: int, kind: str, suffix: str) -> Path:
-        """The file of an image's mask or overlay: its own path in `data.path`, or its split and its index there.
-
-        The whole file name is kept: `1.jpg` and `1.png` are two images.
-        """
-        place = path_in_folder(images.image_name(index), self.data)
-        place = place or Path(images.origin.split) / f"{indices_in_split(images)[index]:09d}"
-        return self.folder(kind) / place.with_name(f"{place.name}{suffix}")
 
     def outcomes(self, images: ImageDataset, rows: pd.DataFrame) -> Outcomes | None:
         """Pixels of each class in the masks of a split, and of those predicted for them; None: there are none.
 
         Classes that the classifier does not know count as one, the last.
         """
+        names = [*self.classifier.class_names, OTHER_CLASSES]
+        places = places_of_classes(self.class_numbers)
         counts, problems = [], []
-        for index, cell in enumerate(self.masked.get(images.split, [])):
-            file = self.image_file(images, index, "masks", ".png")
+        is_masked = self.data.mask_column in images.rows.column_names
+        for index, cell in enumerate(images.rows[self.data.mask_column] if is_masked else []):
+            file = self.file_of(images, index, "mask")
             has_mask = any(cell.values()) if isinstance(cell, dict) else cell is not None
             if has_mask and file.exists():  # else the image has no mask, or no prediction
                 try:
-                    counts.append(self.count_pixels(decode_mask(cell, self.data).numpy(), file))
+                    predicted = read_mask(file.read_bytes(), self.data)
+                    true = decode_mask(cell, self.data).numpy()
+                    check_same_size(true.shape, predicted.shape)
+                    counts.append(count_confusion(places[true], places[predicted], len(names)))
                 except UnreadableImage as reason:
                     problems.append(f"{images.image_name(index)}: {reason}")
         if problems:
             warn(f"{counted(len(problems), 'mask')} of {images.split} left out, the first of {problems[0]}")
         confusion = np.array([each for each in counts if each.any()])
-        if not len(confusion):
-            return None
-        return Outcomes("pixels", confusion.sum(2), confusion, [*self.classifier.class_names, OTHER_CLASSES])
-
-    def count_pixels(self, true: NDArray[np.int16], file: Path) -> NDArray[np.int64]:
-        """Pixels of each class in a mask (H, W), rows, and in the predicted one, in a file: (C + 1, C + 1).
-
-        Raises:
-            UnreadableImage: the two differ in size.
-        """
-        with without_size_limit():
-            predicted = np.array(Image.open(file)).astype(np.int64)
-        if predicted.shape != true.shape:
-            sizes = [f"{width} x {height}" for height, width in (true.shape, predicted.shape)]
-            raise UnreadableImage(f"its mask has {sizes[0]} pixels, and the image {sizes[1]}")
-        numbers = pd.Index(self.class_numbers)
-        size = len(numbers) + 1
-        rows, columns = (numbers.get_indexer(each[true != IGNORED_CLASS]) % size for each in (true, predicted))
-        return np.bincount(rows * size + columns, minlength=size**2).reshape(size, size)  # others, -1, come last
+        return Outcomes("pixels", confusion.sum(2), confusion, names) if len(confusion) else None
 
 
 def check_aspect(pixels: Tensor) -> Tensor:
@@ -245,22 +213,22 @@ def colors_of(numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
     return sum((rest >> 3 * bit & 1) << 7 - bit for bit in range(8)).astype(np.uint8)
 
 
-def write_mask(file: Path, numbers: NDArray[np.int64], largest: int) -> None:
-    """Write a mask (H, W) of class numbers as PNG: with a palette, or above 255 as grey of 16 bits.
+def draw_mask(numbers: NDArray[np.int64], largest: int) -> Image.Image:
+    """A mask (H, W) of class numbers: with a palette, or above 255 as grey of 16 bits.
 
     Args:
         largest: number of any class, by which all masks of a table are of one kind.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    mask = Image.fromarray(numbers.astype(np.uint8 if largest < PALETTE_COLORS else np.uint16))
-    if largest < PALETTE_COLORS:
-        mask.putpalette(colors_of(np.arange(PALETTE_COLORS)).tobytes())  # the image becomes indexed
-    mask.save(file, "PNG")
+    if largest >= PALETTE_COLORS:
+        return Image.fromarray(numbers.astype(np.uint16))
+    mask = Image.fromarray(numbers.astype(np.uint8))
+    mask.putpalette(colors_of(np.arange(PALETTE_COLORS)).tobytes())  # the image becomes indexed
+    return mask
 
 
-def write_overlay(file: Path, pixels: NDArray[np.uint8], numbers: NDArray[np.int64]) -> None:
-    """Write an image (H, W, 3) with its mask (H, W) over it as JPEG; class 0, which is black, is not drawn."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    mixed = (1 - OVERLAY_OPACITY) * pixels + OVERLAY_OPACITY * colors_of(numbers)
-    drawn = np.where((numbers == 0)[..., None], pixels, mixed.round().astype(np.uint8))
-    Image.fromarray(drawn).save(file, "JPEG", quality=OVERLAY_QUALITY)
+def draw_overlay(pixels: Tensor, numbers: NDArray[np.int64]) -> Image.Image:
+    """An image (3, H, W) with its mask (H, W) over it; class 0, which is black, is not drawn."""
+    image = functional.to_pil_image(pixels)
+    drawn = Image.blend(image, Image.fromarray(colors_of(numbers)), OVERLAY_OPACITY)
+    drawn.paste(image, mask=Image.fromarray(numbers == 0))
+    return drawn

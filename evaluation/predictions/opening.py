@@ -1,5 +1,6 @@
 """Opening of a classifier that predicts: a trained run, a kept head on its encoder, or timm's."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
-from evaluation.frozen.kept_heads import HEAD_TASKS, KeptHead, is_kept_head, load_head, rebuild_linear
+from evaluation.frozen.kept_heads import KeptHead, is_kept_head, load_head, rebuild_linear
 from evaluation.frozen.manifest import LabelledImages, find_labelled_images, lineage
 from evaluation.frozen.run_images import find_tested_run
 from evaluation.patches.features import LinearReading, patch_features, upsample
@@ -19,42 +20,35 @@ from mpp.runtime.files import short_digest
 from mpp.runtime.weights import BEST, ENCODER, fingerprint
 
 
-class HeadOnFeatures(nn.Module):
-    """A frozen encoder with a head that a probe has trained: images (B, C, H, W) from 0 to 255 to logits (B, classes).
+class ProbedEncoder(nn.Module):
+    """A frozen encoder with a head that a probe has trained: images (B, C, H, W) from 0 to 255 to logits.
 
-    The head computes in float32, as in the probe.
+    They are (B, classes), or (B, classes, H, W) of a head of pixels. The head computes in float32, as in the probe.
     """
 
     def __init__(self, encoder: FrozenEncoder, head: KeptHead):
         super().__init__()
         self.encoder = encoder
-        self.head = rebuild_linear(head)
-        self.representation = head.description.representation
-        self.depth = head.description.depth
+        self.about = head.description
+        self.head = rebuild_reading(head.weights) if self.about.task == "pixels" else rebuild_linear(head)
 
     def forward(self, images: Tensor) -> Tensor:
-        (features,) = self.encoder(images, self.representation, [self.depth])
+        depths, is_of_pixels = [self.about.depth], self.about.task == "pixels"
+        if is_of_pixels:
+            (features,) = patch_features(self.encoder, images, depths)
+        else:
+            (features,) = self.encoder(images, self.about.representation, depths)
         with torch.autocast(images.device.type, enabled=False):
-            return self.head(features.float())
+            logits = self.head(features.to(images.device, torch.float32))
+            return upsample(logits, images.shape[-2:]) if is_of_pixels else logits
 
 
-class ReadingOfPatches(nn.Module):
-    """A frozen encoder with a linear reading of its patches: images (B, C, H, W) to logits (B, classes, H, W)."""
-
-    def __init__(self, encoder: FrozenEncoder, head: KeptHead):
-        super().__init__()
-        taught = (~head.weights["untaught"]).nonzero().flatten().tolist()
-        self.encoder = encoder
-        self.reading = LinearReading(head.weights["classify.weight"].shape[1], taught)
-        self.reading.load_state_dict(head.weights)
-        self.depth = head.description.depth
-        self.class_numbers = head.description.class_numbers
-        """Of its classes in the files of masks, in their order."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        (features,) = patch_features(self.encoder, images, [self.depth])
-        with torch.autocast(images.device.type, enabled=False):
-            return upsample(self.reading(features.to(images.device)), images.shape[-2:])
+def rebuild_reading(weights: dict[str, Tensor]) -> LinearReading:
+    """The linear reading of patches with its weights."""
+    taught = (~weights["untaught"]).nonzero().flatten().tolist()
+    reading = LinearReading(weights["classify.weight"].shape[1], taught)
+    reading.load_state_dict(weights)
+    return reading
 
 
 @dataclass(frozen=True)
@@ -91,53 +85,37 @@ def find_classifier(classifier: str, encoder: str | None) -> ClassifierSource:
     folder = Path(classifier)
     if is_kept_head(folder):
         return find_encoder_of_head(load_head(folder), encoder)
-    allowed = f"null with {classifier}, which has its own encoder"
-    require(encoder is None, "encoder", encoder, allowed)
+    require(encoder is None, "encoder", encoder, f"null with {classifier}, which has its own encoder")
     trained = str(find_tested_run(folder, "classifier") or classifier)
     return ClassifierSource(trained, trained)
 
 
 def find_encoder_of_head(head: KeptHead, named: str | None) -> ClassifierSource:
-    """The encoder that a head was trained on, known by its weights.
+    """The encoder that a head was trained on, known by its weights: in the run that has the head, or at its old place.
 
     Args:
         named: the setting `encoder`.
     Raises:
         UserError: it is gone, or another one is in its place.
     """
-    about = head.description
-    folder = str(head.folder)
+    about, folder = head.description, str(head.folder)
+    was = about.checkpoint or about.encoder
     if about.weights == "":  # random, or published by timm: known by its name
         allowed = f"null or {about.encoder}, which {folder} was trained on"
         require(about.random or named in (None, about.encoder), "encoder", named, allowed)
         return ClassifierSource(folder, named or about.encoder, head)
-    places = [named] if named else usual_places(head)
+    run = head.folder.resolve().parent.parent
+    near = [str(run / name) for name in (ENCODER, BEST) if (run / name).is_dir() and not about.checkpoint]
+    places = [named] if named else [*near, was]
     for place in places:
-        if weights_at(place) == about.weights:
-            encoder = about.encoder if about.checkpoint else place
-            return ClassifierSource(folder, encoder, head, place if about.checkpoint else None)
-    was = about.checkpoint or about.encoder
+        with suppress(UserError):  # no encoder is there
+            if fingerprint(Path(place), on_hub=True) == about.weights:
+                if about.checkpoint:
+                    return ClassifierSource(folder, about.encoder, head, place)
+                return ClassifierSource(folder, place, head)
     raise UserError(
         f"the encoder that {folder} was trained on ({was}) is not at {' or '.join(places)}: choose it with --encoder"
     )
-
-
-def usual_places(head: KeptHead) -> list[str]:
-    """Places where a head's encoder may be: in the run that has the head in its evaluation/, and the original one."""
-    about = head.description
-    folder = head.folder.resolve().parent
-    if folder.name != "evaluation" or about.checkpoint:
-        return [about.checkpoint or about.encoder]
-    name = Path(about.encoder).name
-    return [str(folder.parent / name if name in (ENCODER, BEST) else folder.parent), about.encoder]
-
-
-def weights_at(place: str) -> str:
-    """Fingerprint of the weights at a place; empty where there is no encoder."""
-    try:
-        return fingerprint(Path(place), on_hub=True)
-    except UserError:
-        return ""
 
 
 def open_classifier(found: ClassifierSource, channels: int) -> Classifier:
@@ -153,9 +131,9 @@ def open_classifier(found: ClassifierSource, channels: int) -> Classifier:
     encoder = load_frozen_encoder(found.encoder, found.checkpoint, about.random, size, about.seed, channels)
     outputs = len(found.head.weights["classify.bias"])
     names = distinct_class_names(about.class_names, len(about.class_names))
-    kind = {task: kind for kind, task in HEAD_TASKS.items()}.get(about.task, about.task)
-    network = (ReadingOfPatches if kind == "pixels" else HeadOnFeatures)(encoder, found.head)
-    return Classifier(network.eval(), encoder.img_size, outputs, about.input["crop_pct"], names, kind)
+    kind = "class" if about.task == "classes" else about.task
+    network = ProbedEncoder(encoder, found.head).eval()
+    return Classifier(network, encoder.img_size, outputs, about.input["crop_pct"], names, kind)
 
 
 def digest_network(network: nn.Module) -> str:
