@@ -19,7 +19,7 @@ from evaluation.config import SupervisedConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import load_labelled
 from evaluation.metrics.scoring import image_scores, largest_class, load_outcomes
-from evaluation.supervision.classification import Classification
+from evaluation.supervised import Classification
 from evaluation.supervision.learners import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig
 from mpp.config.parsing import to_yaml
