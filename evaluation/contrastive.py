@@ -11,7 +11,6 @@ every probe takes it; the projection head is left out.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from shlex import quote
 from typing import Any
 
 import torch
@@ -36,10 +35,11 @@ from mpp.features.metrics import Sums
 from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
 from mpp.models.plain import has_running_statistics
+from mpp.pretrain import print_next_steps
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.runtime.start import run_main
 from mpp.training.flops import executed_flops
-from mpp.training.log import Tracker, last_scalars
+from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import train
 from mpp.training.task import ImageTask
@@ -215,14 +215,9 @@ class Contrastive(ImageTask):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line, or `arguments`, say."""
-    config = parse(ContrastiveConfig, arguments)
-    folder = train(config, Contrastive)
+    folder = train(parse(ContrastiveConfig, arguments), Contrastive)
     if PartialState().is_main_process:
-        if config.run.eval_every > 0:
-            accuracy = last_scalars(folder)["heldout/accuracy"]
-            print(f"the other view of a held-out image is the nearest one for {accuracy:.1%} of the views")
-        representation = "" if config.head.pooling == "mean" else " --representation class"
-        print(f"next: mpp fewshot --encoder {quote(str(folder))}{representation}")
+        print_next_steps(folder)
 
 
 if __name__ == "__main__":

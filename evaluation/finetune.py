@@ -35,10 +35,8 @@ from mpp.training.run import train
 from mpp.training.run_folder import saved_settings
 
 
-def train_once(
-    config: FinetuneConfig, name: str, lr: float, on_dev: bool, loaded: LoadedSplits | None
-) -> dict[str, Any]:
-    """Carry out one run in the folder `name` of `run.dir`.
+def train_once(config: FinetuneConfig, lr: float, on_dev: bool, loaded: LoadedSplits | None) -> dict[str, Any]:
+    """Carry out one run, in the folder lr_X or dev_lr_X of `run.dir`.
 
     Returns:
         A result: its outcomes and figures at the end, the only time that it is evaluated; pflop: executed;
@@ -51,7 +49,7 @@ def train_once(
         "test": True,
         "on_dev": on_dev,
         "encoder_sha256": fingerprint(Path(config.weights)) if config.weights else "",
-        "run.dir": str(Path(config.run.dir) / name),
+        "run.dir": str(Path(config.run.dir) / f"{'dev_' if on_dev else ''}lr_{lr:g}"),
         "run.steps": steps,
         "run.eval_every": steps,
         "optim.lr": lr,
@@ -70,7 +68,7 @@ def choose_rate(config: FinetuneConfig, loaded: LoadedSplits | None) -> tuple[fl
     tried: dict[float, dict[str, Any]] = {}
     for lr in config.lrs:
         try:
-            tried[lr] = train_once(config, f"dev_lr_{lr:g}", lr, True, loaded)
+            tried[lr] = train_once(config, lr, True, loaded)
         except Diverged as error:
             warn(f"learning rate {lr:g} diverges: {error}")
             tried[lr] = {"accuracy": math.nan}
@@ -95,7 +93,7 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     require(not saved_settings(folder), "run.dir", folder, allowed)
     best, tried = choose_rate(config, loaded) if len(config.lrs) > 1 else (config.lrs[0], {})
     report: dict[str, Any] = {
-        "results": [train_once(config, f"lr_{best:g}", best, False, loaded)] if config.test else [],
+        "results": [train_once(config, best, False, loaded)] if config.test else [],
         "dev": [{"lr": lr, "accuracy": result["accuracy"]} for lr, result in tried.items()],
         "protocol": nested(config),
     }

@@ -241,12 +241,11 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> tuple[dic
     with deaths_explained():
         if len(candidates) > 1 and config.probe.depth != "all":
             on_dev = probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates)
-            scores = [score_of(outcomes) for outcomes, _ in on_dev]
+            scores = [score_of(result["outcomes"]) for result, _ in on_dev]
             protocol["dev"] = [each.about | {"accuracy": score} for each, score in zip(candidates, scores, strict=True)]
             candidates, about["dev_accuracy"] = [candidates[int(np.argmax(scores))]], max(scores)
         tested = probe.fit_and_test(train, test, candidates)
-    pairs = zip(candidates, tested, strict=True)
-    results = add_figures([about | each.about | {"outcomes": outcomes} for each, (outcomes, _) in pairs])
+    results = add_figures([about | result for result, _ in tested])
     summaries = {result.get("depth"): summarize_accuracies([result], "protocol") for result in results}
     *_, protocol["chosen_depth"] = summaries
     report = {"results": results, "summary": summaries[protocol["chosen_depth"]], "protocol": protocol}
@@ -297,8 +296,8 @@ class CropProbe:
 
     def fit_and_test(
         self, train: ImageDataset, test: ImageDataset, candidates: Sequence[Candidate]
-    ) -> list[tuple[Outcomes, nn.Sequential]]:
-        """Outcomes of some candidates on centre crops of the images that can be decoded, and their heads."""
+    ) -> list[tuple[dict[str, Any], nn.Sequential]]:
+        """Results of some candidates on centre crops of the images that can be decoded, and their heads."""
         heads = self.fit(train, candidates)
         views = views_for(self.encoder, test, self.config.data)
         split = extract_split(views, self.encode, self.accelerator, self.config.probe.strict, "centre crops")
@@ -309,7 +308,8 @@ class CropProbe:
             inputs = torch.from_numpy(split.by_depth[candidate.input]).to(self.accelerator.device)
             with torch.no_grad():
                 predicted = head(inputs).argmax(1).cpu().numpy()
-            tested.append((Outcomes("class", split.labels, predicted, *known), head))
+            outcomes = Outcomes("class", split.labels, predicted, *known)
+            tested.append((candidate.about | {"outcomes": outcomes}, head))
         return tested
 
     def fit(self, train: ImageDataset, candidates: Sequence[Candidate]) -> list[nn.Sequential]:

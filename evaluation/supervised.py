@@ -205,9 +205,9 @@ class Classification(ImageTask):
         return {"accuracy": float(sums["right"] / sums["images"])} if sums else {}
 
     def flops(self) -> int:
-        image = self.views(self.train)[FIXED_VIEW, 0].images[None]
-        taught = executed_flops(self.teacher, image, backward=False) if self.teacher else 0
-        return executed_flops(self.model.eval(), image) + taught  # in training a batch norm needs several images
+        two = torch.stack([self.views(self.train)[FIXED_VIEW, 0].images] * 2)  # of one, some norms have no statistics
+        taught = executed_flops(self.teacher, two, backward=False) if self.teacher else 0
+        return (executed_flops(self.model, two) + taught) // 2
 
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         scalars = {}

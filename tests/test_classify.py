@@ -114,6 +114,15 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     assert json.loads((folder / "data.json").read_text())["train"]["classes"] == birds
 
 
+def test_a_run_that_kept_no_outcomes_has_its_last_accuracy(tmp_path):
+    """As those of earlier versions."""
+    folder = train_supervised(tmp_path, *SMALL)
+    (folder / "heldout.outcomes.npz").unlink()
+    train_supervised(folder, *SMALL)  # it is finished
+    report = json.loads((folder / "supervised.json").read_text())
+    assert report == {"results": [{"seed": 0, "accuracy": read_metrics(folder, "heldout/accuracy")[4]}]}
+
+
 def test_the_largest_class_is_the_accuracy_of_a_constant():
     assert largest_class(np.array([2, 0, 2, 1])) == {"largest class": 0.5}
     several_right = np.array([[2, 0], [0, -1], [1, -1]])

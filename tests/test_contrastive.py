@@ -167,7 +167,7 @@ def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
     assert "each view compared with 14 of other images" in card
     printed = capsys.readouterr().out
     assert f"next: mpp fewshot --encoder {folder}\n" in printed
-    assert "of the views" in printed
+    assert "verdict: held-out accuracy " in printed
     flops_per_step = 1e15 * read_metrics(folder, "compute/pflop")[4] / 4
     per_image = (flops_per_step - newton_schulz(16, 2)) / 8
     assert per_image == expected_flops_per_image()

@@ -1,7 +1,7 @@
 """Networks with a head, and the kinds of label that a head learns: one class, several classes, or a number.
 
-DeiT's student (Touvron et al., ICML 2021, arXiv 2012.12877) has a distillation token behind [class], with a head of its
-own, which learns a teacher's prediction for the same crop. Predictions are the mean of the softmaxes of both heads.
+A distilled student (DeiT: Touvron et al., ICML 2021, arXiv 2012.12877) has a distillation token behind [class], with a
+head of its own, which learns a teacher's prediction for the same crop. It predicts by the mean of both softmaxes.
 
 N training images, M test images, B images of a batch, D width, C classes.
 """
@@ -295,7 +295,7 @@ class NumberLearner(Learner):
         return nn.Sequential(layer, Rescale(self.mean, self.std))
 
     def loss(self, outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        deviations = (outputs.squeeze(1).float() - self.mean) / self.std
+        deviations = (self.predict(outputs) - self.mean) / self.std
         return self.error(deviations, ((targets - self.mean) / self.std).float())
 
     def predict(self, outputs: Tensor) -> Tensor:
