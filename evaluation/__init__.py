@@ -2,8 +2,8 @@
 
 cli.py, registry.py, config/: the command `mpp`; all evaluations by name; settings of all commands.
 metrics/: outcomes of test images to figures with intervals, by kind of label.
-frozen/, protocols/, patches/: frozen encoders, a run's images, known labels; published linear probes; segmentation.
-supervision/: training with a head: classification, distillation, SimCLR.
+frozen/, patches/: frozen encoders, a run's images, known labels; segmentation.
+supervision/: networks with a head, distillation, kinds of labels as a head learns them; classifiers that exist.
 comparison/: entries, cases, digests, trainings, trunks and branches, reports, tables and plots; trials of sweeps.
 pictures.py, figures/, pages/: numbers of pictures; style, charts and images; HTML pages of reports and comparisons.
 tables/, predictions/, exports/: tables in parts (`mpp embed`, `mpp predict`); classifiers; export formats.

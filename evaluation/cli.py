@@ -39,7 +39,7 @@ AFTER_EVALUATIONS = {
 
 def commands() -> dict[str, str]:
     """One line of help by command, evaluations that were registered among them."""
-    evaluations = {evaluation.name: evaluation.help for evaluation in EVALUATIONS.values()}
+    evaluations = {each.name: each.help for each in EVALUATIONS.values() if each.kind != "masked patches"}
     return BEFORE_EVALUATIONS | evaluations | AFTER_EVALUATIONS
 
 

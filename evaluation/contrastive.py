@@ -11,12 +11,12 @@ every probe takes it; the projection head is left out.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from shlex import quote
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, PartialState
+from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torchvision.transforms import v2
@@ -35,10 +35,11 @@ from mpp.features.metrics import Sums
 from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
 from mpp.models.plain import has_running_statistics
+from mpp.pretrain import print_next_steps
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
 from mpp.runtime.start import run_main
 from mpp.training.flops import executed_flops
-from mpp.training.log import Tracker, last_scalars
+from mpp.training.log import Tracker
 from mpp.training.loop import due
 from mpp.training.run import train
 from mpp.training.task import ImageTask
@@ -106,6 +107,7 @@ class Contrastive(ImageTask):
     """The task: find the other view of an image among the views of all images of a forward pass.
 
     A forward pass is that of all processes together, so their number changes nothing where `data.batch_size` is null.
+    So are the statistics of batch norms: by those of one process, the two views of an image would know each other.
     """
 
     def __init__(self, config: ContrastiveConfig, accelerator: Accelerator, layout: BatchLayout):
@@ -114,8 +116,6 @@ class Contrastive(ImageTask):
         self.images_of_a_pass = layout.largest_share * layout.world_size
         batch, shares = config.optim.global_batch_size, layout.share_count
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
-        if self.images_of_a_pass == 1:
-            layout.require_several(": an image is compared with others")
         begins_from = config.model.init_from
         self.builds_on_labels = begins_from is not None and learned_labels(begins_from)
         self.licence = licence_of(begins_from)
@@ -123,9 +123,9 @@ class Contrastive(ImageTask):
         with accelerator.main_process_first():
             all_train, self.held_out = load_image_datasets(config.data)
         self.train = all_train.choose(config.data.train_images, config.data.eval_seed)
-        allowed = f"at most {len(self.train)}, the number of training images: one more would be compared with itself"
-        fits = self.images_of_a_pass <= len(self.train)
-        require(fits, "images of a forward pass", self.images_of_a_pass, allowed)
+        allowed = f"from 2 to {len(self.train)}, all training images: an image is compared with others"
+        fits = 1 < self.images_of_a_pass <= len(self.train)
+        require(fits, "the number of images in a forward pass", self.images_of_a_pass, allowed)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         require(len(evaluated) > 1, "held-out images", len(evaluated), "at least 2: an image is compared with others")
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
@@ -136,9 +136,10 @@ class Contrastive(ImageTask):
         model, head, channels = self.config.model, self.config.head, self.config.data.channels
         encoder, img_size = build_backbone(model, channels)
         choose_trained(encoder, model)
-        is_one = self.accelerator.num_processes == 1
-        allowed = "a model without batch norms on several processes: the two views of an image would know each other"
-        require(is_one or not has_running_statistics(encoder), "model.name", model.name, allowed)
+        if self.accelerator.num_processes > 1 and has_running_statistics(encoder):
+            allowed = "a model without batch norms on several processes of CPUs, which cannot synchronise them"
+            require(self.accelerator.device.type != "cpu", "model.name", model.name, allowed)
+            encoder = convert_sync_batchnorm(encoder)
         width = encoder.head_hidden_size
         hidden = head.hidden or width
         projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
@@ -150,10 +151,8 @@ class Contrastive(ImageTask):
         begins_from = self.config.model.init_from
         start = f", from {begins_from}," if begins_from else ""
         feature = "[class] token" if self.model.pooling == "class" else "mean of the patch tokens"
-        method = (
-            f"Pre-trained without labels{start} by contrastive learning (SimCLR: Chen et al., ICML 2020). Its feature "
-            f"is the {feature}; the projection head is left out"
-        )
+        method = f"Pre-trained without labels{start} by contrastive learning (SimCLR: Chen et al., ICML 2020). Its "
+        method += f"feature is the {feature}; the projection head is left out"
         return ". ".join(filter(None, [method, describe_adaptation(self.config.model)]))
 
     def record(self) -> dict[str, Any]:
@@ -184,8 +183,7 @@ class Contrastive(ImageTask):
         count = len(self.held_out_views.dataset)
         projected, _ = extract(batches, lambda images: [self.project(model, images)], count, self.accelerator)
         scalars = {}
-        if self.accelerator.is_main_process:
-            (projections,) = projected  # the list is empty on other processes
+        for projections in projected:  # none on other processes than the main one
             scalars = self.measure_held_out(projections.to(self.accelerator.device))
         if due(step, self.config.probe.every, self.config.run.steps):
             scalars |= self.probe(model)
@@ -206,9 +204,9 @@ class Contrastive(ImageTask):
     def flops(self) -> int:
         """FLOPs executed per image: its two views through the network, and their similarities to all views."""
         pair = self.views(self.held_out)[FIXED_VIEW, 0].images
-        all_views = 2 * self.images_of_a_pass
-        similarities = 2 * all_views * self.config.head.outputs  # of one view; a multiply-add is two operations
-        return executed_flops(self.model, pair) + 2 * 3 * similarities  # forward, and backward to either side
+        similarities = 4 * self.images_of_a_pass * self.config.head.outputs  # of one view: a multiply-add is two
+        model = self.model.eval()  # in training, synchronised batch norms would ask the other processes
+        return executed_flops(model, pair) + 2 * 3 * similarities  # forward, and backward to either side
 
     def describe_model(self) -> str:
         others = 2 * self.images_of_a_pass - 2
@@ -217,15 +215,9 @@ class Contrastive(ImageTask):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line, or `arguments`, say."""
-    config = parse(ContrastiveConfig, arguments)
-    folder = train(config, Contrastive)
+    folder = train(parse(ContrastiveConfig, arguments), Contrastive)
     if PartialState().is_main_process:
-        if config.run.eval_every > 0:
-            accuracy = last_scalars(folder)["heldout/accuracy"]
-            print(f"the other view of a held-out image is the nearest one for {accuracy:.1%} of the views")
-        print(f"next: tensorboard --logdir {quote(str(folder.parent))}")
-        representation = "" if config.head.pooling == "mean" else " --representation class"
-        print(f"next: mpp fewshot --encoder {quote(str(folder))}{representation}")
+        print_next_steps(folder)
 
 
 if __name__ == "__main__":

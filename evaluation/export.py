@@ -24,9 +24,9 @@ from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_
 from evaluation.frozen.features import DEFAULT_BATCH_SIZE, views_for
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of, parse_and_load, tested_encoder
-from evaluation.supervision.classification import card_of_file
+from evaluation.supervised import card_of_file
 from evaluation.supervision.classifiers import Classifier, load_classifier
-from evaluation.supervision.deit import average_heads
+from evaluation.supervision.learners import average_heads
 from mpp.config import rebuild, require
 from mpp.data.loader import fixed_view_batches
 from mpp.data.workers import deaths_explained

@@ -10,7 +10,6 @@ choose between fine-tunings by this dev accuracy.
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,23 +22,21 @@ from evaluation.figures.charts import markdown_table
 from evaluation.frozen.results import print_details, write_report
 from evaluation.frozen.run_images import FINETUNING_REPORT, LoadedSplits, parse_and_load
 from evaluation.metrics.scoring import best_choice, describe_labels, kind_of_report, load_outcomes, score_of
-from evaluation.supervision.classification import LEFT_OUT_NAME, Classification, result_of_run
+from evaluation.supervised import LEFT_OUT_NAME, Classification, finish, result_of_run
 from mpp.config import flatten, nested, rebuild, require
 from mpp.data.overview import FEW_TEST_IMAGES
 from mpp.errors import Diverged
-from mpp.runtime.messages import counted, note
+from mpp.runtime.messages import counted, note, warn
 from mpp.runtime.start import run_main
 from mpp.runtime.weights import fingerprint
 from mpp.training.history import DEVICE_HOURS, PFLOP
 from mpp.training.log import last_scalars
-from mpp.training.run import train, write_run_page
+from mpp.training.run import train
 from mpp.training.run_folder import saved_settings
 
 
-def train_once(
-    config: FinetuneConfig, name: str, lr: float, on_dev: bool, loaded: LoadedSplits | None
-) -> dict[str, Any]:
-    """Carry out one run in the folder `name` of `run.dir`.
+def train_once(config: FinetuneConfig, lr: float, on_dev: bool, loaded: LoadedSplits | None) -> dict[str, Any]:
+    """Carry out one run, in the folder lr_X or dev_lr_X of `run.dir`.
 
     Returns:
         A result: its outcomes and figures at the end, the only time that it is evaluated; pflop: executed;
@@ -52,7 +49,7 @@ def train_once(
         "test": True,
         "on_dev": on_dev,
         "encoder_sha256": fingerprint(Path(config.weights)) if config.weights else "",
-        "run.dir": str(Path(config.run.dir) / name),
+        "run.dir": str(Path(config.run.dir) / f"{'dev_' if on_dev else ''}lr_{lr:g}"),
         "run.steps": steps,
         "run.eval_every": steps,
         "optim.lr": lr,
@@ -61,9 +58,9 @@ def train_once(
     PartialState().wait_for_everyone()
     costs = last_scalars(folder, PFLOP)
     result = {"init": config.init, "lr": lr, "pflop": costs[PFLOP], "device_hours": costs.get(DEVICE_HOURS)}
-    result |= result_of_run(folder, config.run.seed)
     left_out = load_outcomes(folder / LEFT_OUT_NAME)
-    return result if left_out is None else result | {"dev_accuracy": score_of(left_out)}
+    result |= {} if left_out is None else {"dev_accuracy": score_of(left_out)}
+    return result | result_of_run(folder, config.run.seed)
 
 
 def choose_rate(config: FinetuneConfig, loaded: LoadedSplits | None) -> tuple[float, dict[float, dict[str, Any]]]:
@@ -71,15 +68,15 @@ def choose_rate(config: FinetuneConfig, loaded: LoadedSplits | None) -> tuple[fl
     tried: dict[float, dict[str, Any]] = {}
     for lr in config.lrs:
         try:
-            tried[lr] = train_once(config, f"dev_lr_{lr:g}", lr, True, loaded)
+            tried[lr] = train_once(config, lr, True, loaded)
         except Diverged as error:
-            print(f"warning: learning rate {lr:g} diverges: {error}", file=sys.stderr)
+            warn(f"learning rate {lr:g} diverges: {error}")
             tried[lr] = {"accuracy": math.nan}
-    outcomes = {lr: result["outcomes"] for lr, result in tried.items() if "outcomes" in result}
     best = best_choice({lr: result["accuracy"] for lr, result in tried.items()})
-    if best in outcomes and len(outcomes[best]) < FEW_TEST_IMAGES:
-        images = counted(len(outcomes[best]), "dev image")
-        note(f"{images} (dev_fraction of the training images) choose the rate: too few to tell rates apart")
+    images = len(tried[best].get("outcomes", ()))
+    if 0 < images < FEW_TEST_IMAGES:
+        few = counted(images, "dev image")
+        note(f"{few} (dev_fraction of the training images) choose the rate: too few to tell rates apart")
     if best in (min(tried), max(tried)):
         note(f"the best rate, {best:g}, is the smallest or largest of lrs: one beyond them may be better")
     return best, tried
@@ -96,26 +93,24 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     require(not saved_settings(folder), "run.dir", folder, allowed)
     best, tried = choose_rate(config, loaded) if len(config.lrs) > 1 else (config.lrs[0], {})
     report: dict[str, Any] = {
-        "results": [train_once(config, f"lr_{best:g}", best, False, loaded)] if config.test else [],
+        "results": [train_once(config, best, False, loaded)] if config.test else [],
         "dev": [{"lr": lr, "accuracy": result["accuracy"]} for lr, result in tried.items()],
         "protocol": nested(config),
     }
     if not config.test and "outcomes" in tried[best]:
         report["labels"] = describe_labels(tried[best]["outcomes"])
-    if PartialState().is_main_process:
-        path = Path(config.out or folder / FINETUNING_REPORT)
-        report = write_report(path, report)
-        kind = kind_of_report(report)
-        if tried:
-            rows = [[f"{rate['lr']:g}", kind.text(kind.score, rate["accuracy"])] for rate in report["dev"]]
-            print(markdown_table(["learning rate", f"dev {kind.score_title}"], rows))
-        print_details(path, report)
-        print(f"wrote {path}")
-        if config.test:
-            tested = folder / f"lr_{best:g}"
-            if config.run.report:  # with the figures
-                write_run_page(tested)
-            print(f"next: mpp predict --classifier {tested} --data.path NEW_IMAGES")
+    if not PartialState().is_main_process:
+        return report
+    path = Path(config.out or folder / FINETUNING_REPORT)
+    report = write_report(path, report)
+    kind = kind_of_report(report)
+    if tried:
+        rows = [[f"{rate['lr']:g}", kind.text(kind.score, rate["accuracy"])] for rate in report["dev"]]
+        print(markdown_table(["learning rate", f"dev {kind.score_title}"], rows))
+    print_details(path, report)
+    print(f"wrote {path}")
+    if config.test:
+        finish(folder / f"lr_{best:g}", config.run.report)
     return report
 
 

@@ -6,99 +6,118 @@
 
 Features are standardised by the training set. The penalty (L-BFGS) or learning rate (SGD) is chosen on a tenth of the
 training set; the classifier is then fitted to all of it, and tested once. Several classes are a logistic regression
-each, and numbers a ridge regression. Published protocols, which train on random crops, are in protocols.py.
+each, and numbers a ridge regression.
+
+Published protocols are presets of heads that are trained at once, on features of random crops: resized crops (area 0.08
+to 1, ratio 3/4 to 4/3) and flips, bilinear as everywhere in mpp, and not bicubic; a centre crop at test. Length and
+batch are scaled to the number of images. One of several heads is chosen as a penalty is.
+
+N training images, B images of a step, D width of a head's input, C classes.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from timm.optim import Lars
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from evaluation.config import LinearConfig
-from evaluation.frozen.features import LabelledFeatures, describe_learned
-from evaluation.frozen.kept_heads import (
-    HEAD_TASKS,
-    HeadDescription,
-    StandardizedLinear,
-    describe_encoder,
-    save_head,
+from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
+from evaluation.frozen.features import (
+    DEFAULT_BATCH_SIZE,
+    LabelledFeatures,
+    LabelledSplits,
+    RecordedBatches,
+    cut_dev_split,
+    describe_input,
+    describe_learned,
+    extract_split,
+    load_labelled,
+    views_for,
+    warn_left_out,
 )
+from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, StandardizedLinear, describe_encoder, save_head
 from evaluation.frozen.probing import run_probe
-from evaluation.frozen.results import report_path_of_command
+from evaluation.frozen.results import report_path_of_command, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits, is_colour_baseline, parse_and_load
-from evaluation.metrics.scoring import Outcomes, best_choice, score_of
-from evaluation.protocols import CropProbe, run_protocol
-from evaluation.supervision.learners import Learner, learner_of, zero_head
-from mpp.config import require
-from mpp.data.dataset import names_by_number
+from evaluation.metrics.scoring import Outcomes, add_figures, best_choice, score_of, summarize_accuracies
+from evaluation.supervision.learners import Learner, learner_of, number_of_classes, zero_head
+from mpp.config import DataConfig, flatten, nested, rebuild, require
+from mpp.data.dataset import ImageDataset, names_by_number
 from mpp.data.labels import LABEL_KINDS
+from mpp.data.loader import BatchLayout, in_memory, training_loader
+from mpp.data.views import Batch, ViewDataset
+from mpp.data.workers import deaths_explained
+from mpp.errors import Unavailable
+from mpp.features.frozen import pool, tokens_at
+from mpp.models.plain import has_class
 from mpp.runtime.hardware import device
-from mpp.runtime.messages import progress_bar
-from mpp.runtime.start import run_main
+from mpp.runtime.messages import note, progress_bar
+from mpp.runtime.start import run_main, start_alone
 
 LOGITS_PER_BLOCK = 2**24  # computed at a time, which bounds the memory
 DEVIATION_OFFSET = 1e-6  # added to the deviation of a feature: a constant one is not divided by 0
 SHOW_BAR_AFTER = 5  # seconds
+IMAGENET_IMAGES = 1_281_167
+"""Training images of ImageNet-1k, for which the published lengths and batches are."""
+CROPS = DataConfig(crop_area=(0.08, 1.0), crop_ratio=(3 / 4, 4 / 3), flip=True)
+FEW_IMAGES = 20_000
+"""With fewer, the sum of all of MAE's rates is too small: on 430 birds, 7,000 steps of batch 256 still improved the
+head."""
+BASE_BATCH = 256
+"""The batch that base learning rates are of: a rate is base rate x batch / 256 (Goyal et al., 2017)."""
 TestedHead = tuple[StandardizedLinear, str, list[int]]
 """A head that was tested, its kind of label, and the numbers in the dataset of the classes of its outputs."""
 
 
 def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-    """Probe the features, write the report, and return it."""
+    """Probe the features, write the report and, if asked, the head that was tested last, and return the report."""
     allowed = "left out: a colour baseline has no weights, so its head is not kept"
     require(not (config.save and is_colour_baseline(config.frozen.encoder)), "save", True, allowed)
-    kept = None  # of the features that were evaluated last
+    tested = None
 
     def evaluate_and_keep_head(features: LabelledFeatures) -> list[dict]:
-        nonlocal kept
-        results, kept = evaluate_head(features, config)
-        return results
-
-    def train_and_keep_head(probe: CropProbe) -> list[dict]:
-        nonlocal kept
-        results, (norm, classify) = probe.evaluate()
-        if config.save:
-            head = StandardizedLinear(classify, norm.running_mean, (norm.running_var + norm.eps).sqrt())
-            kept = head, "class", list(range(probe.classes))
+        nonlocal tested
+        results, tested = evaluate(features, config)
         return results
 
     if config.protocol == "logistic":
         report = run_probe(config, "linear", evaluate_and_keep_head, "solver", loaded, LABEL_KINDS)
     else:
-        report = run_protocol(config, train_and_keep_head, loaded)
-    if config.save and report:
-        keep_head(config, report, kept, loaded)
-    return report
+        report, tested = run_protocol(config, loaded)
+    if not (config.save and report):
+        return report
 
-
-def keep_head(config: LinearConfig, report: dict[str, Any], kept: TestedHead, loaded: LoadedSplits | None) -> None:
-    """Write a head to its folder next to the report."""
-    head, kind, numbers = kept
-    path = report_path_of_command(config, "linear")
-    protocol = report["protocol"]
+    head, kind, numbers = tested
     description = HeadDescription(
         task=HEAD_TASKS[kind],
         class_names=names_by_number(report["class_names"], numbers),
         class_numbers=numbers,
         representation=config.probe.representation,
-        depth=protocol["chosen_depth"],
-        input=protocol["input"],
+        depth=report["protocol"]["chosen_depth"],
+        input=report["protocol"]["input"],
         **describe_encoder(config.frozen),
-        learned=None if config.probe.features else describe_learned(config.data, loaded, config.probe.task),
+        learned=describe_learned(config.data, loaded, config.probe.task),
     )
-    seeds = list(dict.fromkeys(result["seed"] for result in report["results"]))
+    path = report_path_of_command(config, "linear")
+    seeds = config.seeds if config.solver == "sgd" else ()
     save_head(path.with_name(f"{path.stem}_head"), head, description, seeds)
+    return report
 
 
-def evaluate(features: LabelledFeatures, config: LinearConfig) -> list[dict]:
-    """Test outcomes with the penalty or learning rate that is best on the dev split."""
-    return evaluate_head(features, config)[0]
+# --- logistic regression, on the features of one crop ---
 
 
-def evaluate_head(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dict], TestedHead]:
-    """The results of `evaluate`, and the tested head of the first seed."""
+def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dict], TestedHead]:
+    """Results with the penalty or learning rate that is best on the dev split, and the head of the first seed."""
     numbers: list[int] = []
     if features.kind == "class":
         features, classes = features.with_numbered_classes()
@@ -108,21 +127,20 @@ def evaluate_head(features: LabelledFeatures, config: LinearConfig) -> tuple[lis
     is_lbfgs = config.solver == "lbfgs"
     name, choices, seeds = ("l2", config.l2, (0,)) if is_lbfgs else ("lr", config.lr, config.seeds)
 
-    dev_cases = [(choice, seeds[0]) for choice in choices]
-    on_dev, _ = fit_and_test(features.dev_split(), config, len(numbers), dev_cases)
-    scores = {choice: score_of(outcomes) for choice, outcomes in zip(choices, on_dev, strict=True)}
+    on_dev, _ = fit_and_test(features.dev_split(), config, len(numbers), product(choices, seeds[:1]))
+    scores = dict(zip(choices, map(score_of, on_dev), strict=True))
     best = best_choice(scores)
 
-    tested, heads = fit_and_test(features, config, len(numbers), [(best, seed) for seed in seeds])
+    outcomes, heads = fit_and_test(features, config, len(numbers), product([best], seeds))
     results = []
-    for seed, outcomes in zip(seeds, tested, strict=True):
-        chosen = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": scores[best]}
-        results.append(chosen | {"outcomes": outcomes})
+    for seed, of_seed in zip(seeds, outcomes, strict=True):
+        about = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": scores[best]}
+        results.append(about | {"outcomes": of_seed})
     return results, (heads[0], features.kind, numbers)
 
 
 def fit_and_test(
-    features: LabelledFeatures, config: LinearConfig, classes: int, cases: Sequence[tuple[float, int]]
+    features: LabelledFeatures, config: LinearConfig, classes: int, cases: Iterable[tuple[float, int]]
 ) -> tuple[list[Outcomes], list[StandardizedLinear]]:
     """Test outcomes of classifiers, one for each case, and the classifiers.
 
@@ -140,12 +158,8 @@ def fit_and_test(
     learner = learner_of(features.kind, features.train_labels, classes, config.loss)
     test_blocks = torch.from_numpy(features.test).split(max(1, LOGITS_PER_BLOCK // learner.outputs))
     tested, heads = [], []
-    for choice, seed in progress_bar(cases, desc=config.solver, unit="fit", delay=SHOW_BAR_AFTER):
-        if config.solver == "lbfgs":
-            layer = fit_lbfgs(train, labels, learner, choice, config.iterations)
-        else:
-            layer = fit_sgd(train, labels, learner, choice, config.epochs, config.sgd_batch_size, seed)
-        head = StandardizedLinear(learner.merge(layer), mean, std)
+    for choice, seed in progress_bar(list(cases), desc=config.solver, unit="fit", delay=SHOW_BAR_AFTER):
+        head = StandardizedLinear(fit(train, labels, learner, config, choice, seed), mean, std)
         with torch.no_grad():
             predicted = [learner.predict(head(block.to(device(), torch.float32))) for block in test_blocks]
         tested.append(features.outcomes(torch.cat(predicted).cpu().numpy()))
@@ -153,76 +167,272 @@ def fit_and_test(
     return tested, heads
 
 
-def fit_lbfgs(
-    features: Tensor,
-    labels: Tensor,
-    learner: Learner,
-    l2: float,
-    iterations: int,
+def fit(
+    features: Tensor, labels: Tensor, learner: Learner, config: LinearConfig, choice: float, seed: int = 0
 ) -> nn.Linear:
-    """The minimum of the learner's mean loss + l2 / 2 * |W|^2; the bias is free.
+    """A layer that learns labels from features.
+
+    L-BFGS: the minimum of the learner's mean loss + l2 / 2 * |W|^2; the bias is free. SGD: with momentum 0.9 and cosine
+    decay, without a penalty.
 
     Args:
         features: (N, D).
         labels: (N, ...).
+        choice: the penalty, or the learning rate.
     """
     layer = zero_head(features.shape[1], learner.outputs).to(features.device)
     head = learner.complete(layer).to(features.device)
-    optimizer = torch.optim.LBFGS(
-        layer.parameters(),
-        max_iter=iterations,
-        history_size=20,
-        tolerance_grad=1e-6,
-        line_search_fn="strong_wolfe",
-    )
-    rows = max(1, LOGITS_PER_BLOCK // learner.outputs)
-    blocks = list(zip(features.split(rows), labels.split(rows), strict=True))
+    if config.solver == "lbfgs":
+        rows = max(1, LOGITS_PER_BLOCK // learner.outputs)
+        blocks = list(zip(features.split(rows), labels.split(rows), strict=True))
+        options = {"history_size": 20, "tolerance_grad": 1e-6, "line_search_fn": "strong_wolfe"}
+        optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=config.iterations, **options)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        total = l2 / 2 * layer.weight.square().sum()
-        total.backward()
-        for block, block_labels in blocks:
-            share = len(block_labels) / len(labels)
-            loss = learner.loss(head(block), block_labels) * share
-            loss.backward()
-            total = total.detach() + loss.detach()
-        return total
-
-    optimizer.step(closure)
-    return layer
-
-
-def fit_sgd(
-    features: Tensor,
-    labels: Tensor,
-    learner: Learner,
-    lr: float,
-    epochs: int,
-    batch_size: int,
-    seed: int,
-) -> nn.Linear:
-    """A layer by SGD with momentum 0.9 and cosine decay, without a penalty.
-
-    Args:
-        features: (N, D).
-        labels: (N, ...).
-    """
-    layer = zero_head(features.shape[1], learner.outputs).to(features.device)
-    head = learner.complete(layer).to(features.device)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=lr, momentum=0.9)
-    generator = torch.Generator().manual_seed(seed)
-    steps = epochs * math.ceil(len(labels) / batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(epochs):
-        order = torch.randperm(len(labels), generator=generator).to(labels.device)
-        for batch in order.split(batch_size):
+        def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = learner.loss(head(features[batch]), labels[batch])
-            loss.backward()
+            total = choice / 2 * layer.weight.square().sum()
+            total.backward()
+            for block, block_labels in blocks:
+                share = len(block_labels) / len(labels)
+                loss = learner.loss(head(block), block_labels) * share
+                loss.backward()
+                total = total.detach() + loss.detach()
+            return total
+
+        optimizer.step(closure)
+        return learner.merge(layer)
+
+    optimizer = torch.optim.SGD(layer.parameters(), lr=choice, momentum=0.9)
+    generator = torch.Generator().manual_seed(seed)
+    schedule = CosineAnnealingLR(optimizer, config.epochs * math.ceil(len(labels) / config.sgd_batch_size))
+    for _ in range(config.epochs):
+        order = torch.randperm(len(labels), generator=generator).to(labels.device)
+        for batch in order.split(config.sgd_batch_size):
+            optimizer.zero_grad()
+            learner.loss(head(features[batch]), labels[batch]).backward()
             optimizer.step()
             schedule.step()
-    return layer
+    return learner.merge(layer)
+
+
+# --- published protocols, on the features of random crops ---
+
+
+def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> tuple[dict[str, Any], TestedHead | None]:
+    """Probe an encoder by `config.protocol`, write the report, and return it with the head, if it is kept.
+
+    Raises:
+        UserError: the images have no labels, are too few, or there is no such encoder or depth.
+        Unavailable: the encoder lacks the features that the protocol reads.
+    """
+    frozen, data, name = config.frozen, config.data, config.protocol
+    accelerator = start_alone(frozen.run_settings(config.probe.precision), f"protocol {name} is carried out")
+    path = report_path_of_command(config, "linear")
+    encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
+    splits = load_labelled(data, accelerator, frozen.weights, loaded=loaded, on_dev=not config.probe.test)
+    train, test, _ = splits
+    probe = PROTOCOLS[name](encoder, config, accelerator, splits)
+    print("protocol {}: {steps:,} steps of {batch:,} random crops, {epochs:,.0f} epochs".format(name, **probe.plan))
+    if name == "mae" and len(train) < FEW_IMAGES:
+        note(f"MAE's learning rates and length train little on {len(train):,} images: use --protocol logistic")
+    protocol = nested(config) | {"plan": probe.plan, "input": describe_input(encoder, data, accelerator)}
+    about = {"protocol": name, "seed": frozen.seed}
+    candidates = probe.candidates
+    with deaths_explained():
+        if len(candidates) > 1 and config.probe.depth != "all":
+            on_dev = probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates)
+            scores = [score_of(result["outcomes"]) for result, _ in on_dev]
+            protocol["dev"] = [each.about | {"accuracy": score} for each, score in zip(candidates, scores, strict=True)]
+            candidates, about["dev_accuracy"] = [candidates[int(np.argmax(scores))]], max(scores)
+        tested = probe.fit_and_test(train, test, candidates)
+    results = add_figures([about | result for result, _ in tested])
+    summaries = {result.get("depth"): summarize_accuracies([result], "protocol") for result in results}
+    *_, protocol["chosen_depth"] = summaries
+    report = {"results": results, "summary": summaries[protocol["chosen_depth"]], "protocol": protocol}
+    report |= {"class_names": train.class_names} | ({"summary_by_depth": summaries} if len(summaries) > 1 else {})
+    report = write_probe_report(path, report, "protocol")
+    if not config.save:
+        return report, None
+    _, (norm, classify) = tested[-1]
+    head = StandardizedLinear(classify, norm.running_mean, (norm.running_var + norm.eps).sqrt())
+    return report, (head, "class", list(range(probe.classes)))
+
+
+class Candidate(NamedTuple):
+    """A head that is trained."""
+
+    input: int
+    """Position in the list of inputs that `encode` returns."""
+    about: dict[str, Any]
+    """Its entries in the report, with `base_lr`, the learning rate at a batch of 256."""
+
+
+class CropProbe:
+    """A published protocol for one encoder and its images. Its subclasses are the presets, which have:
+
+    - batch, epochs: as published, for ImageNet; least_batch, least_steps, most_steps: where there are fewer images.
+    - rates: for a batch of 256; warmup: share of the steps over which they rise; then they fall to 0 by half a cosine.
+    - norm: of a head's input, by its width; draw: of a head's first weights; optimizer.
+    - list_inputs() -> list[dict[str, Any]]: the inputs of heads, as the report names them; a head each at each rate.
+    - encode(images) -> list[Tensor]: these inputs, (B, D) float32 each, of images (B, C, H, W) from 0 to 255.
+    """
+
+    def __init__(self, encoder: FrozenEncoder, config: LinearConfig, accelerator: Accelerator, splits: LabelledSplits):
+        self.encoder, self.config, self.accelerator = encoder, config, accelerator
+        self.classes = number_of_classes(splits)
+        self.plan = self.plan_of(len(splits.train))
+        self.batch_size, self.steps = self.plan["batch"], self.plan["steps"]
+        self.inputs = self.list_inputs()
+        self.candidates = []
+        for (place, about), rate in product(enumerate(self.inputs), self.rates):
+            self.candidates.append(Candidate(place, about | {"base_lr": rate}))
+
+    def plan_of(self, images: int) -> dict[str, Any]:
+        """Batch and steps: the published length, and the same share of the images as on ImageNet, within bounds."""
+        proportional = self.batch * images // IMAGENET_IMAGES
+        batch = min(images, max(self.least_batch, min(self.batch, proportional)))
+        steps = min(self.most_steps, max(self.least_steps, round(self.epochs * images / batch)))
+        return {"images": images, "batch": batch, "steps": steps, "epochs": steps * batch / images}
+
+    def fit_and_test(
+        self, train: ImageDataset, test: ImageDataset, candidates: Sequence[Candidate]
+    ) -> list[tuple[dict[str, Any], nn.Sequential]]:
+        """Results of some candidates on centre crops of the images that can be decoded, and their heads."""
+        heads = self.fit(train, candidates)
+        views = views_for(self.encoder, test, self.config.data)
+        split = extract_split(views, self.encode, self.accelerator, self.config.probe.strict, "centre crops")
+        warn_left_out(split.unreadable)
+        known = test.class_names[: self.classes], np.array(test.image_names())[split.kept].tolist()
+        tested = []
+        for head, candidate in zip(heads, candidates, strict=True):
+            inputs = torch.from_numpy(split.by_depth[candidate.input]).to(self.accelerator.device)
+            with torch.no_grad():
+                predicted = head(inputs).argmax(1).cpu().numpy()
+            outcomes = Outcomes("class", split.labels, predicted, *known)
+            tested.append((candidate.about | {"outcomes": outcomes}, head))
+        return tested
+
+    def fit(self, train: ImageDataset, candidates: Sequence[Candidate]) -> list[nn.Sequential]:
+        """The heads of some candidates, in eval mode, trained at once on the same crops of the images."""
+        config, device = self.config, self.accelerator.device
+        data = rebuild(CROPS, flatten(config.data) | {"eval_crop": 1.0})  # a random crop does not read it
+        views = ViewDataset(train, data, self.encoder.img_size, config.frozen.seed)
+        views = in_memory(views, self.steps * self.batch_size, device)
+        layout = BatchLayout.of(self.batch_size, data.batch_size or DEFAULT_BATCH_SIZE, world_size=1, rank=0)
+        batches = RecordedBatches(training_loader(views, layout, 0, self.steps), train.split, config.probe.strict)
+
+        def encode(batch: Batch) -> list[Tensor]:
+            with torch.no_grad(), self.accelerator.autocast():
+                return [*self.encode(batch.images.to(device, non_blocking=True)), batch.labels.to(device)]
+
+        passes = layout.accumulation_steps
+        bar = progress_bar(batches, total=self.steps * passes, desc=config.protocol, unit="pass")
+        heads: list[nn.Sequential] = []
+        for parts in zip(*[map(encode, bar)] * passes, strict=True):  # so many passes are a step
+            *features, labels = map(torch.cat, zip(*parts, strict=True))
+            inputs = [features[each.input] for each in candidates]
+            if not heads:
+                heads, optimizer = self.build(candidates, [each.shape[1] for each in inputs])
+                schedule = LambdaLR(optimizer, self.rate_share)
+            losses = [F.cross_entropy(head(each), labels) for head, each in zip(heads, inputs, strict=True)]
+            optimizer.zero_grad()
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+            schedule.step()
+        warn_left_out(sorted(set(batches.unreadable)))
+        return [head.eval() for head in heads]
+
+    def build(
+        self, candidates: Sequence[Candidate], widths: Sequence[int]
+    ) -> tuple[list[nn.Sequential], torch.optim.Optimizer]:
+        """New heads, (B, width) to logits (B, C) each, and their optimiser at the highest learning rates."""
+        generator = torch.Generator().manual_seed(self.config.frozen.seed)
+        heads, groups = [], []
+        for candidate, width in zip(candidates, widths, strict=True):
+            classify = zero_head(width, self.classes)
+            self.draw(classify.weight, std=0.01, generator=generator)
+            heads.append(nn.Sequential(self.norm(width), classify).to(self.accelerator.device))
+            rate = candidate.about["base_lr"] * self.batch_size / BASE_BATCH
+            for parameter, adapts in ((classify.weight, True), (classify.bias, False)):
+                groups.append({"params": [parameter], "lr": rate, "always_adapt": adapts})  # which LARS reads
+        return heads, self.optimizer(groups, momentum=0.9, weight_decay=0)
+
+    def rate_share(self, step: int) -> float:
+        """The learning rate of a step from 0, as a share of the highest one."""
+        progress = step / self.steps
+        if progress < self.warmup:
+            return progress / self.warmup
+        return 0.5 * (1 + math.cos(math.pi * (progress - self.warmup) / (1 - self.warmup)))
+
+
+class Mae(CropProbe):
+    """MAE's (He et al., CVPR 2022, appendix A.1, Table 10; facebookresearch/mae, main_linprobe.py, util/lars.py).
+
+    - A batch norm without affine parameters (eps 1e-6, running statistics at test) before one linear layer, whose
+      weights begin as normal numbers of deviation 0.01, and its bias at 0.
+    - LARS (You et al., 2017; timm.optim.Lars): trust coefficient 0.001, momentum 0.9, no weight decay. The bias is not
+      adapted. Base rate 0.1 for a batch of 256.
+    - 90 epochs of batch 16,384; the rate rises over the first 10, then falls to 0 by half a cosine, from step to step.
+
+    Differences: the authors' loader leaves an epoch's last part of a batch out, and their batch norm takes its
+    statistics on each GPU (of 512 images); here they are of the whole batch. The mean of the patches is taken after the
+    encoder's norm, theirs before it. A step of LARS is a share of the weights' length, so fewer than 1,000 steps would
+    hardly leave the first weights.
+    """
+
+    batch, epochs, warmup = 16_384, 90, 10 / 90
+    least_batch, least_steps, most_steps = 256, 1000, math.inf
+    rates = (0.1,)
+    norm = staticmethod(partial(nn.BatchNorm1d, affine=False, eps=1e-6))
+    draw = staticmethod(nn.init.trunc_normal_)
+    optimizer = staticmethod(partial(Lars, trust_coeff=0.001))
+
+    def list_inputs(self) -> list[dict[str, Any]]:
+        return [{"depth": depth} for depth in resolve_depths(self.config.probe.depth, len(self.encoder.stages))]
+
+    def encode(self, images: Tensor) -> list[Tensor]:
+        return self.encoder(images, self.config.probe.representation, [each["depth"] for each in self.inputs])
+
+
+class Dinov2(CropProbe):
+    """DINOv2's (Oquab et al., TMLR 2024, B.3; facebookresearch/dinov2, dinov2/eval/linear.py).
+
+    - Linear layers that are trained at once, on the same crops: 13 learning rates, on the [class] tokens of the last
+      block or of the last 4, side by side, without and with the mean of the last block's patches. All tokens have
+      passed the encoder's final norm. Weights begin as normal numbers of deviation 0.01, the bias at 0.
+    - SGD: momentum 0.9, no weight decay, 12,500 steps of batch 1,024; the rate falls to 0 by half a cosine.
+
+    Differences: the authors choose among the layers by the images that they report. An encoder with fewer than 4 blocks
+    has all.
+
+    Raises:
+        Unavailable: the encoder has no [class] token.
+    """
+
+    batch, epochs, warmup = 1024, 12_500 * 1024 / IMAGENET_IMAGES, 0
+    least_batch, least_steps, most_steps = 128, 1250, 12_500
+    rates = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+    norm = nn.Identity
+    draw = staticmethod(nn.init.normal_)
+    optimizer = torch.optim.SGD
+
+    def list_inputs(self) -> list[dict[str, Any]]:
+        if not has_class(self.encoder.model):
+            raise Unavailable("protocol dinov2 reads the [class] token, which this encoder lacks")
+        blocks = sorted({1, min(4, len(self.encoder.stages))})
+        return [{"blocks": count, "adds_mean": adds} for count, adds in product(blocks, (False, True))]
+
+    def encode(self, images: Tensor) -> list[Tensor]:
+        model, deepest = self.encoder.model, len(self.encoder.stages)
+        depths = range(deepest - self.inputs[-1]["blocks"] + 1, deepest + 1)
+        *earlier, last = tokens_at(model, self.encoder.normalize(images), depths)
+        tokens = [*map(model.norm, earlier), last]
+        of_block = [pool(model, each, "class").float() for each in tokens]
+        mean = pool(model, last, "mean").float()
+        return [torch.cat([*of_block[-each["blocks"] :], *[mean] * each["adds_mean"]], dim=-1) for each in self.inputs]
+
+
+PROTOCOLS: dict[str, type[CropProbe]] = {"mae": Mae, "dinov2": Dinov2}
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

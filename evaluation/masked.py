@@ -1,33 +1,22 @@
-"""Accuracy of a pre-training run on masked patches of held-out images, next to trivial baselines.
-
-    python evaluation/masked.py --encoder runs/birds
+"""Accuracy of a pre-training run on masked patches of held-out images, next to trivial baselines, for comparisons.
 
 The numbers are those of the run's last evaluation, which kept counts of each image for the intervals; nothing is
-computed again.
+computed again. A run's own page and metrics have the same.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from evaluation.config import MaskedConfig
-from evaluation.figures.charts import markdown_table
 from evaluation.frozen.results import report_path, write_report
-from evaluation.metrics.scoring import PATCHES, Outcomes, add_figures
+from evaluation.metrics.scoring import Outcomes, add_figures
 from mpp.config import nested
-from mpp.config.parsing import parse
 from mpp.errors import Unavailable
 from mpp.features.metrics import COUNTED, load_masked_counts
-from mpp.runtime.start import run_main
 from mpp.training.log import last_scalars
 
-METRIC_OF_LINE = {
-    "model": "heldout/accuracy",
-    "two nearest": "heldout/two_nearest",
-    "nearest": "heldout/nearest",
-    "most frequent": "heldout/most_frequent",
-}
-"""The lines of the table, and the run's metrics that they show."""
+CASES = {"model": "accuracy", "two nearest": "two_nearest", "nearest": "nearest", "most frequent": "most_frequent"}
+"""The cases of the results, and the run's held-out metrics that they show."""
 
 
 def run(config: MaskedConfig) -> dict[str, Any]:
@@ -45,27 +34,12 @@ def run(config: MaskedConfig) -> dict[str, Any]:
     kept = load_masked_counts(folder, int(last["step"]))  # earlier versions kept none: there are no intervals
     patches = dict(zip(COUNTED, kept[0].T, strict=True)) if kept else {}
     results = []
-    for line, metric in METRIC_OF_LINE.items():
-        result = {"case": line, "accuracy": last.get(metric)}
-        name = line.replace(" ", "_")
-        if name in patches:
-            result["outcomes"] = Outcomes("patches", patches["masked"], patches[name], images=kept[1])
-        if metric in last:
+    for case, metric in CASES.items():
+        result = {"case": case, "accuracy": last.get(f"heldout/{metric}")}
+        counted = patches.get(case.replace(" ", "_"))
+        if counted is not None:
+            result["outcomes"] = Outcomes("patches", patches["masked"], counted, images=kept[1])
+        if result["accuracy"] is not None:
             results.append(result)
-    results = add_figures(results)
-
-    path = report_path(config.out, config.encoder, "masked.json")
-    report = write_report(path, {"results": results, "protocol": nested(config) | {"step": last["step"]}})
-    rows = [[each["case"], PATCHES.text("accuracy", each["accuracy"], *each.get("interval", ()))] for each in results]
-    print(markdown_table(["masked patches", "accuracy (%), 95% interval over images"], rows))
-    print(f"wrote {path}")
-    return report
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Report with the settings of the command line, or of `arguments`."""
-    run(parse(MaskedConfig, arguments))
-
-
-if __name__ == "__main__":
-    run_main(main)
+    report = {"results": add_figures(results), "protocol": nested(config) | {"step": last["step"]}}
+    return write_report(report_path(config.out, config.encoder, "masked.json"), report)

@@ -15,7 +15,7 @@ EvaluationKind = Literal["frozen features", "fine-tuning", "masked patches"]
 
 - frozen features: evaluates any encoder, and baselines (floor:NAME); has `random`, `seed` and `data`.
 - fine-tuning: trains any encoder that has weights; has `init`, `data` and `run`, with `run.seed`.
-- masked patches: evaluates a pre-training run, whose folder has all settings; has none.
+- masked patches: evaluates a pre-training run, whose folder has all settings; has none. For comparisons: no command.
 """
 
 

@@ -5,47 +5,303 @@
     accelerate launch evaluation/supervised.py --distill.teacher runs/resnet --model.init_from runs/birds
 
 ViTs, BiT's ResNets (`--model.name resnetv2_50x1_bit`) and hybrids (`--model.name vit_base_r50_s16_224`). The run folder
-and its encoder/ are as pre-training's, so that every probe takes it.
+and its encoder/ are as pre-training's, so that every probe takes it. Fine-tuning is the same task (finetune.py).
 """
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
-from accelerate import PartialState
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torchvision.transforms import v2
 
-from evaluation.config import SupervisedConfig
+from evaluation.config import OneRunConfig, SupervisedConfig
+from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
+from evaluation.frozen.features import LabelledSplits, load_labelled
+from evaluation.frozen.manifest import refuse_learned_images
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import SUPERVISED_REPORT
-from evaluation.supervision.classification import Classification, result_of_run
-from evaluation.supervision.classifiers import with_teacher_digest
+from evaluation.frozen.run_images import SUPERVISED_REPORT, LoadedSplits, note_other_images
+from evaluation.metrics.scoring import (
+    Outcomes,
+    add_figures,
+    describe_labels,
+    kind_of,
+    load_outcomes,
+    save_outcomes,
+    score_of,
+)
+from evaluation.supervision.classifiers import TEACHER_SETTING, load_teacher, with_teacher_digest
+from evaluation.supervision.learners import (
+    HeadedEncoder,
+    average_heads,
+    build_backbone,
+    build_head,
+    distillation_loss,
+    learner_of,
+    number_of_classes,
+)
+from mpp.config import AugmentConfig, ImageSize, require
 from mpp.config.parsing import parse
+from mpp.data.dataset import ImageDataset
+from mpp.data.loader import BatchLayout
+from mpp.data.views import Batch, ViewDataset
+from mpp.errors import Unavailable
+from mpp.features.metrics import Sums, add_sums, is_right, sum_over_processes
+from mpp.models.descriptions import licence_of
+from mpp.models.plain import checkpoint_activations, has_running_statistics
+from mpp.runtime.messages import note
+from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
+from mpp.training.flops import executed_flops
+from mpp.training.log import UNREADABLE_FILE, Tracker, last_scalars
 from mpp.training.run import train, write_run_page
+from mpp.training.run_folder import read_record
+from mpp.training.task import ImageTask, to_device
 
-build_task = Classification
+MAX_LEFT_OUT = 5000
+"""Maximum number of left-out training images that fine-tuning is evaluated on, besides the held-out ones."""
+OUTCOMES_NAME = "heldout"
+"""Name of a run's outcomes."""
+LEFT_OUT_NAME = "dev"
+"""Name of the outcomes of left-out training images."""
+HEAD_LEFT_OUT = "the classification head is left out"
+"""End of the sentence on training, in the card of an encoder that learned labels."""
+HOW_TO_LOAD = re.compile(r"^## Load it\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+
+
+# --- the task ---
+
+
+class Classification(ImageTask):
+    """Learn the labels of images, of any kind (see `Learner`), from scratch or, in fine-tuning, from an encoder.
+
+    Mixup and CutMix draw from torch's generator, which the loop seeds for each forward pass: the mixed pairs are a
+    function of (seed, step, forward pass), and change with the images in a forward pass, not with the processes.
+
+    With a teacher (DeiT), a second head predicts its answer for the same crop. The teacher keeps its normalisation,
+    gets the crop at its own size, and is not saved with the run.
+    """
+
+    learns_labels = True
+    kind = "encoder trained with labels"
+
+    def __init__(
+        self,
+        config: SupervisedConfig | OneRunConfig,
+        accelerator: Accelerator,
+        layout: BatchLayout,
+        loaded: LoadedSplits | None = None,
+    ):
+        data, augment, teacher = config.data, config.augment, config.distill.teacher
+        left_out_images = min(MAX_LEFT_OUT, data.eval_images) if config.is_fine_tuning and not config.on_dev else 0
+        splits = load_labelled(data, accelerator, config.weights, left_out_images, loaded, task=config.task)
+        if config.on_dev:
+            splits = LabelledSplits(*splits.train.cut(config.dev_fraction, data.eval_seed, "dev"))
+        super().__init__(accelerator, layout, config.run, data)
+        self.config = config
+        self.train, held_out, left_out = splits
+        self.held_out = held_out.choose(data.eval_images, data.cut_seed)
+        self.label_kind = self.train.label_kind
+        self.classes = number_of_classes(splits)
+        names = self.train.class_names[: self.classes]
+        self.label_names = names if names and len(names) == self.classes else None
+        self.learner = learner_of(self.label_kind, self.train.labels, self.classes, config.loss)
+
+        needs_classes = augment.mixup or augment.cutmix or augment.label_smoothing or teacher
+        allowed = "class with mixup, CutMix, label smoothing or a teacher"
+        require(self.label_kind == "class" or not needs_classes, "task", self.label_kind, allowed)
+        self.mix = build_mix(augment, self.classes)
+        self.model, self.img_size = self.build_network()
+        if self.mix is not None or has_running_statistics(self.model):
+            layout.require_several(" with augment.mixup or cutmix, or for a model with batch norms")
+        self.teacher = None
+        if teacher is not None:
+            refuse_learned_images(TEACHER_SETTING, teacher, data, held_out)  # all, not only `eval_images`
+            self.teacher = load_teacher(config.distill, self.classes, data.channels).to(accelerator.device)
+        self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
+        self.evaluated = {OUTCOMES_NAME: self.held_out_views}
+        if left_out:
+            self.evaluated[LEFT_OUT_NAME] = self.fixed_view_loader.add(self.views(left_out))
+
+    def build_network(self) -> tuple[HeadedEncoder, ImageSize]:
+        """The encoder with its head or heads; height and width of its images."""
+        config, channels, is_distilled = self.config, self.config.data.channels, self.config.distill.teacher is not None
+        if config.is_fine_tuning:
+            frozen = self.open_encoder()
+            encoder, img_size = frozen.model.requires_grad_(True), frozen.img_size
+            moments = frozen.normalize.mean, frozen.normalize.std
+        else:
+            self.licence = licence_of(config.model.init_from)
+            encoder, img_size = build_backbone(config.model, channels, is_distilled)
+            moments = config.model.normalization(channels)
+        heads = []
+        for _ in range(1 + is_distilled):
+            head = build_head(config.head.kind, encoder.head_hidden_size, self.learner.outputs)
+            heads.append(self.learner.complete(head))
+        return HeadedEncoder(encoder, heads[0], config.head.pooling, *moments, *heads[1:]), img_size
+
+    def open_encoder(self) -> FrozenEncoder:
+        """The encoder that is fine-tuned."""
+        config = self.config
+        how = config.init == "random", config.img_size, config.run.seed, config.data.channels
+        frozen = load_frozen_encoder(config.encoder, config.checkpoint, *how, drop_path_rate=config.drop_path)
+        if getattr(frozen.model, "attn_pool", None) is not None:
+            raise Unavailable(f"encoder is {config.encoder}, which pools by attention and cannot be fine-tuned here")
+        note_other_images(config.encoder, config.data)
+        if config.weights == config.encoder:  # of other weights it is unknown
+            self.licence = frozen.model.pretrained_cfg.get("license")
+        if config.activation_checkpointing:
+            checkpoint_activations(frozen.model, "activation_checkpointing")
+        return frozen
+
+    @property
+    def method(self) -> str:
+        """Its training in a sentence, for the model card."""
+        start, distill = self.config.weights or "random weights", self.config.distill
+        if distill.teacher is not None:
+            start += f", and by {distill.kind} distillation from {distill.teacher} through a token (DeiT: Touvron "
+            start += "et al., ICML 2021). The tokens begin with [class] and the distillation token"
+        return f"Trained with labels, from {start}; {HEAD_LEFT_OUT}"
+
+    def views(self, dataset: ImageDataset) -> ViewDataset:
+        """Crops of these images, perhaps augmented."""
+        return replace(super().views(dataset), randaugment=self.config.augment.randaugment)
+
+    def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
+        loss, predicted, labels = self.predict_batch(model, batch)
+        if not measure or self.label_kind != "class":
+            return loss, {}
+        right = is_right(predicted, labels).double()
+        return loss, {"right": right.sum(), "images": torch.ones_like(right).sum()}
+
+    def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean loss of a batch, its predictions (B, ...) and its labels, on the device."""
+        images, labels = to_device([batch.images, batch.labels], self.accelerator.device)
+        target = labels
+        if model.training and self.mix is not None:
+            images, target = self.mix(images.float(), labels)  # (B, C) now
+        outputs = model(images)
+        logits = average_heads(outputs)
+        smoothing = self.config.augment.label_smoothing
+        if not model.training:
+            loss = self.learner.loss(logits, labels)
+        elif self.teacher is None:
+            loss = self.learner.loss(logits, target, smoothing)
+        else:
+            with self.accelerator.autocast():
+                taught = self.teacher(images)
+            loss = distillation_loss(outputs, target, taught, self.config.distill, smoothing)
+        return loss, self.learner.predict(logits.detach()), labels
+
+    def describe(self, sums: Sums) -> dict[str, float]:
+        return {"accuracy": float(sums["right"] / sums["images"])} if sums else {}
+
+    def flops(self) -> int:
+        two = torch.stack([self.views(self.train)[FIXED_VIEW, 0].images] * 2)  # of one, some norms have no statistics
+        taught = executed_flops(self.teacher, two, backward=False) if self.teacher else 0
+        return (executed_flops(self.model, two) + taught) // 2
+
+    def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
+        scalars = {}
+        for name, views in self.evaluated.items():
+            loss, outcomes = self.measure_outcomes(model, views, tracker)
+            if self.accelerator.is_main_process:
+                save_outcomes(Path(self.run.dir) / name, [outcomes])
+            scalars[f"{name}/loss"] = loss
+            figures = {kind_of(outcomes).score: score_of(outcomes)} | describe_labels(outcomes)["baselines"]
+            for key, value in figures.items():
+                if math.isfinite(value):
+                    scalars[f"{name}/{key.replace(' ', '_')}"] = value
+        return scalars
+
+    @torch.no_grad()
+    def measure_outcomes(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> tuple[float, Outcomes]:
+        """Mean loss over views of `fixed_view_loader`, and the outcomes of their images, in their order.
+
+        In the loss, others replace images that cannot be decoded; outcomes leave these out.
+        """
+        images = views.dataset
+        requested = range(self.accelerator.process_index, len(images), self.accelerator.num_processes)
+        sums: Sums = {}
+        shown = []
+        for batch in self.fixed_views(views, tracker):
+            loss, predicted, _ = self.predict_batch(model, batch)
+            sums = add_sums(sums, self.loss_sums(loss, batch))
+            shown += zip(batch.indices.tolist(), predicted.tolist(), strict=True)
+        sums = sum_over_processes(sums)
+        own = [each for each, index in zip(shown, requested, strict=True) if each[0] == index]
+        indices, predictions = map(np.array, zip(*sorted(gather_object(own)), strict=True))
+        known = images.class_names[: self.classes], np.array(images.image_names())[indices].tolist()
+        outcomes = Outcomes(self.label_kind, images.labels[indices], predictions, *known)
+        return float(sums["loss"] / sums["images"]), outcomes
+
+
+def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Mixup, CutMix, or a random choice of both; None: no mixing.
+
+    Returns:
+        Images (B, C, H, W) float32 and labels (B,) to mixed images and shares of classes (B, C).
+    """
+    kinds = {v2.MixUp: augment.mixup, v2.CutMix: augment.cutmix}
+    transforms = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds.items() if alpha > 0]
+    return v2.RandomChoice(transforms) if len(transforms) > 1 else next(iter(transforms), None)
+
+
+# --- the result of a run ---
+
+
+def result_of_run(folder: Path, seed: int) -> dict[str, Any]:
+    """A result: the outcomes of a run's last evaluation, and their figures.
+
+    Held-out images that cannot be decoded are noted, and counted as `left_out`.
+    """
+    outcomes = load_outcomes(folder / OUTCOMES_NAME)
+    if outcomes is None:  # a run of an earlier version
+        return {"seed": seed, "accuracy": last_scalars(folder)["heldout/accuracy"]}
+    (result,) = add_figures([{"seed": seed, "outcomes": outcomes}])
+    left_out = read_record(folder)["held_out"]["images"] - len(outcomes)
+    if left_out > 0:
+        note(f"{left_out} held-out images cannot be decoded and are left out: see {UNREADABLE_FILE}")
+        result["left_out"] = left_out
+    return result
+
+
+def card_of_file(card: str, has_head: bool) -> str:
+    """The card of an encoder's folder as that of a file that was exported from it, which timm cannot load.
+
+    Args:
+        has_head: whether the file has the classification head, too, or both of a distilled encoder.
+    """
+    card = HOW_TO_LOAD.sub("", card)
+    return card.replace(HEAD_LEFT_OUT, "this file has the classification head, too") if has_head else card
+
+
+def finish(run: Path, writes_page: bool) -> None:
+    """Write the page of a run, with the figures of its report if asked for, and print how to use it."""
+    if writes_page:
+        write_run_page(run)
+    print(f"next: mpp predict --classifier {quote(str(run))} --data.path NEW_IMAGES")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line, or `arguments`, say."""
     config = parse(SupervisedConfig, arguments)
-    folder = train(with_teacher_digest(config), build_task, writes_page=False)
-    if PartialState().is_main_process:
-        if config.run.eval_every > 0:
-            report_results(folder, config.run.seed)
-        if config.run.report:  # with the figures
-            write_run_page(folder)
-        run = quote(str(folder))
-        print(f"next: mpp predict --classifier {run} --data.path NEW_IMAGES")
-        tuned = quote(f"{folder}_finetuned")
-        print(f"next: accelerate launch evaluation/finetune.py --encoder {run} --run.dir {tuned}")
-
-
-def report_results(folder: Path, seed: int) -> None:
-    """Write supervised.json into the run folder, and print its figures."""
-    path = folder / SUPERVISED_REPORT
-    print_details(path, write_report(path, {"results": [result_of_run(folder, seed)]}))
-    print(f"wrote {path}")
+    folder = train(with_teacher_digest(config), Classification, writes_page=False)
+    if not PartialState().is_main_process:
+        return
+    if config.run.eval_every > 0:
+        path = folder / SUPERVISED_REPORT
+        print_details(path, write_report(path, {"results": [result_of_run(folder, config.run.seed)]}))
+        print(f"wrote {path}")
+    finish(folder, config.run.report)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from evaluation.config import SupervisedConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import load_labelled
 from evaluation.metrics.scoring import image_scores, largest_class, load_outcomes
-from evaluation.supervision.classification import Classification
+from evaluation.supervised import Classification
 from evaluation.supervision.learners import HeadedEncoder, build_backbone
 from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig
 from mpp.config.parsing import to_yaml
@@ -112,6 +112,15 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     assert title == "run: encoder trained with labels"
     assert "self-supervised" not in tags
     assert json.loads((folder / "data.json").read_text())["train"]["classes"] == birds
+
+
+def test_a_run_that_kept_no_outcomes_has_its_last_accuracy(tmp_path):
+    """As those of earlier versions."""
+    folder = train_supervised(tmp_path, *SMALL)
+    (folder / "heldout.outcomes.npz").unlink()
+    train_supervised(folder, *SMALL)  # it is finished
+    report = json.loads((folder / "supervised.json").read_text())
+    assert report == {"results": [{"seed": 0, "accuracy": read_metrics(folder, "heldout/accuracy")[4]}]}
 
 
 def test_the_largest_class_is_the_accuracy_of_a_constant():

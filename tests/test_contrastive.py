@@ -22,6 +22,7 @@ from mpp.data.loader import BatchLayout, fixed_view_batches, training_loader
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.randomness import Stream, permutation, random_words
+from mpp.training.flops import executed_flops
 
 
 def by_definition(views: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
@@ -166,7 +167,7 @@ def test_a_run_looks_like_pre_trainings(tmp_path, capsys):
     assert "each view compared with 14 of other images" in card
     printed = capsys.readouterr().out
     assert f"next: mpp fewshot --encoder {folder}\n" in printed
-    assert "of the views" in printed
+    assert "verdict: held-out accuracy " in printed
     flops_per_step = 1e15 * read_metrics(folder, "compute/pflop")[4] / 4
     per_image = (flops_per_step - newton_schulz(16, 2)) / 8
     assert per_image == expected_flops_per_image()
@@ -203,7 +204,7 @@ def test_two_processes_are_one_run_gradients_included(tmp_path):
 
 
 @pytest.mark.faults
-def test_batch_norms_of_several_processes_are_refused(tmp_path):
+def test_batch_norms_of_several_processes_on_cpus_are_refused(tmp_path):
     model = ["--model.name=test_resnet", "--model.img_size=64", "--optim.name=adam", "--run.steps=1"]
     base = [word for word in TINY if not word.startswith("--model")]
     words = [*base, *model, f"--run.dir={tmp_path / 'run'}"]
@@ -214,6 +215,25 @@ def test_batch_norms_of_several_processes_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
     contrastive.main(words)  # one process may
     assert (tmp_path / "run" / "encoder").is_dir()
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
+def test_batch_norms_of_several_gpus_are_synchronised(name):
+    """Names of weights, what the encoder gives, and the operations stay as they are."""
+    config = parse(contrastive.ContrastiveConfig, [f"--model.name={name}", "--model.img_size=64"])
+    models = []
+    for processes in (1, 2):
+        torch.manual_seed(0)
+        gpus = SimpleNamespace(num_processes=processes, device=torch.device("cuda"))
+        model, _ = contrastive.Contrastive.build_model(SimpleNamespace(config=config, accelerator=gpus))
+        models.append(model.eval())
+    plain, several = models
+    norms = [part for part in several.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
+    assert norms and all(isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
+    assert list(several.state_dict()) == list(plain.state_dict())
+    images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    torch.testing.assert_close(several(images), plain(images))
+    assert executed_flops(several, images) == executed_flops(plain, images) > 0
 
 
 def test_a_run_resumes_with_as_many_negatives_as_it_began_with(tmp_path, monkeypatch):
@@ -265,8 +285,8 @@ def test_images_without_labels_have_a_rank_and_no_neighbours(tmp_path):
     ("wrong", "message"),
     [
         ("--data.streaming=true", r"data\.streaming is true; it must be false or left out: only masked patch"),
-        ("--data.batch_size=1", r"in a forward pass is 1; .*: an image is compared"),
-        ("--optim.global_batch_size=1", r"in a forward pass is 1; .*: an image is compared"),
+        ("--data.batch_size=1", r"in a forward pass is 1; it must be from 2 to \d+, all training images: an image"),
+        ("--optim.global_batch_size=1", r"in a forward pass is 1; .*: an image is compared with others"),
         ("--data.eval_images=1", r"held-out images is 1; it must be at least 2"),
     ],
 )

@@ -251,7 +251,7 @@ def test_a_closed_terminal_stops_a_run_that_still_writes_to_it(tmp_path, tally):
 
 def linger() -> None:
     """Evaluation says when it begins, and takes until there is a signal."""
-    from evaluation.supervision.classification import Classification
+    from evaluation.supervised import Classification
 
     evaluate, told = Classification.evaluate, told_to_stop()
 

@@ -9,7 +9,7 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from evaluation.supervision.deit import build_student
+from evaluation.supervision.learners import build_student
 from mpp.config import ModelConfig
 from mpp.config.parsing import read_yaml
 from mpp.errors import UserError

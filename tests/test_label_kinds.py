@@ -320,7 +320,7 @@ def test_several_classes_are_a_logistic_regression_each(clouds):
     cloud, scores = clouds
     marks = (scores > [0, 1, -1]).astype(np.int8)
     learner = learner_of("several", marks, 3)
-    layer = linear.fit_lbfgs(torch.from_numpy(cloud), torch.from_numpy(marks), learner, 0.01, 500)
+    layer = linear.fit(torch.from_numpy(cloud), torch.from_numpy(marks), learner, LinearConfig(), 0.01)
     for number in range(3):
         reference = LogisticRegression(C=1 / (0.01 * len(cloud)), tol=1e-8, max_iter=1000)
         reference.fit(cloud, marks[:, number])
@@ -332,8 +332,7 @@ def test_numbers_are_a_ridge_regression_in_their_own_unit(clouds):
     cloud, scores = clouds
     targets = 1000 + 50 * scores[:, 0]
     learner = learner_of("number", targets, 0)
-    layer = linear.fit_lbfgs(torch.from_numpy(cloud), torch.from_numpy(targets), learner, 0.1, 500)
-    learner.merge(layer)
+    layer = linear.fit(torch.from_numpy(cloud), torch.from_numpy(targets), learner, LinearConfig(), 0.1)
     reference = Ridge(alpha=0.1 / 2 * len(cloud)).fit(cloud, targets)
     np.testing.assert_allclose(layer.weight[0].detach(), reference.coef_, rtol=1e-3, atol=0.02)
     assert float(layer.bias[0]) == pytest.approx(reference.intercept_, rel=1e-5)
@@ -347,7 +346,7 @@ def test_absolute_errors_do_not_follow_outliers():
     data = LabelledFeatures(cloud, targets, cloud[40:], targets[40:], kind="number")
     by_loss = {}
     for loss in ("l1", "l2"):
-        (result,) = linear.evaluate(data, LinearConfig(**vars(config) | {"loss": loss}))
+        (result,), _ = linear.evaluate(data, LinearConfig(**vars(config) | {"loss": loss}))
         by_loss[loss] = measure(result["outcomes"])["mae"]
     assert by_loss["l1"] < 3 < 30 < by_loss["l2"]
     with pytest.raises(UserError, match="loss is l1; it must be l2 with solver lbfgs"):

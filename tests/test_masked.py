@@ -6,22 +6,21 @@ import numpy as np
 import pytest
 
 from evaluation import masked
+from evaluation.config import MaskedConfig
 from evaluation.metrics.scoring import KINDS, Outcomes, image_scores, load_outcomes, score_of
 from mpp.errors import Unavailable, UserError
 from mpp.training.log import last_scalars
 
 
-def test_a_run_keeps_the_patches_of_each_image_and_its_accuracies_have_intervals(pretrain, tmp_path, capsys):
+def test_a_run_keeps_the_patches_of_each_image_and_its_accuracies_have_intervals(pretrain):
     run = pretrain("--objective.name=grid_color", "--run.eval_every=2")
-    capsys.readouterr()
-    masked.main(["--encoder", str(run)])
-    assert "accuracy (%), 95% interval over images" in capsys.readouterr().out
+    masked.run(MaskedConfig(str(run)))
     path = run / "evaluation" / "masked.json"
     report = json.loads(path.read_text())
     logged = last_scalars(run)
     for result in report["results"][:3]:
         outcomes = load_outcomes(path, result["outcomes"])
-        assert result["accuracy"] == logged[masked.METRIC_OF_LINE[result["case"]]]
+        assert result["accuracy"] == logged[f"heldout/{masked.CASES[result['case']]}"]
         assert score_of(outcomes) == pytest.approx(result["accuracy"], abs=1e-12)
         low, high = result["interval"]
         assert low < result["accuracy"] < high
@@ -32,7 +31,7 @@ def test_a_run_keeps_the_patches_of_each_image_and_its_accuracies_have_intervals
     assert gains.mean() == pytest.approx(score_of(model) - score_of(mixed))
 
     (run / "metrics.jsonl").open("a").write(json.dumps(logged | {"step": 6}) + "\n")  # counts are not of this step
-    masked.main(["--encoder", str(run)])
+    masked.run(MaskedConfig(str(run)))
     assert all("interval" not in result for result in json.loads(path.read_text())["results"])
 
 
@@ -51,9 +50,9 @@ def test_intervals_over_images_cover_the_truth_where_patches_of_an_image_are_ali
 def test_a_run_that_predicts_no_patches_has_no_masked_accuracy(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "heldout/loss": 1.0, "heldout/accuracy": 0.5}\n')
     with pytest.raises(Unavailable, match="it must be a pre-training run: it has no heldout/nearest"):
-        masked.main(["--encoder", str(tmp_path)])
+        masked.run(MaskedConfig(str(tmp_path)))
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
     with pytest.raises(UserError, match=r"its metrics\.jsonl is missing or has no heldout/loss"):
-        masked.main(["--encoder", str(tmp_path)])
+        masked.run(MaskedConfig(str(tmp_path)))
     with pytest.raises(UserError, match=r"none .* metrics\.jsonl is missing or has no heldout/loss"):
-        masked.main(["--encoder", str(tmp_path / "none")])
+        masked.run(MaskedConfig(str(tmp_path / "none")))

@@ -29,7 +29,7 @@ from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.probing import evaluate_by_depth
 from evaluation.frozen.results import of_learned_weights, report_path_of_command
-from evaluation.linear import fit_lbfgs
+from evaluation.linear import fit
 from evaluation.metrics.scoring import add_figures
 from evaluation.supervision.learners import learner_of
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
@@ -524,9 +524,10 @@ def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
     data = features(seed=4)
     standardised = standardise(data.train)
     labels = torch.from_numpy(data.train_labels)
-    whole = fit_lbfgs(standardised, labels, learner_of("class", labels.numpy(), 7), 0.01, 5)
+    how = learner_of("class", labels.numpy(), 7), LinearConfig(iterations=5), 0.01
+    whole = fit(standardised, labels, *how)
     monkeypatch.setattr(linear, "LOGITS_PER_BLOCK", 7 * 13)
-    blocks = fit_lbfgs(standardised, labels, learner_of("class", labels.numpy(), 7), 0.01, 5)
+    blocks = fit(standardised, labels, *how)
     torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
 
@@ -535,7 +536,7 @@ def test_a_probe_of_depths_that_takes_long_says_how_many_are_done(monkeypatch, c
     monkeypatch.setattr(probing, "SHOW_BAR_AFTER", 0)
     config = LinearConfig.of(depth="dev", l2=(1e-2,), iterations=3)
     by_depth = {1: features(seed=1), 2: features(seed=2)}
-    evaluate_by_depth(config, by_depth, lambda data: linear.evaluate(data, config), "solver")
+    evaluate_by_depth(config, by_depth, lambda data: linear.evaluate(data, config)[0], "solver")
     assert re.findall(r"depths:.* (\d)/(\d) ", capsys.readouterr().err)[-1] == ("2", "2")
 
 
@@ -543,7 +544,7 @@ def test_lbfgs_equals_scikit_learns_logistic_regression():
     data = features(seed=2)
     standardised = standardise(data.train)
     learner = learner_of("class", data.train_labels, 7)
-    classifier = fit_lbfgs(standardised.float(), torch.from_numpy(data.train_labels), learner, 0.01, 500)
+    classifier = fit(standardised.float(), torch.from_numpy(data.train_labels), learner, LinearConfig(), 0.01)
     of_ours = classifier(standardised.float()).log_softmax(1).detach().numpy()
     inputs = standardised.double().numpy()
     regression = LogisticRegression(C=1 / (0.01 * len(inputs)), max_iter=2000, tol=1e-8)
@@ -558,11 +559,11 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
     clouds = (rng.normal(size=(600, 8)) + 4 * np.eye(3, 8)[labels]).astype(np.float32)
     data = LabelledFeatures(clouds[:400], labels[:400], clouds[400:], labels[400:])
     config = LinearConfig(solver=solver, epochs=20, seeds=(0, 1))
-    results = add_figures(linear.evaluate(data, config))
+    results = add_figures(linear.evaluate(data, config)[0])
     assert len(results) == (1 if solver == "lbfgs" else 2)
     assert all(result.pop("accuracy") > 0.95 for result in results)
     wrong = data._replace(test_labels=(data.test_labels + 1) % 3)
-    results_of_wrong = add_figures(linear.evaluate(wrong, config))
+    results_of_wrong = add_figures(linear.evaluate(wrong, config)[0])
     assert all(result.pop("accuracy") < 0.05 for result in results_of_wrong)
     for one, other in zip(results, results_of_wrong, strict=True):
         assert (one.pop("outcomes").predictions == other.pop("outcomes").predictions).all()

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import mpp.pretrain
 from evaluation import features, supervised
 from evaluation.frozen.features import load_features
-from evaluation.supervision.classification import Classification
+from evaluation.supervised import Classification
 from mpp.config import RunConfig
 from mpp.features import frozen, metrics
 from mpp.pretrain import main as pretrain_main

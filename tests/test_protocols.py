@@ -10,14 +10,14 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from evaluation import features, linear, protocols
+from evaluation import features, linear
 from evaluation.config import LinearConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import load_features, load_labelled
 from evaluation.frozen.kept_heads import load_head, rebuild_linear
 from evaluation.frozen.run_images import parse_and_load
+from evaluation.linear import PROTOCOLS, Candidate, CropProbe, Dinov2, Mae
 from evaluation.metrics.scoring import load_outcomes
-from evaluation.protocols import PROTOCOLS, Dinov2, Mae
 from mpp.config import DataConfig
 from mpp.errors import Unavailable
 
@@ -31,20 +31,21 @@ def small_vit(**changes) -> FrozenEncoder:
     return FrozenEncoder(timm.create_model("vit_base_patch16_224", **settings | changes))
 
 
-def preset(name: str, encoder: FrozenEncoder | None = None, classes: int = 3) -> protocols.CropProbe:
+def preset(name: str, encoder: FrozenEncoder | None = None, classes: int = 3) -> CropProbe:
     """A protocol on the birds."""
     accelerator = Accelerator(cpu=True)
     encoder = encoder or small_vit()
     splits = load_labelled(DataConfig(), accelerator)
-    probe = PROTOCOLS[name](encoder, LinearConfig.of(protocol=name), accelerator, splits, len(encoder.stages))
+    probe = PROTOCOLS[name](encoder, LinearConfig.of(protocol=name), accelerator, splits)
     probe.classes = classes
     return probe
 
 
 def test_lars_moves_weights_by_a_share_of_their_length_and_biases_as_sgd_does():
     """MAE's util/lars.py, written out: q = 0.001 |w| / |g|; v = 0.9 v + q g; w -= rate v."""
-    classify = nn.Linear(6, 3)
-    optimizer = preset("mae").build_optimizer([nn.Sequential(nn.Identity(), classify)], [6.4])
+    mae = preset("mae")
+    mae.batch_size = 16_384
+    ((_, classify),), optimizer = mae.build([Candidate(0, {"base_lr": 0.1})], [6])
     weight, bias = classify.weight.detach().clone(), classify.bias.detach().clone()
     velocity, bias_velocity = torch.zeros_like(weight), torch.zeros_like(bias)
     generator = torch.Generator().manual_seed(1)
@@ -60,15 +61,20 @@ def test_lars_moves_weights_by_a_share_of_their_length_and_biases_as_sgd_does():
     torch.testing.assert_close(classify.bias.detach(), bias)
 
 
+def first_heads(name: str, width: int, classes: int = 100) -> list[nn.Sequential]:
+    heads, _ = preset(name, classes=classes).build([Candidate(0, {"base_lr": 0.1})], [width])
+    return heads
+
+
 def test_heads_begin_near_zero_and_maes_norms_each_feature_without_parameters():
-    (head,) = preset("mae", classes=100).build_heads([400])
+    (head,) = first_heads("mae", 400)
     norm, classify = head
     assert [name for name, _ in head.named_parameters()] == ["1.weight", "1.bias"]
     inputs = torch.randn(32, 400) * 3 + 5
     expected = (inputs - inputs.mean(0)) / (inputs.var(0, correction=0) + 1e-6).sqrt()
     torch.testing.assert_close(norm(inputs), expected)
     torch.testing.assert_close(norm.running_mean, 0.1 * inputs.mean(0))  # of the first step
-    (plain,) = preset("dinov2", classes=100).build_heads([400])
+    (plain,) = first_heads("dinov2", 400)
     assert torch.equal(plain(inputs), plain[1](inputs))
     for layer in (classify, plain[1]):
         assert layer.weight.std().item() == pytest.approx(0.01, rel=0.02) and not layer.bias.any()
@@ -76,13 +82,14 @@ def test_heads_begin_near_zero_and_maes_norms_each_feature_without_parameters():
 
 def test_rates_rise_and_fall_as_published():
     mae, dinov2 = preset("mae"), preset("dinov2")
+    mae.steps, dinov2.steps = 9000, 50
     for step, share in ((0, 0), (500, 0.5), (1000, 1), (5000, 0.5), (9000, 0)):
-        assert mae.rate_share(step, 9000) == pytest.approx(share)
-    assert mae.rate_share(3000, 9000) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+        assert mae.rate_share(step) == pytest.approx(share)
+    assert mae.rate_share(3000) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     for step in range(50):
-        assert dinov2.rate_share(step, 50) == pytest.approx(schedule.get_last_lr()[0], abs=1e-9)
+        assert dinov2.rate_share(step) == pytest.approx(schedule.get_last_lr()[0], abs=1e-9)
         optimizer.step()
         schedule.step()
 
@@ -98,8 +105,9 @@ def test_rates_rise_and_fall_as_published():
     ],
 )
 def test_lengths_and_batches_are_scaled_to_the_data(images, of_mae, of_dinov2):
-    assert preset("mae").plan(images) == of_mae
-    assert preset("dinov2").plan(images) == of_dinov2
+    for name, expected in (("mae", of_mae), ("dinov2", of_dinov2)):
+        plan = preset(name).plan_of(images)
+        assert (plan["batch"], plan["steps"]) == expected
 
 
 def test_dinov2_reads_normed_tokens_of_the_last_blocks_and_the_mean_of_the_last():
@@ -116,17 +124,16 @@ def test_dinov2_reads_normed_tokens_of_the_last_blocks_and_the_mean_of_the_last(
     torch.testing.assert_close(four, torch.cat(classes, 1))
     torch.testing.assert_close(four_and_mean, torch.cat([*classes, mean], 1))
     assert len(protocol.candidates) == 4 * 13
-    assert {candidate.base_rate for candidate in protocol.candidates} == set(Dinov2.rates)
+    assert {candidate.about["base_lr"] for candidate in protocol.candidates} == set(Dinov2.rates)
 
 
 def test_dinov2_of_other_encoders():
-    shallow = small_vit(depth=2, class_token=False, global_pool="avg")
-    protocol = preset("dinov2", shallow)
-    assert [candidate.about["blocks"] for candidate in protocol.candidates[::13]] == [1, 2]
-    assert not any(candidate.about["adds_mean"] for candidate in protocol.candidates)
-    assert [each.shape for each in protocol.encode(torch.zeros(1, 3, 32, 32))] == [(1, 16), (1, 32)]
-    with pytest.raises(Unavailable):
-        preset("dinov2", load_frozen_encoder("floor:pixels"))
+    protocol = preset("dinov2", small_vit(depth=2))
+    assert [candidate.about["blocks"] for candidate in protocol.candidates[::13]] == [1, 1, 2, 2]
+    assert [each.shape for each in protocol.encode(torch.zeros(1, 3, 32, 32))] == [(1, 16), (1, 32), (1, 32), (1, 48)]
+    for encoder in (small_vit(class_token=False, global_pool="avg"), load_frozen_encoder("floor:pixels")):
+        with pytest.raises(Unavailable):
+            preset("dinov2", encoder)
 
 
 @pytest.fixture
@@ -153,21 +160,21 @@ def report_of(trained, image_folder):
 def heads(monkeypatch):
     """All heads that are built."""
     built = []
-    build = Mae.build_heads
+    build = Mae.build
 
     def build_and_note(*arguments):
-        made = build(*arguments)
+        made, optimizer = build(*arguments)
         built.extend(made)
-        return made
+        return made, optimizer
 
-    monkeypatch.setattr(Mae, "build_heads", build_and_note)
+    monkeypatch.setattr(Mae, "build", build_and_note)
     return built
 
 
 def test_one_step_of_mae_is_that_of_its_own_crops(report_of, heads, monkeypatch):
     """The head after a step, from the crops of the first step by the functions above; in several forward passes."""
-    monkeypatch.setattr(Mae, "plan", lambda self, images: (12, 1))
-    monkeypatch.setattr(Mae, "rate_share", lambda self, step, steps: 1.0)
+    monkeypatch.setattr(Mae, "plan_of", lambda self, images: dict(images=9, batch=12, steps=1, epochs=4 / 3))
+    monkeypatch.setattr(Mae, "rate_share", lambda self, step: 1.0)
     seen = []
     encode = Mae.encode
     monkeypatch.setattr(Mae, "encode", lambda *args: seen.append(encode(*args)[0]) or seen[-1:])
@@ -176,7 +183,7 @@ def test_one_step_of_mae_is_that_of_its_own_crops(report_of, heads, monkeypatch)
     (head,) = heads
     inputs = torch.cat(seen[:3])
     torch.testing.assert_close(head[0].running_mean, 0.1 * inputs.mean(0))
-    (fresh,) = preset("mae", classes=head[1].out_features).build_heads([inputs.shape[1]])
+    (fresh,) = first_heads("mae", inputs.shape[1], head[1].out_features)
     shift = (head[1].weight - fresh[1].weight).norm() / fresh[1].weight.norm()
     assert shift.item() == pytest.approx(0.1 * 12 / 256 * 0.001, rel=0.01)  # base rate x batch / 256, trust 0.001
 
@@ -186,13 +193,13 @@ def test_the_choice_is_by_dev_images_alone(short, report_of, words, monkeypatch)
     """Whatever test labels say."""
     report = report_of(*words)
     (result,) = report["results"]
-    load = protocols.load_labelled
+    load = linear.load_labelled
 
     def wrong(*args, **options):
         splits = load(*args, **options)
         return splits._replace(held_out=replace(splits.held_out, labels=1 - splits.held_out.labels))
 
-    monkeypatch.setattr(protocols, "load_labelled", wrong)
+    monkeypatch.setattr(linear, "load_labelled", wrong)
     of_wrong = report_of(*words)
     assert of_wrong["protocol"] == report["protocol"]
     (other,) = of_wrong["results"]
@@ -204,6 +211,7 @@ def test_the_choice_is_by_dev_images_alone(short, report_of, words, monkeypatch)
 def test_a_depth_each_and_a_report_of_its_own(short, trained, report_of, capsys):
     report = report_of("--protocol=mae", "--depth=all", "--seed=3")
     assert [result["depth"] for result in report["results"]] == [1, 2]
+    assert list(report["summary_by_depth"]) == [1, 2]
     assert report["protocol"]["chosen_depth"] == 2 and report["results"][0]["seed"] == 3
     assert "protocol mae: 3 steps of 9 random crops, 3 epochs" in capsys.readouterr().out
     (file,) = (trained / "evaluation").glob("linear_*.json")

@@ -21,9 +21,11 @@ from mpp.errors import UserError
 @pytest.mark.parametrize("evaluation", EVALUATIONS.values(), ids=EVALUATIONS)
 def test_an_evaluation_has_a_command_a_config_and_a_line_of_help(evaluation):
     module = import_module(evaluation.module)
-    assert callable(module.main) and callable(module.run)
+    assert callable(module.run)
     assert {"encoder", "out"} <= flatten(evaluation.config_class()()).keys()
-    assert cli.commands()[evaluation.name] == evaluation.help
+    is_command = evaluation.kind != "masked patches"  # which is for comparisons
+    assert hasattr(module, "main") == is_command
+    assert cli.commands().get(evaluation.name) == (evaluation.help if is_command else None)
 
 
 def test_a_name_is_given_once():

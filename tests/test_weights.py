@@ -13,7 +13,7 @@ import mpp
 from evaluation import embed, export, features, fewshot, knn, linear, segmentation
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.supervision.classifiers import load_classifier
-from evaluation.supervision.deit import build_student
+from evaluation.supervision.learners import build_student
 from mpp.config import ModelConfig
 from mpp.errors import UserError
 from mpp.models.descriptions import export_encoder

@@ -72,7 +72,7 @@ class Training(NamedTuple):
 
 TRAININGS: dict[str, Training] = {
     "pretrain": Training(Config, Pretraining),
-    "supervised": Training(SupervisedConfig, supervised.build_task, with_teacher_digest),
+    "supervised": Training(SupervisedConfig, supervised.Classification, with_teacher_digest),
     "contrastive": Training(ContrastiveConfig, contrastive.Contrastive),
 }
 

@@ -136,6 +136,7 @@ class FinetuneConfig(TrainingConfig):
         OptimConfig(name="sgd", lr=0.01, weight_decay=0.0, warmup_steps=0, global_batch_size=64),
         lr="set the learning rates of fine-tuning with lrs (--lrs 0.01)",
     )
+    distill: ClassVar[DistillConfig] = DistillConfig()
 
     def check(self):
         trains_all = self.optim.layer_decay is None and self.optim.frozen_steps == 0
@@ -151,6 +152,11 @@ class FinetuneConfig(TrainingConfig):
     def weights(self) -> str:
         """Place or name of the weights that it begins from; empty: they are random."""
         return (self.checkpoint or self.encoder) if self.init == "encoder" else ""
+
+    @property
+    def head(self) -> HeadConfig:
+        """The linear layer that takes the place of the encoder's head."""
+        return HeadConfig("linear", self.pooling)
 
 
 @dataclass(frozen=True)

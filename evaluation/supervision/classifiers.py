@@ -15,8 +15,7 @@ from evaluation.config import DistillConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
 from evaluation.frozen.manifest import find_labelled_images
 from evaluation.frozen.run_images import find_run
-from evaluation.supervision.deit import average_heads
-from evaluation.supervision.learners import LEARNERS, HeadedEncoder, Rescale, build_head
+from evaluation.supervision.learners import LEARNERS, HeadedEncoder, Rescale, average_heads, build_head
 from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
 from mpp.models.encoder import load_encoder
@@ -53,8 +52,8 @@ class Classifier(NamedTuple):
     @property
     def unit(self) -> float:
         """By which rounding differences are measured: the size of numbers in the unit of their labels, and else 1."""
-        scales = [each for each in self.network.modules() if isinstance(each, Rescale)]
-        return max([1.0, *(abs(float(scale.mean)) + float(scale.std) for scale in scales)])
+        scales = (each for each in self.network.modules() if isinstance(each, Rescale))
+        return max((float(each.mean.abs() + each.std) for each in scales), default=1.0)
 
 
 class FrozenClassifier(nn.Module):

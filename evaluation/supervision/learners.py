@@ -1,28 +1,51 @@
-"""An encoder with a head on it, and the kinds of label that a head learns: one class, several classes, or a number.
+"""Networks with a head, and the kinds of label that a head learns: one class, several classes, or a number.
 
-N training images, M test images, B images of a batch, D width, C classes, k neighbours.
+A distilled student (DeiT: Touvron et al., ICML 2021, arXiv 2012.12877) has a distillation token behind [class], with a
+head of its own, which learns a teacher's prediction for the same crop. It predicts by the mean of both softmaxes.
+
+N training images, M test images, B images of a batch, D width, C classes.
 """
 
+import math
 from collections.abc import Sequence
 
 import timm
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
-from evaluation.config import HeadKind, NumberLoss, Pooling
+from evaluation.config import DistillConfig, HeadKind, NumberLoss, Pooling
+from evaluation.frozen.features import LabelledSplits, label_problem
 from mpp.config import ImageSize, ModelConfig, require, sides
 from mpp.data.dataset import has_label
+from mpp.errors import UserError
 from mpp.features.frozen import pool
-from mpp.features.metrics import is_right
-from mpp.models.encoder import SET_ELSEWHERE, Normalize, build_encoder, load_encoder
-from mpp.models.plain import checkpoint_activations, has_class, is_plain, model_without_memory
+from mpp.models.encoder import (
+    SET_ELSEWHERE,
+    Normalize,
+    architecture,
+    build_encoder,
+    load_encoder,
+)
+from mpp.models.plain import (
+    checkpoint_activations,
+    fix_positions,
+    has_class,
+    has_fused_attention,
+    is_plain,
+    model_without_memory,
+    set_attention,
+    use_bf16_residual,
+)
 from mpp.runtime.hardware import uses_gpu
 
 OF_VITS = ("width", "depth", "heads", "patch_size", "init_from", "dropout", "drop_path", "position", "position_at")
 OF_VITS += ("stride", "mixing", "attention", "residual")
 """Settings of the model that other networks than Vision Transformers do not have."""
+DISTILLED_VIT = "deit_base_distilled_patch16_224"
+"""timm's ViT with a distillation token, built to other numbers."""
 NUMBER_LOSSES = {"l2": F.mse_loss, "l1": F.l1_loss}
 
 
@@ -36,7 +59,7 @@ class HeadedEncoder(nn.Module):
         head: (B, D) to (B, outputs).
         pooling: auto: the [class] token where there is one.
         mean, std: of the input's channels, for pixels scaled to [0, 1].
-        distill_head: of DeiT, on the second token: see evaluation/supervision/deit.py.
+        distill_head: of a distilled student, on its distillation token.
     """
 
     def __init__(
@@ -66,17 +89,19 @@ class HeadedEncoder(nn.Module):
         return torch.stack([outputs, self.distill_head(tokens[:, 1])], dim=1)
 
 
-def build_backbone(config: ModelConfig, channels: int = 3) -> tuple[nn.Module, ImageSize]:
+def build_backbone(config: ModelConfig, channels: int = 3, is_distilled: bool = False) -> tuple[nn.Module, ImageSize]:
     """Build the encoder that the settings describe: a plain transformer as in pre-training, or another timm model.
 
+    Args:
+        is_distilled: build a student: see `build_student`.
     Returns:
         The encoder, and height and width of the images that it takes.
     Raises:
         UserError: see `build_encoder`; settings that another model does not have.
     """
     name = config.name
-    if name is None or not timm.is_model(name) or is_plain(model_without_memory(name)):
-        encoder = build_encoder(config, channels)
+    if is_distilled or name is None or not timm.is_model(name) or is_plain(model_without_memory(name)):
+        encoder = (build_student if is_distilled else build_encoder)(config, channels)
         return encoder, encoder.patch_embed.img_size
     require_defaults(config, OF_VITS, name)
     arguments = config.arguments or {}
@@ -97,6 +122,34 @@ def require_defaults(config: ModelConfig, settings: Sequence[str], condition: st
     for name in settings:
         value = getattr(config, name)
         require(value == getattr(ModelConfig(), name), f"model.{name}", value, f"left out with {condition}")
+
+
+def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDistilled:
+    """Build the plain ViT that the settings describe with a distillation token, without heads.
+
+    Weights of `model.init_from` are loaded as in pre-training. The distillation token and its position embedding start
+    random.
+
+    Raises:
+        UserError: another model than a ViT of five numbers, or weights that do not fit.
+    """
+    require_defaults(config, ("name", "position_at", "stride", "mixing", "arguments"), "distill.teacher")
+    has_table = config.position in ("learned", "sincos_2d")
+    require(has_table, "model.position", config.position, "learned or sincos_2d with distill.teacher")
+    plain = build_encoder(config, channels)
+    _, arguments = architecture(config)
+    student = timm.create_model(DISTILLED_VIT, num_classes=0, in_chans=channels, **arguments)
+    set_attention(student, has_fused_attention(plain))
+    if config.residual == "bf16":
+        use_bf16_residual(student)
+    student.set_grad_checkpointing(config.activation_checkpointing)
+    weights, random = plain.state_dict(), student.state_dict()
+    positions = weights["pos_embed"]
+    positions = torch.cat([positions[:, :1], random["pos_embed"][:, 1:2], positions[:, 1:]], dim=1)
+    student.load_state_dict(weights | {"dist_token": random["dist_token"], "pos_embed": positions})
+    if config.position == "sincos_2d":
+        fix_positions(student)
+    return student
 
 
 # --- heads ---
@@ -133,14 +186,47 @@ class Rescale(nn.Module):
         return outputs.float() * self.std + self.mean
 
 
-# --- kinds of labels ---
+def average_heads(outputs: Tensor) -> Tensor:
+    """Logits of both heads (B, 2, C) to the logarithm of their mean probabilities (B, C); those of one as they are."""
+    if outputs.ndim == 2:
+        return outputs
+    return outputs.log_softmax(-1).logsumexp(1) - math.log(outputs.shape[1])
+
+
+# --- what heads learn ---
+
+
+def distillation_loss(
+    outputs: Tensor, target: Tensor, taught: Tensor, config: DistillConfig, label_smoothing: float = 0.0
+) -> Tensor:
+    """The labels' and the teacher's parts together: (1 - w) CE(class, y) + w D(distilled, teacher).
+
+    D is CE(distilled, arg max of the teacher) if hard; if soft, T^2 KL(softmax(teacher / T) || softmax(distilled / T)),
+    the mean over images (DeiT, equations 2 and 3; its published code also divides by the number of classes).
+    timm's TokenDistillationTask computes the same; it holds model and loop, so only the formula is here.
+
+    Args:
+        outputs: logits of the classifier and of the distillation head, (B, 2, C).
+        target: classes (B,) or shares of classes (B, C).
+        taught: the teacher's logits, (B, C).
+        label_smoothing: of the labels; the teacher's predictions are not smoothed.
+    """
+    class_logits, distilled_logits = outputs.unbind(1)
+    of_labels = F.cross_entropy(class_logits, target, label_smoothing=label_smoothing)
+    if config.kind == "hard":
+        of_teacher = F.cross_entropy(distilled_logits, taught.argmax(-1))
+    else:
+        temperature = config.temperature
+        student = (distilled_logits / temperature).log_softmax(-1)
+        teacher = (taught / temperature).log_softmax(-1)
+        of_teacher = temperature**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+    return (1 - config.share) * of_labels + config.share * of_teacher
 
 
 class Learner:
-    """A kind of label, as a head and as nearest neighbours learn it; its subclasses are the kinds, which have:
+    """A kind of label as a head learns it; its subclasses are the kinds, which have:
 
     - meaning: of a head's outputs, for users of an exported file.
-    - figure: name of the mean over images of `score(predicted, labels)`, (B,).
     - loss(outputs, targets, smoothing) -> Tensor: the mean loss of a head's outputs (B, outputs); label smoothing is of
       one class.
     - predict(outputs) -> Tensor: a head's outputs (M, outputs) as predictions (M, ...) that the kind measures.
@@ -155,14 +241,17 @@ class Learner:
     """A head predicts deviations, and is completed by their conversion to the unit of the labels."""
 
     def __init__(self, targets: NDArray, outputs: int, loss: NumberLoss):
-        self.targets, self.outputs = targets, outputs
+        self.outputs = outputs
 
     def complete(self, layer: nn.Module) -> nn.Module:
         """A head: a layer, (B, D) to (B, outputs), with the conversion of its outputs to the unit of the labels."""
         return layer
 
+    @torch.no_grad()
     def merge(self, layer: nn.Linear) -> nn.Linear:
         """The same head as one layer."""
+        layer.weight.mul_(self.std)
+        layer.bias.mul_(self.std).add_(self.mean)
         return layer
 
 
@@ -170,7 +259,6 @@ class ClassLearner(Learner):
     """One class, (N,) int64: cross-entropy of the softmax."""
 
     meaning = "logits; their softmax has the probabilities"
-    figure = "accuracy"
 
     def loss(self, outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
         if targets.ndim > 1 and not targets.is_floating_point():
@@ -180,15 +268,11 @@ class ClassLearner(Learner):
     def predict(self, outputs: Tensor) -> Tensor:
         return outputs.argmax(1)
 
-    def score(self, predicted: Tensor, labels: Tensor) -> Tensor:
-        return is_right(predicted, labels)
-
 
 class SeveralLearner(Learner):
     """Several classes, (N, C) of 0 and 1: the sum of binary cross-entropies, as of C logistic regressions."""
 
     meaning = "logits; the sigmoid of each is the probability of its class"
-    figure = "pair_accuracy"
 
     def loss(self, outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
         return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs), reduction="sum") / len(targets)
@@ -196,15 +280,11 @@ class SeveralLearner(Learner):
     def predict(self, outputs: Tensor) -> Tensor:
         return outputs.double().sigmoid()  # in 32 bits all logits above 17 would be 1, and rank alike
 
-    def score(self, predicted: Tensor, labels: Tensor) -> Tensor:
-        return ((predicted > 0.5) == (labels == 1)).double().mean(1)
-
 
 class NumberLearner(Learner):
     """A number, (N,) float64: squared (l2) or absolute (l1) error, in deviations of the training images' labels."""
 
     meaning = "the number, in the unit of the labels"
-    figure = "mae"
 
     def __init__(self, targets: NDArray, outputs: int, loss: NumberLoss):
         super().__init__(targets, 1, loss)
@@ -214,21 +294,12 @@ class NumberLearner(Learner):
     def complete(self, layer: nn.Module) -> nn.Module:
         return nn.Sequential(layer, Rescale(self.mean, self.std))
 
-    def merge(self, layer: nn.Linear) -> nn.Linear:
-        with torch.no_grad():
-            layer.weight.mul_(self.std)
-            layer.bias.mul_(self.std).add_(self.mean)
-        return layer
-
     def loss(self, outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        deviations = (outputs.squeeze(1).float() - self.mean) / self.std
+        deviations = (self.predict(outputs) - self.mean) / self.std
         return self.error(deviations, ((targets - self.mean) / self.std).float())
 
     def predict(self, outputs: Tensor) -> Tensor:
         return outputs.squeeze(1).float()
-
-    def score(self, predicted: Tensor, labels: Tensor) -> Tensor:
-        return (predicted.double() - labels).abs()
 
 
 LEARNERS: dict[str, type[Learner]] = {"class": ClassLearner, "several": SeveralLearner, "number": NumberLearner}
@@ -238,3 +309,14 @@ LEARNERS: dict[str, type[Learner]] = {"class": ClassLearner, "several": SeveralL
 def learner_of(kind: str, targets: NDArray, classes: int, loss: NumberLoss = "l2") -> Learner:
     """The learner of a kind of label, by the training images' labels, of which missing ones do not count."""
     return LEARNERS[kind](targets[has_label(targets)], classes, loss)
+
+
+def number_of_classes(splits: LabelledSplits) -> int:
+    """C: of one class an image the largest label of any split, plus one; of numbers 0."""
+    train = splits.train
+    problem = label_problem(train.label_kind, train.labels, "train")
+    if problem is not None:
+        raise UserError(problem)
+    if train.label_kind != "class":
+        return len(train.class_names)
+    return 1 + max(int(split.labels.max()) for split in splits if split)
