@@ -16,8 +16,7 @@ from typing import Any
 from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
 from evaluation.frozen.by_class import write_details
 from evaluation.frozen.features import describe_precision
-from evaluation.frozen.manifest import is_same_place
-from evaluation.frozen.run_images import LoadedSplits, note_other_images, parse_and_load
+from evaluation.frozen.run_images import LoadedSplits, is_same_place, note_other_images, parse_and_load
 from evaluation.metrics.scoring import kind_of, result_entries, without_nan
 from evaluation.predictions.classes import ImagePredictions
 from evaluation.predictions.masks import MaskPredictions

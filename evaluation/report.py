@@ -31,7 +31,7 @@ from evaluation.frozen.run_images import (
     REPORTS_OF_TRAINING,
     find_run,
     load_unchanged_splits_of,
-    read_with_images,
+    parse_and_load,
     reports_of_training,
     tested_encoder,
 )
@@ -303,7 +303,7 @@ def unreadable_blocks(folder: Path) -> list[Block]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page with the settings of the command line, or of `arguments`."""
     # without its images a run still has curves, so other images than the run's are not refused here
-    config, _ = read_with_images(ReportConfig, arguments, encoder_of=tested_encoder)
+    config, _ = parse_and_load(ReportConfig, arguments, compare=False)
     report(rebuild(config, {"encoder": tested_encoder(config)}))
 
 

@@ -22,7 +22,6 @@ from evaluation.frozen.run_images import (
     holds_run_images,
     is_colour_baseline,
 )
-from evaluation.metrics.class_table import ClassTable
 from evaluation.metrics.scoring import (
     LabelKind,
     describe_labels,
@@ -31,7 +30,7 @@ from evaluation.metrics.scoring import (
     kind_of_report,
     without_nan,
 )
-from mpp.config import Settings, flatten, settings_of
+from mpp.config import Settings, flatten, require, settings_of
 from mpp.errors import UserError
 from mpp.models.descriptions import as_saved
 from mpp.runtime.files import complete, short_digest
@@ -57,8 +56,7 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
     """
     if not features and Path(encoder).is_file():
         encoder_folder(Path(encoder))  # says why a file is no encoder
-    if out and Path(out).is_dir():
-        raise UserError(f"out is {out}, a folder; it must be a file")
+    require(not (out and Path(out).is_dir()), "out", out, "a file")
     if out:
         path = Path(out)
     elif features:
@@ -92,11 +90,12 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
     """
     frozen, run = config.frozen, find_run(config.frozen.encoder)
     usual = flatten(type(config)())
-    usual |= {f"data.{name}": value for name, value in evaluated_image_settings(run).items()} if run else {}
     named = {"encoder", "features", *(each.key for each in settings_of(config) if each.about["operational"])}
-    if run and holds_run_images(config.data.path, run):  # perhaps moved
-        named |= {"data.path", "data.labels"} if config.data.path != usual["data.path"] else set()
     parts = ["best"] if Path(frozen.encoder).name == BEST else []
+    if run:
+        usual |= {f"data.{name}": value for name, value in evaluated_image_settings(run).items()}
+        if config.data.path != usual["data.path"] and holds_run_images(config.data.path, run):  # perhaps moved
+            named |= {"data.path", "data.labels"}
     if frozen.random:
         parts.insert(0, f"random_{frozen.seed}")
         named |= {"random", "seed"}
@@ -145,17 +144,6 @@ def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """A report that was written. Raises UserError: it cannot be read, or is none."""
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        if not all("accuracy" in result for result in report["results"]):
-            raise ValueError("a result has no accuracy")
-        return report
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read as a report: {error}") from error
-
-
 # --- random weights, the baseline of an encoder ---
 
 
@@ -167,11 +155,10 @@ def scores_of_random_weights(path: Path, report: dict[str, Any]) -> dict[str, di
     """
     if not way_to_random_weights(path, report):
         return {}
-    random = report.get("baselines", {}).get("random weights")
-    for file in sorted(path.parent.glob(f"{path.stem.partition('_')[0]}_random_*{path.suffix}")):
-        if random is None and of_learned_weights(file).name == path.name:
-            random = read_report(file)
-    return random["summary"] if random else {}
+    if "baselines" in report:
+        return report["baselines"].get("random weights", {}).get("summary", {})
+    files = [file for file in path.parent.glob(f"*_random_*{path.suffix}") if of_learned_weights(file) == path]
+    return json.loads(min(files).read_text(encoding="utf-8"))["summary"] if files else {}
 
 
 def of_learned_weights(path: Path) -> Path:
@@ -227,10 +214,8 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
 
 def table_by_depth(by_depth: dict[int, dict[str, Any]], group_by: str, kind: LabelKind) -> str:
     """A table of summaries with a line for each depth and a column for each name."""
+    rows = [[str(depth or "-"), *map(kind.text_of_scores, each.values())] for depth, each in by_depth.items()]
     names = next(iter(by_depth.values()))
-    rows = []
-    for depth, summaries in by_depth.items():
-        rows.append([str(depth or "-"), *(kind.text_of_scores(summaries[name]) for name in names)])
     return markdown_table(*without_empty_columns(["depth", *(f"{group_by} {name}" for name in names)], rows))
 
 
@@ -260,7 +245,11 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     print(markdown_table([describe_shown(report), "value (95% interval)"], figure_rows(report, outcomes)))
     by_class = kind_of(outcomes).class_table(outcomes)
     if by_class is not None:
-        print_by_class(by_class, rest="; the file by class has all")
+        headings, rows = by_class.worst(MAX_CLASSES_PRINTED).text()
+        print(markdown_table(headings, rows))
+        if len(rows) < len(by_class.names):
+            lowest = f"these {len(rows)} of {len(by_class.names)} classes have the lowest scores"
+            print(f"{lowest}; the file by class has all")
     for file in write_details(path, outcomes, by_class):
         print(f"wrote {file}")
 
@@ -269,15 +258,3 @@ def describe_baselines(report: dict[str, Any]) -> str:
     """The scores of predictions that look at no image, by the entry `labels` of a report; "" where it has none."""
     baselines: dict[str, float] = report.get("labels", {}).get("baselines", {})
     return ", ".join(kind_of_report(report).describe_baseline(*each) for each in baselines.items())
-
-
-def print_by_class(by_class: ClassTable, heading: str = "class", rest: str = "") -> None:
-    """Print a table by class; of many classes those that are recognised worst, and `rest` about the others.
-
-    Args:
-        heading: of the names.
-    """
-    headings, rows = by_class.worst(MAX_CLASSES_PRINTED).text()
-    print(markdown_table([heading, *headings[1:]], rows))
-    if len(rows) < len(by_class.names):
-        print(f"these {len(rows)} of {len(by_class.names)} classes have the lowest scores{rest}")
