@@ -30,7 +30,7 @@ from evaluation.frozen.results import (
 from evaluation.frozen.run_images import (
     REPORTS_OF_TRAINING,
     find_run,
-    load_unchanged_splits_of,
+    load_unchanged_splits,
     parse_and_load,
     reports_of_training,
     tested_encoder,
@@ -280,7 +280,7 @@ def picture_blocks(config: ReportConfig, folder: Path) -> list[Block]:
     missing = {}
     try:
         if others:
-            splits = load_unchanged_splits_of(config.encoder, config.data)
+            splits = load_unchanged_splits(folder, config.data)
             missing = draw_pictures(rebuild(settings, {"pictures": others}), splits)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)

@@ -43,10 +43,10 @@ ARRAY_NAMES = ("train_features", "train_labels", "test_features", "test_labels")
 """Names of the arrays in a file of features, in the order of `LabelledFeatures`."""
 LABELS = {
     "class": "integers from 0 and below 2**63",
-    "several": "1 where an image is of a class, 0 where not, and -1 in the whole row of a missing label",
-    "number": "floating-point numbers, one an image",
+    "several": "1 where an image is of a class, and 0 where not",
+    "number": "finite floating-point numbers, one an image",
 }
-"""By kind."""
+"""By kind; images without a label are left out of a file."""
 TEXT_NAMES = ("class_names", "test_images")
 """Names of arrays of text that a file may have besides; `kind` is that of the labels, unless one class an image."""
 
@@ -158,34 +158,28 @@ class LabelledFeatures(NamedTuple):
     kind: str = "class"  # of label
 
     def checked(self, source: str) -> "LabelledFeatures":
-        """The same features with classes as int64, without images whose label is missing.
+        """The same features with classes as int64.
 
         Args:
             source: the file or the encoder that they come from, for messages.
         Raises:
             UserError: a probe would give nonsense.
         """
-        parts: dict[str, Any] = {}
+        parts = {}
         for split in SPLITS:
             features, labels = getattr(self, split), getattr(self, f"{split}_labels")
             if self.kind == "class" and labels.dtype.kind in "iu":
                 labels = labels.astype(np.int64)  # those that do not fit become negative, which is refused
-            is_matrix = features.ndim == 2 and len(features) == len(labels) and features.dtype.kind == "f"
-            is_usable = is_matrix and features.shape[1] == self.train.shape[1] and bool(np.isfinite(features).all())
+            is_matrix = features.dtype.kind == "f" and features.shape == (len(labels), self.train.shape[-1])
             allowed = "finite floating-point numbers (images, width): as many as labels, and as wide in both splits"
-            require(is_usable, f"{source}: {split}_features", f"{features.dtype} {features.shape}", allowed)
+            given = f"{features.dtype} {features.shape}"
+            require(is_matrix and bool(np.isfinite(features).all()), f"{source}: {split}_features", given, allowed)
             problem = label_problem(self.kind, labels, split)
             if self.kind != "class" and labels.shape[1:] != self.train_labels.shape[1:]:
                 problem = "train_labels and test_labels have other numbers of classes"
             if problem is not None:
                 raise UserError(f"{source}: {problem}")
-            known = has_label(labels)
-            if not known.all():
-                note(f"{source}: {(~known).sum()} {split} images without a label are left out")
-                features, labels = features[known], labels[known]
-                if split == "test" and len(self.test_images):
-                    parts["test_images"] = np.array(self.test_images)[known].tolist()
-            parts |= {split: features, f"{split}_labels": labels}
+            parts[f"{split}_labels"] = labels
         return self._replace(**parts)
 
     def with_numbered_classes(self) -> tuple["LabelledFeatures", NDArray[np.int64]]:
@@ -227,16 +221,15 @@ class LabelledFeatures(NamedTuple):
 
 def label_problem(kind: str, labels: NDArray, split: str) -> str | None:
     """The problem with the labels of a split, `train` or `test`, in words; None: there is none."""
-    known = labels[has_label(labels)]
-    are_numbers = np.issubdtype(labels.dtype, np.floating)
+    are_numbers = labels.dtype.kind == "f"
     is_valid = {
-        "class": not are_numbers and len(known) == len(labels) and (labels.ndim == 1 or split == "test"),
-        "several": labels.ndim == 2 and bool(np.isin(known, (0, 1)).all()),
+        "class": not are_numbers and (labels.ndim == 1 or split == "test"),
+        "several": labels.ndim == 2 and bool(np.isin(labels, (0, 1)).all()),
         "number": labels.ndim == 1 and are_numbers,
     }
-    if len(known) == 0 or not is_valid[kind]:
+    if len(labels) == 0 or not is_valid[kind] or not has_label(labels).all():
         return f"{split}_labels must be {LABELS[kind]}"
-    is_constant = known.min() == known.max() and split == "train"
+    is_constant = labels.min() == labels.max() and split == "train"
     return "all training images have the same label" if is_constant else None
 
 
@@ -364,7 +357,8 @@ def name_unreadable(unreadable: Sequence[str]) -> str:
 def warn_left_out(unreadable: Sequence[str]) -> None:
     """Name the images that a probe leaves out, once for all probes of the same images."""
     if unreadable:
-        left_out = f"{counted(len(unreadable), 'image')} left out, which cannot be decoded"
+        verb = "is" if len(unreadable) == 1 else "are"
+        left_out = f"{counted(len(unreadable), 'image')} that cannot be decoded {verb} left out"
         warn(f"{left_out} (--strict true refuses such images): {name_unreadable(unreadable)}")
 
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -143,6 +142,6 @@ def load_head(folder: Path) -> KeptHead:
 def rebuild_linear(head: KeptHead) -> StandardizedLinear:
     """The head of images with its weights."""
     classes, width = head.weights["classify.weight"].shape
-    module = StandardizedLinear(nn.Linear(width, classes), torch.zeros(width), torch.ones(width))
+    module = StandardizedLinear(nn.Linear(width, classes), head.weights["mean"], head.weights["std"])
     module.load_state_dict(head.weights)
     return module

@@ -1,9 +1,10 @@
 """The common course of all probes: features, evaluation at each depth, the choice of a depth, the report."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +135,15 @@ def evaluate_by_depth(
         The results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol: the
         settings and the choice.
     """
+    is_one = len(by_depth) == 1
+    with_bar = partial(progress_bar, desc="depths", unit="depth", delay=SHOW_BAR_AFTER, disable=is_one)
     protocol = nested(config)
     if protocol.get("features"):
         protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
     chosen = max(by_depth)
     if protocol.get("depth") == "dev":
         on_dev = {}
-        for depth, features in with_bar(by_depth):
+        for depth, features in with_bar(by_depth.items()):
             summary = summarize_accuracies(add_scores(evaluate(features.dev_split())), group_by)
             on_dev[depth] = float(np.mean([case["mean"] for case in summary.values()]))
         chosen = best_choice(on_dev)
@@ -149,15 +152,9 @@ def evaluate_by_depth(
     if chosen:
         protocol["chosen_depth"] = chosen
     results, summaries = [], {}
-    for depth, features in with_bar(by_depth):
+    for depth, features in with_bar(by_depth.items()):
         of_depth = add_figures(evaluate(features))
         summaries[depth] = summarize_accuracies(of_depth, group_by)
         results += [result | ({"depth": depth} if depth else {}) for result in of_depth]
     report = {"results": results, "summary": summaries[chosen], "protocol": protocol}
     return report | ({"summary_by_depth": summaries} if len(summaries) > 1 else {})
-
-
-def with_bar(by_depth: dict[int, Any]) -> Iterable[tuple[int, Any]]:
-    """The depths with their features; a bar shows how many are done if they take long, such as the fits of linear."""
-    is_one = len(by_depth) == 1
-    return progress_bar(by_depth.items(), desc="depths", unit="depth", delay=SHOW_BAR_AFTER, disable=is_one)

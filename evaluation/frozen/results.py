@@ -100,8 +100,8 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
         parts.insert(0, f"random_{frozen.seed}")
         named |= {"random", "seed"}
     known = (usual if of_all else flatten(FeaturesConfig())).keys() - named
-    values = {key: value for key, value in flatten(config).items() if key in known}
-    changed = {key: value for key, value in values.items() if as_saved(value) != as_saved(usual[key])}
+    values = flatten(config)
+    changed = {key: values[key] for key in values if key in known and as_saved(values[key]) != as_saved(usual[key])}
     words = []
     for key, value in changed.items():
         text = re.sub(r"[^\w.]+", "-", str(value)).strip("-")

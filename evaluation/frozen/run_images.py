@@ -231,7 +231,7 @@ def run_image_settings(run: Path) -> dict[str, Any]:
 
 def evaluated_image_settings(run: Path) -> dict[str, Any]:
     """The settings by which an encoder is evaluated on its run's images: on all of them, whatever share it saw."""
-    return {name: value for name, value in run_image_settings(run).items() if name in EVALUATED_SETTINGS}
+    return run_image_settings(run) | {"train_images": None}
 
 
 def run_source(run: Path) -> SourceConfig:
@@ -239,46 +239,38 @@ def run_source(run: Path) -> SourceConfig:
     return SourceConfig(**run_image_settings(run))
 
 
-def load_unchanged_splits_of(encoder: str, data: SourceConfig) -> LoadedSplits | None:
-    """Apply `load_unchanged_splits` if a command reads the images of its encoder's run from the run's path."""
-    run = find_run(encoder)
-    is_of_run = run and absolute_path(data.path) == absolute_path(run_source(run).path)
-    return load_unchanged_splits(run, data) if is_of_run else None
-
-
 def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
-    """Load a run's images to compare them with those that it began with.
+    """Load a run's images to compare them with those that it began with, if a command takes them from the run's path.
 
     For a hub dataset its commit is enough. Where several processes evaluate, the first one compares.
 
     Args:
-        data: the settings of a command's images.
+        data: the settings of the command's images.
     Returns:
         The splits that `data` means; None: it means others, or comparing did not take loading.
     Raises:
         UserError: the run's images are gone, or have changed.
     """
     record, source = read_record(run), run_source(run)
-    if not record or not is_first_process():
+    path, place = source.path, absolute_path(source.path)
+    if not record or not is_first_process() or absolute_path(data.path) != place:
         return None
-    path = source.path
     if could_be_hub_name(path) and recorded_commit(run) is not None:
         if is_local(path):
             raise UserError(
-                f"{run} was trained on the hub's dataset {path}, but {Path.cwd() / path} is here, too: "
+                f"{run} was trained on the hub's dataset {path}, but {place} is here, too: "
                 f"use --data.path ./{path} for the folder, or call from another folder"
             )
         return None
-    location = path and absolute_path(path)
     if not (path is None or is_url(path) or is_local(path)):
-        raise UserError(f"the images of {run} were at {location}, which is gone; give their new place with --data.path")
+        raise UserError(f"the images of {run} were at {place}, which is gone; give their new place with --data.path")
     is_same = all(getattr(data, name) == getattr(source, name) for name in EVALUATED_SETTINGS)
     is_reusable = is_same and not data.mask_column and not is_known_by_files(record)  # masks may be images to the run
     splits = load_splits(data) if is_reusable else None
     changed = image_differences(run, source, splits)
     if changed:
         ways = "restore the original images, or choose others with --data.path"
-        raise UserError(f"{location or 'the birds'} no longer holds the images of {run}: {'; '.join(changed)}; {ways}")
+        raise UserError(f"{place or 'the birds'} no longer holds the images of {run}: {'; '.join(changed)}; {ways}")
     return splits
 
 
@@ -296,14 +288,12 @@ def image_differences(run: Path, data: SourceConfig, splits: LoadedSplits | None
     before = read_record(run)
     if is_known_by_files(before):
         return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
-    now = {}
     images = load_image_datasets(data, splits, AUTO, announce=False)  # the command says which images it takes
-    for part, dataset in zip(("train", "held_out"), images, strict=True):
-        known = identify_images(dataset, with_labels=False, retries=data.read_retries)
-        now[part] = {key: known[key] for key in ("split", "files")}
+    train, held_out = (identify_images(each, with_labels=False, retries=data.read_retries) for each in images)
     if "shards" in before.get("train", {}):  # a folder that was cut into shards
-        now = {"train": {"names": now["train"]["files"]}}
-    return differences(before, now)
+        return differences(before, {"train": {"names": train["files"]}})
+    parts = {"train": train, "held_out": held_out}
+    return differences(before, {part: {key: each[key] for key in ("split", "files")} for part, each in parts.items()})
 
 
 def is_known_by_files(record: dict[str, Any]) -> bool:
@@ -423,6 +413,11 @@ class LabelledImages:
                 return train.choose(self.source.train_images, self.source.eval_seed)
         return None
 
+    @cached_property
+    def digests(self) -> set[bytes]:
+        """Those of the training images' files."""
+        return set(file_digests(self.train))
+
 
 def find_labelled_images(encoder: str) -> LabelledImages | None:
     """The images whose labels an encoder was trained with; None: it had no labels, or that is unknown."""
@@ -535,8 +530,8 @@ def count_shared(images: ImageDataset, source: SourceConfig, labelled: LabelledI
         known = np.intersect1d(indices_in_split(train), indices_in_split(images)) if is_same_split else ()
         return len(known), len(images)
     searched = images.choose(MAX_TEST_IMAGES_SEARCHED, 0)
-    digests, known_digests = list(file_digests(searched)), set(file_digests(train))
-    return sum(digest in known_digests for digest in digests), len(digests)
+    found = [digest in labelled.digests for digest in file_digests(searched)] if labelled.digests else []
+    return sum(found), len(found)
 
 
 def file_digests(dataset: ImageDataset) -> Iterator[bytes]:
