@@ -17,7 +17,7 @@ from sklearn.linear_model import Ridge
 
 from evaluation.config import FewshotConfig
 from evaluation.frozen.features import LabelledFeatures
-from evaluation.frozen.probing import run_probe
+from evaluation.frozen.results import run_probe
 from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main

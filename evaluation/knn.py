@@ -12,7 +12,7 @@ import torch
 
 from evaluation.config import KnnConfig
 from evaluation.frozen.features import LabelledFeatures
-from evaluation.frozen.probing import run_probe
+from evaluation.frozen.results import run_probe
 from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from mpp.data.labels import LABEL_KINDS
 from mpp.features.neighbours import knn_means, knn_predict

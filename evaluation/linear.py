@@ -25,8 +25,7 @@ from evaluation.frozen.kept_heads import (
     describe_encoder,
     save_head,
 )
-from evaluation.frozen.probing import run_probe
-from evaluation.frozen.results import report_path_of_command
+from evaluation.frozen.results import report_path_of_command, run_probe
 from evaluation.frozen.run_images import LoadedSplits, is_colour_baseline, parse_and_load
 from evaluation.metrics.scoring import Outcomes, best_choice, score_of
 from evaluation.protocols import CropProbe, run_protocol

@@ -35,8 +35,7 @@ from evaluation.frozen.features import (
     views_for,
     warn_left_out,
 )
-from evaluation.frozen.probing import evaluate_by_depth
-from evaluation.frozen.results import report_path_of_command, write_probe_report
+from evaluation.frozen.results import evaluate_by_depth, report_path_of_command, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits
 from evaluation.metrics.scoring import Outcomes, score_of
 from evaluation.supervision.classification import number_of_classes

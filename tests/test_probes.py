@@ -24,11 +24,10 @@ import mpp
 from evaluation import fewshot, knn, linear
 from evaluation.config import FewshotConfig, KnnConfig, LinearConfig
 from evaluation.features import main as extract
-from evaluation.frozen import probing
+from evaluation.frozen import results
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import LabelledFeatures, load_features, save_features
-from evaluation.frozen.probing import evaluate_by_depth
-from evaluation.frozen.results import of_learned_weights, report_path_of_command
+from evaluation.frozen.results import evaluate_by_depth, of_learned_weights, report_path_of_command
 from evaluation.linear import fit_lbfgs
 from evaluation.metrics.scoring import add_scores
 from evaluation.supervision.learners import learner_of
@@ -532,7 +531,7 @@ def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
 
 
 def test_a_probe_of_depths_that_takes_long_says_how_many_are_done(monkeypatch, capsys):
-    monkeypatch.setattr(probing, "SHOW_BAR_AFTER", 0)
+    monkeypatch.setattr(results, "SHOW_BAR_AFTER", 0)
     config = LinearConfig.of(depth="dev", l2=(1e-2,), iterations=3)
     by_depth = {1: features(seed=1), 2: features(seed=2)}
     evaluate_by_depth(config, by_depth, lambda data: linear.evaluate(data, config), "solver")

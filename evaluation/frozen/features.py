@@ -15,11 +15,11 @@ from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.config import EncoderConfig, ExtractionConfig, ProbeDataConfig
+from evaluation.config import EmbedConfig, EncoderConfig, ExtractionConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.run_images import DEV, IMAGE_SETTINGS, LoadedSplits, check_labels_unseen
 from evaluation.metrics.scoring import KINDS, Outcomes
-from mpp.config import Representation, SourceConfig, require
+from mpp.config import SourceConfig, require
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset, has_label, names_by_number
 from mpp.data.identity import identify_images
@@ -377,20 +377,16 @@ class ExtractedFeatures(NamedTuple):
 
 
 def open_extraction(
-    frozen: EncoderConfig,
-    data: ProbeDataConfig,
-    representation: Representation,
-    depth: int | str,
-    accelerator: Accelerator,
+    frozen: EncoderConfig, data: ProbeDataConfig, how: ExtractionConfig | EmbedConfig, accelerator: Accelerator
 ) -> tuple[FrozenEncoder | ColorBaseline, list[int], Callable[[Tensor], list[Tensor]]]:
-    """The encoder that settings name, on its device; the depths that are meant; images to features at these depths.
+    """The encoder on its device, the depths that `how.depth` means, and images to features at these depths.
 
     Raises:
         UserError: no such encoder or depth, or it takes other images.
     """
     encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
-    depths = resolve_depths(depth, len(encoder.stages))
-    return encoder, depths, partial(encoder, representation=representation, depths=depths)
+    depths = resolve_depths(how.depth, len(encoder.stages))
+    return encoder, depths, partial(encoder, representation=how.representation, depths=depths)
 
 
 def extract_labelled_features(
@@ -407,8 +403,7 @@ def extract_labelled_features(
     Args:
         on_dev, kinds: see `load_labelled`.
     """
-    how = extraction.representation, extraction.depth
-    encoder, depths, encode = open_extraction(frozen, data, *how, accelerator)
+    encoder, depths, encode = open_extraction(frozen, data, extraction, accelerator)
     learned, tested, _ = load_labelled(data, accelerator, frozen.weights, 0, loaded, on_dev, extraction.task, kinds)
     with deaths_explained():
         train, test = (

@@ -480,22 +480,20 @@ def check_labels_unseen(
             place = {name: getattr(source, name) for name in PLACE}
             labelled = replace(labelled, source=replace(labelled.source, **place))
         known, searched = count_shared(test, source, labelled)
+        knows_train |= train is not None and count_shared(train, source, labelled)[0] > 0
         learned = f"{'' if ancestor == encoder else f'builds on {ancestor}, which '}was trained with"
+        refused = f"{setting} is {encoder}, which {learned} the labels of {known} of these {searched}"
         if searched == 0:
             where = f"{describe_source(labelled.source)}, which are not here, are too many, or have changed since"
             unknown = f"whether these {len(test)} test images are among them is unknown"
             warn(f"{encoder} {learned} labels of images at {where}: {unknown}")
-        of_tested = f"{known} of these {len(test)}" if searched == len(test) else f"{known} of {searched} of these"
-        refused = f"{setting} is {encoder}, which {learned} the labels of {of_tested}"
-        are_elsewhere = not is_same_place(source, labelled.source)
-        if known and are_elsewhere and known <= ALLOWED_DUPLICATES * searched:
+        elif known and known <= ALLOWED_DUPLICATES * searched and not is_same_place(source, labelled.source):
             note(f"{refused} test images: duplicates")
         elif known and test.split == DEV:
             raise UserError(f"{refused} training images; for test false, train it with --data.eval_split null")
         elif known:
-            arguments = image_arguments(labelled.source) or " leave out all --data settings"
-            raise UserError(f"{refused} test images; test on those that it held out:{arguments}")
-        knows_train |= train is not None and count_shared(train, source, labelled)[0] > 0
+            held_out = image_arguments(labelled.source) or " leave out all --data settings"
+            raise UserError(f"{refused} test images; test on those that it held out:{held_out}")
     if knows_train:
         note(
             f"{encoder} was trained with labels of these training images: a depth, a rate or a penalty chosen on a "
