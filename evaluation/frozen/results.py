@@ -175,8 +175,7 @@ def evaluate_by_depth(
         The results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol: the
         settings and the choice.
     """
-    is_one = len(by_depth) == 1
-    with_bar = partial(progress_bar, desc="depths", unit="depth", delay=SHOW_BAR_AFTER, disable=is_one)
+    with_bar = partial(progress_bar, desc="depths", unit="depth", delay=SHOW_BAR_AFTER)
     protocol = nested(config)
     if protocol.get("features"):
         protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
@@ -192,7 +191,7 @@ def evaluate_by_depth(
     if chosen:
         protocol["chosen_depth"] = chosen
     results, summaries = [], {}
-    for depth, features in with_bar(by_depth.items()):
+    for depth, features in with_bar(by_depth.items(), disable=len(by_depth) == 1):
         of_depth = add_figures(evaluate(features))
         summaries[depth] = summarize_accuracies(of_depth, group_by)
         results += [result | ({"depth": depth} if depth else {}) for result in of_depth]
@@ -209,17 +208,16 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
     Raises:
         UserError: it cannot be written there, or the encoder is a file.
     """
-    if not features and Path(encoder).is_file():
-        encoder_folder(Path(encoder))  # says why a file is no encoder
+    place = Path(encoder)
+    if not features and place.is_file():
+        encoder_folder(place)  # says why a file is no encoder
     require(not (out and Path(out).is_dir()), "out", out, "a file")
     if out:
         path = Path(out)
     elif features:
         path = Path(features).with_name(f"{Path(features).stem}_{name}")
     else:
-        folder = Path(encoder)
-        if not folder.exists():
-            folder = Path("runs") / re.sub("[/:]", "_", encoder)
+        folder = place if place.exists() else Path("runs") / re.sub("[/:]", "_", encoder)
         path = run_of(folder) / "evaluation" / name
     try:
         with TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
@@ -353,7 +351,11 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     report = write_report(path, report)
     kind = kind_of_report(report)
     by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
-    print(table_by_depth(by_depth, group_by, kind))
+    rows = []
+    for depth, summaries in by_depth.items():
+        cells = {f"{group_by} {name}": kind.text_of_scores(summary) for name, summary in summaries.items()}
+        rows.append({"depth": str(depth or "-")} | cells)
+    print(markdown_table(*without_empty_columns([*rows[0]], [[*row.values()] for row in rows])))
     on_dev = not report["protocol"].get("test", True)
     if on_dev:
         print("on a tenth of the training images; the held-out images were not used")
@@ -365,13 +367,6 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     print_details(path, report)
     print(f"wrote {path}")
     return report
-
-
-def table_by_depth(by_depth: dict[int, dict[str, Any]], group_by: str, kind: LabelKind) -> str:
-    """A table of summaries with a line for each depth and a column for each name."""
-    rows = [[str(depth or "-"), *map(kind.text_of_scores, each.values())] for depth, each in by_depth.items()]
-    names = next(iter(by_depth.values()))
-    return markdown_table(*without_empty_columns(["depth", *(f"{group_by} {name}" for name in names)], rows))
 
 
 def score_axis(kind: LabelKind, words: str = "{}") -> ScoreAxis:

@@ -27,9 +27,7 @@ from mpp.config import (
     HOW_READ,
     Config,
     DataConfig,
-    Settings,
     SourceConfig,
-    TrainingConfig,
     as_words,
     flatten,
     rebuild,
@@ -69,7 +67,7 @@ ALLOWED_DUPLICATES = 0.01  # share of the test images that may also be in anothe
 SUPERVISED_REPORT = "supervised.json"
 FINETUNING_REPORT = "finetune.json"
 REPORTS_OF_TRAINING = (SUPERVISED_REPORT, FINETUNING_REPORT)
-CONFIG_BY_SETTING: dict[str, type[TrainingConfig]] = {
+CONFIG_BY_SETTING: dict[str, type] = {
     "objective": Config,
     "contrast": ContrastiveConfig,
     "lrs": OneRunConfig,
@@ -103,7 +101,7 @@ def find_run(encoder: str) -> Path | None:
     return folder if "data" in saved_settings(folder) else None
 
 
-def config_class_of(settings: dict[str, Any]) -> type[TrainingConfig] | None:
+def config_class_of(settings: dict[str, Any]) -> type | None:
     """Class of the settings of a run, by a setting that only such runs have; None where it is not known."""
     return next((kind for name, kind in CONFIG_BY_SETTING.items() if name in settings), None)
 
@@ -128,7 +126,7 @@ def find_tested_run(folder: Path, setting: str) -> Path | None:
     return folder / f"lr_{rates[0]:g}"
 
 
-def tested_encoder(config: Settings) -> str:
+def tested_encoder(config: Any) -> str:
     """The encoder that settings name: of the folder of a fine-tuning its tested run, otherwise the setting itself."""
     encoder = flatten(config)["encoder"]
     return str(find_tested_run(Path(encoder), "encoder") or encoder)
@@ -431,7 +429,7 @@ def find_labelled_images(encoder: str) -> LabelledImages | None:
 def lineage(encoder: str) -> list[str]:
     """The encoder, its parents, their parents, and so on: all that may have passed on labels."""
     known = [encoder]
-    for name in known:  # it grows
+    for name in known:  # which grows
         run = find_run(name)
         for setting, parent in parent_encoders(run).items() if run else ():
             if parent in known:
@@ -518,18 +516,18 @@ def count_shared(images: ImageDataset, source: SourceConfig, labelled: LabelledI
     more than `MAX_TRAINING_IMAGES_SEARCHED` training images, or of some that are not on this machine.
     """
     path, is_here = labelled.source.path, is_same_place(source, labelled.source)
-    is_near = path is None or is_local(path)
-    is_searched = is_near and labelled.record.get("images", 0) <= MAX_TRAINING_IMAGES_SEARCHED
-    train = labelled.train if is_here or is_searched else None
+    is_small = labelled.record.get("images", 0) <= MAX_TRAINING_IMAGES_SEARCHED
+    is_searched = is_here or (is_small and (path is None or is_local(path)))
+    train = labelled.train if is_searched else None
     if train is None:
         return 0, 0
     if is_here:
-        is_same_split = train.origin.split == images.origin.split
-        known = np.intersect1d(indices_in_split(train), indices_in_split(images)) if is_same_split else ()
-        return len(known), len(images)
-    searched = images.choose(MAX_TEST_IMAGES_SEARCHED, 0)
-    found = [digest in labelled.digests for digest in file_digests(searched)] if labelled.digests else []
-    return sum(found), len(found)
+        learned = set(indices_in_split(train) if train.origin.split == images.origin.split else ())
+        tested = indices_in_split(images)
+    else:
+        learned = labelled.digests
+        tested = list(file_digests(images.choose(MAX_TEST_IMAGES_SEARCHED, 0))) if learned else ()
+    return sum(each in learned for each in tested), len(tested)
 
 
 def file_digests(dataset: ImageDataset) -> Iterator[bytes]:
