@@ -34,7 +34,6 @@ from evaluation.frozen.run_images import (
     LoadedSplits,
     evaluated_image_settings,
     find_run,
-    holds_run_images,
     is_colour_baseline,
 )
 from evaluation.metrics.scoring import (
@@ -243,16 +242,14 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
     """
     frozen, run = config.frozen, find_run(config.frozen.encoder)
     usual = flatten(type(config)())
-    named = {"encoder", "features", *(each.key for each in settings_of(config) if each.about["operational"])}
-    parts = ["best"] if Path(frozen.encoder).name == BEST else []
     if run:
         usual |= {f"data.{name}": value for name, value in evaluated_image_settings(run).items()}
-        if config.data.path != usual["data.path"] and holds_run_images(config.data.path, run):  # perhaps moved
-            named |= {"data.path", "data.labels"}
+    operational = [each.key for each in settings_of(config) if each.about["operational"]]
+    known = (usual if of_all else flatten(FeaturesConfig())).keys() - {"encoder", "features", "random", *operational}
+    parts = ["best"] if Path(frozen.encoder).name == BEST else []
     if frozen.random:
         parts.insert(0, f"random_{frozen.seed}")
-        named |= {"random", "seed"}
-    known = (usual if of_all else flatten(FeaturesConfig())).keys() - named
+        known -= {"seed"}
     values = flatten(config)
     changed = {key: values[key] for key in values if key in known and as_saved(values[key]) != as_saved(usual[key])}
     words = []
@@ -308,10 +305,11 @@ def scores_of_random_weights(path: Path, report: dict[str, Any]) -> dict[str, di
     """
     if not way_to_random_weights(path, report):
         return {}
-    if "baselines" in report:
-        return report["baselines"].get("random weights", {}).get("summary", {})
+    random = report.get("baselines", {}).get("random weights", {})
     files = [file for file in path.parent.glob(f"*_random_*{path.suffix}") if of_learned_weights(file) == path]
-    return json.loads(min(files).read_text(encoding="utf-8"))["summary"] if files else {}
+    if files and not random:
+        random = json.loads(min(files).read_text(encoding="utf-8"))
+    return random.get("summary", {})
 
 
 def of_learned_weights(path: Path) -> Path:

@@ -116,14 +116,10 @@ def find_tested_run(folder: Path, setting: str) -> Path | None:
     """
     if find_run(str(folder)) is not None or not (folder / FINETUNING_REPORT).is_file():
         return None
-    try:
-        report = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))
-        rates = [result["lr"] for result in report["results"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{setting} is {folder}, whose {FINETUNING_REPORT} cannot be read: {error}") from error
-    if not rates:
+    results = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))["results"]
+    if not results:
         raise UserError(f"{setting} is {folder}, which only compared rates (--test false); fine-tune with one")
-    return folder / f"lr_{rates[0]:g}"
+    return folder / f"lr_{results[0]['lr']:g}"
 
 
 def tested_encoder(config: Any) -> str:
@@ -324,11 +320,6 @@ def after_move(settings: dict[str, Any], path: str) -> dict[str, Any]:
     return settings | {"path": path, "labels": labels or None}
 
 
-def holds_run_images(path: str | None, run: Path) -> bool:
-    """Whether `path` is where a run's images are, or where they were moved to."""
-    return absolute_path(path) == absolute_path(run_image_settings(run).get("path")) or is_moved_copy(run, path)
-
-
 def absolute_path(path: str | None) -> str | None:
     """A local path without links and relative parts; a URL, and None for the package's birds, as they are."""
     return path if path is None or is_url(path) else str(Path(path).expanduser().resolve())
@@ -363,7 +354,7 @@ def load_images_of(
     """
     run = find_run(encoder)
     saved = saved_settings(run)["data"] if run else {}
-    if saved.get("streaming") and holds_run_images(data.path, run):
+    if saved.get("streaming") and absolute_path(data.path) == absolute_path(saved["path"]):
         _, *images = load_streamed(data, 0, saved["eval_images"])
         return tuple(images)
     return load_image_datasets(data, loaded, AUTO)
