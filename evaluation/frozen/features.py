@@ -18,7 +18,7 @@ from torch import Tensor
 from evaluation.config import EmbedConfig, EncoderConfig, ExtractionConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.run_images import DEV, IMAGE_SETTINGS, LoadedSplits, check_labels_unseen
-from evaluation.metrics.scoring import KINDS, Outcomes
+from evaluation.metrics.scoring import Outcomes
 from mpp.config import SourceConfig, require
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset, has_label, names_by_number
@@ -47,8 +47,8 @@ LABELS = {
     "number": "finite floating-point numbers, one an image",
 }
 """By kind; images without a label are left out of a file."""
-TEXT_NAMES = ("class_names", "test_images")
-"""Names of arrays of text that a file may have besides; `kind` is that of the labels, unless one class an image."""
+TEXT_NAMES = ("class_names", "test_images", "kind")
+"""Names of arrays of text that a file may have besides."""
 
 
 # --- labelled images ---
@@ -252,8 +252,7 @@ def save_features(path: Path, features: LabelledFeatures) -> None:
     """Write one depth's features as .npz, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, NDArray] = dict(zip(ARRAY_NAMES, features, strict=False))
-    arrays |= {name: np.array(getattr(features, name), str) for name in TEXT_NAMES if len(getattr(features, name))}
-    arrays |= {} if features.kind == "class" else {"kind": np.array(features.kind)}
+    arrays |= {name: np.array(getattr(features, name), str) for name in TEXT_NAMES}
     with complete(path, shared=True) as partial, partial.open("wb") as file:  # numpy would add .npz to a name without
         np.savez(file, **arrays)
 
@@ -270,9 +269,8 @@ def load_features(path: Path) -> LabelledFeatures:
             raise ValueError("it holds one array, not several by name")
         with arrays:
             texts = {name: arrays[name].tolist() for name in TEXT_NAMES if name in arrays}
-            kind = str(arrays["kind"]) if "kind" in arrays else "class"
-            require(kind in KINDS, "its kind of label", kind, f"one of {', '.join(KINDS)}")
-            features = LabelledFeatures(*(arrays[name] for name in ARRAY_NAMES), **texts, kind=kind)
+            features = LabelledFeatures(*(arrays[name] for name in ARRAY_NAMES), **texts)
+            require(features.kind in LABELS, "its kind of label", features.kind, f"one of {', '.join(LABELS)}")
     except NPZ_ERRORS as error:
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.checked(str(path))
