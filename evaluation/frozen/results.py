@@ -31,10 +31,11 @@ from evaluation.frozen.features import (
     require_kind,
 )
 from evaluation.frozen.run_images import (
+    EVALUATED_SETTINGS,
     LoadedSplits,
-    evaluated_image_settings,
     find_run,
     is_colour_baseline,
+    run_source,
 )
 from evaluation.metrics.scoring import (
     LabelKind,
@@ -243,7 +244,7 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
     frozen, run = config.frozen, find_run(config.frozen.encoder)
     usual = flatten(type(config)())
     if run:
-        usual |= {f"data.{name}": value for name, value in evaluated_image_settings(run).items()}
+        usual |= {f"data.{name}": getattr(run_source(run), name) for name in EVALUATED_SETTINGS}
     operational = [each.key for each in settings_of(config) if each.about["operational"]]
     known = (usual if of_all else flatten(FeaturesConfig())).keys() - {"encoder", "features", "random", *operational}
     parts = ["best"] if Path(frozen.encoder).name == BEST else []

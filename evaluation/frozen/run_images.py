@@ -196,11 +196,11 @@ def settings_from_run(run: Path, data: SourceConfig, path_is_named: bool) -> dic
     Args:
         path_is_named: whether the command line or a file names `data.path`, perhaps as null.
     """
-    settings = evaluated_image_settings(run)
+    source = run_source(run)
+    names = HOW_READ if path_is_named else EVALUATED_SETTINGS
     if path_is_named and is_moved_copy(run, data.path):
-        settings = after_move(settings, data.path)
-    elif path_is_named:
-        settings = {name: value for name, value in settings.items() if name in HOW_READ}
+        source, names = after_move(source, data.path), EVALUATED_SETTINGS
+    settings = {name: getattr(source, name) for name in names}
     if isinstance(data, DataConfig):
         saved = saved_settings(run)["data"]
         settings |= {name: saved[name] for name in VIEW_SETTINGS if name in saved}
@@ -210,27 +210,13 @@ def settings_from_run(run: Path, data: SourceConfig, path_is_named: bool) -> dic
 # --- the images of a run ---
 
 
-def run_image_settings(run: Path) -> dict[str, Any]:
-    """The settings of a run's images, by name; of a hub dataset with the commit that the run began with.
-
-    `train_images` is among them: `evaluated_image_settings` leaves it out.
-    """
-    saved = saved_settings(run)["data"]
-    settings = {name: saved[name] for name in IMAGE_SETTINGS if name in saved}
-    settings["revision"] = None  # a folder here may have the dataset's name by now
-    if is_hub_dataset(SourceConfig(**settings)):
-        settings["revision"] = recorded_commit(run) or saved.get("revision")
-    return settings
-
-
-def evaluated_image_settings(run: Path) -> dict[str, Any]:
-    """The settings by which an encoder is evaluated on its run's images: on all of them, whatever share it saw."""
-    return run_image_settings(run) | {"train_images": None}
-
-
 def run_source(run: Path) -> SourceConfig:
-    """The source of a run's images."""
-    return SourceConfig(**run_image_settings(run))
+    """The source of a run's images; of a hub dataset with the commit that the run began with."""
+    saved = saved_settings(run)["data"]
+    source = SourceConfig(**{name: saved[name] for name in IMAGE_SETTINGS if name in saved} | {"revision": None})
+    if is_hub_dataset(source):  # a folder here may have the dataset's name by now
+        source = replace(source, revision=recorded_commit(run) or saved.get("revision"))
+    return source
 
 
 def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
@@ -299,13 +285,13 @@ def is_known_by_files(record: dict[str, Any]) -> bool:
 @lru_cache
 def is_moved_copy(run: Path, path: str | None) -> bool:
     """Whether `path` holds the images of a run that are no longer where they were; a note says how others differ."""
-    settings = run_image_settings(run)
-    before = settings.get("path")
+    source = run_source(run)
+    before = source.path
     is_gone = before is not None and Path(before).is_absolute() and not is_local(before)
     if not is_gone or not is_local(path) or not read_record(run):
         return False
     try:
-        changed = image_differences(run, SourceConfig(**after_move(settings, path)))
+        changed = image_differences(run, after_move(source, path))
     except UserError as error:  # no such split or column
         changed = [str(error)]
     if changed:
@@ -314,10 +300,10 @@ def is_moved_copy(run: Path, path: str | None) -> bool:
     return not changed
 
 
-def after_move(settings: dict[str, Any], path: str) -> dict[str, Any]:
-    """The settings of images whose folder is now at `path`; a list in the folder has moved with it."""
-    labels = (settings.get("labels") or "").replace(f"{settings['path']}/", f"{path}/", 1)
-    return settings | {"path": path, "labels": labels or None}
+def after_move(source: SourceConfig, path: str) -> SourceConfig:
+    """The source of images whose folder is now at `path`; a list in the folder has moved with it."""
+    labels = (source.labels or "").replace(f"{source.path}/", f"{path}/", 1)
+    return replace(source, path=path, labels=labels or None)
 
 
 def absolute_path(path: str | None) -> str | None:
@@ -341,7 +327,7 @@ def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, An
             ways = f"data.{name} {as_words(way)} (here {as_words(here)})"
             note(f"{encoder} learned from images that were read with {ways}")
     run = find_run(encoder)
-    if run is not None and data.path is None and run_image_settings(run).get("path") is not None:
+    if run is not None and data.path is None and run_source(run).path is not None:
         note(f"data.path is null: these are the package's birds, and not the images of {run}")
 
 
@@ -513,8 +499,8 @@ def count_shared(images: ImageDataset, source: SourceConfig, labelled: LabelledI
     if train is None:
         return 0, 0
     if is_here:
-        learned = set(indices_in_split(train) if train.origin.split == images.origin.split else ())
-        tested = indices_in_split(images)
+        learned = set(indices_in_split(train).tolist() if train.origin.split == images.origin.split else ())
+        tested = indices_in_split(images).tolist()
     else:
         learned = labelled.digests
         tested = list(file_digests(images.choose(MAX_TEST_IMAGES_SEARCHED, 0))) if learned else ()
