@@ -20,8 +20,7 @@ from evaluation.comparison.run import carry_out
 from evaluation.comparison.tables import COST_UNITS, RANK, Cells, cells_by_encoder, plot_question, remarks_on, table_of
 from evaluation.config import CompareConfig
 from evaluation.config.comparing import Question
-from evaluation.figures.markdown import markdown_table
-from evaluation.figures.style import write_plot
+from evaluation.figures.charts import markdown_table, write_plot
 from evaluation.frozen.results import write_json
 from evaluation.metrics.scoring import ONE_CLASS
 from evaluation.pages.about import recorded_versions

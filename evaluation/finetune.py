@@ -19,7 +19,7 @@ from typing import Any
 from accelerate import PartialState
 
 from evaluation.config import FinetuneConfig, OneRunConfig
-from evaluation.figures.markdown import markdown_table
+from evaluation.figures.charts import markdown_table
 from evaluation.frozen.results import print_details, write_report
 from evaluation.frozen.run_images import FINETUNING_REPORT, LoadedSplits, parse_and_load
 from evaluation.metrics.scoring import best_choice, describe_labels, kind_of_report, load_outcomes, score_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.config import MaskedConfig
-from evaluation.figures.markdown import markdown_table
+from evaluation.figures.charts import markdown_table
 from evaluation.frozen.results import report_path, write_report
 from evaluation.metrics.scoring import PATCHES, Outcomes, add_figures
 from mpp.config import nested

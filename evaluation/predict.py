@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
-from evaluation.frozen.by_class import write_details
+from evaluation.figures.charts import write_details
 from evaluation.frozen.features import describe_precision
 from evaluation.frozen.run_images import LoadedSplits, is_same_place, note_other_images, parse_and_load
 from evaluation.metrics.scoring import kind_of, result_entries, without_nan
@@ -114,8 +114,7 @@ def describe(out: Path, predictions: ImagePredictions | MaskPredictions, rows: R
         unit = f" ({kind.sign})" if kind.sign else ""
         print(f"{images.split}, {counted(len(outcomes), 'labelled image')}{unit}: {', '.join(parts)}")
         of_split = out.with_suffix(f".{images.split}{out.suffix}")
-        for file in write_details(of_split, outcomes, kind.class_table(outcomes)):
-            print(f"wrote {file}")
+        write_details(of_split, outcomes)
     return without_nan(about)
 
 

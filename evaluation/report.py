@@ -18,8 +18,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from evaluation.config import ReportConfig, VisualizeConfig
-from evaluation.figures.charts import IN_PERCENT, plot_series
-from evaluation.frozen.by_class import CLASSES_SUFFIX, CONFUSION_FILE
+from evaluation.figures.charts import CLASSES_SUFFIX, CONFUSION_FILE, IN_PERCENT, plot_series
 from evaluation.frozen.results import (
     describe_baselines,
     of_learned_weights,

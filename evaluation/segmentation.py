@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from evaluation.config import EncoderConfig, MaskedDataConfig, SegmentationConfig
+from evaluation.figures.charts import DPI, figure_style, markdown_table
 from evaluation.figures.images import plot_segmentation
-from evaluation.figures.markdown import markdown_table
-from evaluation.figures.style import DPI, figure_style
 from evaluation.frozen.encoder import CELLS_PER_SIDE, FrozenEncoder, open_frozen_encoder, patch_grid
 from evaluation.frozen.features import LabelledFeatures, describe_input, describe_training_images
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head

@@ -31,9 +31,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from evaluation.config import VisualizeConfig
-from evaluation.figures.charts import plot_series
+from evaluation.figures.charts import DPI, WIDTH, figure_style, plot_series
 from evaluation.figures.images import grid_of_images
-from evaluation.figures.style import DPI, WIDTH, figure_style
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, patch_grid
 from evaluation.frozen.features import extract_split, name_unreadable, views_for
 from evaluation.frozen.results import report_path, report_suffix

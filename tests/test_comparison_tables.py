@@ -186,9 +186,12 @@ def test_bars_lines_and_curves_have_the_unit_of_their_score():
     assert curve.lines[0].get_ydata().tolist() == [0.5, 0.5]
 
 
+AXES = {"few-shot": "accuracy (%)", "linear": "accuracy (%)"}
+
+
 def test_lines_have_their_colours_in_all_panels_and_one_legend():
     score = {1: {"mean": 0.5, "std": 0.1}}
-    figure = plot_lines({"few-shot": {"labels": score}, "linear": {"masked": score, "labels": score}}, "images")
+    figure = plot_lines({"few-shot": {"labels": score}, "linear": {"masked": score, "labels": score}}, "images", AXES)
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["labels", "masked"]
     colours = [{bars.get_label(): bars.lines[0].get_color() for bars in panel.containers} for panel in figure.axes]
@@ -229,11 +232,11 @@ def test_encoders_at_the_same_place_of_a_line_are_drawn_apart(x, numbers, lines)
     assert drawn == {"20, a": [[1, pytest.approx(90)]], "20, b": [[1, pytest.approx(10)]], "20": [[2, 50]]}
 
 
-@pytest.mark.parametrize("plot", [plot_lines, lambda curves, _: plot_depths(curves)])
+@pytest.mark.parametrize("plot", [plot_lines, lambda curves, _, axes: plot_depths(curves, axes)])
 def test_a_plot_has_a_panel_for_each_column_and_no_more(plot):
     point = {"mean": 0.5, "std": 0.1}
     lines = {"5": {1: point, 2: point}, "25": {1: point}}
-    figure = plot({str(name): lines for name in range(5)}, "steps")
+    figure = plot({str(name): lines for name in range(5)}, "steps", {str(name): "R2" for name in range(5)})
     assert len([axes for axes in figure.axes if axes.get_visible()]) == 5
 
 
@@ -241,7 +244,7 @@ def test_random_weights_on_a_line_are_drawn_across_the_panel():
     """A logarithmic axis has no 0: the line would come from the left at the height of its next point."""
     point = {"mean": 0.5, "std": 0.1}
     lines = {"5": {0: point | {"mean": 0.2}, 1: point, 2: point}, "25": {1: point}}
-    (panel,) = plot_lines({"few-shot": lines}, "pflop").axes
+    (panel,) = plot_lines({"few-shot": lines}, "pflop", AXES).axes
     across = {line.get_label(): list(line.get_ydata()) for line in panel.lines if list(line.get_xdata()) == [0, 1]}
     assert across == {"5, at 0": [20, 20]}
     drawn = {bars.get_label(): bars.lines[0].get_xdata().tolist() for bars in panel.containers}

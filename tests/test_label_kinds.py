@@ -17,13 +17,19 @@ from sklearn.neighbors import KNeighborsRegressor
 from evaluation import features, fewshot, knn, linear
 from evaluation.comparison.rows import with_known_numbers
 from evaluation.config import KnnConfig, LinearConfig
-from evaluation.figures.markdown import markdown_table
+from evaluation.figures.charts import markdown_table
 from evaluation.frozen import features as frozen_features
-from evaluation.frozen.by_class import figure_rows, shown_outcomes
 from evaluation.frozen.features import LabelledFeatures
 from evaluation.frozen.results import describe_baselines, print_details, write_report
-from evaluation.metrics.figures import several_figures
-from evaluation.metrics.scoring import KINDS, Outcomes, add_figures, best_choice, result_entries, summarize_accuracies
+from evaluation.metrics.intervals import several_figures
+from evaluation.metrics.scoring import (
+    KINDS,
+    Outcomes,
+    add_figures,
+    best_choice,
+    result_entries,
+    summarize_accuracies,
+)
 from evaluation.supervision.learners import learner_of
 from mpp.config import DataConfig
 from mpp.data.labels import find_label_kind, find_labels, read_labels
@@ -120,6 +126,11 @@ def test_auto_is_classes_unless_numbers_have_fractions(feature, values, kind):
     assert find_label_kind("several", column) == "several"
 
 
+def measure(outcomes):
+    """All figures."""
+    return {name: value for name, (value, _) in KINDS[outcomes.kind].scores(outcomes).items()}
+
+
 def several_outcomes(images=60, classes=5, seed=0):
     """Scores with ties, of classes one of which has no image."""
     generator = np.random.default_rng(seed)
@@ -131,23 +142,23 @@ def several_outcomes(images=60, classes=5, seed=0):
 
 def test_average_precision_is_scikit_learns_with_ties_and_without_empty_classes():
     outcomes = several_outcomes()
-    figures = KINDS["several"].measure(outcomes)
+    figures = measure(outcomes)
     kept = [0, 1, 3, 4]
     expected = average_precision_score(outcomes.targets[:, kept], outcomes.predictions[:, kept], average="macro")
     assert figures["macro_map"] == pytest.approx(expected, abs=1e-12)
     expected = average_precision_score(outcomes.targets, outcomes.predictions, average="micro")
     assert figures["micro_map"] == pytest.approx(expected, abs=1e-12)
     by_class = KINDS["several"].class_table(outcomes)
-    assert by_class.text()[1][2][1:] == ["0", "-"]
+    assert by_class.iloc[2, 0] == 0 and np.isnan(by_class.iloc[2, 1])
     expected = average_precision_score(outcomes.targets[:, 0], outcomes.predictions[:, 0])
-    assert by_class.shares["average precision"][0] == pytest.approx(expected, abs=1e-12)
+    assert by_class.iloc[0, 1] / 100 == pytest.approx(expected, abs=1e-12)
 
 
 def test_images_that_a_head_is_sure_of_are_ranked():
     marks = np.array([[0], [1], [1]], np.int8)
     predicted = learner_of("several", marks, 1).predict(torch.tensor([[18.0], [19.0], [25.0]]))
     outcomes = Outcomes("several", marks, predicted.numpy())
-    assert KINDS["several"].measure(outcomes)["macro_map"] == 1
+    assert measure(outcomes)["macro_map"] == 1
 
 
 def test_a_resample_is_measured_as_if_its_images_were_there_several_times():
@@ -158,7 +169,7 @@ def test_a_resample_is_measured_as_if_its_images_were_there_several_times():
     for indices in drawn:
         times = 1 + np.bincount(indices, minlength=count)
         by_weights = several_figures(torch.from_numpy(times).double(), *pairs)
-        for name, value in KINDS["several"].measure(outcomes.select(np.repeat(np.arange(count), times))).items():
+        for name, value in measure(outcomes.select(np.repeat(np.arange(count), times))).items():
             assert float(by_weights[name]) == pytest.approx(value, abs=1e-12)
 
 
@@ -166,11 +177,11 @@ def test_the_interval_of_a_mean_average_precision_stays_a_share_and_is_wide_wher
     targets = np.arange(20)[:, None] % [2, 4] == 0
     perfect = Outcomes("several", targets.astype(np.int8), targets + 0.0)
     few = perfect.select(np.arange(8))
-    for name, (_, (low, high)) in KINDS["several"].estimates(perfect).items():
+    for name, (_, low, high) in KINDS["several"].estimates(perfect).items():
         assert 0.6 < low < 0.95 and high == pytest.approx(1)
-        assert KINDS["several"].estimates(few)[name].interval[0] < low
+        assert KINDS["several"].estimates(few)[name][1] < low
     unknown = KINDS["several"].estimates(Outcomes("several", np.zeros((5, 2), np.int8), np.random.rand(5, 2)))
-    assert np.isnan([each.interval for each in unknown.values()]).all()
+    assert np.isnan([ends for _, *ends in unknown.values()]).all()
 
 
 def test_figures_of_numbers_are_scikit_learns_and_missing_ones_do_not_count():
@@ -225,20 +236,10 @@ def test_intervals_of_other_kinds_cover_the_truth(draw, truth, least, images, si
     covered = dict.fromkeys(truth, 0)
     for _ in range(simulations):
         outcomes = draw(rng, images)
-        for name, (_, (low, high)) in KINDS[outcomes.kind].estimates(outcomes).items():
+        for name, (_, low, high) in KINDS[outcomes.kind].estimates(outcomes).items():
             covered[name] += low <= truth[name] <= high
     for name, count in covered.items():
         assert least <= count / simulations <= 0.99, name
-
-
-def test_of_many_classes_those_are_printed_that_are_recognised_worst():
-    """By average precision as by recall; a class without an image comes last."""
-    outcomes = several_outcomes(images=80, classes=40)
-    by_class = KINDS["several"].class_table(outcomes)
-    precisions = by_class.shares["average precision"]
-    expected = sorted(range(40), key=lambda number: np.nan_to_num(precisions[number], nan=np.inf))[:30]
-    assert by_class.worst(30).names == [f"class {number}" for number in expected]
-    assert by_class.worst(40) is by_class
 
 
 def test_a_number_has_its_baseline_beside_it(tmp_path):
@@ -284,11 +285,11 @@ def test_a_figure_that_images_do_not_have_is_null_in_files_and_a_dash_in_tables(
     report["summary"] = summarize_accuracies(report["results"], "seed")
     path = tmp_path / "linear.json"
     written = write_report(path, report)
-    rows = figure_rows(written, shown_outcomes(path, written))
+    rows = KINDS["number"].rows(written["results"][0])
     assert [row[1].split()[0] for row in rows] == ["-", "1.40"]
     read = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert [result["accuracy"] for result in read["results"]] == [None, None]
-    assert figure_rows(read, shown_outcomes(path, read)) == rows
+    assert KINDS["number"].rows(read["results"][0]) == rows
     assert KINDS["several"].text_of_scores(read["summary"]["0"]) == "-"
     assert KINDS["several"].text_of_scores(summarize_accuracies(read["results"], "seed")["1"]) == "-"
     row = with_known_numbers({"kind": "test"} | read["results"][0])
@@ -347,7 +348,7 @@ def test_absolute_errors_do_not_follow_outliers():
     by_loss = {}
     for loss in ("l1", "l2"):
         (result,) = linear.evaluate(data, LinearConfig(**vars(config) | {"loss": loss}))
-        by_loss[loss] = KINDS["number"].measure(result["outcomes"])["mae"]
+        by_loss[loss] = measure(result["outcomes"])["mae"]
     assert by_loss["l1"] < 3 < 30 < by_loss["l2"]
     with pytest.raises(UserError, match="loss is l1; it must be l2 with solver lbfgs"):
         LinearConfig(loss="l1")
@@ -485,7 +486,7 @@ def test_of_many_classes_the_worst_are_printed(kind, capsys, tmp_path):
     print_details(tmp_path / "probe.json", report)
     printed = capsys.readouterr().out
     assert "these 30 of 40 classes have the lowest scores" in printed
-    named = {int(line.split()[2]) for line in printed.splitlines() if line.startswith("| species")}
+    named = {int(line.split()[1]) for line in printed.splitlines() if line.startswith("species")}
     assert len(named) == 30 and named.issuperset(range(10))
 
 

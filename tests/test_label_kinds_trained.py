@@ -17,7 +17,7 @@ from test_label_kinds import colours, redness, write_images
 
 from evaluation import finetune, linear, predict, supervised
 from evaluation.frozen.run_images import find_tested_run, reports_of_training
-from evaluation.metrics.scoring import KINDS, load_outcomes
+from evaluation.metrics.scoring import KINDS, load_outcomes, score_of
 from evaluation.patches.masks import OUTLINES_FILE, draw_mask
 from evaluation.supervision.classifiers import load_classifier
 from evaluation.supervision.learners import learner_of
@@ -108,7 +108,7 @@ def test_finetuning_compares_rates_by_the_score_of_the_kind(label, arguments, ki
     assert [row["lr"] for row in report["dev"]] == [0.01, 0.001]
     outcomes = load_outcomes(tmp_path / "finetune.json")
     assert outcomes.kind == kind
-    assert result["accuracy"] == pytest.approx(KINDS[kind].measure(outcomes)[KINDS[kind].score])
+    assert result["accuracy"] == pytest.approx(score_of(outcomes))
     printed = capsys.readouterr().out
     assert KINDS[kind].headings[KINDS[kind].score] in printed
     assert "random weights: not evaluated" not in printed  # it began from them

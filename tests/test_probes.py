@@ -29,7 +29,7 @@ from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.results import evaluate_by_depth, of_learned_weights, report_path_of_command
 from evaluation.linear import fit_lbfgs
-from evaluation.metrics.scoring import add_scores
+from evaluation.metrics.scoring import add_figures
 from evaluation.supervision.learners import learner_of
 from mpp.config import Config, DataConfig, ImagesConfig, ModelConfig
 from mpp.config.parsing import parse
@@ -557,11 +557,11 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
     clouds = (rng.normal(size=(600, 8)) + 4 * np.eye(3, 8)[labels]).astype(np.float32)
     data = LabelledFeatures(clouds[:400], labels[:400], clouds[400:], labels[400:])
     config = LinearConfig(solver=solver, epochs=20, seeds=(0, 1))
-    results = add_scores(linear.evaluate(data, config))
+    results = add_figures(linear.evaluate(data, config))
     assert len(results) == (1 if solver == "lbfgs" else 2)
     assert all(result.pop("accuracy") > 0.95 for result in results)
     wrong = data._replace(test_labels=(data.test_labels + 1) % 3)
-    results_of_wrong = add_scores(linear.evaluate(wrong, config))
+    results_of_wrong = add_figures(linear.evaluate(wrong, config))
     assert all(result.pop("accuracy") < 0.05 for result in results_of_wrong)
     for one, other in zip(results, results_of_wrong, strict=True):
         assert (one.pop("outcomes").predictions == other.pop("outcomes").predictions).all()
@@ -588,7 +588,7 @@ def test_random_weights_stand_beside_an_encoder_and_classes_have_their_names(tra
     assert re.search(r"largest class 28.0%; random weights \d+\.\d \(", printed)
     assert "not evaluated" not in printed
     assert "test images, 95% intervals over these" in printed
-    assert "| songbird " in printed and "class 0" not in printed
+    assert "\nsongbird " in printed and "class 0" not in printed
     report = read_json(next((trained / "evaluation").glob("knn_[!r]*.json")))
     (result,) = report["results"]
     assert report["labels"]["class_names"][0] == "fowl" and set(result["figures"]) == {"class_mean", "macro_f1"}

@@ -19,11 +19,9 @@ from evaluation import check, contrastive
 from evaluation.compare import write_comparison
 from evaluation.config import EVERY
 from evaluation.config.comparing import Question
-from evaluation.figures.charts import plot_confusion
-from evaluation.figures.style import figure_style
-from evaluation.frozen.by_class import describe_shown, write_details
+from evaluation.figures.charts import figure_style, plot_confusion, write_details
 from evaluation.frozen.results import describe_random_weights, write_report
-from evaluation.metrics.scoring import Outcomes, add_figures, kind_of, summarize_accuracies
+from evaluation.metrics.scoring import Outcomes, add_figures, describe_result, shown_result, summarize_accuracies
 from evaluation.pages import about
 from evaluation.pages.page import Link, Page, Section, Table, Text, image_as_picture, render
 from evaluation.report import details_of_evaluation, evaluation_blocks, rows_of_evaluation
@@ -483,7 +481,7 @@ def test_a_page_has_the_table_by_class_and_the_confusion_matrix_of_an_evaluation
     (row,) = rows_of_evaluation(file, report, tmp_path)
     assert row[1:] == ["0", "accuracy (%)", "75.0 (30.1 to 95.4)", "largest class 50.0%", "-"]
     assert details_of_evaluation(file) == []
-    write_details(file, outcomes, kind_of(outcomes).class_table(outcomes))
+    write_details(file, outcomes)
     by_class, confusion = details_of_evaluation(file)
     assert [cells[:3] for cells in by_class.rows] == [["ant", "2", "1"], [SCRIPT, "2", "3"]]
     assert confusion.title == "Confusion matrix of supervised"
@@ -502,7 +500,7 @@ def test_the_result_in_detail_is_not_chosen_by_test_images(key, accuracies, show
     results = []
     for number, (name, accuracy) in enumerate(accuracies.items()):
         results.append({key: name, "accuracy": accuracy, "outcomes": number})
-    assert describe_shown({"results": results}) == shown
+    assert describe_result(shown_result({"results": results})) == shown
 
 
 def test_a_confusion_matrix_names_the_classes(recwarn):

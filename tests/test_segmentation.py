@@ -133,7 +133,8 @@ def test_scores_are_scikit_learns(ignored):
     truth[0, :4] = IGNORED_CLASS if ignored else 5
     confusion = count_confusion(torch.from_numpy(truth), torch.from_numpy(predicted), 6)
     outcomes = Outcomes("pixels", confusion.sum(2), confusion)
-    scores, by_class = KINDS["pixels"].measure(outcomes), KINDS["pixels"].class_table(outcomes)
+    scores = {name: value for name, (value, _) in KINDS["pixels"].scores(outcomes).items()}
+    ious = KINDS["pixels"].class_table(outcomes)["IoU (%)"].to_numpy() / 100
     baseline = KINDS["pixels"].baselines(outcomes.targets)["most frequent class"]
     counted = truth != IGNORED_CLASS
     truth, predicted = truth[counted], predicted[counted]
@@ -142,8 +143,8 @@ def test_scores_are_scikit_learns(ignored):
     mean_iou = jaccard_score(truth, predicted, average="macro", labels=present)
     assert scores["mean_iou"] == pytest.approx(mean_iou, abs=1e-12)
     assert scores["pixel_accuracy"] == pytest.approx(accuracy_score(truth, predicted), abs=1e-12)
-    assert by_class.shares["IoU"][present] == pytest.approx(jaccard_score(truth, predicted, average=None), abs=1e-12)
-    assert np.isnan(by_class.shares["IoU"][3])
+    assert ious[present] == pytest.approx(jaccard_score(truth, predicted, average=None), abs=1e-12)
+    assert np.isnan(ious[3])
     constant = np.full_like(truth, np.bincount(truth).argmax())
     assert baseline == pytest.approx(jaccard_score(truth, constant, average="macro"), abs=1e-12)
 
@@ -220,7 +221,7 @@ def test_a_linear_reading_learns_linear_classes_and_its_rate_is_chosen_on_train(
     assert [each.about["case"] for each in evaluated] == ["linear", "linear", "knn"]
     assert [each.about["lr"] for each in evaluated[:2]] == [1e-2, 1e-2]
     assert score_of(evaluated[0].outcomes) != score_of(evaluated[1].outcomes)
-    accuracies = [KINDS["pixels"].measure(each.outcomes)["pixel_accuracy"] for each in evaluated]
+    accuracies = [KINDS["pixels"].scores(each.outcomes)["pixel_accuracy"][0] for each in evaluated]
     assert min(accuracies) > 0.75  # upsampled, edges of patches are blurred
     other_test = features._replace(test_labels=features.test_labels[::-1].copy())
     other = segmentation.evaluate_readings(other_test, config)
@@ -251,7 +252,7 @@ def test_a_class_without_a_training_pixel_is_never_predicted(reading):
     config = SegmentationConfig(readings=reading, steps=1, lr=1e-5, seeds=0)
     (evaluated,) = segmentation.evaluate_readings(features, config)
     assert set(evaluated.predicted.unique().tolist()) == {2, 3}
-    ious = KINDS["pixels"].class_table(evaluated.outcomes).shares["IoU"]
+    ious = KINDS["pixels"].class_table(evaluated.outcomes)["IoU (%)"].to_numpy()
     assert np.isnan(ious[[0, 4]]).all() and ious[5] == 0
 
 
@@ -426,7 +427,7 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     printed = capsys.readouterr().out
     assert "8 images with masks to learn from, 8 to evaluate on" in printed
     assert "0.0% of the pixels to learn from and 0.0% of those to evaluate on are ignored" in printed
-    assert "| weed  " in printed and "class 2" not in printed and "| colour and position " in printed
+    assert "\nweed  " in printed and "class 2" not in printed and "| colour and position " in printed
     assert report["labels"]["class_names"][-1] == "weed"
     assert "weed," in out.with_name("report.classes.csv").read_text()
     assert out.with_name("report.confusion.png").is_file()

@@ -13,9 +13,9 @@ from timm import is_model
 
 import mpp
 from evaluation.comparison.cases import TRAININGS, Case, Encoder, evaluation_settings
-from evaluation.config import ContrastiveConfig, FinetuneConfig, MaskedDataConfig, SupervisedConfig
+from evaluation.config import ContrastiveConfig, FewshotConfig, FinetuneConfig, MaskedDataConfig, SupervisedConfig
 from evaluation.frozen.run_images import record_images
-from mpp.config import SourceConfig, changed_settings, flatten, settings_of
+from mpp.config import SourceConfig, flatten, settings_of
 from mpp.config.imports import imported
 from mpp.data.data_path import is_local
 from mpp.runtime.files import short_digest
@@ -24,6 +24,8 @@ from mpp.training.run_folder import imports_used
 
 PLACES = {"encoder", "checkpoint", "out", "run.dir"}
 """Settings that are places: a result depends on the content there, not on the place."""
+EARLIER_DEFAULTS: dict[type, dict[str, Any]] = {FewshotConfig: {"seeds": (0, 1, 2)}}
+"""Defaults of before, by which the digests of published results were made: digests leave these values out."""
 
 
 @cache
@@ -78,13 +80,14 @@ def checkpoint_name(encoder: Encoder) -> str | None:
 def relevant_settings(config: Any) -> dict[str, Any]:
     """The settings that a result depends on: those that are not the defaults, not operational, and no places.
 
-    If you change a default, write the earlier one into the configs of published comparisons.
+    If you change a default, add the earlier one to EARLIER_DEFAULTS and to the configs of published comparisons.
     """
     ignored = {each.key for each in settings_of(config) if each.about["operational"]}
     if depends_on_images_of_a_pass(config):
         ignored.discard("data.batch_size")
     ignored |= PLACES
-    changed = changed_settings(config)
+    defaults = flatten(type(config)()) | EARLIER_DEFAULTS.get(type(config), {})
+    changed = {key: value for key, value in flatten(config).items() if value != defaults[key]}
     if changed.get("data.label_folder") == "inner":  # null is the same, where it is not refused
         del changed["data.label_folder"]
     return {key: value for key, value in changed.items() if key not in ignored}

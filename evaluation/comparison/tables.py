@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from evaluation.config.comparing import MEASURED_AXES, Question
 from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_depths, plot_lines
 from evaluation.frozen.results import score_axis
-from evaluation.metrics.scoring import ONE_CLASS, LabelKind, kind_of_score, mean_interval, summarize_values
+from evaluation.metrics.scoring import ONE_CLASS, LabelKind, interval_over_draws, kind_of_score, summarize_values
 
 Cell = dict[str, Any]
 """Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and
@@ -101,7 +101,7 @@ def cell_of(rows: pd.DataFrame, question: Question | None = None) -> Cell:
 def mean_and_spread(rows: pd.DataFrame, key: str = "accuracy") -> Cell:
     """Mean and standard deviation over seeds, of the encoder and of the draws.
 
-    With the 95 % `interval` over test images, where all rows have one.
+    With the 95 % `interval` over test images and draws, where all rows have one: the mean over the encoder's seeds.
     """
     by_seed = rows.groupby(["encoder_seed", "seed"], sort=False)[key]
     cell: Cell = summarize_values([each.to_numpy(float).mean() for _, each in by_seed])
@@ -109,7 +109,8 @@ def mean_and_spread(rows: pd.DataFrame, key: str = "accuracy") -> Cell:
     if key == "accuracy" and kind is not ONE_CLASS:
         cell["score"] = kind.score_heading
     if rows.interval.notna().all():
-        cell["interval"] = mean_interval([{"interval": each} for each in rows.interval])
+        of_seeds = [interval_over_draws(draws.to_dict("records")) for _, draws in rows.groupby("encoder_seed")]
+        cell["interval"] = np.mean(of_seeds, 0).tolist()
     return cell
 
 

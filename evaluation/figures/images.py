@@ -12,7 +12,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from evaluation.figures.style import VALUE_COLORS, WIDTH, figure_style
+from evaluation.figures.charts import VALUE_COLORS, WIDTH, figure_style
 
 MIN_HEIGHT = 2.4  # inches, for the label of a colour bar
 BAR_WIDTH = 0.8  # inches, of a colour bar with its label

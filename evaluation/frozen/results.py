@@ -18,10 +18,14 @@ from typing import Any
 import numpy as np
 
 from evaluation.config import FeaturesConfig, ProbeConfig
-from evaluation.figures.charts import ScoreAxis, plot_by_depth
-from evaluation.figures.markdown import markdown_table, without_empty_columns
-from evaluation.figures.style import DPI, figure_style
-from evaluation.frozen.by_class import describe_shown, figure_rows, shown_outcomes, write_details
+from evaluation.figures.charts import (
+    DPI,
+    ScoreAxis,
+    figure_style,
+    markdown_table,
+    plot_by_depth,
+    write_details,
+)
 from evaluation.frozen.features import (
     ExtractedFeatures,
     LabelledFeatures,
@@ -40,13 +44,16 @@ from evaluation.frozen.run_images import (
 from evaluation.metrics.scoring import (
     LabelKind,
     add_figures,
-    add_scores,
     best_choice,
     describe_labels,
+    describe_result,
     evenly_spaced,
     keep_outcomes,
     kind_of,
     kind_of_report,
+    labelled_outcomes,
+    load_outcomes,
+    shown_result,
     summarize_accuracies,
     without_nan,
 )
@@ -61,8 +68,6 @@ from mpp.runtime.messages import counted, progress_bar
 from mpp.runtime.start import start
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint, run_of
 
-MAX_CLASSES_PRINTED = 30
-"""Lines of a printed table by class."""
 LONGEST_VALUE, LONGEST_NAME = 40, 160
 """Characters of a setting, and of all, in a report's name; more are a digest."""
 OF_AN_ENCODER = nested(FeaturesConfig()).keys() - {"out", "threads"}
@@ -183,7 +188,7 @@ def evaluate_by_depth(
     if protocol.get("depth") == "dev":
         on_dev = {}
         for depth, features in with_bar(by_depth.items()):
-            summary = summarize_accuracies(add_scores(evaluate(features.dev_split())), group_by)
+            summary = summarize_accuracies(add_figures(evaluate(features.dev_split())), group_by)
             on_dev[depth] = float(np.mean([case["mean"] for case in summary.values()]))
         chosen = best_choice(on_dev)
         protocol["dev_accuracy_by_depth"] = on_dev
@@ -350,11 +355,8 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     report = write_report(path, report)
     kind = kind_of_report(report)
     by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
-    rows = []
-    for depth, summaries in by_depth.items():
-        cells = {f"{group_by} {name}": kind.text_of_scores(summary) for name, summary in summaries.items()}
-        rows.append({"depth": str(depth or "-")} | cells)
-    print(markdown_table(*without_empty_columns([*rows[0]], [[*row.values()] for row in rows])))
+    rows = [[str(depth or "-"), *map(kind.text_of_scores, each.values())] for depth, each in by_depth.items()]
+    print(markdown_table(["depth", *(f"{group_by} {name}" for name in report["summary"])], rows))
     on_dev = not report["protocol"].get("test", True)
     if on_dev:
         print("on a tenth of the training images; the held-out images were not used")
@@ -374,7 +376,7 @@ def score_axis(kind: LabelKind, words: str = "{}") -> ScoreAxis:
     Args:
         words: around its heading, such as the split.
     """
-    return ScoreAxis(words.format(kind.score_heading) + (" (%)" if kind.is_share else ""), kind.factor)
+    return words.format(kind.score_heading) + (" (%)" if kind.is_share else "")
 
 
 def print_details(path: Path, report: dict[str, Any]) -> None:
@@ -385,22 +387,15 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     split = "test" if report.get("protocol", {}).get("test", True) else "dev"
     images = f"{counted(labels['images'], f'{split} image')}, 95% intervals over these"
     print("; ".join(filter(None, [describe_baselines(report), describe_random_weights(path, report), images])))
-    outcomes = shown_outcomes(path, report)
+    result = shown_result(report)
+    outcomes = load_outcomes(path, result["outcomes"]) if result else None
     if outcomes is None:
         return
-    seeds = {result["seed"] for result in report["results"] if "seed" in result}
+    seeds = {each["seed"] for each in report["results"] if "seed" in each}
     if len(seeds) > 1:
-        print(f"above: means over {len(seeds)} seeds ± standard deviation; below: {describe_shown(report)}")
-    print(markdown_table([describe_shown(report), "value (95% interval)"], figure_rows(report, outcomes)))
-    by_class = kind_of(outcomes).class_table(outcomes)
-    if by_class is not None:
-        headings, rows = by_class.worst(MAX_CLASSES_PRINTED).text()
-        print(markdown_table(headings, rows))
-        if len(rows) < len(by_class.names):
-            lowest = f"these {len(rows)} of {len(by_class.names)} classes have the lowest scores"
-            print(f"{lowest}; the file by class has all")
-    for file in write_details(path, outcomes, by_class):
-        print(f"wrote {file}")
+        print(f"above: means over {len(seeds)} seeds ± standard deviation; below: {describe_result(result)}")
+    print(markdown_table([describe_result(result), "value (95% interval)"], kind_of(outcomes).rows(result)))
+    write_details(path, labelled_outcomes(outcomes))
 
 
 def describe_baselines(report: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Outcomes become results: targets and predictions of test images, kinds of labels, figures, intervals and summaries.
+"""Outcomes become results: targets and predictions of test images, kinds of labels, figures, tables and summaries.
 
 A result is a dict of a report. An evaluation puts `outcomes` (an `Outcomes`) into it; `add_figures` adds `accuracy`
 (the score), `interval` and `figures`; `keep_outcomes` writes the outcomes next to the report. M test images, C classes.
@@ -8,18 +8,29 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
+import pandas as pd
 from numpy.typing import NDArray
+from scipy.special import stdtrit  # quantiles of Student's distribution
 from sklearn.metrics import average_precision_score, confusion_matrix
 from torch import Tensor
 
-from evaluation.metrics import figures, pixels
-from evaluation.metrics.class_table import ClassTable
-from evaluation.metrics.intervals import Interval, interval, wilson
+from evaluation.metrics.intervals import (
+    Figures,
+    class_figures,
+    interval,
+    ious,
+    number_figures,
+    patch_figures,
+    pixel_figures,
+    score_images,
+    several_figures,
+    wilson,
+)
 from mpp.data.dataset import has_label
 from mpp.errors import NPZ_ERRORS, UserError
 from mpp.runtime.files import complete
@@ -28,6 +39,10 @@ from mpp.runtime.messages import printable
 Result = dict[str, Any]
 MEANS_OVER_CLASSES = ("class_mean", "macro_f1")
 BOUNDS = {"r2": (-math.inf, 1.0), "mae": (0.0, math.inf)}
+KEYS_OF_A_RESULT = ("case", "shots", "neighbours", "solver", "lr", "seed", "depth")
+"""Entries of a result that name it, where it has them."""
+USUAL_NEIGHBOURS = 20
+"""Of kNN in all comparisons, as in DINO."""
 IMAGES_A_CLASS = 5
 """With fewer test images a class, the intervals of means over classes hold less often than they say: there are none."""
 
@@ -104,14 +119,6 @@ def load_outcomes(report: Path, number: int = 0) -> Outcomes | None:
 # --- kinds of labels ---
 
 
-class Estimate(NamedTuple):
-    """A figure of test images with its interval."""
-
-    value: float
-    interval: Interval
-    """95 % over test images."""
-
-
 @dataclass(frozen=True)
 class LabelKind:
     """A kind of label: what its targets and predictions are worth. A line of `KINDS` adds one."""
@@ -120,7 +127,7 @@ class LabelKind:
     """As in reports."""
     headings: Mapping[str, str]
     """Figure -> its heading in tables. The first is the score: reports call it `accuracy`, choices are made by it."""
-    figures: Callable[[Tensor, Tensor, Tensor], figures.Figures]
+    figures: Callable[[Tensor, Tensor, Tensor], Figures]
     """Weights (M,), targets and predictions (M, ...) of images to all figures, by name."""
     has_target: Callable[[NDArray], NDArray] = has_label
     """Whether each image has a label: (M,). The others are left out and counted."""
@@ -130,8 +137,8 @@ class LabelKind:
     """Targets to the number of images that the variance of figures is known by."""
     baselines: Callable[[NDArray], dict[str, float]] = lambda targets: {}
     """Targets to the score of predictions that look at no image, by name: such as the largest class."""
-    class_table: Callable[[Outcomes], ClassTable | None] = lambda outcomes: None
-    """Figures by class."""
+    class_table: Callable[[Outcomes], pd.DataFrame | None] = lambda outcomes: None
+    """By names of classes: numbers of images or pixels, and shares in percent, of which the first is the score."""
     confusion: Callable[[Outcomes], NDArray | None] = lambda outcomes: None
     """Images (or pixels) of each class, rows, that each class, columns, is predicted for: (C, C)."""
 
@@ -155,50 +162,45 @@ class LabelKind:
         """The score with its unit, for headings of columns and axes: "accuracy (%)"."""
         return f"{self.score_heading} (%)" if self.is_share else self.score_heading
 
-    @property
-    def factor(self) -> int:
-        """Plots and tables have scores times this."""
-        return 100 if self.is_share else 1
-
-    def measure(self, outcomes: Outcomes) -> dict[str, float]:
-        """All figures, by name. NaN: these images do not have it."""
-        weights = torch.ones(len(outcomes), dtype=torch.float64)
-        return {name: float(value) for name, value in self.figures(weights, *tensors(outcomes)).items()}
-
     def scores(self, outcomes: Outcomes) -> dict[str, tuple[float, NDArray]]:
-        """All figures, and by each the scores (M,) of the images."""
-        pair = tensors(outcomes)
-        return figures.score_images(lambda weights: self.figures(weights, *pair), len(outcomes))
+        """All figures, and by each the scores (M,) of the images. NaN: these images do not have it."""
+        return score_images(self.figures, true_targets(outcomes), outcomes.predictions)
 
-    def estimates(self, outcomes: Outcomes) -> dict[str, Estimate]:
-        """All figures with their intervals."""
+    def estimates(self, outcomes: Outcomes) -> dict[str, list[float]]:
+        """All figures: value, and lower and upper end of the 95 % interval over test images."""
         found = {}
         for name, (value, scores) in self.scores(outcomes).items():
-            low, high = interval(scores, self.is_share, self.known_by(outcomes.targets))
-            least, most = BOUNDS.get(name, (-math.inf, math.inf))
-            found[name] = Estimate(value, (max(low, least), min(high, most)))
+            ends = interval(scores, self.is_share, self.known_by(outcomes.targets))
             if name in MEANS_OVER_CLASSES and len(outcomes) < IMAGES_A_CLASS * len(np.unique(outcomes.targets)):
-                found[name] = Estimate(value, (math.nan, math.nan))
+                ends = math.nan, math.nan
+            found[name] = [value, *np.clip(ends, *BOUNDS.get(name, (-math.inf, math.inf))).tolist()]
         return found
 
     def describe_baseline(self, name: str, value: float | None) -> str:
         """A baseline and its score in words: `largest class 25.0%`."""
         return f"{name} {self.text(self.score, value)}{self.sign}"
 
-    def text(self, name: str, value: float | None, low: float | None = None, high: float | None = None) -> str:
-        """A figure with its interval, as tables have it; "-": these images do not have it."""
-        if value is None or math.isnan(value):
+    def rows(self, result: Mapping[str, Any]) -> list[list[str]]:
+        """A row for each figure of a result: its heading, and its value with the interval."""
+        figures = {self.score: [result["accuracy"], *result["interval"]]} | result.get("figures", {})
+        return [[self.headings[name], self.text(name, *numbers)] for name, numbers in figures.items()]
+
+    def text(self, name: str, value: float | None, *ends: float | None, std: float | None = None) -> str:
+        """A figure with its spread and its interval, where it has these; "-": the images do not have it."""
+        if is_unknown(value):
             return "-"
-        text = self.text_of_number(name, value)
-        if low is None or high is None or math.isnan(low + high):
-            return text
-        return f"{text} ({self.text_of_number(name, low)} to {self.text_of_number(name, high)})"
+        spread = "" if std is None else f" ± {self.text_of_number(name, std)}"
+        known = [self.text_of_number(name, end) for end in ends if not is_unknown(end)]
+        around = f" ({' to '.join(known)})" if len(known) == 2 else ""
+        return f"{self.text_of_number(name, value)}{spread}{around}"
 
     def text_of_number(self, name: str, value: float) -> str:
         """A value, or an end of the interval, of a figure: a share in percent."""
         if name == "r2":
             return f"{value:.3f}"
-        return f"{100 * value:.1f}" if self.is_share else three_digits(value)
+        if self.is_share:
+            return f"{100 * value:.1f}"
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
 
     def text_of_scores(self, summary: Mapping[str, Any]) -> str:
         """A mean score, with its spread where there are several measurements, and its interval where it has one.
@@ -206,21 +208,13 @@ class LabelKind:
         Args:
             summary: see `summarize_accuracies`.
         """
-        mean = self.text(self.score, summary["mean"])
-        whole = self.text(self.score, summary["mean"], *summary.get("interval", ()))
-        if mean == "-" or summary.get("count", 2) == 1:
-            return whole
-        return f"{mean} ± {self.text_of_number(self.score, summary['std'])}{whole.removeprefix(mean)}"
+        std = summary["std"] if summary.get("count", 2) > 1 else None
+        return self.text(self.score, summary["mean"], *summary.get("interval", ()), std=std)
 
 
-def three_digits(value: float) -> str:
-    """A number with three significant digits, and all digits before the point: 0.00123, 12.3, 12346."""
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
-
-
-def tensors(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
-    """Targets and predictions (M, ...)."""
-    return torch.as_tensor(true_targets(outcomes)), torch.as_tensor(outcomes.predictions)
+def is_unknown(value: float | None) -> bool:
+    """Whether images do not have a figure: NaN, which is null in a file."""
+    return value is None or math.isnan(value)
 
 
 def true_targets(outcomes: Outcomes) -> NDArray:
@@ -242,14 +236,16 @@ def confuse_classes(outcomes: Outcomes) -> NDArray[np.int64]:
     return confusion_matrix(true_targets(outcomes), outcomes.predictions, labels=np.arange(classes))
 
 
-def tabulate_classes(outcomes: Outcomes) -> ClassTable:
+def tabulate_classes(outcomes: Outcomes) -> pd.DataFrame:
     """Recall with Wilson's interval, precision and F1 of each class."""
     confusion = confuse_classes(outcomes)
-    true, predicted, right = confusion.sum(1), confusion.sum(0), confusion.diagonal()
-    with np.errstate(invalid="ignore"):  # of a class without images
-        shares = {"right": right / true, "precision": right / predicted, "F1": 2 * right / (true + predicted)}
-    intervals = [wilson(*each) if each[1] else (math.nan, math.nan) for each in zip(right, true, strict=True)]
-    return ClassTable(outcomes.names(len(true)), {"images": true, "predicted": predicted}, shares, np.array(intervals))
+    right = confusion.diagonal()
+    table = pd.DataFrame({"images": confusion.sum(1), "predicted": confusion.sum(0)}, outcomes.names(len(confusion)))
+    table["right (%)"] = 100 * (right / table["images"])
+    table["right (%), from"], table["right (%), to"] = (100 * end for end in wilson(right, table["images"]))
+    table["precision (%)"] = 100 * (right / table["predicted"])
+    table["F1 (%)"] = 100 * (2 * right / (table["images"] + table["predicted"]))
+    return table
 
 
 def mean_positives(targets: NDArray) -> float:
@@ -261,29 +257,42 @@ def mean_positives(targets: NDArray) -> float:
 def mean_frequency(targets: NDArray) -> dict[str, float]:
     """The mAP of a random order of the images: the mean share of the classes' images."""
     frequency = targets.mean(0)
-    present = frequency[frequency > 0]
-    return {"any order of the images": float(present.mean())} if len(present) else {}
+    return {"any order of the images": float(frequency[frequency > 0].mean())} if targets.any() else {}
 
 
-def tabulate_several(outcomes: Outcomes) -> ClassTable:
+def tabulate_several(outcomes: Outcomes) -> pd.DataFrame:
     """The average precision of each class that an image has."""
+    targets = outcomes.targets
+    table = pd.DataFrame({"images": targets.sum(0, dtype=np.int64)}, outcomes.names(targets.shape[1]))
+    columns = zip(targets.T, outcomes.predictions.T, strict=True)
+    precisions = [average_precision_score(*each) if each[0].any() else math.nan for each in columns]
+    table["average precision (%)"] = 100 * np.array(precisions)
+    return table
+
+
+def tabulate_pixels(outcomes: Outcomes) -> pd.DataFrame:
+    """IoU of each class, with an interval where several images have it: as wide as these are few."""
     targets, predictions = outcomes.targets, outcomes.predictions
-    precisions = np.full(targets.shape[1], np.nan)
-    for number in np.flatnonzero(targets.any(0)):
-        precisions[number] = average_precision_score(targets[:, number], predictions[:, number])
-    counts = {"images": targets.sum(0, dtype=np.int64)}
-    return ClassTable(outcomes.names(len(precisions)), counts, {"average precision": precisions})
+    counts = {"pixels": targets.sum(0), "predicted": predictions.sum((0, 1))}
+    table = pd.DataFrame(counts, outcomes.names(targets.shape[1]))
+    shares = np.full((len(table), 3), math.nan)
+    for number, (iou, scores) in score_images(ious, targets, predictions).items():
+        images = np.count_nonzero(targets[:, number])
+        shares[number] = iou, *(interval(scores, True, images) if images > 1 else (math.nan, math.nan))
+    table[["IoU (%)", "IoU (%), from", "IoU (%), to"]] = 100 * shares
+    return table
 
 
-def patches_figures(weights: Tensor, targets: Tensor, predictions: Tensor) -> figures.Figures:
-    """Accuracy of the masked patches of all images together, by their numbers (M,) and those of right ones."""
-    return {"accuracy": (weights * predictions).sum() / (weights * targets).sum()}
+def constant_pixels(targets: NDArray) -> dict[str, float]:
+    """The mean IoU of predicting the most frequent class for all pixels."""
+    pixels = targets.sum(0)
+    return {"most frequent class": float(pixels.max() / pixels.sum() / (pixels > 0).sum())}
 
 
 ONE_CLASS = LabelKind(
     "class",
     {"accuracy": "accuracy", "class_mean": "mean over classes", "macro_f1": "macro F1"},
-    figures.class_figures,
+    class_figures,
     lambda targets: (targets >= 0).reshape(len(targets), -1).any(1),
     baselines=largest_class,
     class_table=tabulate_classes,
@@ -293,7 +302,7 @@ ONE_CLASS = LabelKind(
 SEVERAL = LabelKind(
     "several",
     {"macro_map": "mAP, macro", "micro_map": "mAP, micro"},
-    figures.several_figures,
+    several_figures,
     known_by=mean_positives,
     baselines=mean_frequency,
     class_table=tabulate_several,
@@ -302,7 +311,7 @@ SEVERAL = LabelKind(
 NUMBER = LabelKind(
     "number",
     {"r2": "explained variance (R2)", "mae": "mean absolute error"},
-    figures.number_figures,
+    number_figures,
     is_share=False,
     baselines=lambda targets: {"always predicting the mean": 0.0},
 )
@@ -310,13 +319,15 @@ NUMBER = LabelKind(
 PIXELS = LabelKind(
     "pixels",
     {"mean_iou": "mean IoU", "pixel_accuracy": "pixel accuracy"},
-    pixels.figures,
-    pixels.has_target,
-    baselines=pixels.baselines,
-    class_table=pixels.class_table,
-    confusion=pixels.confusion,
+    pixel_figures,
+    lambda targets: targets.sum(1) > 0,
+    baselines=constant_pixels,
+    class_table=tabulate_pixels,
+    confusion=lambda outcomes: outcomes.predictions.sum(0),
 )
-PATCHES = LabelKind("patches", {"accuracy": "accuracy"}, patches_figures, lambda targets: targets > 0)
+"""Targets (M, C): pixels of each class. Predictions (M, C, C): of these, pixels that each class is predicted for."""
+PATCHES = LabelKind("patches", {"accuracy": "accuracy"}, patch_figures, lambda targets: targets > 0)
+"""Targets (M,): masked patches. Predictions (M,): the right ones of these."""
 KINDS = {kind.name: kind for kind in (ONE_CLASS, SEVERAL, NUMBER, PIXELS, PATCHES)}
 """All kinds of labels by name."""
 
@@ -327,12 +338,6 @@ KINDS = {kind.name: kind for kind in (ONE_CLASS, SEVERAL, NUMBER, PIXELS, PATCHE
 def kind_of(outcomes: Outcomes) -> LabelKind:
     """The kind of label that outcomes are of."""
     return KINDS[outcomes.kind]
-
-
-def kind_of_results(results: Sequence[Result]) -> LabelKind:
-    """The kind of label that results are of, before a report is written; one class where they kept no outcomes."""
-    kinds = [kind_of(result["outcomes"]) for result in results if isinstance(result.get("outcomes"), Outcomes)]
-    return kinds[0] if kinds else ONE_CLASS
 
 
 def kind_of_report(report: Mapping[str, Any]) -> LabelKind:
@@ -356,7 +361,7 @@ def labelled_outcomes(outcomes: Outcomes) -> Outcomes:
 def score_of(outcomes: Outcomes) -> float:
     """The figure that choices are made by, such as accuracy: more is better."""
     kind = kind_of(outcomes)
-    return kind.measure(labelled_outcomes(outcomes))[kind.score]
+    return kind.scores(labelled_outcomes(outcomes))[kind.score][0]
 
 
 def image_scores(outcomes: Outcomes) -> NDArray[np.float64]:
@@ -372,14 +377,7 @@ def best_choice(scores: dict[Any, float]) -> Any:
 
 def rank_of(score: float | None) -> float:
     """A score as choices compare it: one that is not known (NaN; null of a file) is below all others."""
-    return -math.inf if score is None or math.isnan(score) else score
-
-
-def add_scores(results: Sequence[Result]) -> list[Result]:
-    """The results with their score, without intervals: choices on a dev split need no more."""
-    return [
-        result | {"accuracy": score_of(result["outcomes"])} if "outcomes" in result else result for result in results
-    ]
+    return -math.inf if is_unknown(score) else score
 
 
 def add_figures(results: Sequence[Result]) -> list[Result]:
@@ -390,25 +388,18 @@ def add_figures(results: Sequence[Result]) -> list[Result]:
 def result_entries(outcomes: Outcomes) -> Result:
     """Entries of a result: `accuracy` (the score), `interval`, and `figures`: name -> [value, low, high]."""
     kind = kind_of(outcomes)
-    estimates = kind.estimates(labelled_outcomes(outcomes))
-    value, ends = estimates.pop(kind.score)
-    entries: Result = {"accuracy": value, "interval": list(ends)}
-    others = {name: [each.value, *each.interval] for name, each in estimates.items()}
-    return entries | {"figures": others} if others else entries
+    figures = kind.estimates(labelled_outcomes(outcomes))
+    score, *ends = figures.pop(kind.score)
+    return {"accuracy": score, "interval": ends} | ({"figures": figures} if figures else {})
 
 
 def keep_outcomes(report: Path, results: Sequence[Result]) -> list[Result]:
     """Write the outcomes next to a report: a result then has their number in the file instead of them."""
-    kept: list[Outcomes] = []
-    numbered = []
-    for result in results:
-        if "outcomes" in result:
-            kept.append(result["outcomes"])
-            result = result | {"outcomes": len(kept) - 1}
-        numbered.append(result)
+    kept = [result["outcomes"] for result in results if "outcomes" in result]
     if kept:
         save_outcomes(report, kept)
-    return numbered
+    number = count()
+    return [result | {"outcomes": next(number)} if "outcomes" in result else result for result in results]
 
 
 def without_outcomes(results: Sequence[Result]) -> list[Result]:
@@ -433,13 +424,35 @@ def without_nan(value: Any) -> Any:
     return json.loads(json.dumps(value, default=lambda each: each.item()), parse_constant=lambda name: None)
 
 
+# --- the result that is shown in detail ---
+
+
+def shown_result(report: dict[str, Any]) -> dict[str, Any] | None:
+    """The result whose figures are shown in detail, the first one at the report's depth; None: none kept outcomes.
+
+    Test images have no part in the choice: it is that of 20 neighbours, that of the most shots, or the first, which of
+    masked patches is the model's.
+    """
+    chosen = report.get("protocol", {}).get("chosen_depth")
+    kept = [each for each in report["results"] if "outcomes" in each and each.get("depth", chosen) == chosen]
+    return max(kept, key=lambda each: (each.get("neighbours") == USUAL_NEIGHBOURS, each.get("shots", 0)), default=None)
+
+
+def describe_result(result: Result) -> str:
+    """What a result is of: `shots 25, seed 0`."""
+    named = {key: str(result[key]) for key in KEYS_OF_A_RESULT if key in result}
+    if named.get("case") == named.get("shots"):  # without several penalties
+        named.pop("case", None)
+    return ", ".join(f"{key} {value}" for key, value in named.items())
+
+
 # --- summaries ---
 
 
 def summarize_accuracies(results: Sequence[Result], group_by: str) -> dict[str, dict[str, Any]]:
     """Summaries of the accuracies that share a value of `group_by`, or of `case`: see `summarize_values`.
 
-    With `interval`, over test images, where the results have one.
+    With `interval`, over test images and draws, where the results have one.
     """
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -448,17 +461,24 @@ def summarize_accuracies(results: Sequence[Result], group_by: str) -> dict[str, 
     summaries = {}
     for name, of_case in groups.items():
         summaries[name] = summarize_values([result["accuracy"] for result in of_case])
-        ends = mean_interval(of_case)
+        ends = interval_over_draws(of_case)
         if ends is not None:
             summaries[name]["interval"] = ends
     return summaries
 
 
-def mean_interval(results: Sequence[Result]) -> list[float] | None:
-    """The interval of a mean over seeds, tested on the same images: the means of the ends; None: one has none."""
+def interval_over_draws(results: Sequence[Result]) -> list[float] | None:
+    """The 95 % interval of a mean over draws, or seeds, tested on the same images; None: one result has none.
+
+    The mean of their intervals, widened by the error of the mean over draws: the two add up in squares.
+    """
     if not all("interval" in result for result in results):
         return None
-    return np.mean(np.array([result["interval"] for result in results], float), 0).tolist()
+    figures, draws = np.array([[each["accuracy"], *each["interval"]] for each in results], float), len(results)
+    value, low, high = figures.mean(0).tolist()
+    of_mean = stdtrit(draws - 1, 0.975) * figures[:, 0].std(ddof=1) / math.sqrt(draws) if draws > 1 else 0.0
+    ends = value - math.hypot(value - low, of_mean), value + math.hypot(high - value, of_mean)
+    return [max(ends[0], min(low, 0.0)), min(ends[1], 1.0)]
 
 
 def summarize_values(values: Sequence[float]) -> dict[str, Any]:

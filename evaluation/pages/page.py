@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from PIL import Image
 
-from evaluation.figures.style import figure_style
+from evaluation.figures.charts import figure_style
 from mpp.runtime.files import write_complete
 
 TEMPLATE = "page.html"
