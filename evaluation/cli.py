@@ -49,12 +49,12 @@ def locate_command(name: str) -> tuple[str, str, str]:
         evaluation = EVALUATIONS[name]
         configs, _, config = evaluation.config.rpartition(".")
         return evaluation.module, configs, config
-    if name in ("pretrain", "prepare"):
-        return f"mpp.{name}", "mpp.config", "Config" if name == "pretrain" else "PrepareConfig"
+    config = f"{name.title().replace('-', '')}Config"
+    if name in BEFORE_EVALUATIONS:
+        return f"mpp.{name}", "mpp.config", "Config" if name == "pretrain" else config
     if name in ("memory", "check"):  # of a planned pre-training run
         return f"evaluation.{name}", "mpp.config", "Config"
-    words = name.split("-")
-    return f"evaluation.{'_'.join(words)}", "evaluation.config", f"{''.join(map(str.capitalize, words))}Config"
+    return f"evaluation.{name.replace('-', '_')}", "evaluation.config", config
 
 
 def usage() -> str:

@@ -17,7 +17,7 @@ from sklearn.linear_model import Ridge
 
 from evaluation.config import FewshotConfig
 from evaluation.frozen.features import LabelledFeatures
-from evaluation.frozen.probing import run_probe
+from evaluation.frozen.results import run_probe
 from evaluation.frozen.run_images import LoadedSplits, parse_and_load
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
@@ -33,31 +33,24 @@ def run(config: FewshotConfig, loaded: LoadedSplits | None = None) -> dict[str, 
 
 def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
     """Outcomes for every number of shots, seed and l2."""
-    features, numbers = features.with_numbered_classes()
-    classes = len(numbers)
-    note_small_classes(np.bincount(features.train_labels, minlength=classes), config.shots)
+    features, classes = features.with_numbered_classes()
+    counts = np.bincount(features.train_labels, minlength=len(classes))
+    for shots in config.shots:
+        if (counts < shots).any():
+            few = f"{(counts < shots).sum()} of {counted(len(counts), 'class', 'classes')}"
+            note(f"{few}: fewer than {counted(shots, 'training image')}; the support set uses all of them")
     results = []
     for seed in config.seeds:
         drawn = draw_by_class(features.train_labels, seed)
         for shots in config.shots:
             chosen = np.concatenate([images[:shots] for images in drawn])
             support, labels = features.train[chosen], features.train_labels[chosen]
-            for l2, predicted in zip(
-                config.l2, predict(support, labels, features.test, classes, config.l2), strict=True
-            ):
+            predictions = predict(support, labels, features.test, len(classes), config.l2)
+            for l2, predicted in zip(config.l2, predictions, strict=True):
                 case = f"{shots}, l2 {l2:g}" if len(config.l2) > 1 else str(shots)
-                outcomes = features.outcomes(predicted)
-                results.append({"shots": shots, "seed": seed, "l2": l2, "outcomes": outcomes, "case": case})
+                about = {"shots": shots, "seed": seed, "l2": l2, "case": case}
+                results.append(about | {"outcomes": features.outcomes(predicted)})
     return results
-
-
-def note_small_classes(counts: NDArray[np.int64], all_shots: Sequence[int]) -> None:
-    """Note the classes that have fewer training images than a support set takes."""
-    for shots in all_shots:
-        small = int((counts < shots).sum())
-        if small:
-            few = f"{small} of {counted(len(counts), 'class', 'classes')}"
-            note(f"{few}: fewer than {counted(shots, 'training image')}; the support set uses all of them")
 
 
 def draw_by_class(labels: NDArray[np.int64], seed: int) -> list[NDArray[np.int64]]:
@@ -80,17 +73,9 @@ def predict(
     support = support.astype(np.float64)
     mean, std = support.mean(0), support.std(0) + STD_OFFSET
     targets = np.where(labels[:, None] == np.arange(classes), 1.0, -1.0)
-    inputs, tested = (with_bias((features - mean) / std) for features in (support, test))
-    predictions = []
-    for penalty in l2:
-        ridge = Ridge(penalty, fit_intercept=False, solver="cholesky").fit(inputs, targets)
-        predictions.append(ridge.predict(tested).argmax(1))
-    return predictions
-
-
-def with_bias(features: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Features (N, D) with one more, which is constant."""
-    return np.hstack([features, np.full((len(features), 1), BIAS)])
+    inputs, tested = (np.c_[(each - mean) / std, np.full(len(each), BIAS)] for each in (support, test))
+    fitted = [Ridge(penalty, fit_intercept=False, solver="cholesky").fit(inputs, targets) for penalty in l2]
+    return [ridge.predict(tested).argmax(1) for ridge in fitted]
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

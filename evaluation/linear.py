@@ -45,8 +45,7 @@ from evaluation.frozen.features import (
     warn_left_out,
 )
 from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, StandardizedLinear, describe_encoder, save_head
-from evaluation.frozen.probing import run_probe
-from evaluation.frozen.results import report_path_of_command, write_probe_report
+from evaluation.frozen.results import report_path_of_command, run_probe, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits, is_colour_baseline, parse_and_load
 from evaluation.metrics.scoring import Outcomes, add_figures, best_choice, score_of, summarize_accuracies
 from evaluation.supervision.learners import Learner, learner_of, number_of_classes, zero_head

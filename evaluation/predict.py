@@ -25,9 +25,8 @@ from torch import Tensor
 
 from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
 from evaluation.frozen.features import describe_precision
-from evaluation.frozen.manifest import is_same_place
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import LoadedSplits, note_other_images, parse_and_load
+from evaluation.frozen.run_images import LoadedSplits, is_same_place, note_other_images, parse_and_load
 from evaluation.metrics.scoring import Outcomes, result_entries, without_nan
 from evaluation.predictions.masks import MaskPredictions
 from evaluation.predictions.opening import ClassifierSource, digest_network, find_classifier, open_classifier

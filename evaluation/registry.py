@@ -138,8 +138,8 @@ def register_probe(
     """
 
     def run(config: Any, loaded: Any = None) -> dict[str, Any]:
-        run_probe = import_module("evaluation.frozen.probing").run_probe  # with torch
-        return run_probe(config, name, lambda features: evaluate(features, config), group_by, loaded, kinds)
+        results = import_module("evaluation.frozen.results")  # with torch
+        return results.run_probe(config, name, lambda features: evaluate(features, config), group_by, loaded, kinds)
 
     def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         return run(*import_module("evaluation.frozen.run_images").parse_and_load(config_class, arguments))

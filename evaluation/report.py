@@ -26,8 +26,8 @@ from evaluation.frozen.run_images import (
     CLASSIFIERS,
     config_class_of,
     find_run,
-    load_unchanged_splits_of,
-    read_with_images,
+    load_unchanged_splits,
+    parse_and_load,
     reports_of_training,
     tested_encoder,
 )
@@ -356,7 +356,7 @@ def picture_blocks(config: ReportConfig, folder: Path) -> list[Block]:
     missing = {}
     try:
         if others:
-            splits = load_unchanged_splits_of(str(folder), config.data)
+            splits = load_unchanged_splits(folder, config.data)
             missing = visualize(rebuild(settings, {"pictures": others}), splits)
     except (UserError, OSError) as error:
         missing["Pictures"] = str(error)
@@ -404,8 +404,8 @@ def command_to_repeat(config: TrainingConfig, folder: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page with the settings of the command line, or of `arguments`."""
     # without its images a run still has curves, so other images than the run's are not refused here
-    config, _ = read_with_images(ReportConfig, arguments, encoder_of=tested_encoder)
-    report(config)
+    config, _ = parse_and_load(ReportConfig, arguments, compare=False)
+    report(rebuild(config, {"encoder": tested_encoder(config)}))
 
 
 if __name__ == "__main__":

@@ -24,10 +24,8 @@ from evaluation.figures.images import plot_segmentation
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid, resolve_depths
 from evaluation.frozen.features import LabelledFeatures, describe_input, describe_training_images, views_for
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
-from evaluation.frozen.manifest import check_labels_unseen
-from evaluation.frozen.probing import evaluate_by_depth
-from evaluation.frozen.results import report_path_of_command, write_probe_report
-from evaluation.frozen.run_images import LoadedSplits, parse_and_load
+from evaluation.frozen.results import evaluate_by_depth, report_path_of_command, write_probe_report
+from evaluation.frozen.run_images import LoadedSplits, check_labels_unseen, parse_and_load
 from evaluation.metrics.scoring import KINDS, Outcomes, best_choice, evenly_spaced, score_of, without_outcomes
 from evaluation.patches.features import (
     Encode,

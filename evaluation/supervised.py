@@ -26,9 +26,8 @@ from torchvision.transforms import v2
 from evaluation.config import OneRunConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import LabelledSplits, load_labelled
-from evaluation.frozen.manifest import refuse_learned_images
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import SUPERVISED_REPORT, LoadedSplits, note_other_images
+from evaluation.frozen.run_images import SUPERVISED_REPORT, LoadedSplits, check_labels_unseen, note_other_images
 from evaluation.metrics.scoring import (
     Outcomes,
     add_figures,
@@ -124,7 +123,7 @@ class Classification(ImageTask):
             layout.require_several(" with augment.mixup or cutmix, or for a model with batch norms")
         self.teacher = None
         if teacher is not None:
-            refuse_learned_images(TEACHER_SETTING, teacher, data, held_out)  # all, not only `eval_images`
+            check_labels_unseen(teacher, data, None, held_out, TEACHER_SETTING)  # all, not only `eval_images`
             self.teacher = load_teacher(config.distill, self.classes, data.channels).to(accelerator.device)
         self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
         self.evaluated = {OUTCOMES_NAME: self.held_out_views}

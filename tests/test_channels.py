@@ -20,7 +20,7 @@ import mpp
 from evaluation import contrastive, fewshot, finetune, knn, supervised, visualize
 from evaluation.config import EVERY, ContrastiveConfig, SupervisedConfig
 from evaluation.frozen.encoder import load_frozen_encoder
-from evaluation.frozen.manifest import find_labelled_images
+from evaluation.frozen.run_images import find_labelled_images
 from evaluation.memory import peak_memory
 from mpp.config import Config, CorruptionConfig, DataConfig, ModelConfig, NetworkConfig, ObjectiveConfig, SourceConfig
 from mpp.config.parsing import parse, read_yaml

@@ -17,7 +17,7 @@ from evaluation.comparison import run
 from evaluation.comparison.cases import TRAININGS
 from evaluation.comparison.digests import case_digest
 from evaluation.comparison.rows import divergence_of
-from evaluation.frozen import probing
+from evaluation.frozen import results
 from evaluation.frozen.run_images import record_source
 from evaluation.registry import Evaluation
 from mpp.config import SourceConfig
@@ -375,13 +375,13 @@ def test_probes_that_look_at_the_same_features_extract_them_once(small, monkeypa
     small.config["encoders"] = small.config["encoders"][:1]
     small.config["datasets"] = small.config["datasets"][:1]
     extracted = []
-    extract = probing.extract_labelled_features
+    extract = results.extract_labelled_features
 
     def noted(frozen, *groups, **options):
         extracted.append(frozen.encoder)
         return extract(frozen, *groups, **options)
 
-    monkeypatch.setattr(probing, "extract_labelled_features", noted)
+    monkeypatch.setattr(results, "extract_labelled_features", noted)
     small.compare()
     assert len(extracted) == len(set(extracted)) == 2  # of two seeds
 

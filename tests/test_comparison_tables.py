@@ -14,7 +14,7 @@ from evaluation.comparison.rows import frame_of
 from evaluation.comparison.tables import cells_by_encoder, plot_question, remarks_on, table_of
 from evaluation.config.comparing import Question
 from evaluation.figures.charts import plot_depths, plot_lines
-from evaluation.frozen import probing
+from evaluation.frozen import results
 from evaluation.frozen.features import LabelledFeatures
 from evaluation.metrics.scoring import KINDS, kind_of_score
 
@@ -65,7 +65,7 @@ def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
 
 def test_rank_and_dev_accuracy_are_columns_but_no_bars():
     """The rank of the deepest features: of k directions that are equally strong it is k."""
-    ranks = probing.rank_by_depth({1: features_with_rank(2), 2: features_with_rank(4)})
+    ranks = results.rank_by_depth({1: features_with_rank(2), 2: features_with_rank(4)})
     assert ranks == pytest.approx({1: 2, 2: 4})
     rows = [ROW | {"kind": "rank", "depth": depth, "rank": rank} for depth, rank in ranks.items()]
     rows += [ROW | {"kind": "dev", "accuracy": 0.25}, ROW]

@@ -8,7 +8,7 @@ import pytest
 from conftest import CUT, dataset_of, encoded, picture
 
 from evaluation import fewshot, supervised
-from evaluation.frozen.manifest import check_labels_unseen
+from evaluation.frozen.run_images import check_labels_unseen
 from mpp.config import SourceConfig
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError

@@ -14,7 +14,7 @@ from model_inputs import HALVES, draw_batch, random_images, scaled
 from safetensors.torch import load_file, save_file
 from server import Command
 
-from evaluation.frozen.manifest import lineage
+from evaluation.frozen.run_images import lineage
 from mpp.config import Config, CorruptionConfig, ModelConfig, NetworkConfig, ObjectiveConfig
 from mpp.config.parsing import to_yaml
 from mpp.corruption import draw

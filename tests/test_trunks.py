@@ -15,7 +15,7 @@ from evaluation.comparison.cases import encoders_of, read_entries
 from evaluation.comparison.digests import training_digest
 from evaluation.comparison.rows import cost_with_ancestors, was_never_trained
 from evaluation.config import CompareConfig
-from evaluation.frozen.manifest import lineage
+from evaluation.frozen.run_images import lineage
 from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError
 from mpp.training.checkpoint import kept_steps

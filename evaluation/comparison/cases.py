@@ -21,10 +21,9 @@ from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEn
 from evaluation.frozen.run_images import (
     EVALUATED_SETTINGS,
     absolute_path,
-    evaluated_image_settings,
     find_run,
     is_colour_baseline,
-    run_image_settings,
+    run_source,
 )
 from evaluation.registry import EVALUATIONS, Evaluation
 from evaluation.supervision.classifiers import TEACHER_SETTING, with_teacher_digest
@@ -478,7 +477,7 @@ def source_of(encoder: Encoder) -> SourceConfig | None:
     if encoder.settings is not None:
         return encoder.settings.data
     run = find_run(str(encoder.path))
-    return None if run is None else SourceConfig(**evaluated_image_settings(run))
+    return None if run is None else replace(run_source(run), train_images=None)
 
 
 def image_options(data: SourceConfig) -> Options:
@@ -515,7 +514,7 @@ def reading_options(encoder: Encoder) -> Options:
     if encoder.settings is not None:
         reading = encoder.settings.data.how_read()
     elif run is not None:
-        reading = {name: value for name, value in run_image_settings(run).items() if name in HOW_READ}
+        reading = run_source(run).how_read()
     else:
         with suppress(UserError):  # no such encoder, which its evaluation reports
             reading = how_read(str(encoder.path))

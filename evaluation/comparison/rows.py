@@ -19,7 +19,7 @@ import pandas as pd
 
 from evaluation.comparison.cases import Case, Encoder, Question, local_encoder
 from evaluation.comparison.digests import case_digest, digests_of_images, provenance, training_digest
-from evaluation.frozen.manifest import parent_encoders
+from evaluation.frozen.run_images import parent_encoders
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.scoring import ONE_CLASS, kind_of_report, rank_of
 from mpp.errors import UserError

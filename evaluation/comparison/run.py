@@ -28,8 +28,7 @@ from evaluation.comparison.rows import (
     with_interval,
 )
 from evaluation.config import CompareConfig, SweepConfig
-from evaluation.frozen.probing import features_shared, forget_features
-from evaluation.frozen.results import write_json
+from evaluation.frozen.results import features_shared, forget_features, write_json
 from evaluation.frozen.run_images import record_images, record_source
 from mpp.config import TrainingConfig, rebuild, require
 from mpp.data.identity import differences

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from evaluation.config import EncoderConfig, ProbeDataConfig
 from evaluation.frozen.run_images import COLOUR_BASELINE, is_colour_baseline, note_other_images
 from mpp.config import HOW_READ, ImageSize, ObjectiveConfig, Representation, check_grid, require, sides
-from mpp.errors import Unavailable, UserError
+from mpp.errors import Unavailable
 from mpp.features.frozen import features_at, stages
 from mpp.models.descriptions import is_named
 from mpp.models.encoder import Normalize, load_encoder
@@ -81,8 +81,8 @@ class ColorBaseline(nn.Module):
 
     def __init__(self, kind: str, img_size: int | ImageSize | None, channels: int = 3):
         super().__init__()
-        if kind not in ("pixels", "colors"):
-            raise UserError(f"encoder is floor:{kind}; it must be floor:pixels or floor:colors")
+        allowed = "floor:pixels or floor:colors"
+        require(kind in ("pixels", "colors"), "encoder", f"{COLOUR_BASELINE}{kind}", allowed)
         self.kind = kind
         self.palette = palette_for(ObjectiveConfig(), channels)
         self.img_size = sides(img_size or BASELINE_SIZE)

@@ -15,15 +15,15 @@ from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.config import EncoderConfig, ExtractionConfig, ProbeDataConfig
+from evaluation.config import EmbedConfig, EncoderConfig, ExtractionConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
-from evaluation.frozen.manifest import check_labels_unseen
-from evaluation.frozen.run_images import IMAGE_SETTINGS, LoadedSplits
-from evaluation.metrics.scoring import KINDS, Outcomes
+from evaluation.frozen.run_images import DEV, IMAGE_SETTINGS, LoadedSplits, check_labels_unseen
+from evaluation.metrics.scoring import Outcomes
 from mpp.config import SourceConfig, require
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset, has_label, names_by_number
 from mpp.data.identity import identify_images
+from mpp.data.labels import LABEL_KINDS
 from mpp.data.loader import fixed_view_batches
 from mpp.data.overview import note_tested
 from mpp.data.sources import load_image_datasets
@@ -35,8 +35,6 @@ from mpp.runtime.files import complete
 from mpp.runtime.messages import counted, note, progress_bar, shortened, warn
 from mpp.runtime.randomness import Stream, permutation
 
-DEV = "dev"
-"""Name of the part of the training images that choices are made on."""
 DEV_FRACTION = 0.1
 DEFAULT_BATCH_SIZE = 64  # where data.batch_size is not set
 MAX_IMAGES_NAMED = 20  # in a message on images that cannot be decoded
@@ -45,12 +43,12 @@ ARRAY_NAMES = ("train_features", "train_labels", "test_features", "test_labels")
 """Names of the arrays in a file of features, in the order of `LabelledFeatures`."""
 LABELS = {
     "class": "integers from 0 and below 2**63",
-    "several": "1 where an image is of a class, 0 where not, and -1 in the whole row of a missing label",
-    "number": "floating-point numbers, one an image",
+    "several": "1 where an image is of a class, and 0 where not",
+    "number": "finite floating-point numbers, one an image",
 }
-"""By kind."""
-TEXT_NAMES = ("class_names", "test_images")
-"""Names of arrays of text that a file may have besides; `kind` is that of the labels, unless one class an image."""
+"""By kind; images without a label are left out of a file."""
+TEXT_NAMES = ("class_names", "test_images", "kind")
+"""Names of arrays of text that a file may have besides."""
 
 
 # --- labelled images ---
@@ -73,7 +71,7 @@ def load_labelled(
     loaded: LoadedSplits | None = None,
     on_dev: bool = False,
     task: str = "class",
-    check_kind: Callable[[str], object] = lambda kind: None,
+    kinds: Sequence[str] = LABEL_KINDS,
 ) -> LabelledSplits:
     """Load the labelled images of the training and the held-out split, and print which these are.
 
@@ -82,7 +80,7 @@ def load_labelled(
         left_out_images: maximum number of training images in `left_out`.
         on_dev: take a tenth of the training images, the dev split, instead of the held-out ones.
         task: kind of label, or auto.
-        check_kind: called with the kind that was found; see `refuse_other_kinds`.
+        kinds: of labels that are allowed.
     Raises:
         UserError: there are none, or the encoder was trained with the labels of those that are held out.
     """
@@ -93,7 +91,7 @@ def load_labelled(
         ways = "name their column with data.label_column, their list with data.labels, or use a folder per class"
         raise UserError(f"the {split} images have no labels; {ways}")
     kind = all_train.label_kind
-    check_kind(kind)
+    require_kind(kind, kinds)
     if kind == "class" and all_train.labels.ndim > 1:
         raise UserError("training images have several labels each: learn them with --task several")
 
@@ -110,6 +108,12 @@ def load_labelled(
         note("the labels have fractions: task is number")
     left_out = all_train.choose(left_out_images, data.eval_seed, after=len(train)) if left_out_images else None
     return LabelledSplits(train, held_out, left_out)
+
+
+def require_kind(kind: str, kinds: Sequence[str]) -> None:
+    """Raise UserError for a kind of label, or a setting `task`, that a command cannot learn."""
+    ways = "mpp linear (protocol logistic), knn, finetune and supervised take all kinds"
+    require(kind in ("auto", *kinds), "task", kind, f"{' or '.join(kinds)}: {ways}")
 
 
 def note_classes(kind: str, train_labels: NDArray, test_labels: NDArray, names: Sequence[str]) -> None:
@@ -139,38 +143,7 @@ def describe_training_images(data: SourceConfig, train: ImageDataset) -> dict[st
     return {"source": source, "train": identify_images(train, with_labels=False, retries=data.read_retries)}
 
 
-def refuse_other_kinds(command: str, kinds: Sequence[str], kind: str) -> None:
-    """Raise UserError for a kind of label that a command cannot learn.
-
-    Args:
-        kinds: that it can learn.
-        kind: that the labels are of, or the setting `task`.
-    """
-    ways = "mpp linear (protocol logistic), knn, finetune and supervised take all kinds"
-    require(kind in kinds, "task", kind, f"{' or '.join(kinds)} with {command}: {ways}")
-
-
-def label_problem(kind: str, labels: NDArray, split: str) -> str | None:
-    """The problem with the labels of a split, `train` or `test`, in words; None: there is none."""
-    known = labels[has_label(labels)]
-    are_numbers = np.issubdtype(labels.dtype, np.floating)
-    is_valid = {
-        "class": not are_numbers and len(known) == len(labels) and (labels.ndim == 1 or split == "test"),
-        "several": labels.ndim == 2 and bool(np.isin(known, (0, 1)).all()),
-        "number": labels.ndim == 1 and are_numbers,
-    }
-    if len(known) == 0 or not is_valid[kind]:
-        return f"{split}_labels must be {LABELS[kind]}"
-    is_constant = known.min() == known.max() and split == "train"
-    return "all training images have the same label" if is_constant else None
-
-
 # --- features ---
-
-
-def as_classes(labels: NDArray) -> NDArray:
-    """Labels as int64 if they are integers; those that do not fit become negative, which is refused."""
-    return labels.astype(np.int64) if np.issubdtype(labels.dtype, np.integer) else labels
 
 
 class LabelledFeatures(NamedTuple):
@@ -185,57 +158,39 @@ class LabelledFeatures(NamedTuple):
     kind: str = "class"  # of label
 
     def checked(self, source: str) -> "LabelledFeatures":
-        """The same features with classes as int64, without images whose label is missing.
+        """The same features with classes as int64.
 
         Args:
             source: the file or the encoder that they come from, for messages.
         Raises:
             UserError: a probe would give nonsense.
         """
-        if self.kind == "class":
-            self = self._replace(
-                **{f"{split}_labels": as_classes(getattr(self, f"{split}_labels")) for split in SPLITS}
-            )
+        parts = {}
         for split in SPLITS:
             features, labels = getattr(self, split), getattr(self, f"{split}_labels")
-            is_matrix = features.ndim == 2 and len(features) == len(labels) and features.dtype.kind == "f"
-            is_usable = is_matrix and features.shape[1] == self.train.shape[1] and bool(np.isfinite(features).all())
+            if self.kind == "class" and labels.dtype.kind in "iu":
+                labels = labels.astype(np.int64)  # those that do not fit become negative, which is refused
+            is_matrix = features.dtype.kind == "f" and features.shape == (len(labels), self.train.shape[-1])
             allowed = "finite floating-point numbers (images, width): as many as labels, and as wide in both splits"
-            require(is_usable, f"{source}: {split}_features", f"{features.dtype} {features.shape}", allowed)
+            given = f"{features.dtype} {features.shape}"
+            require(is_matrix and bool(np.isfinite(features).all()), f"{source}: {split}_features", given, allowed)
             problem = label_problem(self.kind, labels, split)
             if self.kind != "class" and labels.shape[1:] != self.train_labels.shape[1:]:
                 problem = "train_labels and test_labels have other numbers of classes"
             if problem is not None:
                 raise UserError(f"{source}: {problem}")
-        learned, tested = (np.flatnonzero(has_label(labels)) for labels in (self.train_labels, self.test_labels))
-        missing = len(self.train) - len(learned), len(self.test) - len(tested)
-        if not any(missing):
-            return self
-        note(f"{source}: {missing[0]} training and {missing[1]} test images without a label are left out")
-        images = np.array(self.test_images)[tested].tolist() if len(self.test_images) else ()
-        learned_part, tested_part = (
-            (self.train[learned], self.train_labels[learned]),
-            (self.test[tested], self.test_labels[tested]),
-        )
-        return LabelledFeatures(*learned_part, *tested_part, self.class_names, images, self.kind)
+            parts[f"{split}_labels"] = labels
+        return self._replace(**parts)
 
     def with_numbered_classes(self) -> tuple["LabelledFeatures", NDArray[np.int64]]:
         """The same features with classes numbered from 0 without gaps, in their order; and the labels (C,) of these.
 
         Labels in a file may be identifiers, far apart.
         """
-        known = [labels[labels >= 0] for labels in (self.train_labels, self.test_labels)]
-        classes = np.unique(np.concatenate(known))
-
-        def number(labels: NDArray[np.int64]) -> NDArray[np.int64]:
-            return np.where(labels < 0, -1, np.searchsorted(classes, labels))
-
-        numbered = self._replace(
-            train_labels=number(self.train_labels),
-            test_labels=number(self.test_labels),
-            class_names=names_by_number(self.class_names, classes.tolist()),
-        )
-        return numbered, classes
+        labels = {name: getattr(self, name) for name in ("train_labels", "test_labels")}
+        classes = np.unique(np.concatenate([each[each >= 0] for each in labels.values()]))
+        numbers = {name: np.where(each < 0, -1, np.searchsorted(classes, each)) for name, each in labels.items()}
+        return self._replace(**numbers, class_names=names_by_number(self.class_names, classes.tolist())), classes
 
     def outcomes(self, predicted: NDArray) -> Outcomes:
         """The outcomes of predictions (M, ...) of the test images; one class is numbered without gaps there.
@@ -247,19 +202,35 @@ class LabelledFeatures(NamedTuple):
         given = f"{predicted.dtype} of shape {predicted.shape}"
         key = "the array of an evaluation's predictions"
         require(predicted.shape[:1] == (len(self.test),), key, given, f"one for each of {len(self.test)} test images")
-        if self.kind != "class":
-            return Outcomes(self.kind, self.test_labels, predicted, self.class_names, self.test_images)
-        numbered, classes = self.with_numbered_classes()
-        are_classes = predicted.ndim == 1 and predicted.dtype.kind in "iu" and bool(np.isin(predicted, classes).all())
-        require(are_classes, key, given, f"({len(self.test)},) whole numbers, each a class of the labels")
-        predicted = np.searchsorted(classes, predicted)
-        return Outcomes("class", numbered.test_labels, predicted, numbered.class_names, self.test_images)
+        numbered = self
+        if self.kind == "class":
+            numbered, classes = self.with_numbered_classes()
+            are_classes = (
+                predicted.ndim == 1 and predicted.dtype.kind in "iu" and bool(np.isin(predicted, classes).all())
+            )
+            require(are_classes, key, given, f"({len(self.test)},) whole numbers, each a class of the labels")
+            predicted = np.searchsorted(classes, predicted)
+        return Outcomes(self.kind, numbered.test_labels, predicted, numbered.class_names, self.test_images)
 
     def dev_split(self) -> "LabelledFeatures":
         """The training features, a tenth of which is the test split: choices are made on it."""
         train, dev = cut_dev_split(len(self.train))
         splits = self.train[train], self.train_labels[train], self.train[dev], self.train_labels[dev]
         return LabelledFeatures(*splits, self.class_names, kind=self.kind)
+
+
+def label_problem(kind: str, labels: NDArray, split: str) -> str | None:
+    """The problem with the labels of a split, `train` or `test`, in words; None: there is none."""
+    are_numbers = labels.dtype.kind == "f"
+    is_valid = {
+        "class": not are_numbers and (labels.ndim == 1 or split == "test"),
+        "several": labels.ndim == 2 and bool(np.isin(labels, (0, 1)).all()),
+        "number": labels.ndim == 1 and are_numbers,
+    }
+    if len(labels) == 0 or not is_valid[kind] or not has_label(labels).all():
+        return f"{split}_labels must be {LABELS[kind]}"
+    is_constant = labels.min() == labels.max() and split == "train"
+    return "all training images have the same label" if is_constant else None
 
 
 def cut_dev_split(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -281,9 +252,7 @@ def save_features(path: Path, features: LabelledFeatures) -> None:
     """Write one depth's features as .npz, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, NDArray] = dict(zip(ARRAY_NAMES, features, strict=False))
-    texts = {name: np.array(list(getattr(features, name)), str) for name in TEXT_NAMES}
-    arrays |= {name: array for name, array in texts.items() if len(array)}
-    arrays |= {} if features.kind == "class" else {"kind": np.array(features.kind)}
+    arrays |= {name: np.array(getattr(features, name), str) for name in TEXT_NAMES}
     with complete(path, shared=True) as partial, partial.open("wb") as file:  # numpy would add .npz to a name without
         np.savez(file, **arrays)
 
@@ -300,9 +269,8 @@ def load_features(path: Path) -> LabelledFeatures:
             raise ValueError("it holds one array, not several by name")
         with arrays:
             texts = {name: arrays[name].tolist() for name in TEXT_NAMES if name in arrays}
-            kind = str(arrays["kind"]) if "kind" in arrays else "class"
-            require(kind in KINDS, "its kind of label", kind, f"one of {', '.join(KINDS)}")
-            features = LabelledFeatures(*(arrays[name] for name in ARRAY_NAMES), **texts, kind=kind)
+            features = LabelledFeatures(*(arrays[name] for name in ARRAY_NAMES), **texts)
+            require(features.kind in LABELS, "its kind of label", features.kind, f"one of {', '.join(LABELS)}")
     except NPZ_ERRORS as error:
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.checked(str(path))
@@ -367,16 +335,15 @@ def extract_split(
     is_silent = progress is None or not accelerator.is_main_process
     batches = RecordedBatches(progress_bar(loader, desc=progress, disable=is_silent), views.dataset.split, strict)
     features, labels = extract(batches, encode, count, accelerator)
-    by_depth, labels = [each.numpy() for each in features], labels.numpy()
     requested = np.arange(rank, count, processes)
     replaced = gather_object(requested[requested != np.array(batches.indices, np.int64)].tolist())
     unreadable = sorted(set(gather_object(batches.unreadable)))
     kept = np.setdiff1d(np.arange(count), np.array(replaced, np.int64))
     if len(kept) == 0:
         raise UserError(f"none of the {count} images of {views.dataset.split} can be decoded, such as {unreadable[0]}")
+    *by_depth, labels = [each.numpy() for each in (*features, labels)]
     if replaced and accelerator.is_main_process:
-        by_depth = [features[kept] for features in by_depth]
-        labels = labels[kept]
+        *by_depth, labels = [each[kept] for each in (*by_depth, labels)]
     return SplitFeatures(by_depth, labels, kept, unreadable)
 
 
@@ -407,6 +374,19 @@ class ExtractedFeatures(NamedTuple):
     input: dict[str, Any] | None = None  # of the encoder: see HeadDescription; None: it is a file, or a baseline
 
 
+def open_extraction(
+    frozen: EncoderConfig, data: ProbeDataConfig, how: ExtractionConfig | EmbedConfig, accelerator: Accelerator
+) -> tuple[FrozenEncoder | ColorBaseline, list[int], Callable[[Tensor], list[Tensor]]]:
+    """The encoder on its device, the depths that `how.depth` means, and images to features at these depths.
+
+    Raises:
+        UserError: no such encoder or depth, or it takes other images.
+    """
+    encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
+    depths = resolve_depths(how.depth, len(encoder.stages))
+    return encoder, depths, partial(encoder, representation=how.representation, depths=depths)
+
+
 def extract_labelled_features(
     frozen: EncoderConfig,
     data: ProbeDataConfig,
@@ -414,20 +394,15 @@ def extract_labelled_features(
     accelerator: Accelerator,
     loaded: LoadedSplits | None = None,
     on_dev: bool = False,
-    check_kind: Callable[[str], object] = lambda kind: None,
+    kinds: Sequence[str] = LABEL_KINDS,
 ) -> ExtractedFeatures:
     """Extract features of the labelled images at the depths that `extraction.depth` means.
 
     Args:
-        on_dev, check_kind: see `load_labelled`.
+        on_dev, kinds: see `load_labelled`.
     """
-    encoder = open_frozen_encoder(frozen, data)
-    depths = resolve_depths(extraction.depth, len(encoder.stages))
-    learned, tested, _ = load_labelled(
-        data, accelerator, frozen.weights, loaded=loaded, on_dev=on_dev, task=extraction.task, check_kind=check_kind
-    )
-    encoder.to(accelerator.device)
-    encode = partial(encoder, representation=extraction.representation, depths=depths)
+    encoder, depths, encode = open_extraction(frozen, data, extraction, accelerator)
+    learned, tested, _ = load_labelled(data, accelerator, frozen.weights, 0, loaded, on_dev, extraction.task, kinds)
     with deaths_explained():
         train, test = (
             extract_split(views_for(encoder, split, data), encode, accelerator, extraction.strict, "features")
@@ -437,12 +412,10 @@ def extract_labelled_features(
     if not accelerator.is_main_process:
         return ExtractedFeatures({}, left_out)
     warn_left_out((*train.unreadable, *test.unreadable))
-    test_images = np.array(tested.image_names())[test.kept].tolist()
+    about = learned.class_names, np.array(tested.image_names())[test.kept].tolist(), learned.label_kind
     by_depth = {}
     for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
-        features = LabelledFeatures(
-            of_train, train.labels, of_test, test.labels, learned.class_names, test_images, learned.label_kind
-        )
+        features = LabelledFeatures(of_train, train.labels, of_test, test.labels, *about)
         by_depth[depth] = features.checked(frozen.encoder)
     return ExtractedFeatures(by_depth, left_out, describe_input(encoder, data, accelerator))
 

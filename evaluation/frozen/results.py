@@ -1,4 +1,4 @@
-"""Results: the one module that names, writes, reads, checks and prints what evaluations found.
+"""Probes and results: the common course of all probes, and the names, files and tables of what evaluations found.
 
 A report is JSON: `results`, each with `accuracy` (the score), its `interval` and other `figures`; their `summary`; and
 `protocol`, the settings. Next to it are the outcomes: target and prediction of each test image.
@@ -6,12 +6,18 @@ A report is JSON: `results`, each with `accuracy` (the score), its `interval` an
 
 import json
 import re
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from evaluation.config import FeaturesConfig
+import numpy as np
+
+from evaluation.config import FeaturesConfig, ProbeConfig
 from evaluation.figures.charts import (
     DPI,
     ScoreAxis,
@@ -20,35 +26,182 @@ from evaluation.figures.charts import (
     plot_by_depth,
     write_details,
 )
+from evaluation.frozen.features import (
+    ExtractedFeatures,
+    LabelledFeatures,
+    extract_labelled_features,
+    load_features,
+    note_classes,
+    require_kind,
+)
 from evaluation.frozen.run_images import (
-    evaluated_image_settings,
+    EVALUATED_SETTINGS,
+    LoadedSplits,
     find_run,
-    holds_run_images,
     is_colour_baseline,
+    run_source,
 )
 from evaluation.metrics.scoring import (
     LabelKind,
+    add_figures,
+    best_choice,
     describe_labels,
     describe_result,
+    evenly_spaced,
     keep_outcomes,
     kind_of,
     kind_of_report,
     labelled_outcomes,
     load_outcomes,
     shown_result,
+    summarize_accuracies,
     without_nan,
 )
-from mpp.config import Settings, flatten, settings_of
+from mpp.config import Settings, changed_settings, flatten, nested, require, settings_of
 from mpp.errors import UserError
+from mpp.features.metrics import effective_rank
+from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.models.descriptions import as_saved
 from mpp.runtime.files import complete, short_digest
-from mpp.runtime.messages import counted
+from mpp.runtime.hardware import device
+from mpp.runtime.messages import counted, progress_bar
+from mpp.runtime.start import start
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint, run_of
 
 LONGEST_VALUE, LONGEST_NAME = 40, 160
 """Characters of a setting, and of all, in a report's name; more are a digest."""
+OF_AN_ENCODER = nested(FeaturesConfig()).keys() - {"out", "threads"}
+"""Settings, and the group `data`, that have no effect on saved features."""
+SHOW_BAR_AFTER = 5  # seconds; most probes have evaluated all depths by then
+
+SHARED: ContextVar[dict[str, ExtractedFeatures] | None] = ContextVar("SHARED", default=None)
+"""The features that were extracted last, for the other probes of a comparison: at most one entry; None: of none."""
 RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
 """Beginning of the name of a report of random weights: the command, and their seed."""
+
+
+# --- probes ---
+
+
+def run_probe(
+    config: ProbeConfig,
+    command: str,
+    evaluate: Callable[[LabelledFeatures], list[dict]],
+    group_by: str,
+    loaded: LoadedSplits | None = None,
+    kinds: Sequence[str] = ("class",),
+) -> dict[str, Any]:
+    """Run a probe and write its report.
+
+    Args:
+        command: name of the command, which the report gets.
+        evaluate: features to results, each a dict with `outcomes` (`features.outcomes(predicted)`), `group_by` and
+            other entries for the report. Of the outcomes it gets `accuracy`, its interval and the other figures; one
+            without outcomes has an `accuracy` of its own.
+        group_by: entry that the summary groups results by, such as `shots`.
+        kinds: of labels that it can learn.
+    Returns:
+        The report: results, summary, protocol.
+    """
+    probe = config.probe
+    require_kind(probe.task, kinds)
+    accelerator = start(config.frozen.run_settings(probe.precision))
+    path = report_path_of_command(config, command)
+    if probe.features:
+        extracted = read_features(config)
+    else:
+        groups = config.frozen, config.data, replace(probe, out=None)
+        key = repr((groups, fingerprint(Path(config.frozen.checkpoint or config.frozen.encoder))))
+        shared = SHARED.get()
+        latest = {} if shared is None else shared
+        if key not in latest:
+            latest.clear()
+            latest[key] = extract_labelled_features(*groups, accelerator, loaded, not probe.test, kinds)
+        extracted = latest[key]
+    if not accelerator.is_main_process:  # it does not wait for a probe that may take hours
+        return {}
+    first = next(iter(extracted.by_depth.values()))
+    require_kind(first.kind, kinds)  # of saved features, or those of another probe
+    report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
+    if any(extracted.left_out.values()):
+        report["left_out"] = extracted.left_out
+    report["protocol"] |= {"rank_by_depth": rank_by_depth(extracted.by_depth), "input": extracted.input}
+    report["class_names"] = list(first.class_names)
+    return write_probe_report(path, report, group_by)
+
+
+def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
+    """The effective rank of the tested features at each depth, of some 2,048 images if there are more."""
+    ranks = {}
+    for depth, features in by_depth.items():
+        ranked = evenly_spaced(len(features.test), MAX_IMAGES_FOR_RANK)  # files may be in the order of their classes
+        ranks[depth] = effective_rank(features.test[ranked], device())
+    return ranks
+
+
+def read_features(config: ProbeConfig) -> ExtractedFeatures:
+    """Saved features, which need no settings of an encoder."""
+    for key, value in changed_settings(config).items():
+        is_used = key.partition(".")[0] not in OF_AN_ENCODER
+        require(is_used, key, value, "left out: saved features need no encoder")
+    saved = load_features(Path(config.probe.features))
+    saved = saved if config.probe.test else saved.dev_split()
+    note_classes(saved.kind, saved.train_labels, saved.test_labels, saved.class_names)
+    return ExtractedFeatures({0: saved}, {})
+
+
+@contextmanager
+def features_shared() -> Iterator[None]:
+    """While open, probes of the same encoder and images use the same features in turn, as those of a comparison.
+
+    At any other time each extracts its own: in a notebook, images and labels may be others than at its last call.
+    """
+    token = SHARED.set({})
+    try:
+        yield
+    finally:
+        SHARED.reset(token)
+
+
+def forget_features() -> None:
+    """Free the features that are shared."""
+    (SHARED.get() or {}).clear()
+
+
+def evaluate_by_depth(
+    config: Settings, by_depth: dict[int, Any], evaluate: Callable[[Any], list[dict]], group_by: str
+) -> dict[str, Any]:
+    """Evaluate features at all depths; with `depth` dev, at the depth that is best on the dev split.
+
+    Args:
+        by_depth: features of images or of patches; they have a `dev_split`. Depth 0: features from a file.
+        evaluate, group_by: see `run_probe`.
+    Returns:
+        The results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol: the
+        settings and the choice.
+    """
+    with_bar = partial(progress_bar, desc="depths", unit="depth", delay=SHOW_BAR_AFTER)
+    protocol = nested(config)
+    if protocol.get("features"):
+        protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
+    chosen = max(by_depth)
+    if protocol.get("depth") == "dev":
+        on_dev = {}
+        for depth, features in with_bar(by_depth.items()):
+            summary = summarize_accuracies(add_figures(evaluate(features.dev_split())), group_by)
+            on_dev[depth] = float(np.mean([case["mean"] for case in summary.values()]))
+        chosen = best_choice(on_dev)
+        protocol["dev_accuracy_by_depth"] = on_dev
+        by_depth = {chosen: by_depth[chosen]}
+    if chosen:
+        protocol["chosen_depth"] = chosen
+    results, summaries = [], {}
+    for depth, features in with_bar(by_depth.items(), disable=len(by_depth) == 1):
+        of_depth = add_figures(evaluate(features))
+        summaries[depth] = summarize_accuracies(of_depth, group_by)
+        results += [result | ({"depth": depth} if depth else {}) for result in of_depth]
+    report = {"results": results, "summary": summaries[chosen], "protocol": protocol}
+    return report | ({"summary_by_depth": summaries} if len(summaries) > 1 else {})
 
 
 # --- names ---
@@ -60,18 +213,16 @@ def report_path(out: str | None, encoder: str, name: str, features: str | None =
     Raises:
         UserError: it cannot be written there, or the encoder is a file.
     """
-    if not features and Path(encoder).is_file():
-        encoder_folder(Path(encoder))  # says why a file is no encoder
-    if out and Path(out).is_dir():
-        raise UserError(f"out is {out}, a folder; it must be a file")
+    place = Path(encoder)
+    if not features and place.is_file():
+        encoder_folder(place)  # says why a file is no encoder
+    require(not (out and Path(out).is_dir()), "out", out, "a file")
     if out:
         path = Path(out)
     elif features:
         path = Path(features).with_name(f"{Path(features).stem}_{name}")
     else:
-        folder = Path(encoder)
-        if not folder.exists():
-            folder = Path("runs") / re.sub("[/:]", "_", encoder)
+        folder = place if place.exists() else Path("runs") / re.sub("[/:]", "_", encoder)
         path = run_of(folder) / "evaluation" / name
     try:
         with TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
@@ -97,17 +248,16 @@ def report_suffix(config: Any, of_all: bool = False) -> str:
     """
     frozen, run = config.frozen, find_run(config.frozen.encoder)
     usual = flatten(type(config)())
-    usual |= {f"data.{name}": value for name, value in evaluated_image_settings(run).items()} if run else {}
-    named = {"encoder", "features", *(each.key for each in settings_of(config) if each.about["operational"])}
-    if run and holds_run_images(config.data.path, run):  # perhaps moved
-        named |= {"data.path", "data.labels"} if config.data.path != usual["data.path"] else set()
+    if run:
+        usual |= {f"data.{name}": getattr(run_source(run), name) for name in EVALUATED_SETTINGS}
+    operational = [each.key for each in settings_of(config) if each.about["operational"]]
+    known = (usual if of_all else flatten(FeaturesConfig())).keys() - {"encoder", "features", "random", *operational}
     parts = ["best"] if Path(frozen.encoder).name == BEST else []
     if frozen.random:
         parts.insert(0, f"random_{frozen.seed}")
-        named |= {"random", "seed"}
-    known = (usual if of_all else flatten(FeaturesConfig())).keys() - named
-    values = {key: value for key, value in flatten(config).items() if key in known}
-    changed = {key: value for key, value in values.items() if as_saved(value) != as_saved(usual[key])}
+        known -= {"seed"}
+    values = flatten(config)
+    changed = {key: values[key] for key in values if key in known and as_saved(values[key]) != as_saved(usual[key])}
     words = []
     for key, value in changed.items():
         text = re.sub(r"[^\w.]+", "-", str(value)).strip("-")
@@ -150,17 +300,6 @@ def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """A report that was written. Raises UserError: it cannot be read, or is none."""
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        if not all("accuracy" in result for result in report["results"]):
-            raise ValueError("a result has no accuracy")
-        return report
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read as a report: {error}") from error
-
-
 # --- random weights, the baseline of an encoder ---
 
 
@@ -172,11 +311,11 @@ def scores_of_random_weights(path: Path, report: dict[str, Any]) -> dict[str, di
     """
     if not way_to_random_weights(path, report):
         return {}
-    random = report.get("baselines", {}).get("random weights")
-    for file in sorted(path.parent.glob(f"{path.stem.partition('_')[0]}_random_*{path.suffix}")):
-        if random is None and of_learned_weights(file).name == path.name:
-            random = read_report(file)
-    return random["summary"] if random else {}
+    random = report.get("baselines", {}).get("random weights", {})
+    files = [file for file in path.parent.glob(f"*_random_*{path.suffix}") if of_learned_weights(file) == path]
+    if files and not random:
+        random = json.loads(min(files).read_text(encoding="utf-8"))
+    return random.get("summary", {})
 
 
 def of_learned_weights(path: Path) -> Path:
@@ -216,7 +355,8 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     report = write_report(path, report)
     kind = kind_of_report(report)
     by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
-    print(table_by_depth(by_depth, group_by, kind))
+    rows = [[str(depth or "-"), *map(kind.text_of_scores, each.values())] for depth, each in by_depth.items()]
+    print(markdown_table(["depth", *(f"{group_by} {name}" for name in report["summary"])], rows))
     on_dev = not report["protocol"].get("test", True)
     if on_dev:
         print("on a tenth of the training images; the held-out images were not used")
@@ -228,13 +368,6 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     print_details(path, report)
     print(f"wrote {path}")
     return report
-
-
-def table_by_depth(by_depth: dict[int, dict[str, Any]], group_by: str, kind: LabelKind) -> str:
-    """A table of summaries with a line for each depth and a column for each name."""
-    rows = [[str(depth or "-"), *map(kind.text_of_scores, each.values())] for depth, each in by_depth.items()]
-    names = next(iter(by_depth.values()))
-    return markdown_table(["depth", *(f"{group_by} {name}" for name in names)], rows)
 
 
 def score_axis(kind: LabelKind, words: str = "{}") -> ScoreAxis:

@@ -1,48 +1,49 @@
-"""The images of a run: found by its folder, compared with its record, and loaded.
+"""The images of a run: found by its folder, compared with its record, loaded; and those whose labels it has learned.
 
 An encoder is evaluated on the images that its run held out, unless others are named; this prevents results on images
-that have changed since. Reports of training with labels:
+that have changed since, and results on images whose labels it knows. Reports of training with labels:
 
 RUN/supervised.json       of the run itself
 FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the best one
 """
 
+import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from numpy.typing import NDArray
+from timm import is_model
 
 from evaluation.config import ContrastiveConfig, OneRunConfig, SupervisedConfig
 from mpp.config import (
     HOW_READ,
     Config,
     DataConfig,
-    Settings,
     SourceConfig,
-    TrainingConfig,
     as_words,
     flatten,
     rebuild,
     settings_of,
 )
 from mpp.config.parsing import ConfigT, check_given, read
-from mpp.data.data_path import could_be_hub_name, is_hub_dataset, is_local, is_url
+from mpp.data.columns import is_encoded, read_cell
+from mpp.data.data_path import could_be_hub_name, describe_source, is_hub_dataset, is_local, is_url
 from mpp.data.dataset import ImageDataset
 from mpp.data.identity import differences, digest_listing, identify_images
 from mpp.data.labels import AUTO
 from mpp.data.shards import list_stream_files, load_streamed
 from mpp.data.sources import image_arguments, load_image_datasets, load_splits
-from mpp.errors import UserError
-from mpp.models.descriptions import as_saved, how_read
-from mpp.runtime.messages import is_first_process, note, tell
+from mpp.errors import ReadFailed, UnreadableImage, UserError
+from mpp.models.descriptions import as_saved, how_read, is_named
+from mpp.runtime.messages import is_first_process, note, tell, warn
 from mpp.runtime.weights import run_of
 from mpp.training.run_folder import read_record, recorded_commit, saved_settings
 
@@ -57,11 +58,16 @@ IMAGE_SETTINGS = [each.key for each in settings_of(SourceConfig()) if not each.a
 EVALUATED_SETTINGS = [name for name in IMAGE_SETTINGS if name != "train_images"]
 """Those that an evaluation takes over from the run. A share of the images to pre-train on is none of the labels."""
 VIEW_SETTINGS = ("flip", "eval_crop")  # which fine-tuning inherits
+PLACE = ("path", "name", "labels", "labels_encoding", "file_column", "missing")  # by which a dataset has other rows
+MAX_TEST_IMAGES_SEARCHED = 1000  # test images that are searched for among the training images of another place
+MAX_TRAINING_IMAGES_SEARCHED = 100_000  # reading so many files takes some ten seconds
+IMAGES_PER_READ = 256  # images whose bytes are held in memory
+ALLOWED_DUPLICATES = 0.01  # share of the test images that may also be in another place, as duplicates
 
 SUPERVISED_REPORT = "supervised.json"
 FINETUNING_REPORT = "finetune.json"
 REPORTS_OF_TRAINING = (SUPERVISED_REPORT, FINETUNING_REPORT)
-CONFIG_BY_SETTING: dict[str, type[TrainingConfig]] = {
+CONFIG_BY_SETTING: dict[str, type] = {
     "objective": Config,
     "contrast": ContrastiveConfig,
     "lrs": OneRunConfig,
@@ -95,7 +101,7 @@ def find_run(encoder: str) -> Path | None:
     return folder if "data" in saved_settings(folder) else None
 
 
-def config_class_of(settings: dict[str, Any]) -> type[TrainingConfig] | None:
+def config_class_of(settings: dict[str, Any]) -> type | None:
     """Class of the settings of a run, by a setting that only such runs have; None where it is not known."""
     return next((kind for name, kind in CONFIG_BY_SETTING.items() if name in settings), None)
 
@@ -110,17 +116,13 @@ def find_tested_run(folder: Path, setting: str) -> Path | None:
     """
     if find_run(str(folder)) is not None or not (folder / FINETUNING_REPORT).is_file():
         return None
-    try:
-        report = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))
-        rates = [result["lr"] for result in report["results"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{setting} is {folder}, whose {FINETUNING_REPORT} cannot be read: {error}") from error
-    if not rates:
+    results = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))["results"]
+    if not results:
         raise UserError(f"{setting} is {folder}, which only compared rates (--test false); fine-tune with one")
-    return folder / f"lr_{rates[0]:g}"
+    return folder / f"lr_{results[0]['lr']:g}"
 
 
-def tested_encoder(config: Settings) -> str:
+def tested_encoder(config: Any) -> str:
     """The encoder that settings name: of the folder of a fine-tuning its tested run, otherwise the setting itself."""
     encoder = flatten(config)["encoder"]
     return str(find_tested_run(Path(encoder), "encoder") or encoder)
@@ -139,49 +141,21 @@ def reports_of_training(run: Path) -> list[Path]:
 
 # --- the command line of an evaluation ---
 
-EncoderOf = Callable[[Any], str]
-HowReadOf = Callable[[Any], dict[str, Any]]
-
-
-def named_encoder(config: Any) -> str:
-    """The setting `encoder`."""
-    return flatten(config)["encoder"]
-
 
 def parse_and_load(
     config_class: type[ConfigT],
     arguments: Sequence[str] | None,
-    encoder_of: EncoderOf = named_encoder,
-    how_read_of: HowReadOf = lambda config: {},
+    encoder_of: Callable[[Any], str] = tested_encoder,
+    how_read_of: Callable[[Any], dict[str, Any]] = lambda config: {},
+    compare: bool = True,
 ) -> tuple[ConfigT, LoadedSplits | None]:
-    """Read the config of a command, and compare the images of its encoder's run with those that the run began with.
-
-    Images that the command line names are not compared.
-
-    Args:
-        config_class, arguments, encoder_of, how_read_of: see `read_with_images`.
-    Returns:
-        The config, and the splits of its images if comparing has loaded them.
-    Raises:
-        UserError: the run's images are gone, or have changed.
-    """
-    config, takes_run_images = read_with_images(config_class, arguments, encoder_of, how_read_of)
-    run = find_run(encoder_of(config)) if takes_run_images else None
-    return config, run and load_unchanged_splits(run, config.data)
-
-
-def read_with_images(
-    config_class: type[ConfigT],
-    arguments: Sequence[str] | None,
-    encoder_of: EncoderOf = named_encoder,
-    how_read_of: HowReadOf = lambda config: {},
-) -> tuple[ConfigT, bool]:
     """Read the config of a command whose `encoder` may be a run's; its images are the run's, unless they are named.
 
-    Other images are read as the run's were: with its channels and range. So are those of an encoder without its run.
-    A run's `data.train_images` is the share that it was trained on: of the labelled ones all are used.
-    Fine-tuning crops held-out images as the run did, and does not flip where the run did not. Where the run's images
-    are gone, a `data.path` that names a copy of them names the run's images: see `is_moved_copy`.
+    The run's images are compared with those that it began with. Others are read as they were: with their channels and
+    range. So are those of an encoder without its run. A run's `data.train_images` is the share that it was trained on:
+    of the labelled ones all are used. Fine-tuning crops held-out images as the run did, and does not flip where the run
+    did not. Where the run's images are gone, a `data.path` that names a copy of them names the run's images: see
+    `is_moved_copy`.
 
     Args:
         config_class: has `data`, and an encoder.
@@ -189,109 +163,94 @@ def read_with_images(
         encoder_of: the encoder of the settings.
         how_read_of: settings by which the images are read, whatever the encoder's were.
     Returns:
-        The config, and whether its images are the run's because no others are named.
+        The config, and the splits of its images if comparing has loaded them.
+    Raises:
+        UserError: the run's images are gone, or have changed.
     """
     words = sys.argv[1:] if arguments is None else arguments
     usual: Any = config_class()
     config = read(usual, words)
     path_is_named = config.data.path is not None or any(word.split("=")[0] == "--data.path" for word in words)
-    inherited = {}
+    run, inherited = None, {}
     if not flatten(config).get("features"):
-        inherited = inherited_settings(config.data, encoder_of(config), path_is_named) | how_read_of(config)
+        encoder = encoder_of(config)
+        run = find_run(encoder)
+        if run:
+            inherited = settings_from_run(run, config.data, path_is_named)
+        elif path_is_named:
+            inherited = how_read(encoder)
+        inherited |= how_read_of(config)
     usual = rebuild(usual, {f"data.{name}": value for name, value in inherited.items()})
     config = read(usual, words)
     check_given(config, usual)
     run_arguments = image_arguments(config.data)
     if "path" in inherited and run_arguments:
-        tell(f"the images of {find_run(encoder_of(config))}:{run_arguments}")
-    return config, "path" in inherited and not path_is_named
+        tell(f"the images of {run}:{run_arguments}")
+    takes_run_images = run and compare and not path_is_named
+    return config, load_unchanged_splits(run, config.data) if takes_run_images else None
 
 
-def inherited_settings(data: Any, encoder: str, path_is_named: bool) -> dict[str, Any]:
-    """The settings below `data` that a command inherits from its encoder.
+def settings_from_run(run: Path, data: SourceConfig, path_is_named: bool) -> dict[str, Any]:
+    """The settings below `data` that a command inherits from the run of its encoder.
 
     Args:
         path_is_named: whether the command line or a file names `data.path`, perhaps as null.
     """
-    run = find_run(encoder)
-    settings = evaluated_image_settings(run) if run else how_read(encoder)
-    if run and path_is_named and is_moved_copy(run, data.path):
-        settings["labels"] = path_after_move(settings.get("labels"), settings["path"], data.path)
-    elif path_is_named or not run:
-        settings = {name: value for name, value in settings.items() if name in HOW_READ}
-    if run and isinstance(data, DataConfig):
+    source = run_source(run)
+    names = HOW_READ if path_is_named else EVALUATED_SETTINGS
+    if path_is_named and is_moved_copy(run, data.path):
+        source, names = after_move(source, data.path), EVALUATED_SETTINGS
+    settings = {name: getattr(source, name) for name in names}
+    if isinstance(data, DataConfig):
         saved = saved_settings(run)["data"]
-        is_usual = {name: getattr(data, name) == getattr(type(data), name) for name in VIEW_SETTINGS}
-        settings |= {name: saved[name] for name in VIEW_SETTINGS if name in saved and is_usual[name]}
-    return settings if run or path_is_named else {}
+        settings |= {name: saved[name] for name in VIEW_SETTINGS if name in saved}
+    return settings
 
 
 # --- the images of a run ---
 
 
-def run_image_settings(run: Path) -> dict[str, Any]:
-    """The settings of a run's images, by name; of a hub dataset with the commit that the run began with.
-
-    `train_images` is among them: `evaluated_image_settings` leaves it out.
-    """
-    saved = saved_settings(run)["data"]
-    settings = {name: saved[name] for name in IMAGE_SETTINGS if name in saved}
-    settings["revision"] = None  # a folder here may have the dataset's name by now
-    if is_hub_dataset(SourceConfig(**settings)):
-        settings["revision"] = recorded_commit(run) or saved.get("revision")
-    return settings
-
-
-def evaluated_image_settings(run: Path) -> dict[str, Any]:
-    """The settings by which an encoder is evaluated on its run's images: on all of them, whatever share it saw."""
-    return {name: value for name, value in run_image_settings(run).items() if name in EVALUATED_SETTINGS}
-
-
 def run_source(run: Path) -> SourceConfig:
-    """The source of a run's images."""
-    return SourceConfig(**run_image_settings(run))
-
-
-def load_unchanged_splits_of(encoder: str, data: SourceConfig) -> LoadedSplits | None:
-    """Apply `load_unchanged_splits` if a command reads the images of its encoder's run from the run's path."""
-    run = find_run(encoder)
-    is_of_run = run and absolute_path(data.path) == absolute_path(run_source(run).path)
-    return load_unchanged_splits(run, data) if is_of_run else None
+    """The source of a run's images; of a hub dataset with the commit that the run began with."""
+    saved = saved_settings(run)["data"]
+    source = SourceConfig(**{name: saved[name] for name in IMAGE_SETTINGS if name in saved} | {"revision": None})
+    if is_hub_dataset(source):  # a folder here may have the dataset's name by now
+        source = replace(source, revision=recorded_commit(run) or saved.get("revision"))
+    return source
 
 
 def load_unchanged_splits(run: Path, data: SourceConfig) -> LoadedSplits | None:
-    """Load a run's images to compare them with those that it began with.
+    """Load a run's images to compare them with those that it began with, if a command takes them from the run's path.
 
     For a hub dataset its commit is enough. Where several processes evaluate, the first one compares.
 
     Args:
-        data: the settings of a command's images.
+        data: the settings of the command's images.
     Returns:
         The splits that `data` means; None: it means others, or comparing did not take loading.
     Raises:
         UserError: the run's images are gone, or have changed.
     """
     record, source = read_record(run), run_source(run)
-    if not record or not is_first_process():
+    path, place = source.path, absolute_path(source.path)
+    if not record or not is_first_process() or absolute_path(data.path) != place:
         return None
-    path = source.path
     if could_be_hub_name(path) and recorded_commit(run) is not None:
         if is_local(path):
             raise UserError(
-                f"{run} was trained on the hub's dataset {path}, but {Path.cwd() / path} is here, too: "
+                f"{run} was trained on the hub's dataset {path}, but {place} is here, too: "
                 f"use --data.path ./{path} for the folder, or call from another folder"
             )
         return None
-    location = path and absolute_path(path)
     if not (path is None or is_url(path) or is_local(path)):
-        raise UserError(f"the images of {run} were at {location}, which is gone; give their new place with --data.path")
+        raise UserError(f"the images of {run} were at {place}, which is gone; give their new place with --data.path")
     is_same = all(getattr(data, name) == getattr(source, name) for name in EVALUATED_SETTINGS)
     is_reusable = is_same and not data.mask_column and not is_known_by_files(record)  # masks may be images to the run
     splits = load_splits(data) if is_reusable else None
     changed = image_differences(run, source, splits)
     if changed:
         ways = "restore the original images, or choose others with --data.path"
-        raise UserError(f"{location or 'the birds'} no longer holds the images of {run}: {'; '.join(changed)}; {ways}")
+        raise UserError(f"{place or 'the birds'} no longer holds the images of {run}: {'; '.join(changed)}; {ways}")
     return splits
 
 
@@ -309,17 +268,12 @@ def image_differences(run: Path, data: SourceConfig, splits: LoadedSplits | None
     before = read_record(run)
     if is_known_by_files(before):
         return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
-    now = {}
     images = load_image_datasets(data, splits, AUTO, announce=False)  # the command says which images it takes
-    for part, dataset in zip(("train", "held_out"), images, strict=True):
-        known = identify_images(dataset, with_labels=False, retries=data.read_retries)
-        now[part] = {key: known[key] for key in ("split", "files")}
-        has_all_images = before.get(part, {}).get("chosen", "") is None
-        if has_all_images:
-            now[part]["images"] = len(dataset.origin.rows)
+    train, held_out = (identify_images(each, with_labels=False, retries=data.read_retries) for each in images)
     if "shards" in before.get("train", {}):  # a folder that was cut into shards
-        now = {"train": {"names": now["train"]["files"]}}
-    return differences(before, now)
+        return differences(before, {"train": {"names": train["files"]}})
+    parts = {"train": train, "held_out": held_out}
+    return differences(before, {part: {key: each[key] for key in ("split", "files")} for part, each in parts.items()})
 
 
 def is_known_by_files(record: dict[str, Any]) -> bool:
@@ -331,14 +285,13 @@ def is_known_by_files(record: dict[str, Any]) -> bool:
 @lru_cache
 def is_moved_copy(run: Path, path: str | None) -> bool:
     """Whether `path` holds the images of a run that are no longer where they were; a note says how others differ."""
-    before = run_image_settings(run).get("path")
+    source = run_source(run)
+    before = source.path
     is_gone = before is not None and Path(before).is_absolute() and not is_local(before)
     if not is_gone or not is_local(path) or not read_record(run):
         return False
-    source = run_source(run)
     try:
-        moved = replace(source, path=path, labels=path_after_move(source.labels, before, path))
-        changed = image_differences(run, moved)
+        changed = image_differences(run, after_move(source, path))
     except UserError as error:  # no such split or column
         changed = [str(error)]
     if changed:
@@ -347,18 +300,10 @@ def is_moved_copy(run: Path, path: str | None) -> bool:
     return not changed
 
 
-def path_after_move(file: str | None, before: str, now: str) -> str | None:
-    """The path of a file after a folder has moved from `before` to `now`; other files keep theirs."""
-    if file is None or not Path(file).is_relative_to(before):
-        return file
-    return str(Path(now) / Path(file).relative_to(before))
-
-
-def holds_run_images(path: str | None, run: Path | None) -> bool:
-    """Whether `path` is where a run's images are, or where they were moved to."""
-    if run is None:
-        return False
-    return absolute_path(path) == absolute_path(run_image_settings(run).get("path")) or is_moved_copy(run, path)
+def after_move(source: SourceConfig, path: str) -> SourceConfig:
+    """The source of images whose folder is now at `path`; a list in the folder has moved with it."""
+    labels = (source.labels or "").replace(f"{source.path}/", f"{path}/", 1)
+    return replace(source, path=path, labels=labels or None)
 
 
 def absolute_path(path: str | None) -> str | None:
@@ -369,7 +314,7 @@ def absolute_path(path: str | None) -> str | None:
 def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, Any] | None = None) -> None:
     """Note images that are read in another way than an encoder's, or that are the package's birds in their place.
 
-    Command lines take both over from the encoder (see `read_with_images`); settings that are made in Python do not.
+    Command lines take both over from the encoder (see `parse_and_load`); settings that are made in Python do not.
 
     Args:
         learned: how the images of a kept head were read; empty or None: as those of its encoder.
@@ -377,35 +322,28 @@ def note_other_images(encoder: str, data: SourceConfig, learned: Mapping[str, An
     with suppress(UserError):  # a hub that does not answer now: the encoder is loaded already
         learned = learned or how_read(encoder)
     for name in HOW_READ if learned else ():
-        way = learned.get(name, getattr(SourceConfig, name))
-        if as_saved(way) != as_saved(getattr(data, name)):
-            here = as_words(getattr(data, name))
-            note(f"{encoder} learned from images that were read with data.{name} {as_words(way)} (here {here})")
+        way, here = learned.get(name, getattr(SourceConfig, name)), getattr(data, name)
+        if as_saved(way) != as_saved(here):
+            ways = f"data.{name} {as_words(way)} (here {as_words(here)})"
+            note(f"{encoder} learned from images that were read with {ways}")
     run = find_run(encoder)
-    if run is not None and data.path is None and run_image_settings(run).get("path") is not None:
+    if run is not None and data.path is None and run_source(run).path is not None:
         note(f"data.path is null: these are the package's birds, and not the images of {run}")
 
 
-def is_stream_of_run(encoder: str, data: SourceConfig) -> bool:
-    """Whether the images are those of the encoder's run, which read them as a stream."""
-    run = find_run(encoder)
-    return run is not None and bool(saved_settings(run)["data"].get("streaming")) and holds_run_images(data.path, run)
-
-
 def load_images_of(
-    encoder: str, data: SourceConfig, loaded: LoadedSplits | None = None, stream_images: int = 0
+    encoder: str, data: SourceConfig, loaded: LoadedSplits | None = None
 ) -> tuple[ImageDataset, ImageDataset]:
     """Load the training and the held-out images of a command.
 
-    Args:
-        stream_images: number of training images to load where the encoder's run read them as a stream; the held-out
-            images are those that it was evaluated on.
+    Of a stream of the encoder's run, the held-out images are those that it was evaluated on; none is to learn from.
     """
-    if not is_stream_of_run(encoder, data):
-        return load_image_datasets(data, loaded, AUTO)
-    eval_images = saved_settings(find_run(encoder))["data"]["eval_images"]
-    _, train, held_out = load_streamed(data, stream_images, eval_images)
-    return train, held_out
+    run = find_run(encoder)
+    saved = saved_settings(run)["data"] if run else {}
+    if saved.get("streaming") and absolute_path(data.path) == absolute_path(saved["path"]):
+        _, *images = load_streamed(data, 0, saved["eval_images"])
+        return tuple(images)
+    return load_image_datasets(data, loaded, AUTO)
 
 
 def indices_in_split(dataset: ImageDataset) -> NDArray[np.int64]:
@@ -421,8 +359,159 @@ def record_images(data: SourceConfig, label_kind: str = "class") -> dict[str, An
 @lru_cache
 def record_source(source: SourceConfig, label_kind: str) -> dict[str, Any]:
     """The record of both splits, made once for each source."""
-    train, held_out = (
-        identify_images(split, with_labels=True, retries=source.read_retries)
-        for split in load_image_datasets(source, label_kind=label_kind)
-    )
-    return {"train": train, "held_out": held_out}
+    images = load_image_datasets(source, label_kind=label_kind)
+    records = [identify_images(split, with_labels=True, retries=source.read_retries) for split in images]
+    return dict(zip(("train", "held_out"), records, strict=True))
+
+
+# --- the images whose labels an encoder has learned: a set of images answers each question ---
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """The images that an encoder, or a head, was trained on with their labels."""
+
+    source: SourceConfig
+    """The settings of their place, of the cut into splits, and of the choice among them."""
+    record: dict[str, Any]
+    """See `identify_images`; empty: it is missing."""
+    kind: str = "class"
+    """Kind of their labels, or auto."""
+
+    @cached_property
+    def train(self) -> ImageDataset | None:
+        """The training images that have labels; None where they cannot be loaded, or are others by now."""
+        with suppress(UserError, ReadFailed):  # gone
+            train = load_image_datasets(self.source, label_kind=self.kind)[0].labelled()
+            files = None if "shards" in self.record else self.record.get("files")
+            if train and files in (None, identify_images(train, with_labels=False)["files"]):
+                return train.choose(self.source.train_images, self.source.eval_seed)
+        return None
+
+    @cached_property
+    def digests(self) -> set[bytes]:
+        """Those of the training images' files."""
+        return set(file_digests(self.train))
+
+
+def find_labelled_images(encoder: str) -> LabelledImages | None:
+    """The images whose labels an encoder was trained with; None: it had no labels, or that is unknown."""
+    run = find_run(encoder)
+    saved = saved_settings(run) if run else {}
+    if config_class_of(saved) not in CLASSIFIERS:
+        return None
+    return LabelledImages(run_source(run), read_record(run)["train"], saved.get("task", "class"))
+
+
+def lineage(encoder: str) -> list[str]:
+    """The encoder, its parents, their parents, and so on: all that may have passed on labels."""
+    known = [encoder]
+    for name in known:  # which grows
+        run = find_run(name)
+        for setting, parent in parent_encoders(run).items() if run else ():
+            if parent in known:
+                continue
+            known.append(parent)
+            if is_named(parent) and not is_model(parent):
+                note(f"{setting} of {run} is {parent}, which is missing: whether it learned from labels is unknown")
+    return known
+
+
+def parent_encoders(run: Path) -> dict[str, str]:
+    """The initial weights and the teachers of a run: setting -> an encoder, or its file of weights."""
+    saved = saved_settings(run)
+    objective = saved["objective"]
+    parents = {
+        "model.init_from": saved["model"].get("init_from"),
+        "distill.teacher": saved["distill"].get("teacher"),
+    }
+    if saved.get("init") == "encoder":
+        parents["encoder"] = saved.get("checkpoint") or saved.get("encoder")
+    if objective.get("name") == "features" and objective.get("teacher") != "ema":
+        parents["objective.teacher"] = objective.get("teacher_checkpoint") or objective.get("teacher")
+    return {setting: parent for setting, parent in parents.items() if parent}
+
+
+def check_labels_unseen(
+    encoder: str, source: SourceConfig, train: ImageDataset | None, test: ImageDataset, setting: str = "encoder"
+) -> None:
+    """Refuse test images whose labels an encoder, or one that it builds on, was trained with.
+
+    Up to `ALLOWED_DUPLICATES` of the test images may have the bytes of training images: many datasets have duplicates.
+
+    Args:
+        source: the settings of the images.
+        train: images to learn from; a note says where their labels are known. None: they do not matter.
+        setting: that names the encoder, for messages.
+    Raises:
+        UserError: there are such test images.
+    """
+    knows_train = False
+    for ancestor in lineage(encoder):
+        labelled = find_labelled_images(ancestor)
+        if labelled is None:
+            continue
+        if labelled.record.get("files", "") == identify_images(test, with_labels=False)["files"]:  # perhaps a copy
+            place = {name: getattr(source, name) for name in PLACE}
+            labelled = replace(labelled, source=replace(labelled.source, **place))
+        known, searched = count_shared(test, source, labelled)
+        knows_train |= train is not None and count_shared(train, source, labelled)[0] > 0
+        learned = f"{'' if ancestor == encoder else f'builds on {ancestor}, which '}was trained with"
+        refused = f"{setting} is {encoder}, which {learned} the labels of {known} of these {searched}"
+        if searched == 0:
+            where = f"{describe_source(labelled.source)}, which are not here, are too many, or have changed since"
+            unknown = f"whether these {len(test)} test images are among them is unknown"
+            warn(f"{encoder} {learned} labels of images at {where}: {unknown}")
+        elif known and known <= ALLOWED_DUPLICATES * searched and not is_same_place(source, labelled.source):
+            note(f"{refused} test images: duplicates")
+        elif known and test.split == DEV:
+            raise UserError(f"{refused} training images; for test false, train it with --data.eval_split null")
+        elif known:
+            held_out = image_arguments(labelled.source) or " leave out all --data settings"
+            raise UserError(f"{refused} test images; test on those that it held out:{held_out}")
+    if knows_train:
+        note(
+            f"{encoder} was trained with labels of these training images: a depth, a rate or a penalty chosen on a "
+            "part of them is chosen for images that it knows"
+        )
+
+
+def is_same_place(one: SourceConfig, other: SourceConfig) -> bool:
+    """Whether two sources have the same rows: the same dataset by the same list."""
+
+    def value(source: SourceConfig, name: str) -> Any:
+        return absolute_path(getattr(source, name)) if name in ("path", "labels") else getattr(source, name)
+
+    return all(value(one, name) == value(other, name) for name in PLACE)
+
+
+def count_shared(images: ImageDataset, source: SourceConfig, labelled: LabelledImages) -> tuple[int, int]:
+    """The number of images that were learned, and of those of which that is known.
+
+    Of the same dataset, they are known by their index. Elsewhere up to `MAX_TEST_IMAGES_SEARCHED` are searched for
+    among the training images by their bytes. Not found there: images that were encoded again, arrays, and those of
+    more than `MAX_TRAINING_IMAGES_SEARCHED` training images, or of some that are not on this machine.
+    """
+    path, is_here = labelled.source.path, is_same_place(source, labelled.source)
+    is_small = labelled.record.get("images", 0) <= MAX_TRAINING_IMAGES_SEARCHED
+    is_searched = is_here or (is_small and (path is None or is_local(path)))
+    train = labelled.train if is_searched else None
+    if train is None:
+        return 0, 0
+    if is_here:
+        learned = set(indices_in_split(train).tolist() if train.origin.split == images.origin.split else ())
+        tested = indices_in_split(images).tolist()
+    else:
+        learned = labelled.digests
+        tested = list(file_digests(images.choose(MAX_TEST_IMAGES_SEARCHED, 0))) if learned else ()
+    return sum(each in learned for each in tested), len(tested)
+
+
+def file_digests(dataset: ImageDataset) -> Iterator[bytes]:
+    """SHA-256 of each image file, without those that cannot be read; of arrays there are none."""
+    if not is_encoded(dataset.rows.features[dataset.image_column]):
+        return
+    for block in dataset.rows.with_format("arrow").iter(IMAGES_PER_READ):  # row by row takes ten times as long
+        for cell in block.column(dataset.image_column).to_pylist():
+            with suppress(UnreadableImage, ReadFailed):
+                yield hashlib.sha256(read_cell(cell, 0)).digest()

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.kept_heads import KeptHead, is_kept_head, load_head, rebuild_linear
-from evaluation.frozen.manifest import LabelledImages, find_labelled_images, lineage
-from evaluation.frozen.run_images import find_tested_run
+from evaluation.frozen.run_images import LabelledImages, find_labelled_images, find_tested_run, lineage
 from evaluation.patches.features import LinearReading, patch_features, upsample
 from evaluation.supervision.classifiers import Classifier, distinct_class_names, load_classifier
 from mpp.config import require, sides

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from evaluation.config import DistillConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
-from evaluation.frozen.manifest import find_labelled_images
-from evaluation.frozen.run_images import find_run
+from evaluation.frozen.run_images import find_labelled_images, find_run
 from evaluation.supervision.learners import LEARNERS, HeadedEncoder, Rescale, average_heads, build_head
 from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
