@@ -17,21 +17,19 @@ from evaluation.comparison.cases import cases_of, read_entries
 from evaluation.comparison.differences import difference_table, differences_from_best
 from evaluation.comparison.rows import Row, describe_missing_seeds, frame_of, rows_asked
 from evaluation.comparison.run import carry_out
-from evaluation.comparison.tables import COST_UNITS, RANK, Cells, cells_by_encoder, plot_question, remarks_on, table_of
+from evaluation.comparison.tables import RANK, Cells, cells_by_encoder, plot_question, remarks_on, table_of
 from evaluation.config import CompareConfig
 from evaluation.config.comparing import Question
 from evaluation.figures.charts import markdown_table, write_plot
 from evaluation.frozen.results import write_json
 from evaluation.metrics.scoring import ONE_CLASS
-from evaluation.pages.page import Page, Section, Table, Text, figure_as_picture, recorded_versions, write_page
+from evaluation.pages.page import recorded_versions
 from mpp.config import require
 from mpp.config.parsing import parse
 from mpp.runtime.files import write_complete
 from mpp.runtime.start import run_main
-from mpp.training.run_folder import REPORT_PAGE
 
 DIFFERENCES = "Differences from the best, with 95% intervals that hold for all of the table at once:"
-NUMBERS = ["question", "encoder", "column", "score", "mean", "std", "count", "low", "high", *COST_UNITS, "diverged"]
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
@@ -61,7 +59,7 @@ def write_comparison(
     about: dict[str, Any] | None = None,
     sentences: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Write results.json, table.md, table.csv, the plots and a page, and print the tables.
+    """Write results.json, table.md, table.csv and the plots, and print the tables.
 
     Args:
         rows: all results.
@@ -73,45 +71,33 @@ def write_comparison(
     folder.mkdir(parents=True, exist_ok=True)
     frame = frame_of(rows)
     summary: dict[str, Cells] = {}
-    sections = []
-    files = ["results.json", "table.md", "table.csv", REPORT_PAGE]
+    texts: list[str] = []
+    files = ["results.json", "table.md", "table.csv"]
     for question in questions:
         asked = rows_asked(frame, question)
         cells = summary[question.name] = cells_by_encoder(asked, question)
-        section = Section(question.name, question.title or question.name)
-        if question.plot != "depth":  # of the dev split
-            section.blocks += blocks_of(asked, cells, question, folder)
-        plot = plot_question(question, asked, cells)
+        texts.append(f"### {question.title or question.name}")
+        if not cells:
+            texts.append("no results yet")
+        elif question.plot != "depth":  # of the dev split
+            texts += texts_of(asked, cells, question, folder)
+        plot = plot_question(question, asked)
         if plot is not None:
             files += write_plot(plot, folder, question.name)
-            section.blocks.append(figure_as_picture(plot, section.title))
-        section.blocks = section.blocks or [Text("no results yet")]
-        sections.append(section)
     results = {"summary": summary, "results": rows, "versions": recorded_versions()} | (about or {})
     write_json(folder / "results.json", results)
-    text = "\n\n".join([*map(section_as_text, sections), *sentences])
+    text = "\n\n".join([*texts, *sentences])
     write_complete(folder / "table.md", f"{text}\n")
     write_complete(folder / "table.csv", cells_as_lines(summary).to_csv(index=False))
-    page = Page(f"{folder}: a comparison", f"{len(rows)} results", [], sentences, sections)
-    write_page(folder / REPORT_PAGE, page)
     print(f"\n{text}\nwrote {folder}: {', '.join(files)}; see reports/")
     return results
 
 
-def blocks_of(asked: pd.DataFrame, cells: Cells, question: Question, folder: Path) -> list[Table | Text]:
-    """The table of a question, sentences below it, and the differences from the best; empty: there are no results."""
-    if not cells:
-        return []
+def texts_of(asked: pd.DataFrame, cells: Cells, question: Question, folder: Path) -> list[str]:
+    """The table of a question, sentences below it, and the differences from the best."""
     differences = differences_from_best(asked, folder)
-    of_best = [Text(DIFFERENCES), Table(*difference_table(differences))] if differences else []
-    return [Table(*table_of(cells)), *map(Text, remarks_on(asked, question)), *of_best]
-
-
-def section_as_text(section: Section) -> str:
-    """The tables and sentences of a question as Markdown."""
-    tables = [markdown_table(each.headings, each.rows) if isinstance(each, Table) else each for each in section.blocks]
-    texts = [each.text if isinstance(each, Text) else each for each in tables]
-    return "\n\n".join([f"### {section.title}", *(text for text in texts if isinstance(text, str))])
+    of_best = [DIFFERENCES, markdown_table(*difference_table(differences))] if differences else []
+    return [markdown_table(*table_of(cells)), *remarks_on(asked, question), *of_best]
 
 
 def cells_as_lines(summary: dict[str, Cells]) -> pd.DataFrame:
@@ -120,11 +106,10 @@ def cells_as_lines(summary: dict[str, Cells]) -> pd.DataFrame:
     for question, cells in summary.items():
         for encoder, of_encoder in cells.items():
             for column, cell in of_encoder.items():
-                score = RANK if column == RANK else ONE_CLASS.score_heading
-                low, high = cell.get("interval", (None, None))
-                names = {"question": question, "encoder": encoder, "column": column, "score": score}
-                lines.append(names | {"low": low, "high": high} | cell)
-    return pd.DataFrame(lines, columns=NUMBERS, dtype=object)
+                names = {"question": question, "encoder": encoder, "column": column}
+                score = {"score": RANK if column == RANK else ONE_CLASS.score_heading}
+                lines.append(names | score | cell | dict(zip(("low", "high"), cell.get("interval", ()), strict=False)))
+    return pd.DataFrame(lines, dtype=object).drop(columns="interval", errors="ignore")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

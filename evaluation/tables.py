@@ -200,8 +200,7 @@ def write_table(
         with progress_bar(unit="image", total=sum(map(len, splits))) as bar:
             for number, images in enumerate(splits):
                 write_parts(parts / f"{number:03d}", images, rows_of, bar.update)
-        files = sorted(parts.rglob("*.parquet"))
-        rows = pyarrow.dataset.dataset(files)
+        rows = pyarrow.dataset.dataset(sorted(parts.rglob("*.parquet")))
         broken = rows.to_table(["file", "error"]).to_pandas().dropna()
         if len(broken):
             named = shortened([*(broken.file + ": " + broken.error)], MAX_UNREADABLE_NAMED)
@@ -209,7 +208,7 @@ def write_table(
         described = {"mpp": mpp.__version__, "identity": parts.name} | identity
         described |= {"images": rows.count_rows(), "unreadable": len(broken)} | describe(rows)
         write_complete(about, json.dumps(described, indent=1, ensure_ascii=False))
-        join_parts(files, out)
+        join_parts(rows, out)
     delete(parts.parent)
     print(f"wrote {out}, {about.name}: {counted(described['images'], 'image')}, {len(broken)} unreadable")
 
@@ -224,8 +223,6 @@ def write_parts(
     folder.mkdir(parents=True, exist_ok=True)
     done = sum(pq.read_metadata(file).num_rows for file in folder.glob("*.parquet"))
     on_rows(done)
-    if done == len(images):
-        return
     waiting: list[pa.Table] = []
     for rows in rows_of(images.select(np.arange(done, len(images)))):
         waiting.append(rows)
@@ -238,10 +235,9 @@ def write_parts(
             waiting = []
 
 
-def join_parts(files: Sequence[Path], out: Path) -> None:
-    """Join the parts to one file, with one part in memory at a time."""
-    schema = pq.read_schema(files[0])
+def join_parts(rows: Rows, out: Path) -> None:
+    """Write the rows of all parts to one file, some of them in memory at a time."""
     write = pyarrow.csv.CSVWriter if out.suffix == ".csv" else pq.ParquetWriter
-    with complete(out) as partial, write(partial, schema) as writer:
-        for file in files:
-            writer.write_table(pq.read_table(file))
+    with complete(out) as partial, write(partial, rows.schema) as writer:
+        for part in rows.to_batches():
+            writer.write_batch(part)

@@ -14,8 +14,7 @@ from server import Command
 
 from evaluation import fewshot, finetune, knn
 from evaluation.comparison import run
-from evaluation.comparison.cases import TRAININGS
-from evaluation.comparison.digests import case_digest
+from evaluation.comparison.cases import TRAININGS, case_digest
 from evaluation.comparison.rows import divergence_of
 from evaluation.frozen import results
 from evaluation.frozen.run_images import record_source

@@ -10,8 +10,15 @@ from safetensors.torch import save_file
 
 from evaluation import compare
 from evaluation.comparison import run
-from evaluation.comparison.cases import TRAININGS, cases_of, evaluation_settings, local_encoder, read_entries
-from evaluation.comparison.digests import case_digest, relevant_settings
+from evaluation.comparison.cases import (
+    TRAININGS,
+    case_digest,
+    cases_of,
+    evaluation_settings,
+    local_encoder,
+    read_entries,
+    relevant_settings,
+)
 from evaluation.comparison.rows import cost_with_ancestors, describe_missing_seeds, report_path_of_case, training_cost
 from evaluation.comparison.run import step_flops, with_compute
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
@@ -38,6 +45,7 @@ def small(tmp_path):
     ("change", "message"),
     [
         ({"encoders": []}, "encoders is empty"),
+        ({"datasets": []}, "datasets is empty"),
         ({"encoders": [{"name": "a"}]}, "encoders: a: encoder is empty"),
         ({"datasets": [{"name": "a"}, {"name": "a"}]}, "datasets: names is .* all different"),
         ({"evaluations": [{"name": "a", "command": "magic"}]}, "command is magic; it must be fewshot or knn"),
@@ -119,9 +127,9 @@ def test_an_evaluation_on_images_of_its_own_is_one_of_these_and_of_no_other_data
     assert [evaluation_settings(case).data.path for case in cases] == ["one", "two", "sets/streets"]
 
 
-def only_case(encoder, evaluations=(KNN,), **entries):
+def only_case(encoder, evaluations=(KNN,), datasets=({"name": "d"},)):
     """The case of a comparison that has one."""
-    (case,) = cases_of(read_entries(CompareConfig(encoders=[encoder], evaluations=evaluations, **entries)))
+    (case,) = cases_of(read_entries(CompareConfig(encoders=[encoder], evaluations=evaluations, datasets=datasets)))
     return case
 
 
@@ -267,74 +275,6 @@ def test_images_are_read_as_the_encoders_were_unless_the_dataset_says_otherwise(
     case = only_case(encoder, datasets=[{"name": "scans", "options": options | {"data.path": "scans"}}])
     data = evaluation_settings(case).data
     assert data.channels == 1 and tuple(data.range) == expected
-
-
-def trained_on(name, **train_options):
-    """An entry of an encoder that learns from these images."""
-    return {"name": name, "encoder": f"runs/{name}", "train": "pretrain", "train_options": train_options}
-
-
-def images_of(encoders, evaluations=(KNN,), **entries):
-    """The name of each case's dataset and the path of its images."""
-    cases = cases_of(read_entries(CompareConfig(encoders=encoders, evaluations=evaluations, **entries)))
-    return [(case.dataset.name, evaluation_settings(case).data.path) for case in cases]
-
-
-def test_without_datasets_the_images_are_those_that_the_encoders_learned_from(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text("data: {path: folders, eval_fraction: 0.5}")
-    (tmp_path / "run").mkdir()
-    saved = {"path": str(tmp_path / "folders"), "eval_fraction": 0.5, "channels": 1, "train_images": 4}
-    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"data": saved}))
-    options = {"data.path": "folders", "data.eval_fraction": 0.5}
-    encoders = [
-        trained_on("a", **options),
-        trained_on("b", config="mine.yaml", **{"data.range": [0, 9]}),
-        {"name": "run", "encoder": "run"},
-        FLOOR,
-    ]
-    assert images_of(encoders) == [("folders", "folders")] * 4
-    line = "datasets is left out: the evaluations are on --data.path=folders --data.eval_fraction=0.5, from which"
-    assert line in capsys.readouterr().out
-    cases = cases_of(read_entries(CompareConfig(encoders=encoders, evaluations=[KNN])))
-    read = [(evaluation_settings(case).data.channels, evaluation_settings(case).data.train_images) for case in cases]
-    assert read == [(3, None), (3, None), (1, None), (3, None)]
-
-
-@pytest.mark.parametrize(
-    ("encoders", "words"),
-    [
-        ([FLOOR], "are on the package's birds, since no encoder has a run"),
-        ([FLOOR, trained_on("a")], "are on the package's birds, from which the encoders learned"),
-    ],
-)
-def test_without_datasets_and_images_of_the_encoders_they_are_the_birds(encoders, words, capsys):
-    assert images_of(encoders) == [("birds", None)] * len(encoders)
-    assert words in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (trained_on("other"), "folders; the package's birds"),
-        (
-            trained_on("other", **{"data.path": "folders", "data.eval_split": None}),
-            "--data.eval_split=null",
-        ),
-    ],
-)
-def test_encoders_of_different_images_need_datasets(other, words):
-    encoders = [trained_on("a", **{"data.path": "folders"}), other]
-    with pytest.raises(UserError) as error:
-        images_of(encoders)
-    message = str(error.value)
-    assert message.startswith("datasets is left out; it must be such as [{name: mine, options: {data.path: FOLDER}}]: ")
-    assert words in message and "\n" not in message
-    assert images_of(encoders, datasets=[{"name": "birds"}]) == [("birds", None)] * 2
-    evaluations = [KNN | {"options": {"data.path": "theirs"}}]
-    assert images_of(encoders, evaluations) == [("theirs", "theirs")] * 2
-    masked = [{"name": "masked patches", "command": "masked"}]
-    assert len(cases_of(read_entries(CompareConfig(encoders=encoders, evaluations=masked)))) == 2  # of each run's own
 
 
 def test_compute_is_also_that_of_what_a_run_stands_on(tmp_path):

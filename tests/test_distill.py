@@ -17,8 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation import finetune, supervised
-from evaluation.comparison.cases import EncoderEntry, encoders_of
-from evaluation.comparison.digests import relevant_settings
+from evaluation.comparison.cases import EncoderEntry, encoders_of, relevant_settings
 from evaluation.config import DistillConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.supervised import Classification

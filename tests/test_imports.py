@@ -13,10 +13,8 @@ from timm.models import _registry as registry
 
 import mpp
 from evaluation import report, visualize
-from evaluation.comparison.cases import EncoderEntry, cases_of, read_entries, training_settings
-from evaluation.comparison.digests import case_digest
-from evaluation.config import CompareConfig, SweepConfig
-from evaluation.sweep import next_training, plan_sweep
+from evaluation.comparison.cases import EncoderEntry, case_digest, cases_of, read_entries, training_settings
+from evaluation.config import CompareConfig
 from mpp.config import Config, imports
 from mpp.config.imports import import_words, imported, name_of_import, take_imports
 from mpp.config.parsing import parse
@@ -337,16 +335,6 @@ def test_a_plan_that_is_read_without_its_code_is_refused(setting):
     entry = EncoderEntry("own", "runs/own", train="pretrain", train_options={setting: "mine"})
     with pytest.raises(UserError, match=rf"{setting} is mine; it must be .* registered by --import"):
         training_settings(entry, 0)
-
-
-def test_the_next_command_of_a_sweep_imports_the_code(brightness, tmp_path):
-    page = {"dir": str(tmp_path / "sweep"), "settings": {"objective.name": "brightness"}, "vary": {"optim.lr": [0.1]}}
-    page["evaluate"] = {"command": "knn"}
-    (tmp_path / "sweep.yaml").write_text(json.dumps(page))
-    config = parse(SweepConfig, [f"--import={brightness}", "--config", str(tmp_path / "sweep.yaml")])
-    plan = plan_sweep(config)
-    command = next_training(config, next(iter(plan.trials.values()))).removeprefix("next: ")
-    assert f"mpp pretrain --import={brightness} " in command
 
 
 def test_loader_processes_that_do_not_fork_import_the_code(brightness):

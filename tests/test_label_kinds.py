@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score, mean_absolute_error, r2_sco
 from sklearn.neighbors import KNeighborsRegressor
 
 from evaluation import features, fewshot, knn, linear
-from evaluation.comparison.rows import with_known_numbers
+from evaluation.comparison.rows import frame_of
 from evaluation.config import KnnConfig, LinearConfig
 from evaluation.figures.charts import markdown_table
 from evaluation.frozen import features as frozen_features
@@ -292,8 +292,8 @@ def test_a_figure_that_images_do_not_have_is_null_in_files_and_a_dash_in_tables(
     assert KINDS["number"].rows(read["results"][0]) == rows
     assert KINDS["several"].text_of_scores(read["summary"]["0"]) == "-"
     assert KINDS["several"].text_of_scores(summarize_accuracies(read["results"], "seed")["1"]) == "-"
-    row = with_known_numbers({"kind": "test"} | read["results"][0])
-    assert np.isnan(row["accuracy"]) and "interval" not in row
+    row = frame_of([{"kind": "test"} | read["results"][0]]).iloc[0]
+    assert np.isnan(row.accuracy) and row.isna().interval
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import yaml
 from comparisons import cases_in
 from conftest import ROOT
 
-from evaluation.comparison.cases import cases_of, evaluation_settings, read_entries
+from evaluation.comparison.cases import TRUNK_SETTING, case_digest, cases_of, evaluation_settings, read_entries
 from evaluation.comparison.differences import differences_from_best
-from evaluation.comparison.digests import case_digest
 from evaluation.comparison.rows import frame_of, read_published, rows_asked
 from evaluation.config import (
     CompareConfig,
@@ -84,8 +83,7 @@ def test_every_case_of_a_comparison_file_parses(path):
     cases = cases_of(read_entries(config))
     teachers = {str(entry.get("train_options", {}).get("objective.teacher")) for entry in config.encoders}
     evaluated = {case.encoder.entry.encoder for case in cases}
-    branched_from = {entry.get("branch_of") for entry in config.encoders}
-    trunks = {entry["encoder"] for entry in config.encoders if entry["name"] in branched_from}
+    trunks = {str(entry.get("train_options", {}).get(TRUNK_SETTING)).split("@")[0] for entry in config.encoders}
     assert {entry["encoder"] for entry in config.encoders} - evaluated <= teachers | trunks
     if (RESULTS / path.stem / "results.json").exists():
         return  # test_published_results_are_found_by_their_digests parses each case

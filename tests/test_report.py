@@ -16,9 +16,7 @@ from conftest import ROOT, TINY, encoded, picture
 from PIL import Image
 
 from evaluation import check, contrastive
-from evaluation.compare import write_comparison
 from evaluation.config import EVERY
-from evaluation.config.comparing import Question
 from evaluation.figures.charts import figure_style, plot_confusion, write_details
 from evaluation.frozen.results import describe_random_weights, write_report
 from evaluation.metrics.scoring import (
@@ -428,17 +426,6 @@ def test_random_weights_are_named_case_by_case():
     of_cases = {shots: {"mean": share, "std": 0.01, "count": 3} for shots, share in (("1", 0.1), ("25", 0.2))}
     report = {"protocol": {"random": False, "encoder": "run"}, "baselines": {"random weights": {"summary": of_cases}}}
     assert describe_random_weights(Path("fewshot.json"), report) == "random weights 10.0 ± 1.0% (1), 20.0 ± 1.0% (25)"
-
-
-def test_a_comparison_has_a_page(tmp_path):
-    about = {"encoder_seed": 0, "seed": 0, "evaluation": "few-shot", "dataset": "birds", "group": None, "digest": "x"}
-    of_test = about | {"kind": "test", "case": "5"}
-    rows = [of_test | {"encoder": SCRIPT, "accuracy": 0.6}, of_test | {"encoder": "floor", "accuracy": 0.4}]
-    questions = [Question("first", title=f"Which? {SCRIPT}"), Question("empty", encoders=["nobody"])]
-    write_comparison(tmp_path, questions, rows, sentences=["Without seed 2."])
-    page = read(tmp_path / "report.html")
-    assert_has(page, SCRIPT, "60.0", "40.0", "no results yet", "Without seed 2.")
-    assert page.tags["img"] == 1
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")

@@ -11,8 +11,7 @@ from conftest import ROOT, Killed, kill_at
 from server import Command
 
 from evaluation.comparison import run
-from evaluation.comparison.cases import encoders_of, read_entries
-from evaluation.comparison.digests import training_digest
+from evaluation.comparison.cases import TRUNK_SETTING, encoders_of, read_entries, training_digest
 from evaluation.comparison.rows import cost_with_ancestors, was_never_trained
 from evaluation.config import CompareConfig
 from evaluation.frozen.run_images import lineage
@@ -20,11 +19,12 @@ from mpp.config.parsing import parse
 from mpp.errors import Diverged, UserError
 from mpp.training.checkpoint import kept_steps
 from mpp.training.history import PFLOP
+from mpp.training.run_folder import same_until
 
 STABLE = {"optim.schedule": "constant", "optim.warmup_steps": 1, "run.keep_checkpoints": 1}
 COOLED = {"optim.schedule": "wsd", "optim.cooldown": 0.5}
-LENGTHS = (4, 6, 8)
-"""Steps of the branches: they part from their trunk after 2, 3 and 4 steps."""
+LENGTHS = {4: 2, 6: 3, 8: 4}
+"""Steps of each branch, and the step at which it parts from its trunk."""
 WEIGHTS = Path("encoder") / "model.safetensors"
 
 
@@ -41,16 +41,17 @@ def small(tmp_path):
 
 def trunk(folder, **options):
     """The entry of a trunk of 5 steps."""
-    options = TINY_TRAINING | STABLE | {"run.steps": 5} | options
+    options = TINY_TRAINING | STABLE | {"run.steps": 5, "run.keep_at": [2, 3, 4]} | options
     return {"name": "trunk", "encoder": f"{folder}/trunk_{{seed}}", "train": "pretrain", "train_options": options}
 
 
 def branches(folder):
     """The entries of three branches."""
     entries = []
-    for steps in LENGTHS:
-        options = COOLED | {"run.steps": steps}
-        entry = {"name": f"{steps} steps", "encoder": f"{folder}/of_{steps}_{{seed}}", "branch_of": "trunk"}
+    for steps, parting in LENGTHS.items():
+        options = TINY_TRAINING | STABLE | COOLED | {"run.steps": steps}
+        options[TRUNK_SETTING] = f"{folder}/trunk_{{seed}}@{parting}"
+        entry = {"name": f"{steps} steps", "encoder": f"{folder}/of_{steps}_{{seed}}", "train": "pretrain"}
         entries.append(entry | {"train_options": options})
     return entries
 
@@ -136,57 +137,22 @@ def hurry() -> None:
     run.RETRY_S = 0.2
 
 
-def test_a_trunk_that_diverges_is_a_finding_for_the_branches_that_part_later(small, tmp_path, monkeypatch):
-    """It is trained once. A branch that parted before has no part in it, as a separate run has none."""
+def test_a_branch_of_a_trunk_that_diverges_has_no_result(small, tmp_path, monkeypatch):
+    """A separate run might not have diverged: it parts before."""
     began = []
 
     def train(config, _):
-        began.append(config.run.branch_from or Path(config.run.dir).name)
-        folder = Path(config.run.dir)
-        if folder.name == "trunk_0":
-            for step in (2, 3):
-                (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
-            raise Diverged("the loss is nan")
+        began.append(Path(config.run.dir).name)
+        raise Diverged("the loss is nan")
 
     monkeypatch.setattr(run, "train", train)
-    encoders = encoders_in(small)
-    of_trunk = f"{tmp_path}/trunk_0"
-    with pytest.raises(Diverged, match=f"^{of_trunk}, which it branches from: the loss is nan$"):
-        run.train_encoder(encoders["8 steps", 0], tmp_path / "out")
-    run.train_encoder(encoders["4 steps", 0], tmp_path / "out")
-    run.train_encoder(encoders["6 steps", 0], tmp_path / "out")
-    assert began == ["trunk_0", f"{of_trunk}@2", f"{of_trunk}@3"]
-    findings = {steps: was_never_trained(encoders[f"{steps} steps", 0], tmp_path / "out") for steps in LENGTHS}
-    assert findings == {4: False, 6: False, 8: True}
-    with pytest.raises(Diverged, match="delete it to try again"):
-        run.train_encoder(encoders["8 steps", 0], tmp_path / "out")
-    assert len(began) == 3
-
-
-@pytest.mark.faults
-def test_the_table_says_that_a_trunk_diverged(small, tmp_path):
-    ask_longest(small, tmp_path)
-    for entry in small.config["encoders"]:
-        entry["train_options"]["optim.lr"] = 1e30
-    assert small.compare()["summary"]["curve"]["8 steps"]["kNN"] == {"diverged": 1}
-
-
-@pytest.mark.parametrize(("kept", "begin"), [((2, 5), 2), ((1, 5), 1), ((3, 5), None)])
-def test_a_trunk_that_was_trained_without_the_checkpoint(small, tmp_path, monkeypatch, kept, begin):
-    for step in kept:
-        (tmp_path / "trunk_0" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
-    trained = {}
-    monkeypatch.setattr(run, "train", lambda config, _: trained.setdefault(Path(config.run.dir).name, config.run))
     branch = encoders_in(small)["4 steps", 0]
-    where = f"step 2, where {tmp_path}/of_4_0 parts from it"
-    if begin is None:
-        command = f"up to {where}; rm -r {tmp_path}/trunk_0, and the same command makes it again"
-        with pytest.raises(UserError, match=command):
+    for _ in range(2):
+        with pytest.raises(Diverged, match="the loss is nan"):
             run.train_encoder(branch, tmp_path / "out")
-        return
-    run.train_encoder(branch, tmp_path / "out")
-    assert trained["trunk_0"].keep_at == (2, 3, 4)
-    assert trained["of_4_0"].branch_from == f"{tmp_path}/trunk_0@{begin}"
+    assert began == ["trunk_0"]
+    assert was_never_trained(branch.parents[TRUNK_SETTING], tmp_path / "out")
+    assert not was_never_trained(branch, tmp_path / "out")
 
 
 def encoders_in(small):
@@ -195,72 +161,26 @@ def encoders_in(small):
     return encoders_of(entries.encoders)
 
 
-def test_each_seed_has_its_own_trunk_and_what_shares_its_folder_keeps_the_steps_too(small, tmp_path):
+def test_each_seed_has_its_own_trunk(small, tmp_path):
     first, *_, last = small.config["encoders"]
     first["seeds"] = last["seeds"] = [0, 1]
-    small.config["encoders"] = [{"name": "architecture", "encoder": last["encoder"], "random": True}, first, last]
+    small.config["encoders"] = [first, last]
     encoders = encoders_in(small)
     for seed in (0, 1):
         branch = encoders["4 steps", seed]
-        assert branch.trunk.path == tmp_path / f"trunk_{seed}"
-        assert (branch.trunk.settings.run.seed, branch.settings.run.seed) == (seed, seed)
-        assert run.settings_to_train(branch.trunk).run.keep_at == (2,)
-    assert run.settings_to_train(encoders["architecture", 0]).run.keep_at == (2,)
+        of_trunk = branch.parents[TRUNK_SETTING]
+        assert of_trunk is encoders["trunk", seed] and of_trunk.path == tmp_path / f"trunk_{seed}"
+        assert (of_trunk.settings.run.seed, branch.settings.run.seed) == (seed, seed)
 
 
-def test_lengths_may_follow_from_compute(small):
-    for entry, pflop in ((small.config["encoders"][0], 8e-6), (small.config["encoders"][-1], 5e-6)):
-        del entry["train_options"]["run.steps"]
-        entry["compute"] = pflop
-    branch = encoders_in(small)["4 steps", 0]
-    assert "run.steps" not in branch.entry.train_options  # the digest of a separate run has none either
-    steps = run.settings_to_train(branch).run.steps
-    of_trunk = run.settings_to_train(branch.trunk).run
-    assert steps == pytest.approx(8 / 5 * of_trunk.steps, abs=1)
-    assert of_trunk.keep_at == (3, 4, steps - round(steps / 2))
-
-
-@pytest.mark.parametrize(
-    ("entry", "change", "message"),
-    [
-        (0, {"branch_of": "stem"}, r"encoders: 4 steps: branch_of is stem; it must be another entry"),
-        (0, {"branch_of": "4 steps"}, r"branch_of is 4 steps; it must be another entry"),
-        (1, {"branch_of": "4 steps"}, r"encoders: 6 steps: branch_of is 4 steps; it must be another entry"),
-        (0, {"train": "supervised"}, "encoders: 4 steps: branch_of is trunk; it must be another entry, with the same"),
-        (0, {"encoder": "FOLDER/trunk_{seed}"}, "trunk_0 would be made from itself"),
-        (0, {"seeds": [0, 1]}, "encoders: 4 steps: seeds is 1; it must be among the seeds of its trunk, trunk"),
-        (0, {"train_options": COOLED}, "train_options is .*; it must be with run.steps, or compute"),
-        (0, {"optim.lr": 0.5}, "encoders: 4 steps: optim.lr is 0.5; it must be 0.01, as in its trunk"),
-        (0, {"run.seed": 7}, "encoders: 4 steps: run.seed is 7; it must be 0, as in its trunk"),
-        (
-            0,
-            {"optim.schedule": "linear", "optim.cooldown": 0.2},
-            "4 steps: run.steps is 4; it must be such that its first steps",
-        ),
-        (3, {"optim.schedule": "cosine"}, "run.steps is 4; it must be such that its first steps have the rates"),
-        (3, {"objective.name": "features"}, "run.steps is 4; it must be such that its first steps"),
-    ],
-)
-def test_branches_that_cannot_be_are_named_before_anything_is_done(small, tmp_path, entry, change, message):
-    changed = small.config["encoders"][entry]
-    for name, value in change.items():
-        if "." in name:
-            changed["train_options"][name] = value
-        else:
-            changed[name] = value.replace("FOLDER", str(tmp_path)) if isinstance(value, str) else value
-    with pytest.raises(UserError, match=message) as error:
+def test_a_branch_of_itself_is_refused(small, tmp_path):
+    small.config["encoders"][0]["encoder"] = f"{tmp_path}/trunk_{{seed}}"
+    small.config["encoders"] = small.config["encoders"][:1]
+    with pytest.raises(UserError, match="trunk_0 would be made from itself"):
         encoders_in(small)
-    assert "\n" not in str(error.value)
-
-
-def test_a_teacher_that_moves_by_steps_may_have_a_trunk(small):
-    small.config["encoders"][-1]["train_options"] |= {"objective.name": "features", "objective.half_life": [4, 4]}
-    assert encoders_in(small)["4 steps", 0].settings.objective.half_life == (4, 4)
 
 
 def test_the_digest_of_a_branch_is_that_of_the_separate_run(small, tmp_path):
-    for entry in small.config["encoders"]:
-        entry["train_options"]["run.keep_at"] = [2]
     branched = encoders_in(small)
     alone = encoders_in(separate(small, tmp_path))
     for steps in LENGTHS:
@@ -270,12 +190,14 @@ def test_the_digest_of_a_branch_is_that_of_the_separate_run(small, tmp_path):
 
 def test_the_example_of_the_page_is_carried_out_as_the_page_says(tmp_path):
     page = (ROOT / "evaluation" / "compare.md").read_text()
-    (example,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "branch_of" in block)
+    (example,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if TRUNK_SETTING in block)
     file = tmp_path / "curve.yaml"
     file.write_text(example)
     cases = cases_in(file)
     assert len(cases) == 6
-    trunk = cases["8,000 steps", 2, "few-shot", "cifar10"].encoder
-    assert run.settings_to_train(trunk).run.keep_at == (1600,)
-    branch = cases["2,000 steps", 2, "few-shot", "cifar10"].encoder
-    assert branch.trunk.path == trunk.path and run.settings_to_train(branch).run.steps == 2000
+    trunk = cases["8,000 steps", 2, "few-shot", "CIFAR-10"].encoder
+    branch = cases["2,000 steps", 2, "few-shot", "CIFAR-10"].encoder
+    assert branch.parents == {TRUNK_SETTING: trunk}
+    parting = branch.settings.optim.stable_steps(branch.settings.run.steps)
+    assert trunk.settings.run.keep_at == (parting,) and branch.settings.run.branch_from.endswith(f"@{parting}")
+    assert same_until(branch.settings, trunk.settings, parting) == parting

@@ -9,17 +9,23 @@ rank: the effective rank of test features at a depth; diverged: no more.
 """
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from evaluation.comparison.cases import Case, Encoder, Question, local_encoder
-from evaluation.comparison.digests import case_digest, digests_of_images, provenance, training_digest
-from evaluation.frozen.run_images import parent_encoders
+from evaluation.comparison.cases import (
+    TRUNK_SETTING,
+    Case,
+    Encoder,
+    case_digest,
+    provenance,
+    training_digest,
+)
+from evaluation.config.comparing import Question
+from evaluation.frozen.run_images import find_run, lineage
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.scoring import ONE_CLASS, kind_of_report, rank_of
 from mpp.errors import UserError
@@ -38,8 +44,9 @@ figures: the others; baselines: scores that look at no image; outcomes: place of
 
 
 def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
-    """Rows as a frame with all COLUMNS; what is not known is NaN."""
-    return pd.DataFrame(list(rows), columns=COLUMNS)
+    """Rows as a frame with all COLUMNS. What is not known is NaN, as null is; such an accuracy has no interval."""
+    frame = pd.DataFrame(list(rows), columns=COLUMNS).astype({"accuracy": float})
+    return frame.assign(interval=frame.interval.where(frame.accuracy.notna()))
 
 
 def rows_asked(frame: pd.DataFrame, question: Question) -> pd.DataFrame:
@@ -60,8 +67,8 @@ def report_path_of_case(case: Case, folder: Path) -> Path:
         folder: of the comparison.
     """
     reports = folder / "reports"
-    by_digest = sorted(reports.glob(f"*-{case_digest(case)}.json"))
-    return by_digest[0] if by_digest else reports / f"{case.slug}-{case_digest(case)}.json"
+    end = f"-{case_digest(case)}.json"
+    return min(reports.glob(f"*{end}"), default=reports / f"{case.slug}{end}")
 
 
 def read_report(case: Case, folder: Path) -> dict[str, Any] | None:
@@ -94,14 +101,12 @@ def read_new_report(case: Case, file: Path) -> dict[str, Any]:
 
 def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[Row]:
     """The results of a report; of several depths, scores at the one that counts."""
-    protocol, kind = report["protocol"], kind_of_report(report)
-    figure = kind.score_heading if kind.name in ("several", "number") else ""
-    is_accuracy = kind.score_heading == ONE_CLASS.score_heading
-    about = {"seed": 0} | ({} if is_accuracy else {"score": kind.score_heading})
+    protocol, heading = report["protocol"], kind_of_report(report).score_heading
+    about = {"seed": 0} | ({"score": heading} if heading != ONE_CLASS.score_heading else {})
     is_tested = protocol.get("test", True)
     if not is_tested and case.kind == "fine-tuning":
         best = max(report["dev"], key=lambda each: rank_of(each["accuracy"]))  # of its learning rates
-        yield about | {"kind": "validation", "case": figure} | best
+        yield about | {"kind": "validation", "case": ""} | best
         return
     chosen = protocol.get("chosen_depth")
     labels = {key: value for key, value in report.get("labels", {}).items() if key in ("images", "baselines") and value}
@@ -109,8 +114,8 @@ def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[R
         if result.get("depth", chosen) != chosen:
             continue
         name = result.get("case", result.get(case.evaluation.case_key, ""))
-        row = {"kind": "test" if is_tested else "validation", "case": f"{name} {figure}".strip()}
-        row |= {"accuracy": result["accuracy"]} | {key: result[key] for key in OF_RESULTS if key in result} | labels
+        row = {"kind": "test" if is_tested else "validation", "case": str(name), "accuracy": result["accuracy"]}
+        row |= {key: result[key] for key in OF_RESULTS if key in result} | labels
         if "outcomes" in result:
             row["outcomes"] = {"report": f"{file.parent.name}/{file.name}", "number": result["outcomes"]}
         yield about | row
@@ -130,12 +135,11 @@ def rows_of(case: Case, folder: Path) -> list[Row]:
     if report is None:
         return []
     about = case.labels | {"digest": case_digest(case)} | training_cost(case.encoder)
-    of_images = digests_of_images(report.get("comparison", {}))
-    about |= {"image_digests": of_images} if of_images else {}
-    about |= {"mpp": report["mpp"]} if "mpp" in report else {}
+    known = {"image_digests": report.get("comparison", {}).get("images"), "mpp": report.get("mpp")}
+    about |= {name: value for name, value in known.items() if value}
     if "diverged" in report:
         return [about | {"kind": "diverged"}]
-    return [about | with_known_numbers(row) for row in rows_of_report(case, report, report_path_of_case(case, folder))]
+    return [about | row for row in rows_of_report(case, report, report_path_of_case(case, folder))]
 
 
 def divergence_of(encoder: Encoder, folder: Path) -> Path:
@@ -145,7 +149,8 @@ def divergence_of(encoder: Encoder, folder: Path) -> Path:
 
 def was_never_trained(encoder: Encoder, folder: Path) -> bool:
     """Whether the training of the encoder diverged, or that of a parent."""
-    if any(was_never_trained(parent, folder) for parent in encoder.parents.values()):
+    parents = [parent for setting, parent in encoder.parents.items() if setting != TRUNK_SETTING]
+    if any(was_never_trained(parent, folder) for parent in parents):
         return True
     return not encoder.entry.random and divergence_of(encoder, folder).is_file()
 
@@ -160,17 +165,10 @@ def read_published(file: str | None) -> dict[str, list[Row]]:
     try:
         results = json.loads(Path(file).read_text(encoding="utf-8"))["results"] if file else []
         for row in results:
-            by_digest.setdefault(row["digest"], []).append(with_known_numbers(row))
+            by_digest.setdefault(row["digest"], []).append(row)
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None
     return by_digest
-
-
-def with_known_numbers(row: Row) -> Row:
-    """A row of a file with NaN instead of null, an accuracy that the images do not have; it has no interval."""
-    if row.get("accuracy", 0) is not None:
-        return row
-    return {key: value for key, value in row.items() if key != "interval"} | {"accuracy": math.nan}
 
 
 def with_interval(row: Row, case: Case) -> Row:
@@ -182,7 +180,7 @@ def with_interval(row: Row, case: Case) -> Row:
     return row | {"images": images, "interval": list(wilson(row["accuracy"] * images, images))}
 
 
-def describe_missing_seeds(cases: Iterable[Case], rows: Sequence[Row]) -> list[str]:
+def describe_missing_seeds(cases: Iterable[Case], rows: Iterable[Row]) -> list[str]:
     """A sentence on the encoders that have results at some of their seeds only: the others are running, or failed.
 
     Args:
@@ -190,9 +188,9 @@ def describe_missing_seeds(cases: Iterable[Case], rows: Sequence[Row]) -> list[s
     """
     names = ("encoder", "evaluation", "dataset", "encoder_seed")
     found = {tuple(row[name] for name in names) for row in rows}
-    places = {place[:3] for place in found}
+    begun = {place[:-1] for place in found}
     asked = [tuple(case.labels[name] for name in names) for case in cases]
-    lacking = [place for place in asked if place[:3] in places and place not in found]
+    lacking = [place for place in asked if place[:-1] in begun and place not in found]
     words = "; ".join("{} in {} on {} (seed {})".format(*place) for place in lacking)
     return [f"Means are without the seeds that have no result yet: {words}."] if lacking else []
 
@@ -214,33 +212,13 @@ def training_cost(encoder: Encoder) -> Row:
     return costs
 
 
-def cost_with_ancestors(run: Path, scalar: str) -> float:
+def cost_with_ancestors(encoder: Path, scalar: str) -> float:
     """The cost of a run and of all that it was made from, each once. A branch's counts from its first step on.
 
     Args:
         scalar: that grows with training: PFLOP or DEVICE_HOURS.
     Raises:
-        UserError: one of them has no record of it.
+        UserError: one of them has no record of it, such as a published model.
     """
-    return sum(last_scalars(each, scalar)[scalar] for each in with_ancestors(run))
-
-
-def with_ancestors(run: Path) -> list[Path]:
-    """A run, the runs that it began from and learned from, and theirs, each once.
-
-    Raises:
-        UserError: one of them is a published model.
-    """
-    found: dict[Path, Path] = {}
-    waiting = [run]
-    while waiting:
-        each = waiting.pop(0)
-        if each.resolve() in found:
-            continue
-        found[each.resolve()] = each
-        for encoder in parent_encoders(each).values():
-            parent = local_encoder(encoder)
-            if parent is None:
-                raise UserError(f"{each} builds on {encoder}, whose cost is unknown")
-            waiting.append(parent)
-    return list(found.values())
+    runs = {Path(find_run(name) or name).resolve(): None for name in lineage(str(encoder))}
+    return sum(last_scalars(run, scalar)[scalar] for run in runs)

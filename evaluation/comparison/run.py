@@ -15,8 +15,18 @@ from typing import Any, TypeVar
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
-from evaluation.comparison.cases import TRAININGS, Case, Encoder, evaluation_settings, parting_step
-from evaluation.comparison.digests import case_digest, changed_images, code_version, digest_of, label_task, provenance
+from evaluation.comparison.cases import (
+    TRAININGS,
+    Case,
+    Encoder,
+    case_digest,
+    code_version,
+    digest_of,
+    digests_of_images,
+    evaluation_settings,
+    label_task,
+    provenance,
+)
 from evaluation.comparison.rows import (
     Row,
     divergence_of,
@@ -38,9 +48,7 @@ from mpp.runtime.files import Held, hold
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.messages import note, tell, warn
 from mpp.runtime.start import user_message
-from mpp.training.checkpoint import kept_steps, newest_step
 from mpp.training.flops import flops_of_step
-from mpp.training.log import read_history
 from mpp.training.run import fingerprint_first_weights, train
 from mpp.training.run_folder import is_finished, read_record
 
@@ -66,21 +74,22 @@ def carry_out(cases: Sequence[Case], config: CompareConfig | SweepConfig, write:
     folder = Path(config.dir)
     record_source.cache_clear()  # images may have changed since this process compared others
     published = read_published(config.extends)
+    taken: dict[Case, list[Row]] = {}
     for case in cases:  # this parses the settings of each
-        rows = published.get(case_digest(case))
-        changed = changed_images(case, rows[0].get("image_digests", {})) if rows else []
+        known = published.get(case_digest(case), [])
+        recorded = known[0].get("image_digests") if known else None
+        here = digests_of_images(case, only_here=True) if recorded else {}
+        changed = [name for name, digest in here.items() if recorded.get(name, digest) != digest]
         if changed:
             note(f"{case.slug} is not taken from {config.extends}: other images by now ({', '.join(changed)})")
-            del published[case_digest(case)]
-    missing = [case for case in cases if case_digest(case) not in published]
+        elif known:
+            taken[case] = [row | case.labels for row in known]
     with features_shared():
+        missing = [case for case in cases if case not in taken]
         failures = [] if config.tabulate else evaluate_cases(missing, folder)
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
-        rows = []
-        for case in cases:
-            known = published.get(case_digest(case))
-            of_case = [row | case.labels for row in known] if known else rows_of(case, folder)
-            rows += [with_interval(row, case) for row in of_case]
+        of_cases = [(case, taken.get(case) or rows_of(case, folder)) for case in cases]
+        rows = [with_interval(row, case) for case, of_case in of_cases for row in of_case]
         result = write(rows)
     if failures:
         raise UserError(f"{len(failures)} of {len(cases)} evaluations failed, such as {failures[0]}")
@@ -174,7 +183,7 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
     """Train an encoder, its parents first; a finished run is left as it is, an interrupted one continues.
 
     Raises:
-        Held: another process trains it, a parent or its trunk.
+        Held: another process trains it, or a parent.
         Diverged: the training did, now or before.
     """
     for parent in encoder.parents.values():
@@ -192,8 +201,6 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
         if divergence.is_file():
             message = json.loads(divergence.read_text(encoding="utf-8"))["diverged"]
             raise Diverged(f"{message} (recorded in {divergence}; delete it to try again)")
-        if encoder.trunk is not None and not newest_step(Path(config.run.dir)):
-            config = branch_from_trunk(encoder, config, folder)
         train(config, TRAININGS[encoder.entry.train].build_task)
     except Diverged as error:
         if not divergence.is_file():
@@ -205,19 +212,10 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
 
 @cache
 def settings_to_train(encoder: Encoder) -> TrainingConfig:
-    """Settings of an encoder's training, with as many steps as its compute allows: to know these, images are loaded.
-
-    A trunk keeps the checkpoints that its branches continue from.
-    """
-    config = TRAININGS[encoder.entry.train].resolve(encoder.settings)
-    if encoder.entry.compute is not None:
-        config = with_compute(encoder.entry.train, config, encoder.entry.compute)
-    config = replace(config, optim=config.optim.resolved(config.run.steps))
-    partings = set(config.run.keep_at or ())
-    for branch in encoder.branches:
-        partings.add(parting_step(settings_to_train(branch), config, f"encoders: {branch.entry.name}"))
-    keep_at = tuple(sorted(partings)) or None
-    return replace(config, run=replace(config.run, keep_at=keep_at))
+    """Settings of an encoder's training, with as many steps as its compute allows: to know these, images are loaded."""
+    entry = encoder.entry
+    config = TRAININGS[entry.train].resolve(encoder.settings)
+    return config if entry.compute is None else with_compute(entry.train, config, entry.compute)
 
 
 def with_compute(command: str, config: TrainingConfig, pflop: float) -> TrainingConfig:
@@ -250,8 +248,7 @@ def refuse_other_beginning(config: TrainingConfig, folder: Path) -> None:
     for split, images in now.items():
         compared[split] = {"files": images["files"]}
         recorded = before.get(split, {})
-        learned_from_all = recorded.get("images") == images["images"]
-        if recorded.get("labels") and learned_from_all:  # a run on some of the images recorded the labels of these
+        if recorded.get("labels") and recorded["images"] == images["images"]:  # a run on some recorded these labels
             compared[split]["labels"] = images["labels"]
     changed = differences(before, compared)
     if changed:
@@ -259,27 +256,3 @@ def refuse_other_beginning(config: TrainingConfig, folder: Path) -> None:
             f"{folder} was started with other images or weights ({'; '.join(changed)}); "
             "remove this folder to train again, or restore the original ones"
         )
-
-
-def branch_from_trunk(encoder: Encoder, config: TrainingConfig, folder: Path) -> TrainingConfig:
-    """A branch's settings with the checkpoint that it continues from. Its trunk is trained first, to the trunk's end.
-
-    Raises:
-        Held: another process trains the trunk.
-        Diverged: the trunk did, before the branch parts from it.
-        UserError: the trunk was trained without a checkpoint that the branch can continue from.
-    """
-    of_trunk = settings_to_train(encoder.trunk)
-    trunk = Path(of_trunk.run.dir)
-    parting = parting_step(config, of_trunk, f"encoders: {encoder.entry.name}")
-    try:
-        train_encoder(encoder.trunk, folder)
-    except Diverged as error:
-        logged = [line["step"] for line in read_history(trunk)]
-        if max(logged, default=0) <= parting and newest_step(trunk) < parting:
-            raise Diverged(f"{trunk}, which it branches from: {error}") from error
-    kept = [step for step in kept_steps(trunk) if step <= parting]
-    if not kept:
-        where = f"step {parting}, where {encoder.path} parts from it"
-        raise UserError(f"{trunk} has no checkpoint up to {where}; rm -r {trunk}, and the same command makes it again")
-    return replace(config, run=replace(config.run, branch_from=f"{trunk}@{kept[-1]}"))

@@ -47,13 +47,11 @@ def cells_by_encoder(frame: pd.DataFrame, question: Question | None = None) -> C
     Args:
         question: where it plots against compute, each cell has the mean PFLOP and device-hours of its accuracies.
     """
-    scored = in_columns(frame)
-    cells: Cells = {encoder: {} for encoder in scored.encoder.unique()}
-    for column, of_column in scored.groupby("column", sort=False):
-        for encoder, rows in of_column.groupby("encoder", sort=False):
-            cells[encoder][column] = cell_of(rows, question)
-    if frame.dataset.nunique() == 1:
-        for encoder, rows in frame[frame.encoder.isin(cells)].groupby("encoder", sort=False):
+    cells: Cells = {}
+    for (encoder, column), rows in in_columns(frame).groupby(["encoder", "column"], sort=False):
+        cells.setdefault(encoder, {})[column] = cell_of(rows, question)
+    for encoder, rows in frame.groupby("encoder") if frame.dataset.nunique() == 1 else []:
+        if encoder in cells:
             cells[encoder] |= cells_beside(rows)
     return cells
 
@@ -98,15 +96,15 @@ def cell_of(rows: pd.DataFrame, question: Question | None = None) -> Cell:
     return cell
 
 
-def mean_and_spread(rows: pd.DataFrame, key: str = "accuracy") -> Cell:
+def mean_and_spread(rows: pd.DataFrame) -> Cell:
     """Mean and standard deviation over seeds, of the encoder and of the draws.
 
     With the 95 % `interval` over test images and draws, where all rows have one: the mean over the encoder's seeds.
     """
-    by_seed = rows.groupby(["encoder_seed", "seed"], sort=False)[key]
+    by_seed = rows.groupby(["encoder_seed", "seed"], sort=False).accuracy
     cell: Cell = summarize_values([each.to_numpy(float).mean() for _, each in by_seed])
     kind = kind_of_scores(rows.score)
-    if key == "accuracy" and kind is not ONE_CLASS:
+    if kind is not ONE_CLASS:
         cell["score"] = kind.score_heading
     if rows.interval.notna().all():
         of_seeds = [interval_over_draws(draws.to_dict("records")) for _, draws in rows.groupby("encoder_seed")]
@@ -123,14 +121,12 @@ def costs_of(rows: pd.DataFrame, question: Question, name: str) -> pd.Series:
 
 def cells_beside(rows: pd.DataFrame) -> dict[str, Cell]:
     """Of an encoder: fine-tuning's accuracy on training images that it left out, the rank of the deepest features."""
-    cells = {}
-    for evaluation, dev in rows[(rows.kind == "dev") & rows.depth.isna()].groupby("evaluation", sort=False):
-        test = rows[(rows.kind == "test") & (rows.evaluation == evaluation)]
-        if set(dev.encoder_seed) == set(test.encoder_seed):
-            cells[f"{evaluation}, dev"] = mean_and_spread(dev)
+    on_dev = rows[(rows.kind == "dev") & rows.depth.isna()].groupby("evaluation", sort=False)
+    cells = {f"{evaluation}, dev": mean_and_spread(dev) for evaluation, dev in on_dev}
     ranks = rows[rows.kind == RANK]
     if len(ranks):
-        cells[RANK] = mean_and_spread(ranks[ranks.depth == ranks.depth.max()], RANK)
+        deepest = ranks[ranks.depth == ranks.depth.max()]
+        cells[RANK] = mean_and_spread(deepest.assign(accuracy=deepest[RANK]))
     return cells
 
 
@@ -148,18 +144,13 @@ def table_of(cells: Cells) -> tuple[list[str], list[list[str]]]:
     headings = [next(iter(titles.values()), ONE_CLASS.score_title) if has_one_score else "encoder"]
     lines = [list(cells)]
     for name, column in columns.items():
-        headings.append(name if has_one_score or name == RANK else with_title(name, titles[name]))
+        headings.append(name if has_one_score or name == RANK else f"{name}: {titles[name]}")
         lines.append([text_of(cell, name) for cell in column])
         for cost, unit in COST_UNITS.items():
             if any(cost in cell for cell in column):
                 headings.append(f"{name}, {unit}")
                 lines.append([f"{cell[cost]:.3g}" if cost in cell else "-" for cell in column])
     return headings, [list(line) for line in zip(*lines, strict=True)]
-
-
-def with_title(name: str, title: str) -> str:
-    """The name of a column with its score and unit, which a case may end in: "linear mAP, macro (%)"."""
-    return f"{name.removesuffix(title.removesuffix(' (%)')).rstrip()}: {title}"
 
 
 def text_of(cell: Cell, column: str = "") -> str:
@@ -176,9 +167,8 @@ def remarks_on(frame: pd.DataFrame, question: Question) -> list[str]:
     """Sentences below a table: what ± is over, what is reached without an encoder, what the plot leaves out."""
     tested = frame[frame.kind.isin(SCORES)]
     sentences = []
-    if (tested.groupby(["encoder", "evaluation", "dataset", "case"])[["encoder_seed", "seed"]].nunique() > 1).any(
-        axis=None
-    ):
+    by_cell = tested.groupby(["encoder", "evaluation", "dataset", "case"])
+    if (by_cell[["encoder_seed", "seed"]].nunique() > 1).any(axis=None):
         sentences.append("± is the standard deviation over seeds and draws.")
     reached = baselines_in_words(tested)
     if reached:
@@ -209,27 +199,23 @@ def baselines_in_words(tested: pd.DataFrame) -> list[str]:
 # --- plots ---
 
 
-def plot_question(question: Question, frame: pd.DataFrame, cells: Cells) -> Figure | None:
-    """The plot of a question; None: there is nothing to draw yet.
-
-    Args:
-        frame: the rows that it is about.
-        cells: those of its table.
-    """
+def plot_question(question: Question, frame: pd.DataFrame) -> Figure | None:
+    """The plot of a question, by the rows that it is about; None: there is nothing to draw yet."""
     if question.plot == "depth":
-        by_depth = frame[(frame.kind == "dev") & frame.depth.notna()]
-        curves = curves_of(by_depth, "encoder", "depth")
-        return plot_depths(curves, axes_of(by_depth, "{} on the dev split")) if curves else None
+        drawn = frame[(frame.kind == "dev") & frame.depth.notna()]
+        axes = axes_of(drawn, panels_of(drawn), "{} on the dev split")
+        return plot_depths(curves_of(drawn, "encoder", "depth"), axes) if len(drawn) else None
+    scores = frame[frame.kind.isin(SCORES)]
     if question.plot == "lines":
-        drawn = placed(frame[frame.kind.isin(SCORES)], question)
+        drawn = placed(scores, question)
         label = MEASURED_AXES.get(question.x, question.x)
-        return plot_lines(curves_of(drawn, "case", "x"), label, axes_of(drawn)) if len(drawn) else None
-    scored = in_columns(frame)
-    columns = scored.groupby("column", sort=False).score
-    bars = {
-        encoder: {name: cell for name, cell in of.items() if name in columns.groups} for encoder, of in cells.items()
-    }
-    return plot_bars(bars, {name: score_axis(kind_of_scores(scores)) for name, scores in columns}) if bars else None
+        axes = axes_of(drawn, panels_of(drawn))
+        return plot_lines(curves_of(drawn, "case", "x"), label, axes) if len(drawn) else None
+    drawn = in_columns(scores)
+    bars: Cells = {}
+    for (encoder, column), rows in drawn.groupby(["encoder", "column"], sort=False):
+        bars.setdefault(encoder, {})[column] = mean_and_spread(rows)
+    return plot_bars(bars, axes_of(drawn, drawn.column)) if bars else None
 
 
 def placed(tested: pd.DataFrame, question: Question) -> pd.DataFrame:
@@ -264,9 +250,9 @@ def curves_of(rows: pd.DataFrame, line: str, x: str) -> Curves:
     return curves
 
 
-def axes_of(rows: pd.DataFrame, words: str = "{}") -> dict[str, ScoreAxis]:
-    """The axis of each panel of curves."""
-    by_panel = rows.groupby(panels_of(rows), sort=False).score
+def axes_of(rows: pd.DataFrame, panels: pd.Series, words: str = "{}") -> dict[str, ScoreAxis]:
+    """The axis of each panel."""
+    by_panel = rows.groupby(panels, sort=False).score
     return {panel: score_axis(kind_of_scores(scores), words) for panel, scores in by_panel}
 
 

@@ -71,12 +71,10 @@ class EncoderEntry(Settings):
     train: Training | None = None
     """Command that trains the encoder if it is missing."""
     train_options: Options = field(default_factory=dict)
-    """Settings of that command."""
+    """Settings of that command. Encoders of the comparison that it begins from (model.init_from), continues
+    (run.branch_from) or learns from are trained first."""
     compute: int | float | None = setting(None, above=0)  # digests have it as it is written
     """PFLOP that the training executes; the number of steps follows. null: as many steps as its settings say."""
-    branch_of: str | None = None
-    """Another entry, the trunk: the training continues from a checkpoint of the trunk at the same seed, with the
-    trunk's train_options where it has none, but for the length. The result is that of training it separately."""
 
 
 @dataclass(frozen=True)
@@ -144,15 +142,14 @@ class CompareConfig(Settings):
     dir: str = "runs/compare"
     """Folder for results.json, table.md, table.csv, the plots, and each evaluation's report."""
     encoders: tuple[dict[str, Any], ...] = ()
-    """Rows: {name, encoder, random, options, seeds, train, train_options, compute, branch_of}; name and encoder are
-    needed. train is pretrain, supervised or contrastive."""
+    """Rows: {name, encoder, random, options, seeds, train, train_options, compute}; name and encoder are needed.
+    train is pretrain, supervised or contrastive."""
     evaluations: tuple[dict[str, Any], ...] = ()
     """Evaluations: {name, command, options}; command is fewshot, knn, linear, segmentation, finetune, masked, or your
     own."""
     datasets: tuple[dict[str, Any], ...] = ()
-    """Datasets: {name, options, group}; options are data.path and other data settings. Left out: the images that the
-    encoders learned from, if these are the same (the birds if no encoder has a run). Files are read like the encoder's
-    own training images, with its channels and range, unless options set these."""
+    """Datasets: {name, options, group}; options are data.path and other data settings (none: the package's birds).
+    Files are read like the encoder's own training images, with its channels and range, unless options set these."""
     questions: tuple[dict[str, Any], ...] = ({"name": "comparison"},)
     """Questions: {name, title, encoders, evaluations, plot, x, lines}; each gets a table and a plot. plot is bars,
     lines or depth; x is compute, or total compute (with fine-tuning's). Only the evaluations they need are computed."""
