@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy.special import stdtrit  # quantiles of Student's distribution
 from sklearn.metrics import average_precision_score, confusion_matrix
 from torch import Tensor
 
@@ -474,9 +473,9 @@ def interval_over_draws(results: Sequence[Result]) -> list[float] | None:
     """
     if not all("interval" in result for result in results):
         return None
-    figures, draws = np.array([[each["accuracy"], *each["interval"]] for each in results], float), len(results)
+    figures = np.array([[result["accuracy"], *result["interval"]] for result in results], float)
     value, low, high = figures.mean(0).tolist()
-    of_mean = stdtrit(draws - 1, 0.975) * figures[:, 0].std(ddof=1) / math.sqrt(draws) if draws > 1 else 0.0
+    of_mean = interval(figures[:, 0], False, len(figures))[1] - value
     ends = value - math.hypot(value - low, of_mean), value + math.hypot(high - value, of_mean)
     return [max(ends[0], min(low, 0.0)), min(ends[1], 1.0)]
 
