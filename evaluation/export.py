@@ -88,7 +88,10 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
         loader = fixed_view_batches(views, config.data.batch_size or DEFAULT_BATCH_SIZE)
         inputs = (each.images if config.normalize else encoder.normalize(each.images) for each in loader)
         first = next(inputs)
-        about = describe_file(config, encoder, classifier, first)
+        own = how_read(config.frozen.encoder) if config.data.path is None else {}  # for want of its images: the birds
+        if own.get("range"):
+            first = first.float()  # as values of its own images become
+        about = describe_file(config, encoder, classifier, first) | own
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
             compute = write_file(config, module, first[[0] * TRACED_IMAGES], Path(folder) / out.name, about)
@@ -198,9 +201,7 @@ def read_card(config: ExportConfig) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Export as the command line, or `arguments`, say."""
-    config, loaded = parse_and_load(
-        ExportConfig, arguments, tested_encoder, lambda each: how_read(tested_encoder(each))
-    )
+    config, loaded = parse_and_load(ExportConfig, arguments, tested_encoder)
     return export(rebuild(config, {"encoder": tested_encoder(config)}), loaded)
 
 

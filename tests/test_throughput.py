@@ -117,7 +117,7 @@ def test_a_rehearsal_writes_the_whole_report(tmp_path, monkeypatch, tally):
     ]
     assert titles == [*parts, "tests", "recommended settings"]
     assert text.count("exit code 0") == 5
-    for words in ("PyTorch version", "of the ceiling", "memory of mpp's step", "images/s a core"):
+    for words in ("PyTorch version", "of the ceiling", "memory of mpp's step", "loading on one core"):
         assert words in text
     config = pasted(text)
     assert config.data.batch_size == 4
