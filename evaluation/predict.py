@@ -70,28 +70,25 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     classifier = open_classifier(found, config.data.channels)
     kind = classifier.label_kind
     changed = changed_settings(config)
-    for name in changed.keys() & {*OF_CLASSES * (kind != "class"), *OF_PIXELS * (kind != "pixels")}:
+    unused = (() if kind == "class" else OF_CLASSES) + (() if kind == "pixels" else OF_PIXELS)
+    for name in changed.keys() & set(unused):
         require(False, name, changed[name], f"left out: labels of {config.classifier} are of the kind {kind}")
     note_other_images(found.encoder, config.data, found.how_read)
 
-    data, of_kind = ProbeDataConfig(), ImagePredictions  # to which `mask` is a column as any other
-    if kind == "pixels":
-        data, of_kind = MaskedDataConfig(), MaskPredictions
-    data = rebuild(data, flatten(config.data) | {"eval_crop": config.data.eval_crop or classifier.crop_pct})
+    usual = MaskedDataConfig() if kind == "pixels" else ProbeDataConfig()  # to which `mask` is a column as any other
+    data = rebuild(usual, flatten(config.data) | {"eval_crop": config.data.eval_crop or classifier.crop_pct})
     splits = load_all_splits(data, loaded)
+    of_kind = MaskPredictions if kind == "pixels" else ImagePredictions
     predictions = of_kind(config, classifier, data, splits, accelerator)
-    settings = {name: getattr(config, name) for name in ("top", "probabilities", "overlays")}
-    identity = (
-        settings
-        | identify_splits(data, predictions.images, predictions.labelled)
-        | {
-            "weights": digest_network(classifier.network),
-            "label_kind": kind,
-            "classes": classifier.class_names,
-            "img_size": list(classifier.img_size),
-            "precision": describe_precision(accelerator),
-        }
-    )
+    identity = identify_splits(data, predictions.images, predictions.labelled)
+    identity |= {name: getattr(config, name) for name in ("top", "probabilities", "overlays")}
+    identity |= {
+        "weights": digest_network(classifier.network),
+        "label_kind": kind,
+        "classes": classifier.class_names,
+        "img_size": list(classifier.img_size),
+        "precision": describe_precision(accelerator),
+    }
     out = Path(config.out)
     if kind == "pixels":
         refuse_among_images("out", out, data.path)
@@ -229,7 +226,7 @@ def has_known_labels(splits: Sequence[ImageDataset], class_names: Sequence[str])
 
 
 def describe(predictions: ImagePredictions | MaskPredictions, rows: Rows) -> dict[str, Any]:
-    """Images and mean probability of each predicted class, shares of the pixels, and figures of each split's labels.
+    """Number of images of each predicted class, shares of the pixels, and figures of each split's labels.
 
     A report on each split that has labels is written next to the table.
     """

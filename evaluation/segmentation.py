@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from evaluation.config import EncoderConfig, MaskedDataConfig, SegmentationConfig
 from evaluation.figures.charts import DPI, figure_style
@@ -29,7 +31,6 @@ from evaluation.frozen.run_images import LoadedSplits, check_labels_unseen, pars
 from evaluation.metrics.scoring import KINDS, Outcomes, best_choice, evenly_spaced, score_of, without_outcomes
 from evaluation.patches.features import (
     Encode,
-    ExtractedPatches,
     Reading,
     color_and_position,
     count_confusion,
@@ -62,8 +63,8 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     path = report_path_of_command(config, "segmentation")
     splits = train, test = load_masked_images(config.data, loaded)
     check_labels_unseen(config.frozen.weights, config.data, train, test)
-    images = f"{counted(len(train), 'image')} with masks to learn from, {len(test)} to evaluate on"
-    print(f"{describe_source(config.data)}: {images}")
+    counts = f"{counted(len(train), 'image')} with masks to learn from, {len(test)} to evaluate on"
+    print(f"{describe_source(config.data)}: {counts}")
     for split in splits:
         warn_of_turned_images(split, config.data)
     encoder = open_patch_encoder(config.frozen, config.data)
@@ -77,8 +78,10 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         if any(extracted.left_out.values()):
             report["left_out"] = extracted.left_out
         if config.images:
-            readings = {result["case"]: reading for result, reading in evaluated}  # of several seeds the last
-            draw_predictions(path.with_suffix(".pictures.png"), views[1], extracted, readings, config.images)
+            features = extracted.by_depth[report["protocol"]["chosen_depth"]]
+            chosen = evenly_spaced(len(features.test), config.images)
+            images = torch.stack([views[1][FIXED_VIEW, index].images for index in extracted.tested[chosen].tolist()])
+            write_picture(path.with_suffix(".pictures.png"), images, features, chosen, evaluated)
         extracted.by_depth.clear()  # before those of a baseline are in memory, too
         report["baselines"] = {}
         for name, (encode, depths_there) in open_baselines(encoder, depths, config).items():
@@ -176,22 +179,20 @@ def outcomes_of(reading: Reading, features: LabelledFeatures) -> Outcomes:
 
 
 @figure_style()
-def draw_predictions(
-    path: Path, views: MaskedViews, extracted: ExtractedPatches, readings: dict[str, Reading], images: int
+def write_picture(
+    path: Path, images: Tensor, features: LabelledFeatures, chosen: NDArray[np.int64], evaluated: list[EvaluatedReading]
 ) -> None:
-    """Write image, mask and predictions of some held-out images.
+    """Write image, mask and predictions of some test images.
 
     Args:
-        views: the test images.
+        images: (n, C, H, W) from 0 to 255.
+        chosen: their indices in `features`, which are of the depth that was evaluated.
     """
-    features = next(iter(extracted.by_depth.values()))
-    chosen = evenly_spaced(len(features.test), images)
     masks = features.test_labels[chosen]
     columns = {"mask": masks}
-    for name, reading in readings.items():
-        columns[name] = np.stack([*predict_pixels(reading, features.test[chosen], masks.shape[1:])])
-    pixels = torch.stack([views[FIXED_VIEW, index].images for index in extracted.tested[chosen].tolist()])
-    shown = as_rgb(stretch(pixels)).movedim(1, -1).numpy()
+    for result, reading in evaluated:  # of several seeds the last
+        columns[result["case"]] = np.stack([*predict_pixels(reading, features.test[chosen], masks.shape[1:])])
+    shown = as_rgb(stretch(images)).movedim(1, -1).numpy()
     plot_segmentation(shown, columns, len(features.class_names)).savefig(path, dpi=DPI)
     print(f"wrote {path}")
 

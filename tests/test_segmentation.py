@@ -430,6 +430,24 @@ def test_the_command_evaluates_an_encoder_and_its_baselines(trained, tmp_path, c
     assert out.with_name("report.confusion.png").is_file()
 
 
+def test_the_picture_is_of_the_predictions_at_the_depth_of_the_summary(trained, tmp_path, monkeypatch):
+    drawn = {}
+    plot = segmentation.plot_segmentation
+
+    def noted_plot(images, columns, classes):
+        drawn.update(columns)
+        return plot(images, columns, classes)
+
+    monkeypatch.setattr(segmentation, "plot_segmentation", noted_plot)
+    data = masked_parquet(tmp_path / "set")
+    words = [f"--data.path={data}", "--data.mask_column=classes", "--depth=all", "--images=8", "--baselines=false"]
+    report = segmentation.main([f"--encoder={trained}", *words, f"--out={tmp_path / 'r.json'}", *FAST])
+    assert [result["depth"] for result in report["results"][2:]] == [2, 2]
+    for result in report["results"][2:]:
+        predicted = drawn[result["case"]]
+        assert result["accuracy"] == pytest.approx(jaccard_score(drawn["mask"].flat, predicted.flat, average="macro"))
+
+
 def test_a_comparison_has_it_with_its_curve_by_depth(trained, tmp_path):
     dataset = {
         "data.path": masked_parquet(tmp_path / "set"),
