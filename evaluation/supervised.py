@@ -141,10 +141,8 @@ class Classification(ImageTask):
             self.licence = licence_of(config.model.init_from)
             encoder, img_size = build_backbone(config.model, channels, is_distilled)
             moments = config.model.normalization(channels)
-        heads = []
-        for _ in range(1 + is_distilled):
-            head = build_head(config.head.kind, encoder.head_hidden_size, self.learner.outputs)
-            heads.append(self.learner.complete(head))
+        size = encoder.head_hidden_size, self.learner.outputs
+        heads = [self.learner.complete(build_head(config.head.kind, *size)) for _ in range(1 + is_distilled)]
         return HeadedEncoder(encoder, heads[0], config.head.pooling, *moments, *heads[1:]), img_size
 
     def open_encoder(self) -> FrozenEncoder:

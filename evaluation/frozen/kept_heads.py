@@ -141,7 +141,7 @@ def load_head(folder: Path) -> KeptHead:
 
 def rebuild_linear(head: KeptHead) -> StandardizedLinear:
     """The head of images with its weights."""
-    outputs, width = head.weights["classify.weight"].shape
-    module = StandardizedLinear(nn.Linear(width, outputs), head.weights["mean"], head.weights["std"])
+    classes, width = head.weights["classify.weight"].shape
+    module = StandardizedLinear(nn.Linear(width, classes), head.weights["mean"], head.weights["std"])
     module.load_state_dict(head.weights)
     return module

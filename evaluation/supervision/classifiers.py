@@ -109,13 +109,8 @@ def load_classifier(source: str, channels: int, setting: str) -> Classifier:
     """
     require(Path(source).name != BEST, setting, source, "the run folder: encoder_best has no head")
     run = find_run(source)
-    if run is None:
-        return load_timm_classifier(source, channels, setting)
-    return load_run_classifier(run, channels, setting)
-
-
-def load_timm_classifier(source: str, channels: int, setting: str) -> Classifier:
-    """Open a timm folder with its head: see `load_classifier`."""
+    if run is not None:
+        return load_run_classifier(run, channels, setting)
     model = load_encoder(source, setting=setting)
     classes = getattr(model, "num_classes", 0)
     require(classes > 0, setting, source, ALLOWED_SOURCES)
@@ -159,15 +154,14 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     settings = saved_settings(run)
     learned = read_record(run)["train"]
     kind = learned.get(LABEL_KIND_FIELD, "class")
-
     encoder = frozen.model.requires_grad_(True)  # restoring averaged weights matches them with trained parameters
     about = settings.get("head") or {"kind": "linear", "pooling": settings.get("pooling")}  # of fine-tuning: one layer
     is_distilled = settings["distill"].get("teacher") is not None
-    head, distill_head = (build_head(about["kind"], encoder.head_hidden_size, classes) for _ in range(2))
+    heads = [build_head(about["kind"], encoder.head_hidden_size, classes) for _ in range(1 + is_distilled)]
     if kind == "number":
-        head = nn.Sequential(head, Rescale(0.0, 1.0))  # the checkpoint has both numbers
-    input_range = frozen.normalize.mean, frozen.normalize.std
-    network = HeadedEncoder(encoder, head, about["pooling"], *input_range, distill_head if is_distilled else None)
+        heads[0] = nn.Sequential(heads[0], Rescale(0.0, 1.0))  # the checkpoint has both numbers
+    moments = frozen.normalize.mean, frozen.normalize.std
+    network = HeadedEncoder(encoder, heads[0], about["pooling"], *moments, *heads[1:])
     restore_trained(run, network, OptimConfig(**settings["optim"]))
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the fingerprint is of these
     is_same = all(torch.equal(tensor, exported[name]) for name, tensor in encoder.state_dict().items())
