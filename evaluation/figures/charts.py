@@ -5,7 +5,6 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +54,18 @@ Curves = dict[str, dict[str, dict[float, Statistics]]]
 # --- style ---
 
 
-@cache
-def settings_of_figures() -> dict[str, Any]:
-    """matplotlib's settings while one of our figures is drawn or written."""
+@contextmanager
+def figure_style() -> Iterator[None]:
+    """While open, or around a function that draws or writes a figure: our style, instead of the program's."""
     installed = set(font_manager.get_font_names())
-    return {
+    style = {
         "font.family": ["DejaVu Sans", *(font for font in FALLBACK_FONTS if font in installed)],
         "text.parse_math": False,  # a user's name with two dollars is not a formula
         "svg.fonttype": "none",  # text stays text, which is smaller
         "svg.hashsalt": "mpp",  # the same figure is the same file
         "pdf.fonttype": 42,  # fonts that journals accept
     }
-
-
-@contextmanager
-def figure_style() -> Iterator[None]:
-    """While open, or around a function that draws or writes a figure: our style, instead of the program's."""
-    with matplotlib.rc_context(settings_of_figures()), warnings.catch_warnings():
+    with matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)  # it is drawn as a box
         yield
 
@@ -183,9 +177,9 @@ def plot_series(lines: Mapping[str, Mapping[float, float]], y_label: str, x_labe
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.grid(alpha=0.25)
     for number, (name, line) in enumerate(lines.items()):
+        points = factor_of(y_label) * pd.Series(line, dtype=float)
         every = math.ceil(len(line) / MAX_MARKERS)
-        y_values = [factor_of(y_label) * y for y in line.values()]
-        axes.plot(list(line), y_values, label=name, markersize=3.5, markevery=every, **style_of_line(number))
+        axes.plot(points, label=name, markersize=3.5, markevery=every, **style_of_line(number))
     if len(lines) > 1:
         figure.legend(fontsize=7.5, ncols=3, loc="outside lower center")
     return figure
@@ -269,8 +263,8 @@ def plot_bars(accuracies: dict[str, dict[str, Statistics]], score_axes: Mapping[
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for panel, column in zip(panels, columns, strict=True):
         factor = factor_of(score_axes[column])
-        cells = [of_encoder.get(column, {"mean": math.nan, "std": 0}) for of_encoder in accuracies.values()]
-        scores = factor * pd.DataFrame(cells)[["mean", "std"]]
+        cells = [of_encoder.get(column, {}) for of_encoder in accuracies.values()]
+        scores = factor * pd.DataFrame(cells, columns=["mean", "std"])
         bars = panel.barh(list(accuracies), scores["mean"], xerr=scores["std"])
         panel.bar_label(bars, fmt="%.1f" if factor == 100 else "%.3f", padding=4, fontsize=8)
         panel.set(title=textwrap.fill(column, 20), xlabel=score_axes[column])

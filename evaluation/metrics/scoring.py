@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy.special import stdtrit  # quantiles of Student's distribution
 from sklearn.metrics import average_precision_score, confusion_matrix
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from evaluation.metrics.intervals import (
     several_figures,
     wilson,
 )
-from mpp.data.dataset import has_label
+from mpp.data.dataset import has_label, names_by_number
 from mpp.errors import NPZ_ERRORS, UserError
 from mpp.runtime.files import complete
 from mpp.runtime.messages import printable
@@ -75,8 +74,7 @@ class Outcomes:
 
     def names(self, classes: int) -> list[str]:
         """A name for each class: its own, or its number."""
-        known = [printable(name) for name in self.class_names[:classes]]
-        return known + [f"class {number}" for number in range(len(known), classes)]
+        return names_by_number([*map(printable, self.class_names)], range(classes))
 
 
 def outcomes_path(report: Path) -> Path:
@@ -90,12 +88,12 @@ def save_outcomes(report: Path, outcomes: Sequence[Outcomes]) -> Path:
     The results know theirs by number (`outcomes` in a result).
     """
     first = outcomes[0]
-    texts = {"class_names": np.array(list(first.class_names), str), "images": np.array(list(first.images), str)}
-    predictions = {f"predictions_{number}": each.predictions for number, each in enumerate(outcomes)}
+    arrays = {f"predictions_{number}": each.predictions for number, each in enumerate(outcomes)}
+    arrays |= {"class_names": np.array(first.class_names, str), "images": np.array(first.images, str)}
     path = outcomes_path(report)
     path.parent.mkdir(parents=True, exist_ok=True)
     with complete(path, shared=True) as partial, partial.open("wb") as file:
-        np.savez_compressed(file, kind=np.array(first.kind), targets=first.targets, **texts, **predictions)
+        np.savez_compressed(file, kind=np.array(first.kind), targets=first.targets, **arrays)
     return path
 
 
@@ -265,8 +263,8 @@ def tabulate_several(outcomes: Outcomes) -> pd.DataFrame:
     targets = outcomes.targets
     table = pd.DataFrame({"images": targets.sum(0, dtype=np.int64)}, outcomes.names(targets.shape[1]))
     columns = zip(targets.T, outcomes.predictions.T, strict=True)
-    precisions = [average_precision_score(*each) if each[0].any() else math.nan for each in columns]
-    table["average precision (%)"] = 100 * np.array(precisions)
+    precisions = [100 * average_precision_score(*each) if each[0].any() else math.nan for each in columns]
+    table["average precision (%)"] = precisions
     return table
 
 
@@ -293,7 +291,6 @@ ONE_CLASS = LabelKind(
     "class",
     {"accuracy": "accuracy", "class_mean": "mean over classes", "macro_f1": "macro F1"},
     class_figures,
-    lambda targets: (targets >= 0).reshape(len(targets), -1).any(1),
     baselines=largest_class,
     class_table=tabulate_classes,
     confusion=confuse_classes,
@@ -320,7 +317,7 @@ PIXELS = LabelKind(
     "pixels",
     {"mean_iou": "mean IoU", "pixel_accuracy": "pixel accuracy"},
     pixel_figures,
-    lambda targets: targets.sum(1) > 0,
+    lambda targets: targets.any(1),
     baselines=constant_pixels,
     class_table=tabulate_pixels,
     confusion=lambda outcomes: outcomes.predictions.sum(0),
@@ -460,10 +457,9 @@ def summarize_accuracies(results: Sequence[Result], group_by: str) -> dict[str, 
         groups.setdefault(name, []).append(result)
     summaries = {}
     for name, of_case in groups.items():
-        summaries[name] = summarize_values([result["accuracy"] for result in of_case])
         ends = interval_over_draws(of_case)
-        if ends is not None:
-            summaries[name]["interval"] = ends
+        summary = summarize_values([result["accuracy"] for result in of_case])
+        summaries[name] = summary | ({"interval": ends} if ends else {})
     return summaries
 
 
@@ -474,9 +470,9 @@ def interval_over_draws(results: Sequence[Result]) -> list[float] | None:
     """
     if not all("interval" in result for result in results):
         return None
-    figures, draws = np.array([[each["accuracy"], *each["interval"]] for each in results], float), len(results)
+    figures = np.array([[result["accuracy"], *result["interval"]] for result in results], float)
     value, low, high = figures.mean(0).tolist()
-    of_mean = stdtrit(draws - 1, 0.975) * figures[:, 0].std(ddof=1) / math.sqrt(draws) if draws > 1 else 0.0
+    of_mean = interval(figures[:, 0], False, len(figures))[1] - value
     ends = value - math.hypot(value - low, of_mean), value + math.hypot(high - value, of_mean)
     return [max(ends[0], min(low, 0.0)), min(ends[1], 1.0)]
 
