@@ -436,7 +436,7 @@ def shown_result(report: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def describe_result(result: Result) -> str:
-    """What a result is of: `shots 25, seed 0`."""
+    """A result in words: `shots 25, seed 0`."""
     named = {key: str(result[key]) for key in KEYS_OF_A_RESULT if key in result}
     if named.get("case") == named.get("shots"):  # without several penalties
         named.pop("case", None)
