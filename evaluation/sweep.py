@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from evaluation.compare import write_comparison
+from evaluation.compare import carry_out, write_comparison
 from evaluation.comparison.cases import (
     TRAININGS,
     Case,
@@ -29,7 +29,6 @@ from evaluation.comparison.cases import (
 )
 from evaluation.comparison.differences import differences_from_best
 from evaluation.comparison.rows import Row, describe_missing_seeds, frame_of
-from evaluation.comparison.run import carry_out
 from evaluation.comparison.tables import in_columns
 from evaluation.config import SweepConfig
 from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEntry, Options, Question

@@ -12,8 +12,7 @@ from comparisons import FAST, TINY_TRAINING, SmallComparison, write_cats_and_dog
 from conftest import encoded, picture, read_metrics
 from server import Command
 
-from evaluation import fewshot, finetune, knn
-from evaluation.comparison import run
+from evaluation import compare, fewshot, finetune, knn
 from evaluation.comparison.cases import TRAININGS, case_digest
 from evaluation.comparison.rows import divergence_of
 from evaluation.frozen import results
@@ -63,13 +62,13 @@ def settings_of_fewshot(monkeypatch):
 def trained_folders(monkeypatch):
     """The run folder of every training that is begun."""
     folders = []
-    train = run.train
+    train = compare.train
 
     def noted(config, build_task):
         folders.append(config.run.dir)
         return train(config, build_task)
 
-    monkeypatch.setattr(run, "train", noted)
+    monkeypatch.setattr(compare, "train", noted)
     return folders
 
 
@@ -145,12 +144,12 @@ def test_results_that_others_write_meanwhile_are_not_overwritten_by_earlier_ones
 
     @contextmanager
     def hold_later(*arguments, **settings):
-        monkeypatch.setattr(run, "hold", hold)
+        monkeypatch.setattr(compare, "hold", hold)
         rows.extend(floor.compare()["results"])
         with hold(*arguments, **settings):
             yield
 
-    monkeypatch.setattr(run, "hold", hold_later)
+    monkeypatch.setattr(compare, "hold", hold_later)
     assert floor.compare("--tabulate", "true")["results"] == rows != []
 
 
@@ -181,7 +180,7 @@ def test_a_teacher_comes_first_and_its_compute_counts(small, tmp_path, command):
     ask_few_shots_of_one_dataset(small)
     case_of_student, _ = small.cases().values()
     with hold(tmp_path / "encoders" / "0", "dir"), pytest.raises(Held):
-        run.train_encoder(case_of_student.encoder, tmp_path / "out")
+        compare.train_encoder(case_of_student.encoder, tmp_path / "out")
     rows = small.compare()["results"]
     pflop = {row["encoder"]: row["training_pflop"] for row in rows}
     of_teacher = executed(tmp_path / "encoders" / "0")
@@ -311,7 +310,7 @@ def test_a_report_that_was_cut_off_is_none(floor, monkeypatch, settings_of_fewsh
     of_five = floor.compare()["results"]
     options["shots"] = [1]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run, "write_json", killed)
+        patch.setattr(compare, "write_json", killed)
         floor.compare()  # killed between its report and the mark of which images and weights it is
     settings_of_fewshot.clear()
     of_one = [row for row in floor.compare()["results"] if row["kind"] == "test"]
@@ -357,14 +356,14 @@ def test_random_weights_of_an_architecture_whose_training_diverged_did_not(small
     def diverge(*_):
         raise Diverged("the loss is nan")
 
-    monkeypatch.setattr(run, "train", diverge)
+    monkeypatch.setattr(compare, "train", diverge)
     cases = small.cases()
     trained = cases["pre-trained", 0, "few-shot", "one"].encoder
     random = cases["random", 0, "few-shot", "one"].encoder
     with pytest.raises(Diverged, match="the loss is nan"):
-        run.train_encoder(trained, tmp_path)
+        compare.train_encoder(trained, tmp_path)
     with pytest.raises(UserError, match=r"encoders/0 has no encoder to take the architecture from: .*nan"):
-        run.train_encoder(random, tmp_path)
+        compare.train_encoder(random, tmp_path)
     assert divergence_of(trained, tmp_path).is_file()
 
 
@@ -442,7 +441,7 @@ def test_processes_share_a_comparison(small, tmp_path):
 
 
 def hurry() -> None:
-    run.RETRY_S = 0.2
+    compare.RETRY_S = 0.2
 
 
 @pytest.mark.faults

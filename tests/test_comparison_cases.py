@@ -9,7 +9,7 @@ from comparisons import TINY_TRAINING, SmallComparison
 from safetensors.torch import save_file
 
 from evaluation import compare
-from evaluation.comparison import run
+from evaluation.compare import step_flops, with_compute
 from evaluation.comparison.cases import (
     TRAININGS,
     case_digest,
@@ -20,7 +20,6 @@ from evaluation.comparison.cases import (
     relevant_settings,
 )
 from evaluation.comparison.rows import cost_with_ancestors, describe_missing_seeds, report_path_of_case, training_cost
-from evaluation.comparison.run import step_flops, with_compute
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.registry import EVALUATIONS
@@ -236,9 +235,9 @@ def test_contrastive_encoders_are_trained_too_and_have_no_masked_patches(tmp_pat
     entry = {"name": "SimCLR", "encoder": str(tmp_path / "{seed}"), "train": "contrastive", "train_options": options}
     case = only_case(entry, evaluations=[KNN, {"name": "masked patches", "command": "masked"}])
     assert case.entry.name == "kNN"
-    training = run.settings_to_train(case.encoder)
+    training = compare.settings_to_train(case.encoder)
     assert training.views.blur == 0 and training.contrast.temperature == 0.1
-    run.train_encoder(case.encoder, tmp_path)
+    compare.train_encoder(case.encoder, tmp_path)
     assert load_frozen_encoder(str(tmp_path / "0")).img_size == (16, 16)
 
 
@@ -315,7 +314,7 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
     ]
     steps = {}
     for case in small.cases().values():
-        config = run.settings_to_train(case.encoder)
+        config = compare.settings_to_train(case.encoder)
         steps[case.encoder.entry.name] = config.run.steps
         assert config.run.steps == round(1e9 / step_flops("pretrain", config))
         assert case.encoder.settings.run.steps == 2

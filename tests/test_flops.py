@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from conftest import newton_schulz, read_metrics
 
-from evaluation.comparison.run import with_compute
+from evaluation.compare import with_compute
 from mpp.config import Config, ModelConfig, OptimConfig
 from mpp.config.parsing import parse_saved
 from mpp.corruption import Corruption

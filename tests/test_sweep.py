@@ -20,10 +20,9 @@ from test_compare import hurry
 from test_comparison_tables import ROW
 
 from evaluation import compare, sweep
-from evaluation.comparison import run
+from evaluation.compare import step_flops
 from evaluation.comparison.cases import case_digest
 from evaluation.comparison.rows import frame_of
-from evaluation.comparison.run import step_flops
 from evaluation.config import EncoderConfig, ProbeDataConfig, SweepConfig
 from evaluation.frozen.encoder import open_frozen_encoder
 from evaluation.frozen.features import LabelledFeatures, save_features
@@ -93,13 +92,13 @@ def small(tmp_path):
 def trained(monkeypatch):
     """The settings of each training that is begun."""
     begun = []
-    train = run.train
+    train = compare.train
 
     def noted(config, build_task):
         begun.append(config)
         return train(config, build_task)
 
-    monkeypatch.setattr(run, "train", noted)
+    monkeypatch.setattr(compare, "train", noted)
     return begun
 
 
@@ -162,7 +161,7 @@ def test_settings_that_change_no_result_are_no_further_trial_and_this_is_said(sm
     ],
 )
 def test_mistakes_are_named_before_the_first_trial(small, monkeypatch, change, message):
-    monkeypatch.setattr(run, "train", lambda *_: pytest.fail("it trains"))
+    monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("it trains"))
     with pytest.raises(UserError, match=message) as error:
         small.config |= change
         small.sweep()
@@ -182,7 +181,7 @@ def test_equal_compute_gives_inversely_scaled_steps_and_one_warm_up(small):
 
 def run_settings(plan, number):
     """The settings that a trial is trained by."""
-    return run.settings_to_train(plan.cases[number].encoder)
+    return compare.settings_to_train(plan.cases[number].encoder)
 
 
 # --- dev split ---
@@ -302,7 +301,7 @@ def test_a_sweep_that_grows_keeps_what_it_has(small, trained):
 @pytest.mark.faults
 def test_a_full_disk_is_one_line_and_nothing_is_lost(small, monkeypatch, trained):
     small.config["vary"] = {LR: [0.01, 0.02, 0.03]}
-    train = run.train
+    train = compare.train
 
     def fill(config, build_task):
         if config.optim.lr == 0.02:
@@ -310,7 +309,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(small, monkeypatch, trained
         return train(config, build_task)
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="finished work is kept: free space") as error:
-        patch.setattr(run, "train", fill)
+        patch.setattr(compare, "train", fill)
         small.sweep()
     assert "\n" not in str(error.value)
     assert [config.optim.lr for config in trained] == [0.01]  # the third one is not begun

@@ -10,7 +10,7 @@ from comparisons import FAST, TINY_TRAINING, SmallComparison, cases_in, without_
 from conftest import ROOT, Killed, kill_at
 from server import Command
 
-from evaluation.comparison import run
+from evaluation import compare
 from evaluation.comparison.cases import TRUNK_SETTING, encoders_of, read_entries, training_digest
 from evaluation.comparison.rows import cost_with_ancestors, was_never_trained
 from evaluation.config import CompareConfig
@@ -89,7 +89,7 @@ def test_published_rows_are_found_under_either_way_of_making_them(small, tmp_pat
     small.config["encoders"] = [branches(tmp_path)[0], trunk(tmp_path)]
     small.config["questions"] = [{"name": "curve", "encoders": ["4 steps"]}]
     rows = small.compare()["results"]
-    monkeypatch.setattr(run, "train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("trained"))
     other = separate(small, tmp_path)
     other.config["encoders"] = other.config["encoders"][:1]
     other.config["extends"] = str(tmp_path / "out" / "results.json")
@@ -134,7 +134,7 @@ def test_two_processes_share_a_trunk_and_its_branches(small, tmp_path):
 
 
 def hurry() -> None:
-    run.RETRY_S = 0.2
+    compare.RETRY_S = 0.2
 
 
 def test_a_branch_of_a_trunk_that_diverges_has_no_result(small, tmp_path, monkeypatch):
@@ -145,11 +145,11 @@ def test_a_branch_of_a_trunk_that_diverges_has_no_result(small, tmp_path, monkey
         began.append(Path(config.run.dir).name)
         raise Diverged("the loss is nan")
 
-    monkeypatch.setattr(run, "train", train)
+    monkeypatch.setattr(compare, "train", train)
     branch = encoders_in(small)["4 steps", 0]
     for _ in range(2):
         with pytest.raises(Diverged, match="the loss is nan"):
-            run.train_encoder(branch, tmp_path / "out")
+            compare.train_encoder(branch, tmp_path / "out")
     assert began == ["trunk_0"]
     assert was_never_trained(branch.parents[TRUNK_SETTING], tmp_path / "out")
     assert not was_never_trained(branch, tmp_path / "out")

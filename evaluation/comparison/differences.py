@@ -109,7 +109,8 @@ def covariance_over_images(encoders: Collection[pd.DataFrame], folder: Path) -> 
     Without the outcomes of all, on the same images, it is as if each encoder had images of its own, and INFINITE many.
     """
     outcomes = [[outcomes_of(kept, folder) for kept in rows.outcomes] for rows in encoders]
-    same = {images_of(each) for of_one in outcomes for each in of_one}
+    every = [each for of_one in outcomes for each in of_one]
+    same = {each and (each.kind, tuple(each.images), each.targets.tobytes()) for each in every}
     if len(same) == 1 and None not in same:
         scores = np.array([np.mean([image_scores(each) for each in of_one], axis=0) for of_one in outcomes])
         return np.cov(scores) / scores.shape[1], scores.shape[1]
@@ -121,11 +122,6 @@ def outcomes_of(kept: Any, folder: Path) -> Outcomes | None:
     """The outcomes of the labelled images that a row was tested on; None: it has none."""
     loaded = load_outcomes(folder / kept["report"], kept["number"]) if isinstance(kept, dict) else None
     return loaded and labelled_outcomes(loaded)
-
-
-def images_of(outcomes: Outcomes | None) -> tuple | None:
-    """The key that rows have in common which were tested on the same images."""
-    return outcomes and (outcomes.kind, tuple(outcomes.images), outcomes.targets.tobytes())
 
 
 def variances_over_seeds(encoders: Iterable[pd.DataFrame]) -> tuple[NDArray, list[int], int]:
