@@ -203,9 +203,9 @@ def published_accuracies(comparison):
 
 
 def written_accuracy(accuracies):
-    """The mean (%) and, of several, the spread: 75.4 ± 0.6."""
+    """The mean (%) and, of several, the spread: 75.4 ± 0.7."""
     mean = f"{100 * np.mean(accuracies):.1f}"
-    return mean if len(accuracies) == 1 else f"{mean} ± {100 * np.std(accuracies):.1f}"
+    return mean if len(accuracies) == 1 else f"{mean} ± {100 * np.std(accuracies, ddof=1):.1f}"
 
 
 def names_encoder(row, encoder):
