@@ -36,6 +36,7 @@ from evaluation.comparison.cases import (
 )
 from evaluation.comparison.differences import difference_table, differences_from_best
 from evaluation.comparison.rows import (
+    SCORES_FILE,
     Row,
     describe_missing_seeds,
     divergence_of,
@@ -47,6 +48,7 @@ from evaluation.comparison.rows import (
     rows_asked,
     rows_of,
     with_interval,
+    write_scores,
 )
 from evaluation.comparison.tables import RANK, Cells, cells_by_encoder, plot_question, remarks_on, table_of
 from evaluation.config import CompareConfig, SweepConfig
@@ -307,7 +309,7 @@ def write_comparison(
     about: dict[str, Any] | None = None,
     sentences: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Write results.json, table.md, table.csv and the plots, and print the tables.
+    """Write results.json, the scores of images, table.md, table.csv and the plots, and print the tables.
 
     Args:
         rows: all results.
@@ -320,7 +322,7 @@ def write_comparison(
     frame = frame_of(rows)
     summary: dict[str, Cells] = {}
     texts: list[str] = []
-    files = ["results.json", "table.md", "table.csv"]
+    files = ["results.json", SCORES_FILE, "table.md", "table.csv"]
     for question in questions:
         asked = rows_asked(frame, question)
         cells = summary[question.name] = cells_by_encoder(asked, question)
@@ -328,10 +330,12 @@ def write_comparison(
         if not cells:
             texts.append("no results yet")
         elif question.plot != "depth":  # of the dev split
-            texts += texts_of(asked, cells, question, folder)
+            texts += texts_of(asked, cells, question)
         plot = plot_question(question, asked)
         if plot is not None:
             files += write_plot(plot, folder, question.name)
+    write_scores(folder, rows)
+    rows = [{key: value for key, value in row.items() if key != "scores"} for row in rows]
     results = {"summary": summary, "results": rows, "versions": recorded_versions()} | (about or {})
     write_json(folder / "results.json", results)
     text = "\n\n".join([*texts, *sentences])
@@ -341,9 +345,9 @@ def write_comparison(
     return results
 
 
-def texts_of(asked: pd.DataFrame, cells: Cells, question: Question, folder: Path) -> list[str]:
+def texts_of(asked: pd.DataFrame, cells: Cells, question: Question) -> list[str]:
     """The table of a question, sentences below it, and the differences from the best."""
-    differences = differences_from_best(asked, folder)
+    differences = differences_from_best(asked)
     of_best = [DIFFERENCES, markdown_table(*difference_table(differences))] if differences else []
     return [markdown_table(*table_of(cells)), *remarks_on(asked, question), *of_best]
 

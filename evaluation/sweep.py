@@ -204,7 +204,7 @@ def advice(config: SweepConfig, plan: Plan, frame: pd.DataFrame) -> list[str]:
         tried = {trial.values[key] for trial in plan.trials.values()}
         if len(tried) > 1 and {type(each) for each in tried} <= {int, float} and value in (min(tried), max(tried)):
             lines.append(f"The best is at the edge of {key} ({as_words(value)}): add values beyond it.")
-    found = differences_from_best(of_choice, Path(config.dir))
+    found = differences_from_best(of_choice)
     behind = {each.other for each in found if each.best == best and each.is_told_apart}
     close = [name for name in known[1:] if name not in behind]
     if len(known) > 1:

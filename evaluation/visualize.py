@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.config import VisualizeConfig
 from evaluation.figures.charts import DPI, figure_style
@@ -46,18 +47,19 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
     subject = load_subject(config, loaded)
     folder.mkdir(parents=True, exist_ok=True)
     drawn, missing = [], {}
-    for name in config.pictures:
-        try:
-            with deaths_explained():
+    with deaths_explained(), SummaryWriter(str(folder)) as writer:
+        for name in config.pictures:
+            try:
                 figure, numbers = PICTURES[name](subject)
-        except Unavailable as error:
-            print(f"no {name}: {error}")
-            missing[name] = str(error)
-            continue
-        with figure_style(), complete(folder / f"{name}.png") as partial:
-            figure.savefig(partial, format="png", dpi=DPI)
-        np.savez_compressed(folder / f"{name}.npz", **numbers)
-        drawn.append(f"{name}.png")
+            except Unavailable as error:
+                print(f"no {name}: {error}")
+                missing[name] = str(error)
+                continue
+            with figure_style(), complete(folder / f"{name}.png") as partial:
+                figure.savefig(partial, format="png", dpi=DPI)
+            np.savez_compressed(folder / f"{name}.npz", **numbers)
+            writer.add_figure(name, figure)
+            drawn.append(f"{name}.png")
     if drawn:
         print(f"wrote {folder}: {', '.join(drawn)}, with their numbers")
     return missing

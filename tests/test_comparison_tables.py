@@ -119,8 +119,8 @@ def test_a_table_has_the_name_and_the_unit_of_each_score(kinds, headings, body):
 
 
 @pytest.mark.parametrize(("kind", "words"), [("class", "+75.0 (+5"), ("number", "+0.750 (+0.5")])
-def test_differences_have_the_unit_of_the_score(kind, words, tmp_path):
-    _, ((names, other, shown, *_),) = difference_table(differences_from_best(frame_of(rows_of(kind)), tmp_path))
+def test_differences_have_the_unit_of_the_score(kind, words):
+    _, ((names, other, shown, *_),) = difference_table(differences_from_best(frame_of(rows_of(kind))))
     assert (names, other) == (f"a, {kind}", "b") and shown.startswith(words)
     assert kind_of_score(SCORES[kind]).name == kind and kind_of_score("from elsewhere").name == "class"
 

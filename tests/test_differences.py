@@ -1,5 +1,7 @@
 """Differences that a comparison tells apart: of equal encoders hardly ever, on the same images sooner."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,10 +19,11 @@ from evaluation.comparison.differences import (
     of_differences,
     variances_over_seeds,
 )
-from evaluation.comparison.rows import frame_of, with_interval
+from evaluation.comparison.rows import frame_of, read_published, scores_of_images, with_interval, write_scores
 from evaluation.comparison.tables import mean_and_spread, text_of
 from evaluation.metrics.intervals import wilson
-from evaluation.metrics.scoring import Outcomes, add_figures, keep_outcomes
+from evaluation.metrics.scoring import Outcomes, add_figures
+from mpp.errors import UserError
 
 IMAGES = 500
 
@@ -35,36 +38,60 @@ def right(share, of=None, seed=0):
     return changed
 
 
-def row_of(folder, encoder, is_right, seed=0, kept=True, first=0):
-    """A row of a comparison, with outcomes in the folder."""
+def row_of(encoder, is_right, seed=0, kept=True, first=0):
+    """A row of a comparison, with the scores of the images."""
     targets = np.arange(len(is_right)) % 2
     names = [f"{first + number}.png" for number in range(len(is_right))]
     outcomes = Outcomes("class", targets, np.where(is_right, targets, 1 - targets), ["a", "b"], names)
     (result,) = add_figures([{"outcomes": outcomes}])
-    row = {"encoder": encoder, "encoder_seed": seed, "seed": 0, "evaluation": "kNN", "case": "20", "dataset": "birds"}
-    row |= {"group": None, "kind": "test", "accuracy": result["accuracy"], "interval": result["interval"]}
-    if kept:
-        keep_outcomes(folder / f"{encoder}_{seed}.json", [result])
-        row["outcomes"] = {"report": f"{encoder}_{seed}.json", "number": 0}
-    return row
+    row = {"digest": encoder, "encoder": encoder, "encoder_seed": seed, "seed": 0, "evaluation": "kNN", "case": "20"}
+    row |= {"dataset": "birds", "group": None, "kind": "test"}
+    row |= {key: result[key] for key in ("accuracy", "interval")}
+    return row | (scores_of_images(outcomes) if kept else {})
 
 
-def test_pairs_on_the_same_images_are_told_apart_sooner(tmp_path):
+def test_pairs_on_the_same_images_are_told_apart_sooner():
     best = right(0.7)
     other = right(0.02, best)
-    kept = [row_of(tmp_path, "A", best), row_of(tmp_path, "B", other)]
-    (paired,) = differences_from_best(frame_of(kept), tmp_path)
+    kept = [row_of("A", best), row_of("B", other)]
+    (paired,) = differences_from_best(frame_of(kept))
     assert paired.over == "same 500 images; 1 and 1 seeds" and paired.is_told_apart
     assert paired.value == pytest.approx(0.02)
-    unkept = [{key: value for key, value in row.items() if key != "outcomes"} for row in kept]
-    (unpaired,) = differences_from_best(frame_of(unkept), tmp_path)
+    unkept = [{key: value for key, value in row.items() if key not in ("tested", "scores")} for row in kept]
+    (unpaired,) = differences_from_best(frame_of(unkept))
     assert unpaired.value == pytest.approx(0.02) and not unpaired.is_told_apart
     assert unpaired.over == "images, not paired; 1 and 1 seeds"
-    assert differences_from_best(frame_of([kept[0], unkept[1]]), tmp_path)[0] == unpaired  # one is published
-    others = [kept[0], row_of(tmp_path, "B", other, first=1)]
-    assert differences_from_best(frame_of(others), tmp_path)[0].over == unpaired.over
+    assert differences_from_best(frame_of([kept[0], unkept[1]]))[0] == unpaired  # one is published
+    others = [kept[0], row_of("B", other, first=1)]
+    assert differences_from_best(frame_of(others))[0].over == unpaired.over
     _, ((names, other, words, verdict, _),) = difference_table([paired])
     assert (names, other, verdict) == ("A, kNN 20", "B", "told apart") and words.startswith("+2.0 (+0.")
+
+
+def test_scores_of_images_travel_with_published_rows(tmp_path):
+    best = right(0.7)
+    rows = [row_of("A", best), row_of("B", right(0.02, best))]
+    write_scores(tmp_path, rows)
+    without = [{key: value for key, value in row.items() if key != "scores"} for row in rows]
+    (tmp_path / "results.json").write_text(json.dumps({"results": without}))
+    (published,), (other,) = read_published(str(tmp_path / "results.json")).values()
+    assert differences_from_best(frame_of([published, other])) == differences_from_best(frame_of(rows))
+    assert (tmp_path / "scores.npz").stat().st_size < 1000  # 500 images each
+    (tmp_path / "scores.npz").write_bytes(b"PK")
+    with pytest.raises(UserError, match=r"results\.json"):
+        read_published(str(tmp_path / "results.json"))
+
+
+def test_of_one_encoder_each_the_draws_are_in_the_interval():
+    """And what a draw does to both, such as the choice of their labels, is not."""
+    rng = np.random.default_rng(0)
+    shared, own = rng.normal(0, 0.1, 20), rng.normal(0, 0.02, (2, 20))
+    scores = 0.5 + shared + own + np.array([[0.02], [0.0]])
+    frames = [pd.DataFrame({"encoder_seed": 0, "seed": range(20), "accuracy": of_one}) for of_one in scores]
+    variances, draws, freedom = variances_over_seeds(frames)
+    gains = scores[0] - scores[1]
+    assert draws == [20, 20] and freedom == 19
+    assert variances.sum() == pytest.approx(gains.var(ddof=1) / 20)
 
 
 def frame_of_seeds(accuracies):
@@ -72,7 +99,7 @@ def frame_of_seeds(accuracies):
     return pd.DataFrame({"encoder_seed": range(len(accuracies)), "accuracy": accuracies})
 
 
-def test_two_encoders_have_the_interval_of_paired_seeds(tmp_path):
+def test_two_encoders_have_the_interval_of_paired_seeds():
     """Over seeds alone it is that of Student's test of pairs, which has n - 1."""
     accuracies = np.array([[0.60, 0.64, 0.68, 0.61], [0.50, 0.56, 0.57, 0.52]])
     variances, seeds, freedom = variances_over_seeds([frame_of_seeds(of_one) for of_one in accuracies])
@@ -145,21 +172,21 @@ def test_of_tables_of_equal_methods_few_tell_any_two_apart(monkeypatch):
     assert told <= 3
 
 
-def test_the_columns_of_a_table_share_its_error(tmp_path):
-    rows = [row_of(tmp_path, "A", right(0.7), kept=False), row_of(tmp_path, "B", right(0.6, seed=1), kept=False)]
-    (alone,) = differences_from_best(frame_of(rows), tmp_path)
+def test_the_columns_of_a_table_share_its_error():
+    rows = [row_of("A", right(0.7), kept=False), row_of("B", right(0.6, seed=1), kept=False)]
+    (alone,) = differences_from_best(frame_of(rows))
     several = [row | {"case": case} for row in rows for case in "12345"]
-    found = differences_from_best(frame_of(several), tmp_path)
+    found = differences_from_best(frame_of(several))
     assert len(found) == 5 and all(each.half > alone.half for each in found)
 
 
 @pytest.mark.parametrize(("older", "told"), [("A", []), ("B", [("A", "C")])])
-def test_an_encoder_without_an_interval_is_no_lesser_one(older, told, tmp_path):
+def test_an_encoder_without_an_interval_is_no_lesser_one(older, told):
     """A, which is the best, has no difference from the others without its interval; one of these is left out."""
     shares = {"A": 0.9, "B": 0.7, "C": 0.5}
-    rows = [row_of(tmp_path, name, right(share), kept=False) for name, share in shares.items()]
+    rows = [row_of(name, right(share), kept=False) for name, share in shares.items()]
     rows = [{key: row[key] for key in row if (row["encoder"], key) != (older, "interval")} for row in rows]
-    found = differences_from_best(frame_of(rows), tmp_path)
+    found = differences_from_best(frame_of(rows))
     assert [(each.best, each.other) for each in found] == told
 
 

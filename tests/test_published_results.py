@@ -173,9 +173,7 @@ def test_the_leaderboard_says_which_differences_are_told_apart():
     tested = [row for row in rows if row["kind"] == "test"]
     known = [row | {"interval": wilson(row["accuracy"] * images, images), "images": images} for row in tested]
     by_column = {}
-    for each in sorted(
-        differences_from_best(rows_asked(frame_of(known), question), RESULTS), key=lambda each: each.value
-    ):
+    for each in sorted(differences_from_best(rows_asked(frame_of(known), question)), key=lambda each: each.value):
         cells = by_column.setdefault(each.column, ([each.best], [], []))
         cells[1 + each.is_told_apart].append(each.other)
     expected = set()

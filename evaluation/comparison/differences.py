@@ -8,9 +8,8 @@ by .2 to .5) 5.0 % tell some two apart: 4.9 of 8 encoders, 5.2 of 12 (each ± .2
 are .3 %, since the noise of an image in one seed is in the errors over images and over seeds.
 """
 
-from collections.abc import Collection, Iterable
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,14 +18,7 @@ from scipy.stats import wishart
 
 from evaluation.comparison.tables import SCORES, in_columns, kind_of_scores
 from evaluation.metrics.intervals import Z
-from evaluation.metrics.scoring import (
-    LabelKind,
-    Outcomes,
-    best_choice,
-    image_scores,
-    labelled_outcomes,
-    load_outcomes,
-)
+from evaluation.metrics.scoring import LabelKind, best_choice
 
 ERROR = 0.05
 """Share of tables of equal encoders that tell any two apart."""
@@ -63,22 +55,21 @@ class Difference(NamedTuple):
         return "{} ({} to {})".format(*(text if text.startswith("-") else f"+{text}" for text in numbers))
 
 
-def differences_from_best(frame: pd.DataFrame, folder: Path) -> list[Difference]:
+def differences_from_best(frame: pd.DataFrame) -> list[Difference]:
     """The difference of the best encoder of each column from every other one, in the order of the rows.
 
     Encoders without intervals, such as older ones, have none; nor has a column whose best encoder is without.
 
     Args:
         frame: rows of a question.
-        folder: of the comparison, whose reports have the outcomes.
     """
     scored = in_columns(frame)
     scored = scored[scored.kind.isin(SCORES) & ~scored.dataset.str.startswith("mean ")]
     columns = [(name, rows) for name, rows in scored.groupby("column", sort=False) if rows.encoder.nunique() > 1]
-    return [each for name, rows in columns for each in differences_in(name, rows, folder, ERROR / len(columns))]
+    return [each for name, rows in columns for each in differences_in(name, rows, ERROR / len(columns))]
 
 
-def differences_in(column: str, rows: pd.DataFrame, folder: Path, error: float) -> list[Difference]:
+def differences_in(column: str, rows: pd.DataFrame, error: float) -> list[Difference]:
     """The differences in a column.
 
     Args:
@@ -91,7 +82,7 @@ def differences_in(column: str, rows: pd.DataFrame, folder: Path, error: float) 
     if best not in known or len(known) < 2:
         return []
     place = [*known].index(best)
-    covariance, count = covariance_over_images(known.values(), folder)
+    covariance, count = covariance_over_images(known.values())
     variances, seeds, freedom = variances_over_seeds(known.values())
     halves = half_widths(covariance, variances, (count - 1, freedom), error)[place].tolist()
     images = f"same {count:,} images" if count < INFINITE else "images, not paired"
@@ -103,34 +94,28 @@ def differences_in(column: str, rows: pd.DataFrame, folder: Path, error: float) 
     return [each for each in found if each.other != best]
 
 
-def covariance_over_images(encoders: Collection[pd.DataFrame], folder: Path) -> tuple[NDArray, int]:
+def covariance_over_images(encoders: Collection[pd.DataFrame]) -> tuple[NDArray, int]:
     """The covariance (K, K) of the encoders' mean scores over test images, and the number of these images.
 
-    Without the outcomes of all, on the same images, it is as if each encoder had images of its own, and INFINITE many.
+    Without the scores of all, on the same images, it is as if each encoder had images of its own, and INFINITE many.
     """
-    outcomes = [[outcomes_of(kept, folder) for kept in rows.outcomes] for rows in encoders]
-    every = [each for of_one in outcomes for each in of_one]
-    same = {each and (each.kind, tuple(each.images), each.targets.tobytes()) for each in every}
-    if len(same) == 1 and None not in same:
-        scores = np.array([np.mean([image_scores(each) for each in of_one], axis=0) for of_one in outcomes])
+    tested = {images for rows in encoders for images in rows.tested}
+    if len(tested) == 1 and all(rows.scores.notna().all() for rows in encoders):
+        scores = np.array([np.mean(rows.scores.tolist(), axis=0) for rows in encoders])
         return np.cov(scores) / scores.shape[1], scores.shape[1]
     ends = np.array([np.mean(rows.interval.tolist(), axis=0) for rows in encoders], float)
     return np.diag(np.square((ends[:, 1] - ends[:, 0]) / (2 * Z))), INFINITE
 
 
-def outcomes_of(kept: Any, folder: Path) -> Outcomes | None:
-    """The outcomes of the labelled images that a row was tested on; None: it has none."""
-    loaded = load_outcomes(folder / kept["report"], kept["number"]) if isinstance(kept, dict) else None
-    return loaded and labelled_outcomes(loaded)
-
-
-def variances_over_seeds(encoders: Iterable[pd.DataFrame]) -> tuple[NDArray, list[int], int]:
+def variances_over_seeds(encoders: Collection[pd.DataFrame]) -> tuple[NDArray, list[int], int]:
     """The variances (K,) of means over seeds, 0 of one seed; the numbers of seeds; the degrees of freedom.
 
-    Seeds are paired: what a seed does to all encoders, such as the choice of their labels, is no part of it. Of two
-    encoders it is half of the variance of their differences, by n - 1.
+    Where no encoder has several, they are over draws, such as those of few-shot. Seeds and draws are paired: what one
+    does to all encoders, such as the choice of their labels, is no part of it. Of two encoders it is half of the
+    variance of their differences, by n - 1.
     """
-    by_seed = [rows.groupby("encoder_seed").accuracy.mean() for rows in encoders]
+    source = "encoder_seed" if any(rows.encoder_seed.nunique() > 1 for rows in encoders) else "seed"
+    by_seed = [rows.groupby(source).accuracy.mean() for rows in encoders]
     seeds = [len(of_one) for of_one in by_seed]
     several = pd.DataFrame([of_one for of_one in by_seed if len(of_one) > 1]).dropna(axis=1).to_numpy()
     if min(several.shape) < 2:
@@ -174,7 +159,7 @@ def of_differences(covariance: NDArray) -> NDArray:
     return (own[..., :, None] + own[..., None, :] - 2 * covariance).clip(0)
 
 
-def difference_table(differences: Iterable[Difference]) -> tuple[list[str], list[list[str]]]:
+def difference_table(differences: Collection[Difference]) -> tuple[list[str], list[list[str]]]:
     """Headings and a row for each difference: of which encoders, its interval, and whether they are told apart."""
     body = []
     for each in differences:

@@ -6,6 +6,8 @@ them. Kinds of rows:
 test: a score on held-out images, of a case (such as 5 shots) and a draw (`seed`); validation: the same on a dev split,
 of an evaluation with `test: false`; dev: a score on the dev split next to those, of a probe at a depth;
 rank: the effective rank of test features at a depth; diverged: no more.
+
+The scores of the test images travel with the rows, in a file next to results.json: other results are paired with them.
 """
 
 import json
@@ -14,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from evaluation.comparison.cases import (
@@ -27,8 +30,17 @@ from evaluation.comparison.cases import (
 from evaluation.config.comparing import Question
 from evaluation.frozen.run_images import find_run, lineage
 from evaluation.metrics.intervals import wilson
-from evaluation.metrics.scoring import ONE_CLASS, kind_of_report, rank_of
-from mpp.errors import UserError
+from evaluation.metrics.scoring import (
+    ONE_CLASS,
+    Outcomes,
+    image_scores,
+    kind_of_report,
+    labelled_outcomes,
+    load_outcomes,
+    rank_of,
+)
+from mpp.errors import NPZ_ERRORS, UserError
+from mpp.runtime.files import complete, short_digest
 from mpp.training.history import DEVICE_HOURS, PFLOP
 from mpp.training.log import last_scalars
 
@@ -38,9 +50,11 @@ COSTS = {"pflop": PFLOP, "device_hours": DEVICE_HOURS}
 OF_RESULTS = ("seed", "interval", "figures", "depth", "lr", *COSTS)
 """Entries of a report's result that its row has."""
 COLUMNS = ["encoder", "encoder_seed", "evaluation", "dataset", "group", "kind", "case", "accuracy", "score"]
-COLUMNS += [*OF_RESULTS, "images", "baselines", "outcomes", "rank", *(f"training_{name}" for name in COSTS)]
+COLUMNS += [*OF_RESULTS, "images", "baselines", "tested", "scores", "rank", *(f"training_{name}" for name in COSTS)]
 """encoder_seed: of the encoder's training; score: heading of the figure `accuracy` where it is another one, such as R2;
-figures: the others; baselines: scores that look at no image; outcomes: place of each image's outcome."""
+figures: the others; baselines: scores that look at no image; tested: digest of the test images and their labels;
+scores: (M,) of these images, which are in SCORES_FILE and not in results.json."""
+SCORES_FILE = "scores.npz"
 
 
 def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
@@ -116,9 +130,8 @@ def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[R
         name = result.get("case", result.get(case.evaluation.case_key, ""))
         row = {"kind": "test" if is_tested else "validation", "case": str(name), "accuracy": result["accuracy"]}
         row |= {key: result[key] for key in OF_RESULTS if key in result} | labels
-        if "outcomes" in result:
-            row["outcomes"] = {"report": f"{file.parent.name}/{file.name}", "number": result["outcomes"]}
-        yield about | row
+        outcomes = load_outcomes(file, result["outcomes"]) if "outcomes" in result else None
+        yield about | row | ({} if outcomes is None else scores_of_images(outcomes))
     if is_tested:
         by_depth = protocol.get("dev_accuracy_by_depth", {})
         of_dev = [{"depth": int(depth), "accuracy": accuracy} for depth, accuracy in by_depth.items()]
@@ -127,6 +140,16 @@ def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[R
         yield from (about | {"kind": "dev"} | row for row in of_dev)
         for depth, rank in protocol.get("rank_by_depth", {}).items():
             yield {"kind": "rank", "seed": 0, "depth": int(depth), "rank": rank}
+
+
+def scores_of_images(outcomes: Outcomes) -> Row:
+    """Entries of a row: the scores of the labelled test images, and the digest that they are known by."""
+    known = labelled_outcomes(outcomes)
+    names = [outcomes.kind, *map(str, known.images)]
+    return {
+        "tested": short_digest([*(name.encode() for name in names), known.targets.tobytes()]),
+        "scores": image_scores(known),
+    }
 
 
 def rows_of(case: Case, folder: Path) -> list[Row]:
@@ -159,16 +182,36 @@ def read_published(file: str | None) -> dict[str, list[Row]]:
     """The results of another comparison's or sweep's results.json, by their digests; None: there are none.
 
     Raises:
-        UserError: the file is not a results.json.
+        UserError: the file is not a results.json, or that of the images' scores next to it is damaged.
     """
     by_digest: dict[str, list[Row]] = {}
+    if file is None:
+        return by_digest
     try:
-        results = json.loads(Path(file).read_text(encoding="utf-8"))["results"] if file else []
+        results = json.loads(Path(file).read_text(encoding="utf-8"))["results"]
+        kept = Path(file).with_name(SCORES_FILE)
+        scores = dict(np.load(kept)) if kept.is_file() else {}
         for row in results:
-            by_digest.setdefault(row["digest"], []).append(row)
-    except (OSError, ValueError, KeyError, TypeError):
+            of_images = {"scores": scores[name_of(row)].astype(float)} if name_of(row) in scores else {}
+            by_digest.setdefault(row["digest"], []).append(row | of_images)
+    except (*NPZ_ERRORS, KeyError, TypeError):
         raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None
     return by_digest
+
+
+def write_scores(folder: Path, rows: Iterable[Row]) -> None:
+    """Write the scores of images of all rows that have them: whether an image is right takes about a bit."""
+    scores = {name_of(row): row["scores"] for row in rows if "scores" in row}
+    small = {
+        name: of_row.astype(bool if np.isin(of_row, (0, 1)).all() else np.float32) for name, of_row in scores.items()
+    }
+    with complete(folder / SCORES_FILE) as partial, partial.open("wb") as file:
+        np.savez_compressed(file, **small)
+
+
+def name_of(row: Row) -> str:
+    """The name of a row's scores in their file."""
+    return " ".join(str(row.get(key)) for key in ("digest", "case", "seed"))
 
 
 def with_interval(row: Row, case: Case) -> Row:
