@@ -566,6 +566,8 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable(solver):
     assert all(result.pop("accuracy") < 0.05 for result in results_of_wrong)
     for one, other in zip(results, results_of_wrong, strict=True):
         assert (one.pop("outcomes").predictions == other.pop("outcomes").predictions).all()
+        for figures in ("interval", "figures"):
+            assert one.pop(figures) != other.pop(figures)
     assert results == results_of_wrong  # what is chosen does not follow from test labels
 
 
