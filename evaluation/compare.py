@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState
 
 from evaluation.comparison.cases import (
     TRAININGS,
+    TRUNK_SETTING,
     Case,
     Encoder,
     case_digest,
@@ -67,6 +68,7 @@ from mpp.runtime.files import Held, hold, write_complete
 from mpp.runtime.hardware import uses_gpu
 from mpp.runtime.messages import note, tell, warn
 from mpp.runtime.start import run_main, user_message
+from mpp.training.checkpoint import newest_step
 from mpp.training.flops import flops_of_step
 from mpp.training.run import fingerprint_first_weights, train
 from mpp.training.run_folder import is_finished, read_record
@@ -226,8 +228,10 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
         Held: another process trains it, or a parent.
         Diverged: the training did, now or before.
     """
-    for parent in encoder.parents.values():
-        train_encoder(parent, folder)
+    has_begun = newest_step(encoder.path) > 0  # and needs its trunk no more
+    for setting, parent in encoder.parents.items():
+        if setting != TRUNK_SETTING or not has_begun:
+            train_encoder(parent, folder)
     if encoder.settings is None:
         return
     with hold(encoder.path, "encoder"):  # before the images are loaded, which takes a while
