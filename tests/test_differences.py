@@ -88,7 +88,7 @@ def test_of_one_encoder_each_the_draws_are_in_the_interval():
     shared, own = rng.normal(0, 0.1, 20), rng.normal(0, 0.02, (2, 20))
     scores = 0.5 + shared + own + np.array([[0.02], [0.0]])
     frames = [pd.DataFrame({"encoder_seed": 0, "seed": range(20), "accuracy": of_one}) for of_one in scores]
-    variances, draws, freedom = variances_over_seeds(frames)
+    variances, draws, freedom = variances_over_seeds(frames, "seed")
     gains = scores[0] - scores[1]
     assert draws == [20, 20] and freedom == 19
     assert variances.sum() == pytest.approx(gains.var(ddof=1) / 20)

@@ -8,7 +8,7 @@ by .2 to .5) 5.0 % tell some two apart: 4.9 of 8 encoders, 5.2 of 12 (each ± .2
 are .3 %, since the noise of an image in one seed is in the errors over images and over seeds.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -82,14 +82,16 @@ def differences_in(column: str, rows: pd.DataFrame, error: float) -> list[Differ
     if best not in known or len(known) < 2:
         return []
     place = [*known].index(best)
-    covariance, count = covariance_over_images(known.values())
-    variances, seeds, freedom = variances_over_seeds(known.values())
-    halves = half_widths(covariance, variances, (count - 1, freedom), error)[place].tolist()
-    images = f"same {count:,} images" if count < INFINITE else "images, not paired"
+    covariance, tested = covariance_over_images(known.values())
+    has_seeds = any(of_one.encoder_seed.nunique() > 1 for of_one in known.values())
+    variances, counts, freedom = variances_over_seeds(known.values(), "encoder_seed" if has_seeds else "seed")
+    halves = half_widths(covariance, variances, (tested - 1, freedom), error)[place].tolist()
+    images = f"same {tested:,} images" if tested < INFINITE else "images, not paired"
+    repeated = "draws" if max(counts) > 1 and not has_seeds else "seeds"
     kind = kind_of_scores(rows.score)
     found = []
-    for name, half, number in zip(known, halves, seeds, strict=True):
-        over = f"{images}; {seeds[place]} and {number} seeds"
+    for name, half, count in zip(known, halves, counts, strict=True):
+        over = f"{images}; {counts[place]} and {count} {repeated}"
         found.append(Difference(column, kind, best, name, means[best] - means[name], half, over))
     return [each for each in found if each.other != best]
 
@@ -107,15 +109,18 @@ def covariance_over_images(encoders: Collection[pd.DataFrame]) -> tuple[NDArray,
     return np.diag(np.square((ends[:, 1] - ends[:, 0]) / (2 * Z))), INFINITE
 
 
-def variances_over_seeds(encoders: Collection[pd.DataFrame]) -> tuple[NDArray, list[int], int]:
+def variances_over_seeds(
+    encoders: Iterable[pd.DataFrame], seed: str = "encoder_seed"
+) -> tuple[NDArray, list[int], int]:
     """The variances (K,) of means over seeds, 0 of one seed; the numbers of seeds; the degrees of freedom.
 
-    Where no encoder has several, they are over draws, such as those of few-shot. Seeds and draws are paired: what one
-    does to all encoders, such as the choice of their labels, is no part of it. Of two encoders it is half of the
-    variance of their differences, by n - 1.
+    Seeds are paired: what a seed does to all encoders, such as the choice of their labels, is no part of it. Of two
+    encoders it is half of the variance of their differences, by n - 1.
+
+    Args:
+        seed: column of the seeds: of the encoders or, with "seed", of draws such as those of few-shot.
     """
-    source = "encoder_seed" if any(rows.encoder_seed.nunique() > 1 for rows in encoders) else "seed"
-    by_seed = [rows.groupby(source).accuracy.mean() for rows in encoders]
+    by_seed = [rows.groupby(seed).accuracy.mean() for rows in encoders]
     seeds = [len(of_one) for of_one in by_seed]
     several = pd.DataFrame([of_one for of_one in by_seed if len(of_one) > 1]).dropna(axis=1).to_numpy()
     if min(several.shape) < 2:
