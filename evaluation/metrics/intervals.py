@@ -43,7 +43,7 @@ def score_images(
     count = len(predictions)
     weights = torch.ones(count, dtype=torch.float64, requires_grad=True)
     scores = {}
-    for name, value in figures(weights, torch.as_tensor(targets), torch.as_tensor(predictions)).items():
+    for name, value in figures(weights, torch.tensor(targets), torch.tensor(predictions)).items():
         (slopes,) = torch.autograd.grad(value, weights, retain_graph=True)
         scores[name] = value.item(), (value.detach() + count * slopes).numpy()
     return scores
