@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from evaluation.metrics.scoring import Outcomes, kind_of
@@ -42,7 +42,6 @@ PANELS_IN_A_ROW = 4
 MAX_CONFUSED_NAMED = 60  # classes of a confusion matrix
 MAX_CONFUSED_NUMBERED = 25  # whose cells have their shares
 MAX_SIDE = 11.0  # of a confusion matrix, in inches
-MAX_TICKS = 12
 Statistics = dict[str, float]
 """`mean` and `std` of a score."""
 ScoreAxis = str
@@ -223,11 +222,11 @@ def plot_lines(curves: Curves, x_label: str, score_axes: Mapping[str, ScoreAxis]
                 scores = {0: next(iter(scores.values()))}
             drawn_at |= scores.keys()
             legend |= draw_line(panel, scores, name, style_of_line(names.index(name)))
-        places = sorted(drawn_at - {0})
-        if places and is_log:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if is_log and drawn_at - {0}:
             panel.set_xscale("log")
-        panel.xaxis.set_major_locator(FixedLocator(places, nbins=MAX_TICKS))
-        panel.xaxis.set_major_formatter("{x:,g}")
+            ticks = sorted({float(f"{place:.0e}") for place in drawn_at - {0}})  # one digit: names do not overlap
+            panel.set_xticks(ticks, [f"{tick:,g}" for tick in ticks], fontsize=7)
         panel.minorticks_off()
     legend.pop("", None)
     if legend:
