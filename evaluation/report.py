@@ -7,6 +7,7 @@ JSON and the pictures of `mpp visualize`. Pictures that do not exist yet, or are
 page says what is missing, and why.
 """
 
+import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +19,6 @@ from evaluation.figures.charts import CONFUSION_FILE, plot_series
 from evaluation.frozen.results import (
     describe_baselines,
     of_learned_weights,
-    read_report,
     scores_of_random_weights,
     way_to_random_weights,
 )
@@ -305,16 +305,16 @@ def evaluation_blocks(folder: Path) -> list[Block]:
         if of_learned_weights(file) != file and of_learned_weights(file).is_file():
             continue  # random weights stand next to these
         try:
-            report = read_report(file)
-        except UserError as error:
-            problems.append(Text(str(error)))
+            report = json.loads(file.read_text(encoding="utf-8"))
+            protocol = report.get("protocol") or {}
+            known = None if protocol.get("checkpoint") else protocol.get("weights")
+            if known and weights and known not in weights:  # the run was trained again, or longer
+                problems.append(Text(f"{file.name}: it is of other weights than those of the run now; evaluate again"))
+                continue
+            rows += rows_of_evaluation(file, report)
+        except (UserError, OSError, ValueError, AttributeError, KeyError, TypeError):
+            problems.append(Text(f"{file.name}: it is not a report of an evaluation"))
             continue
-        protocol = report.get("protocol", {})
-        known = None if protocol.get("checkpoint") else protocol.get("weights")
-        if known and weights and known not in weights:  # the run was trained again, or longer
-            problems.append(Text(f"{file.name}: it is of other weights than those of the run now; evaluate again"))
-            continue
-        rows += rows_of_evaluation(file, report)
         confusion = file.with_name(file.stem + CONFUSION_FILE)
         if confusion.is_file():
             matrices.append(image_as_picture(confusion, f"Confusion matrix of {file.stem}"))

@@ -269,8 +269,8 @@ def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
     cases = [(result["shots"], result["seed"]) for result in report["results"]]
     assert cases == [(5, 0), (1, 0), (5, 3), (1, 3)]
     of_five_shots = [result["accuracy"] for result in report["results"] if result["shots"] == 5]
-    expected = {"mean": np.mean(of_five_shots), "std": np.std(of_five_shots), "count": 2}
-    assert {key: report["summary"]["5"][key] for key in expected} == expected
+    expected = {"mean": np.mean(of_five_shots), "std": np.std(of_five_shots, ddof=1), "count": 2}
+    assert {key: report["summary"]["5"][key] for key in expected} == pytest.approx(expected)
     low, high = report["summary"]["5"]["interval"]
     assert low < np.mean(of_five_shots) < high
     assert report["protocol"]["l2"] == [1024.0]

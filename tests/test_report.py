@@ -158,7 +158,7 @@ def test_a_hostile_run_has_a_page_that_says_all_and_runs_nothing(hostile):
     )
     assert_has(page, "4 of 4 steps of 8 images", "loss", "gradient norm", "waiting for data (%)")
     assert_has(page, "accuracy (%)", "kNN accuracy (%)", "effective rank", *PICTURE_TITLES)
-    assert_has(page, "1 image could not be decoded", "50.0 ± 10.0", "torn.json cannot be read as a report")
+    assert_has(page, "1 image could not be decoded", "50.0 ± 10.0", "torn.json: it is not a report of an evaluation")
     assert_has(page, "mpp pretrain", "--run.precision=fp32", "written by mpp ", "torch ")
     assert_has(page, SCRIPT, f"5 {SCRIPT}", IMAGE)
     assert "svg" not in page.tags
