@@ -2,7 +2,7 @@
 
 Cosine similarity; of equal neighbours the first ones of the dataset vote.
 
-python evaluation/knn.py --encoder runs/birds
+    python evaluation/knn.py --encoder runs/birds
 """
 
 from collections.abc import Sequence
