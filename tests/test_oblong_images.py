@@ -201,7 +201,7 @@ def test_it_is_evaluated_fine_tuned_and_drawn(pretrain, tmp_path):
     fast = ("--data.workers=0", "--precision=fp32", "--threads=1")
     fewshot.main([f"--encoder={folder}", "--depth=all", *fast])
     fewshot.main([f"--encoder={folder}", "--img_size=[24,16]", *fast])
-    assert (folder / "evaluation" / "fewshot_24x16px_precision_fp32.json").is_file()
+    assert (folder / "evaluation" / "fewshot_img_size_24-16_precision_fp32.json").is_file()
     pictures = (f"--pictures={json.dumps(EVERY)}", "--images=2", "--attention_images=4")
     visualize.main([f"--encoder={folder}", *pictures, *fast])
     tuned = ("--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8", "--lrs=0.1")
