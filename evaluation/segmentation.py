@@ -40,7 +40,7 @@ from evaluation.patches.features import (
     patch_features,
     predict_pixels,
 )
-from evaluation.patches.masks import MaskedViews, load_masked_images, warn_of_turned_images
+from evaluation.patches.masks import MaskedViews, load_masked_images
 from mpp.data.data_path import describe_source
 from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_rgb, stretch
@@ -65,8 +65,6 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     check_labels_unseen(config.frozen.weights, config.data, train, test)
     counts = f"{counted(len(train), 'image')} with masks to learn from, {len(test)} to evaluate on"
     print(f"{describe_source(config.data)}: {counts}")
-    for split in splits:
-        warn_of_turned_images(split, config.data)
     encoder = open_patch_encoder(config.frozen, config.data)
     depths = resolve_depths(config.depth, len(encoder.stages))
     views = [MaskedViews(**vars(views_for(encoder, images, config.data))) for images in splits]

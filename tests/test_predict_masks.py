@@ -164,16 +164,8 @@ def test_broken_images_have_no_scores(head, images, tmp_path):
     assert json.loads((tmp_path / "p.csv.json").read_text())["figures"]["all"]["images"] == 3
 
 
-def test_masks_that_are_wrong_beside_their_images_are_named(head, images, tmp_path, capsys):
-    """Half a turn keeps the size, so nothing else shows."""
-    names = {name: (f"{number}.png", np.zeros(size)) for number, (name, size) in enumerate(SIZES.items())}
-    write_masked(images, names)
-    upside_down = Image.Exif()
-    upside_down[274] = 3
-    Image.open(images / "tall.png").save(images / "tall.png", exif=upside_down)
-    predict_to(tmp_path / "p.csv", head, images)
-    said = capsys.readouterr().err
-    assert "1 image of all turned by an orientation tag in the file, with a mask without such a tag, such as" in said
+def test_a_column_of_masks_that_is_not_there_is_refused(head, images, tmp_path):
+    write_masked(images, {"tall.png": ("0.png", np.zeros(SIZES["tall.png"]))})
     with pytest.raises(UserError, match=r"data\.mask_column is masc; it must be a column of all"):
         predict_to(tmp_path / "r.csv", head, images, "--data.mask_column=masc", "--data.image_column=image")
 

@@ -29,13 +29,7 @@ from evaluation.config import MaskedDataConfig, PredictConfig
 from evaluation.frozen.run_images import LoadedSplits, indices_in_split
 from evaluation.metrics.scoring import Outcomes
 from evaluation.patches.features import count_confusion, places_of_classes
-from evaluation.patches.masks import (
-    attach_masks,
-    check_same_size,
-    decode_mask,
-    warn_of_turned_images,
-    without_masks,
-)
+from evaluation.patches.masks import attach_masks, decode_mask, without_masks
 from evaluation.supervision.classifiers import Classifier
 from evaluation.tables import ViewsOrErrors, path_in_folder, read_batches, unlabelled_images
 from mpp.data.crops import covering_size
@@ -78,7 +72,6 @@ class MaskPredictions:
             is_named = column != MaskedDataConfig.mask_column
             if is_named or column in self.splits[images.split].column_names:
                 images = attach_masks(images, self.splits, self.data)
-                warn_of_turned_images(images, self.data)
             found.append(images)
         return found
 
@@ -165,8 +158,7 @@ class MaskPredictions:
             if has_mask and file.exists():  # else the image has no mask, or no prediction
                 try:
                     predicted = read_mask(file.read_bytes(), self.data)
-                    true = decode_mask(cell, self.data).numpy()
-                    check_same_size(true.shape, predicted.shape)
+                    true = decode_mask(cell, self.data, predicted.shape).numpy()
                     counts.append(count_confusion(places[true], places[predicted], len(names)))
                 except UnreadableImage as reason:
                     problems.append(f"{images.image_name(index)}: {reason}")
