@@ -1,5 +1,6 @@
 """Patches evaluated on masks: crops that agree, scores against scikit-learn, both readings against closed forms."""
 
+import io
 import json
 from pathlib import Path
 
@@ -367,8 +368,8 @@ def test_the_birds_outlines_follow_the_settings(settings, counts):
         rows = without_decoding(splits[split].select(images.origin.indices), "image")
         assert images.rows["image"] == rows["image"]
         assert len(images) == count
-        expected = [draw_mask(outlines[split][name]) for name in rows["id"]]
-        assert [mask["bytes"] for mask in images.rows["mask"]] == expected
+        for name, mask in zip(rows["id"], images.rows["mask"], strict=True):
+            assert Image.open(io.BytesIO(mask["bytes"])) == draw_mask(outlines[split][name])
 
 
 def test_birds_without_outlines_are_refused():

@@ -3,7 +3,6 @@
 H x W pixels.
 """
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,11 +45,11 @@ def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = Non
         splits = {name: with_outlines(rows) for name, rows in splits.items()}
     find_held_out_split(data, list(splits))  # refuses a split that is not there
     require_masks(data.split, splits, data)
-    train, test = load_image_datasets(data, without_masks(splits, data))
+    images = load_image_datasets(data, without_masks(splits, data))
+    train, test = (attach_masks(each, splits, data) for each in images)
     if data.path is None:
-        train, test = (select_outlined(images, splits) for images in (train, test))
-    train = train.choose(data.train_images, data.eval_seed)
-    return [attach_masks(images, splits, data) for images in (train, test)]
+        train, test = select_outlined(train), select_outlined(test)
+    return [train.choose(data.train_images, data.eval_seed), test]
 
 
 def require_masks(split: str, splits: LoadedSplits, data: MaskedDataConfig) -> None:
@@ -85,26 +84,23 @@ def without_masks(splits: LoadedSplits, data: MaskedDataConfig) -> LoadedSplits:
 def with_outlines(rows: datasets.Dataset) -> datasets.Dataset:
     """The package's photographs with a column of masks: 1 is bird, 0 is background, null is not outlined."""
     by_split = json.loads(OUTLINES_FILE.read_text(encoding="utf-8"))
-    outlines = by_split["train"] | by_split["test"]
-    cells = [{"bytes": draw_mask(outlines[bird]), "path": None} if bird in outlines else None for bird in rows["id"]]
-    return rows.add_column("mask", cells, feature=datasets.Image(decode=False))
+    outlines, masks = by_split["train"] | by_split["test"], datasets.Image(decode=False)
+    cells = [masks.encode_example(draw_mask(outlines[bird])) if bird in outlines else None for bird in rows["id"]]
+    return rows.add_column("mask", cells, feature=masks)
 
 
-def draw_mask(outline: dict[str, Any]) -> bytes:
-    """A mask of polygons, as PNG: `size` [width, height], `birds` lists of x, y, x, y, ..."""
+def draw_mask(outline: dict[str, Any]) -> Image.Image:
+    """A mask of polygons: `size` [width, height], `birds` lists of x, y, x, y, ..."""
     mask = Image.new("L", tuple(outline["size"]))
     drawing = ImageDraw.Draw(mask)
     for polygon in outline["birds"]:
         drawing.polygon(polygon, fill=1)
-    buffer = io.BytesIO()
-    mask.save(buffer, "PNG")
-    return buffer.getvalue()
+    return mask
 
 
-def select_outlined(images: ImageDataset, splits: LoadedSplits) -> ImageDataset:
+def select_outlined(images: ImageDataset) -> ImageDataset:
     """The photographs that have an outline. Raises UserError if there are none."""
-    is_outlined = np.array([cell is not None for cell in splits[images.origin.split]["mask"]])
-    outlined = np.flatnonzero(is_outlined[indices_in_split(images)])
+    outlined = np.flatnonzero([cell is not None for cell in images.rows["mask"]])
     allowed = "another split: none of its photographs has an outline"
     require(len(outlined) > 0, "data", f"the birds' {images.split}, {len(images)} images", allowed)
     return images.select(outlined)

@@ -44,8 +44,7 @@ class ProbedEncoder(nn.Module):
 
 def rebuild_reading(weights: dict[str, Tensor]) -> LinearReading:
     """The linear reading of patches with its weights."""
-    taught = (~weights["untaught"]).nonzero().flatten().tolist()
-    reading = LinearReading(weights["classify.weight"].shape[1], taught)
+    reading = LinearReading(weights["classify.weight"].shape[1], weights["untaught"])
     reading.load_state_dict(weights)
     return reading
 
