@@ -51,7 +51,7 @@ OVERLAY_QUALITY = 90
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions of images: see ImagePredictions, MaskPredictions."""
+    """Predictions of images: `images` of each split, `rows` and `outcomes` of one. See the classes below."""
 
     config: PredictConfig
     classifier: Classifier
