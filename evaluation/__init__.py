@@ -6,7 +6,7 @@ frozen/, patches/: frozen encoders, a run's images, known labels; segmentation.
 supervision/: networks with a head, distillation, kinds of labels as a head learns them; classifiers that exist.
 comparison/: entries, cases, digests, trainings, trunks and branches, reports, tables and plots; trials of sweeps.
 pictures.py, figures/, pages/: numbers of pictures; style, charts and images; HTML pages of reports and comparisons.
-tables/, predictions/, exports/: tables in parts (`mpp embed`, `mpp predict`); classifiers; export formats.
+tables.py, predictions.py: tables in parts (`mpp embed`, `mpp predict`); rows, masks and figures of predictions.
 
 A new evaluation is one file: see README.md. One of this repository does not register itself: its line is in
 registry.py, and its module in the import contracts of pyproject.toml. A new kind of label needs a `LabelKind`

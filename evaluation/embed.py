@@ -13,11 +13,10 @@ import pyarrow as pa
 import torch
 
 from evaluation.config import EmbedConfig
-from evaluation.frozen.encoder import open_frozen_encoder, resolve_depths
-from evaluation.frozen.features import describe_precision
+from evaluation.frozen.features import describe_precision, open_extraction
 from evaluation.frozen.kept_heads import describe_encoder
 from evaluation.frozen.run_images import LoadedSplits, parse_and_load
-from evaluation.tables import identify_splits, load_all_splits, read_crops, unlabelled_images, write_table
+from evaluation.tables import identify_splits, load_all_splits, read_images, unlabelled_images, write_table
 from mpp.config import rebuild
 from mpp.data.dataset import ImageDataset
 from mpp.runtime.start import run_main, start_alone
@@ -30,18 +29,16 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
         UserError: no such encoder, images or depth, or the file is another table.
     """
     accelerator = start_alone(config.frozen.run_settings(config.precision), "a table is written")
-    encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
-    (depth,) = depths = resolve_depths(config.depth, len(encoder.stages))
+    encoder, (depth,), encode = open_extraction(config.frozen, config.data, config, accelerator)
     data = rebuild(config.data, {"eval_crop": config.data.eval_crop or encoder.crop_pct})
     images = unlabelled_images(data, load_all_splits(data, loaded))
 
     @torch.no_grad()
     def rows_of(split: ImageDataset) -> Iterator[pa.Table]:
-        for batch in read_crops(split, data, encoder.img_size):
+        for batch in read_images(split, data, encoder.img_size):
             with accelerator.autocast():
-                (features,) = encoder(batch.pixels.to(accelerator.device), config.representation, depths)
-            column = batch.column(list(features.float().cpu().numpy()), pa.list_(pa.float32()))
-            yield batch.table({"features": column}, data, {})
+                (features,) = encode(batch.pixels.to(accelerator.device))
+            yield batch.table({"features": list(features.float().cpu().numpy())}, data)
 
     identity = describe_encoder(config.frozen) | identify_splits(data, images)
     identity |= {
@@ -50,9 +47,7 @@ def embed(config: EmbedConfig, loaded: LoadedSplits | None = None) -> Path:
         "depth": depth,
         "precision": describe_precision(accelerator),
     }
-    out = Path(config.out)
-    write_table(out, identity, images, rows_of)
-    return out
+    return write_table(Path(config.out), identity, images, rows_of)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:

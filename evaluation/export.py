@@ -9,7 +9,6 @@ The file is run on held-out images, and kept if its numbers are PyTorch's.
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +23,6 @@ from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_
 from evaluation.frozen.features import DEFAULT_BATCH_SIZE, views_for
 from evaluation.frozen.results import write_json
 from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of, parse_and_load, tested_encoder
-from evaluation.supervised import card_of_file
 from evaluation.supervision.classifiers import Classifier, load_classifier
 from evaluation.supervision.learners import average_heads
 from mpp.config import rebuild, require
@@ -35,10 +33,9 @@ from mpp.features.frozen import pool
 from mpp.models.descriptions import how_read
 from mpp.models.plain import set_attention
 from mpp.runtime.start import run_main, start_alone
-from mpp.runtime.weights import encoder_folder, fingerprint, zoo_folder
+from mpp.runtime.weights import fingerprint
 
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 METADATA_FILE = "mpp"  # among the extra files of a torch.export program
 MAX_ROUNDING_DIFFERENCE = 1e-4
 TRACED_IMAGES = 3  # torch.export takes a batch of one for a constant
@@ -71,13 +68,11 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
     """
     out, suffix = Path(config.out), SUFFIXES[config.format]
     require(out.suffix == suffix, "out", out, f"a file whose name ends in {suffix}")
-    missing = " ".join(name for name in ONNX_PACKAGES if find_spec(name) is None)
-    if config.format == "onnx" and missing:
-        raise UserError(f"format onnx needs packages that are missing: pip install {missing}")
     start_alone(config.frozen.run_settings("fp32"), "a file is written")
     encoder = open_frozen_encoder(config.frozen, config.data)
-    has_head = config.representation == "logits"
-    classifier = load_classifier(config.frozen.encoder, config.data.channels, "encoder") if has_head else None
+    classifier = None
+    if config.representation == "logits":
+        classifier = load_classifier(config.frozen.encoder, config.data.channels, "encoder")
     module = ExportedModule(config, encoder, classifier).eval()  # a colour baseline has no model
     if config.representation == "tokens":
         patch_grid(encoder.model)  # raises where it has none
@@ -156,7 +151,7 @@ def read_file(file: Path) -> Computation:
 def describe_file(
     config: ExportConfig, encoder: FrozenEncoder, classifier: Classifier | None, images: Tensor
 ) -> dict[str, Any]:
-    """Metadata of a file: input, output, the encoder, and the model card where its weights have one.
+    """Metadata of a file: input, output, and the encoder.
 
     Args:
         classifier: whose logits are the output; None: it is no logits.
@@ -179,7 +174,6 @@ def describe_file(
         "representation": config.representation,
         "input": f"images (batch, {shape}) {str(images.dtype).removeprefix('torch.')}, {kind}",
         "output": f"features {outputs.get(config.representation, '(batch, width)')} float32",
-        "card": read_card(config),
     }
     if hasattr(model, "num_prefix_tokens"):
         about |= {"prefix_tokens": model.num_prefix_tokens, "grid": list(patch_grid(model))}
@@ -187,16 +181,6 @@ def describe_file(
         about["output"] += f": {classifier.meaning}"
         about |= {"class_names": classifier.class_names, "label_kind": classifier.label_kind}
     return about
-
-
-def read_card(config: ExportConfig) -> str:
-    """The model card of an encoder's weights; "": they have none."""
-    weights = Path(config.frozen.weights)
-    if config.frozen.random or not zoo_folder(weights).is_dir():  # a file of weights, timm's or the hub's
-        return ""
-    file = encoder_folder(weights) / "README.md"
-    card = file.read_text(encoding="utf-8") if file.is_file() else ""
-    return card_of_file(card, has_head=config.representation == "logits")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

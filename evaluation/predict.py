@@ -6,55 +6,49 @@ A row for each image: `file`, `split`, the likeliest classes by name with their 
 class, and `error`. An image that cannot be decoded has no prediction, and its error says why. After an interruption
 the same command continues. The classifier is a fine-tuned or supervised run, a head that `mpp linear --save true` or
 `mpp segmentation --save true` kept, or a model from timm with its head.
-
-n images, C classes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
-import pyarrow as pa
-from accelerate import Accelerator
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
+from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import describe_precision
+from evaluation.frozen.kept_heads import KeptHead, is_kept_head, load_head, rebuild_linear
 from evaluation.frozen.results import print_details, write_report
-from evaluation.frozen.run_images import LoadedSplits, is_same_place, note_other_images, parse_and_load
-from evaluation.metrics.scoring import Outcomes, result_entries, without_nan
-from evaluation.predictions.masks import MaskPredictions
-from evaluation.predictions.opening import ClassifierSource, digest_network, find_classifier, open_classifier
-from evaluation.supervision.classifiers import Classifier, FrozenClassifier
-from evaluation.tables import (
-    ImageBatch,
-    Rows,
-    identify_splits,
-    load_all_splits,
-    parts_folder,
-    read_crops,
-    unlabelled_images,
-    write_table,
+from evaluation.frozen.run_images import (
+    LabelledImages,
+    LoadedSplits,
+    find_labelled_images,
+    find_tested_run,
+    is_same_place,
+    lineage,
+    note_other_images,
+    parse_and_load,
 )
-from mpp.config import RunConfig, changed_settings, flatten, rebuild, require
-from mpp.data.dataset import ImageDataset, has_label
-from mpp.data.labels import SEPARATOR
-from mpp.data.sources import label_images
+from evaluation.metrics.scoring import result_entries, without_nan
+from evaluation.patches.features import LinearReading, patch_features, upsample
+from evaluation.predictions import ImagePredictions, MaskPredictions, Predictions
+from evaluation.supervision.classifiers import Classifier, distinct_class_names, load_classifier
+from evaluation.tables import Rows, identify_splits, load_all_splits, parts_folder, write_table
+from mpp.config import RunConfig, changed_settings, flatten, rebuild, require, sides
 from mpp.errors import UserError
-from mpp.runtime.messages import note, shortened, warn
+from mpp.runtime.files import short_digest
+from mpp.runtime.messages import note
 from mpp.runtime.start import run_main, start_alone
+from mpp.runtime.weights import BEST, fingerprint
 from mpp.training.run_folder import refuse_among_images
 
-OF_CLASSES = ("top", "probabilities")
-OF_PIXELS = ("overlays", "data.mask_column", "data.ignore_index")
+OF_CLASSES = {"top", "probabilities"}
+OF_PIXELS = {"overlays", "data.mask_column", "data.ignore_index"}
 """Settings that have no effect on other kinds of labels."""
 MAX_CLASSES_PRINTED = 20
-THRESHOLD = 0.5  # of the probability of a class that is named, where an image has several
 LEARNED = "the classifier learned some of these images: figures do not apply to new images, except of its held-out ones"
 
 
@@ -66,167 +60,49 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     """
     run = RunConfig(precision=config.precision, trackers=(), threads=config.threads)
     accelerator = start_alone(run, "a table is written")
-    found = find_classifier(config.classifier, config.encoder)
+    found = find_classifier(config)
     classifier = open_classifier(found, config.data.channels)
     kind = classifier.label_kind
     changed = changed_settings(config)
-    unused = (() if kind == "class" else OF_CLASSES) + (() if kind == "pixels" else OF_PIXELS)
-    for name in changed.keys() & set(unused):
+    for name in changed.keys() & {"class": OF_PIXELS, "pixels": OF_CLASSES}.get(kind, OF_CLASSES | OF_PIXELS):
         require(False, name, changed[name], f"left out: labels of {config.classifier} are of the kind {kind}")
     note_other_images(found.encoder, config.data, found.how_read)
 
-    usual = MaskedDataConfig() if kind == "pixels" else ProbeDataConfig()  # to which `mask` is a column as any other
+    of_kind, usual = ImagePredictions, ProbeDataConfig()  # to which `mask` is a column as any other
+    if kind == "pixels":
+        of_kind, usual = MaskPredictions, MaskedDataConfig()
     data = rebuild(usual, flatten(config.data) | {"eval_crop": config.data.eval_crop or classifier.crop_pct})
-    splits = load_all_splits(data, loaded)
-    of_kind = MaskPredictions if kind == "pixels" else ImagePredictions
-    predictions = of_kind(config, classifier, data, splits, accelerator)
-    identity = identify_splits(data, predictions.images, predictions.labelled)
-    identity |= {name: getattr(config, name) for name in ("top", "probabilities", "overlays")}
-    identity |= {
-        "weights": digest_network(classifier.network),
+    predictions = of_kind(config, classifier, data, load_all_splits(data, loaded), accelerator)
+    weights = (name.encode() + each.numpy().tobytes() for name, each in classifier.network.state_dict().items())
+    identity = identify_splits(data, predictions.images) | {
+        "top": config.top,
+        "probabilities": config.probabilities,
+        "overlays": config.overlays,
+        "weights": short_digest(weights),
         "label_kind": kind,
         "classes": classifier.class_names,
         "img_size": list(classifier.img_size),
         "precision": describe_precision(accelerator),
     }
     out = Path(config.out)
+    about = {"classifier": config.classifier}
     if kind == "pixels":
+        about["class_numbers"] = predictions.class_numbers
         refuse_among_images("out", out, data.path)
         masks = predictions.folder("mask")
         is_known = out.exists() or parts_folder(out, identity).exists() or not masks.exists()
         require(is_known, "out", out, f"another: {masks} exists, and may be of other images")
-    about = {"classifier": config.classifier}
     files = {record["files"] for record in identity["images"]}
     if any(is_same_place(each.source, data) or each.record.get("files") in files for each in found.learned):
         about["note"] = LEARNED
         note(LEARNED)
-    write_table(out, identity, predictions.images, predictions.rows, lambda rows: about | describe(predictions, rows))
-    return out
+    return write_table(
+        out, identity, predictions.images, predictions.rows, lambda rows: about | describe(predictions, rows)
+    )
 
 
-@dataclass(frozen=True)
-class ImagePredictions:
-    """Predictions of images by a classifier of one class, several classes, or a number."""
-
-    config: PredictConfig
-    classifier: Classifier
-    data: ProbeDataConfig
-    splits: LoadedSplits
-    """The rows of the images."""
-    accelerator: Accelerator
-
-    @cached_property
-    def images(self) -> list[ImageDataset]:
-        """The images of each split, with labels where the classifier knows some of them."""
-        images = unlabelled_images(self.data, self.splits)
-        try:
-            labelled = label_images(self.data, self.splits, images[0].image_column, self.classifier.label_kind)
-        except UserError as error:
-            if self.data.label_column is not None:
-                raise
-            warn(f"no figures: {error}")
-            return images
-        return labelled if has_known_labels(labelled, self.classifier.class_names) else images
-
-    @property
-    def labelled(self) -> bool:
-        """Whether the images have labels, which are in the table."""
-        return any(images.labels is not None for images in self.images)
-
-    def rows(self, images: ImageDataset) -> Iterator[pa.Table]:
-        """The rows of images of a split."""
-        network = FrozenClassifier(self.classifier).to(self.accelerator.device)
-        for batch in read_crops(images, self.data, self.classifier.img_size):
-            with self.accelerator.autocast():
-                logits = network(batch.pixels.to(self.accelerator.device)).cpu()
-            yield self.table(batch, logits)
-
-    def table(self, batch: ImageBatch, logits: Tensor) -> pa.Table:
-        """The rows of a batch with these logits (n, C)."""
-        kind, names = self.classifier.label_kind, np.array(self.classifier.class_names, str)
-        columns: dict[str, pa.Array] = {}
-        if kind == "number":
-            probabilities = logits.numpy()  # which have no columns
-            columns["number"] = batch.column(probabilities[:, 0])
-        elif kind == "several":
-            probabilities = logits.double().sigmoid().float().numpy()
-            likely = [SEPARATOR.join(names[row]) for row in probabilities > THRESHOLD]
-            columns["classes"] = batch.column(likely, pa.string())
-        else:
-            probabilities = logits.double().softmax(1).float().numpy()
-            order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.config.top].numpy()
-            for place, numbers in enumerate(order.T, 1):
-                suffix = "" if place == 1 else f"_{place}"
-                columns[f"class{suffix}"] = batch.column(names[numbers])
-                columns[f"probability{suffix}"] = batch.column(probabilities[np.arange(len(numbers)), numbers])
-        labels = labels_of(batch.images)
-        if self.labelled and kind == "number":
-            columns["label"] = batch.column(labels, pa.float64())
-        elif self.labelled:
-            texts = [None if each is None else SEPARATOR.join(each) for each in labels]
-            columns["label"] = batch.column(texts, pa.string())
-        if self.labelled and kind == "class":
-            right = [each and name in each for name, each in zip(names[order[:, 0]], labels, strict=True)]
-            columns["right"] = batch.column(right, pa.bool_())
-        by_class = zip(names if self.config.probabilities else [], probabilities.T, strict=False)
-        return batch.table(columns, self.data, {f"p_{name}": batch.column(values) for name, values in by_class})
-
-    def outcomes(self, images: ImageDataset, rows: pd.DataFrame) -> Outcomes | None:
-        """Targets and predictions of the images of a split that have both; None: there are none.
-
-        Args:
-            rows: of these images.
-        """
-        if images.labels is None:
-            return None
-        known = has_label(images.labels) & rows["error"].isna().to_numpy()
-        labels, rows = images.labels[known], rows[known]
-        kind, names = self.classifier.label_kind, self.classifier.class_names
-        if len(rows) == 0:
-            return None
-        if kind == "number":
-            return Outcomes(kind, labels, rows["number"].to_numpy(float))
-        if kind == "several":
-            marks = pd.DataFrame(labels, columns=images.class_names).reindex(columns=names, fill_value=0)
-            probabilities = rows[[f"p_{name}" for name in names]].to_numpy(float)
-            return Outcomes(kind, marks.to_numpy(np.int8), probabilities, names)
-        occurring = {images.class_names[number] for number in np.unique(labels[labels >= 0])}
-        index = pd.Index([*names, *sorted(occurring - {*names})])  # those that the classifier does not know come last
-        numbers = np.append(index.get_indexer(images.class_names), -1)  # -1, where an image has fewer, stays
-        return Outcomes(kind, numbers[labels], index.get_indexer(rows["class"]), [*index])
-
-
-def labels_of(images: ImageDataset) -> list[list[str] | float | None]:
-    """The names of the classes of each image, or its number; None: it has no label."""
-    if images.labels is None:
-        return [None] * len(images)
-    found: list[list[str] | float | None] = []
-    for label, known in zip(images.labels, has_label(images.labels), strict=True):
-        if not known or images.label_kind == "number":
-            found.append(float(label) if known else None)
-            continue
-        numbers = np.flatnonzero(label == 1) if images.label_kind == "several" else np.atleast_1d(label)
-        found.append([images.class_names[number] for number in numbers if number >= 0])
-    return found
-
-
-def has_known_labels(splits: Sequence[ImageDataset], class_names: Sequence[str]) -> bool:
-    """Whether images have labels of classes that a classifier knows; a warning names those that it does not."""
-    labels = [label for images in splits for label in labels_of(images) if label is not None]
-    if splits[0].label_kind == "number":
-        return bool(labels)
-    names = dict.fromkeys(chain(*labels))
-    unknown = [name for name in names if name not in class_names]
-    knows_some = len(unknown) < len(names)
-    if unknown:
-        none = "there are no figures; data.label_column chooses another column"
-        effect = "such a label counts as none, or as wrong" if knows_some else none
-        warn(f"the classifier does not know the labels {shortened(unknown)}: {effect}")
-    return knows_some
-
-
-def describe(predictions: ImagePredictions | MaskPredictions, rows: Rows) -> dict[str, Any]:
-    """Number of images of each predicted class, shares of the pixels, and figures of each split's labels.
+def describe(predictions: Predictions, rows: Rows) -> dict[str, Any]:
+    """Number of images of each predicted class, and figures of each split's labels.
 
     A report on each split that has labels is written next to the table.
     """
@@ -237,10 +113,6 @@ def describe(predictions: ImagePredictions | MaskPredictions, rows: Rows) -> dic
         counts = frame["class"].value_counts()
         about["predicted"] = counts.to_dict()
         print(counts.head(MAX_CLASSES_PRINTED).to_string())
-    if isinstance(predictions, MaskPredictions):
-        about["class_numbers"] = predictions.class_numbers
-        shares = frame.filter(regex="^share_").astype(float).mean()
-        about["shares"] = {name.removeprefix("share_"): share for name, share in shares.items()}
     for images in predictions.images:
         outcomes = predictions.outcomes(images, frame[frame.split == images.split])
         if outcomes is not None:
@@ -252,24 +124,128 @@ def describe(predictions: ImagePredictions | MaskPredictions, rows: Rows) -> dic
     return without_nan(about)
 
 
+# --- the classifier ---
+
+
+class ProbedEncoder(nn.Module):
+    """A frozen encoder with a head that a probe has trained: images (B, C, H, W) from 0 to 255 to logits.
+
+    They are (B, classes), or (B, classes, H, W) of a head of pixels. The head computes in float32, as in the probe.
+    """
+
+    def __init__(self, encoder: FrozenEncoder, head: KeptHead):
+        super().__init__()
+        self.encoder, self.about = encoder, head.description
+        if self.about.task == "pixels":
+            self.head = LinearReading(head.weights["classify.weight"].shape[1], head.weights["untaught"])
+            self.head.load_state_dict(head.weights)
+        else:
+            self.head = rebuild_linear(head)
+
+    def forward(self, images: Tensor) -> Tensor:
+        depths, is_of_pixels = [self.about.depth], self.about.task == "pixels"
+        if is_of_pixels:
+            (features,) = patch_features(self.encoder, images, depths)
+        else:
+            (features,) = self.encoder(images, self.about.representation, depths)
+        with torch.autocast(images.device.type, enabled=False):
+            logits = self.head(features.to(images.device, torch.float32))
+            return upsample(logits, images.shape[-2:]) if is_of_pixels else logits
+
+
+@dataclass(frozen=True)
+class ClassifierSource:
+    """The classifier that the setting `classifier` names."""
+
+    encoder: str
+    """The run folder, timm folder or name of the classifier itself; or a kept head's encoder."""
+    head: KeptHead | None = None
+    """None: the classifier has its head by training."""
+    checkpoint: str | None = None
+    """File of weights of a kept head's timm model."""
+
+    @property
+    def how_read(self) -> dict[str, Any]:
+        """The settings by which a kept head's training images were read; empty: its head is none, or does not say."""
+        return {} if self.head is None else self.head.description.input.get("data", {})
+
+    @property
+    def learned(self) -> list[LabelledImages]:
+        """The images that it was trained on with their labels: its own, and those of the encoders it builds on."""
+        found = [find_labelled_images(encoder) for encoder in lineage(self.encoder)]
+        return [each for each in (self.head and self.head.learned, *found) if each is not None]
+
+
+def find_classifier(config: PredictConfig) -> ClassifierSource:
+    """Find the classifier that the settings name, and its encoder.
+
+    Raises:
+        UserError: no such classifier, or the encoder of a kept head is gone or another.
+    """
+    folder, named = Path(config.classifier), config.encoder
+    if is_kept_head(folder):
+        return find_encoder_of_head(load_head(folder), named)
+    require(named is None, "encoder", named, f"null with {folder}, which has its own encoder")
+    return ClassifierSource(str(find_tested_run(folder, "classifier") or folder))
+
+
+def find_encoder_of_head(head: KeptHead, named: str | None) -> ClassifierSource:
+    """The encoder that a head was trained on, known by its weights: in the run that has the head, or at its old place.
+
+    Args:
+        named: the setting `encoder`.
+    Raises:
+        UserError: it is gone, or another one is in its place.
+    """
+    about = head.description
+    if about.weights == "":  # random, or published by timm: known by its name
+        allowed = f"null or {about.encoder}, which {head.folder} was trained on"
+        require(about.random or named in (None, about.encoder), "encoder", named, allowed)
+        return ClassifierSource(named or about.encoder, head)
+    run, was = head.folder.resolve().parent.parent, about.checkpoint or about.encoder
+    places = [named] if named else [str(run), str(run / BEST), was]
+    for place in places:
+        with suppress(UserError):  # no encoder is there
+            if fingerprint(Path(place), on_hub=True) == about.weights:
+                names = (about.encoder, head, place) if about.checkpoint else (place, head)
+                return ClassifierSource(*names)
+    ways = f"{' or '.join(places)}: choose it with --encoder"
+    raise UserError(f"the encoder that {head.folder} was trained on ({was}) is not at {ways}")
+
+
+def open_classifier(found: ClassifierSource, channels: int) -> Classifier:
+    """Open a classifier: of a head of pixels, `label_kind` is pixels, and the logits are those of each pixel.
+
+    Raises:
+        UserError: no classifier there, or one of other channels.
+    """
+    if found.head is None:
+        return load_classifier(found.encoder, channels, "classifier")
+    about = found.head.description
+    size = sides(about.input["img_size"])
+    encoder = load_frozen_encoder(found.encoder, found.checkpoint, about.random, size, about.seed, channels)
+    outputs = len(found.head.weights["classify.bias"])
+    names = distinct_class_names(about.class_names, len(about.class_names))
+    kind = "class" if about.task == "classes" else about.task
+    network = ProbedEncoder(encoder, found.head).eval()
+    return Classifier(network, encoder.img_size, outputs, about.input["crop_pct"], names, kind)
+
+
+# --- the command line ---
+
+
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Predict with the settings of the command line, or of `arguments`."""
-    return predict(*read_settings(arguments))
-
-
-def read_settings(arguments: Sequence[str] | None) -> tuple[PredictConfig, LoadedSplits | None]:
-    """The settings of the command line, and the images of the classifier's run if these are loaded already.
+    """Predict with the settings of the command line, or of `arguments`.
 
     Images are read as a kept head's training images were, or those of the run.
     """
-    find = cache(find_classifier)  # reads weights
-
-    def found(config: PredictConfig) -> ClassifierSource:
-        return find(config.classifier, config.encoder)
-
-    return parse_and_load(
-        PredictConfig, arguments, lambda config: found(config).encoder, lambda config: found(config).how_read
+    settings = parse_and_load(
+        PredictConfig,
+        arguments,
+        lambda config: find_classifier(config).encoder,
+        lambda config: find_classifier(config).how_read,
     )
+    return predict(*settings)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.config import EncoderConfig, MaskedDataConfig, SegmentationConfig
+from evaluation.config import SegmentationConfig
 from evaluation.figures.charts import DPI, figure_style
 from evaluation.figures.images import plot_segmentation
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid, resolve_depths
@@ -40,7 +40,7 @@ from evaluation.patches.features import (
     patch_features,
     predict_pixels,
 )
-from evaluation.patches.masks import MaskedViews, load_masked_images, warn_of_turned_images
+from evaluation.patches.masks import MaskedViews, load_masked_images
 from mpp.data.data_path import describe_source
 from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_rgb, stretch
@@ -65,9 +65,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     check_labels_unseen(config.frozen.weights, config.data, train, test)
     counts = f"{counted(len(train), 'image')} with masks to learn from, {len(test)} to evaluate on"
     print(f"{describe_source(config.data)}: {counts}")
-    for split in splits:
-        warn_of_turned_images(split, config.data)
-    encoder = open_patch_encoder(config.frozen, config.data)
+    encoder = open_frozen_encoder(config.frozen, config.data).to(device())
     depths = resolve_depths(config.depth, len(encoder.stages))
     views = [MaskedViews(**vars(views_for(encoder, images, config.data))) for images in splits]
 
@@ -112,31 +110,18 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
     return report
 
 
-# --- encoders ---
-
-
-def open_patch_encoder(frozen: EncoderConfig, data: MaskedDataConfig) -> FrozenEncoder:
-    """The encoder that the settings name. Raises Unavailable: it has no patches."""
-    encoder = open_frozen_encoder(frozen, data)
-    patch_grid(encoder.model)
-    return encoder.to(device())
-
-
 def open_baselines(
     encoder: FrozenEncoder, depths: list[int], config: SegmentationConfig
 ) -> dict[str, tuple[Encode, list[int]]]:
     """The baselines of an encoder, and their depths."""
     baselines: dict[str, tuple[Encode, list[int]]] = {}
     if config.baselines and not config.frozen.random:
-        random = open_patch_encoder(replace(config.frozen, random=True), config.data)
+        random = open_frozen_encoder(replace(config.frozen, random=True), config.data).to(device())
         baselines["random weights"] = partial(patch_features, random, depths=depths), depths
     if config.baselines:
         grid = patch_grid(encoder.model)
         baselines["colour and position"] = lambda images: [color_and_position(images, grid)], [1]
     return baselines
-
-
-# --- readings ---
 
 
 def evaluate_depths(

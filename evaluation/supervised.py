@@ -9,7 +9,6 @@ and its encoder/ are as pre-training's, so that every probe takes it. Fine-tunin
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,9 +70,6 @@ OUTCOMES_NAME = "heldout"
 """Name of a run's outcomes."""
 LEFT_OUT_NAME = "dev"
 """Name of the outcomes of left-out training images."""
-HEAD_LEFT_OUT = "the classification head is left out"
-"""End of the sentence on training, in the card of an encoder that learned labels."""
-HOW_TO_LOAD = re.compile(r"^## Load it\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 # --- the task ---
@@ -166,7 +162,7 @@ class Classification(ImageTask):
         if distill.teacher is not None:
             start += f", and by {distill.kind} distillation from {distill.teacher} through a token (DeiT: Touvron "
             start += "et al., ICML 2021). The tokens begin with [class] and the distillation token"
-        return f"Trained with labels, from {start}; {HEAD_LEFT_OUT}"
+        return f"Trained with labels, from {start}; the classification head is left out"
 
     def views(self, dataset: ImageDataset) -> ViewDataset:
         """Crops of these images, perhaps augmented."""
@@ -269,16 +265,6 @@ def result_of_run(folder: Path, seed: int) -> dict[str, Any]:
         note(f"{left_out} held-out images cannot be decoded and are left out: see {UNREADABLE_FILE}")
         result["left_out"] = left_out
     return result
-
-
-def card_of_file(card: str, has_head: bool) -> str:
-    """The card of an encoder's folder as that of a file that was exported from it, which timm cannot load.
-
-    Args:
-        has_head: whether the file has the classification head, too, or both of a distilled encoder.
-    """
-    card = HOW_TO_LOAD.sub("", card)
-    return card.replace(HEAD_LEFT_OUT, "this file has the classification head, too") if has_head else card
 
 
 def finish(run: Path, writes_page: bool) -> None:

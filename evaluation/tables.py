@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,16 @@ from evaluation.frozen.run_images import LoadedSplits
 from mpp.config import HOW_READ, ImageSize, SourceConfig, require
 from mpp.data.columns import find_image_column
 from mpp.data.crops import centre_crop
-from mpp.data.data_path import describe_source, is_local
+from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset, images_only
-from mpp.data.identity import SAMPLED_FILES, identify_images
+from mpp.data.identity import identify_images
 from mpp.data.sources import load_splits
 from mpp.data.workers import WatchedLoader, deaths_explained, loader_processes, note_reading
 from mpp.errors import UnreadableImage
 from mpp.runtime.files import complete, delete, hold, short_digest, write_complete
 from mpp.runtime.messages import counted, note, printable, progress_bar, shortened, tell, warn
 
-MAX_UNREADABLE_NAMED = 20
-ROWS_PER_PART = 512  # which an interruption loses at most
+BATCHES_PER_PART = 8  # which an interruption loses at most
 ONLY_SPLIT = "all"
 """Name of the only split of a dataset that has none of its own: no image is trained on here."""
 Rows = pyarrow.dataset.Dataset
@@ -65,15 +64,13 @@ def unlabelled_images(data: ProbeDataConfig, splits: LoadedSplits) -> list[Image
 
 
 @dataclass(frozen=True)
-class ViewsOrErrors(Dataset):
-    """Images by index as `view` makes them, and the reason why one cannot be decoded (None: it can)."""
+class PixelsOrErrors(Dataset):
+    """Images by index, and the reason why one cannot be decoded (None: it can)."""
 
     images: ImageDataset
     data: ProbeDataConfig
-    view: Callable[[Tensor], Tensor]
-    """Converts an image (C, H, W) from 0 to 255 to its entry in a batch. May raise UnreadableImage."""
-    placeholder: Tensor
-    """Entry in a batch of an image that cannot be decoded."""
+    size: ImageSize | None
+    """Height and width of the centre crop that each is shown by; None: it is whole."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -81,11 +78,11 @@ class ViewsOrErrors(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, str | None]:
         note_reading(index)
         try:
-            return self.view(self.images.decode(index, self.data)), None
+            pixels, error = self.images.decode(index, self.data), None
         except UnreadableImage as reason:
-            return self.placeholder, str(reason)
-        finally:
-            note_reading(None)
+            pixels, error = torch.zeros(self.data.channels, 1, 1, dtype=torch.uint8), str(reason)
+        note_reading(None)
+        return pixels if self.size is None else centre_crop(pixels, self.size, self.data.eval_crop), error
 
 
 @dataclass(frozen=True)
@@ -98,45 +95,35 @@ class ImageBatch:
     errors: list[str | None]
     """Why an image cannot be decoded; None: it can."""
 
-    def column(self, values: Sequence, kind: pa.DataType | None = None) -> pa.Array:
-        """Values (B,) as a column; an image that cannot be decoded has none."""
-        return pa.array(values, kind, mask=np.array([error is not None for error in self.errors]))
-
-    def table(self, columns: dict[str, pa.Array], data: ProbeDataConfig, more: dict[str, pa.Array]) -> pa.Table:
-        """The rows of these images: file, split, `columns`, error, and `more`."""
+    def table(self, columns: dict[str, Sequence], data: ProbeDataConfig) -> pa.Table:
+        """The rows of these images: file, split, `columns` (an image that cannot be decoded has none), and error."""
         names = map(self.images.image_name, range(len(self.images)))
         files = [printable(str(path_in_folder(name, data) or name)) for name in names]
-        first = {"file": pa.array(files), "split": pa.array([self.images.split] * len(files))}
-        return pa.table(first | columns | {"error": pa.array(self.errors, pa.string())} | more)
+        places = pa.array([place if error is None else None for place, error in enumerate(self.errors)], pa.int64())
+        known = {name: pa.array(values).take(places) for name, values in columns.items()}  # null of a null place
+        first = {"file": files, "split": [self.images.split] * len(files)}
+        return pa.table(first | known | {"error": pa.array(self.errors, pa.string())})
 
 
-def read_batches(views: ViewsOrErrors, batch_size: int | None = None) -> Iterator[ImageBatch]:
-    """All images, in their order.
-
-    Args:
-        batch_size: None: `data.batch_size`.
-    """
-    images = views.images
-    size = batch_size or views.data.batch_size or DEFAULT_BATCH_SIZE
+def read_images(images: ImageDataset, data: ProbeDataConfig, size: ImageSize | None) -> Iterator[ImageBatch]:
+    """All images, in their order: centre crops of this height and width; None: whole, each a batch of its own."""
+    batch_size = 1 if size is None else data.batch_size or DEFAULT_BATCH_SIZE
     loader = WatchedLoader(
-        views, images.image_name, batch_size=size, num_workers=loader_processes(views.data), collate_fn=collate
+        PixelsOrErrors(images, data, size),
+        images.image_name,
+        batch_size=batch_size,
+        num_workers=loader_processes(data),
+        collate_fn=collate,
     )
     for number, (pixels, errors) in enumerate(loader):
-        indices = np.arange(number * size, number * size + len(errors))
+        indices = np.arange(number * batch_size, number * batch_size + len(errors))
         yield ImageBatch(images.select(indices), pixels, errors)
 
 
 def collate(samples: list[tuple[Tensor, str | None]]) -> tuple[Tensor, list[str | None]]:
-    """Views of one size to a batch, float32 where one is."""
-    views, errors = zip(*samples, strict=True)
-    return torch.stack(views), list(errors)
-
-
-def read_crops(images: ImageDataset, data: ProbeDataConfig, size: ImageSize) -> Iterator[ImageBatch]:
-    """Centre crops (height and width `size`) of all images, in their order."""
-    crop = partial(centre_crop, size=size, share=data.eval_crop)
-    placeholder = torch.zeros(data.channels, *size, dtype=torch.uint8)
-    return read_batches(ViewsOrErrors(images, data, crop, placeholder))
+    """Images of one size to a batch, float32 where one is."""
+    pixels, errors = zip(*samples, strict=True)
+    return torch.stack(pixels), list(errors)
 
 
 def path_in_folder(path: str, data: ProbeDataConfig) -> Path | None:
@@ -144,23 +131,17 @@ def path_in_folder(path: str, data: ProbeDataConfig) -> Path | None:
 
     A relative path is a name in a shard, wherever the command is run.
     """
-    if not (is_local(data.path) and os.path.isabs(path)):
-        return None
-    place = Path(data.path).expanduser()
-    folder = os.path.abspath(place.parent if place.is_file() else place)
+    folder = os.path.abspath(Path(data.path or "").expanduser())
     file = Path(os.path.abspath(path))
-    return file.relative_to(folder) if file.is_relative_to(folder) else None
+    is_inside = os.path.isabs(path) and file.is_relative_to(folder)
+    return file.relative_to(folder) if is_inside else None
 
 
-def identify_splits(data: ProbeDataConfig, splits: Sequence[ImageDataset], with_labels: bool = False) -> dict[str, Any]:
-    """The settings and the images that a table of these splits depends on.
-
-    Args:
-        with_labels: whether the labels are in the table.
-    """
+def identify_splits(data: ProbeDataConfig, splits: Sequence[ImageDataset]) -> dict[str, Any]:
+    """The settings, the images and the labels that a table of these splits depends on."""
     identity = {name: getattr(data, name) for name in (*HOW_READ, "max_pixels", "eval_crop")}
-    identity["images"] = [identify_images(images, with_labels, retries=data.read_retries) for images in splits]
-    if with_labels:  # whose numbers stay where a name is corrected
+    identity["images"] = [identify_images(images, with_labels=True, retries=data.read_retries) for images in splits]
+    if splits[0].class_names:  # whose numbers stay where a name is corrected
         identity["label_names"] = splits[0].class_names
     return identity
 
@@ -177,8 +158,8 @@ def write_table(
     splits: Sequence[ImageDataset],
     rows_of: Callable[[ImageDataset], Iterator[pa.Table]],
     describe: Callable[[Rows], dict[str, Any]] = lambda rows: {},
-) -> None:
-    """Write a table, or its missing part, and its description; print which images cannot be decoded.
+) -> Path:
+    """Write a table, or its missing part, and its description; print which images cannot be decoded; return its file.
 
     Args:
         out: a file whose name ends in .csv or .parquet.
@@ -192,52 +173,38 @@ def write_table(
     if out.exists():
         is_same = about.is_file() and parts.name.encode() in about.read_bytes()
         require(is_same, "out", out, "a new file: the existing one is from other images, weights, labels or settings")
-        way = f"delete it where images have changed (all names are compared, and {SAMPLED_FILES} files of a split)"
-        note(f"{out} was complete already, so nothing is computed again; {way}")
+        note(f"{out} was complete already, so nothing is computed again; delete it where images have changed")
         delete(parts.parent)
-        return
+        return out
     with hold(parts.parent, "out"), deaths_explained():
-        with progress_bar(unit="image", total=sum(map(len, splits))) as bar:
-            for number, images in enumerate(splits):
-                write_parts(parts / f"{number:03d}", images, rows_of, bar.update)
+        for number, images in enumerate(splits):
+            write_parts(parts / f"{number:03d}", images, rows_of)
         rows = pyarrow.dataset.dataset(sorted(parts.rglob("*.parquet")))
         broken = rows.to_table(["file", "error"]).to_pandas().dropna()
         if len(broken):
-            named = shortened([*(broken.file + ": " + broken.error)], MAX_UNREADABLE_NAMED)
+            named = shortened([*(broken.file + ": " + broken.error)])
             warn(f"{counted(len(broken), 'image')} cannot be decoded: {named}")
         described = {"mpp": mpp.__version__, "identity": parts.name} | identity
         described |= {"images": rows.count_rows(), "unreadable": len(broken)} | describe(rows)
         write_complete(about, json.dumps(described, indent=1, ensure_ascii=False))
-        join_parts(rows, out)
+        write = pyarrow.csv.CSVWriter if out.suffix == ".csv" else pq.ParquetWriter
+        with complete(out) as partial, write(partial, rows.schema) as writer:
+            for part in rows.to_batches():  # some rows in memory at a time
+                writer.write_batch(part)
     delete(parts.parent)
     print(f"wrote {out}, {about.name}: {counted(described['images'], 'image')}, {len(broken)} unreadable")
+    return out
 
 
-def write_parts(
-    folder: Path,
-    images: ImageDataset,
-    rows_of: Callable[[ImageDataset], Iterator[pa.Table]],
-    on_rows: Callable[[int], Any],
-) -> None:
+def write_parts(folder: Path, images: ImageDataset, rows_of: Callable[[ImageDataset], Iterator[pa.Table]]) -> None:
     """Write the rows of a split that are not written yet, in files that are named by their first row."""
     folder.mkdir(parents=True, exist_ok=True)
     done = sum(pq.read_metadata(file).num_rows for file in folder.glob("*.parquet"))
-    on_rows(done)
-    waiting: list[pa.Table] = []
-    for rows in rows_of(images.select(np.arange(done, len(images)))):
-        waiting.append(rows)
-        on_rows(len(rows))
-        count = sum(map(len, waiting))
-        if count >= ROWS_PER_PART or done + count == len(images):
+    batches = rows_of(images.select(np.arange(done, len(images))))
+    with progress_bar(desc=images.split, unit="image", total=len(images), initial=done) as bar:
+        while part := list(islice(batches, BATCHES_PER_PART)):
+            rows = pa.concat_tables(part)
             with complete(folder / f"{done:012d}.parquet") as partial:
-                pq.write_table(pa.concat_tables(waiting), partial)
-            done += count
-            waiting = []
-
-
-def join_parts(rows: Rows, out: Path) -> None:
-    """Write the rows of all parts to one file, some of them in memory at a time."""
-    write = pyarrow.csv.CSVWriter if out.suffix == ".csv" else pq.ParquetWriter
-    with complete(out) as partial, write(partial, rows.schema) as writer:
-        for part in rows.to_batches():
-            writer.write_batch(part)
+                pq.write_table(rows, partial)
+            done += len(rows)
+            bar.update(len(rows))

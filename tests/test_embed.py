@@ -44,7 +44,7 @@ def test_each_image_has_a_row_and_a_broken_one_says_so(images, finished_run, tmp
 
 
 def test_what_is_there_is_not_done_again(images, finished_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tables, "ROWS_PER_PART", 5)
+    monkeypatch.setattr(tables, "BATCHES_PER_PART", 3)
     words = [f"--encoder={finished_run}", f"--data.path={images}", "--data.batch_size=2", *FAST]
     embed.main([*words, f"--out={tmp_path / 'whole.parquet'}"])
     file = tmp_path / "features.parquet"
@@ -87,10 +87,10 @@ def test_what_is_no_table_is_not_written_over(kind, images, finished_run, tmp_pa
 
 def test_parts_of_something_else_are_written_over(images, finished_run, tmp_path, monkeypatch):
     """Of a folder that has changed since, too: it has fewer images, and fewer parts."""
-    monkeypatch.setattr(tables, "ROWS_PER_PART", 4)
+    monkeypatch.setattr(tables, "BATCHES_PER_PART", 1)
     words = [f"--encoder={finished_run}", f"--data.path={images}", f"--out={tmp_path / 'features.parquet'}", *FAST]
     with monkeypatch.context() as broken_off:
-        broken_off.setattr(tables, "join_parts", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        broken_off.setattr(tables, "write_complete", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             embed.main(words)
     for file in sorted(images.rglob("0*.png"))[:6]:
@@ -132,8 +132,6 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
         assert torch.allclose(found, network(torch.zeros(1, 3, *size)), atol=1e-5)
         about = json.loads(written.with_name(f"{written.name}.json").read_text())["about"]
         assert about["class_names"] == ["cat", "dog"]
-        card = about["card"]
-        assert "this file has the classification head, too" in card and "left out" not in card
     with pytest.raises(
         UserError, match=r"classifier is .*; it must be the folder of a finished supervised or fine-tuned"
     ):

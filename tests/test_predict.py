@@ -25,7 +25,6 @@ from torchvision.transforms import v2
 from evaluation import embed, linear, predict, supervised, tables
 from evaluation.frozen.kept_heads import load_head
 from evaluation.metrics.intervals import wilson
-from evaluation.predictions.opening import find_encoder_of_head
 from evaluation.supervision.classifiers import distinct_class_names, timm_names
 from mpp.errors import UserError
 from mpp.runtime import messages
@@ -86,7 +85,7 @@ def test_a_supervised_run_predicts_too(class_images, tmp_path):
     words = (f"--data.path={class_images}", "--data.eval_fraction=0.3", f"--run.dir={run}", "--optim.lr=0.01")
     supervised.main([*OF_TRAINING, *small, *words])
     rows = read_csv(predict_to(tmp_path / "p.csv", run, class_images, "--probabilities=false", "--top=1"))
-    assert list(rows[0]) == ["file", "split", "class", "probability", "label", "right", "error"]
+    assert list(rows[0]) == ["file", "split", "class", "probability", "error"]
     assert {row["class"] for row in rows} <= set(NAMES)
 
 
@@ -95,7 +94,7 @@ SMALL_BATCHES = "--data.batch_size=2"
 
 @pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
 def test_an_interrupted_table_is_finished_to_the_same_bytes(name, run_with_head, class_images, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "ROWS_PER_PART", 5)
+    monkeypatch.setattr(tables, "BATCHES_PER_PART", 3)
     head = run_with_head / "evaluation" / "birds_head"
     whole = predict_to(tmp_path / f"whole_{name}", head, class_images, SMALL_BATCHES)
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
@@ -112,7 +111,7 @@ def test_an_interrupted_table_is_finished_to_the_same_bytes(name, run_with_head,
 
 
 def small_parts() -> None:
-    tables.ROWS_PER_PART = 5
+    tables.BATCHES_PER_PART = 3
 
 
 def die_in_the_second_part() -> None:
@@ -159,7 +158,7 @@ def test_a_broken_image_is_named_and_the_others_are_predicted(run_with_head, tmp
     assert "1 image cannot be decoded: owl/02, ü.png: " in error
     (row,) = [row for row in after if row["error"]]
     name = "owl/02, ü.png"
-    assert row["file"] == name and row["class"] == row["probability"] == row["label"] == row["p_owl"] == ""
+    assert row["file"] == name and row["class"] == row["probability"] == row["p_owl"] == ""
     assert [each for each in after if each is not row] == [each for each in before if each["file"] != name]
 
 
@@ -171,16 +170,14 @@ def test_labels_give_an_accuracy_and_unknown_ones_are_named(run_with_head, tmp_p
         file.write_bytes(encoded(picture(number)))
     out = predict_to(tmp_path / "p.csv", run_with_head / "evaluation" / "birds_head", images)
     rows = read_csv(out)
-    right = [row["class"] == Path(row["file"]).parent.name for row in rows]
-    assert [row["right"] for row in rows] == [str(each).lower() for each in right]
-    assert all(row["label"] == Path(row["file"]).parent.name for row in rows)
+    truth, predicted = [Path(row["file"]).parent.name for row in rows], [row["class"] for row in rows]
+    right = [each == name for each, name in zip(predicted, truth, strict=True)]
     said = capsys.readouterr()
     low, high = wilson(sum(right), 14)
     assert f"{100 * np.mean(right):.1f} ({100 * low:.1f} to {100 * high:.1f})" in said.out
     assert "the classifier does not know the labels zebra" in said.err
     about = json.loads((tmp_path / "p.csv.json").read_text(encoding="utf-8"))
     figures = about["figures"]["all"]
-    truth, predicted = [row["label"] for row in rows], [row["class"] for row in rows]
     assert figures["accuracy"] == pytest.approx(accuracy_score(truth, predicted)) and figures["images"] == 14
     assert figures["figures"]["class_mean"][0] == pytest.approx(balanced_accuracy_score(truth, predicted))
     assert figures["figures"]["macro_f1"][0] == pytest.approx(f1_score(truth, predicted, average="macro"))
@@ -189,11 +186,14 @@ def test_labels_give_an_accuracy_and_unknown_ones_are_named(run_with_head, tmp_p
     f1 = f1_score(truth, predicted, labels=["owl"], average=None)[0]
     assert by_class["owl"]["F1 (%)"] == f"{100 * f1:.1f}" and by_class["owl"]["images"] == "4"
     assert (tmp_path / "p.all.confusion.png").is_file()
+    with np.load(tmp_path / "p.all.outcomes.npz") as outcomes:
+        assert outcomes["images"].tolist() == [row["file"] for row in rows]
+        assert (outcomes["targets"] == outcomes["predictions_0"]).tolist() == right
 
 
 def test_labels_of_other_classes_give_no_accuracy(run_with_head, image_folder, tmp_path, capsys):
-    out = predict_to(tmp_path / "p.csv", run_with_head / "evaluation" / "birds_head", image_folder)
-    assert "right" not in read_csv(out)[0]
+    predict_to(tmp_path / "p.csv", run_with_head / "evaluation" / "birds_head", image_folder)
+    assert "figures" not in json.loads((tmp_path / "p.csv.json").read_text(encoding="utf-8"))
     assert "the classifier does not know the labels cat, dog: there are no figures" in capsys.readouterr().err
 
 
@@ -211,7 +211,7 @@ def test_a_list_of_images_is_predicted_without_labels(run_with_head, class_image
     head = run_with_head / "evaluation" / "birds_head"
     rows = read_csv(predict_to(tmp_path / "p.csv", head, flat, f"--data.labels={tmp_path / 'sites.csv'}"))
     assert [row["file"] for row in rows] == sorted(file.name for file in files[:7])
-    assert all(row["class"] in NAMES for row in rows) and "label" not in rows[0]
+    assert all(row["class"] in NAMES for row in rows)
 
 
 @pytest.mark.parametrize("way", ["..", "tar"])
@@ -230,11 +230,11 @@ def test_the_encoder_of_a_head_on_published_weights_is_no_other(run_with_head):
     head = load_head(run_with_head / "evaluation" / "birds_head")
     published = replace(head.description, encoder="vit_tiny_patch16_224", weights="")
     head = replace(head, description=published)
-    assert find_encoder_of_head(head, None).encoder == "vit_tiny_patch16_224"
+    assert predict.find_encoder_of_head(head, None).encoder == "vit_tiny_patch16_224"
     with pytest.raises(UserError, match=r"encoder is .*run; it must be null or vit_tiny_patch16_224, which .*birds_he"):
-        find_encoder_of_head(head, str(run_with_head))
+        predict.find_encoder_of_head(head, str(run_with_head))
     random = replace(head, description=replace(published, encoder="gone/run", random=True))
-    assert find_encoder_of_head(random, str(run_with_head)).encoder == str(run_with_head)  # its architecture
+    assert predict.find_encoder_of_head(random, str(run_with_head)).encoder == str(run_with_head)  # its architecture
 
 
 def test_a_table_with_other_names_of_labels_is_another(run_with_head, class_images, tmp_path):
@@ -242,16 +242,17 @@ def test_a_table_with_other_names_of_labels_is_another(run_with_head, class_imag
     head = run_with_head / "evaluation" / "birds_head"
     files = sorted(class_images.rglob("*.png"))
 
-    def predicted(misspelt: str) -> list[dict[str, str]]:
+    def learned(misspelt: str) -> list[str]:
         lines = [f"{file.relative_to(class_images)}\t{file.parent.name.replace('owl', misspelt)}" for file in files]
         (tmp_path / "labels.tsv").write_text("file_name\tlabel\n" + "".join(f"{line}\n" for line in lines))
-        return read_csv(predict_to(tmp_path / "p.csv", head, class_images, f"--data.labels={tmp_path / 'labels.tsv'}"))
+        predict_to(tmp_path / "p.csv", head, class_images, f"--data.labels={tmp_path / 'labels.tsv'}")
+        return json.loads((tmp_path / "p.all.json").read_text(encoding="utf-8"))["labels"]["class_names"]
 
-    assert {row["label"] for row in predicted("owll")} == {*NAMES[:2], "owll"}
+    assert learned("owll") == [*sorted(NAMES), "owll"]
     with pytest.raises(UserError, match="the existing one is from other images, weights, labels or settings"):
-        predicted("owl")
+        learned("owl")
     (tmp_path / "p.csv").unlink()
-    assert {row["label"] for row in predicted("owl")} == set(NAMES)
+    assert learned("owl") == sorted(NAMES)
 
 
 def test_figures_of_an_earlier_table_of_this_name_are_gone(run_with_head, class_images, image_folder, tmp_path):
@@ -306,16 +307,17 @@ def test_an_encoder_may_move_with_its_head_or_without(run_with_head, class_image
 
 
 @pytest.mark.parametrize("has_run", [True, False])
-def test_images_are_read_as_those_that_a_kept_head_learned(has_run, finished_run, class_images, tmp_path):
+def test_images_are_read_as_those_that_a_kept_head_learned(has_run, finished_run, class_images, tmp_path, monkeypatch):
     """Whatever the range and nodata of its encoder, with its run or without; a setting that is named wins."""
     encoder = Path(shutil.copytree(finished_run if has_run else finished_run / "encoder", tmp_path / "one"))
     words = (f"--encoder={encoder}", "--data.eval_fraction=0.3", "--data.range=[0, 51]", "--data.nodata=7")
     linear.main([*FAST, f"--data.path={class_images}", *words, "--l2=0.01", "--save=true", f"--out={tmp_path}/l.json"])
     named = (f"--classifier={tmp_path / 'l_head'}", f"--data.path={class_images}", *FAST)
-    data = predict.read_settings(named)[0].data
-    assert (data.range, data.nodata) == ((0, 51), 7)
-    data = predict.read_settings([*named, "--data.nodata=null"])[0].data
-    assert (data.range, data.nodata) == ((0, 51), None)
+    with monkeypatch.context() as context:
+        context.setattr(predict, "predict", lambda config, loaded: config.data)
+        for words, nodata in ([], 7), (["--data.nodata=null"], None):
+            data = predict.main([*named, *words])
+            assert (data.range, data.nodata) == ((0, 51), nodata)
     assert predict_to(tmp_path / "p.csv", tmp_path / "l_head", class_images).is_file()
 
 

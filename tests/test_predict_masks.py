@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from evaluation import predict, segmentation, tables
 from evaluation.config import MaskedDataConfig
 from evaluation.patches.masks import decode_mask
-from evaluation.predictions.masks import (
+from evaluation.predictions import (
     MaskPredictions,
     colors_of,
     draw_mask,
@@ -107,8 +107,6 @@ def test_a_mask_is_the_largest_logit_at_the_images_own_size(head, images, tmp_pa
         assert Image.open(tmp_path / row["overlay"]).size == mask.size
     assert rows["sub/square.jpg"]["mask"] == "p_masks/sub/square.jpg.png"  # beside it is a square.png
     about = json.loads((tmp_path / "p.csv.json").read_text())
-    mean_share = np.mean([float(row["share_bird"]) for row in rows.values()])
-    assert about["shares"]["bird"] == pytest.approx(mean_share, abs=1e-6)
     assert about["classes"] == ["background", "bird"] and about["class_numbers"] == [0, 1]
 
 
@@ -164,16 +162,8 @@ def test_broken_images_have_no_scores(head, images, tmp_path):
     assert json.loads((tmp_path / "p.csv.json").read_text())["figures"]["all"]["images"] == 3
 
 
-def test_masks_that_are_wrong_beside_their_images_are_named(head, images, tmp_path, capsys):
-    """Half a turn keeps the size, so nothing else shows."""
-    names = {name: (f"{number}.png", np.zeros(size)) for number, (name, size) in enumerate(SIZES.items())}
-    write_masked(images, names)
-    upside_down = Image.Exif()
-    upside_down[274] = 3
-    Image.open(images / "tall.png").save(images / "tall.png", exif=upside_down)
-    predict_to(tmp_path / "p.csv", head, images)
-    said = capsys.readouterr().err
-    assert "1 image of all turned by an orientation tag in the file, with a mask without such a tag, such as" in said
+def test_a_column_of_masks_that_is_not_there_is_refused(head, images, tmp_path):
+    write_masked(images, {"tall.png": ("0.png", np.zeros(SIZES["tall.png"]))})
     with pytest.raises(UserError, match=r"data\.mask_column is masc; it must be a column of all"):
         predict_to(tmp_path / "r.csv", head, images, "--data.mask_column=masc", "--data.image_column=image")
 
@@ -183,7 +173,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def test_interrupted_masks_are_finished_to_the_same_bytes(head, images, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "ROWS_PER_PART", 2)
+    monkeypatch.setattr(tables, "BATCHES_PER_PART", 2)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     predict_to(tmp_path / "a" / "p.csv", head, images)

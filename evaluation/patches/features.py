@@ -18,7 +18,7 @@ from evaluation.config import SegmentationConfig
 from evaluation.frozen.encoder import FrozenEncoder, patch_grid
 from evaluation.frozen.features import LabelledFeatures, extract_split, warn_left_out
 from evaluation.patches.masks import BIRD_CLASSES, IGNORED_CLASS, LARGEST_CLASS, MaskedViews
-from mpp.config import as_words, require
+from mpp.config import require
 from mpp.features.frozen import tokens_at
 from mpp.features.neighbours import count_votes, find_neighbours
 from mpp.runtime.hardware import device
@@ -90,11 +90,10 @@ def extract_patches(
     """
     train, test = (extract_split(each, encode, accelerator, config.strict, "features of patches") for each in views)
     warn_left_out((*train.unreadable, *test.unreadable))
-    ignored = [f"{(each.labels == IGNORED_CLASS).mean():.1%}" for each in (train, test)]
-    setting = f"data.ignore_index is {as_words(config.data.ignore_index)}"
-    tell(f"{ignored[0]} of the pixels to learn from and {ignored[1]} of those to evaluate on are ignored ({setting})")
+    learned, tested = (f"{(each.labels == IGNORED_CLASS).mean():.1%}" for each in (train, test))
+    tell(f"{learned} of the pixels to learn from and {tested} of those to evaluate on are ignored (data.ignore_index)")
 
-    numbers = np.array(classes_in([*train.labels, *test.labels]), np.int16)
+    numbers = classes_in([*train.labels, *test.labels])
     allowed = "a column of several classes, not counting data.ignore_index"
     require(len(numbers) > 1, "data.mask_column", f"of the classes {numbers.tolist()}", allowed)
     train_masks, test_masks = (places_of_classes(numbers)[each.labels] for each in (train, test))
@@ -120,10 +119,10 @@ def name_classes(config: SegmentationConfig, numbers: Sequence[int]) -> list[str
     return [names[number] if names else f"class {number}" for number in numbers]
 
 
-def classes_in(masks: Iterable[NDArray[np.int16]]) -> list[int]:
+def classes_in(masks: Iterable[NDArray[np.int16]]) -> NDArray[np.int16]:
     """The classes that occur in masks (H, W), ascending."""
-    found = set().union(*(np.unique(mask).tolist() for mask in masks))
-    return sorted(found - {IGNORED_CLASS})
+    found = np.unique(np.concatenate([np.unique(mask) for mask in masks]))
+    return found[found != IGNORED_CLASS]
 
 
 def places_of_classes(numbers: Sequence[int]) -> NDArray[np.int16]:
@@ -142,15 +141,14 @@ class LinearReading(nn.Module):
 
     Args:
         width: D.
-        taught: the classes that occur in the training masks; others are never predicted.
+        untaught: (C,) whether a class does not occur in the training masks: it is never predicted.
     """
 
-    def __init__(self, width: int, taught: Sequence[int]):
+    def __init__(self, width: int, untaught: Tensor):
         super().__init__()
-        classes = max(taught, default=0) + 1
         self.norm = nn.BatchNorm1d(width)
-        self.classify = nn.Linear(width, classes)
-        self.register_buffer("untaught", torch.tensor([number not in taught for number in range(classes)]))
+        self.classify = nn.Linear(width, len(untaught))
+        self.register_buffer("untaught", untaught)
         nn.init.normal_(self.classify.weight, std=0.01)
         nn.init.zeros_(self.classify.bias)
 
@@ -162,9 +160,12 @@ class LinearReading(nn.Module):
 
 def fit_linear(features: LabelledFeatures, config: SegmentationConfig, lr: float, seed: int) -> LinearReading:
     """Train a linear reading of the training patches with AdamW; the rate rises, then falls linearly."""
+    taught = classes_in(features.train_labels)
+    untaught = torch.from_numpy(~np.isin(np.arange(1 + max(taught, default=0)), taught))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        reading = LinearReading(features.train.shape[-1], classes_in(features.train_labels)).to(device())
+        reading = LinearReading(features.train.shape[-1], untaught).to(device())
+    inputs, masks = torch.from_numpy(features.train), torch.from_numpy(features.train_labels)
     optimizer = torch.optim.AdamW(reading.parameters(), weight_decay=config.weight_decay)
     generator = torch.Generator().manual_seed(seed)
     epochs = math.ceil(config.steps * config.images_a_step / len(features.train))
@@ -173,11 +174,10 @@ def fit_linear(features: LabelledFeatures, config: SegmentationConfig, lr: float
     for step, batch in zip(range(config.steps), order.split(config.images_a_step), strict=False):
         rising, falling = (step + 1) / warmup, (config.steps - step) / max(1, config.steps - warmup)
         optimizer.param_groups[0]["lr"] = lr * min(rising, falling)
-        batch = batch.sort().values.numpy()
-        inputs = torch.from_numpy(features.train[batch]).to(device())
-        masks = torch.from_numpy(features.train_labels[batch]).long().to(device())
+        batch = batch.sort().values
+        targets = masks[batch].long().to(device())
         optimizer.zero_grad()
-        masked_loss(upsample(reading(inputs), masks.shape[1:]), masks).backward()
+        masked_loss(upsample(reading(inputs[batch].to(device())), targets.shape[1:]), targets).backward()
         optimizer.step()
     return reading.eval()
 

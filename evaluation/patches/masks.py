@@ -3,8 +3,6 @@
 H x W pixels.
 """
 
-import contextlib
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,13 +21,11 @@ from mpp.data.columns import read_cell, without_decoding
 from mpp.data.crops import centre_crop
 from mpp.data.data_path import BIRDS_FOLDER
 from mpp.data.dataset import ImageDataset
-from mpp.data.decoding.channels import TURNED
-from mpp.data.decoding.decode import read_mask, stored_orientation
+from mpp.data.decoding.decode import read_mask
 from mpp.data.sources import find_held_out_split, load_image_datasets, load_splits
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import note_reading
 from mpp.errors import UnreadableImage
-from mpp.runtime.messages import counted, shortened, warn
 
 IGNORED_CLASS = -1  # of pixels that do not count, whatever their number in the file
 LARGEST_CLASS = np.iinfo(np.int16).max
@@ -49,11 +45,11 @@ def load_masked_images(data: MaskedDataConfig, loaded: LoadedSplits | None = Non
         splits = {name: with_outlines(rows) for name, rows in splits.items()}
     find_held_out_split(data, list(splits))  # refuses a split that is not there
     require_masks(data.split, splits, data)
-    train, test = load_image_datasets(data, without_masks(splits, data))
+    images = load_image_datasets(data, without_masks(splits, data))
+    train, test = (attach_masks(each, splits, data) for each in images)
     if data.path is None:
-        train, test = (select_outlined(images, splits) for images in (train, test))
-    train = train.choose(data.train_images, data.eval_seed)
-    return [attach_masks(images, splits, data) for images in (train, test)]
+        train, test = select_outlined(train), select_outlined(test)
+    return [train.choose(data.train_images, data.eval_seed), test]
 
 
 def require_masks(split: str, splits: LoadedSplits, data: MaskedDataConfig) -> None:
@@ -88,26 +84,23 @@ def without_masks(splits: LoadedSplits, data: MaskedDataConfig) -> LoadedSplits:
 def with_outlines(rows: datasets.Dataset) -> datasets.Dataset:
     """The package's photographs with a column of masks: 1 is bird, 0 is background, null is not outlined."""
     by_split = json.loads(OUTLINES_FILE.read_text(encoding="utf-8"))
-    outlines = by_split["train"] | by_split["test"]
-    cells = [{"bytes": draw_mask(outlines[bird]), "path": None} if bird in outlines else None for bird in rows["id"]]
-    return rows.add_column("mask", cells, feature=datasets.Image(decode=False))
+    outlines, masks = by_split["train"] | by_split["test"], datasets.Image(decode=False)
+    cells = [masks.encode_example(draw_mask(outlines[bird])) if bird in outlines else None for bird in rows["id"]]
+    return rows.add_column("mask", cells, feature=masks)
 
 
-def draw_mask(outline: dict[str, Any]) -> bytes:
-    """A mask of polygons, as PNG: `size` [width, height], `birds` lists of x, y, x, y, ..."""
+def draw_mask(outline: dict[str, Any]) -> Image.Image:
+    """A mask of polygons: `size` [width, height], `birds` lists of x, y, x, y, ..."""
     mask = Image.new("L", tuple(outline["size"]))
     drawing = ImageDraw.Draw(mask)
     for polygon in outline["birds"]:
         drawing.polygon(polygon, fill=1)
-    buffer = io.BytesIO()
-    mask.save(buffer, "PNG")
-    return buffer.getvalue()
+    return mask
 
 
-def select_outlined(images: ImageDataset, splits: LoadedSplits) -> ImageDataset:
+def select_outlined(images: ImageDataset) -> ImageDataset:
     """The photographs that have an outline. Raises UserError if there are none."""
-    is_outlined = np.array([cell is not None for cell in splits[images.origin.split]["mask"]])
-    outlined = np.flatnonzero(is_outlined[indices_in_split(images)])
+    outlined = np.flatnonzero([cell is not None for cell in images.rows["mask"]])
     allowed = "another split: none of its photographs has an outline"
     require(len(outlined) > 0, "data", f"the birds' {images.split}, {len(images)} images", allowed)
     return images.select(outlined)
@@ -116,28 +109,26 @@ def select_outlined(images: ImageDataset, splits: LoadedSplits) -> ImageDataset:
 # --- decoding ---
 
 
-def decode_mask(cell: Any, config: MaskedDataConfig) -> Tensor:
+def decode_mask(cell: Any, config: MaskedDataConfig, size: Sequence[int] | None = None) -> Tensor:
     """The classes of an image's pixels, (H, W) int16; IGNORED_CLASS where the file has `data.ignore_index`.
 
+    Args:
+        size: (H, W) of the image; None: any.
     Raises:
-        UnreadableImage: a mask of colours, or none that can be decoded: see `read_mask`.
+        UnreadableImage: a mask of colours, of another size, or none that can be decoded: see `read_mask`.
     """
     try:
         numbers = read_mask(read_cell(cell, config.read_retries, source=config.path), config)
     except UnreadableImage as error:
         raise UnreadableImage(f"its mask: {error}") from error
+    if size is not None and numbers.shape != tuple(size):
+        sizes = [f"{width} x {height}" for height, width in (numbers.shape, size)]
+        raise UnreadableImage(f"its mask has {sizes[0]} pixels, and the image {sizes[1]}")
     is_ignored = numbers == config.ignore_index  # no number equals None
     wrong = numbers[~is_ignored & ((numbers < 0) | (numbers > LARGEST_CLASS))]
     if wrong.size:
         raise UnreadableImage(f"its mask has the number {wrong[0]}; classes are 0 to {LARGEST_CLASS}")
     return torch.from_numpy(np.where(is_ignored, np.int16(IGNORED_CLASS), numbers.astype(np.int16)))
-
-
-def check_same_size(mask: Sequence[int], image: Sequence[int]) -> None:
-    """Raise UnreadableImage if a mask has another height or width than its image."""
-    if tuple(mask) != tuple(image):
-        sizes = [f"{width} x {height}" for height, width in (mask, image)]
-        raise UnreadableImage(f"its mask has {sizes[0]} pixels, and the image {sizes[1]}")
 
 
 class MaskedViews(ViewDataset):
@@ -148,8 +139,7 @@ class MaskedViews(ViewDataset):
         note_reading(index)
         try:
             pixels = self.dataset.decode(index, self.data)
-            mask = decode_mask(self.dataset.rows[index][self.data.mask_column], self.data)
-            check_same_size(mask.shape, pixels.shape[1:])
+            mask = decode_mask(self.dataset.rows[index][self.data.mask_column], self.data, pixels.shape[1:])
             number, failures = index, []
         except UnreadableImage as error:
             pixels, mask = torch.zeros(self.data.channels, 1, 1), torch.zeros(1, 1, dtype=torch.int16)
@@ -157,21 +147,3 @@ class MaskedViews(ViewDataset):
         note_reading(None)
         mask = centre_crop(mask[None], self.img_size, self.data.eval_crop, nearest=True)[0]
         return Batch(self.view(pixels, epoch, index), None, mask, torch.tensor(number), failures)
-
-
-def warn_of_turned_images(images: ImageDataset, data: MaskedDataConfig) -> None:
-    """Warn if images are turned by their orientation tag, and their masks have none."""
-    names = []
-    for index in range(len(images)):
-        with contextlib.suppress(UnreadableImage):  # it is named when it is decoded
-            if stored_orientation(images.encoded(index, data)) not in TURNED:
-                continue
-            mask = read_cell(images.rows[index][data.mask_column], data.read_retries, source=data.path)
-            if stored_orientation(mask) not in TURNED:
-                names.append(images.image_name(index))
-    if names:
-        warn(
-            f"{counted(len(names), 'image')} of {images.split} turned by an orientation tag in the file, with a mask "
-            f"without such a tag, such as {shortened(names)}: the masks are used as stored. If they were drawn on the "
-            "images as stored, remove the tag from the images"
-        )

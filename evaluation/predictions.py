@@ -1,10 +1,10 @@
-"""Rows and figures of images whose pixels have a class each, and the masks: at an image's own size, as files.
+"""Predictions of images as rows of a table, and their figures; of pixels also masks, as files.
 
-An image is resized as in the evaluation that trained the head, but all of it is shown: in windows of the encoder's
-size, whose logits are averaged where they overlap. The mean is upsampled to the image's own size; a pixel's class is
-that of the largest logit there. Masks are indexed PNG with PASCAL VOC's colours.
+Masks are at an image's own size. An image is resized as in the evaluation that trained the head, but all of it is
+shown: in windows of the encoder's size, whose logits are averaged where they overlap. The mean is upsampled to the
+image's own size; a pixel's class is that of the largest logit there. Files are indexed PNG with PASCAL VOC's colours.
 
-C classes, H x W pixels of an image, h x w of the resized one.
+n images, C classes, H x W pixels of an image, h x w of the resized one.
 """
 
 import math
@@ -25,27 +25,23 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from evaluation.config import MaskedDataConfig, PredictConfig
+from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
 from evaluation.frozen.run_images import LoadedSplits, indices_in_split
 from evaluation.metrics.scoring import Outcomes
 from evaluation.patches.features import count_confusion, places_of_classes
-from evaluation.patches.masks import (
-    attach_masks,
-    check_same_size,
-    decode_mask,
-    warn_of_turned_images,
-    without_masks,
-)
-from evaluation.supervision.classifiers import Classifier
-from evaluation.tables import ViewsOrErrors, path_in_folder, read_batches, unlabelled_images
+from evaluation.patches.masks import attach_masks, decode_mask, without_masks
+from evaluation.supervision.classifiers import Classifier, FrozenClassifier
+from evaluation.tables import ImageBatch, path_in_folder, read_images, unlabelled_images
 from mpp.data.crops import covering_size
-from mpp.data.dataset import ImageDataset
+from mpp.data.dataset import ImageDataset, has_label
 from mpp.data.decoding.decode import read_mask
-from mpp.errors import UnreadableImage
+from mpp.data.labels import SEPARATOR
+from mpp.data.sources import label_images
+from mpp.errors import UnreadableImage, UserError
 from mpp.features.reconstructions import as_rgb, stretch
-from mpp.runtime.messages import counted, printable, warn
+from mpp.runtime.messages import counted, printable, shortened, warn
 
-WINDOWS_PER_FORWARD = 16
+THRESHOLD = 0.5  # of the probability of a class that is named, where an image has several
 MAX_ASPECT = 16  # a longer image would have to be enlarged beyond all memory
 PALETTE_COLORS = 256
 OTHER_CLASSES = "other classes"  # of masks, which the classifier does not know
@@ -54,15 +50,99 @@ OVERLAY_QUALITY = 90
 
 
 @dataclass(frozen=True)
-class MaskPredictions:
-    """Predictions of the class of each pixel."""
+class Predictions:
+    """Predictions of images: `images` of each split, `rows` and `outcomes` of one. See the classes below."""
 
     config: PredictConfig
     classifier: Classifier
-    data: MaskedDataConfig
+    data: ProbeDataConfig
     splits: LoadedSplits
-    """The rows of the images, perhaps with masks."""
+    """The rows of the images, perhaps with labels or masks."""
     accelerator: Accelerator
+
+
+class ImagePredictions(Predictions):
+    """Predictions of one class, several classes, or a number."""
+
+    @cached_property
+    def images(self) -> list[ImageDataset]:
+        """The images of each split, with labels where the classifier knows some of them."""
+        images, kind = unlabelled_images(self.data, self.splits), self.classifier.label_kind
+        try:
+            labelled = label_images(self.data, self.splits, images[0].image_column, kind)
+        except UserError as error:
+            if self.data.label_column is not None:
+                raise
+            warn(f"no figures: {error}")
+            return images
+        names = labelled[0].class_names
+        unknown = [name for name in names if name not in self.classifier.class_names]
+        is_known = kind == "number" or len(unknown) < len(names)
+        if unknown:
+            none = "there are no figures; data.label_column chooses another column"
+            effect = "such a label counts as none, or as wrong" if is_known else none
+            warn(f"the classifier does not know the labels {shortened(unknown)}: {effect}")
+        return labelled if is_known else images
+
+    def rows(self, images: ImageDataset) -> Iterator[pa.Table]:
+        """The rows of images of a split."""
+        network = FrozenClassifier(self.classifier).to(self.accelerator.device)
+        for batch in read_images(images, self.data, self.classifier.img_size):
+            with self.accelerator.autocast():
+                logits = network(batch.pixels.to(self.accelerator.device)).cpu()
+            yield batch.table(self.columns(logits), self.data)
+
+    def columns(self, logits: Tensor) -> dict[str, NDArray]:
+        """The columns of the table for images with these logits (n, C)."""
+        kind, names = self.classifier.label_kind, np.array(self.classifier.class_names, str)
+        if kind == "number":
+            return {"number": logits[:, 0].numpy()}
+        columns: dict[str, NDArray] = {}
+        if kind == "several":
+            probabilities = logits.double().sigmoid().float().numpy()
+            columns["classes"] = np.array([SEPARATOR.join(names[row]) for row in probabilities > THRESHOLD])
+        else:
+            probabilities = logits.double().softmax(1).float().numpy()
+            order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.config.top].numpy()
+            for place, numbers in enumerate(order.T, 1):
+                suffix = "" if place == 1 else f"_{place}"
+                columns[f"class{suffix}"] = names[numbers]
+                columns[f"probability{suffix}"] = probabilities[np.arange(len(numbers)), numbers]
+        by_class = zip(names, probabilities.T, strict=True) if self.config.probabilities else ()
+        return columns | {f"p_{name}": values for name, values in by_class}
+
+    def outcomes(self, images: ImageDataset, rows: pd.DataFrame) -> Outcomes | None:
+        """Targets and predictions of the images of a split that have both; None: there are none.
+
+        Args:
+            rows: of these images.
+        """
+        if images.labels is None:
+            return None
+        known = has_label(images.labels) & rows["error"].isna().to_numpy()
+        labels, rows = images.labels[known], rows[known]
+        kind, names = self.classifier.label_kind, self.classifier.class_names
+        if len(rows) == 0:
+            return None
+        if kind == "number":
+            predicted = rows["number"].to_numpy(float)
+        elif kind == "several":
+            marks = pd.DataFrame(labels, columns=images.class_names).reindex(columns=names, fill_value=0)
+            labels, predicted = marks.to_numpy(np.int8), rows[[f"p_{name}" for name in names]].to_numpy(float)
+        else:
+            occurring = {images.class_names[number] for number in np.unique(labels[labels >= 0])}
+            names = [*names, *sorted(occurring - {*names})]  # those that the classifier does not know come last
+            index = pd.Index(names)
+            numbers = np.append(index.get_indexer(images.class_names), -1)  # -1, where an image has fewer, stays
+            labels, predicted = numbers[labels], index.get_indexer(rows["class"])
+        return Outcomes(kind, labels, predicted, names, [*rows["file"]])
+
+
+# --- pixels ---
+
+
+class MaskPredictions(Predictions):
+    """Predictions of the class of each pixel; `data` is a MaskedDataConfig."""
 
     @property
     def class_numbers(self) -> list[int]:
@@ -75,46 +155,40 @@ class MaskPredictions:
         column = self.data.mask_column
         found = []
         for images in unlabelled_images(self.data, without_masks(self.splits, self.data)):
-            is_named = column != MaskedDataConfig.mask_column
-            if is_named or column in self.splits[images.split].column_names:
+            if column in self.splits[images.split].column_names or column != MaskedDataConfig.mask_column:
                 images = attach_masks(images, self.splits, self.data)
-                warn_of_turned_images(images, self.data)
             found.append(images)
         return found
-
-    @property
-    def labelled(self) -> bool:
-        """Whether there are masks to compare with."""
-        return any(self.data.mask_column in images.rows.column_names for images in self.images)
 
     def rows(self, images: ImageDataset) -> Iterator[pa.Table]:
         """Write the masks of images of a split, and return their rows."""
         self.classifier.network.to(self.accelerator.device)
-        types = {"height": pa.int32(), "width": pa.int32(), "class": pa.string(), "probability": pa.float32()}
-        types |= {"mask": pa.string()} | ({"overlay": pa.string()} if self.config.overlays else {})
-        types |= {f"share_{name}": pa.float32() for name in self.classifier.class_names}
-        views = ViewsOrErrors(images, self.data, check_aspect, torch.zeros(0))
-        for batch in read_batches(views, batch_size=1):  # they are of several sizes
-            row = {} if batch.errors[0] else self.write(batch.pixels[0], batch.images)
-            columns = {name: pa.array([row.get(name)], kind) for name, kind in types.items()}
-            yield batch.table(columns, self.data, {})
+        for batch in read_images(images, self.data, size=None):
+            height, width = batch.pixels.shape[2:]
+            if max(height, width) > MAX_ASPECT * min(height, width):
+                problem = f"{width} x {height} pixels are too long for a mask: cut it in parts"
+                batch = ImageBatch(batch.images, batch.pixels[..., :1, :1], [problem])
+            yield batch.table({name: [value] for name, value in self.write(batch).items()}, self.data)
 
-    def write(self, pixels: Tensor, images: ImageDataset) -> dict[str, object]:
-        """Write the mask of an image (C, H, W), the only one of `images`, and its overlay; return its row's entries."""
-        height, width = pixels.shape[1:]
-        classes, probability = predict_mask(self.logits(pixels), (height, width))
+    def write(self, batch: ImageBatch) -> dict[str, object]:
+        """Write the mask of a batch's only image, and its overlay; return its row, which is null of a broken image."""
+        (pixels,), (error,) = batch.pixels, batch.errors
+        size = height, width = pixels.shape[1:]
+        classes, certainty = predict_mask(self.logits(pixels), size)
         numbers = np.array(self.class_numbers)[classes]
         names = self.classifier.class_names
-        shares = np.bincount(classes.ravel(), minlength=len(names)) / classes.size
+        counts = np.bincount(classes.ravel(), minlength=len(names))
+        row = {"height": height, "width": width, "class": names[counts.argmax()], "probability": np.float32(certainty)}
         drawn = {"mask": draw_mask(numbers, max(self.class_numbers))}
         if self.config.overlays:
             drawn["overlay"] = draw_overlay(as_rgb(stretch(pixels)), numbers)
-        row = {"height": height, "width": width, "class": names[shares.argmax()], "probability": probability}
         for kind, picture in drawn.items():
-            file = self.file_of(images, 0, kind)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            picture.save(file, quality=OVERLAY_QUALITY)  # of JPEG
+            file = self.file_of(batch.images, 0, kind)
             row[kind] = printable(str(file.relative_to(Path(self.config.out).parent)))
+            if error is None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                picture.save(file, quality=OVERLAY_QUALITY)  # of JPEG
+        shares = (counts / classes.size).astype(np.float32)
         return row | {f"share_{name}": share for name, share in zip(names, shares, strict=True)}
 
     def folder(self, kind: str) -> Path:
@@ -137,15 +211,14 @@ class MaskPredictions:
         """Logits of an image (C, H, W) resized to cover the windows, (C, h, w): the mean over those with a pixel."""
         size = self.classifier.img_size
         covering = covering_size(*pixels.shape[1:], size, self.data.eval_crop)
-        covering = [max(own, least) for own, least in zip(covering, size, strict=True)]
-        resized = functional.resize(pixels, covering, functional.InterpolationMode.BILINEAR, antialias=True)
+        resized = functional.resize(pixels, covering)
         starts = [window_starts(*each) for each in zip(covering, size, strict=True)]
         places = [np.s_[:, top : top + size[0], left : left + size[1]] for top, left in product(*starts)]
-        windows = torch.stack([resized[place] for place in places]).split(WINDOWS_PER_FORWARD)
+        windows = torch.stack([resized[place] for place in places])
         with self.accelerator.autocast():
-            logits = [self.classifier.network(block.to(self.accelerator.device)).cpu() for block in windows]
+            logits = self.classifier.network(windows.to(self.accelerator.device)).cpu()
         total, count = torch.zeros(self.classifier.classes, *covering), torch.zeros(1, *covering)
-        for place, of_window in zip(places, torch.cat(logits), strict=True):
+        for place, of_window in zip(places, logits, strict=True):
             total[place] += of_window
             count[place] += 1
         return total / count
@@ -165,8 +238,7 @@ class MaskPredictions:
             if has_mask and file.exists():  # else the image has no mask, or no prediction
                 try:
                     predicted = read_mask(file.read_bytes(), self.data)
-                    true = decode_mask(cell, self.data).numpy()
-                    check_same_size(true.shape, predicted.shape)
+                    true = decode_mask(cell, self.data, predicted.shape).numpy()
                     counts.append(count_confusion(places[true], places[predicted], len(names)))
                 except UnreadableImage as reason:
                     problems.append(f"{images.image_name(index)}: {reason}")
@@ -174,14 +246,6 @@ class MaskPredictions:
             warn(f"{counted(len(problems), 'mask')} of {images.split} left out, the first of {problems[0]}")
         confusion = np.array([each for each in counts if each.any()])
         return Outcomes("pixels", confusion.sum(2), confusion, names) if len(confusion) else None
-
-
-def check_aspect(pixels: Tensor) -> Tensor:
-    """The image (C, H, W); raises UnreadableImage if it is too long."""
-    height, width = pixels.shape[1:]
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise UnreadableImage(f"{width} x {height} pixels are too long for a mask: cut it in parts")
-    return pixels
 
 
 def window_starts(length: int, window: int) -> list[int]:
