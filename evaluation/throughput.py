@@ -172,24 +172,23 @@ if find_spec("vit_pytorch"):
     STEPS["vit-pytorch MPP"] = vit_pytorch_step
 
 
-def flops_of_step(build: Callable[[Bench], Step], bench: Bench) -> int:
-    """FLOPs that a training step executes, counted for one image."""
-    step = build(bench._replace(images=bench.images[:1], compile=False))
+def flops_of(step: Step) -> int:
+    """FLOPs that a step executes."""
     with flop_counter() as counter:
         step()
-    return len(bench.images) * counter.get_total_flops()
+    return counter.get_total_flops()
 
 
-def matrix_products(accelerator: Accelerator) -> tuple[Step, int]:
-    """Products of two square matrices, the highest rate that the machine reaches, and their FLOPs.
+def matrix_products(accelerator: Accelerator) -> Step:
+    """Products of two square matrices, the highest rate that the machine reaches.
 
     They are of random numbers: products of ones take less power, so that a GPU does them at a higher clock.
     """
     kind = accelerator.device.type
-    side, products = MATRIX_SIDE[kind], MATRIX_PRODUCTS[kind]
+    side = MATRIX_SIDE[kind]
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
     left, right = torch.randn(2, side, side, device=kind, dtype=dtype)
-    return lambda: [left @ right for _ in range(products)], 2 * side**3 * products
+    return lambda: [left @ right for _ in range(MATRIX_PRODUCTS[kind])]
 
 
 # --- loading ---
@@ -243,8 +242,10 @@ def time_in_turn(steps: dict[str, Step], rounds: int) -> pd.DataFrame:
 
 
 def time_loading(side: int, size: int, rounds: int) -> pd.DataFrame:
-    """Seconds of loading a batch of crops of `size` pixels on one core, by loader and round: see `time_in_turn`."""
-    threads = torch.get_num_threads()
+    """Seconds of loading a batch of crops of `size` pixels, by loader and round: see `time_in_turn`.
+
+    On one core: torch has one thread from here on.
+    """
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         jpegs, ppms = Path(folder) / "jpg", Path(folder) / "ppm"
@@ -255,9 +256,7 @@ def time_loading(side: int, size: int, rounds: int) -> pd.DataFrame:
             "mpp's loading of PPM": partial(next, mpp_batches(ppms, size)),
             "ImageFolder with PIL": partial(next, torchvision_batches(jpegs, size)),
         }
-        seconds = time_in_turn(steps, rounds)
-    torch.set_num_threads(threads)
-    return seconds
+        return time_in_turn(steps, rounds)
 
 
 def measure(config: ThroughputConfig) -> dict[str, Any]:
@@ -269,13 +268,18 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     encoder = build_encoder(model)
     images = torch.rand(config.batch_size, 3, *encoder.patch_embed.img_size, device=accelerator.device)
     bench = Bench(model, encoder, images, config.compile, accelerator)
-    flops = pd.Series({name: flops_of_step(build, bench) for name, build in STEPS.items()})
+    of_an_image = bench._replace(images=images[:1], compile=False)
+    flops = pd.Series({name: len(images) * flops_of(build(of_an_image)) for name, build in STEPS.items()})
     ours, *others = STEPS
     steps = {ours: STEPS[ours](bench)}
     steps[ours]()
     memory = memory_bytes(accelerator.device) / 1e9  # before there are other models
     steps |= {name: STEPS[name](bench) for name in others}
-    steps[CEILING], flops[CEILING] = matrix_products(accelerator)
+    steps[CEILING] = matrix_products(accelerator)
+    flops[CEILING] = flops_of(steps[CEILING])
+    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.machine()
+    machine = {"device": device, "threads": torch.get_num_threads(), "precision": accelerator.mixed_precision}
+    machine |= {"torch": torch.__version__, "timm": timm.__version__}
     seconds = time_in_turn(steps, config.rounds).join(time_loading(config.jpeg_side, images.shape[-1], config.rounds))
 
     median = seconds.median()
@@ -290,20 +294,15 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     }
     pairs = {f"{slow} / {fast}": seconds[slow] / seconds[fast] for slow, fast in RATIOS if slow in seconds}
     ratios = pd.DataFrame(pairs).agg(["median", "min", "max"])
-    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.machine()
-    versions = {"torch": torch.__version__, "timm": timm.__version__}
-    machine = {"device": device, "threads": torch.get_num_threads()} | versions
-    print(f"\n{config.model}, batch {config.batch_size}, {accelerator.mixed_precision}, {machine}; loading on one core")
+    print(f"\n{config.model}, batch {config.batch_size}, {machine}; loading on one core")
     print(f"memory of mpp's step: {memory:.3g} GB")
     print(pd.DataFrame(columns).loc[median.index].round(2).to_string(na_rep=""))
     print(ratios.T.round(3).to_string())
     return {
         "config": asdict(config),
-        "precision": accelerator.mixed_precision,
         "machine": machine,
         "seconds": seconds.to_dict("list"),
         "flops": flops.to_dict(),
-        "ceiling": rates[CEILING],
         "memory_gb": memory,
         "ratios": ratios.to_dict(),
     }
