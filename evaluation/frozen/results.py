@@ -20,7 +20,6 @@ import numpy as np
 from evaluation.config import FeaturesConfig, ProbeConfig
 from evaluation.figures.charts import (
     DPI,
-    ScoreAxis,
     figure_style,
     markdown_table,
     plot_by_depth,
@@ -42,17 +41,16 @@ from evaluation.frozen.run_images import (
     run_source,
 )
 from evaluation.metrics.scoring import (
-    LabelKind,
     add_figures,
     best_choice,
     describe_labels,
     describe_result,
     evenly_spaced,
-    keep_outcomes,
     kind_of,
     kind_of_report,
     labelled_outcomes,
     load_outcomes,
+    save_outcomes,
     shown_result,
     summarize_accuracies,
     without_nan,
@@ -285,17 +283,23 @@ def write_json(path: Path, value: Any) -> None:
 def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Write a report as JSON, and the outcomes of its results next to it; return the content of the JSON.
 
-    It also has `labels` (see `describe_labels`), and each result has the number of its outcomes instead of them. Its
-    protocol has the digest of the encoder's `weights`, by which a page sees that they are others by now.
+    It also has `labels` (see `describe_labels`), and a result the number of its outcomes in their file instead of them.
+    Its protocol has the digest of the encoder's `weights`, by which a page sees that they are others by now.
     """
     protocol = report.get("protocol", {})
     if protocol.get("random") is False and "encoder" in protocol:
         with suppress(UserError):  # no encoder there
             weights = fingerprint(Path(protocol.get("checkpoint") or protocol["encoder"]))
             report = report | {"protocol": protocol | ({"weights": weights} if weights else {})}
-    outcomes = [result["outcomes"] for result in report["results"] if "outcomes" in result]
+    results, outcomes = [], []
+    for result in report["results"]:
+        if "outcomes" in result:
+            outcomes.append(result["outcomes"])
+            result = result | {"outcomes": len(outcomes) - 1}
+        results.append(result)
     if outcomes:
-        report = report | {"results": keep_outcomes(path, report["results"]), "labels": describe_labels(outcomes[0])}
+        save_outcomes(path, outcomes)
+        report = report | {"results": results, "labels": describe_labels(outcomes[0])}
     write_json(path, report)
     return report
 
@@ -362,21 +366,12 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
         print("on a tenth of the training images; the held-out images were not used")
     if len(by_depth) > 1:
         with figure_style():
-            figure = plot_by_depth(by_depth, group_by, score_axis(kind, "dev {}" if on_dev else "test {}"))
+            figure = plot_by_depth(by_depth, group_by, f"{'dev' if on_dev else 'test'} {kind.score_title}")
             figure.savefig(path.with_suffix(".png"), dpi=DPI)
         print(f"wrote {path.with_suffix('.png')}")
     print_details(path, report)
     print(f"wrote {path}")
     return report
-
-
-def score_axis(kind: LabelKind, words: str = "{}") -> ScoreAxis:
-    """The axis of a plot for the score of a kind of label.
-
-    Args:
-        words: around its heading, such as the split.
-    """
-    return words.format(kind.score_heading) + (" (%)" if kind.is_share else "")
 
 
 def print_details(path: Path, report: dict[str, Any]) -> None:
