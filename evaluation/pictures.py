@@ -24,7 +24,7 @@ from evaluation.config import VisualizeConfig
 from evaluation.figures.charts import WIDTH, plot_series
 from evaluation.figures.images import grid_of_images, side_by_side
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, patch_grid
-from evaluation.frozen.features import extract_split, name_unreadable, views_for
+from evaluation.frozen.features import extract_split, views_for
 from evaluation.metrics.scoring import evenly_spaced
 from evaluation.patches.features import patch_features
 from mpp.config import Grid, require
@@ -37,7 +37,7 @@ from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.reconstructions import COLUMNS, as_rgb, prediction_columns, stretch
 from mpp.models.plain import has_class, shows_weights
 from mpp.pretrain import Pretraining, is_pretraining, reopen
-from mpp.runtime.messages import progress_bar, warn
+from mpp.runtime.messages import progress_bar, shortened, warn
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.weights import BEST
 
@@ -409,7 +409,7 @@ def draw_neighbours(subject: Subject) -> Drawing:
     if len(features) < 2:
         raise Unavailable("there is one held-out image")
     if split.unreadable:
-        warn(f"images left out of neighbours: {name_unreadable(split.unreadable)}")
+        warn(f"images left out of neighbours: {shortened(split.unreadable)}")
     nearest = find_other_neighbours(torch.from_numpy(features), NEIGHBOURS_SHOWN)
     queries = evenly_spaced(len(features), subject.config.images)
     shown = split.kept[np.column_stack([queries, nearest.index[queries]])]  # (B, 1 + k), the query first

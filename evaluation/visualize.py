@@ -44,7 +44,16 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
     """
     folder = pictures_folder(config)
     require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
-    subject = load_subject(config, loaded)
+    largest, channels = max(config.bands or (1,)), config.data.channels
+    require(largest <= channels, "bands", largest, f"from 1 to {channels}: data.channels")
+    accelerator = start_alone(config.frozen.run_settings(config.precision), "pictures are drawn")
+    run = run_of(Path(config.frozen.encoder))
+    require_imports(run)
+    for name in changed_imports(run, imported) if (run / COPIES).is_dir() else ():  # a run may use no code of the user
+        warn(f"{name} is not as in {run / COPIES}: pictures come from the code of today")
+    encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
+    _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
+    subject = Subject(config, run, accelerator, encoder, held_out)
     folder.mkdir(parents=True, exist_ok=True)
     drawn, missing = [], {}
     with deaths_explained(), SummaryWriter(str(folder)) as writer:
@@ -63,24 +72,6 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
     if drawn:
         print(f"wrote {folder}: {', '.join(drawn)}, with their numbers")
     return missing
-
-
-def load_subject(config: VisualizeConfig, loaded: LoadedSplits | None) -> Subject:
-    """Load an encoder and its held-out images.
-
-    Raises:
-        UserError: there is no such encoder, or there are no such images.
-    """
-    accelerator = start_alone(config.frozen.run_settings(config.precision), "pictures are drawn")
-    run = run_of(Path(config.frozen.encoder))
-    require_imports(run)
-    for name in changed_imports(run, imported) if (run / COPIES).is_dir() else ():  # a run may use no code of the user
-        warn(f"{name} is not as in {run / COPIES}: pictures come from the code of today")
-    largest, channels = max(config.bands or (1,)), config.data.channels
-    require(largest <= channels, "bands", largest, f"from 1 to {channels}: data.channels")
-    encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
-    _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
-    return Subject(config, run, accelerator, encoder, held_out)
 
 
 def pictures_folder(config: VisualizeConfig) -> Path:

@@ -352,7 +352,7 @@ def test_images_that_cannot_be_decoded_are_left_out_and_named(vit, tmp_path, cap
         assert np.array_equal(array, expected)
     warnings = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert len(warnings) == 1
-    assert "warning: 3 images that cannot be decoded are left out" in warnings[0]
+    assert "warning: left out: 3 images that cannot be decoded" in warnings[0]
     assert all(name in warnings[0] for name in BROKEN)
     for folder, left_out in ((images, {"train": 2, "test": 1}), (without, None)):
         knn.main([*words, f"--data.path={folder}", "--neighbours=1", f"--out={tmp_path / 'r.json'}"])

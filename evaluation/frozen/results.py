@@ -72,8 +72,8 @@ OF_AN_ENCODER = nested(FeaturesConfig()).keys() - {"out", "threads"}
 """Settings, and the group `data`, that have no effect on saved features."""
 SHOW_BAR_AFTER = 5  # seconds; most probes have evaluated all depths by then
 
-SHARED: ContextVar[dict[str, ExtractedFeatures] | None] = ContextVar("SHARED", default=None)
-"""The features that were extracted last, for the other probes of a comparison: at most one entry; None: of none."""
+SHARED: ContextVar[dict[str, ExtractedFeatures]] = ContextVar("SHARED")
+"""In a comparison: the features that were extracted last, for the other probes of it; at most one entry."""
 RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
 """Beginning of the name of a report of random weights: the command, and their seed."""
 
@@ -110,8 +110,7 @@ def run_probe(
     else:
         groups = config.frozen, config.data, replace(probe, out=None)
         key = repr((groups, fingerprint(Path(config.frozen.checkpoint or config.frozen.encoder))))
-        shared = SHARED.get()
-        latest = {} if shared is None else shared
+        latest = SHARED.get({})
         if key not in latest:
             latest.clear()
             latest[key] = extract_labelled_features(*groups, accelerator, loaded, not probe.test, kinds)
@@ -123,18 +122,16 @@ def run_probe(
     report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
-    report["protocol"] |= {"rank_by_depth": rank_by_depth(extracted.by_depth), "input": extracted.input}
+    ranks = {depth: rank_of_test_features(each) for depth, each in extracted.by_depth.items()}
+    report["protocol"] |= {"rank_by_depth": ranks, "input": extracted.input}
     report["class_names"] = list(first.class_names)
     return write_probe_report(path, report, group_by)
 
 
-def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
-    """The effective rank of the tested features at each depth, of some 2,048 images if there are more."""
-    ranks = {}
-    for depth, features in by_depth.items():
-        ranked = evenly_spaced(len(features.test), MAX_IMAGES_FOR_RANK)  # files may be in the order of their classes
-        ranks[depth] = effective_rank(features.test[ranked], device())
-    return ranks
+def rank_of_test_features(features: LabelledFeatures) -> float:
+    """Their effective rank, of some 2,048 images if there are more."""
+    ranked = evenly_spaced(len(features.test), MAX_IMAGES_FOR_RANK)  # files may be in the order of their classes
+    return effective_rank(features.test[ranked], device())
 
 
 def read_features(config: ProbeConfig) -> ExtractedFeatures:
@@ -163,7 +160,7 @@ def features_shared() -> Iterator[None]:
 
 def forget_features() -> None:
     """Free the features that are shared."""
-    (SHARED.get() or {}).clear()
+    SHARED.get({}).clear()
 
 
 def evaluate_by_depth(
@@ -313,7 +310,7 @@ def scores_of_random_weights(path: Path, report: dict[str, Any]) -> dict[str, di
     Args:
         path, report: of an encoder.
     """
-    if not way_to_random_weights(path, report):
+    if not way_to_random_weights(report):
         return {}
     random = report.get("baselines", {}).get("random weights", {})
     files = [file for file in path.parent.glob(f"*_random_*{path.suffix}") if of_learned_weights(file) == path]
@@ -327,7 +324,7 @@ def of_learned_weights(path: Path) -> Path:
     return path.with_name(RANDOM_NAME.sub(r"\1", path.name))
 
 
-def way_to_random_weights(path: Path, report: dict[str, Any]) -> str:
+def way_to_random_weights(report: dict[str, Any]) -> str:
     """The setting that evaluates random weights, too; "": of saved features, floors and random weights."""
     protocol = report.get("protocol", {})
     if is_colour_baseline(str(protocol.get("encoder"))):
@@ -341,7 +338,7 @@ def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
     """The score of random weights in words, or how to get it; "": they have no part in this evaluation."""
     scores, kind = scores_of_random_weights(path, report), kind_of_report(report)
     if not scores:
-        way = way_to_random_weights(path, report)
+        way = way_to_random_weights(report)
         return f"random weights: not evaluated ({way})" if way else ""
     words = [f"{kind.text_of_scores(summary)}{kind.sign} ({case})" for case, summary in scores.items()]
     return f"random weights {', '.join(words)}"

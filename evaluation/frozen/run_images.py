@@ -66,7 +66,6 @@ ALLOWED_DUPLICATES = 0.01  # share of the test images that may also be in anothe
 
 SUPERVISED_REPORT = "supervised.json"
 FINETUNING_REPORT = "finetune.json"
-REPORTS_OF_TRAINING = (SUPERVISED_REPORT, FINETUNING_REPORT)
 CONFIG_BY_SETTING: dict[str, type] = {
     "objective": Config,
     "contrast": ContrastiveConfig,
@@ -114,7 +113,7 @@ def find_tested_run(folder: Path, setting: str) -> Path | None:
     Raises:
         UserError: it has compared rates and trained no run on all images.
     """
-    if find_run(str(folder)) is not None or not (folder / FINETUNING_REPORT).is_file():
+    if not (folder / FINETUNING_REPORT).is_file():
         return None
     results = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))["results"]
     if not results:
@@ -381,7 +380,7 @@ class LabelledImages:
     @cached_property
     def train(self) -> ImageDataset | None:
         """The training images that have labels; None where they cannot be loaded, or are others by now."""
-        with suppress(UserError, ReadFailed):  # gone
+        with suppress(UserError):  # gone
             train = load_image_datasets(self.source, label_kind=self.kind)[0].labelled()
             files = None if "shards" in self.record else self.record.get("files")
             if train and files in (None, identify_images(train, with_labels=False)["files"]):
