@@ -154,7 +154,7 @@ def parse_and_load(
     range. So are those of an encoder without its run. A run's `data.train_images` is the share that it was trained on:
     of the labelled ones all are used. Fine-tuning crops held-out images as the run did, and does not flip where the run
     did not. Where the run's images are gone, a `data.path` that names a copy of them names the run's images: see
-    `is_moved_copy`.
+    `moved_source`.
 
     Args:
         config_class: has `data`, and an encoder.
@@ -195,11 +195,9 @@ def settings_from_run(run: Path, data: SourceConfig, path_is_named: bool) -> dic
     Args:
         path_is_named: whether the command line or a file names `data.path`, perhaps as null.
     """
-    source = run_source(run)
-    names = HOW_READ if path_is_named else EVALUATED_SETTINGS
-    if path_is_named and is_moved_copy(run, data.path):
-        source, names = after_move(source, data.path), EVALUATED_SETTINGS
-    settings = {name: getattr(source, name) for name in names}
+    of_run = moved_source(run, data.path) if path_is_named else run_source(run)
+    names = HOW_READ if of_run is None else EVALUATED_SETTINGS
+    settings = {name: getattr(of_run or run_source(run), name) for name in names}
     if isinstance(data, DataConfig):
         saved = saved_settings(run)["data"]
         settings |= {name: saved[name] for name in VIEW_SETTINGS if name in saved}
@@ -281,28 +279,28 @@ def is_known_by_files(record: dict[str, Any]) -> bool:
     return "shards" in train and "names" not in train
 
 
-@lru_cache
-def is_moved_copy(run: Path, path: str | None) -> bool:
-    """Whether `path` holds the images of a run that are no longer where they were; a note says how others differ."""
+def moved_source(run: Path, path: str | None) -> SourceConfig | None:
+    """The source of a run's images that have moved to `path`, with a list in their folder.
+
+    Returns:
+        None: they have not; a note says how the images there differ.
+    """
     source = run_source(run)
     before = source.path
     is_gone = before is not None and Path(before).is_absolute() and not is_local(before)
     if not is_gone or not is_local(path) or not read_record(run):
-        return False
+        return None
+    labels = source.labels and source.labels.replace(f"{before}/", f"{path}/", 1)
+    moved = replace(source, path=path, labels=labels)
     try:
-        changed = image_differences(run, after_move(source, path))
+        changed = image_differences(run, moved)
     except UserError as error:  # no such split or column
         changed = [str(error)]
     if changed:
         gone = f"the images of {run} were at {before}, which is gone"
         note(f"{gone}; the images at {path} differ: {'; '.join(changed)}")
-    return not changed
-
-
-def after_move(source: SourceConfig, path: str) -> SourceConfig:
-    """The source of images whose folder is now at `path`; a list in the folder has moved with it."""
-    labels = (source.labels or "").replace(f"{source.path}/", f"{path}/", 1)
-    return replace(source, path=path, labels=labels or None)
+        return None
+    return moved
 
 
 def absolute_path(path: str | None) -> str | None:
