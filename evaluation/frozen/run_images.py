@@ -10,10 +10,10 @@ FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the b
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -375,20 +375,17 @@ class LabelledImages:
     kind: str = "class"
     """Kind of their labels, or auto."""
 
-    @cached_property
-    def train(self) -> ImageDataset | None:
-        """The training images that have labels; None where they cannot be loaded, or are others by now."""
+    def keys(self, by_bytes: bool) -> set[Any]:
+        """Those of the images (see `keys_of`); none where they are gone, others by now, or too many to be read."""
+        path, is_small = self.source.path, self.record.get("images", 0) <= MAX_TRAINING_IMAGES_SEARCHED
+        if by_bytes and not (is_small and (path is None or is_local(path))):
+            return set()
         with suppress(UserError):  # gone
             train = load_image_datasets(self.source, label_kind=self.kind)[0].labelled()
             files = None if "shards" in self.record else self.record.get("files")
             if train and files in (None, identify_images(train, with_labels=False)["files"]):
-                return train.choose(self.source.train_images, self.source.eval_seed)
-        return None
-
-    @cached_property
-    def digests(self) -> set[bytes]:
-        """Those of the training images' files."""
-        return set(file_digests(self.train))
+                return set(keys_of(train.choose(self.source.train_images, self.source.eval_seed), by_bytes))
+        return set()
 
 
 def find_labelled_images(encoder: str) -> LabelledImages | None:
@@ -434,7 +431,9 @@ def check_labels_unseen(
 ) -> None:
     """Refuse test images whose labels an encoder, or one that it builds on, was trained with.
 
-    Up to `ALLOWED_DUPLICATES` of the test images may have the bytes of training images: many datasets have duplicates.
+    Images of the same dataset are known by their index. Elsewhere some of them are searched for among the training
+    images by their bytes. Not found there: images that were encoded again, and arrays. Up to `ALLOWED_DUPLICATES` of
+    them may be found: many datasets have duplicates.
 
     Args:
         source: the settings of the images.
@@ -451,15 +450,18 @@ def check_labels_unseen(
         if labelled.record.get("files", "") == identify_images(test, with_labels=False)["files"]:  # perhaps a copy
             place = {name: getattr(source, name) for name in PLACE}
             labelled = replace(labelled, source=replace(labelled.source, **place))
-        known, searched = count_shared(test, source, labelled)
-        knows_train |= train is not None and count_shared(train, source, labelled)[0] > 0
+        by_bytes = not is_same_place(source, labelled.source)
+        limit, keys = MAX_TEST_IMAGES_SEARCHED if by_bytes else None, labelled.keys(by_bytes)
+        tested = keys_of(test.choose(limit, 0), by_bytes) if keys else []
+        known = sum(each in keys for each in tested)
+        knows_train |= bool(keys and train) and not keys.isdisjoint(keys_of(train.choose(limit, 0), by_bytes))
         learned = f"{'' if ancestor == encoder else f'builds on {ancestor}, which '}was trained with"
-        refused = f"{setting} is {encoder}, which {learned} the labels of {known} of these {searched}"
-        if searched == 0:
+        refused = f"{setting} is {encoder}, which {learned} the labels of {known} of these {len(tested)}"
+        if not tested:
             where = f"{describe_source(labelled.source)}, which are not here, are too many, or have changed since"
             unknown = f"whether these {len(test)} test images are among them is unknown"
             warn(f"{encoder} {learned} labels of images at {where}: {unknown}")
-        elif known and known <= ALLOWED_DUPLICATES * searched and not is_same_place(source, labelled.source):
+        elif by_bytes and 0 < known <= ALLOWED_DUPLICATES * len(tested):
             note(f"{refused} test images: duplicates")
         elif known and test.split == DEV:
             raise UserError(f"{refused} training images; for test false, train it with --data.eval_split null")
@@ -482,33 +484,14 @@ def is_same_place(one: SourceConfig, other: SourceConfig) -> bool:
     return all(value(one, name) == value(other, name) for name in PLACE)
 
 
-def count_shared(images: ImageDataset, source: SourceConfig, labelled: LabelledImages) -> tuple[int, int]:
-    """The number of images that were learned, and of those of which that is known.
-
-    Of the same dataset, they are known by their index. Elsewhere up to `MAX_TEST_IMAGES_SEARCHED` are searched for
-    among the training images by their bytes. Not found there: images that were encoded again, arrays, and those of
-    more than `MAX_TRAINING_IMAGES_SEARCHED` training images, or of some that are not on this machine.
-    """
-    path, is_here = labelled.source.path, is_same_place(source, labelled.source)
-    is_small = labelled.record.get("images", 0) <= MAX_TRAINING_IMAGES_SEARCHED
-    is_searched = is_here or (is_small and (path is None or is_local(path)))
-    train = labelled.train if is_searched else None
-    if train is None:
-        return 0, 0
-    if is_here:
-        learned = set(indices_in_split(train).tolist() if train.origin.split == images.origin.split else ())
-        tested = indices_in_split(images).tolist()
-    else:
-        learned = labelled.digests
-        tested = list(file_digests(images.choose(MAX_TEST_IMAGES_SEARCHED, 0))) if learned else ()
-    return sum(each in learned for each in tested), len(tested)
-
-
-def file_digests(dataset: ImageDataset) -> Iterator[bytes]:
-    """SHA-256 of each image file, without those that cannot be read; of arrays there are none."""
-    if not is_encoded(dataset.rows.features[dataset.image_column]):
-        return
-    for block in dataset.rows.with_format("arrow").iter(IMAGES_PER_READ):  # row by row takes ten times as long
-        for cell in block.column(dataset.image_column).to_pylist():
-            with suppress(UnreadableImage, ReadFailed):
-                yield hashlib.sha256(read_cell(cell, 0)).digest()
+def keys_of(images: ImageDataset, by_bytes: bool) -> list[Any]:
+    """By which images are known: their places in the dataset, or the SHA-256 of each file that can be read."""
+    if not by_bytes:
+        return [(images.origin.split, index) for index in indices_in_split(images).tolist()]
+    keys = []
+    if is_encoded(images.rows.features[images.image_column]):
+        for block in images.rows.with_format("arrow").iter(IMAGES_PER_READ):  # row by row takes ten times as long
+            for cell in block.column(images.image_column).to_pylist():
+                with suppress(UnreadableImage, ReadFailed):
+                    keys.append(hashlib.sha256(read_cell(cell, 0)).digest())
+    return keys
