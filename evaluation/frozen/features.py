@@ -264,14 +264,11 @@ def load_features(path: Path) -> LabelledFeatures:
         UserError: no such file, an array missing or pickled, shapes that disagree, values that are not finite.
     """
     try:
-        arrays = np.load(path, allow_pickle=False)
-        if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise ValueError("it holds one array, not several by name")
-        with arrays:
+        with np.load(path, allow_pickle=False) as arrays:
             texts = {name: arrays[name].tolist() for name in TEXT_NAMES if name in arrays}
             features = LabelledFeatures(*(arrays[name] for name in ARRAY_NAMES), **texts)
             require(features.kind in LABELS, "its kind of label", features.kind, f"one of {', '.join(LABELS)}")
-    except NPZ_ERRORS as error:
+    except (*NPZ_ERRORS, TypeError) as error:  # TypeError: a single array
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.checked(str(path))
 
@@ -317,15 +314,15 @@ def extract_split(
     views: ViewDataset,
     encode: Callable[[Tensor], list[Tensor]],
     accelerator: Accelerator,
-    strict: bool = False,
-    progress: str | None = None,
+    strict: bool,
+    progress: str,
 ) -> SplitFeatures:
     """Extract features of the images that can be decoded, by all processes: see `extract`.
 
     Args:
         views: the images of a split as an encoder takes them.
         encode: images (B, C, H, W) on the device to features (B, D), for each depth.
-        progress: name of the progress bar; None: no bar.
+        progress: name of the progress bar.
     Raises:
         UserError: an image cannot be decoded and `strict` is set.
         Undecodable: none can.
@@ -333,8 +330,8 @@ def extract_split(
     count = len(views.dataset)
     rank, processes = accelerator.process_index, accelerator.num_processes
     loader = fixed_view_batches(views, views.data.batch_size or DEFAULT_BATCH_SIZE, processes, rank)
-    is_silent = progress is None or not accelerator.is_main_process
-    batches = RecordedBatches(progress_bar(loader, desc=progress, disable=is_silent), views.dataset.split, strict)
+    bar = progress_bar(loader, desc=progress, disable=not accelerator.is_main_process)
+    batches = RecordedBatches(bar, views.dataset.split, strict)
     features, labels = extract(batches, encode, count, accelerator)
     requested = np.arange(rank, count, processes)
     replaced = gather_object(requested[requested != np.array(batches.indices, np.int64)].tolist())
