@@ -102,7 +102,7 @@ def mpp_step(bench: Bench) -> Step:
 
 def peer_step(bench: Bench, model: nn.Module, loss: Callable[[], Tensor]) -> Step:
     """Another model's forward, backward, clipping, and the optimiser that we use."""
-    optimizer = build_optimizer(model, ADAM)
+    optimizer = build_optimizer(model.to(bench.images.device).train(), ADAM)
     if bench.compile:
         model.compile()
 
@@ -120,7 +120,7 @@ def peer_step(bench: Bench, model: nn.Module, loss: Callable[[], Tensor]) -> Ste
 def timm_step(bench: Bench) -> Step:
     """timm's model as it comes, trained to classify."""
     images, config = bench.images, bench.model
-    model = timm.create_model(config.name, num_classes=1000, img_size=config.img_size).to(images.device)
+    model = timm.create_model(config.name, num_classes=1000, img_size=config.img_size)
     labels = torch.randint(0, 1000, (len(images),), device=images.device)
     return peer_step(bench, model, lambda: F.cross_entropy(model(images), labels))
 
@@ -139,7 +139,7 @@ def hugging_face_step(bench: Bench) -> Step:
         patch_size=encoder.patch_embed.patch_size[0],
         encoder_stride=encoder.patch_embed.patch_size[0],
     )
-    model = ViTForMaskedImageModeling(config).to(images.device).train()
+    model = ViTForMaskedImageModeling(config)
     masked = torch.rand(len(images), encoder.patch_embed.num_patches, device=images.device) < 0.5
     return peer_step(bench, model, lambda: model(pixel_values=images, bool_masked_pos=masked).loss)
 
@@ -160,7 +160,7 @@ def vit_pytorch_step(bench: Bench) -> Step:
         mlp_dim=4 * encoder.embed_dim,
         **sizes,
     )
-    model = MPP(vit, mask_prob=0.5, random_patch_prob=0.1, replace_prob=0.8, **sizes).to(images.device).train()
+    model = MPP(vit, mask_prob=0.5, random_patch_prob=0.1, replace_prob=0.8, **sizes)
     return peer_step(bench, model, lambda: model(images))
 
 
