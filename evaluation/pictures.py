@@ -397,8 +397,7 @@ def draw_neighbours(subject: Subject) -> Drawing:
     """Held-out images with the other images whose features are nearest."""
     views = subject.views(MAX_IMAGES_FOR_RANK)
     encode = partial(subject.encoder, representation="mean", depths=[len(subject.encoder.stages)])
-    with subject.accelerator.autocast():
-        split = extract_split(views, encode, subject.accelerator, False, "neighbours")
+    split = extract_split(views, encode, subject.accelerator, False, "neighbours")
     (features,) = split.by_depth
     if len(features) < 2:
         raise Unavailable("there is one held-out image")

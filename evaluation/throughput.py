@@ -270,11 +270,11 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     bench = Bench(model, encoder, images, config.compile, accelerator)
     of_an_image = bench._replace(images=images[:1], compile=False)
     flops = pd.Series({name: len(images) * flops_of(build(of_an_image)) for name, build in STEPS.items()})
-    ours, *others = STEPS
-    steps = {ours: STEPS[ours](bench)}
-    steps[ours]()
-    memory = memory_bytes(accelerator.device) / 1e9  # before there are other models
-    steps |= {name: STEPS[name](bench) for name in others}
+    steps, memory = {}, []
+    for name, build in STEPS.items():
+        steps[name] = build(bench)
+        steps[name]()
+        memory.append(memory_bytes(accelerator.device) / 1e9)  # first of ours, before there are other models
     steps[CEILING] = matrix_products(accelerator)
     flops[CEILING] = flops_of(steps[CEILING])
     device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.machine()
@@ -295,7 +295,7 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     pairs = {f"{slow} / {fast}": seconds[slow] / seconds[fast] for slow, fast in RATIOS if slow in seconds}
     ratios = pd.DataFrame(pairs).agg(["median", "min", "max"])
     print(f"\n{config.model}, batch {config.batch_size}, {machine}; loading on one core")
-    print(f"memory of mpp's step: {memory:.3g} GB")
+    print(f"memory of mpp's step: {memory[0]:.3g} GB")
     print(pd.DataFrame(columns).loc[median.index].round(2).to_string(na_rep=""))
     print(ratios.T.round(3).to_string())
     return {
@@ -303,7 +303,7 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
         "machine": machine,
         "seconds": seconds.to_dict("list"),
         "flops": flops.to_dict(),
-        "memory_gb": memory,
+        "memory_gb": memory[0],
         "ratios": ratios.to_dict(),
     }
 

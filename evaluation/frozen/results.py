@@ -334,7 +334,7 @@ def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
     if not scores:
         way = way_to_random_weights(report)
         return f"random weights: not evaluated ({way})" if way else ""
-    words = [f"{kind.text_of_scores(summary)}{kind.sign} ({case})" for case, summary in scores.items()]
+    words = [f"{kind.text_of_scores(summary)}{'%' * kind.is_share} ({case})" for case, summary in scores.items()]
     return f"random weights {', '.join(words)}"
 
 

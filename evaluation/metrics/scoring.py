@@ -36,7 +36,6 @@ from mpp.runtime.messages import printable
 
 Result = dict[str, Any]
 MEANS_OVER_CLASSES = ("class_mean", "macro_f1")
-BOUNDS = {"r2": (-math.inf, 1.0), "mae": (0.0, math.inf)}
 KEYS_OF_A_RESULT = ("case", "shots", "neighbours", "solver", "lr", "seed", "depth")
 """Entries of a result that name it, where it has them."""
 USUAL_NEIGHBOURS = 20
@@ -150,11 +149,6 @@ class LabelKind:
         return self.headings[self.score]
 
     @property
-    def sign(self) -> str:
-        """Behind a score in a sentence: "%", or nothing."""
-        return "%" if self.is_share else ""
-
-    @property
     def score_title(self) -> str:
         """The score with its unit, for headings of columns and axes: "accuracy (%)"."""
         return f"{self.score_heading} (%)" if self.is_share else self.score_heading
@@ -170,12 +164,13 @@ class LabelKind:
             ends = interval(scores, self.is_share, self.known_by(outcomes.targets))
             if name in MEANS_OVER_CLASSES and len(outcomes) < IMAGES_A_CLASS * len(np.unique(outcomes.targets)):
                 ends = math.nan, math.nan
-            found[name] = [value, *np.clip(ends, *BOUNDS.get(name, (-math.inf, math.inf))).tolist()]
+            smallest, largest = -math.inf if name == "r2" else 0, math.inf if name == "mae" else 1
+            found[name] = [value, *np.clip(ends, smallest, largest).tolist()]
         return found
 
     def describe_baseline(self, name: str, value: float | None) -> str:
         """A baseline and its score in words: `largest class 25.0%`."""
-        return f"{name} {self.text(self.score, value)}{self.sign}"
+        return f"{name} {self.text(self.score, value)}{'%' * self.is_share}"
 
     def rows(self, result: Mapping[str, Any]) -> list[list[str]]:
         """A row for each figure of a result: its heading, and its value with the interval."""
