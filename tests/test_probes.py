@@ -24,7 +24,6 @@ import mpp
 from evaluation import fewshot, knn, linear
 from evaluation.config import FewshotConfig, KnnConfig, LinearConfig
 from evaluation.features import main as extract
-from evaluation.frozen import results
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import LabelledFeatures, load_features, save_features
 from evaluation.frozen.results import evaluate_by_depth, of_learned_weights, report_path_of_command
@@ -528,14 +527,6 @@ def test_blocks_of_logits_do_not_change_what_lbfgs_finds(monkeypatch):
     blocks = fit(standardised, labels, *how)
     torch.testing.assert_close(blocks.weight, whole.weight, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(blocks.bias, whole.bias, atol=1e-5, rtol=1e-4)
-
-
-def test_a_probe_of_depths_that_takes_long_says_how_many_are_done(monkeypatch, capsys):
-    monkeypatch.setattr(results, "SHOW_BAR_AFTER", 0)
-    config = LinearConfig.of(depth="dev", l2=(1e-2,), iterations=3)
-    by_depth = {1: features(seed=1), 2: features(seed=2)}
-    evaluate_by_depth(config, by_depth, lambda data: linear.evaluate(data, config)[0], "solver")
-    assert re.findall(r"depths:.* (\d)/(\d) ", capsys.readouterr().err)[-1] == ("2", "2")
 
 
 def test_lbfgs_equals_scikit_learns_logistic_regression():

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -56,7 +55,7 @@ from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.models.descriptions import as_saved
 from mpp.runtime.files import complete, short_digest
 from mpp.runtime.hardware import device
-from mpp.runtime.messages import counted, progress_bar
+from mpp.runtime.messages import counted
 from mpp.runtime.start import start
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint, run_of
 
@@ -64,7 +63,6 @@ LONGEST_VALUE, LONGEST_NAME = 40, 160
 """Characters of a setting, and of all, in a report's name; more are a digest."""
 OF_AN_ENCODER = nested(FeaturesConfig()).keys() - {"out", "threads"}
 """Settings, and the group `data`, that have no effect on saved features."""
-SHOW_BAR_AFTER = 5  # seconds; most probes have evaluated all depths by then
 
 SHARED: ContextVar[dict[str, ExtractedFeatures]] = ContextVar("SHARED")
 """In a comparison: the features that were extracted last, for the other probes of it; at most one entry."""
@@ -169,14 +167,13 @@ def evaluate_by_depth(
         The results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol: the
         settings and the choice.
     """
-    with_bar = partial(progress_bar, desc="depths", unit="depth", delay=SHOW_BAR_AFTER)
     protocol = nested(config)
     if protocol.get("features"):
         protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
     chosen = max(by_depth)
     if protocol.get("depth") == "dev":
         on_dev = {}
-        for depth, features in with_bar(by_depth.items()):
+        for depth, features in by_depth.items():
             summary = summarize_accuracies(add_figures(evaluate(features.dev_split())), group_by)
             on_dev[depth] = float(np.mean([case["mean"] for case in summary.values()]))
         chosen = best_choice(on_dev)
@@ -185,7 +182,7 @@ def evaluate_by_depth(
     if chosen:
         protocol["chosen_depth"] = chosen
     results, summaries = [], {}
-    for depth, features in with_bar(by_depth.items(), disable=len(by_depth) == 1):
+    for depth, features in by_depth.items():
         of_depth = add_figures(evaluate(features))
         summaries[depth] = summarize_accuracies(of_depth, group_by)
         results += [result | ({"depth": depth} if depth else {}) for result in of_depth]
@@ -371,9 +368,6 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     outcomes = load_outcomes(path, result["outcomes"]) if result else None
     if outcomes is None:
         return
-    seeds = {each["seed"] for each in report["results"] if "seed" in each}
-    if len(seeds) > 1:
-        print(f"above: means over {len(seeds)} seeds ± standard deviation; below: {describe_result(result)}")
     print(markdown_table([describe_result(result), "value (95% interval)"], kind_of(outcomes).rows(result)))
     write_details(path, labelled_outcomes(outcomes))
 

@@ -267,7 +267,7 @@ def image_differences(run: Path, data: SourceConfig, splits: LoadedSplits | None
         return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
     images = load_image_datasets(data, splits, AUTO, announce=False)  # the command says which images it takes
     train, held_out = (identify_images(each, with_labels=False, retries=data.read_retries) for each in images)
-    if "shards" in before.get("train", {}):  # a folder that was cut into shards
+    if "shards" in before["train"]:  # a folder that was cut into shards
         return differences(before, {"train": {"names": train["files"]}})
     parts = {"train": train, "held_out": held_out}
     return differences(before, {part: {key: each[key] for key in ("split", "files")} for part, each in parts.items()})
@@ -275,8 +275,7 @@ def image_differences(run: Path, data: SourceConfig, splits: LoadedSplits | None
 
 def is_known_by_files(record: dict[str, Any]) -> bool:
     """Whether a run read shards as a stream, whose record has the names and sizes of the files."""
-    train = record.get("train", {})
-    return "shards" in train and "names" not in train
+    return "shards" in record["train"] and "names" not in record["train"]
 
 
 def moved_source(run: Path, path: str | None) -> SourceConfig | None:
