@@ -223,15 +223,15 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     assert report["summary"] == report["summary_by_depth"]["3"]
 
     tested = []
-    evaluate = fewshot.evaluate
+    predict = fewshot.predict
 
-    def recorded(features, config):
-        tested.append(len(features.test))
-        return evaluate(features, config)
+    def recorded(support, labels, test, *options):
+        tested.append(len(test))
+        return predict(support, labels, test, *options)
 
-    monkeypatch.setattr(fewshot, "evaluate", recorded)
+    monkeypatch.setattr(fewshot, "predict", recorded)
     fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'dev.json'}"])
-    assert tested == [43, 43, 43, 286]  # a tenth of train for each depth, then the test set, once
+    assert tested == [43] * 6 + [286] * 2  # by each seed a tenth of train for each depth, then the test set, once
     report = read_json(tmp_path / "dev.json")
     on_dev = report["protocol"]["dev_accuracy_by_depth"]
     assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))

@@ -31,6 +31,7 @@ from evaluation.frozen.run_images import (
     LoadedSplits,
     find_run,
     is_colour_baseline,
+    parse_and_load,
     run_source,
 )
 from evaluation.metrics.scoring import (
@@ -118,6 +119,28 @@ def run_probe(
     report["protocol"] |= {"rank_by_depth": ranks, "input": extracted.input}
     report["class_names"] = list(first.class_names)
     return write_probe_report(path, report, group_by)
+
+
+def commands_of_probe(
+    command: str,
+    config_class: type[ProbeConfig],
+    evaluate: Callable[[LabelledFeatures, Any], list[dict]],
+    group_by: str,
+    kinds: Sequence[str] = ("class",),
+) -> tuple[Callable, Callable]:
+    """What the module of a probe has: `run(config, loaded)` and `main(arguments)`, which return the report.
+
+    Args:
+        evaluate: features and settings to results; it and the others are as of `run_probe`.
+    """
+
+    def run(config: ProbeConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
+        return run_probe(config, command, lambda features: evaluate(features, config), group_by, loaded, kinds)
+
+    def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+        return run(*parse_and_load(config_class, arguments))
+
+    return run, main
 
 
 def rank_of_test_features(features: LabelledFeatures) -> float:
