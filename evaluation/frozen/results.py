@@ -128,7 +128,7 @@ def commands_of_probe(
     group_by: str,
     kinds: Sequence[str] = ("class",),
 ) -> tuple[Callable, Callable]:
-    """What the module of a probe has: `run(config, loaded)` and `main(arguments)`, which return the report.
+    """The `run(config, loaded)` and `main(arguments)` of a probe's module, which return the report.
 
     Args:
         evaluate: features and settings to results; it and the others are as of `run_probe`.

@@ -1,7 +1,7 @@
 """Outcomes become results: targets and predictions of test images, kinds of labels, figures, tables and summaries.
 
 A result is a dict of a report. An evaluation puts `outcomes` (an `Outcomes`) into it; `add_figures` adds `accuracy`
-(the score), `interval` and `figures`; the report that is written has them next to it. M test images, C classes.
+(the score), `interval` and `figures`; `save_outcomes` writes the outcomes next to the report. M test images, C classes.
 """
 
 import json
