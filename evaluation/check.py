@@ -32,8 +32,6 @@ from mpp.pretrain import Pretraining
 from mpp.runtime.messages import shortened
 from mpp.runtime.start import run_main, start_alone
 from mpp.training.checkpoint import newest_step
-from mpp.training.health import find_warnings
-from mpp.training.history import RECENT_LINES
 from mpp.training.log import memory_bytes
 from mpp.training.loop import TrainingStep, training_batches
 from mpp.training.run import describe_overrides, resolve_config
@@ -84,8 +82,6 @@ def check(config: Config) -> Path:
     print(f"memory on a GPU, counted (mpp memory): {memory_on_a_gpu(asked, layout)}")
     if cost.unreadable:
         print(f"warning: unreadable images: {shortened(sorted(cost.unreadable), FAILURES_SHOWN)}")
-    for warning in warnings_of_run(config, cost):
-        print(f"warning: {warning}")
     folder.mkdir(parents=True, exist_ok=True)
     images = stretch(batch.images)
     seen = as_seen(images, batch.corruption, task.patch_size)
@@ -143,13 +139,6 @@ def memory_on_a_gpu(config: Config, layout: BatchLayout) -> str:
     except Exception as error:  # fake tensors do not know every model's operations
         return f"cannot be counted ({type(error).__name__})"
     return f"{peak['total'] / 1e9:.3g} GB"
-
-
-def warnings_of_run(config: Config, cost: StepCost) -> list[str]:
-    """Warnings by the same rules and names as while a run trains, as far as they can be known before it."""
-    waiting = cost.seconds_waiting / cost.seconds
-    history = [{"step": step, "speed/data_wait": waiting} for step in range(RECENT_LINES)]
-    return [f"{name}: {message}" for name, message in find_warnings(history, config).items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,7 +9,6 @@ float64.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +16,12 @@ from sklearn.linear_model import Ridge
 
 from evaluation.config import FewshotConfig
 from evaluation.frozen.features import LabelledFeatures
-from evaluation.frozen.results import run_probe
-from evaluation.frozen.run_images import LoadedSplits, parse_and_load
+from evaluation.frozen.results import commands_of_probe
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
 
 BIAS = 100.0
 STD_OFFSET = 1e-5  # added to the deviation of a feature: a constant one is not divided by 0
-
-
-def run(config: FewshotConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-    """Probe the features, write the report, and return it."""
-    return run_probe(config, "fewshot", lambda features: evaluate(features, config), "shots", loaded)
 
 
 def evaluate(features: LabelledFeatures, config: FewshotConfig) -> list[dict]:
@@ -78,9 +71,7 @@ def predict(
     return [ridge.predict(tested).argmax(1) for ridge in fitted]
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Probe with the settings of the command line, or of `arguments`."""
-    return run(*parse_and_load(FewshotConfig, arguments))
+run, main = commands_of_probe("fewshot", FewshotConfig, evaluate, "shots")
 
 
 if __name__ == "__main__":

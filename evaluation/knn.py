@@ -5,25 +5,16 @@ Cosine similarity; of equal neighbours the first ones of the dataset vote.
     python evaluation/knn.py --encoder runs/birds
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from evaluation.config import KnnConfig
 from evaluation.frozen.features import LabelledFeatures
-from evaluation.frozen.results import run_probe
-from evaluation.frozen.run_images import LoadedSplits, parse_and_load
+from evaluation.frozen.results import commands_of_probe
 from mpp.data.labels import LABEL_KINDS
 from mpp.features.neighbours import knn_means, knn_predict
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import counted, note
 from mpp.runtime.start import run_main
-
-
-def run(config: KnnConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
-    """Probe the features, write the report, and return it."""
-    return run_probe(config, "knn", lambda features: evaluate(features, config), "neighbours", loaded, LABEL_KINDS)
 
 
 def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
@@ -45,9 +36,7 @@ def evaluate(features: LabelledFeatures, config: KnnConfig) -> list[dict]:
     return [{"neighbours": k, "outcomes": features.outcomes(predicted)} for k, predicted in by_number.items()]
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Probe with the settings of the command line, or of `arguments`."""
-    return run(*parse_and_load(KnnConfig, arguments))
+run, main = commands_of_probe("knn", KnnConfig, evaluate, "neighbours", LABEL_KINDS)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from evaluation.config import VisualizeConfig
 from evaluation.figures.charts import WIDTH, plot_series
 from evaluation.figures.images import grid_of_images, side_by_side
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, patch_grid
-from evaluation.frozen.features import extract_split, name_unreadable, views_for
+from evaluation.frozen.features import extract_split, views_for
 from evaluation.metrics.scoring import evenly_spaced
 from evaluation.patches.features import patch_features
 from mpp.config import Grid, require
@@ -37,7 +37,7 @@ from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.features.reconstructions import COLUMNS, as_rgb, prediction_columns, stretch
 from mpp.models.plain import has_class, shows_weights
 from mpp.pretrain import Pretraining, is_pretraining, reopen
-from mpp.runtime.messages import progress_bar, warn
+from mpp.runtime.messages import progress_bar, shortened, warn
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.weights import BEST
 
@@ -264,23 +264,19 @@ def mean_distance(weights: Tensor, distances: Tensor) -> Tensor:
 
 def draw_rollout(subject: Subject) -> Drawing:
     """Attention rollout: the share of each patch in the output; heads averaged, layers multiplied."""
-    residual, start = subject.config.residual, subject.config.rollout_from
-    pixels, (rollout,) = subject.examples(lambda images: [attention_rollout(subject.encoder, images, residual, start)])
-    title = f"attention rollout from the {start}{', with the residual' if residual else ''}"
+    start = subject.config.rollout_from
+    pixels, (rollout,) = subject.examples(lambda images: [attention_rollout(subject.encoder, images, start)])
     shown = side_by_side(pixels, rollout.numpy())
-    columns = min(len(shown), 2 * ROLLOUTS_IN_A_ROW)
+    columns, title = min(len(shown), 2 * ROLLOUTS_IN_A_ROW), f"attention rollout from the {start}"
     figure = grid_of_images(shown, columns, title, (), "multiple of uniform attention")
     return figure, {"images": pixels, "rollout": rollout}
 
 
-def attention_rollout(
-    encoder: FrozenEncoder, images: Tensor, residual: bool, start: Literal["class", "patches"]
-) -> Tensor:
+def attention_rollout(encoder: FrozenEncoder, images: Tensor, start: Literal["class", "patches"]) -> Tensor:
     """Rollout from the [class] token, or from the mean over the patches, to the patches (paper, Figure 6 and D.8).
 
     Args:
         images: (B, C, H, W).
-        residual: average each layer with the identity, as Abnar and Zuidema (2020) do for the residual connection.
     Returns:
         (B, h, w), as multiples of uniform attention: 1 on average.
     """
@@ -291,8 +287,6 @@ def attention_rollout(
     def add_layer(weights: Tensor) -> None:
         nonlocal rollout
         layer = weights.mean(1)
-        if residual:
-            layer = (layer + torch.eye(layer.shape[-1], device=layer.device)) / 2
         rollout = layer if rollout is None else layer @ rollout
 
     read_attention(encoder, images, add_layer)
@@ -403,13 +397,12 @@ def draw_neighbours(subject: Subject) -> Drawing:
     """Held-out images with the other images whose features are nearest."""
     views = subject.views(MAX_IMAGES_FOR_RANK)
     encode = partial(subject.encoder, representation="mean", depths=[len(subject.encoder.stages)])
-    with subject.accelerator.autocast():
-        split = extract_split(views, encode, subject.accelerator, progress="neighbours")
+    split = extract_split(views, encode, subject.accelerator, False, "neighbours")
     (features,) = split.by_depth
     if len(features) < 2:
         raise Unavailable("there is one held-out image")
     if split.unreadable:
-        warn(f"images left out of neighbours: {name_unreadable(split.unreadable)}")
+        warn(f"images left out of neighbours: {shortened(split.unreadable)}")
     nearest = find_other_neighbours(torch.from_numpy(features), NEIGHBOURS_SHOWN)
     queries = evenly_spaced(len(features), subject.config.images)
     shown = split.kept[np.column_stack([queries, nearest.index[queries]])]  # (B, 1 + k), the query first

@@ -137,12 +137,9 @@ def register_probe(
         help: one line for `mpp --help`.
     """
 
-    def run(config: Any, loaded: Any = None) -> dict[str, Any]:
+    def commands() -> tuple[Callable, Callable]:
         results = import_module("evaluation.frozen.results")  # with torch
-        return results.run_probe(config, name, lambda features: evaluate(features, config), group_by, loaded, kinds)
-
-    def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-        return run(*import_module("evaluation.frozen.run_images").parse_and_load(config_class, arguments))
+        return results.commands_of_probe(name, config_class, evaluate, group_by, kinds)
 
     register(Evaluation(name, module, f"{module}.{config_class.__name__}", "frozen features", help))
-    return run, main
+    return lambda *arguments: commands()[0](*arguments), lambda *arguments: commands()[1](*arguments)

@@ -82,7 +82,6 @@ from mpp.training.verdict import (
 MAX_POINTS_OF_A_LINE = 200
 MAX_STEPS_OF_A_PROBE = 5
 MIN_GAIN_OVER_BASELINES = 0.03  # in accuracy
-MIN_GAIN_OVER_LAST_DEPTH = 0.01  # in accuracy
 COMMANDS = {Config: "pretrain", ContrastiveConfig: "contrastive", SupervisedConfig: "supervised"}
 CURVES = {
     "loss": ("loss", EVALUATED),
@@ -224,29 +223,22 @@ def describe_growth(folder: Path) -> str:
 
 
 def advice_on_features(folder: Path, history: History) -> list[str]:
-    """Advice drawn from the probe: features hardly above their baselines, or best before the last depth."""
+    """Advice drawn from the probe, where the features are hardly above their baselines."""
     group, lines = probe_lines(history)
-    if not after_training_began(lines):
+    if not after_training_began(lines) or lines[0]["step"] > 0:
         return []
-    advice = []
-    first, last = lines[0], lines[-1]
-    depth, accuracy = best_depth(last, group)
-    if first["step"] == 0:
-        baseline = max(best_depth(first, group)[1], first.get(f"{group}/floor_pixels", 0))
-        if baseline + MIN_GAIN_OVER_BASELINES >= 1:
-            advice.append(
-                f"the probe is saturated: the start or pixel colours already reach {baseline:.1%}, so it cannot tell "
-                "features apart; evaluate with harder labels (--data.path, --data.label_column)"
-            )
-        elif accuracy < baseline + MIN_GAIN_OVER_BASELINES:
-            advice.append(
-                "the features are hardly better than the start or pixel colours: more images, more steps or another "
-                f"objective; they may still fine-tune well (mpp finetune --encoder {folder})"
-            )
-    by_depth = values_by_depth(last, group)
-    if accuracy >= by_depth[max(by_depth)] + MIN_GAIN_OVER_LAST_DEPTH:
-        advice.append(f"use depth {depth}, which is better than the last (mpp fewshot --encoder {folder} --depth dev)")
-    return advice
+    baseline = max(best_depth(lines[0], group)[1], lines[0].get(f"{group}/floor_pixels", 0))
+    if baseline + MIN_GAIN_OVER_BASELINES >= 1:
+        return [
+            f"the probe is saturated: the start or pixel colours already reach {baseline:.1%}, so it cannot tell "
+            "features apart; evaluate with harder labels (--data.path, --data.label_column)"
+        ]
+    if best_depth(lines[-1], group)[1] < baseline + MIN_GAIN_OVER_BASELINES:
+        return [
+            "the features are hardly better than the start or pixel colours: more images, more steps or another "
+            f"objective; they may still fine-tune well (mpp finetune --encoder {folder})"
+        ]
+    return []
 
 
 # --- curves ---
@@ -312,7 +304,7 @@ def evaluation_blocks(folder: Path) -> list[Block]:
                 problems.append(Text(f"{file.name}: it is of other weights than those of the run now; evaluate again"))
                 continue
             rows += rows_of_evaluation(file, report)
-        except (UserError, OSError, ValueError, AttributeError, KeyError, TypeError):
+        except (OSError, ValueError, AttributeError, LookupError, TypeError):
             problems.append(Text(f"{file.name}: it is not a report of an evaluation"))
             continue
         confusion = file.with_name(file.stem + CONFUSION_FILE)
@@ -328,7 +320,7 @@ def evaluation_blocks(folder: Path) -> list[Block]:
 def rows_of_evaluation(file: Path, report: dict[str, Any]) -> list[list[str]]:
     """A row for each case of an evaluation's report."""
     seeded = [result for result in report["results"] if "seed" in result]
-    kind, way = kind_of_report(report), way_to_random_weights(file, report)
+    kind, way = kind_of_report(report), way_to_random_weights(report)
     of_random, not_evaluated = scores_of_random_weights(file, report), f"not evaluated ({way})" if way else "-"
     rows = []
     for case, scores in (report.get("summary") or summarize_accuracies(seeded, "seed")).items():

@@ -102,7 +102,7 @@ def mpp_step(bench: Bench) -> Step:
 
 def peer_step(bench: Bench, model: nn.Module, loss: Callable[[], Tensor]) -> Step:
     """Another model's forward, backward, clipping, and the optimiser that we use."""
-    optimizer = build_optimizer(model, ADAM)
+    optimizer = build_optimizer(model.to(bench.images.device).train(), ADAM)
     if bench.compile:
         model.compile()
 
@@ -120,7 +120,7 @@ def peer_step(bench: Bench, model: nn.Module, loss: Callable[[], Tensor]) -> Ste
 def timm_step(bench: Bench) -> Step:
     """timm's model as it comes, trained to classify."""
     images, config = bench.images, bench.model
-    model = timm.create_model(config.name, num_classes=1000, img_size=config.img_size).to(images.device)
+    model = timm.create_model(config.name, num_classes=1000, img_size=config.img_size)
     labels = torch.randint(0, 1000, (len(images),), device=images.device)
     return peer_step(bench, model, lambda: F.cross_entropy(model(images), labels))
 
@@ -139,7 +139,7 @@ def hugging_face_step(bench: Bench) -> Step:
         patch_size=encoder.patch_embed.patch_size[0],
         encoder_stride=encoder.patch_embed.patch_size[0],
     )
-    model = ViTForMaskedImageModeling(config).to(images.device).train()
+    model = ViTForMaskedImageModeling(config)
     masked = torch.rand(len(images), encoder.patch_embed.num_patches, device=images.device) < 0.5
     return peer_step(bench, model, lambda: model(pixel_values=images, bool_masked_pos=masked).loss)
 
@@ -160,7 +160,7 @@ def vit_pytorch_step(bench: Bench) -> Step:
         mlp_dim=4 * encoder.embed_dim,
         **sizes,
     )
-    model = MPP(vit, mask_prob=0.5, random_patch_prob=0.1, replace_prob=0.8, **sizes).to(images.device).train()
+    model = MPP(vit, mask_prob=0.5, random_patch_prob=0.1, replace_prob=0.8, **sizes)
     return peer_step(bench, model, lambda: model(images))
 
 
@@ -172,24 +172,23 @@ if find_spec("vit_pytorch"):
     STEPS["vit-pytorch MPP"] = vit_pytorch_step
 
 
-def flops_of_step(build: Callable[[Bench], Step], bench: Bench) -> int:
-    """FLOPs that a training step executes, counted for one image."""
-    step = build(bench._replace(images=bench.images[:1], compile=False))
+def flops_of(step: Step) -> int:
+    """FLOPs that a step executes."""
     with flop_counter() as counter:
         step()
-    return len(bench.images) * counter.get_total_flops()
+    return counter.get_total_flops()
 
 
-def matrix_products(accelerator: Accelerator) -> tuple[Step, int]:
-    """Products of two square matrices, the highest rate that the machine reaches, and their FLOPs.
+def matrix_products(accelerator: Accelerator) -> Step:
+    """Products of two square matrices, the highest rate that the machine reaches.
 
     They are of random numbers: products of ones take less power, so that a GPU does them at a higher clock.
     """
     kind = accelerator.device.type
-    side, products = MATRIX_SIDE[kind], MATRIX_PRODUCTS[kind]
+    side = MATRIX_SIDE[kind]
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
     left, right = torch.randn(2, side, side, device=kind, dtype=dtype)
-    return lambda: [left @ right for _ in range(products)], 2 * side**3 * products
+    return lambda: [left @ right for _ in range(MATRIX_PRODUCTS[kind])]
 
 
 # --- loading ---
@@ -243,8 +242,10 @@ def time_in_turn(steps: dict[str, Step], rounds: int) -> pd.DataFrame:
 
 
 def time_loading(side: int, size: int, rounds: int) -> pd.DataFrame:
-    """Seconds of loading a batch of crops of `size` pixels on one core, by loader and round: see `time_in_turn`."""
-    threads = torch.get_num_threads()
+    """Seconds of loading a batch of crops of `size` pixels, by loader and round: see `time_in_turn`.
+
+    On one core: torch has one thread from here on.
+    """
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         jpegs, ppms = Path(folder) / "jpg", Path(folder) / "ppm"
@@ -255,9 +256,7 @@ def time_loading(side: int, size: int, rounds: int) -> pd.DataFrame:
             "mpp's loading of PPM": partial(next, mpp_batches(ppms, size)),
             "ImageFolder with PIL": partial(next, torchvision_batches(jpegs, size)),
         }
-        seconds = time_in_turn(steps, rounds)
-    torch.set_num_threads(threads)
-    return seconds
+        return time_in_turn(steps, rounds)
 
 
 def measure(config: ThroughputConfig) -> dict[str, Any]:
@@ -269,13 +268,18 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     encoder = build_encoder(model)
     images = torch.rand(config.batch_size, 3, *encoder.patch_embed.img_size, device=accelerator.device)
     bench = Bench(model, encoder, images, config.compile, accelerator)
-    flops = pd.Series({name: flops_of_step(build, bench) for name, build in STEPS.items()})
-    ours, *others = STEPS
-    steps = {ours: STEPS[ours](bench)}
-    steps[ours]()
-    memory = memory_bytes(accelerator.device) / 1e9  # before there are other models
-    steps |= {name: STEPS[name](bench) for name in others}
-    steps[CEILING], flops[CEILING] = matrix_products(accelerator)
+    of_an_image = bench._replace(images=images[:1], compile=False)
+    flops = pd.Series({name: len(images) * flops_of(build(of_an_image)) for name, build in STEPS.items()})
+    steps, memory = {}, []
+    for name, build in STEPS.items():
+        steps[name] = build(bench)
+        steps[name]()
+        memory.append(memory_bytes(accelerator.device) / 1e9)  # first of ours, before there are other models
+    steps[CEILING] = matrix_products(accelerator)
+    flops[CEILING] = flops_of(steps[CEILING])
+    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.machine()
+    machine = {"device": device, "threads": torch.get_num_threads(), "precision": accelerator.mixed_precision}
+    machine |= {"torch": torch.__version__, "timm": timm.__version__}
     seconds = time_in_turn(steps, config.rounds).join(time_loading(config.jpeg_side, images.shape[-1], config.rounds))
 
     median = seconds.median()
@@ -290,21 +294,16 @@ def measure(config: ThroughputConfig) -> dict[str, Any]:
     }
     pairs = {f"{slow} / {fast}": seconds[slow] / seconds[fast] for slow, fast in RATIOS if slow in seconds}
     ratios = pd.DataFrame(pairs).agg(["median", "min", "max"])
-    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.machine()
-    versions = {"torch": torch.__version__, "timm": timm.__version__}
-    machine = {"device": device, "threads": torch.get_num_threads()} | versions
-    print(f"\n{config.model}, batch {config.batch_size}, {accelerator.mixed_precision}, {machine}; loading on one core")
-    print(f"memory of mpp's step: {memory:.3g} GB")
+    print(f"\n{config.model}, batch {config.batch_size}, {machine}; loading on one core")
+    print(f"memory of mpp's step: {memory[0]:.3g} GB")
     print(pd.DataFrame(columns).loc[median.index].round(2).to_string(na_rep=""))
     print(ratios.T.round(3).to_string())
     return {
         "config": asdict(config),
-        "precision": accelerator.mixed_precision,
         "machine": machine,
         "seconds": seconds.to_dict("list"),
         "flops": flops.to_dict(),
-        "ceiling": rates[CEILING],
-        "memory_gb": memory,
+        "memory_gb": memory[0],
         "ratios": ratios.to_dict(),
     }
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.config import VisualizeConfig
 from evaluation.figures.charts import DPI, figure_style
@@ -25,11 +24,10 @@ from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import LoadedSplits, load_images_of, parse_and_load
 from evaluation.pictures import PICTURES, Subject
 from mpp.config import require
-from mpp.config.imports import COPIES, changed_imports, imported, require_imports
+from mpp.config.imports import require_imports
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
 from mpp.runtime.files import complete
-from mpp.runtime.messages import warn
 from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import run_of
 
@@ -44,10 +42,17 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
     """
     folder = pictures_folder(config)
     require(not folder.exists() or folder.is_dir(), "out", folder, "a folder")
-    subject = load_subject(config, loaded)
+    largest, channels = max(config.bands or (1,)), config.data.channels
+    require(largest <= channels, "bands", largest, f"from 1 to {channels}: data.channels")
+    accelerator = start_alone(config.frozen.run_settings(config.precision), "pictures are drawn")
+    run = run_of(Path(config.frozen.encoder))
+    require_imports(run)
+    encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
+    _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
+    subject = Subject(config, run, accelerator, encoder, held_out)
     folder.mkdir(parents=True, exist_ok=True)
     drawn, missing = [], {}
-    with deaths_explained(), SummaryWriter(str(folder)) as writer:
+    with deaths_explained():
         for name in config.pictures:
             try:
                 figure, numbers = PICTURES[name](subject)
@@ -58,29 +63,10 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
             with figure_style(), complete(folder / f"{name}.png") as partial:
                 figure.savefig(partial, format="png", dpi=DPI)
             np.savez_compressed(folder / f"{name}.npz", **numbers)
-            writer.add_figure(name, figure)
             drawn.append(f"{name}.png")
     if drawn:
         print(f"wrote {folder}: {', '.join(drawn)}, with their numbers")
     return missing
-
-
-def load_subject(config: VisualizeConfig, loaded: LoadedSplits | None) -> Subject:
-    """Load an encoder and its held-out images.
-
-    Raises:
-        UserError: there is no such encoder, or there are no such images.
-    """
-    accelerator = start_alone(config.frozen.run_settings(config.precision), "pictures are drawn")
-    run = run_of(Path(config.frozen.encoder))
-    require_imports(run)
-    for name in changed_imports(run, imported) if (run / COPIES).is_dir() else ():  # a run may use no code of the user
-        warn(f"{name} is not as in {run / COPIES}: pictures come from the code of today")
-    largest, channels = max(config.bands or (1,)), config.data.channels
-    require(largest <= channels, "bands", largest, f"from 1 to {channels}: data.channels")
-    encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
-    _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
-    return Subject(config, run, accelerator, encoder, held_out)
 
 
 def pictures_folder(config: VisualizeConfig) -> Path:

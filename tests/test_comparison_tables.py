@@ -66,7 +66,7 @@ def test_seeds_that_diverged_are_no_part_of_a_mean_and_are_counted():
 
 def test_rank_and_dev_accuracy_are_columns_but_no_bars():
     """The rank of the deepest features: of k directions that are equally strong it is k."""
-    ranks = results.rank_by_depth({1: features_with_rank(2), 2: features_with_rank(4)})
+    ranks = {depth: results.rank_of_test_features(features_with_rank(2 * depth)) for depth in (1, 2)}
     assert ranks == pytest.approx({1: 2, 2: 4})
     rows = [ROW | {"kind": "rank", "depth": depth, "rank": rank} for depth, rank in ranks.items()]
     rows += [ROW | {"kind": "dev", "accuracy": 0.25}, ROW]

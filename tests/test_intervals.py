@@ -6,6 +6,7 @@ from scipy import stats
 from scipy.stats import binomtest
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix, f1_score, jaccard_score
 
+from evaluation.frozen.results import write_report
 from evaluation.metrics.intervals import interval, wilson
 from evaluation.metrics.scoring import (
     KINDS,
@@ -13,7 +14,6 @@ from evaluation.metrics.scoring import (
     add_figures,
     image_scores,
     interval_over_draws,
-    keep_outcomes,
     labelled_outcomes,
     load_outcomes,
     save_outcomes,
@@ -224,7 +224,7 @@ def test_outcomes_are_kept_beside_a_report(tmp_path):
     targets, names, images = np.array([0, 1, 1]), ["ant", "bée"], ["a/1.jpg", "a/2.jpg", "b/1.jpg"]
     of_seeds = [Outcomes("class", targets, np.array(each), names, images) for each in ([0, 1, 0], [1, 1, 1])]
     results = [{"seed": 0, "outcomes": of_seeds[0]}, {"accuracy": 0.5}, {"seed": 1, "outcomes": of_seeds[1]}]
-    kept = keep_outcomes(tmp_path / "knn.json", add_figures(results))
+    kept = write_report(tmp_path / "knn.json", {"results": add_figures(results)})["results"]
     assert [result.get("outcomes") for result in kept] == [0, None, 1]
     assert kept[0]["accuracy"] == pytest.approx(2 / 3) and kept[1] == {"accuracy": 0.5}
     assert [score_of(each) for each in of_seeds] == [kept[0]["accuracy"], kept[2]["accuracy"]]

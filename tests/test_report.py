@@ -30,7 +30,6 @@ from evaluation.pages.page import Page, Section, Table, Text, image_as_picture, 
 from evaluation.report import advice_on_features, evaluation_blocks
 from evaluation.report import main as report
 from mpp import pretrain as command
-from mpp.config import Config
 from mpp.errors import UserError
 
 FAST = ("--precision=fp32", "--threads=1", "--data.workers=0")
@@ -404,16 +403,6 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
     pretrain(*settings, without="--optim.warmup")
     assert (folder / "encoder").is_dir()
     assert crops_file.is_file()
-
-
-def test_a_check_warns_of_loading_that_is_slow():
-
-    def warnings(waiting: float) -> list[str]:
-        return check.warnings_of_run(Config(), check.StepCost(1.0, waiting, 1, 1, set()))
-
-    (warning,) = warnings(0.5)
-    assert warning.startswith("data-loading bottleneck: training waits for images 50% of ")
-    assert warnings(0.2) == []
 
 
 def test_a_check_with_images_that_are_not_there_is_one_line(tmp_path):

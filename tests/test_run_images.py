@@ -237,7 +237,7 @@ def test_images_that_one_command_compared_are_not_those_of_the_next(of_a_relativ
     assert any("lion" in name for name in names) and not any("cat" in name for name in names)
 
 
-def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder, tmp_path, capsys):
+def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder, tmp_path):
     moved = tmp_path / "moved" / "to"
     gone = rf"the images of {of_a_relative_path} were at {image_folder}, which is gone"
     moved.parent.mkdir()
@@ -249,9 +249,7 @@ def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder,
     assert report_suffix(KnnConfig.of(encoder=str(of_a_relative_path), data=images)).startswith("_path_")
     other = shutil.copytree(moved, tmp_path / "other")
     (other / "cat" / "00.png").write_bytes(encoded(picture(99)))
-    capsys.readouterr()
     assert own_images(of_a_relative_path, f"--data.path={other}").cut_seed == 0
-    assert f"{gone}; the images at {other} differ: train: files changed" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_gone_never_becomes_a_name_of_the_hub(of_a_relative_path, image_folder, tmp_path):

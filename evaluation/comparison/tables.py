@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from evaluation.config.comparing import MEASURED_AXES, Question
 from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_depths, plot_lines
-from evaluation.frozen.results import score_axis
 from evaluation.metrics.scoring import ONE_CLASS, LabelKind, interval_over_draws, kind_of_score, summarize_values
 
 Cell = dict[str, Any]
@@ -253,7 +252,7 @@ def curves_of(rows: pd.DataFrame, line: str, x: str) -> Curves:
 def axes_of(rows: pd.DataFrame, panels: pd.Series, words: str = "{}") -> dict[str, ScoreAxis]:
     """The axis of each panel."""
     by_panel = rows.groupby(panels, sort=False).score
-    return {panel: score_axis(kind_of_scores(scores), words) for panel, scores in by_panel}
+    return {panel: words.format(kind_of_scores(scores).score_title) for panel, scores in by_panel}
 
 
 def panels_of(rows: pd.DataFrame) -> pd.Series:

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.config import EmbedConfig, EncoderConfig, ExtractionConfig, ProbeDataConfig
+from evaluation.config import EncoderConfig, ExtractionConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.run_images import DEV, IMAGE_SETTINGS, LoadedSplits, check_labels_unseen
 from evaluation.metrics.scoring import Outcomes
@@ -264,14 +264,11 @@ def load_features(path: Path) -> LabelledFeatures:
         UserError: no such file, an array missing or pickled, shapes that disagree, values that are not finite.
     """
     try:
-        arrays = np.load(path, allow_pickle=False)
-        if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise ValueError("it holds one array, not several by name")
-        with arrays:
+        with np.load(path, allow_pickle=False) as arrays:
             texts = {name: arrays[name].tolist() for name in TEXT_NAMES if name in arrays}
             features = LabelledFeatures(*(arrays[name] for name in ARRAY_NAMES), **texts)
             require(features.kind in LABELS, "its kind of label", features.kind, f"one of {', '.join(LABELS)}")
-    except NPZ_ERRORS as error:
+    except (*NPZ_ERRORS, TypeError) as error:  # TypeError: a single array
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.checked(str(path))
 
@@ -301,7 +298,7 @@ class RecordedBatches:
             yield batch
         if self.strict and self.unreadable:
             needed = "with --strict true a probe needs all images: replace these with intact copies, or remove them"
-            raise UserError(f"{name_unreadable(self.unreadable)} ({self.split}); {needed}")
+            raise UserError(f"{shortened(self.unreadable, MAX_IMAGES_NAMED)} ({self.split}); {needed}")
 
 
 class SplitFeatures(NamedTuple):
@@ -317,47 +314,40 @@ def extract_split(
     views: ViewDataset,
     encode: Callable[[Tensor], list[Tensor]],
     accelerator: Accelerator,
-    strict: bool = False,
-    progress: str | None = None,
+    strict: bool,
+    progress: str,
 ) -> SplitFeatures:
     """Extract features of the images that can be decoded, by all processes: see `extract`.
 
     Args:
         views: the images of a split as an encoder takes them.
         encode: images (B, C, H, W) on the device to features (B, D), for each depth.
-        progress: name of the progress bar; None: no bar.
+        progress: name of the progress bar.
     Raises:
-        UserError: no image can be decoded, or one cannot and `strict` is set.
+        UserError: an image cannot be decoded and `strict` is set.
+        Undecodable: none can.
     """
     count = len(views.dataset)
     rank, processes = accelerator.process_index, accelerator.num_processes
     loader = fixed_view_batches(views, views.data.batch_size or DEFAULT_BATCH_SIZE, processes, rank)
-    is_silent = progress is None or not accelerator.is_main_process
-    batches = RecordedBatches(progress_bar(loader, desc=progress, disable=is_silent), views.dataset.split, strict)
+    bar = progress_bar(loader, desc=progress, disable=not accelerator.is_main_process)
+    batches = RecordedBatches(bar, views.dataset.split, strict)
     features, labels = extract(batches, encode, count, accelerator)
     requested = np.arange(rank, count, processes)
     replaced = gather_object(requested[requested != np.array(batches.indices, np.int64)].tolist())
     unreadable = sorted(set(gather_object(batches.unreadable)))
     kept = np.setdiff1d(np.arange(count), np.array(replaced, np.int64))
-    if len(kept) == 0:
-        raise UserError(f"none of the {count} images of {views.dataset.split} can be decoded, such as {unreadable[0]}")
     *by_depth, labels = [each.numpy() for each in (*features, labels)]
     if replaced and accelerator.is_main_process:
         *by_depth, labels = [each[kept] for each in (*by_depth, labels)]
     return SplitFeatures(by_depth, labels, kept, unreadable)
 
 
-def name_unreadable(unreadable: Sequence[str]) -> str:
-    """The images that cannot be decoded, for a message."""
-    return shortened(list(unreadable), MAX_IMAGES_NAMED)
-
-
 def warn_left_out(unreadable: Sequence[str]) -> None:
     """Name the images that a probe leaves out, once for all probes of the same images."""
     if unreadable:
-        verb = "is" if len(unreadable) == 1 else "are"
-        left_out = f"{counted(len(unreadable), 'image')} that cannot be decoded {verb} left out"
-        warn(f"{left_out} (--strict true refuses such images): {name_unreadable(unreadable)}")
+        count, named = counted(len(unreadable), "image"), shortened([*unreadable], MAX_IMAGES_NAMED)
+        warn(f"left out: {count} that cannot be decoded (--strict true refuses such images): {named}")
 
 
 def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConfig) -> ViewDataset:
@@ -374,19 +364,6 @@ class ExtractedFeatures(NamedTuple):
     input: dict[str, Any] | None = None  # of the encoder: see HeadDescription; None: it is a file, or a baseline
 
 
-def open_extraction(
-    frozen: EncoderConfig, data: ProbeDataConfig, how: ExtractionConfig | EmbedConfig, accelerator: Accelerator
-) -> tuple[FrozenEncoder | ColorBaseline, list[int], Callable[[Tensor], list[Tensor]]]:
-    """The encoder on its device, the depths that `how.depth` means, and images to features at these depths.
-
-    Raises:
-        UserError: no such encoder or depth, or it takes other images.
-    """
-    encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
-    depths = resolve_depths(how.depth, len(encoder.stages))
-    return encoder, depths, partial(encoder, representation=how.representation, depths=depths)
-
-
 def extract_labelled_features(
     frozen: EncoderConfig,
     data: ProbeDataConfig,
@@ -400,8 +377,12 @@ def extract_labelled_features(
 
     Args:
         on_dev, kinds: see `load_labelled`.
+    Raises:
+        UserError: no such encoder or depth, no such images, or it takes others.
     """
-    encoder, depths, encode = open_extraction(frozen, data, extraction, accelerator)
+    encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
+    depths = resolve_depths(extraction.depth, len(encoder.stages))
+    encode = partial(encoder, representation=extraction.representation, depths=depths)
     learned, tested, _ = load_labelled(data, accelerator, frozen.weights, 0, loaded, on_dev, extraction.task, kinds)
     with deaths_explained():
         train, test = (

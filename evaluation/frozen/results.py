@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -18,14 +17,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.config import FeaturesConfig, ProbeConfig
-from evaluation.figures.charts import (
-    DPI,
-    ScoreAxis,
-    figure_style,
-    markdown_table,
-    plot_by_depth,
-    write_details,
-)
+from evaluation.figures.charts import markdown_table, write_details
 from evaluation.frozen.features import (
     ExtractedFeatures,
     LabelledFeatures,
@@ -39,20 +31,20 @@ from evaluation.frozen.run_images import (
     LoadedSplits,
     find_run,
     is_colour_baseline,
+    parse_and_load,
     run_source,
 )
 from evaluation.metrics.scoring import (
-    LabelKind,
     add_figures,
     best_choice,
     describe_labels,
     describe_result,
     evenly_spaced,
-    keep_outcomes,
     kind_of,
     kind_of_report,
     labelled_outcomes,
     load_outcomes,
+    save_outcomes,
     shown_result,
     summarize_accuracies,
     without_nan,
@@ -64,7 +56,7 @@ from mpp.features.probe import MAX_IMAGES_FOR_RANK
 from mpp.models.descriptions import as_saved
 from mpp.runtime.files import complete, short_digest
 from mpp.runtime.hardware import device
-from mpp.runtime.messages import counted, progress_bar
+from mpp.runtime.messages import counted
 from mpp.runtime.start import start
 from mpp.runtime.weights import BEST, encoder_folder, fingerprint, run_of
 
@@ -72,10 +64,9 @@ LONGEST_VALUE, LONGEST_NAME = 40, 160
 """Characters of a setting, and of all, in a report's name; more are a digest."""
 OF_AN_ENCODER = nested(FeaturesConfig()).keys() - {"out", "threads"}
 """Settings, and the group `data`, that have no effect on saved features."""
-SHOW_BAR_AFTER = 5  # seconds; most probes have evaluated all depths by then
 
-SHARED: ContextVar[dict[str, ExtractedFeatures] | None] = ContextVar("SHARED", default=None)
-"""The features that were extracted last, for the other probes of a comparison: at most one entry; None: of none."""
+SHARED: ContextVar[dict[str, ExtractedFeatures]] = ContextVar("SHARED")
+"""In a comparison: the features that were extracted last, for the other probes of it; at most one entry."""
 RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
 """Beginning of the name of a report of random weights: the command, and their seed."""
 
@@ -112,8 +103,7 @@ def run_probe(
     else:
         groups = config.frozen, config.data, replace(probe, out=None)
         key = repr((groups, fingerprint(Path(config.frozen.checkpoint or config.frozen.encoder))))
-        shared = SHARED.get()
-        latest = {} if shared is None else shared
+        latest = SHARED.get({})
         if key not in latest:
             latest.clear()
             latest[key] = extract_labelled_features(*groups, accelerator, loaded, not probe.test, kinds)
@@ -125,18 +115,38 @@ def run_probe(
     report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
-    report["protocol"] |= {"rank_by_depth": rank_by_depth(extracted.by_depth), "input": extracted.input}
+    ranks = {depth: rank_of_test_features(each) for depth, each in extracted.by_depth.items()}
+    report["protocol"] |= {"rank_by_depth": ranks, "input": extracted.input}
     report["class_names"] = list(first.class_names)
     return write_probe_report(path, report, group_by)
 
 
-def rank_by_depth(by_depth: dict[int, LabelledFeatures]) -> dict[int, float]:
-    """The effective rank of the tested features at each depth, of some 2,048 images if there are more."""
-    ranks = {}
-    for depth, features in by_depth.items():
-        ranked = evenly_spaced(len(features.test), MAX_IMAGES_FOR_RANK)  # files may be in the order of their classes
-        ranks[depth] = effective_rank(features.test[ranked], device())
-    return ranks
+def commands_of_probe(
+    command: str,
+    config_class: type[ProbeConfig],
+    evaluate: Callable[[LabelledFeatures, Any], list[dict]],
+    group_by: str,
+    kinds: Sequence[str] = ("class",),
+) -> tuple[Callable, Callable]:
+    """The `run(config, loaded)` and `main(arguments)` of a probe's module, which return the report.
+
+    Args:
+        evaluate: features and settings to results; it and the others are as of `run_probe`.
+    """
+
+    def run(config: ProbeConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
+        return run_probe(config, command, lambda features: evaluate(features, config), group_by, loaded, kinds)
+
+    def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+        return run(*parse_and_load(config_class, arguments))
+
+    return run, main
+
+
+def rank_of_test_features(features: LabelledFeatures) -> float:
+    """Their effective rank, of some 2,048 images if there are more."""
+    ranked = evenly_spaced(len(features.test), MAX_IMAGES_FOR_RANK)  # files may be in the order of their classes
+    return effective_rank(features.test[ranked], device())
 
 
 def read_features(config: ProbeConfig) -> ExtractedFeatures:
@@ -165,7 +175,7 @@ def features_shared() -> Iterator[None]:
 
 def forget_features() -> None:
     """Free the features that are shared."""
-    (SHARED.get() or {}).clear()
+    SHARED.get({}).clear()
 
 
 def evaluate_by_depth(
@@ -180,14 +190,13 @@ def evaluate_by_depth(
         The results of all depths, the summary of the chosen depth (otherwise the deepest), and the protocol: the
         settings and the choice.
     """
-    with_bar = partial(progress_bar, desc="depths", unit="depth", delay=SHOW_BAR_AFTER)
     protocol = nested(config)
     if protocol.get("features"):
         protocol = {name: value for name, value in protocol.items() if name not in OF_AN_ENCODER}
     chosen = max(by_depth)
     if protocol.get("depth") == "dev":
         on_dev = {}
-        for depth, features in with_bar(by_depth.items()):
+        for depth, features in by_depth.items():
             summary = summarize_accuracies(add_figures(evaluate(features.dev_split())), group_by)
             on_dev[depth] = float(np.mean([case["mean"] for case in summary.values()]))
         chosen = best_choice(on_dev)
@@ -196,7 +205,7 @@ def evaluate_by_depth(
     if chosen:
         protocol["chosen_depth"] = chosen
     results, summaries = [], {}
-    for depth, features in with_bar(by_depth.items(), disable=len(by_depth) == 1):
+    for depth, features in by_depth.items():
         of_depth = add_figures(evaluate(features))
         summaries[depth] = summarize_accuracies(of_depth, group_by)
         results += [result | ({"depth": depth} if depth else {}) for result in of_depth]
@@ -285,17 +294,23 @@ def write_json(path: Path, value: Any) -> None:
 def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Write a report as JSON, and the outcomes of its results next to it; return the content of the JSON.
 
-    It also has `labels` (see `describe_labels`), and each result has the number of its outcomes instead of them. Its
-    protocol has the digest of the encoder's `weights`, by which a page sees that they are others by now.
+    It also has `labels` (see `describe_labels`), and a result the number of its outcomes in their file instead of them.
+    Its protocol has the digest of the encoder's `weights`, by which a page sees that they are others by now.
     """
     protocol = report.get("protocol", {})
     if protocol.get("random") is False and "encoder" in protocol:
         with suppress(UserError):  # no encoder there
             weights = fingerprint(Path(protocol.get("checkpoint") or protocol["encoder"]))
             report = report | {"protocol": protocol | ({"weights": weights} if weights else {})}
-    outcomes = [result["outcomes"] for result in report["results"] if "outcomes" in result]
+    results, outcomes = [], []
+    for result in report["results"]:
+        if "outcomes" in result:
+            outcomes.append(result["outcomes"])
+            result = result | {"outcomes": len(outcomes) - 1}
+        results.append(result)
     if outcomes:
-        report = report | {"results": keep_outcomes(path, report["results"]), "labels": describe_labels(outcomes[0])}
+        save_outcomes(path, outcomes)
+        report = report | {"results": results, "labels": describe_labels(outcomes[0])}
     write_json(path, report)
     return report
 
@@ -309,7 +324,7 @@ def scores_of_random_weights(path: Path, report: dict[str, Any]) -> dict[str, di
     Args:
         path, report: of an encoder.
     """
-    if not way_to_random_weights(path, report):
+    if not way_to_random_weights(report):
         return {}
     random = report.get("baselines", {}).get("random weights", {})
     files = [file for file in path.parent.glob(f"*_random_*{path.suffix}") if of_learned_weights(file) == path]
@@ -323,7 +338,7 @@ def of_learned_weights(path: Path) -> Path:
     return path.with_name(RANDOM_NAME.sub(r"\1", path.name))
 
 
-def way_to_random_weights(path: Path, report: dict[str, Any]) -> str:
+def way_to_random_weights(report: dict[str, Any]) -> str:
     """The setting that evaluates random weights, too; "": of saved features, floors and random weights."""
     protocol = report.get("protocol", {})
     if is_colour_baseline(str(protocol.get("encoder"))):
@@ -337,9 +352,9 @@ def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
     """The score of random weights in words, or how to get it; "": they have no part in this evaluation."""
     scores, kind = scores_of_random_weights(path, report), kind_of_report(report)
     if not scores:
-        way = way_to_random_weights(path, report)
+        way = way_to_random_weights(report)
         return f"random weights: not evaluated ({way})" if way else ""
-    words = [f"{kind.text_of_scores(summary)}{kind.sign} ({case})" for case, summary in scores.items()]
+    words = [f"{kind.text_of_scores(summary)}{'%' * kind.is_share} ({case})" for case, summary in scores.items()]
     return f"random weights {', '.join(words)}"
 
 
@@ -347,7 +362,7 @@ def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
 
 
 def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dict[str, Any]:
-    """Write a probe's JSON, outcomes and, of several depths, the plot; print the tables.
+    """Write a probe's JSON and outcomes, and print the tables.
 
     Returns:
         The report as it was written: see `write_report`.
@@ -357,26 +372,11 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
     rows = [[str(depth or "-"), *map(kind.text_of_scores, each.values())] for depth, each in by_depth.items()]
     print(markdown_table(["depth", *(f"{group_by} {name}" for name in report["summary"])], rows))
-    on_dev = not report["protocol"].get("test", True)
-    if on_dev:
+    if not report["protocol"].get("test", True):
         print("on a tenth of the training images; the held-out images were not used")
-    if len(by_depth) > 1:
-        with figure_style():
-            figure = plot_by_depth(by_depth, group_by, score_axis(kind, "dev {}" if on_dev else "test {}"))
-            figure.savefig(path.with_suffix(".png"), dpi=DPI)
-        print(f"wrote {path.with_suffix('.png')}")
     print_details(path, report)
     print(f"wrote {path}")
     return report
-
-
-def score_axis(kind: LabelKind, words: str = "{}") -> ScoreAxis:
-    """The axis of a plot for the score of a kind of label.
-
-    Args:
-        words: around its heading, such as the split.
-    """
-    return words.format(kind.score_heading) + (" (%)" if kind.is_share else "")
 
 
 def print_details(path: Path, report: dict[str, Any]) -> None:
@@ -391,9 +391,6 @@ def print_details(path: Path, report: dict[str, Any]) -> None:
     outcomes = load_outcomes(path, result["outcomes"]) if result else None
     if outcomes is None:
         return
-    seeds = {each["seed"] for each in report["results"] if "seed" in each}
-    if len(seeds) > 1:
-        print(f"above: means over {len(seeds)} seeds ± standard deviation; below: {describe_result(result)}")
     print(markdown_table([describe_result(result), "value (95% interval)"], kind_of(outcomes).rows(result)))
     write_details(path, labelled_outcomes(outcomes))
 

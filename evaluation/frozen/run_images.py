@@ -10,10 +10,10 @@ FINETUNING/finetune.json  of its run lr_X, which was tested: the rate X is the b
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,6 @@ ALLOWED_DUPLICATES = 0.01  # share of the test images that may also be in anothe
 
 SUPERVISED_REPORT = "supervised.json"
 FINETUNING_REPORT = "finetune.json"
-REPORTS_OF_TRAINING = (SUPERVISED_REPORT, FINETUNING_REPORT)
 CONFIG_BY_SETTING: dict[str, type] = {
     "objective": Config,
     "contrast": ContrastiveConfig,
@@ -114,7 +113,7 @@ def find_tested_run(folder: Path, setting: str) -> Path | None:
     Raises:
         UserError: it has compared rates and trained no run on all images.
     """
-    if find_run(str(folder)) is not None or not (folder / FINETUNING_REPORT).is_file():
+    if not (folder / FINETUNING_REPORT).is_file():
         return None
     results = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))["results"]
     if not results:
@@ -155,7 +154,7 @@ def parse_and_load(
     range. So are those of an encoder without its run. A run's `data.train_images` is the share that it was trained on:
     of the labelled ones all are used. Fine-tuning crops held-out images as the run did, and does not flip where the run
     did not. Where the run's images are gone, a `data.path` that names a copy of them names the run's images: see
-    `is_moved_copy`.
+    `moved_source`.
 
     Args:
         config_class: has `data`, and an encoder.
@@ -196,11 +195,9 @@ def settings_from_run(run: Path, data: SourceConfig, path_is_named: bool) -> dic
     Args:
         path_is_named: whether the command line or a file names `data.path`, perhaps as null.
     """
-    source = run_source(run)
-    names = HOW_READ if path_is_named else EVALUATED_SETTINGS
-    if path_is_named and is_moved_copy(run, data.path):
-        source, names = after_move(source, data.path), EVALUATED_SETTINGS
-    settings = {name: getattr(source, name) for name in names}
+    of_run = moved_source(run, data.path) if path_is_named else run_source(run)
+    names = HOW_READ if of_run is None else EVALUATED_SETTINGS
+    settings = {name: getattr(of_run or run_source(run), name) for name in names}
     if isinstance(data, DataConfig):
         saved = saved_settings(run)["data"]
         settings |= {name: saved[name] for name in VIEW_SETTINGS if name in saved}
@@ -270,7 +267,7 @@ def image_differences(run: Path, data: SourceConfig, splits: LoadedSplits | None
         return differences(before, {"train": {"files": digest_listing(list_stream_files(data))}})
     images = load_image_datasets(data, splits, AUTO, announce=False)  # the command says which images it takes
     train, held_out = (identify_images(each, with_labels=False, retries=data.read_retries) for each in images)
-    if "shards" in before.get("train", {}):  # a folder that was cut into shards
+    if "shards" in before["train"]:  # a folder that was cut into shards
         return differences(before, {"train": {"names": train["files"]}})
     parts = {"train": train, "held_out": held_out}
     return differences(before, {part: {key: each[key] for key in ("split", "files")} for part, each in parts.items()})
@@ -278,32 +275,26 @@ def image_differences(run: Path, data: SourceConfig, splits: LoadedSplits | None
 
 def is_known_by_files(record: dict[str, Any]) -> bool:
     """Whether a run read shards as a stream, whose record has the names and sizes of the files."""
-    train = record.get("train", {})
-    return "shards" in train and "names" not in train
+    return "shards" in record["train"] and "names" not in record["train"]
 
 
-@lru_cache
-def is_moved_copy(run: Path, path: str | None) -> bool:
-    """Whether `path` holds the images of a run that are no longer where they were; a note says how others differ."""
+def moved_source(run: Path, path: str | None) -> SourceConfig | None:
+    """The source of a run's images that have moved to `path`, with a list in their folder.
+
+    Returns:
+        None: they have not, or there are others.
+    """
     source = run_source(run)
     before = source.path
     is_gone = before is not None and Path(before).is_absolute() and not is_local(before)
     if not is_gone or not is_local(path) or not read_record(run):
-        return False
-    try:
-        changed = image_differences(run, after_move(source, path))
-    except UserError as error:  # no such split or column
-        changed = [str(error)]
-    if changed:
-        gone = f"the images of {run} were at {before}, which is gone"
-        note(f"{gone}; the images at {path} differ: {'; '.join(changed)}")
-    return not changed
-
-
-def after_move(source: SourceConfig, path: str) -> SourceConfig:
-    """The source of images whose folder is now at `path`; a list in the folder has moved with it."""
-    labels = (source.labels or "").replace(f"{source.path}/", f"{path}/", 1)
-    return replace(source, path=path, labels=labels or None)
+        return None
+    labels = source.labels and source.labels.replace(f"{before}/", f"{path}/", 1)
+    moved = replace(source, path=path, labels=labels)
+    with suppress(UserError):  # no such split or column
+        if not image_differences(run, moved):
+            return moved
+    return None
 
 
 def absolute_path(path: str | None) -> str | None:
@@ -378,20 +369,17 @@ class LabelledImages:
     kind: str = "class"
     """Kind of their labels, or auto."""
 
-    @cached_property
-    def train(self) -> ImageDataset | None:
-        """The training images that have labels; None where they cannot be loaded, or are others by now."""
-        with suppress(UserError, ReadFailed):  # gone
+    def keys(self, by_bytes: bool) -> set[Any]:
+        """Those of the images (see `keys_of`); none where they are gone, others by now, or too many to be read."""
+        path, is_small = self.source.path, self.record.get("images", 0) <= MAX_TRAINING_IMAGES_SEARCHED
+        if by_bytes and not (is_small and (path is None or is_local(path))):
+            return set()
+        with suppress(UserError):  # gone
             train = load_image_datasets(self.source, label_kind=self.kind)[0].labelled()
             files = None if "shards" in self.record else self.record.get("files")
             if train and files in (None, identify_images(train, with_labels=False)["files"]):
-                return train.choose(self.source.train_images, self.source.eval_seed)
-        return None
-
-    @cached_property
-    def digests(self) -> set[bytes]:
-        """Those of the training images' files."""
-        return set(file_digests(self.train))
+                return set(keys_of(train.choose(self.source.train_images, self.source.eval_seed), by_bytes))
+        return set()
 
 
 def find_labelled_images(encoder: str) -> LabelledImages | None:
@@ -437,7 +425,9 @@ def check_labels_unseen(
 ) -> None:
     """Refuse test images whose labels an encoder, or one that it builds on, was trained with.
 
-    Up to `ALLOWED_DUPLICATES` of the test images may have the bytes of training images: many datasets have duplicates.
+    Images of the same dataset are known by their index. Elsewhere some of them are searched for among the training
+    images by their bytes. Not found there: images that were encoded again, and arrays. Up to `ALLOWED_DUPLICATES` of
+    them may be found: many datasets have duplicates.
 
     Args:
         source: the settings of the images.
@@ -454,15 +444,18 @@ def check_labels_unseen(
         if labelled.record.get("files", "") == identify_images(test, with_labels=False)["files"]:  # perhaps a copy
             place = {name: getattr(source, name) for name in PLACE}
             labelled = replace(labelled, source=replace(labelled.source, **place))
-        known, searched = count_shared(test, source, labelled)
-        knows_train |= train is not None and count_shared(train, source, labelled)[0] > 0
+        by_bytes = not is_same_place(source, labelled.source)
+        limit, keys = MAX_TEST_IMAGES_SEARCHED if by_bytes else None, labelled.keys(by_bytes)
+        tested = keys_of(test.choose(limit, 0), by_bytes) if keys else []
+        known = sum(each in keys for each in tested)
+        knows_train |= bool(keys and train) and not keys.isdisjoint(keys_of(train.choose(limit, 0), by_bytes))
         learned = f"{'' if ancestor == encoder else f'builds on {ancestor}, which '}was trained with"
-        refused = f"{setting} is {encoder}, which {learned} the labels of {known} of these {searched}"
-        if searched == 0:
+        refused = f"{setting} is {encoder}, which {learned} the labels of {known} of these {len(tested)}"
+        if not tested:
             where = f"{describe_source(labelled.source)}, which are not here, are too many, or have changed since"
             unknown = f"whether these {len(test)} test images are among them is unknown"
             warn(f"{encoder} {learned} labels of images at {where}: {unknown}")
-        elif known and known <= ALLOWED_DUPLICATES * searched and not is_same_place(source, labelled.source):
+        elif by_bytes and 0 < known <= ALLOWED_DUPLICATES * len(tested):
             note(f"{refused} test images: duplicates")
         elif known and test.split == DEV:
             raise UserError(f"{refused} training images; for test false, train it with --data.eval_split null")
@@ -485,33 +478,14 @@ def is_same_place(one: SourceConfig, other: SourceConfig) -> bool:
     return all(value(one, name) == value(other, name) for name in PLACE)
 
 
-def count_shared(images: ImageDataset, source: SourceConfig, labelled: LabelledImages) -> tuple[int, int]:
-    """The number of images that were learned, and of those of which that is known.
-
-    Of the same dataset, they are known by their index. Elsewhere up to `MAX_TEST_IMAGES_SEARCHED` are searched for
-    among the training images by their bytes. Not found there: images that were encoded again, arrays, and those of
-    more than `MAX_TRAINING_IMAGES_SEARCHED` training images, or of some that are not on this machine.
-    """
-    path, is_here = labelled.source.path, is_same_place(source, labelled.source)
-    is_small = labelled.record.get("images", 0) <= MAX_TRAINING_IMAGES_SEARCHED
-    is_searched = is_here or (is_small and (path is None or is_local(path)))
-    train = labelled.train if is_searched else None
-    if train is None:
-        return 0, 0
-    if is_here:
-        learned = set(indices_in_split(train).tolist() if train.origin.split == images.origin.split else ())
-        tested = indices_in_split(images).tolist()
-    else:
-        learned = labelled.digests
-        tested = list(file_digests(images.choose(MAX_TEST_IMAGES_SEARCHED, 0))) if learned else ()
-    return sum(each in learned for each in tested), len(tested)
-
-
-def file_digests(dataset: ImageDataset) -> Iterator[bytes]:
-    """SHA-256 of each image file, without those that cannot be read; of arrays there are none."""
-    if not is_encoded(dataset.rows.features[dataset.image_column]):
-        return
-    for block in dataset.rows.with_format("arrow").iter(IMAGES_PER_READ):  # row by row takes ten times as long
-        for cell in block.column(dataset.image_column).to_pylist():
-            with suppress(UnreadableImage, ReadFailed):
-                yield hashlib.sha256(read_cell(cell, 0)).digest()
+def keys_of(images: ImageDataset, by_bytes: bool) -> list[Any]:
+    """By which images are known: their places in the dataset, or the SHA-256 of each file that can be read."""
+    if not by_bytes:
+        return [(images.origin.split, index) for index in indices_in_split(images).tolist()]
+    keys = []
+    if is_encoded(images.rows.features[images.image_column]):
+        for block in images.rows.with_format("arrow").iter(IMAGES_PER_READ):  # row by row takes ten times as long
+            for cell in block.column(images.image_column).to_pylist():
+                with suppress(UnreadableImage, ReadFailed):
+                    keys.append(hashlib.sha256(read_cell(cell, 0)).digest())
+    return keys

@@ -1,14 +1,13 @@
 """Outcomes become results: targets and predictions of test images, kinds of labels, figures, tables and summaries.
 
 A result is a dict of a report. An evaluation puts `outcomes` (an `Outcomes`) into it; `add_figures` adds `accuracy`
-(the score), `interval` and `figures`; `keep_outcomes` writes the outcomes next to the report. M test images, C classes.
+(the score), `interval` and `figures`; `save_outcomes` writes the outcomes next to the report. M test images, C classes.
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from mpp.runtime.messages import printable
 
 Result = dict[str, Any]
 MEANS_OVER_CLASSES = ("class_mean", "macro_f1")
-BOUNDS = {"r2": (-math.inf, 1.0), "mae": (0.0, math.inf)}
 KEYS_OF_A_RESULT = ("case", "shots", "neighbours", "solver", "lr", "seed", "depth")
 """Entries of a result that name it, where it has them."""
 USUAL_NEIGHBOURS = 20
@@ -151,11 +149,6 @@ class LabelKind:
         return self.headings[self.score]
 
     @property
-    def sign(self) -> str:
-        """Behind a score in a sentence: "%", or nothing."""
-        return "%" if self.is_share else ""
-
-    @property
     def score_title(self) -> str:
         """The score with its unit, for headings of columns and axes: "accuracy (%)"."""
         return f"{self.score_heading} (%)" if self.is_share else self.score_heading
@@ -171,12 +164,13 @@ class LabelKind:
             ends = interval(scores, self.is_share, self.known_by(outcomes.targets))
             if name in MEANS_OVER_CLASSES and len(outcomes) < IMAGES_A_CLASS * len(np.unique(outcomes.targets)):
                 ends = math.nan, math.nan
-            found[name] = [value, *np.clip(ends, *BOUNDS.get(name, (-math.inf, math.inf))).tolist()]
+            smallest, largest = -math.inf if name == "r2" else 0, math.inf if name == "mae" else 1
+            found[name] = [value, *np.clip(ends, smallest, largest).tolist()]
         return found
 
     def describe_baseline(self, name: str, value: float | None) -> str:
         """A baseline and its score in words: `largest class 25.0%`."""
-        return f"{name} {self.text(self.score, value)}{self.sign}"
+        return f"{name} {self.text(self.score, value)}{'%' * self.is_share}"
 
     def rows(self, result: Mapping[str, Any]) -> list[list[str]]:
         """A row for each figure of a result: its heading, and its value with the interval."""
@@ -185,10 +179,10 @@ class LabelKind:
 
     def text(self, name: str, value: float | None, *ends: float | None, std: float | None = None) -> str:
         """A figure with its spread and its interval, where it has these; "-": the images do not have it."""
-        if is_unknown(value):
+        if pd.isna(value):  # null of a file, too
             return "-"
         spread = "" if std is None else f" ± {self.text_of_number(name, std)}"
-        known = [self.text_of_number(name, end) for end in ends if not is_unknown(end)]
+        known = [self.text_of_number(name, end) for end in ends if pd.notna(end)]
         around = f" ({' to '.join(known)})" if len(known) == 2 else ""
         return f"{self.text_of_number(name, value)}{spread}{around}"
 
@@ -208,11 +202,6 @@ class LabelKind:
         """
         std = summary["std"] if summary.get("count", 2) > 1 else None
         return self.text(self.score, summary["mean"], *summary.get("interval", ()), std=std)
-
-
-def is_unknown(value: float | None) -> bool:
-    """Whether images do not have a figure: NaN, which is null in a file."""
-    return value is None or math.isnan(value)
 
 
 def true_targets(outcomes: Outcomes) -> NDArray:
@@ -357,8 +346,7 @@ def labelled_outcomes(outcomes: Outcomes) -> Outcomes:
 
 def score_of(outcomes: Outcomes) -> float:
     """The figure that choices are made by, such as accuracy: more is better."""
-    kind = kind_of(outcomes)
-    return kind.scores(labelled_outcomes(outcomes))[kind.score][0]
+    return result_entries(outcomes)["accuracy"]
 
 
 def image_scores(outcomes: Outcomes) -> NDArray[np.float64]:
@@ -374,7 +362,7 @@ def best_choice(scores: dict[Any, float]) -> Any:
 
 def rank_of(score: float | None) -> float:
     """A score as choices compare it: one that is not known (NaN; null of a file) is below all others."""
-    return -math.inf if is_unknown(score) else score
+    return -math.inf if pd.isna(score) else score
 
 
 def add_figures(results: Sequence[Result]) -> list[Result]:
@@ -388,15 +376,6 @@ def result_entries(outcomes: Outcomes) -> Result:
     figures = kind.estimates(labelled_outcomes(outcomes))
     score, *ends = figures.pop(kind.score)
     return {"accuracy": score, "interval": ends} | ({"figures": figures} if figures else {})
-
-
-def keep_outcomes(report: Path, results: Sequence[Result]) -> list[Result]:
-    """Write the outcomes next to a report: a result then has their number in the file instead of them."""
-    kept = [result["outcomes"] for result in results if "outcomes" in result]
-    if kept:
-        save_outcomes(report, kept)
-    number = count()
-    return [result | {"outcomes": next(number)} if "outcomes" in result else result for result in results]
 
 
 def without_outcomes(results: Sequence[Result]) -> list[Result]:
