@@ -221,6 +221,7 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
     report = read_json(tmp_path / "all.json")
     assert sorted(report["summary_by_depth"]) == ["1", "2", "3"]
     assert report["summary"] == report["summary_by_depth"]["3"]
+    assert (tmp_path / "all.png").stat().st_size > 1000
 
     tested = []
     predict = fewshot.predict

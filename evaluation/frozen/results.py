@@ -17,7 +17,13 @@ from typing import Any
 import numpy as np
 
 from evaluation.config import FeaturesConfig, ProbeConfig
-from evaluation.figures.charts import markdown_table, write_details
+from evaluation.figures.charts import (
+    DPI,
+    figure_style,
+    markdown_table,
+    plot_by_depth,
+    write_details,
+)
 from evaluation.frozen.features import (
     ExtractedFeatures,
     LabelledFeatures,
@@ -362,7 +368,7 @@ def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
 
 
 def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dict[str, Any]:
-    """Write a probe's JSON and outcomes, and print the tables.
+    """Write a probe's JSON, outcomes and, of several depths, the plot; print the tables.
 
     Returns:
         The report as it was written: see `write_report`.
@@ -372,8 +378,14 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
     rows = [[str(depth or "-"), *map(kind.text_of_scores, each.values())] for depth, each in by_depth.items()]
     print(markdown_table(["depth", *(f"{group_by} {name}" for name in report["summary"])], rows))
-    if not report["protocol"].get("test", True):
+    on_dev = not report["protocol"].get("test", True)
+    if on_dev:
         print("on a tenth of the training images; the held-out images were not used")
+    if len(by_depth) > 1:
+        with figure_style():
+            figure = plot_by_depth(by_depth, group_by, f"{'dev' if on_dev else 'test'} {kind.score_title}")
+            figure.savefig(path.with_suffix(".png"), dpi=DPI)
+        print(f"wrote {path.with_suffix('.png')}")
     print_details(path, report)
     print(f"wrote {path}")
     return report
