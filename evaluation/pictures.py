@@ -264,19 +264,23 @@ def mean_distance(weights: Tensor, distances: Tensor) -> Tensor:
 
 def draw_rollout(subject: Subject) -> Drawing:
     """Attention rollout: the share of each patch in the output; heads averaged, layers multiplied."""
-    start = subject.config.rollout_from
-    pixels, (rollout,) = subject.examples(lambda images: [attention_rollout(subject.encoder, images, start)])
+    residual, start = subject.config.residual, subject.config.rollout_from
+    pixels, (rollout,) = subject.examples(lambda images: [attention_rollout(subject.encoder, images, residual, start)])
+    title = f"attention rollout from the {start}{', with the residual' if residual else ''}"
     shown = side_by_side(pixels, rollout.numpy())
-    columns, title = min(len(shown), 2 * ROLLOUTS_IN_A_ROW), f"attention rollout from the {start}"
+    columns = min(len(shown), 2 * ROLLOUTS_IN_A_ROW)
     figure = grid_of_images(shown, columns, title, (), "multiple of uniform attention")
     return figure, {"images": pixels, "rollout": rollout}
 
 
-def attention_rollout(encoder: FrozenEncoder, images: Tensor, start: Literal["class", "patches"]) -> Tensor:
+def attention_rollout(
+    encoder: FrozenEncoder, images: Tensor, residual: bool, start: Literal["class", "patches"]
+) -> Tensor:
     """Rollout from the [class] token, or from the mean over the patches, to the patches (paper, Figure 6 and D.8).
 
     Args:
         images: (B, C, H, W).
+        residual: average each layer with the identity, as Abnar and Zuidema (2020) do for the residual connection.
     Returns:
         (B, h, w), as multiples of uniform attention: 1 on average.
     """
@@ -287,6 +291,8 @@ def attention_rollout(encoder: FrozenEncoder, images: Tensor, start: Literal["cl
     def add_layer(weights: Tensor) -> None:
         nonlocal rollout
         layer = weights.mean(1)
+        if residual:
+            layer = (layer + torch.eye(layer.shape[-1], device=layer.device)) / 2
         rollout = layer if rollout is None else layer @ rollout
 
     read_attention(encoder, images, add_layer)

@@ -304,7 +304,7 @@ def evaluation_blocks(folder: Path) -> list[Block]:
                 problems.append(Text(f"{file.name}: it is of other weights than those of the run now; evaluate again"))
                 continue
             rows += rows_of_evaluation(file, report)
-        except (OSError, ValueError, AttributeError, LookupError, TypeError):
+        except (UserError, OSError, ValueError, AttributeError, KeyError, TypeError):
             problems.append(Text(f"{file.name}: it is not a report of an evaluation"))
             continue
         confusion = file.with_name(file.stem + CONFUSION_FILE)

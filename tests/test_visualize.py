@@ -132,21 +132,23 @@ def test_attention_is_that_of_the_forward_pass():
     torch.testing.assert_close(attn.proj(mixed), output, rtol=1e-4, atol=1e-5)
 
 
-def test_rollout_multiplies_the_layers_in_order():
+@pytest.mark.parametrize("residual", [False, True])
+def test_rollout_multiplies_the_layers_in_order(residual):
     encoder, images = vit(), noise(2)
     for block in encoder.model.blocks:
         torch.nn.init.normal_(block.attn.qkv.weight, generator=seeded())  # far from uniform
-    first, second, third = read_attention(encoder, images, lambda weights: weights.mean(1))
+    layers = torch.stack(read_attention(encoder, images, lambda weights: weights.mean(1)))
+    first, second, third = layers / (1 + residual) + residual * torch.eye(17) / 2
     rollout = third @ second @ first
     for start, row in (("class", rollout[:, 0]), ("patches", rollout[:, 1:].mean(1))):
         expected = row[:, 1:] / row[:, 1:].mean(1, keepdim=True)
-        found = attention_rollout(encoder, images, start)
+        found = attention_rollout(encoder, images, residual, start)
         torch.testing.assert_close(found.flatten(1), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("start", ["class", "patches"])
 def test_rollout_of_a_model_that_attends_to_all_alike_is_flat(start):
-    rollout = attention_rollout(vit_with_uniform_attention(), noise(2), start)
+    rollout = attention_rollout(vit_with_uniform_attention(), noise(2), residual=False, start=start)
     torch.testing.assert_close(rollout, torch.ones(2, 4, 4))
 
 

@@ -233,6 +233,8 @@ class VisualizeConfig(Settings):
     """Query patches of similarity, counted row by row from 0. null: several spread over the image."""
     attention_images: int = setting(128, at_least=1, needs={"pictures": "attention_distance"})
     """Number of held-out images that attention distance is averaged over."""
+    residual: bool = setting(False, needs={"pictures": "attention_rollout"})
+    """Average each layer of the rollout with the identity, for the residual connection."""
     rollout_from: Literal["class", "patches"] = setting("patches", needs={"pictures": "attention_rollout"})
     """Start of the rollout: the mean of the patches, or [class], which masked patch prediction does not train."""
     bands: Integers | None = setting(None, at_least=1)
