@@ -1,12 +1,11 @@
 """Linear probe of frozen features, with all labels: multinomial logistic regression, or a published protocol.
 
     python evaluation/linear.py --encoder runs/birds
-    python evaluation/linear.py --encoder runs/birds --solver sgd
     python evaluation/linear.py --encoder runs/birds --protocol mae
 
-Features are standardised by the training set. The penalty (L-BFGS) or learning rate (SGD) is chosen on a tenth of the
-training set; the classifier is then fitted to all of it, and tested once. Several classes are a logistic regression
-each, and numbers a ridge regression.
+Features are standardised by the training set. The penalty is chosen on a tenth of the training set; the classifier is
+then fitted to all of it, and tested once. Several classes are a logistic regression each, and numbers a ridge
+regression.
 
 Published protocols are presets of heads that are trained at once, on features of random crops: resized crops (area 0.08
 to 1, ratio 3/4 to 4/3) and flips, bilinear as everywhere in mpp, and not bicubic; a centre crop at test. Length and
@@ -16,7 +15,7 @@ N training images, B images of a step, D width of a head's input, C classes.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from timm.optim import Lars
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import LambdaLR
 
 from evaluation.config import LinearConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
@@ -65,6 +64,7 @@ from mpp.runtime.start import run_main, start_alone
 LOGITS_PER_BLOCK = 2**24  # computed at a time, which bounds the memory
 DEVIATION_OFFSET = 1e-6  # added to the deviation of a feature: a constant one is not divided by 0
 SHOW_BAR_AFTER = 5  # seconds
+SOLVER = "lbfgs"  # as reports and tables name the logistic regression
 IMAGENET_IMAGES = 1_281_167
 """Training images of ImageNet-1k, for which the published lengths and batches are."""
 CROPS = DataConfig(crop_area=(0.08, 1.0), crop_ratio=(3 / 4, 4 / 3), flip=True)
@@ -107,8 +107,7 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
         learned=describe_learned(config.data, loaded, config.probe.task),
     )
     path = report_path_of_command(config, "linear")
-    seeds = config.seeds if config.solver == "sgd" else ()
-    save_head(path.with_name(f"{path.stem}_head"), head, description, seeds)
+    save_head(path.with_name(f"{path.stem}_head"), head, description)
     return report
 
 
@@ -116,101 +115,73 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
 
 
 def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dict], TestedHead]:
-    """Results with the penalty or learning rate that is best on the dev split, and the head of the first seed."""
+    """The result of the head with the penalty that is best on the dev split, and this head."""
     numbers: list[int] = []
     if features.kind == "class":
         features, classes = features.with_numbered_classes()
         numbers = classes.tolist()
     elif features.kind == "several":
         numbers = list(range(features.train_labels.shape[1]))
-    is_lbfgs = config.solver == "lbfgs"
-    name, choices, seeds = ("l2", config.l2, (0,)) if is_lbfgs else ("lr", config.lr, config.seeds)
-
-    on_dev, _ = fit_and_test(features.dev_split(), config, len(numbers), product(choices, seeds[:1]))
-    scores = dict(zip(choices, map(score_of, on_dev), strict=True))
-    best = best_choice(scores)
-
-    outcomes, heads = fit_and_test(features, config, len(numbers), product([best], seeds))
-    results = []
-    for seed, of_seed in zip(seeds, outcomes, strict=True):
-        about = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": scores[best]}
-        results.append(about | {"outcomes": of_seed})
-    return results, (heads[0], features.kind, numbers)
+    on_dev = fit_and_test(features.dev_split(), config, len(numbers), config.l2)
+    scores = {l2: score_of(outcomes) for l2, (outcomes, _) in zip(config.l2, on_dev, strict=True)}
+    l2 = best_choice(scores)
+    ((outcomes, head),) = fit_and_test(features, config, len(numbers), [l2])
+    result = {"solver": SOLVER, "seed": 0, "l2": l2, "dev_accuracy": scores[l2], "outcomes": outcomes}
+    return [result], (head, features.kind, numbers)
 
 
 def fit_and_test(
-    features: LabelledFeatures, config: LinearConfig, classes: int, cases: Iterable[tuple[float, int]]
-) -> tuple[list[Outcomes], list[StandardizedLinear]]:
-    """Test outcomes of classifiers, one for each case, and the classifiers.
+    features: LabelledFeatures, config: LinearConfig, classes: int, penalties: Sequence[float]
+) -> list[tuple[Outcomes, StandardizedLinear]]:
+    """The test outcomes of a head for each penalty, and this head.
 
     All are fitted to one copy of the training features; test features are standardised block by block.
 
     Args:
         classes: number of classes, of one class an image numbered from 0.
-        cases: penalty or learning rate, and seed.
     """
     train = torch.tensor(features.train, dtype=torch.float32, device=device())
     mean = train.mean(0)
     std = train.std(0, correction=0) + DEVIATION_OFFSET
     train.sub_(mean).div_(std)
     labels = torch.from_numpy(features.train_labels).to(device())
-    learner = learner_of(features.kind, features.train_labels, classes, config.loss)
+    learner = learner_of(features.kind, features.train_labels, classes)
     test_blocks = torch.from_numpy(features.test).split(max(1, LOGITS_PER_BLOCK // learner.outputs))
-    tested, heads = [], []
-    for choice, seed in progress_bar(list(cases), desc=config.solver, unit="fit", delay=SHOW_BAR_AFTER):
-        head = StandardizedLinear(fit(train, labels, learner, config, choice, seed), mean, std)
+    tested = []
+    for l2 in progress_bar(penalties, desc=SOLVER, unit="fit", delay=SHOW_BAR_AFTER):
+        head = StandardizedLinear(fit(train, labels, learner, config, l2), mean, std)
         with torch.no_grad():
             predicted = [learner.predict(head(block.to(device(), torch.float32))) for block in test_blocks]
-        tested.append(features.outcomes(torch.cat(predicted).cpu().numpy()))
-        heads.append(head)
-    return tested, heads
+        tested.append((features.outcomes(torch.cat(predicted).cpu().numpy()), head))
+    return tested
 
 
-def fit(
-    features: Tensor, labels: Tensor, learner: Learner, config: LinearConfig, choice: float, seed: int = 0
-) -> nn.Linear:
-    """A layer that learns labels from features.
-
-    L-BFGS: the minimum of the learner's mean loss + l2 / 2 * |W|^2; the bias is free. SGD: with momentum 0.9 and cosine
-    decay, without a penalty.
+def fit(features: Tensor, labels: Tensor, learner: Learner, config: LinearConfig, l2: float) -> nn.Linear:
+    """The layer with the least mean loss of the learner + l2 / 2 * |W|^2, by L-BFGS; the bias is free.
 
     Args:
         features: (N, D).
         labels: (N, ...).
-        choice: the penalty, or the learning rate.
     """
     layer = zero_head(features.shape[1], learner.outputs).to(features.device)
     head = learner.complete(layer).to(features.device)
-    if config.solver == "lbfgs":
-        rows = max(1, LOGITS_PER_BLOCK // learner.outputs)
-        blocks = list(zip(features.split(rows), labels.split(rows), strict=True))
-        options = {"history_size": 20, "tolerance_grad": 1e-6, "line_search_fn": "strong_wolfe"}
-        optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=config.iterations, **options)
+    rows = max(1, LOGITS_PER_BLOCK // learner.outputs)
+    blocks = list(zip(features.split(rows), labels.split(rows), strict=True))
+    options = {"history_size": 20, "tolerance_grad": 1e-6, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=config.iterations, **options)
 
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            total = choice / 2 * layer.weight.square().sum()
-            total.backward()
-            for block, block_labels in blocks:
-                share = len(block_labels) / len(labels)
-                loss = learner.loss(head(block), block_labels) * share
-                loss.backward()
-                total = total.detach() + loss.detach()
-            return total
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total = l2 / 2 * layer.weight.square().sum()
+        total.backward()
+        for block, block_labels in blocks:
+            share = len(block_labels) / len(labels)
+            loss = learner.loss(head(block), block_labels) * share
+            loss.backward()
+            total = total.detach() + loss.detach()
+        return total
 
-        optimizer.step(closure)
-        return learner.merge(layer)
-
-    optimizer = torch.optim.SGD(layer.parameters(), lr=choice, momentum=0.9)
-    generator = torch.Generator().manual_seed(seed)
-    schedule = CosineAnnealingLR(optimizer, config.epochs * math.ceil(len(labels) / config.sgd_batch_size))
-    for _ in range(config.epochs):
-        order = torch.randperm(len(labels), generator=generator).to(labels.device)
-        for batch in order.split(config.sgd_batch_size):
-            optimizer.zero_grad()
-            learner.loss(head(features[batch]), labels[batch]).backward()
-            optimizer.step()
-            schedule.step()
+    optimizer.step(closure)
     return learner.merge(layer)
 
 
