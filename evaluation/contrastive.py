@@ -34,6 +34,7 @@ from mpp.features.frozen import extract
 from mpp.features.metrics import Sums
 from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
+from mpp.models.encoder import Normalize
 from mpp.models.plain import has_running_statistics
 from mpp.pretrain import print_next_steps
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
@@ -143,7 +144,8 @@ class Contrastive(ImageTask):
         width = encoder.head_hidden_size
         hidden = head.hidden or width
         projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
-        return HeadedEncoder(encoder, projection, head.pooling, *model.normalization(channels)), img_size
+        normalize = Normalize(*model.normalization(channels))
+        return HeadedEncoder(encoder, normalize, head.pooling, projection), img_size
 
     @property
     def method(self) -> str:

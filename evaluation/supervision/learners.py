@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
-from evaluation.config import DistillConfig, HeadKind, NumberLoss, Pooling
+from evaluation.config import DistillConfig, HeadConfig, HeadKind, NumberLoss, Pooling
 from evaluation.frozen.features import LabelledSplits, label_problem
 from mpp.config import ImageSize, ModelConfig, require, sides
 from mpp.data.dataset import has_label
@@ -56,23 +56,22 @@ class HeadedEncoder(nn.Module):
     """An encoder and a head on its [class] token or on the mean over its patches, and perhaps one on another token.
 
     Args:
-        head: (B, D) to (B, outputs).
+        normalize: of the encoder's input.
         pooling: auto: the [class] token where there is one.
-        mean, std: of the input's channels, for pixels scaled to [0, 1].
+        head: (B, D) to (B, outputs).
         distill_head: of a distilled student, on its distillation token.
     """
 
     def __init__(
         self,
         encoder: nn.Module,
-        head: nn.Module,
+        normalize: Normalize,
         pooling: Pooling,
-        mean: Sequence[float],
-        std: Sequence[float],
+        head: nn.Module,
         distill_head: nn.Module | None = None,
     ):
         super().__init__()
-        self.normalize = Normalize(mean, std)
+        self.normalize = normalize
         self.encoder = encoder
         self.head = head
         self.distill_head = distill_head
@@ -87,6 +86,15 @@ class HeadedEncoder(nn.Module):
         if self.distill_head is None:
             return outputs
         return torch.stack([outputs, self.distill_head(tokens[:, 1])], dim=1)
+
+
+def add_head(
+    encoder: nn.Module, normalize: Normalize, config: HeadConfig, learner: "Learner", is_distilled: bool = False
+) -> HeadedEncoder:
+    """An encoder with a new head for what a learner learns, or with two heads if it is a distilled student."""
+    width = encoder.head_hidden_size
+    heads = [learner.complete(build_head(config.kind, width, learner.outputs)) for _ in range(1 + is_distilled)]
+    return HeadedEncoder(encoder, normalize, config.pooling, *heads)
 
 
 def build_backbone(config: ModelConfig, channels: int = 3, is_distilled: bool = False) -> tuple[nn.Module, ImageSize]:
@@ -107,9 +115,8 @@ def build_backbone(config: ModelConfig, channels: int = 3, is_distilled: bool = 
     arguments = config.arguments or {}
     taken = sorted({*SET_ELSEWHERE, "img_size"}.intersection(arguments))
     require(not taken, "model.arguments", ", ".join(taken), "arguments of this timm model that have no setting")
-    setting = f"model.arguments is {arguments}: model.name" if arguments else "model.name"
     sizes = dict(img_size=config.img_size, in_chans=channels, num_classes=0)
-    encoder = load_encoder(name, pretrained=False, setting=setting, **arguments, **sizes)
+    encoder = load_encoder(name, pretrained=False, setting="model.name", **arguments, **sizes)
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     if uses_gpu():
