@@ -55,8 +55,7 @@ from mpp.data.loader import BatchLayout, in_memory, training_loader
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
-from mpp.features.frozen import pool, tokens_at
-from mpp.models.plain import has_class
+from mpp.models.plain import has_class, is_plain
 from mpp.runtime.hardware import device
 from mpp.runtime.messages import note, progress_bar
 from mpp.runtime.start import run_main, start_alone
@@ -73,31 +72,27 @@ FEW_IMAGES = 20_000
 head."""
 BASE_BATCH = 256
 """The batch that base learning rates are of: a rate is base rate x batch / 256 (Goyal et al., 2017)."""
-TestedHead = tuple[StandardizedLinear, str, list[int]]
-"""A head that was tested, its kind of label, and the numbers in the dataset of the classes of its outputs."""
 
 
 def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe the features, write the report and, if asked, the head that was tested last, and return the report."""
+    if config.protocol != "logistic":
+        return run_protocol(config, loaded)
     allowed = "left out: a colour baseline has no weights, so its head is not kept"
     require(not (config.save and is_colour_baseline(config.frozen.encoder)), "save", True, allowed)
-    tested = None
+    head, numbers = None, []
 
     def evaluate_and_keep_head(features: LabelledFeatures) -> list[dict]:
-        nonlocal tested
-        results, tested = evaluate(features, config)
-        return results
+        nonlocal head, numbers
+        result, head, numbers = evaluate(features, config)
+        return [result]
 
-    if config.protocol == "logistic":
-        report = run_probe(config, "linear", evaluate_and_keep_head, "solver", loaded, LABEL_KINDS)
-    else:
-        report, tested = run_protocol(config, loaded)
+    report = run_probe(config, "linear", evaluate_and_keep_head, "solver", loaded, LABEL_KINDS)
     if not (config.save and report):
         return report
 
-    head, kind, numbers = tested
     description = HeadDescription(
-        task=HEAD_TASKS[kind],
+        task=HEAD_TASKS[report["labels"]["kind"]],
         class_names=names_by_number(report["class_names"], numbers),
         class_numbers=numbers,
         representation=config.probe.representation,
@@ -114,8 +109,11 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
 # --- logistic regression, on the features of one crop ---
 
 
-def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dict], TestedHead]:
-    """The result of the head with the penalty that is best on the dev split, and this head."""
+def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[dict[str, Any], StandardizedLinear, list[int]]:
+    """The result of the head with the penalty that is best on the dev split, this head, and the classes it tells apart.
+
+    Classes are given by their numbers in the dataset, in the order of the head's outputs.
+    """
     numbers: list[int] = []
     if features.kind == "class":
         features, classes = features.with_numbered_classes()
@@ -127,7 +125,7 @@ def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dic
     l2 = best_choice(scores)
     ((outcomes, head),) = fit_and_test(features, config, len(numbers), [l2])
     result = {"solver": SOLVER, "seed": 0, "l2": l2, "dev_accuracy": scores[l2], "outcomes": outcomes}
-    return [result], (head, features.kind, numbers)
+    return result, head, numbers
 
 
 def fit_and_test(
@@ -135,7 +133,7 @@ def fit_and_test(
 ) -> list[tuple[Outcomes, StandardizedLinear]]:
     """The test outcomes of a head for each penalty, and this head.
 
-    All are fitted to one copy of the training features; test features are standardised block by block.
+    All are fitted to one copy of the training features.
 
     Args:
         classes: number of classes, of one class an image numbered from 0.
@@ -146,13 +144,13 @@ def fit_and_test(
     train.sub_(mean).div_(std)
     labels = torch.from_numpy(features.train_labels).to(device())
     learner = learner_of(features.kind, features.train_labels, classes)
-    test_blocks = torch.from_numpy(features.test).split(max(1, LOGITS_PER_BLOCK // learner.outputs))
+    test = torch.from_numpy(features.test).to(device(), torch.float32)
     tested = []
     for l2 in progress_bar(penalties, desc=SOLVER, unit="fit", delay=SHOW_BAR_AFTER):
         head = StandardizedLinear(fit(train, labels, learner, config, l2), mean, std)
         with torch.no_grad():
-            predicted = [learner.predict(head(block.to(device(), torch.float32))) for block in test_blocks]
-        tested.append((features.outcomes(torch.cat(predicted).cpu().numpy()), head))
+            predicted = learner.predict(head(test))
+        tested.append((features.outcomes(predicted.cpu().numpy()), head))
     return tested
 
 
@@ -188,18 +186,19 @@ def fit(features: Tensor, labels: Tensor, learner: Learner, config: LinearConfig
 # --- published protocols, on the features of random crops ---
 
 
-def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> tuple[dict[str, Any], TestedHead | None]:
-    """Probe an encoder by `config.protocol`, write the report, and return it with the head, if it is kept.
+def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str, Any]:
+    """Probe an encoder by `config.protocol`, write the report, and return it.
 
     Raises:
-        UserError: the images have no labels, are too few, or there is no such encoder or depth.
+        UserError: the images have no labels, or not one class each; are too few; or no such encoder or depth.
         Unavailable: the encoder lacks the features that the protocol reads.
     """
     frozen, data, name = config.frozen, config.data, config.protocol
     accelerator = start_alone(frozen.run_settings(config.probe.precision), f"protocol {name} is carried out")
     path = report_path_of_command(config, "linear")
     encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
-    splits = load_labelled(data, accelerator, frozen.weights, loaded=loaded, on_dev=not config.probe.test)
+    on_dev, task = not config.probe.test, config.probe.task
+    splits = load_labelled(data, accelerator, frozen.weights, 0, loaded, on_dev, task, kinds=("class",))
     train, test, _ = splits
     probe = PROTOCOLS[name](encoder, config, accelerator, splits)
     print("protocol {}: {steps:,} steps of {batch:,} random crops, {epochs:,.0f} epochs".format(name, **probe.plan))
@@ -211,21 +210,16 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> tuple[dic
     with deaths_explained():
         if len(candidates) > 1 and config.probe.depth != "all":
             on_dev = probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates)
-            scores = [score_of(result["outcomes"]) for result, _ in on_dev]
+            scores = [score_of(result["outcomes"]) for result in on_dev]
             protocol["dev"] = [each.about | {"accuracy": score} for each, score in zip(candidates, scores, strict=True)]
             candidates, about["dev_accuracy"] = [candidates[int(np.argmax(scores))]], max(scores)
         tested = probe.fit_and_test(train, test, candidates)
-    results = add_figures([about | result for result, _ in tested])
+    results = add_figures([about | result for result in tested])
     summaries = {result.get("depth"): summarize_accuracies([result], "protocol") for result in results}
     *_, protocol["chosen_depth"] = summaries
     report = {"results": results, "summary": summaries[protocol["chosen_depth"]], "protocol": protocol}
     report |= {"class_names": train.class_names} | ({"summary_by_depth": summaries} if len(summaries) > 1 else {})
-    report = write_probe_report(path, report, "protocol")
-    if not config.save:
-        return report, None
-    _, (norm, classify) = tested[-1]
-    head = StandardizedLinear(classify, norm.running_mean, (norm.running_var + norm.eps).sqrt())
-    return report, (head, "class", list(range(probe.classes)))
+    return write_probe_report(path, report, "protocol")
 
 
 class Candidate(NamedTuple):
@@ -266,21 +260,20 @@ class CropProbe:
 
     def fit_and_test(
         self, train: ImageDataset, test: ImageDataset, candidates: Sequence[Candidate]
-    ) -> list[tuple[dict[str, Any], nn.Sequential]]:
-        """Results of some candidates on centre crops of the images that can be decoded, and their heads."""
+    ) -> list[dict[str, Any]]:
+        """Results of some candidates on centre crops of the images that can be decoded."""
         heads = self.fit(train, candidates)
         views = views_for(self.encoder, test, self.config.data)
         split = extract_split(views, self.encode, self.accelerator, self.config.probe.strict, "centre crops")
         warn_left_out(split.unreadable)
         known = test.class_names[: self.classes], np.array(test.image_names())[split.kept].tolist()
-        tested = []
+        results = []
         for head, candidate in zip(heads, candidates, strict=True):
             inputs = torch.from_numpy(split.by_depth[candidate.input]).to(self.accelerator.device)
             with torch.no_grad():
                 predicted = head(inputs).argmax(1).cpu().numpy()
-            outcomes = Outcomes("class", split.labels, predicted, *known)
-            tested.append((candidate.about | {"outcomes": outcomes}, head))
-        return tested
+            results.append(candidate.about | {"outcomes": Outcomes("class", split.labels, predicted, *known)})
+        return results
 
     def fit(self, train: ImageDataset, candidates: Sequence[Candidate]) -> list[nn.Sequential]:
         """The heads of some candidates, in eval mode, trained at once on the same crops of the images."""
@@ -376,7 +369,7 @@ class Dinov2(CropProbe):
     has all.
 
     Raises:
-        Unavailable: the encoder has no [class] token.
+        Unavailable: the encoder is no plain transformer with a [class] token.
     """
 
     batch, epochs, warmup = 1024, 12_500 * 1024 / IMAGENET_IMAGES, 0
@@ -387,18 +380,17 @@ class Dinov2(CropProbe):
     optimizer = torch.optim.SGD
 
     def list_inputs(self) -> list[dict[str, Any]]:
-        if not has_class(self.encoder.model):
-            raise Unavailable("protocol dinov2 reads the [class] token, which this encoder lacks")
+        if not (is_plain(self.encoder.model) and has_class(self.encoder.model)):
+            raise Unavailable("protocol dinov2 reads the [class] tokens of a plain transformer; this encoder has none")
         blocks = sorted({1, min(4, len(self.encoder.stages))})
         return [{"blocks": count, "adds_mean": adds} for count, adds in product(blocks, (False, True))]
 
     def encode(self, images: Tensor) -> list[Tensor]:
-        model, deepest = self.encoder.model, len(self.encoder.stages)
-        depths = range(deepest - self.inputs[-1]["blocks"] + 1, deepest + 1)
-        *earlier, last = tokens_at(model, self.encoder.normalize(images), depths)
-        tokens = [*map(model.norm, earlier), last]
-        of_block = [pool(model, each, "class").float() for each in tokens]
-        mean = pool(model, last, "mean").float()
+        model, blocks = self.encoder.model, self.inputs[-1]["blocks"]
+        options = {"return_prefix_tokens": True, "norm": True, "output_fmt": "NLC", "intermediates_only": True}
+        tokens = model.forward_intermediates(self.encoder.normalize(images), blocks, **options)  # (patches, prefix)
+        of_block = [model.fc_norm(prefix[:, 0]).float() for _, prefix in tokens]
+        mean = model.fc_norm(tokens[-1][0].mean(1)).float()
         return [torch.cat([*of_block[-each["blocks"] :], *[mean] * each["adds_mean"]], dim=-1) for each in self.inputs]
 
 

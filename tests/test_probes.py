@@ -535,7 +535,7 @@ def test_a_probe_of_depths_that_takes_long_says_how_many_are_done(monkeypatch, c
     monkeypatch.setattr(results, "SHOW_BAR_AFTER", 0)
     config = LinearConfig.of(depth="dev", l2=(1e-2,), iterations=3)
     by_depth = {1: features(seed=1), 2: features(seed=2)}
-    evaluate_by_depth(config, by_depth, lambda data: linear.evaluate(data, config)[0], "solver")
+    evaluate_by_depth(config, by_depth, lambda data: [linear.evaluate(data, config)[0]], "solver")
     assert re.findall(r"depths:.* (\d)/(\d) ", capsys.readouterr().err)[-1] == ("2", "2")
 
 
@@ -556,10 +556,10 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable():
     labels = np.arange(600) % 3
     clouds = (rng.normal(size=(600, 8)) + 4 * np.eye(3, 8)[labels]).astype(np.float32)
     data = LabelledFeatures(clouds[:400], labels[:400], clouds[400:], labels[400:])
-    (result,) = add_figures(linear.evaluate(data, LinearConfig())[0])
+    (result,) = add_figures([linear.evaluate(data, LinearConfig())[0]])
     assert result.pop("accuracy") > 0.95
     wrong = data._replace(test_labels=(data.test_labels + 1) % 3)
-    (of_wrong,) = add_figures(linear.evaluate(wrong, LinearConfig())[0])
+    (of_wrong,) = add_figures([linear.evaluate(wrong, LinearConfig())[0]])
     assert of_wrong.pop("accuracy") < 0.05
     assert (result.pop("outcomes").predictions == of_wrong.pop("outcomes").predictions).all()
     for figures in ("interval", "figures"):

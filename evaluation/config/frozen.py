@@ -313,17 +313,14 @@ class LinearConfig(ProbeConfig):
     """Penalties of the mean loss to choose from."""
     iterations: int = setting(500, at_least=1, needs=OF_LOGISTIC)
     """Largest number of iterations of the solver, L-BFGS."""
-    save: bool = setting(False, operational=True, needs={"features": False})
+    save: bool = setting(False, operational=True, needs={"features": False} | OF_LOGISTIC)
     """Keep the classifier for `mpp predict`, in a folder next to the report: the one of the deepest depth."""
 
     def check(self):
-        if self.protocol != "logistic":
-            task, allowed = self.probe.task, f"class with protocol {self.protocol}; logistic takes all kinds"
-            require(task in ("auto", "class"), "task", task, allowed)
-            fixed = ("features", "depth", "representation", "save")
-            for name, value in changed_settings(self).items():
-                is_free = name not in (fixed if self.protocol == "dinov2" else fixed[:1])
-                require(is_free, name, value, f"left out with protocol {self.protocol}")
+        unread = {"mae": ("features",), "dinov2": ("features", "depth", "representation")}
+        for name in unread.get(self.protocol, ()):
+            value, usual = getattr(self.probe, name), getattr(FrozenProbeConfig(), name)
+            require(value == usual, name, value, f"left out with protocol {self.protocol}")
 
 
 @dataclass(frozen=True)
