@@ -128,7 +128,6 @@ class Contrastive(ImageTask):
         fits = 1 < self.images_of_a_pass <= len(self.train)
         require(fits, "the number of images in a forward pass", self.images_of_a_pass, allowed)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
-        require(len(evaluated) > 1, "held-out images", len(evaluated), "at least 2: an image is compared with others")
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
         self.probe = self.build_probe(self.train, config.probe, config.head.pooling, begins_from)
 

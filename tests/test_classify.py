@@ -551,8 +551,6 @@ def test_mixing_needs_two_images():
 
 def test_finetuning_takes_the_modern_recipe(tmp_path, encoder, finetunings):
     modern = [*MIXED, "--drop_path=0.2", "--optim.name=adam", "--optim.layer_decay=0.65", "--optim.weight_decay=0.05"]
-    with pytest.raises(ValueError, match=r"init is random; it must be encoder with optim\.layer_decay"):
-        finetune.main([*BASE, *modern, "--init=random"])
     fine_tune(tmp_path, encoder, "--lrs=0.001", *modern)
     last_block = finetunings[0].model.encoder.blocks[-1]
     assert last_block.drop_path1.drop_prob == pytest.approx(0.2)

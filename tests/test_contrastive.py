@@ -287,7 +287,6 @@ def test_images_without_labels_have_a_rank_and_no_neighbours(tmp_path):
         ("--data.streaming=true", r"data\.streaming is true; it must be false or left out: only masked patch"),
         ("--data.batch_size=1", r"in a forward pass is 1; it must be from 2 to \d+, all training images: an image"),
         ("--optim.global_batch_size=1", r"in a forward pass is 1; .*: an image is compared with others"),
-        ("--data.eval_images=1", r"held-out images is 1; it must be at least 2"),
     ],
 )
 def test_bad_settings_are_named(tmp_path, wrong, message):

@@ -73,8 +73,8 @@ class HeadDescription:
     input: dict[str, Any]
     """Input of the encoder: img_size (height and width), crop_pct, channels, mean, std, and how files are read; and
     its precision."""
-    learned: dict[str, Any] | None = None
-    """The training images: `source`, their settings, and `train`, their record. None: unknown, as of earlier heads."""
+    learned: dict[str, Any]
+    """The training images: `source`, their settings, and `train`, their record."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class KeptHead:
     weights: dict[str, Tensor]
 
     @property
-    def learned(self) -> LabelledImages | None:
-        """The training images; None: unknown."""
+    def learned(self) -> LabelledImages:
+        """The training images."""
         learned = self.description.learned
-        return None if learned is None else LabelledImages(SourceConfig(**learned["source"]), learned["train"])
+        return LabelledImages(SourceConfig(**learned["source"]), learned["train"])
 
 
 def describe_encoder(frozen: EncoderConfig) -> dict[str, Any]:

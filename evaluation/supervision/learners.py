@@ -8,6 +8,7 @@ N training images, M test images, B images of a batch, D width, C classes.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import timm
 import torch
@@ -25,19 +26,14 @@ from mpp.features.frozen import pool
 from mpp.models.encoder import (
     SET_ELSEWHERE,
     Normalize,
-    architecture,
     build_encoder,
     load_encoder,
 )
 from mpp.models.plain import (
     checkpoint_activations,
-    fix_positions,
     has_class,
-    has_fused_attention,
     is_plain,
     model_without_memory,
-    set_attention,
-    use_bf16_residual,
 )
 from mpp.runtime.hardware import uses_gpu
 
@@ -144,18 +140,11 @@ def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDi
     has_table = config.position in ("learned", "sincos_2d")
     require(has_table, "model.position", config.position, "learned or sincos_2d with distill.teacher")
     plain = build_encoder(config, channels)
-    _, arguments = architecture(config)
-    student = timm.create_model(DISTILLED_VIT, num_classes=0, in_chans=channels, **arguments)
-    set_attention(student, has_fused_attention(plain))
-    if config.residual == "bf16":
-        use_bf16_residual(student)
-    student.set_grad_checkpointing(config.activation_checkpointing)
+    student = build_encoder(replace(config, name=DISTILLED_VIT, init_from=None, **config.numbers()), channels)
     weights, random = plain.state_dict(), student.state_dict()
     positions = weights["pos_embed"]
     positions = torch.cat([positions[:, :1], random["pos_embed"][:, 1:2], positions[:, 1:]], dim=1)
     student.load_state_dict(weights | {"dist_token": random["dist_token"], "pos_embed": positions})
-    if config.position == "sincos_2d":
-        fix_positions(student)
     return student
 
 
