@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +46,14 @@ from evaluation.frozen.features import (
 from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, StandardizedLinear, describe_encoder, save_head
 from evaluation.frozen.results import report_path_of_command, run_probe, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits, is_colour_baseline, parse_and_load
-from evaluation.metrics.scoring import Outcomes, add_figures, best_choice, score_of, summarize_accuracies
+from evaluation.metrics.scoring import (
+    Outcomes,
+    add_figures,
+    best_choice,
+    score_of,
+    summarize_accuracies,
+    without_outcomes,
+)
 from evaluation.supervision.learners import Learner, learner_of, number_of_classes, zero_head
 from mpp.config import DataConfig, flatten, nested, rebuild, require
 from mpp.data.dataset import ImageDataset, names_by_number
@@ -57,7 +64,7 @@ from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
 from mpp.models.plain import has_class, is_plain
 from mpp.runtime.hardware import device
-from mpp.runtime.messages import note, progress_bar
+from mpp.runtime.messages import progress_bar
 from mpp.runtime.start import run_main, start_alone
 
 LOGITS_PER_BLOCK = 2**24  # computed at a time, which bounds the memory
@@ -67,11 +74,10 @@ SOLVER = "lbfgs"  # as reports and tables name the logistic regression
 IMAGENET_IMAGES = 1_281_167
 """Training images of ImageNet-1k, for which the published lengths and batches are."""
 CROPS = DataConfig(crop_area=(0.08, 1.0), crop_ratio=(3 / 4, 4 / 3), flip=True)
-FEW_IMAGES = 20_000
-"""With fewer, the sum of all of MAE's rates is too small: on 430 birds, 7,000 steps of batch 256 still improved the
-head."""
 BASE_BATCH = 256
 """The batch that base learning rates are of: a rate is base rate x batch / 256 (Goyal et al., 2017)."""
+Candidate = tuple[int, float]
+"""A head that is trained: the position of its input in the list that `encode` returns, and its base learning rate."""
 
 
 def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
@@ -80,17 +86,17 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
         return run_protocol(config, loaded)
     allowed = "left out: a colour baseline has no weights, so its head is not kept"
     require(not (config.save and is_colour_baseline(config.frozen.encoder)), "save", True, allowed)
-    head, numbers = None, []
+    evaluated: list[Any] = []
 
-    def evaluate_and_keep_head(features: LabelledFeatures) -> list[dict]:
-        nonlocal head, numbers
-        result, head, numbers = evaluate(features, config)
-        return [result]
+    def evaluate_and_keep_head(features: LabelledFeatures) -> list[dict[str, Any]]:
+        evaluated[:] = evaluate(features, config)
+        return evaluated[:1]
 
     report = run_probe(config, "linear", evaluate_and_keep_head, "solver", loaded, LABEL_KINDS)
     if not (config.save and report):
         return report
 
+    _, head, numbers = evaluated
     description = HeadDescription(
         task=HEAD_TASKS[report["labels"]["kind"]],
         class_names=names_by_number(report["class_names"], numbers),
@@ -120,20 +126,19 @@ def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[dict[str
         numbers = classes.tolist()
     elif features.kind == "several":
         numbers = list(range(features.train_labels.shape[1]))
-    on_dev = fit_and_test(features.dev_split(), config, len(numbers), config.l2)
-    scores = {l2: score_of(outcomes) for l2, (outcomes, _) in zip(config.l2, on_dev, strict=True)}
+    dev, scores = features.dev_split(), {}
+    for l2 in progress_bar(config.l2, desc=SOLVER, unit="fit", delay=SHOW_BAR_AFTER):
+        scores[l2] = score_of(fit_and_test(dev, config, len(numbers), l2)[0])
     l2 = best_choice(scores)
-    ((outcomes, head),) = fit_and_test(features, config, len(numbers), [l2])
+    outcomes, head = fit_and_test(features, config, len(numbers), l2)
     result = {"solver": SOLVER, "seed": 0, "l2": l2, "dev_accuracy": scores[l2], "outcomes": outcomes}
     return result, head, numbers
 
 
 def fit_and_test(
-    features: LabelledFeatures, config: LinearConfig, classes: int, penalties: Sequence[float]
-) -> list[tuple[Outcomes, StandardizedLinear]]:
-    """The test outcomes of a head for each penalty, and this head.
-
-    All are fitted to one copy of the training features.
+    features: LabelledFeatures, config: LinearConfig, classes: int, l2: float
+) -> tuple[Outcomes, StandardizedLinear]:
+    """The test outcomes of a head with this penalty, and the head.
 
     Args:
         classes: number of classes, of one class an image numbered from 0.
@@ -144,14 +149,10 @@ def fit_and_test(
     train.sub_(mean).div_(std)
     labels = torch.from_numpy(features.train_labels).to(device())
     learner = learner_of(features.kind, features.train_labels, classes)
-    test = torch.from_numpy(features.test).to(device(), torch.float32)
-    tested = []
-    for l2 in progress_bar(penalties, desc=SOLVER, unit="fit", delay=SHOW_BAR_AFTER):
-        head = StandardizedLinear(fit(train, labels, learner, config, l2), mean, std)
-        with torch.no_grad():
-            predicted = learner.predict(head(test))
-        tested.append((features.outcomes(predicted.cpu().numpy()), head))
-    return tested
+    head = StandardizedLinear(fit(train, labels, learner, config, l2), mean, std)
+    with torch.no_grad():
+        predicted = learner.predict(head(torch.from_numpy(features.test).to(device(), torch.float32)))
+    return features.outcomes(predicted.cpu().numpy()), head
 
 
 def fit(features: Tensor, labels: Tensor, learner: Learner, config: LinearConfig, l2: float) -> nn.Linear:
@@ -202,16 +203,14 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str,
     train, test, _ = splits
     probe = PROTOCOLS[name](encoder, config, accelerator, splits)
     print("protocol {}: {steps:,} steps of {batch:,} random crops, {epochs:,.0f} epochs".format(name, **probe.plan))
-    if name == "mae" and len(train) < FEW_IMAGES:
-        note(f"MAE's learning rates and length train little on {len(train):,} images: use --protocol logistic")
     protocol = nested(config) | {"plan": probe.plan, "input": describe_input(encoder, data, accelerator)}
     about = {"protocol": name, "seed": frozen.seed}
     candidates = probe.candidates
     with deaths_explained():
         if len(candidates) > 1 and config.probe.depth != "all":
-            on_dev = probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates)
-            scores = [score_of(result["outcomes"]) for result in on_dev]
-            protocol["dev"] = [each.about | {"accuracy": score} for each, score in zip(candidates, scores, strict=True)]
+            on_dev = add_figures(probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates))
+            protocol["dev"] = without_outcomes(on_dev)
+            scores = [result["accuracy"] for result in on_dev]
             candidates, about["dev_accuracy"] = [candidates[int(np.argmax(scores))]], max(scores)
         tested = probe.fit_and_test(train, test, candidates)
     results = add_figures([about | result for result in tested])
@@ -220,15 +219,6 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str,
     report = {"results": results, "summary": summaries[protocol["chosen_depth"]], "protocol": protocol}
     report |= {"class_names": train.class_names} | ({"summary_by_depth": summaries} if len(summaries) > 1 else {})
     return write_probe_report(path, report, "protocol")
-
-
-class Candidate(NamedTuple):
-    """A head that is trained."""
-
-    input: int
-    """Position in the list of inputs that `encode` returns."""
-    about: dict[str, Any]
-    """Its entries in the report, with `base_lr`, the learning rate at a batch of 256."""
 
 
 class CropProbe:
@@ -247,9 +237,7 @@ class CropProbe:
         self.plan = self.plan_of(len(splits.train))
         self.batch_size, self.steps = self.plan["batch"], self.plan["steps"]
         self.inputs = self.list_inputs()
-        self.candidates = []
-        for (place, about), rate in product(enumerate(self.inputs), self.rates):
-            self.candidates.append(Candidate(place, about | {"base_lr": rate}))
+        self.candidates: list[Candidate] = [*product(range(len(self.inputs)), self.rates)]
 
     def plan_of(self, images: int) -> dict[str, Any]:
         """Batch and steps: the published length, and the same share of the images as on ImageNet, within bounds."""
@@ -268,11 +256,12 @@ class CropProbe:
         warn_left_out(split.unreadable)
         known = test.class_names[: self.classes], np.array(test.image_names())[split.kept].tolist()
         results = []
-        for head, candidate in zip(heads, candidates, strict=True):
-            inputs = torch.from_numpy(split.by_depth[candidate.input]).to(self.accelerator.device)
+        for head, (place, rate) in zip(heads, candidates, strict=True):
+            inputs = torch.from_numpy(split.by_depth[place]).to(self.accelerator.device)
             with torch.no_grad():
                 predicted = head(inputs).argmax(1).cpu().numpy()
-            results.append(candidate.about | {"outcomes": Outcomes("class", split.labels, predicted, *known)})
+            outcomes = Outcomes("class", split.labels, predicted, *known)
+            results.append(self.inputs[place] | {"base_lr": rate, "outcomes": outcomes})
         return results
 
     def fit(self, train: ImageDataset, candidates: Sequence[Candidate]) -> list[nn.Sequential]:
@@ -293,7 +282,7 @@ class CropProbe:
         heads: list[nn.Sequential] = []
         for parts in zip(*[map(encode, bar)] * passes, strict=True):  # so many passes are a step
             *features, labels = map(torch.cat, zip(*parts, strict=True))
-            inputs = [features[each.input] for each in candidates]
+            inputs = [features[place] for place, _ in candidates]
             if not heads:
                 heads, optimizer = self.build(candidates, [each.shape[1] for each in inputs])
                 schedule = LambdaLR(optimizer, self.rate_share)
@@ -311,11 +300,11 @@ class CropProbe:
         """New heads, (B, width) to logits (B, C) each, and their optimiser at the highest learning rates."""
         generator = torch.Generator().manual_seed(self.config.frozen.seed)
         heads, groups = [], []
-        for candidate, width in zip(candidates, widths, strict=True):
+        for (_, base_rate), width in zip(candidates, widths, strict=True):
             classify = zero_head(width, self.classes)
             self.draw(classify.weight, std=0.01, generator=generator)
             heads.append(nn.Sequential(self.norm(width), classify).to(self.accelerator.device))
-            rate = candidate.about["base_lr"] * self.batch_size / BASE_BATCH
+            rate = base_rate * self.batch_size / BASE_BATCH
             for parameter, adapts in ((classify.weight, True), (classify.bias, False)):
                 groups.append({"params": [parameter], "lr": rate, "always_adapt": adapts})  # which LARS reads
         return heads, self.optimizer(groups, momentum=0.9, weight_decay=0)

@@ -110,8 +110,7 @@ class Classification(ImageTask):
         self.held_out = held_out.choose(data.eval_images, data.cut_seed)
         self.label_kind = self.train.label_kind
         self.classes = number_of_classes(splits)
-        names = self.train.class_names[: self.classes]
-        self.label_names = names if names and len(names) == self.classes else None
+        self.label_names = self.train.class_names[: self.classes] or None
         self.learner = learner_of(self.label_kind, self.train.labels, self.classes, config.loss)
 
         needs_classes = augment.mixup or augment.cutmix or augment.label_smoothing or teacher

@@ -5,7 +5,6 @@ C classes, D width.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,6 @@ from evaluation.frozen.run_images import LabelledImages
 from mpp.config import SourceConfig
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import complete
-from mpp.runtime.messages import note
 from mpp.runtime.weights import fingerprint
 
 WEIGHTS_FILE = "head.safetensors"
@@ -103,12 +101,8 @@ def describe_encoder(frozen: EncoderConfig) -> dict[str, Any]:
     }
 
 
-def save_head(folder: Path, head: nn.Module, description: HeadDescription, seeds: Sequence[int] = ()) -> None:
-    """Write a head, complete or not at all, replacing an earlier one, and print how to use it.
-
-    Args:
-        seeds: of all heads that were tested; this is the first.
-    """
+def save_head(folder: Path, head: nn.Module, description: HeadDescription) -> None:
+    """Write a head, complete or not at all, replacing an earlier one, and print how to use it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with complete(folder) as partial:
         partial.mkdir()
@@ -116,8 +110,6 @@ def save_head(folder: Path, head: nn.Module, description: HeadDescription, seeds
         save_file(weights, partial / WEIGHTS_FILE)
         text = json.dumps(asdict(description), indent=1, ensure_ascii=False)
         (partial / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
-    if len(seeds) > 1:
-        note(f"the head of seed {seeds[0]} is kept, of seeds {', '.join(map(str, seeds))}")
     print(f"wrote {folder}: mpp predict --classifier {folder} --data.path NEW_IMAGES")
 
 
