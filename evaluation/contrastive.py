@@ -93,7 +93,7 @@ def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tu
         first: which of everyone's images own[0] is.
         temperature: divisor of the similarities.
     Returns:
-        (B, 2) losses; (B, 2) bool: whether the other view is the nearest of all.
+        Of each own view, image by image, (2 B,): the loss, and whether the other view is the nearest of all.
     """
     similarity = own.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (2 B, 2 B')
     itself = torch.arange(2 * first, 2 * first + len(similarity), device=own.device)
@@ -101,7 +101,7 @@ def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tu
     similarity = similarity.scatter(1, itself[:, None], -torch.inf)
     losses = F.cross_entropy(similarity, other, reduction="none")
     right = similarity.argmax(1) == other
-    return losses.unflatten(0, (-1, 2)), right.unflatten(0, (-1, 2))
+    return losses, right
 
 
 class Contrastive(ImageTask):

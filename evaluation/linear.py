@@ -56,7 +56,7 @@ from evaluation.metrics.scoring import (
 )
 from evaluation.supervision.learners import Learner, learner_of, number_of_classes, zero_head
 from mpp.config import DataConfig, flatten, nested, rebuild, require
-from mpp.data.dataset import ImageDataset, names_by_number
+from mpp.data.dataset import ImageDataset
 from mpp.data.labels import LABEL_KINDS
 from mpp.data.loader import BatchLayout, in_memory, training_loader
 from mpp.data.views import Batch, ViewDataset
@@ -96,11 +96,10 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
     if not (config.save and report):
         return report
 
-    _, head, numbers = evaluated
+    _, head, class_names = evaluated
     description = HeadDescription(
         task=HEAD_TASKS[report["labels"]["kind"]],
-        class_names=names_by_number(report["class_names"], numbers),
-        class_numbers=numbers,
+        class_names=class_names,
         representation=config.probe.representation,
         depth=report["protocol"]["chosen_depth"],
         input=report["protocol"]["input"],
@@ -115,24 +114,19 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
 # --- logistic regression, on the features of one crop ---
 
 
-def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[dict[str, Any], StandardizedLinear, list[int]]:
-    """The result of the head with the penalty that is best on the dev split, this head, and the classes it tells apart.
-
-    Classes are given by their numbers in the dataset, in the order of the head's outputs.
-    """
-    numbers: list[int] = []
+def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[dict[str, Any], StandardizedLinear, list[str]]:
+    """The result of the head with the penalty that is best on the dev split, this head, and its classes' names."""
+    classes = features.train_labels.shape[-1]  # of several; a number has none
     if features.kind == "class":
-        features, classes = features.with_numbered_classes()
-        numbers = classes.tolist()
-    elif features.kind == "several":
-        numbers = list(range(features.train_labels.shape[1]))
+        features, numbers = features.with_numbered_classes()
+        classes = len(numbers)
     dev, scores = features.dev_split(), {}
     for l2 in progress_bar(config.l2, desc=SOLVER, unit="fit", delay=SHOW_BAR_AFTER):
-        scores[l2] = score_of(fit_and_test(dev, config, len(numbers), l2)[0])
+        scores[l2] = score_of(fit_and_test(dev, config, classes, l2)[0])
     l2 = best_choice(scores)
-    outcomes, head = fit_and_test(features, config, len(numbers), l2)
+    outcomes, head = fit_and_test(features, config, classes, l2)
     result = {"solver": SOLVER, "seed": 0, "l2": l2, "dev_accuracy": scores[l2], "outcomes": outcomes}
-    return result, head, numbers
+    return result, head, list(features.class_names)
 
 
 def fit_and_test(

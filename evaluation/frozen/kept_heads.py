@@ -5,6 +5,7 @@ C classes, D width.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,8 +55,6 @@ class HeadDescription:
     task: HeadTask
     class_names: list[str]
     """Of the outputs, in their order."""
-    class_numbers: list[int]
-    """Numbers of the classes in the dataset, or in the files of masks."""
     representation: str
     """Feature of the image; of pixels: patches."""
     depth: int
@@ -73,6 +72,8 @@ class HeadDescription:
     its precision."""
     learned: dict[str, Any]
     """The training images: `source`, their settings, and `train`, their record."""
+    class_numbers: Sequence[int] = ()
+    """Of pixels: the numbers of the classes in the files of masks."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from evaluation.config import DistillConfig, HeadConfig, HeadKind, NumberLoss, Pooling
 from evaluation.frozen.features import LabelledSplits, label_problem
-from mpp.config import ImageSize, ModelConfig, require, sides
-from mpp.data.dataset import has_label
+from mpp.config import ImageSize, ModelConfig, changed_settings, require, sides
 from mpp.errors import UserError
 from mpp.features.frozen import pool
 from mpp.models.encoder import (
@@ -122,9 +121,8 @@ def build_backbone(config: ModelConfig, channels: int = 3, is_distilled: bool = 
 
 def require_defaults(config: ModelConfig, settings: Sequence[str], condition: str) -> None:
     """Raise UserError where one of these settings differs from its default, which `condition` asks for."""
-    for name in settings:
-        value = getattr(config, name)
-        require(value == getattr(ModelConfig(), name), f"model.{name}", value, f"left out with {condition}")
+    for name, value in changed_settings(config).items():
+        require(name not in settings, f"model.{name}", value, f"left out with {condition}")
 
 
 def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDistilled:
@@ -303,8 +301,8 @@ LEARNERS: dict[str, type[Learner]] = {"class": ClassLearner, "several": SeveralL
 
 
 def learner_of(kind: str, targets: NDArray, classes: int, loss: NumberLoss = "l2") -> Learner:
-    """The learner of a kind of label, by the training images' labels, of which missing ones do not count."""
-    return LEARNERS[kind](targets[has_label(targets)], classes, loss)
+    """The learner of a kind of label, by the training images' labels."""
+    return LEARNERS[kind](targets, classes, loss)
 
 
 def number_of_classes(splits: LabelledSplits) -> int:
