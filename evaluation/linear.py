@@ -202,9 +202,9 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str,
     candidates = probe.candidates
     with deaths_explained():
         if len(candidates) > 1 and config.probe.depth != "all":
-            on_dev = add_figures(probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates))
-            protocol["dev"] = without_outcomes(on_dev)
-            scores = [result["accuracy"] for result in on_dev]
+            chosen_among = add_figures(probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates))
+            protocol["dev"] = without_outcomes(chosen_among)
+            scores = [result["accuracy"] for result in chosen_among]
             candidates, about["dev_accuracy"] = [candidates[int(np.argmax(scores))]], max(scores)
         tested = probe.fit_and_test(train, test, candidates)
     results = add_figures([about | result for result in tested])

@@ -319,7 +319,7 @@ class LinearConfig(ProbeConfig):
     def check(self):
         unread = {"mae": ("features",), "dinov2": ("features", "depth", "representation")}
         for name in unread.get(self.protocol, ()):
-            value, usual = getattr(self.probe, name), getattr(FrozenProbeConfig(), name)
+            value, usual = getattr(self.probe, name), getattr(FrozenProbeConfig, name)
             require(value == usual, name, value, f"left out with protocol {self.protocol}")
 
 
