@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from evaluation.config import OneRunConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
-from evaluation.frozen.features import LabelledSplits, extract_split, load_labelled
+from evaluation.frozen.features import LabelledSplits, load_labelled
 from evaluation.frozen.results import print_details, write_report
 from evaluation.frozen.run_images import SUPERVISED_REPORT, LoadedSplits, check_labels_unseen, note_other_images
 from evaluation.metrics.scoring import (
@@ -52,7 +53,7 @@ from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout
 from mpp.data.views import Batch, ViewDataset
 from mpp.errors import Unavailable
-from mpp.features.metrics import Sums, is_right
+from mpp.features.metrics import Sums, add_sums, is_right, sum_over_processes
 from mpp.models.descriptions import licence_of
 from mpp.models.encoder import Normalize
 from mpp.models.plain import checkpoint_activations, has_running_statistics
@@ -169,23 +170,30 @@ class Classification(ImageTask):
         return replace(super().views(dataset), randaugment=self.config.augment.randaugment)
 
     def loss(self, model: nn.Module, batch: Batch, measure: bool) -> tuple[Tensor, Sums]:
+        loss, predicted, labels = self.predict_batch(model, batch)
+        if not measure or self.label_kind != "class":
+            return loss, {}
+        right = is_right(predicted, labels).double()
+        return loss, {"right": right.sum(), "images": torch.ones_like(right).sum()}
+
+    def predict_batch(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean loss of a batch, its predictions (B, ...) and its labels, on the device."""
         images, labels = to_device([batch.images, batch.labels], self.accelerator.device)
         target = labels
-        if self.mix is not None:
+        if model.training and self.mix is not None:
             images, target = self.mix(images.float(), labels)  # (B, C) now
         outputs = model(images)
         logits = average_heads(outputs)
         smoothing = self.config.augment.label_smoothing
-        if self.teacher is None:
+        if not model.training:
+            loss = self.learner.loss(logits, labels)
+        elif self.teacher is None:
             loss = self.learner.loss(logits, target, smoothing)
         else:
             with self.accelerator.autocast():
                 taught = self.teacher(images)
             loss = distillation_loss(outputs, target, taught, self.config.distill, smoothing)
-        if not measure or self.label_kind != "class":
-            return loss, {}
-        right = is_right(self.learner.predict(logits.detach()), labels).double()
-        return loss, {"right": right.sum(), "images": torch.ones_like(right).sum()}
+        return loss, self.learner.predict(logits.detach()), labels
 
     def describe(self, sums: Sums) -> dict[str, float]:
         return {"accuracy": float(sums["right"] / sums["images"])} if sums else {}
@@ -198,27 +206,36 @@ class Classification(ImageTask):
     def evaluate(self, model: nn.Module, step: int, tracker: Tracker) -> dict[str, float]:
         scalars = {}
         for name, views in self.evaluated.items():
-            scalars |= self.evaluate_images(name, views, model, tracker)
+            loss, outcomes = self.measure_outcomes(model, views, tracker)
+            if self.accelerator.is_main_process:
+                save_outcomes(Path(self.run.dir) / name, [outcomes])
+            scalars[f"{name}/loss"] = loss
+            figures = {kind_of(outcomes).score: score_of(outcomes)} | describe_labels(outcomes)["baselines"]
+            for key, value in figures.items():
+                if math.isfinite(value):
+                    scalars[f"{name}/{key.replace(' ', '_')}"] = value
         return scalars
 
-    def evaluate_images(self, name: str, views: ViewDataset, model: nn.Module, tracker: Tracker) -> dict[str, float]:
-        """Scalars of images that can be decoded, on the main process, which keeps their outcomes in the run.
+    @torch.no_grad()
+    def measure_outcomes(self, model: nn.Module, views: ViewDataset, tracker: Tracker) -> tuple[float, Outcomes]:
+        """Mean loss over views of `fixed_view_loader`, and the outcomes of their images, in their order.
 
-        Args:
-            name: of scalars and outcomes.
-            views: of `fixed_view_loader`.
+        In the loss, others replace images that cannot be decoded; outcomes leave these out.
         """
-        images, batches = views.dataset, self.fixed_views(views, tracker)
-        split = extract_split(views, lambda each: [average_heads(model(each))], self.accelerator, batches=batches)
-        if not self.accelerator.is_main_process:
-            return {}
-        logits, labels = torch.from_numpy(split.by_depth[0]), torch.from_numpy(split.labels)
-        known = images.class_names[: self.classes], np.array(images.image_names())[split.kept].tolist()
-        outcomes = Outcomes(self.label_kind, split.labels, self.learner.predict(logits).numpy(), *known)
-        save_outcomes(Path(self.run.dir) / name, [outcomes])
-        figures = {kind_of(outcomes).score: score_of(outcomes)} | describe_labels(outcomes)["baselines"]
-        scalars = {f"{name}/{key.replace(' ', '_')}": value for key, value in figures.items() if math.isfinite(value)}
-        return {f"{name}/loss": float(self.learner.loss(logits, labels))} | scalars
+        images = views.dataset
+        requested = range(self.accelerator.process_index, len(images), self.accelerator.num_processes)
+        sums: Sums = {}
+        shown = []
+        for batch in self.fixed_views(views, tracker):
+            loss, predicted, _ = self.predict_batch(model, batch)
+            sums = add_sums(sums, self.loss_sums(loss, batch))
+            shown += zip(batch.indices.tolist(), predicted.tolist(), strict=True)
+        sums = sum_over_processes(sums)
+        own = [each for each, index in zip(shown, requested, strict=True) if each[0] == index]
+        indices, predictions = map(np.array, zip(*sorted(gather_object(own)), strict=True))
+        known = images.class_names[: self.classes], np.array(images.image_names())[indices].tolist()
+        outcomes = Outcomes(self.label_kind, images.labels[indices], predictions, *known)
+        return float(sums["loss"] / sums["images"]), outcomes
 
 
 def build_mix(augment: AugmentConfig, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:

@@ -290,13 +290,13 @@ def test_finetuning_does_not_write_into_the_folder_of_a_run(tmp_path, encoder):
 
 def test_left_out_training_images_are_evaluated_too(tmp_path, encoder, monkeypatch):
     calls = []
-    evaluate_images = Classification.evaluate_images
+    measure_outcomes = Classification.measure_outcomes
 
-    def evaluate_and_note(task, name, views, model, tracker):
+    def measure_and_note(task, model, views, tracker):
         calls.append((task, views.dataset))
-        return evaluate_images(task, name, views, model, tracker)
+        return measure_outcomes(task, model, views, tracker)
 
-    monkeypatch.setattr(Classification, "evaluate_images", evaluate_and_note)
+    monkeypatch.setattr(Classification, "measure_outcomes", measure_and_note)
     options = ["--data.train_images=40", "--data.workers=1", "--data.eval_images=1000"]
     fine_tune(tmp_path, encoder, "--lrs=0.1", *options)
     (task, test_images), (_, left_out_images) = calls

@@ -319,7 +319,6 @@ def extract_split(
     accelerator: Accelerator,
     strict: bool = False,
     progress: str | None = None,
-    batches: Iterable[Batch] | None = None,
 ) -> SplitFeatures:
     """Extract features of the images that can be decoded, by all processes: see `extract`.
 
@@ -327,13 +326,12 @@ def extract_split(
         views: the images of a split as an encoder takes them.
         encode: images (B, C, H, W) on the device to features (B, D), for each depth.
         progress: name of the progress bar; None: no bar.
-        batches: this process's, of all views in their order; None: they are loaded once.
     Raises:
         UserError: no image can be decoded, or one cannot and `strict` is set.
     """
     count = len(views.dataset)
     rank, processes = accelerator.process_index, accelerator.num_processes
-    loader = batches or fixed_view_batches(views, views.data.batch_size or DEFAULT_BATCH_SIZE, processes, rank)
+    loader = fixed_view_batches(views, views.data.batch_size or DEFAULT_BATCH_SIZE, processes, rank)
     is_silent = progress is None or not accelerator.is_main_process
     batches = RecordedBatches(progress_bar(loader, desc=progress, disable=is_silent), views.dataset.split, strict)
     features, labels = extract(batches, encode, count, accelerator)
