@@ -34,6 +34,7 @@ from mpp.features.frozen import extract
 from mpp.features.metrics import Sums
 from mpp.models.adaptation import choose_trained, describe_adaptation
 from mpp.models.descriptions import learned_labels, licence_of
+from mpp.models.encoder import Normalize
 from mpp.models.plain import has_running_statistics
 from mpp.pretrain import print_next_steps
 from mpp.runtime.randomness import FIXED_VIEW, Stream, permutation
@@ -92,7 +93,7 @@ def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tu
         first: which of everyone's images own[0] is.
         temperature: divisor of the similarities.
     Returns:
-        (B, 2) losses; (B, 2) bool: whether the other view is the nearest of all.
+        Of each own view, image by image, (2 B,): the loss, and whether the other view is the nearest of all.
     """
     similarity = own.flatten(0, 1) @ everyone.flatten(0, 1).T / temperature  # (2 B, 2 B')
     itself = torch.arange(2 * first, 2 * first + len(similarity), device=own.device)
@@ -100,7 +101,7 @@ def nt_xent(own: Tensor, everyone: Tensor, first: int, temperature: float) -> tu
     similarity = similarity.scatter(1, itself[:, None], -torch.inf)
     losses = F.cross_entropy(similarity, other, reduction="none")
     right = similarity.argmax(1) == other
-    return losses.unflatten(0, (-1, 2)), right.unflatten(0, (-1, 2))
+    return losses, right
 
 
 class Contrastive(ImageTask):
@@ -127,7 +128,6 @@ class Contrastive(ImageTask):
         fits = 1 < self.images_of_a_pass <= len(self.train)
         require(fits, "the number of images in a forward pass", self.images_of_a_pass, allowed)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
-        require(len(evaluated) > 1, "held-out images", len(evaluated), "at least 2: an image is compared with others")
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
         self.probe = self.build_probe(self.train, config.probe, config.head.pooling, begins_from)
 
@@ -143,7 +143,8 @@ class Contrastive(ImageTask):
         width = encoder.head_hidden_size
         hidden = head.hidden or width
         projection = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, head.outputs))
-        return HeadedEncoder(encoder, projection, head.pooling, *model.normalization(channels)), img_size
+        normalize = Normalize(*model.normalization(channels))
+        return HeadedEncoder(encoder, normalize, head.pooling, projection), img_size
 
     @property
     def method(self) -> str:

@@ -1,12 +1,11 @@
 """Linear probe of frozen features, with all labels: multinomial logistic regression, or a published protocol.
 
     python evaluation/linear.py --encoder runs/birds
-    python evaluation/linear.py --encoder runs/birds --solver sgd
     python evaluation/linear.py --encoder runs/birds --protocol mae
 
-Features are standardised by the training set. The penalty (L-BFGS) or learning rate (SGD) is chosen on a tenth of the
-training set; the classifier is then fitted to all of it, and tested once. Several classes are a logistic regression
-each, and numbers a ridge regression.
+Features are standardised by the training set. The penalty is chosen on a tenth of the training set; the classifier is
+then fitted to all of it, and tested once. Several classes are a logistic regression each, and numbers a ridge
+regression.
 
 Published protocols are presets of heads that are trained at once, on features of random crops: resized crops (area 0.08
 to 1, ratio 3/4 to 4/3) and flips, bilinear as everywhere in mpp, and not bicubic; a centre crop at test. Length and
@@ -16,10 +15,10 @@ N training images, B images of a step, D width of a head's input, C classes.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from timm.optim import Lars
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import LambdaLR
 
 from evaluation.config import LinearConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, resolve_depths
@@ -47,59 +46,60 @@ from evaluation.frozen.features import (
 from evaluation.frozen.kept_heads import HEAD_TASKS, HeadDescription, StandardizedLinear, describe_encoder, save_head
 from evaluation.frozen.results import report_path_of_command, run_probe, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits, is_colour_baseline, parse_and_load
-from evaluation.metrics.scoring import Outcomes, add_figures, best_choice, score_of, summarize_accuracies
+from evaluation.metrics.scoring import (
+    Outcomes,
+    add_figures,
+    best_choice,
+    score_of,
+    summarize_accuracies,
+    without_outcomes,
+)
 from evaluation.supervision.learners import Learner, learner_of, number_of_classes, zero_head
 from mpp.config import DataConfig, flatten, nested, rebuild, require
-from mpp.data.dataset import ImageDataset, names_by_number
+from mpp.data.dataset import ImageDataset
 from mpp.data.labels import LABEL_KINDS
 from mpp.data.loader import BatchLayout, in_memory, training_loader
 from mpp.data.views import Batch, ViewDataset
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
-from mpp.features.frozen import pool, tokens_at
-from mpp.models.plain import has_class
+from mpp.models.plain import has_class, is_plain
 from mpp.runtime.hardware import device
-from mpp.runtime.messages import note, progress_bar
+from mpp.runtime.messages import progress_bar
 from mpp.runtime.start import run_main, start_alone
 
 LOGITS_PER_BLOCK = 2**24  # computed at a time, which bounds the memory
 DEVIATION_OFFSET = 1e-6  # added to the deviation of a feature: a constant one is not divided by 0
 SHOW_BAR_AFTER = 5  # seconds
+SOLVER = "lbfgs"  # as reports and tables name the logistic regression
 IMAGENET_IMAGES = 1_281_167
 """Training images of ImageNet-1k, for which the published lengths and batches are."""
 CROPS = DataConfig(crop_area=(0.08, 1.0), crop_ratio=(3 / 4, 4 / 3), flip=True)
-FEW_IMAGES = 20_000
-"""With fewer, the sum of all of MAE's rates is too small: on 430 birds, 7,000 steps of batch 256 still improved the
-head."""
 BASE_BATCH = 256
 """The batch that base learning rates are of: a rate is base rate x batch / 256 (Goyal et al., 2017)."""
-TestedHead = tuple[StandardizedLinear, str, list[int]]
-"""A head that was tested, its kind of label, and the numbers in the dataset of the classes of its outputs."""
+Candidate = tuple[int, float]
+"""A head that is trained: the position of its input in the list that `encode` returns, and its base learning rate."""
 
 
 def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, Any]:
     """Probe the features, write the report and, if asked, the head that was tested last, and return the report."""
+    if config.protocol != "logistic":
+        return run_protocol(config, loaded)
     allowed = "left out: a colour baseline has no weights, so its head is not kept"
     require(not (config.save and is_colour_baseline(config.frozen.encoder)), "save", True, allowed)
-    tested = None
+    evaluated: list[Any] = []
 
-    def evaluate_and_keep_head(features: LabelledFeatures) -> list[dict]:
-        nonlocal tested
-        results, tested = evaluate(features, config)
-        return results
+    def evaluate_and_keep_head(features: LabelledFeatures) -> list[dict[str, Any]]:
+        evaluated[:] = evaluate(features, config)
+        return evaluated[:1]
 
-    if config.protocol == "logistic":
-        report = run_probe(config, "linear", evaluate_and_keep_head, "solver", loaded, LABEL_KINDS)
-    else:
-        report, tested = run_protocol(config, loaded)
+    report = run_probe(config, "linear", evaluate_and_keep_head, "solver", loaded, LABEL_KINDS)
     if not (config.save and report):
         return report
 
-    head, kind, numbers = tested
+    _, head, class_names = evaluated
     description = HeadDescription(
-        task=HEAD_TASKS[kind],
-        class_names=names_by_number(report["class_names"], numbers),
-        class_numbers=numbers,
+        task=HEAD_TASKS[report["labels"]["kind"]],
+        class_names=class_names,
         representation=config.probe.representation,
         depth=report["protocol"]["chosen_depth"],
         input=report["protocol"]["input"],
@@ -107,163 +107,112 @@ def run(config: LinearConfig, loaded: LoadedSplits | None = None) -> dict[str, A
         learned=describe_learned(config.data, loaded, config.probe.task),
     )
     path = report_path_of_command(config, "linear")
-    seeds = config.seeds if config.solver == "sgd" else ()
-    save_head(path.with_name(f"{path.stem}_head"), head, description, seeds)
+    save_head(path.with_name(f"{path.stem}_head"), head, description)
     return report
 
 
 # --- logistic regression, on the features of one crop ---
 
 
-def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[list[dict], TestedHead]:
-    """Results with the penalty or learning rate that is best on the dev split, and the head of the first seed."""
-    numbers: list[int] = []
+def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[dict[str, Any], StandardizedLinear, list[str]]:
+    """The result of the head with the penalty that is best on the dev split, this head, and its classes' names."""
+    classes = features.train_labels.shape[-1]  # of several; a number has none
     if features.kind == "class":
-        features, classes = features.with_numbered_classes()
-        numbers = classes.tolist()
-    elif features.kind == "several":
-        numbers = list(range(features.train_labels.shape[1]))
-    is_lbfgs = config.solver == "lbfgs"
-    name, choices, seeds = ("l2", config.l2, (0,)) if is_lbfgs else ("lr", config.lr, config.seeds)
-
-    on_dev, _ = fit_and_test(features.dev_split(), config, len(numbers), product(choices, seeds[:1]))
-    scores = dict(zip(choices, map(score_of, on_dev), strict=True))
-    best = best_choice(scores)
-
-    outcomes, heads = fit_and_test(features, config, len(numbers), product([best], seeds))
-    results = []
-    for seed, of_seed in zip(seeds, outcomes, strict=True):
-        about = {"solver": config.solver, "seed": seed, name: best, "dev_accuracy": scores[best]}
-        results.append(about | {"outcomes": of_seed})
-    return results, (heads[0], features.kind, numbers)
+        features, numbers = features.with_numbered_classes()
+        classes = len(numbers)
+    dev, scores = features.dev_split(), {}
+    for l2 in progress_bar(config.l2, desc=SOLVER, unit="fit", delay=SHOW_BAR_AFTER):
+        scores[l2] = score_of(fit_and_test(dev, config, classes, l2)[0])
+    l2 = best_choice(scores)
+    outcomes, head = fit_and_test(features, config, classes, l2)
+    result = {"solver": SOLVER, "seed": 0, "l2": l2, "dev_accuracy": scores[l2], "outcomes": outcomes}
+    return result, head, list(features.class_names)
 
 
 def fit_and_test(
-    features: LabelledFeatures, config: LinearConfig, classes: int, cases: Iterable[tuple[float, int]]
-) -> tuple[list[Outcomes], list[StandardizedLinear]]:
-    """Test outcomes of classifiers, one for each case, and the classifiers.
-
-    All are fitted to one copy of the training features; test features are standardised block by block.
+    features: LabelledFeatures, config: LinearConfig, classes: int, l2: float
+) -> tuple[Outcomes, StandardizedLinear]:
+    """The test outcomes of a head with this penalty, and the head.
 
     Args:
         classes: number of classes, of one class an image numbered from 0.
-        cases: penalty or learning rate, and seed.
     """
     train = torch.tensor(features.train, dtype=torch.float32, device=device())
     mean = train.mean(0)
     std = train.std(0, correction=0) + DEVIATION_OFFSET
     train.sub_(mean).div_(std)
     labels = torch.from_numpy(features.train_labels).to(device())
-    learner = learner_of(features.kind, features.train_labels, classes, config.loss)
-    test_blocks = torch.from_numpy(features.test).split(max(1, LOGITS_PER_BLOCK // learner.outputs))
-    tested, heads = [], []
-    for choice, seed in progress_bar(list(cases), desc=config.solver, unit="fit", delay=SHOW_BAR_AFTER):
-        head = StandardizedLinear(fit(train, labels, learner, config, choice, seed), mean, std)
-        with torch.no_grad():
-            predicted = [learner.predict(head(block.to(device(), torch.float32))) for block in test_blocks]
-        tested.append(features.outcomes(torch.cat(predicted).cpu().numpy()))
-        heads.append(head)
-    return tested, heads
+    learner = learner_of(features.kind, features.train_labels, classes)
+    head = StandardizedLinear(fit(train, labels, learner, config, l2), mean, std)
+    with torch.no_grad():
+        predicted = learner.predict(head(torch.from_numpy(features.test).to(device(), torch.float32)))
+    return features.outcomes(predicted.cpu().numpy()), head
 
 
-def fit(
-    features: Tensor, labels: Tensor, learner: Learner, config: LinearConfig, choice: float, seed: int = 0
-) -> nn.Linear:
-    """A layer that learns labels from features.
-
-    L-BFGS: the minimum of the learner's mean loss + l2 / 2 * |W|^2; the bias is free. SGD: with momentum 0.9 and cosine
-    decay, without a penalty.
+def fit(features: Tensor, labels: Tensor, learner: Learner, config: LinearConfig, l2: float) -> nn.Linear:
+    """The layer with the least mean loss of the learner + l2 / 2 * |W|^2, by L-BFGS; the bias is free.
 
     Args:
         features: (N, D).
         labels: (N, ...).
-        choice: the penalty, or the learning rate.
     """
     layer = zero_head(features.shape[1], learner.outputs).to(features.device)
     head = learner.complete(layer).to(features.device)
-    if config.solver == "lbfgs":
-        rows = max(1, LOGITS_PER_BLOCK // learner.outputs)
-        blocks = list(zip(features.split(rows), labels.split(rows), strict=True))
-        options = {"history_size": 20, "tolerance_grad": 1e-6, "line_search_fn": "strong_wolfe"}
-        optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=config.iterations, **options)
+    rows = max(1, LOGITS_PER_BLOCK // learner.outputs)
+    blocks = list(zip(features.split(rows), labels.split(rows), strict=True))
+    options = {"history_size": 20, "tolerance_grad": 1e-6, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=config.iterations, **options)
 
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            total = choice / 2 * layer.weight.square().sum()
-            total.backward()
-            for block, block_labels in blocks:
-                share = len(block_labels) / len(labels)
-                loss = learner.loss(head(block), block_labels) * share
-                loss.backward()
-                total = total.detach() + loss.detach()
-            return total
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total = l2 / 2 * layer.weight.square().sum()
+        total.backward()
+        for block, block_labels in blocks:
+            share = len(block_labels) / len(labels)
+            loss = learner.loss(head(block), block_labels) * share
+            loss.backward()
+            total = total.detach() + loss.detach()
+        return total
 
-        optimizer.step(closure)
-        return learner.merge(layer)
-
-    optimizer = torch.optim.SGD(layer.parameters(), lr=choice, momentum=0.9)
-    generator = torch.Generator().manual_seed(seed)
-    schedule = CosineAnnealingLR(optimizer, config.epochs * math.ceil(len(labels) / config.sgd_batch_size))
-    for _ in range(config.epochs):
-        order = torch.randperm(len(labels), generator=generator).to(labels.device)
-        for batch in order.split(config.sgd_batch_size):
-            optimizer.zero_grad()
-            learner.loss(head(features[batch]), labels[batch]).backward()
-            optimizer.step()
-            schedule.step()
+    optimizer.step(closure)
     return learner.merge(layer)
 
 
 # --- published protocols, on the features of random crops ---
 
 
-def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> tuple[dict[str, Any], TestedHead | None]:
-    """Probe an encoder by `config.protocol`, write the report, and return it with the head, if it is kept.
+def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str, Any]:
+    """Probe an encoder by `config.protocol`, write the report, and return it.
 
     Raises:
-        UserError: the images have no labels, are too few, or there is no such encoder or depth.
+        UserError: the images have no labels, or not one class each; are too few; or no such encoder or depth.
         Unavailable: the encoder lacks the features that the protocol reads.
     """
     frozen, data, name = config.frozen, config.data, config.protocol
     accelerator = start_alone(frozen.run_settings(config.probe.precision), f"protocol {name} is carried out")
     path = report_path_of_command(config, "linear")
     encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
-    splits = load_labelled(data, accelerator, frozen.weights, loaded=loaded, on_dev=not config.probe.test)
+    on_dev, task = not config.probe.test, config.probe.task
+    splits = load_labelled(data, accelerator, frozen.weights, 0, loaded, on_dev, task, kinds=("class",))
     train, test, _ = splits
     probe = PROTOCOLS[name](encoder, config, accelerator, splits)
     print("protocol {}: {steps:,} steps of {batch:,} random crops, {epochs:,.0f} epochs".format(name, **probe.plan))
-    if name == "mae" and len(train) < FEW_IMAGES:
-        note(f"MAE's learning rates and length train little on {len(train):,} images: use --protocol logistic")
     protocol = nested(config) | {"plan": probe.plan, "input": describe_input(encoder, data, accelerator)}
     about = {"protocol": name, "seed": frozen.seed}
     candidates = probe.candidates
     with deaths_explained():
         if len(candidates) > 1 and config.probe.depth != "all":
-            on_dev = probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates)
-            scores = [score_of(result["outcomes"]) for result, _ in on_dev]
-            protocol["dev"] = [each.about | {"accuracy": score} for each, score in zip(candidates, scores, strict=True)]
+            chosen_among = add_figures(probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates))
+            protocol["dev"] = without_outcomes(chosen_among)
+            scores = [result["accuracy"] for result in chosen_among]
             candidates, about["dev_accuracy"] = [candidates[int(np.argmax(scores))]], max(scores)
         tested = probe.fit_and_test(train, test, candidates)
-    results = add_figures([about | result for result, _ in tested])
+    results = add_figures([about | result for result in tested])
     summaries = {result.get("depth"): summarize_accuracies([result], "protocol") for result in results}
     *_, protocol["chosen_depth"] = summaries
     report = {"results": results, "summary": summaries[protocol["chosen_depth"]], "protocol": protocol}
     report |= {"class_names": train.class_names} | ({"summary_by_depth": summaries} if len(summaries) > 1 else {})
-    report = write_probe_report(path, report, "protocol")
-    if not config.save:
-        return report, None
-    _, (norm, classify) = tested[-1]
-    head = StandardizedLinear(classify, norm.running_mean, (norm.running_var + norm.eps).sqrt())
-    return report, (head, "class", list(range(probe.classes)))
-
-
-class Candidate(NamedTuple):
-    """A head that is trained."""
-
-    input: int
-    """Position in the list of inputs that `encode` returns."""
-    about: dict[str, Any]
-    """Its entries in the report, with `base_lr`, the learning rate at a batch of 256."""
+    return write_probe_report(path, report, "protocol")
 
 
 class CropProbe:
@@ -282,9 +231,7 @@ class CropProbe:
         self.plan = self.plan_of(len(splits.train))
         self.batch_size, self.steps = self.plan["batch"], self.plan["steps"]
         self.inputs = self.list_inputs()
-        self.candidates = []
-        for (place, about), rate in product(enumerate(self.inputs), self.rates):
-            self.candidates.append(Candidate(place, about | {"base_lr": rate}))
+        self.candidates: list[Candidate] = [*product(range(len(self.inputs)), self.rates)]
 
     def plan_of(self, images: int) -> dict[str, Any]:
         """Batch and steps: the published length, and the same share of the images as on ImageNet, within bounds."""
@@ -295,21 +242,21 @@ class CropProbe:
 
     def fit_and_test(
         self, train: ImageDataset, test: ImageDataset, candidates: Sequence[Candidate]
-    ) -> list[tuple[dict[str, Any], nn.Sequential]]:
-        """Results of some candidates on centre crops of the images that can be decoded, and their heads."""
+    ) -> list[dict[str, Any]]:
+        """Results of some candidates on centre crops of the images that can be decoded."""
         heads = self.fit(train, candidates)
         views = views_for(self.encoder, test, self.config.data)
         split = extract_split(views, self.encode, self.accelerator, self.config.probe.strict, "centre crops")
         warn_left_out(split.unreadable)
         known = test.class_names[: self.classes], np.array(test.image_names())[split.kept].tolist()
-        tested = []
-        for head, candidate in zip(heads, candidates, strict=True):
-            inputs = torch.from_numpy(split.by_depth[candidate.input]).to(self.accelerator.device)
+        results = []
+        for head, (place, rate) in zip(heads, candidates, strict=True):
+            inputs = torch.from_numpy(split.by_depth[place]).to(self.accelerator.device)
             with torch.no_grad():
                 predicted = head(inputs).argmax(1).cpu().numpy()
             outcomes = Outcomes("class", split.labels, predicted, *known)
-            tested.append((candidate.about | {"outcomes": outcomes}, head))
-        return tested
+            results.append(self.inputs[place] | {"base_lr": rate, "outcomes": outcomes})
+        return results
 
     def fit(self, train: ImageDataset, candidates: Sequence[Candidate]) -> list[nn.Sequential]:
         """The heads of some candidates, in eval mode, trained at once on the same crops of the images."""
@@ -329,7 +276,7 @@ class CropProbe:
         heads: list[nn.Sequential] = []
         for parts in zip(*[map(encode, bar)] * passes, strict=True):  # so many passes are a step
             *features, labels = map(torch.cat, zip(*parts, strict=True))
-            inputs = [features[each.input] for each in candidates]
+            inputs = [features[place] for place, _ in candidates]
             if not heads:
                 heads, optimizer = self.build(candidates, [each.shape[1] for each in inputs])
                 schedule = LambdaLR(optimizer, self.rate_share)
@@ -347,11 +294,11 @@ class CropProbe:
         """New heads, (B, width) to logits (B, C) each, and their optimiser at the highest learning rates."""
         generator = torch.Generator().manual_seed(self.config.frozen.seed)
         heads, groups = [], []
-        for candidate, width in zip(candidates, widths, strict=True):
+        for (_, base_rate), width in zip(candidates, widths, strict=True):
             classify = zero_head(width, self.classes)
             self.draw(classify.weight, std=0.01, generator=generator)
             heads.append(nn.Sequential(self.norm(width), classify).to(self.accelerator.device))
-            rate = candidate.about["base_lr"] * self.batch_size / BASE_BATCH
+            rate = base_rate * self.batch_size / BASE_BATCH
             for parameter, adapts in ((classify.weight, True), (classify.bias, False)):
                 groups.append({"params": [parameter], "lr": rate, "always_adapt": adapts})  # which LARS reads
         return heads, self.optimizer(groups, momentum=0.9, weight_decay=0)
@@ -405,7 +352,7 @@ class Dinov2(CropProbe):
     has all.
 
     Raises:
-        Unavailable: the encoder has no [class] token.
+        Unavailable: the encoder is no plain transformer with a [class] token.
     """
 
     batch, epochs, warmup = 1024, 12_500 * 1024 / IMAGENET_IMAGES, 0
@@ -416,18 +363,17 @@ class Dinov2(CropProbe):
     optimizer = torch.optim.SGD
 
     def list_inputs(self) -> list[dict[str, Any]]:
-        if not has_class(self.encoder.model):
-            raise Unavailable("protocol dinov2 reads the [class] token, which this encoder lacks")
+        if not (is_plain(self.encoder.model) and has_class(self.encoder.model)):
+            raise Unavailable("protocol dinov2 reads the [class] tokens of a plain transformer; this encoder has none")
         blocks = sorted({1, min(4, len(self.encoder.stages))})
         return [{"blocks": count, "adds_mean": adds} for count, adds in product(blocks, (False, True))]
 
     def encode(self, images: Tensor) -> list[Tensor]:
-        model, deepest = self.encoder.model, len(self.encoder.stages)
-        depths = range(deepest - self.inputs[-1]["blocks"] + 1, deepest + 1)
-        *earlier, last = tokens_at(model, self.encoder.normalize(images), depths)
-        tokens = [*map(model.norm, earlier), last]
-        of_block = [pool(model, each, "class").float() for each in tokens]
-        mean = pool(model, last, "mean").float()
+        model, blocks = self.encoder.model, self.inputs[-1]["blocks"]
+        options = {"return_prefix_tokens": True, "norm": True, "output_fmt": "NLC", "intermediates_only": True}
+        tokens = model.forward_intermediates(self.encoder.normalize(images), blocks, **options)  # (patches, prefix)
+        of_block = [model.fc_norm(prefix[:, 0]).float() for _, prefix in tokens]
+        mean = model.fc_norm(tokens[-1][0].mean(1)).float()
         return [torch.cat([*of_block[-each["blocks"] :], *[mean] * each["adds_mean"]], dim=-1) for each in self.inputs]
 
 

@@ -106,7 +106,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
             **describe_encoder(config.frozen),
             learned=describe_training_images(config.data, train),
         )
-        save_head(path.with_name(f"{path.stem}_head"), reading, description, config.seeds)
+        save_head(path.with_name(f"{path.stem}_head"), reading, description)
     return report
 
 

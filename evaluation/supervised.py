@@ -39,9 +39,9 @@ from evaluation.metrics.scoring import (
 from evaluation.supervision.classifiers import TEACHER_SETTING, load_teacher, with_teacher_digest
 from evaluation.supervision.learners import (
     HeadedEncoder,
+    add_head,
     average_heads,
     build_backbone,
-    build_head,
     distillation_loss,
     learner_of,
     number_of_classes,
@@ -54,6 +54,7 @@ from mpp.data.views import Batch, ViewDataset
 from mpp.errors import Unavailable
 from mpp.features.metrics import Sums, add_sums, is_right, sum_over_processes
 from mpp.models.descriptions import licence_of
+from mpp.models.encoder import Normalize
 from mpp.models.plain import checkpoint_activations, has_running_statistics
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
@@ -106,8 +107,7 @@ class Classification(ImageTask):
         self.held_out = held_out.choose(data.eval_images, data.cut_seed)
         self.label_kind = self.train.label_kind
         self.classes = number_of_classes(splits)
-        names = self.train.class_names[: self.classes]
-        self.label_names = names if names and len(names) == self.classes else None
+        self.label_names = self.train.class_names[: self.classes] or None
         self.learner = learner_of(self.label_kind, self.train.labels, self.classes, config.loss)
 
         needs_classes = augment.mixup or augment.cutmix or augment.label_smoothing or teacher
@@ -120,7 +120,7 @@ class Classification(ImageTask):
         self.teacher = None
         if teacher is not None:
             check_labels_unseen(teacher, data, None, held_out, TEACHER_SETTING)  # all, not only `eval_images`
-            self.teacher = load_teacher(config.distill, self.classes, data.channels).to(accelerator.device)
+            self.teacher = load_teacher(teacher, self.classes, data.channels).to(accelerator.device)
         self.held_out_views = self.fixed_view_loader.add(self.views(self.held_out))
         self.evaluated = {OUTCOMES_NAME: self.held_out_views}
         if left_out:
@@ -131,15 +131,12 @@ class Classification(ImageTask):
         config, channels, is_distilled = self.config, self.config.data.channels, self.config.distill.teacher is not None
         if config.is_fine_tuning:
             frozen = self.open_encoder()
-            encoder, img_size = frozen.model.requires_grad_(True), frozen.img_size
-            moments = frozen.normalize.mean, frozen.normalize.std
+            encoder, img_size, normalize = frozen.model.requires_grad_(True), frozen.img_size, frozen.normalize
         else:
             self.licence = licence_of(config.model.init_from)
             encoder, img_size = build_backbone(config.model, channels, is_distilled)
-            moments = config.model.normalization(channels)
-        size = encoder.head_hidden_size, self.learner.outputs
-        heads = [self.learner.complete(build_head(config.head.kind, *size)) for _ in range(1 + is_distilled)]
-        return HeadedEncoder(encoder, heads[0], config.head.pooling, *moments, *heads[1:]), img_size
+            normalize = Normalize(*config.model.normalization(channels))
+        return add_head(encoder, normalize, config.head, self.learner, is_distilled), img_size
 
     def open_encoder(self) -> FrozenEncoder:
         """The encoder that is fine-tuned."""

@@ -17,7 +17,7 @@ from server import Command, die_at
 from torch import nn
 
 from evaluation import contrastive, finetune
-from evaluation.config import FinetuneConfig, SupervisedConfig
+from evaluation.config import SupervisedConfig
 from mpp.config import Config, ModelConfig, OptimConfig
 from mpp.config.parsing import parse
 from mpp.corruption import draw, stack
@@ -253,8 +253,6 @@ def test_other_trainings_refuse_what_they_do_not_do():
     for option in ("--model.train=norm", "--model.lora_rank=2"):
         with pytest.raises(UserError, match="supervised training trains the whole encoder"):
             parse(SupervisedConfig, [option])
-    with pytest.raises(UserError, match=r"init is random; it must be encoder with optim\.layer_decay or frozen_steps"):
-        parse(FinetuneConfig, ["--init=random", "--optim.frozen_steps=2"])
     with pytest.raises(UserError, match=r"optim.frozen_steps is None, 2; it must be null, 0 for this model: its batch"):
         build_optimizer(timm.create_model("resnet18", num_classes=0), OptimConfig(frozen_steps=2))
     model, config = built(*LORA)

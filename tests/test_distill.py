@@ -227,7 +227,7 @@ def test_a_teacher_of_timms_normalises_and_resizes_for_itself(teacher):
     resized = F.interpolate(pixels.float(), (40, 40), mode="bilinear", antialias=True) / 255
     mean = torch.tensor((0.4, 0.5, 0.6)).view(3, 1, 1)
     std = torch.tensor((0.2, 0.3, 0.4)).view(3, 1, 1)
-    taught = load_teacher(DistillConfig(teacher=str(teacher)), 9)(pixels)
+    taught = load_teacher(str(teacher), 9)(pixels)
     torch.testing.assert_close(taught, model((resized - mean) / std))
 
 
@@ -240,7 +240,7 @@ OTHER_NETWORK = ("--head.kind=linear", "--head.pooling=mean", "--model.position=
 def test_a_supervised_runs_teacher_is_the_network_that_the_run_evaluated(tmp_path, arguments):
     folder = tmp_path / "run"
     train(folder, *arguments)
-    teacher = load_teacher(DistillConfig(teacher=str(folder / "encoder")), 9)
+    teacher = load_teacher(str(folder / "encoder"), 9)
     logits, labels = held_out_answers(build(*arguments), teacher)
     loss = F.cross_entropy(logits, labels).item()
     assert loss == pytest.approx(read_metrics(folder, "heldout/loss")[4], rel=1e-5)
@@ -253,7 +253,7 @@ def linear(weights, name, features):
 
 def check_taught(run, answer):
     """Check that a run teaches `answer(weights, tokens)`, by the weights of its newest checkpoint."""
-    teacher = load_teacher(DistillConfig(teacher=str(run)), 9)
+    teacher = load_teacher(str(run), 9)
     weights = load_file(complete_checkpoints(run)[-1] / "model.safetensors")
     pixels = random_pixels()
     tokens = load_frozen_encoder(str(run)).model.forward_features(teacher.network.normalize(pixels))

@@ -152,7 +152,6 @@ FAR_APART = np.array([7, 45123, 998877, 5219404, 10**9, 10**12, 2**62])
         (fewshot, ["--shots=5", "--seeds=0"]),
         (knn, ["--neighbours=5"]),
         (linear, ["--l2=0.01"]),
-        (linear, ["--solver=sgd", "--lr=0.1", "--epochs=3", "--seeds=0"]),
     ],
 )
 def test_identifiers_cost_what_as_many_classes_cost(tmp_path, command, options):

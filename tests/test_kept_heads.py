@@ -16,12 +16,10 @@ FAST = ("--precision=fp32", "--data.workers=0", "--threads=1", "--l2=0.01", "--i
 BIRDS = ["fowl", "owl", "parrot", "penguin", "raptor", "seabird", "songbird", "wader", "waterfowl"]
 
 
-@pytest.mark.parametrize("options", [("--depth=dev",), ("--solver=sgd", "--lr=0.1", "--epochs=2", "--seeds=[3, 4]")])
-def test_a_kept_head_is_the_one_that_was_tested(trained, tmp_path, options):
+def test_a_kept_head_is_the_one_that_was_tested(trained, tmp_path):
     """Its accuracy on the features that `mpp features` writes is that of the report."""
     common = (f"--encoder={trained}", *FAST[:3])
-    solver = FAST if options[0].startswith("--depth") else common
-    linear.main([*common, *solver, *options, "--save=true"])
+    linear.main([f"--encoder={trained}", *FAST, "--depth=dev", "--save=true"])
     (folder,) = (trained / "evaluation").glob("linear*_head")
     report = json.loads(folder.with_name(folder.name.replace("_head", ".json")).read_text())
     kept = load_head(folder)

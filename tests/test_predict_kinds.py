@@ -102,11 +102,10 @@ def test_a_supervised_run_predicts_as_plain_timm_with_its_head(kind, images, tmp
         assert_predicted(kind, row, head_on_class(run, weights, kind, images / row["file"]))
 
 
-def test_a_kept_head_predicts_as_plain_timm_with_its_weights(kind, finished_run, images, tmp_path, capsys):
+def test_a_kept_head_predicts_as_plain_timm_with_its_weights(kind, finished_run, images, tmp_path):
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     words = (f"--encoder={run}", f"--data.path={images}", "--depth=1", f"--task={kind}", "--save=true")
-    linear.main([*FAST, *words, "--solver=sgd", "--lr=0.1", "--epochs=5", "--seeds=[3, 4]", f"--out={run}/l.json"])
-    assert "the head of seed 3 is kept, of seeds 3, 4" in capsys.readouterr().out
+    linear.main([*FAST, *words, "--l2=0.01", f"--out={run}/l.json"])
     about = json.loads((run / "l_head" / "head.json").read_text())
     assert about["class_names"] == ([] if kind == "number" else NAMES) and about["task"] == kind
     weights = load_file(run / "l_head" / "head.safetensors")

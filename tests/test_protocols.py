@@ -14,9 +14,8 @@ from evaluation import features, linear
 from evaluation.config import LinearConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import load_features, load_labelled
-from evaluation.frozen.kept_heads import load_head, rebuild_linear
 from evaluation.frozen.run_images import parse_and_load
-from evaluation.linear import PROTOCOLS, Candidate, CropProbe, Dinov2, Mae
+from evaluation.linear import PROTOCOLS, CropProbe, Dinov2, Mae
 from evaluation.metrics.scoring import load_outcomes
 from mpp.config import DataConfig
 from mpp.errors import Unavailable
@@ -45,7 +44,7 @@ def test_lars_moves_weights_by_a_share_of_their_length_and_biases_as_sgd_does():
     """MAE's util/lars.py, written out: q = 0.001 |w| / |g|; v = 0.9 v + q g; w -= rate v."""
     mae = preset("mae")
     mae.batch_size = 16_384
-    ((_, classify),), optimizer = mae.build([Candidate(0, {"base_lr": 0.1})], [6])
+    ((_, classify),), optimizer = mae.build([(0, 0.1)], [6])
     weight, bias = classify.weight.detach().clone(), classify.bias.detach().clone()
     velocity, bias_velocity = torch.zeros_like(weight), torch.zeros_like(bias)
     generator = torch.Generator().manual_seed(1)
@@ -62,7 +61,7 @@ def test_lars_moves_weights_by_a_share_of_their_length_and_biases_as_sgd_does():
 
 
 def first_heads(name: str, width: int, classes: int = 100) -> list[nn.Sequential]:
-    heads, _ = preset(name, classes=classes).build([Candidate(0, {"base_lr": 0.1})], [width])
+    heads, _ = preset(name, classes=classes).build([(0, 0.1)], [width])
     return heads
 
 
@@ -124,12 +123,12 @@ def test_dinov2_reads_normed_tokens_of_the_last_blocks_and_the_mean_of_the_last(
     torch.testing.assert_close(four, torch.cat(classes, 1))
     torch.testing.assert_close(four_and_mean, torch.cat([*classes, mean], 1))
     assert len(protocol.candidates) == 4 * 13
-    assert {candidate.about["base_lr"] for candidate in protocol.candidates} == set(Dinov2.rates)
+    assert {rate for _, rate in protocol.candidates} == set(Dinov2.rates)
 
 
 def test_dinov2_of_other_encoders():
     protocol = preset("dinov2", small_vit(depth=2))
-    assert [candidate.about["blocks"] for candidate in protocol.candidates[::13]] == [1, 1, 2, 2]
+    assert [each["blocks"] for each in protocol.inputs] == [1, 1, 2, 2]
     assert [each.shape for each in protocol.encode(torch.zeros(1, 3, 32, 32))] == [(1, 16), (1, 32), (1, 32), (1, 48)]
     for encoder in (small_vit(class_token=False, global_pool="avg"), load_frozen_encoder("floor:pixels")):
         with pytest.raises(Unavailable):
@@ -218,16 +217,13 @@ def test_a_depth_each_and_a_report_of_its_own(short, trained, report_of, capsys)
     assert file.stem.endswith("_precision_fp32_depth_all_protocol_mae")
 
 
-def test_maes_head_is_kept(short, trained, report_of, heads, image_folder, tmp_path):
-    report = report_of("--protocol=mae", "--save=true")
-    (folder,) = (trained / "evaluation").glob("linear*_head")
-    kept = load_head(folder)
-    assert kept.description.depth == report["protocol"]["chosen_depth"]
+def test_maes_head_is_tested_on_centre_crops(short, trained, report_of, heads, image_folder, tmp_path):
+    report = report_of("--protocol=mae")
     images = (f"--data.path={image_folder}", "--data.eval_fraction=0.25")
     features.main([*images, f"--encoder={trained}", f"--out={tmp_path / 'f.npz'}", *FAST])
-    of_test = torch.from_numpy(load_features(tmp_path / "f.npz").test)
-    logits = rebuild_linear(kept)(of_test)
-    torch.testing.assert_close(logits, heads[0](of_test))
-    outcomes = load_outcomes(folder.with_name(folder.name.replace("_head", ".json")))
-    np.testing.assert_array_equal(outcomes.predictions, logits.argmax(1))
-    assert report["results"][0]["accuracy"] == np.mean(outcomes.predictions == outcomes.targets)
+    of_test = load_features(tmp_path / "f.npz")
+    predicted = heads[0](torch.from_numpy(of_test.test)).argmax(1).numpy()
+    (file,) = (trained / "evaluation").glob("linear_*.json")
+    outcomes = load_outcomes(file)
+    np.testing.assert_array_equal(outcomes.predictions, predicted)
+    assert report["results"][0]["accuracy"] == np.mean(predicted == of_test.test_labels)

@@ -75,7 +75,7 @@ def test_reports_by_other_settings_are_named_after_them(tmp_path):
     assert suffix(FewshotConfig) == suffix(FewshotConfig, "--threads=1", "--data.workers=0") == ""
     assert suffix(FewshotConfig, "--shots=5") == "_shots_5"
     assert suffix(FewshotConfig, "--shots=[5, 10]", "--data.eval_crop=1") == "_eval_crop_1.0_shots_5-10"
-    assert suffix(LinearConfig, "--solver=sgd") == "_solver_sgd"
+    assert suffix(LinearConfig, "--protocol=mae") == "_protocol_mae"
     long, other = (suffix(LinearConfig, f"--l2={[step / number for number in range(1, 30)]}") for step in (1, 2))
     assert len(long) == len(other) == len("_l2_123456") and long != other
 

@@ -27,6 +27,7 @@ from evaluation.config.training import (
     ContrastiveConfig,
     DistillConfig,
     FinetuneConfig,
+    HeadConfig,
     HeadKind,
     OneRunConfig,
     Pooling,

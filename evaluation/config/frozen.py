@@ -44,8 +44,7 @@ LabelTask = Literal["auto", "class", "several", "number"]
 NumberLoss = Literal["l2", "l1"]
 Reading = Literal["linear", "knn"]
 ProtocolName = Literal["logistic", "mae", "dinov2"]
-OF_LBFGS = {"protocol": "logistic", "solver": "lbfgs"}
-OF_SGD = {"protocol": "logistic", "solver": "sgd"}
+OF_LOGISTIC = {"protocol": "logistic"}
 OF_LINEAR = {"readings": "linear"}
 OF_KNN = {"readings": "knn"}
 
@@ -307,39 +306,21 @@ class LinearConfig(ProbeConfig):
     """Linear probe of frozen features, with all labels."""
 
     protocol: ProtocolName = "logistic"
-    """logistic: logistic regression, by `solver`, on standardised features of one centre crop per image. mae, dinov2:
-    the linear probes of these papers, trained on random crops; these fix the solver, rates, batch and length. `--seed`
-    is also the seed of their crops and first weights."""
-    solver: Literal["lbfgs", "sgd"] = setting("lbfgs", needs={"protocol": "logistic"})
-    """lbfgs: to convergence, or for `iterations`, with an l2 penalty; sgd: momentum 0.9, cosine decay, no penalty."""
-    l2: Numbers = setting((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), at_least=0, distinct=True, needs=OF_LBFGS)
-    """Penalties of the mean loss for L-BFGS to choose from."""
-    lr: Numbers = setting((0.01, 0.03, 0.1, 0.3), above=0, distinct=True, needs=OF_SGD)
-    """Learning rates for SGD to choose from."""
-    epochs: int = setting(100, at_least=1, needs=OF_SGD)
-    """Epochs of SGD."""
-    sgd_batch_size: int = setting(1024, at_least=1, needs=OF_SGD)
-    """Batch of SGD."""
-    seeds: Integers = setting((0, 1, 2), at_least=0, distinct=True, needs=OF_SGD)
-    """Seeds of the order of images in SGD; L-BFGS has no randomness."""
-    iterations: int = setting(500, at_least=1, needs=OF_LBFGS)
-    """Largest number of iterations of L-BFGS."""
-    loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
-    """Loss of numbers. l2: squared error; l1: absolute error (by SGD: it has kinks)."""
-    save: bool = setting(False, operational=True, needs={"features": False})
-    """Keep the classifier for `mpp predict`, in a folder next to the report: the one of the deepest depth and the first
-    seed."""
+    """logistic: logistic regression on standardised features of one centre crop per image. mae, dinov2: the linear
+    probes of these papers, trained on random crops; these fix rates, batch and length. `--seed` is also the seed of
+    their crops and first weights."""
+    l2: Numbers = setting((1e-5, 1e-4, 1e-3, 1e-2, 1e-1), at_least=0, distinct=True, needs=OF_LOGISTIC)
+    """Penalties of the mean loss to choose from."""
+    iterations: int = setting(500, at_least=1, needs=OF_LOGISTIC)
+    """Largest number of iterations of the solver, L-BFGS."""
+    save: bool = setting(False, operational=True, needs={"features": False} | OF_LOGISTIC)
+    """Keep the classifier for `mpp predict`, in a folder next to the report: the one of the deepest depth."""
 
     def check(self):
-        allowed = "l2 with solver lbfgs, which needs a smooth loss; l1 is for sgd"
-        require(self.loss == "l2" or self.solver == "sgd", "loss", self.loss, allowed)
-        if self.protocol != "logistic":
-            task, allowed = self.probe.task, f"class with protocol {self.protocol}; logistic takes all kinds"
-            require(task in ("auto", "class"), "task", task, allowed)
-            fixed = ("features", "depth", "representation", "save")
-            for name, value in changed_settings(self).items():
-                is_free = name not in (fixed if self.protocol == "dinov2" else fixed[:1])
-                require(is_free, name, value, f"left out with protocol {self.protocol}")
+        unread = {"mae": ("features",), "dinov2": ("features", "depth", "representation")}
+        for name in unread.get(self.protocol, ()):
+            value, usual = getattr(self.probe, name), getattr(FrozenProbeConfig, name)
+            require(value == usual, name, value, f"left out with protocol {self.protocol}")
 
 
 @dataclass(frozen=True)

@@ -139,9 +139,6 @@ class FinetuneConfig(TrainingConfig):
     distill: ClassVar[DistillConfig] = DistillConfig()
 
     def check(self):
-        trains_all = self.optim.layer_decay is None and self.optim.frozen_steps == 0
-        allowed = "encoder with optim.layer_decay or frozen_steps: random weights must all be trained"
-        require(trains_all or self.init == "encoder", "init", self.init, allowed)
         self.optim.check_length(self.run.steps)
         check_colours(self, "augment.randaugment")
         require(self.test or len(self.lrs) > 1, "test", self.test, "true with one of lrs: nothing would be trained")

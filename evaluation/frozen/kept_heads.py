@@ -19,7 +19,6 @@ from evaluation.frozen.run_images import LabelledImages
 from mpp.config import SourceConfig
 from mpp.errors import UserError, one_line
 from mpp.runtime.files import complete
-from mpp.runtime.messages import note
 from mpp.runtime.weights import fingerprint
 
 WEIGHTS_FILE = "head.safetensors"
@@ -56,8 +55,6 @@ class HeadDescription:
     task: HeadTask
     class_names: list[str]
     """Of the outputs, in their order."""
-    class_numbers: list[int]
-    """Numbers of the classes in the dataset, or in the files of masks."""
     representation: str
     """Feature of the image; of pixels: patches."""
     depth: int
@@ -73,8 +70,10 @@ class HeadDescription:
     input: dict[str, Any]
     """Input of the encoder: img_size (height and width), crop_pct, channels, mean, std, and how files are read; and
     its precision."""
-    learned: dict[str, Any] | None = None
-    """The training images: `source`, their settings, and `train`, their record. None: unknown, as of earlier heads."""
+    learned: dict[str, Any]
+    """The training images: `source`, their settings, and `train`, their record."""
+    class_numbers: Sequence[int] = ()
+    """Of pixels: the numbers of the classes in the files of masks."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,10 @@ class KeptHead:
     weights: dict[str, Tensor]
 
     @property
-    def learned(self) -> LabelledImages | None:
-        """The training images; None: unknown."""
+    def learned(self) -> LabelledImages:
+        """The training images."""
         learned = self.description.learned
-        return None if learned is None else LabelledImages(SourceConfig(**learned["source"]), learned["train"])
+        return LabelledImages(SourceConfig(**learned["source"]), learned["train"])
 
 
 def describe_encoder(frozen: EncoderConfig) -> dict[str, Any]:
@@ -103,12 +102,8 @@ def describe_encoder(frozen: EncoderConfig) -> dict[str, Any]:
     }
 
 
-def save_head(folder: Path, head: nn.Module, description: HeadDescription, seeds: Sequence[int] = ()) -> None:
-    """Write a head, complete or not at all, replacing an earlier one, and print how to use it.
-
-    Args:
-        seeds: of all heads that were tested; this is the first.
-    """
+def save_head(folder: Path, head: nn.Module, description: HeadDescription) -> None:
+    """Write a head, complete or not at all, replacing an earlier one, and print how to use it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with complete(folder) as partial:
         partial.mkdir()
@@ -116,8 +111,6 @@ def save_head(folder: Path, head: nn.Module, description: HeadDescription, seeds
         save_file(weights, partial / WEIGHTS_FILE)
         text = json.dumps(asdict(description), indent=1, ensure_ascii=False)
         (partial / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
-    if len(seeds) > 1:
-        note(f"the head of seed {seeds[0]} is kept, of seeds {', '.join(map(str, seeds))}")
     print(f"wrote {folder}: mpp predict --classifier {folder} --data.path NEW_IMAGES")
 
 

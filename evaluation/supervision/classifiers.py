@@ -6,15 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import Tensor, nn
 
-from evaluation.config import DistillConfig, SupervisedConfig
+from evaluation.config import HeadConfig, SupervisedConfig
 from evaluation.frozen.encoder import FrozenEncoder, check_channels, load_frozen_encoder
 from evaluation.frozen.run_images import find_labelled_images, find_run
-from evaluation.supervision.learners import LEARNERS, HeadedEncoder, Rescale, average_heads, build_head
+from evaluation.supervision.learners import LEARNERS, Rescale, add_head, average_heads, learner_of
 from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
 from mpp.models.encoder import load_encoder
@@ -73,29 +74,27 @@ def with_teacher_digest(config: SupervisedConfig) -> SupervisedConfig:
     """The config with the digest of its teacher's weights, if it has a teacher: a run is not resumed with others.
 
     Raises:
-        UserError: no such folder.
+        UserError: no such folder, or other weights than those that the config names.
     """
     teacher = config.distill.teacher
-    if teacher is None or config.distill.teacher_sha256 is not None:
+    if teacher is None:
         return config
     require(Path(teacher).is_dir(), TEACHER_SETTING, teacher, "a folder: of a finished run, or in timm's layout")
-    return replace(config, distill=replace(config.distill, teacher_sha256=fingerprint(Path(teacher))))
+    sha256, known = fingerprint(Path(teacher)), config.distill.teacher_sha256
+    allowed = f"{sha256}, that of {teacher}, or null"
+    require(known in (None, sha256), "distill.teacher_sha256", known, allowed)
+    return replace(config, distill=replace(config.distill, teacher_sha256=sha256))
 
 
-def load_teacher(config: DistillConfig, classes: int, channels: int = 3) -> FrozenClassifier:
-    """The teacher that the settings name.
+def load_teacher(source: str, classes: int, channels: int = 3) -> FrozenClassifier:
+    """The teacher that the setting names.
 
     Raises:
-        UserError: no classifier there, one of other classes or channels, or other weights than the run began with.
+        UserError: no classifier there, or one of other classes or channels.
     """
-    folder = Path(config.teacher)
-    known = config.teacher_sha256
-    if known is not None:
-        sha256 = fingerprint(folder)
-        require(sha256 == known, "distill.teacher_sha256", known, f"{sha256}, that of {folder}, or null")
-    teacher = load_classifier(config.teacher, channels, TEACHER_SETTING)
+    teacher = load_classifier(source, channels, TEACHER_SETTING)
     fits = teacher.label_kind == "class" and teacher.classes == classes
-    require(fits, TEACHER_SETTING, folder, f"a classifier of one class per image, of {classes} as these images have")
+    require(fits, TEACHER_SETTING, source, f"a classifier of one class per image, of {classes} as these images have")
     return FrozenClassifier(teacher)
 
 
@@ -155,13 +154,10 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     learned = read_record(run)["train"]
     kind = learned.get(LABEL_KIND_FIELD, "class")
     encoder = frozen.model.requires_grad_(True)  # restoring averaged weights matches them with trained parameters
-    about = settings.get("head") or {"kind": "linear", "pooling": settings.get("pooling")}  # of fine-tuning: one layer
+    about = settings.get("head") or {"kind": "linear", "pooling": settings["pooling"]}  # of fine-tuning: one layer
+    learner = learner_of(kind, np.zeros(1), classes)  # the checkpoint has mean and deviation of numbers
     is_distilled = settings["distill"].get("teacher") is not None
-    heads = [build_head(about["kind"], encoder.head_hidden_size, classes) for _ in range(1 + is_distilled)]
-    if kind == "number":
-        heads[0] = nn.Sequential(heads[0], Rescale(0.0, 1.0))  # the checkpoint has both numbers
-    moments = frozen.normalize.mean, frozen.normalize.std
-    network = HeadedEncoder(encoder, heads[0], about["pooling"], *moments, *heads[1:])
+    network = add_head(encoder, frozen.normalize, HeadConfig(**about), learner, is_distilled)
     restore_trained(run, network, OptimConfig(**settings["optim"]))
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the fingerprint is of these
     is_same = all(torch.equal(tensor, exported[name]) for name, tensor in encoder.state_dict().items())

@@ -8,6 +8,7 @@ N training images, M test images, B images of a batch, D width, C classes.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import timm
 import torch
@@ -16,28 +17,22 @@ from numpy.typing import NDArray
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
-from evaluation.config import DistillConfig, HeadKind, NumberLoss, Pooling
+from evaluation.config import DistillConfig, HeadConfig, HeadKind, NumberLoss, Pooling
 from evaluation.frozen.features import LabelledSplits, label_problem
-from mpp.config import ImageSize, ModelConfig, require, sides
-from mpp.data.dataset import has_label
+from mpp.config import ImageSize, ModelConfig, changed_settings, require, sides
 from mpp.errors import UserError
 from mpp.features.frozen import pool
 from mpp.models.encoder import (
     SET_ELSEWHERE,
     Normalize,
-    architecture,
     build_encoder,
     load_encoder,
 )
 from mpp.models.plain import (
     checkpoint_activations,
-    fix_positions,
     has_class,
-    has_fused_attention,
     is_plain,
     model_without_memory,
-    set_attention,
-    use_bf16_residual,
 )
 from mpp.runtime.hardware import uses_gpu
 
@@ -56,23 +51,22 @@ class HeadedEncoder(nn.Module):
     """An encoder and a head on its [class] token or on the mean over its patches, and perhaps one on another token.
 
     Args:
-        head: (B, D) to (B, outputs).
+        normalize: of the encoder's input.
         pooling: auto: the [class] token where there is one.
-        mean, std: of the input's channels, for pixels scaled to [0, 1].
+        head: (B, D) to (B, outputs).
         distill_head: of a distilled student, on its distillation token.
     """
 
     def __init__(
         self,
         encoder: nn.Module,
-        head: nn.Module,
+        normalize: Normalize,
         pooling: Pooling,
-        mean: Sequence[float],
-        std: Sequence[float],
+        head: nn.Module,
         distill_head: nn.Module | None = None,
     ):
         super().__init__()
-        self.normalize = Normalize(mean, std)
+        self.normalize = normalize
         self.encoder = encoder
         self.head = head
         self.distill_head = distill_head
@@ -87,6 +81,15 @@ class HeadedEncoder(nn.Module):
         if self.distill_head is None:
             return outputs
         return torch.stack([outputs, self.distill_head(tokens[:, 1])], dim=1)
+
+
+def add_head(
+    encoder: nn.Module, normalize: Normalize, config: HeadConfig, learner: "Learner", is_distilled: bool = False
+) -> HeadedEncoder:
+    """An encoder with a new head for what a learner learns, or with two heads if it is a distilled student."""
+    width = encoder.head_hidden_size
+    heads = [learner.complete(build_head(config.kind, width, learner.outputs)) for _ in range(1 + is_distilled)]
+    return HeadedEncoder(encoder, normalize, config.pooling, *heads)
 
 
 def build_backbone(config: ModelConfig, channels: int = 3, is_distilled: bool = False) -> tuple[nn.Module, ImageSize]:
@@ -107,9 +110,8 @@ def build_backbone(config: ModelConfig, channels: int = 3, is_distilled: bool = 
     arguments = config.arguments or {}
     taken = sorted({*SET_ELSEWHERE, "img_size"}.intersection(arguments))
     require(not taken, "model.arguments", ", ".join(taken), "arguments of this timm model that have no setting")
-    setting = f"model.arguments is {arguments}: model.name" if arguments else "model.name"
     sizes = dict(img_size=config.img_size, in_chans=channels, num_classes=0)
-    encoder = load_encoder(name, pretrained=False, setting=setting, **arguments, **sizes)
+    encoder = load_encoder(name, pretrained=False, setting="model.name", **arguments, **sizes)
     if config.activation_checkpointing:
         checkpoint_activations(encoder, "model.activation_checkpointing")
     if uses_gpu():
@@ -119,9 +121,8 @@ def build_backbone(config: ModelConfig, channels: int = 3, is_distilled: bool = 
 
 def require_defaults(config: ModelConfig, settings: Sequence[str], condition: str) -> None:
     """Raise UserError where one of these settings differs from its default, which `condition` asks for."""
-    for name in settings:
-        value = getattr(config, name)
-        require(value == getattr(ModelConfig(), name), f"model.{name}", value, f"left out with {condition}")
+    for name, value in changed_settings(config).items():
+        require(name not in settings, f"model.{name}", value, f"left out with {condition}")
 
 
 def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDistilled:
@@ -137,18 +138,11 @@ def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDi
     has_table = config.position in ("learned", "sincos_2d")
     require(has_table, "model.position", config.position, "learned or sincos_2d with distill.teacher")
     plain = build_encoder(config, channels)
-    _, arguments = architecture(config)
-    student = timm.create_model(DISTILLED_VIT, num_classes=0, in_chans=channels, **arguments)
-    set_attention(student, has_fused_attention(plain))
-    if config.residual == "bf16":
-        use_bf16_residual(student)
-    student.set_grad_checkpointing(config.activation_checkpointing)
+    student = build_encoder(replace(config, name=DISTILLED_VIT, init_from=None, **config.numbers()), channels)
     weights, random = plain.state_dict(), student.state_dict()
     positions = weights["pos_embed"]
     positions = torch.cat([positions[:, :1], random["pos_embed"][:, 1:2], positions[:, 1:]], dim=1)
     student.load_state_dict(weights | {"dist_token": random["dist_token"], "pos_embed": positions})
-    if config.position == "sincos_2d":
-        fix_positions(student)
     return student
 
 
@@ -307,8 +301,8 @@ LEARNERS: dict[str, type[Learner]] = {"class": ClassLearner, "several": SeveralL
 
 
 def learner_of(kind: str, targets: NDArray, classes: int, loss: NumberLoss = "l2") -> Learner:
-    """The learner of a kind of label, by the training images' labels, of which missing ones do not count."""
-    return LEARNERS[kind](targets[has_label(targets)], classes, loss)
+    """The learner of a kind of label, by the training images' labels."""
+    return LEARNERS[kind](targets, classes, loss)
 
 
 def number_of_classes(splits: LabelledSplits) -> int:
