@@ -11,12 +11,11 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import pandas as pd
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
@@ -27,7 +26,6 @@ from evaluation.comparison.cases import (
     Encoder,
     case_digest,
     cases_of,
-    code_version,
     digest_of,
     digests_of_images,
     evaluation_settings,
@@ -35,38 +33,29 @@ from evaluation.comparison.cases import (
     provenance,
     read_entries,
 )
-from evaluation.comparison.differences import difference_table, differences_from_best
 from evaluation.comparison.rows import (
-    SCORES_FILE,
     Row,
-    describe_missing_seeds,
     divergence_of,
-    frame_of,
     read_new_report,
     read_published,
     read_report,
     report_path_of_case,
-    rows_asked,
     rows_of,
     with_interval,
-    write_scores,
 )
-from evaluation.comparison.tables import RANK, Cells, cells_by_encoder, plot_question, remarks_on, table_of
+from evaluation.comparison.tables import write_comparison
 from evaluation.config import CompareConfig, SweepConfig
 from evaluation.config.comparing import Question
-from evaluation.figures.charts import markdown_table, write_plot
 from evaluation.frozen.results import features_shared, forget_features, write_json
 from evaluation.frozen.run_images import record_images, record_source
-from evaluation.metrics.scoring import ONE_CLASS
-from evaluation.pages.page import recorded_versions
 from mpp.config import TrainingConfig, rebuild, require
 from mpp.config.parsing import parse
 from mpp.data.identity import differences
 from mpp.data.loader import BatchLayout
 from mpp.errors import Diverged, Unavailable, UserError
-from mpp.runtime.files import Held, hold, write_complete
+from mpp.runtime.files import Held, hold
 from mpp.runtime.hardware import uses_gpu
-from mpp.runtime.messages import note, tell, warn
+from mpp.runtime.messages import note, shortened, tell, warn
 from mpp.runtime.start import run_main, user_message
 from mpp.training.checkpoint import newest_step
 from mpp.training.flops import flops_of_step
@@ -78,8 +67,8 @@ FULL_DISK = ("No space left", "quota exceeded")
 RETRY_S = 10
 """Seconds until cases that other processes work at are tried again."""
 PETA = 1e15
-T = TypeVar("T")
-DIFFERENCES = "Differences from the best, with 95% intervals that hold for all of the table at once:"
+Asked = tuple[list[Question], dict[str, Any], list[str]]
+"""Of a comparison: its questions, further entries of results.json, sentences below the tables."""
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
@@ -93,20 +82,18 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         tests = evaluation.options.get("test", True)
         require(tests, f"evaluations: {evaluation.name}: test", tests, "true: `mpp sweep` compares on a dev split")
     cases = cases_of(entries)
-    settings = {key: getattr(config, key) for key in ("encoders", "evaluations", "datasets", "questions")}
-
-    def write(rows: list[Row]) -> dict[str, Any]:
-        missing = describe_missing_seeds(cases, rows)
-        return write_comparison(Path(config.dir), entries.questions, rows, {"settings": settings}, missing)
-
-    return carry_out(cases, config, write)
+    return carry_out(cases, config, lambda rows: (entries.questions, {}, []))
 
 
-def carry_out(cases: Sequence[Case], config: CompareConfig | SweepConfig, write: Callable[[list[Row]], T]) -> T:
+def carry_out(
+    cases: Sequence[Case], config: CompareConfig | SweepConfig, asked: Callable[[list[Row]], Asked]
+) -> dict[str, Any]:
     """Train and evaluate everything that is not done yet, here or in the results.json `extends`; write all results.
 
     Args:
-        write: what to do with all results that there are by now, those of other processes among them.
+        asked: from all results that there are by now, those of other processes among them, to what is said of them.
+    Returns:
+        See `write_comparison`.
     Raises:
         UserError: a case that cannot be carried out, before anything is done; a full disk; failed evaluations, at the
             end.
@@ -119,7 +106,7 @@ def carry_out(cases: Sequence[Case], config: CompareConfig | SweepConfig, write:
     taken: dict[Case, list[Row]] = {}
     for case in cases:  # this parses the settings of each
         known = published.get(case_digest(case), [])
-        recorded = known[0].get("image_digests") if known else None
+        recorded = known[0].get("image_digests", {}) if known else {}
         here = digests_of_images(case, only_here=True) if recorded else {}
         changed = [name for name, digest in here.items() if recorded.get(name, digest) != digest]
         if changed:
@@ -127,12 +114,15 @@ def carry_out(cases: Sequence[Case], config: CompareConfig | SweepConfig, write:
         elif known:
             taken[case] = [row | case.labels for row in known]
     with features_shared():
-        missing = [case for case in cases if case not in taken]
-        failures = [] if config.tabulate else evaluate_cases(missing, folder)
+        failures = [] if config.tabulate else evaluate_cases([case for case in cases if case not in taken], folder)
     with hold(folder, "dir", wait=True):  # another process may have come to its end too
         of_cases = [(case, taken.get(case) or rows_of(case, folder)) for case in cases]
         rows = [with_interval(row, case) for case, of_case in of_cases for row in of_case]
-        result = write(rows)
+        questions, about, sentences = asked(rows)
+        lacking = [case.slug for case, of_case in of_cases if not of_case]
+        if lacking:
+            sentences.append(f"Without a result, since it is not there yet or does not apply: {shortened(lacking)}.")
+        result = write_comparison(folder, questions, rows, {"settings": asdict(config)} | about, sentences)
     if failures:
         raise UserError(f"{len(failures)} of {len(cases)} evaluations failed, such as {failures[0]}")
     return result
@@ -160,7 +150,10 @@ def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
             except Diverged as error:  # a finding
                 warn(f"{case.slug} diverged: {error}")
             except Exception as error:  # missing images, a bug: the other cases continue
-                reason = reason_of(error)
+                reason = user_message(error)
+                if reason is None:
+                    traceback.print_exception(error)
+                    reason = f"{type(error).__name__}: {error}"
                 if any(words in "".join(traceback.format_exception(error)) for words in FULL_DISK):
                     way = "finished work is kept: free space, then start the same command again"
                     raise UserError(f"{case.slug}: {reason}; {way}") from error
@@ -173,17 +166,10 @@ def evaluate_cases(cases: Sequence[Case], folder: Path) -> list[str]:
     return failures
 
 
-def reason_of(error: Exception) -> str:
-    """An error in one line; of one that is no user's, the traceback is printed."""
-    message = user_message(error)
-    if message is not None:
-        return message
-    traceback.print_exception(error)
-    return f"{type(error).__name__}: {error}"
-
-
 def evaluate_case(case: Case, folder: Path) -> None:
     """Train the encoder and evaluate it, unless that is done; a note names an evaluation that does not apply to it.
+
+    Fine-tuning has a run folder for only these images and weights: a finished run with others is not taken for it.
 
     Raises:
         Held: another process works at it.
@@ -194,8 +180,11 @@ def evaluate_case(case: Case, folder: Path) -> None:
         if read_report(case, folder) is not None:
             return
         train_encoder(case.encoder, folder)
+        places = {"out": str(file)}
+        if case.kind == "fine-tuning":
+            places["run.dir"] = str(folder / "finetuned" / f"{file.stem}-{digest_of(provenance(case))}")
         try:
-            case.evaluation.run(settings_to_evaluate(case, folder))
+            case.evaluation.run(rebuild(evaluation_settings(case), places))
             report = read_new_report(case, file)
         except Unavailable as error:
             note(f"{case.slug} is left out, it does not apply: {error}")
@@ -203,19 +192,7 @@ def evaluate_case(case: Case, folder: Path) -> None:
         except Diverged as error:  # fine-tuning
             write_json(file, {"diverged": str(error), "comparison": provenance(case)})
             raise
-        write_json(file, report | {"comparison": provenance(case), "mpp": code_version()})
-
-
-def settings_to_evaluate(case: Case, folder: Path) -> Any:
-    """Settings of a case's evaluation with the places of its results.
-
-    Fine-tuning has a run folder for only these images and weights: a finished run with others is not taken for it.
-    """
-    places = {"out": str(report_path_of_case(case, folder))}
-    if case.kind == "fine-tuning":
-        name = f"{case.slug}-{case_digest(case)}-{digest_of(provenance(case))}"
-        places["run.dir"] = str(folder / "finetuned" / name)
-    return rebuild(evaluation_settings(case), places)
+        write_json(file, report | {"comparison": provenance(case)})
 
 
 # --- trainings ---
@@ -249,25 +226,20 @@ def train_encoder(encoder: Encoder, folder: Path) -> None:
     except Diverged as error:
         if not divergence.is_file():
             write_json(divergence, {"diverged": str(error)})
-        if encoder.entry.random:  # it takes the architecture from there, but no weights
-            raise UserError(f"{encoder.path} has no encoder to take the architecture from: {error}") from error
         raise
 
 
 @cache
 def settings_to_train(encoder: Encoder) -> TrainingConfig:
-    """Settings of an encoder's training, with as many steps as its compute allows: to know these, images are loaded."""
-    entry = encoder.entry
-    config = TRAININGS[entry.train].resolve(encoder.settings)
-    return config if entry.compute is None else with_compute(entry.train, config, entry.compute)
-
-
-def with_compute(command: str, config: TrainingConfig, pflop: float) -> TrainingConfig:
-    """The training with as many steps as execute this compute.
+    """Settings of an encoder's training, with as many steps as execute its compute: to know these, images are loaded.
 
     Raises:
-        UserError: it is not enough for a step.
+        UserError: the compute is not enough for a step.
     """
+    command, pflop = encoder.entry.train, encoder.entry.compute
+    config = TRAININGS[command].resolve(encoder.settings)
+    if pflop is None:
+        return config
     shared = replace(config.run, dir="", seed=0, branch_from=None)  # by all seeds
     flops = step_flops(command, replace(config, run=shared))
     steps = round(PETA * pflop / flops)
@@ -301,71 +273,6 @@ def refuse_other_beginning(config: TrainingConfig, folder: Path) -> None:
             f"{folder} was started with other images or weights ({'; '.join(changed)}); "
             "remove this folder to train again, or restore the original ones"
         )
-
-
-# --- tables ---
-
-
-def write_comparison(
-    folder: Path,
-    questions: Sequence[Question],
-    rows: list[Row],
-    about: dict[str, Any] | None = None,
-    sentences: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Write results.json, the scores of images, table.md, table.csv and the plots, and print the tables.
-
-    Args:
-        rows: all results.
-        about: further entries of results.json.
-        sentences: below the tables.
-    Returns:
-        What results.json has: `results`, the rows, `summary`: question -> encoder -> column -> numbers, and `about`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    frame = frame_of(rows)
-    summary: dict[str, Cells] = {}
-    texts: list[str] = []
-    files = ["results.json", SCORES_FILE, "table.md", "table.csv"]
-    for question in questions:
-        asked = rows_asked(frame, question)
-        cells = summary[question.name] = cells_by_encoder(asked, question)
-        texts.append(f"### {question.title or question.name}")
-        if not cells:
-            texts.append("no results yet")
-        elif question.plot != "depth":  # of the dev split
-            texts += texts_of(asked, cells, question)
-        plot = plot_question(question, asked)
-        if plot is not None:
-            files += write_plot(plot, folder, question.name)
-    write_scores(folder, rows)
-    rows = [{key: value for key, value in row.items() if key != "scores"} for row in rows]
-    results = {"summary": summary, "results": rows, "versions": recorded_versions()} | (about or {})
-    write_json(folder / "results.json", results)
-    text = "\n\n".join([*texts, *sentences])
-    write_complete(folder / "table.md", f"{text}\n")
-    write_complete(folder / "table.csv", cells_as_lines(summary).to_csv(index=False))
-    print(f"\n{text}\nwrote {folder}: {', '.join(files)}; see reports/")
-    return results
-
-
-def texts_of(asked: pd.DataFrame, cells: Cells, question: Question) -> list[str]:
-    """The table of a question, sentences below it, and the differences from the best."""
-    differences = differences_from_best(asked)
-    of_best = [DIFFERENCES, markdown_table(*difference_table(differences))] if differences else []
-    return [markdown_table(*table_of(cells)), *remarks_on(asked, question), *of_best]
-
-
-def cells_as_lines(summary: dict[str, Cells]) -> pd.DataFrame:
-    """The numbers of all questions, a line for each cell of their tables."""
-    lines = []
-    for question, cells in summary.items():
-        for encoder, of_encoder in cells.items():
-            for column, cell in of_encoder.items():
-                names = {"question": question, "encoder": encoder, "column": column}
-                score = {"score": RANK if column == RANK else ONE_CLASS.score_heading}
-                lines.append(names | score | cell | dict(zip(("low", "high"), cell.get("interval", ()), strict=False)))
-    return pd.DataFrame(lines, dtype=object).drop(columns="interval", errors="ignore")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,15 +7,15 @@ or as a Slurm array, the processes share the trials; started again, the command 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from evaluation.compare import carry_out, write_comparison
+from evaluation.compare import Asked, carry_out
 from evaluation.comparison.cases import (
+    OF_SEED,
     TRAININGS,
     Case,
     Encoder,
@@ -27,15 +27,13 @@ from evaluation.comparison.cases import (
     training_digest,
     training_settings,
 )
-from evaluation.comparison.differences import differences_from_best
-from evaluation.comparison.rows import Row, describe_missing_seeds, frame_of
-from evaluation.comparison.tables import in_columns
+from evaluation.comparison.rows import Row, frame_of, in_columns
 from evaluation.config import SweepConfig
 from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEntry, Options, Question
 from evaluation.frozen.run_images import EVALUATED_SETTINGS
 from evaluation.metrics.scoring import rank_of
 from evaluation.registry import EVALUATIONS
-from mpp.config import HOW_READ, SourceConfig, as_words, changed_settings, flatten, rebuild, require
+from mpp.config import HOW_READ, TrainingConfig, as_words, changed_settings, flatten, require
 from mpp.config.parsing import parse, spread
 from mpp.runtime.messages import note
 from mpp.runtime.start import run_main
@@ -47,25 +45,14 @@ SEED = "run.seed"
 SPLIT = "data.eval_split"
 
 
-class Trial(NamedTuple):
-    """Settings of a sweep's training that are tried."""
-
-    entry: EncoderEntry
-    """The training, in a folder named by the digest of its settings: a sweep that grows finds it by any name."""
-    values: Options
-    """The value of each setting that differs between trials."""
-
-
 class Plan(NamedTuple):
-    """The trials of a sweep, by name, and their evaluations, of which the first one chooses."""
+    """The trials of a sweep, and their evaluations."""
 
-    trials: dict[str, Trial]
+    trials: dict[str, Options]
+    """Name of a trial -> the value of each setting that differs between trials."""
     cases: list[Case]
-
-    @property
-    def chosen_by(self) -> str:
-        """The evaluation whose score chooses."""
-        return self.cases[0].entry.name
+    chosen_by: str
+    """The evaluation whose score chooses."""
 
 
 def sweep(config: SweepConfig) -> dict[str, Any]:
@@ -75,9 +62,9 @@ def sweep(config: SweepConfig) -> dict[str, Any]:
         UserError: a trial that cannot be carried out, before anything is done; failed trials, after all others.
     """
     plan = plan_sweep(config)
-    runs = sum(len(trial.entry.seeds) for trial in plan.trials.values())
+    runs = len({case.encoder for case in plan.cases})
     print(f"{len(plan.trials)} trials, {runs} runs, on a dev split; test images are not used", flush=True)
-    return carry_out(plan.cases, config, lambda rows: write_sweep(config, plan, rows))
+    return carry_out(plan.cases, config, lambda rows: questions_of_sweep(plan, rows))
 
 
 # --- trials ---
@@ -90,7 +77,7 @@ def plan_sweep(config: SweepConfig) -> Plan:
         UserError: a setting that does not exist or is out of bounds, or an evaluation that would look at test images.
     """
     require(config.vary or config.points, "vary", "empty", "{setting: [values]}, or left out next to points")
-    settings, grid, *points = map(dotted, (config.settings, config.vary, *config.points))
+    settings, grid, *points = (dict(spread(given, {})) for given in (config.settings, config.vary, *config.points))
     for key, values in grid.items():
         require(isinstance(values, list) and values, f"vary: {key}", values, "a list that is not empty")
     refuse_options(settings, ["run.dir", SEED], "settings")
@@ -104,52 +91,48 @@ def plan_sweep(config: SweepConfig) -> Plan:
     varied = list(dict.fromkeys(key for options in (grid, *points) for key in options if key != SEED))
     if config.compute is not None and BATCH in varied:  # each number of steps would have a warm-up of its own
         settings = settings | {"optim.warmup_steps": base.optim.warmup(base.run.steps)}
-    trials: dict[str, Trial] = {}
+    entries: dict[str, EncoderEntry] = {}
+    trials: dict[str, Options] = {}
     for point in [*(dict(zip(grid, values, strict=True)) for values in product(*grid.values()) if grid), *points]:
         refuse_options(point, ["run.dir", SPLIT], "points")
         seeds = (point.pop(SEED),) if SEED in point else config.seeds
-        new = trial_of(config, settings | point | ({SPLIT: None} if is_cut else NOT_LOOKING), seeds, varied)
-        known = trials.get(new.entry.encoder, new)
-        if known.values != new.values:
-            note(f"{new.entry.name} and {known.entry.name} are one trial: they differ in nothing that changes results")
-        seeds = tuple(dict.fromkeys((*known.entry.seeds, *seeds)))
-        trials[known.entry.encoder] = known._replace(entry=replace(known.entry, seeds=seeds))
-    entries = Entries(
-        [trial.entry for trial in trials.values()],
-        evaluation_entries(config, is_cut),
-        [DatasetEntry("dev", image_options(base.data))],
-        [Question("sweep")],
-    )
-    return Plan({trial.entry.name: trial for trial in trials.values()}, cases_of(entries))
+        options = settings | point | ({SPLIT: None} if is_cut else NOT_LOOKING)
+        new, values = trial_of(config, options, seeds, varied)
+        known = entries.get(new.encoder, new)
+        if known.name != new.name:
+            note(f"{new.name} and {known.name} are one trial: they differ in nothing that changes results")
+        entries[new.encoder] = replace(known, seeds=tuple(dict.fromkeys((*known.seeds, *seeds))))
+        trials.setdefault(known.name, values)
+    evaluations = evaluation_entries(config, is_cut)
+    images = DatasetEntry("dev", image_options(base))
+    cases = cases_of(Entries([*entries.values()], evaluations, [images], [Question("sweep")]))
+    return Plan(trials, cases, evaluations[0].name)
 
 
-def trial_of(config: SweepConfig, options: Options, seeds: tuple[int, ...], varied: Iterable[str]) -> Trial:
-    """A trial.
+def trial_of(
+    config: SweepConfig, options: Options, seeds: tuple[int, ...], varied: Iterable[str]
+) -> tuple[EncoderEntry, Options]:
+    """The training of a trial, and its values of the settings that differ between trials.
+
+    Its folder is named by the digest of its settings: a sweep that grows finds it by any name.
 
     Args:
         options: settings of its training.
         varied: the settings that differ between trials.
     """
-    place = f"{config.dir}/{{seed}}"
-    entry = EncoderEntry("", place, seeds=seeds, train=config.train, train_options=options, compute=config.compute)
+    entry = EncoderEntry("", OF_SEED, seeds=seeds, train=config.train, train_options=options, compute=config.compute)
     training = training_settings(entry, 0)
-    folder = f"{config.dir}/trials/{training_digest(Encoder(entry, 0, training))}_{{seed}}"
-    settings = flatten(training)
-    values = {key: settings.get(key, options.get(key)) for key in varied}
+    settings = options | flatten(training)
+    values = {key: settings.get(key) for key in varied}
     name = " ".join(f"{key}={as_words(value)}" for key, value in values.items())
-    return Trial(replace(entry, name=name, encoder=folder), values)
+    digest = training_digest(Encoder(entry, 0, training))
+    return replace(entry, name=name, encoder=f"{config.dir}/trials/{digest}_{OF_SEED}"), values
 
 
-def dotted(settings: Mapping[str, Any]) -> Options:
-    """Settings by dotted name, of a mapping that may have groups in it."""
-    return dict(spread(settings, {}))
-
-
-def image_options(data: SourceConfig) -> Options:
-    """The settings of images that are not the defaults, as options of a dataset: each encoder reads in its own way."""
-    changed = changed_settings(rebuild(SourceConfig(), flatten(data)))
-    names = [name for name in changed if name in EVALUATED_SETTINGS and name not in HOW_READ]
-    return {f"data.{name}": changed[name] for name in names}
+def image_options(training: TrainingConfig) -> Options:
+    """The settings of a training's images that are not the defaults: how they are read, each encoder knows."""
+    names = {f"data.{name}" for name in EVALUATED_SETTINGS if name not in HOW_READ}
+    return {name: value for name, value in changed_settings(training).items() if name in names}
 
 
 def evaluation_entries(config: SweepConfig, is_cut: bool) -> list[EvaluationEntry]:
@@ -165,21 +148,17 @@ def evaluation_entries(config: SweepConfig, is_cut: bool) -> list[EvaluationEntr
     return entries if is_cut else [replace(entry, options=entry.options | {"test": False}) for entry in entries]
 
 
-# --- results ---
+# --- what the results say ---
 
 
-def write_sweep(config: SweepConfig, plan: Plan, rows: list[Row]) -> dict[str, Any]:
-    """Write the files of a comparison of the trials, the best first, with what they say below its table."""
+def questions_of_sweep(plan: Plan, rows: list[Row]) -> Asked:
+    """A question about the trials, the best first, with what its results say."""
     frame = frame_of(rows)
     ranked = ranking(plan, frame)
-    trials = []
-    for name in ranked:
-        entry, values = plan.trials[name]
-        trials.append({"name": name, "settings": values, "encoder": entry.encoder})
-    sentences = [*describe_missing_seeds(plan.cases, rows), *advice(config, plan, frame)]
+    folders = {case.encoder.entry.name: case.encoder.entry.encoder for case in plan.cases}
+    trials = [{"name": name, "settings": plan.trials[name], "encoder": folders[name]} for name in ranked]
     question = Question("sweep", "Trials, on the dev split", encoders=tuple(ranked) or None, x="compute")
-    about = {"trials": trials, "settings": asdict(config)}
-    return write_comparison(Path(config.dir), [question], rows, about, sentences)
+    return [question], {"trials": trials}, advice(plan, frame)
 
 
 def ranking(plan: Plan, frame: pd.DataFrame) -> list[str]:
@@ -190,26 +169,17 @@ def ranking(plan: Plan, frame: pd.DataFrame) -> list[str]:
     return sorted(present, key=lambda name: (name in diverged, -rank_of(means.get(name))))
 
 
-def advice(config: SweepConfig, plan: Plan, frame: pd.DataFrame) -> list[str]:
-    """Sentences below the table: trials to add, and the limits of the choice."""
+def advice(plan: Plan, frame: pd.DataFrame) -> list[str]:
+    """Sentences below the tables: values to add, and the limits of the choice."""
     of_choice = frame[frame.evaluation == plan.chosen_by]
-    diverged = of_choice.encoder[of_choice.kind == "diverged"]
-    known = ranking(plan, of_choice[~of_choice.encoder.isin(diverged)])
-    missing = len(plan.trials) - of_choice.encoder.nunique()
-    lines = [f"{missing} of {len(plan.trials)} trials have no result yet."] if missing else []
-    if not known:
-        return lines
-    best = known[0]
-    for key, value in plan.trials[best].values.items():
-        tried = {trial.values[key] for trial in plan.trials.values()}
+    diverged = set(of_choice.encoder[of_choice.kind == "diverged"])
+    known = [name for name in ranking(plan, of_choice) if name not in diverged]
+    lines = []
+    for key, value in plan.trials[known[0]].items() if known else ():
+        tried = {values[key] for values in plan.trials.values()}
         if len(tried) > 1 and {type(each) for each in tried} <= {int, float} and value in (min(tried), max(tried)):
             lines.append(f"The best is at the edge of {key} ({as_words(value)}): add values beyond it.")
-    found = differences_from_best(of_choice)
-    behind = {each.other for each in found if each.best == best and each.is_told_apart}
-    close = [name for name in known[1:] if name not in behind]
     if len(known) > 1:
-        told = f"no interval tells it apart from {'; '.join(close)}" if close else "it is ahead of all others"
-        lines.append(f"The best is {best}: {told}.")
         curse = f"The score of the best of {len(known)} trials is too high (the winner's curse)"
         lines.append(f"{curse}: measure the chosen settings again, with other seeds, on the test images.")
     return lines

@@ -13,9 +13,9 @@ from pathlib import Path
 from comparisons import cases_in
 from conftest import ROOT
 
-from evaluation.compare import write_comparison
 from evaluation.comparison.cases import read_entries
 from evaluation.comparison.rows import with_interval
+from evaluation.comparison.tables import write_comparison
 from evaluation.config import CompareConfig
 from mpp.config.parsing import parse
 from mpp.runtime.files import write_complete
@@ -37,7 +37,7 @@ def write_tables(name: str, folder: Path) -> dict:
         case = cases.get((row["evaluation"], row["dataset"]))  # None: of a sweep
         if case is not None:
             rows.append(with_interval(row, case))
-    return write_comparison(folder, [first, *others], rows)
+    return write_comparison(folder, [first, *others], rows, {}, [])
 
 
 def main() -> None:

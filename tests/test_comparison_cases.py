@@ -9,18 +9,19 @@ from comparisons import TINY_TRAINING, SmallComparison
 from safetensors.torch import save_file
 
 from evaluation import compare
-from evaluation.compare import step_flops, with_compute
+from evaluation.compare import settings_to_train, step_flops
 from evaluation.comparison.cases import (
     TRAININGS,
+    Encoder,
     case_digest,
     cases_of,
     evaluation_settings,
-    local_encoder,
     read_entries,
     relevant_settings,
 )
-from evaluation.comparison.rows import cost_with_ancestors, describe_missing_seeds, report_path_of_case, training_cost
+from evaluation.comparison.rows import cost_with_ancestors, report_path_of_case, training_cost
 from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
+from evaluation.config.comparing import EncoderEntry
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.registry import EVALUATIONS
 from mpp.config import Config
@@ -135,7 +136,7 @@ def only_case(encoder, evaluations=(KNN,), datasets=({"name": "d"},)):
 def test_compute_that_is_less_than_a_step_is_named():
     config = parse(Config, as_command_line(TINY_TRAINING))
     with pytest.raises(UserError, match=r"^compute is 1e-12; it must be at least [0-9.e-]+, the PFLOP of a step$"):
-        with_compute("pretrain", config, 1e-12)
+        settings_to_train(Encoder(EncoderEntry(train="pretrain", compute=1e-12), 0, config))
 
 
 def test_masked_patches_are_evaluated_once_for_all_datasets():
@@ -158,22 +159,6 @@ def test_long_names_are_cut_in_names_of_files(name, tmp_path):
     assert report_path_of_case(short, tmp_path).name == f"floor-0-kNN-d-{case_digest(short)}.json"
 
 
-def test_seeds_without_a_result_next_to_others_are_named():
-    """A mean over one seed of three would pass for one over all. A seed that diverged has a result."""
-    encoder = {"name": "ours", "encoder": "b_{seed}", "seeds": [0, 1, 2]}
-    evaluations = [KNN, {"name": "few-shot", "command": "fewshot"}]
-    cases = cases_of(read_entries(CompareConfig(encoders=[encoder], evaluations=evaluations, datasets=[{"name": "d"}])))
-    rows = [case.labels | {"kind": "test"} for case in cases]
-    assert describe_missing_seeds(cases, rows) == describe_missing_seeds(cases, []) == []
-    some = [row for row in rows if row["encoder_seed"] == 0 or row["evaluation"] == "few-shot"]
-    (sentence,) = describe_missing_seeds(cases, some)
-    words = "ours in kNN on d (seed 1); ours in kNN on d (seed 2)"
-    assert sentence == f"Means are without the seeds that have no result yet: {words}."
-    of_one = [row | {"kind": "diverged"} for row in rows if row["encoder_seed"] != 2]
-    (sentence,) = describe_missing_seeds(cases, of_one)
-    assert sentence.endswith(": ours in kNN on d (seed 2); ours in few-shot on d (seed 2).")
-
-
 @pytest.mark.parametrize(
     ("change", "seeds"),
     [
@@ -193,7 +178,7 @@ def test_one_encoder_is_not_several_seeds_of_a_probe(change, seeds, capsys):
     for case in cases_of(read_entries(config)):
         found.setdefault(case.entry.name, []).append(case.encoder.seed)
     assert found == seeds
-    once = "note: ours is evaluated once in kNN, at the first of its seeds: "
+    once = "note: ours (seed 1) is left out of kNN: "
     assert (once in capsys.readouterr().out) == (seeds["kNN"] == [0])
 
 
@@ -212,9 +197,9 @@ def test_pairs_that_do_not_apply_are_named(capsys):
     }
     printed = capsys.readouterr()
     assert (printed.out + printed.err).splitlines() == [
-        "note: floor is left out of masked patches, which does not apply: a colour baseline has no weights",
-        "note: floor is left out of tuned, which does not apply: a colour baseline has no weights",
-        "note: noise is left out of masked patches, which does not apply: this encoder has predicted no patches",
+        "note: floor (seed 0) is left out of masked patches: a colour baseline has no weights",
+        "note: floor (seed 0) is left out of tuned: a colour baseline has no weights",
+        "note: noise (seed 0) is left out of masked patches: this encoder has predicted no patches",
     ]
 
 
@@ -319,12 +304,3 @@ def test_equal_compute_gives_cheaper_models_more_steps(small, tmp_path):
         assert config.run.steps == round(1e9 / step_flops("pretrain", config))
         assert case.encoder.settings.run.steps == 2
     assert steps["narrow"] > 2 * steps["wide"]
-
-
-@pytest.mark.parametrize("name", ["hf-hub:timm/vit_tiny_patch16_224.augreg_in21k", "vit_tiny_patch16_224"])
-def test_published_models_have_no_compute_of_ours(name):
-    assert local_encoder(name) is None
-
-
-def test_a_file_or_folder_may_have_a_record(tmp_path):
-    assert local_encoder(str(tmp_path / "weights.safetensors")) == tmp_path / "weights.safetensors"

@@ -13,7 +13,7 @@ from evaluation.comparison.differences import difference_table, differences_from
 from evaluation.comparison.rows import frame_of
 from evaluation.comparison.tables import cells_by_encoder, plot_question, remarks_on, table_of
 from evaluation.config.comparing import Question
-from evaluation.figures.charts import plot_depths, plot_lines
+from evaluation.figures.charts import plot_lines
 from evaluation.frozen import results
 from evaluation.frozen.features import LabelledFeatures
 from evaluation.metrics.scoring import KINDS, kind_of_score
@@ -32,8 +32,8 @@ ROW = {
 SCORES = {name: kind.score_heading for name, kind in KINDS.items()}
 
 
-def cells(*rows, question=None):
-    return cells_by_encoder(frame_of(rows), question)
+def cells(*rows, x=""):
+    return cells_by_encoder(frame_of(rows), x)
 
 
 def plotted(question, *rows):
@@ -228,11 +228,13 @@ def test_encoders_at_the_same_place_of_a_line_are_drawn_apart(x, numbers, lines)
     assert drawn == {"20, a": [[1, pytest.approx(90)]], "20, b": [[1, pytest.approx(10)]], "20": [[2, 50]]}
 
 
-@pytest.mark.parametrize("plot", [plot_lines, lambda curves, _, axes: plot_depths(curves, axes)])
-def test_a_plot_has_a_panel_for_each_column_and_no_more(plot):
+@pytest.mark.parametrize("is_log", [True, False])
+def test_a_plot_has_a_panel_for_each_column_and_no_more(is_log):
     point = {"mean": 0.5, "std": 0.1}
     lines = {"5": {1: point, 2: point}, "25": {1: point}}
-    figure = plot({str(name): lines for name in range(5)}, "steps", {str(name): "R2" for name in range(5)})
+    figure = plot_lines(
+        {str(name): lines for name in range(5)}, "steps", {str(name): "R2" for name in range(5)}, is_log
+    )
     assert len([axes for axes in figure.axes if axes.get_visible()]) == 5
 
 
@@ -272,11 +274,11 @@ def test_costs_stand_beside_the_accuracies_where_they_are_known(fine_tuned):
     hours = {"training_device_hours": 10.0, "device_hours": 0.5}
     rows = [short | hours, long | {"training_device_hours": 40.0}, scratch]
     for x, pflop, expected in (("total compute", "362", ["10.5", "-", "-"]), ("compute", "140", ["10", "40", "-"])):
-        headings, body = table_of(cells(*rows, question=Question("q", plot="lines", x=x)))
+        headings, body = table_of(cells(*rows, x=x))
         assert headings == ["accuracy (%)", "tuned", "tuned, PFLOP", "tuned, device-hours"]
         assert [line[-1] for line in body] == expected and "".join(line[-2] for line in body) == pflop
     probed = {key: value for key, value in rows[0].items() if key not in ("pflop", "device_hours")}
-    _, body = table_of(cells(probed, question=Question("q", plot="lines", x="total compute")))
+    _, body = table_of(cells(probed, x="total compute"))
     assert body == [["short", "10.0", "1", "10"]]  # a probe trains nothing
 
 

@@ -87,22 +87,23 @@ def test_of_one_encoder_each_the_draws_are_in_the_interval():
     rng = np.random.default_rng(0)
     shared, own = rng.normal(0, 0.1, 20), rng.normal(0, 0.02, (2, 20))
     scores = 0.5 + shared + own + np.array([[0.02], [0.0]])
-    frames = [pd.DataFrame({"encoder_seed": 0, "seed": range(20), "accuracy": of_one}) for of_one in scores]
-    variances, draws, freedom = variances_over_seeds(frames, "seed")
+    drawn = frame_of_seeds(scores).rename(columns={"encoder_seed": "seed"})
+    variances, draws, freedom = variances_over_seeds(drawn, "seed")
     gains = scores[0] - scores[1]
     assert draws == [20, 20] and freedom == 19
     assert variances.sum() == pytest.approx(gains.var(ddof=1) / 20)
 
 
 def frame_of_seeds(accuracies):
-    """Rows of an encoder at several seeds."""
-    return pd.DataFrame({"encoder_seed": range(len(accuracies)), "accuracy": accuracies})
+    """Rows of encoders at several seeds: (K, S)."""
+    rows = [(encoder, seed, value) for encoder, of_one in enumerate(accuracies) for seed, value in enumerate(of_one)]
+    return pd.DataFrame(rows, columns=["encoder", "encoder_seed", "accuracy"])
 
 
 def test_two_encoders_have_the_interval_of_paired_seeds():
     """Over seeds alone it is that of Student's test of pairs, which has n - 1."""
     accuracies = np.array([[0.60, 0.64, 0.68, 0.61], [0.50, 0.56, 0.57, 0.52]])
-    variances, seeds, freedom = variances_over_seeds([frame_of_seeds(of_one) for of_one in accuracies])
+    variances, seeds, freedom = variances_over_seeds(frame_of_seeds(accuracies))
     assert seeds == [4, 4] and freedom == 3
     assert variances.sum() == pytest.approx(np.var(accuracies[0] - accuracies[1], ddof=1) / 4)
     half = half_widths(np.zeros((2, 2)), variances, (1, freedom), 0.05)[0, 1]
@@ -165,7 +166,7 @@ def test_of_tables_of_equal_methods_few_tell_any_two_apart(monkeypatch):
     for _ in range(50):
         methods = random.normal(0, 0.02, (8, 3, 1))
         scores = random.random((8, 3, 286)) < np.clip(random.beta(2, 2, 286) + methods, 0, 1)
-        variances, _, freedom = variances_over_seeds([frame_of_seeds(of_one) for of_one in scores.mean(2)])
+        variances, _, freedom = variances_over_seeds(frame_of_seeds(scores.mean(2)))
         halves = half_widths(np.cov(scores.mean(1)) / 286, variances, (285, freedom), ERROR)
         means = scores.mean((1, 2))
         told += (np.abs(means[:, None] - means) > halves).any()

@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from conftest import newton_schulz, read_metrics
 
-from evaluation.compare import with_compute
+from evaluation.compare import settings_to_train
+from evaluation.comparison.cases import Encoder
+from evaluation.config.comparing import EncoderEntry
 from mpp.config import Config, ModelConfig, OptimConfig
 from mpp.config.parsing import parse_saved
 from mpp.corruption import Corruption
@@ -89,4 +91,5 @@ def test_the_optimiser_is_in_a_runs_compute_and_in_a_comparisons_budget(pretrain
     assert executed["muon"] - executed["adam"] == pytest.approx(4 * newton_schulz(16, 2))
     for name, folder in runs.items():
         config = parse_saved(Config, folder / "config.yaml")
-        assert with_compute("pretrain", config, 25 * executed[name] / 1e15).run.steps == 100
+        entry = EncoderEntry(train="pretrain", compute=25 * executed[name] / 1e15)
+        assert settings_to_train(Encoder(entry, 0, config)).run.steps == 100

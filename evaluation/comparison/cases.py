@@ -7,7 +7,6 @@ of the evaluation and of the encoder's training that it depends on.
 import hashlib
 import json
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,18 +14,16 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import timm
 from accelerate import Accelerator
 
-import mpp
 from evaluation import contrastive, supervised
 from evaluation.config import (
     CompareConfig,
     ContrastiveConfig,
     FewshotConfig,
-    FinetuneConfig,
     MaskedDataConfig,
     SupervisedConfig,
 )
@@ -44,7 +41,7 @@ from mpp.models.descriptions import how_read
 from mpp.pretrain import Pretraining
 from mpp.runtime.files import short_digest
 from mpp.runtime.messages import note
-from mpp.runtime.weights import HUB, ZOO, fingerprint
+from mpp.runtime.weights import fingerprint
 from mpp.training.run import first_encoders
 from mpp.training.run_folder import imports_used, parts_named
 from mpp.training.task import ImageTask
@@ -59,10 +56,10 @@ TRUNK_SETTING = "run.branch_from"
 """Names the encoder whose training another one continues, with the result of training it separately."""
 PLACES = {"encoder", "checkpoint", "out", "run.dir"}
 """Settings that are places: a result depends on the content there, not on the place."""
+parse_once = cache(parse)
+"""Several encoders ask for the same config, and parsing takes a while."""
 EARLIER_DEFAULTS: dict[type, dict[str, Any]] = {FewshotConfig: {"seeds": (0, 1, 2)}}
 """Defaults of before, by which the digests of published results were made: digests leave these values out."""
-EntryT = TypeVar("EntryT", EncoderEntry, EvaluationEntry, DatasetEntry, Question)
-SettingsT = TypeVar("SettingsT")
 
 
 class Training(NamedTuple):
@@ -101,12 +98,8 @@ def read_entries(config: CompareConfig) -> Entries:
     Raises:
         UserError: an entry with a setting that does not exist or fits no other.
     """
-    entries = Entries(
-        entries_of(EncoderEntry, config.encoders, "encoders"),
-        entries_of(EvaluationEntry, config.evaluations, "evaluations"),
-        entries_of(DatasetEntry, config.datasets, "datasets"),
-        entries_of(Question, config.questions, "questions"),
-    )
+    kinds = {"encoders": EncoderEntry, "evaluations": EvaluationEntry, "datasets": DatasetEntry, "questions": Question}
+    entries = Entries(*(entries_of(kind, getattr(config, key), key) for key, kind in kinds.items()))
     for entry in entries.encoders:
         require(entry.encoder, f"encoders: {entry.name}: encoder", "empty", "a folder, a timm name or a baseline")
         refuse_options(entry.train_options, ["run.dir"], f"encoders: {entry.name}: train_options")
@@ -118,7 +111,7 @@ def read_entries(config: CompareConfig) -> Entries:
     return entries
 
 
-def entries_of(kind: type[EntryT], values: Sequence[dict[str, Any]], key: str) -> list[EntryT]:
+def entries_of(kind: type, values: Sequence[dict[str, Any]], key: str) -> list[Any]:
     """Entries below `key` of the config as dataclasses of this kind, whose names must all differ."""
     require(values, key, "empty", "a list in a --config file; see configs/compare")
     entries = []
@@ -172,13 +165,13 @@ def encoders_of(entries: Iterable[EncoderEntry]) -> dict[tuple[str, int], Encode
     Raises:
         UserError: an encoder would be made from itself.
     """
-    encoders = {}
-    for entry in entries:
-        for seed in entry.seeds:
-            encoders[entry.name, seed] = Encoder(entry, seed, training_settings(entry, seed))
+    encoders = {
+        (entry.name, seed): Encoder(entry, seed, training_settings(entry, seed))
+        for entry in entries
+        for seed in entry.seeds
+    }
     trained = [encoder for encoder in encoders.values() if encoder.settings is not None]
-    trained.sort(key=lambda encoder: not encoder.entry.random)  # of the same folder, the one with learned weights
-    by_path = {encoder.path: encoder for encoder in trained}
+    by_path = {encoder.path: encoder for encoder in trained if not encoder.entry.random}
     for encoder in trained:
         folders = parent_settings(encoder.settings).items()
         encoder.parents = {setting: by_path[folder] for setting, folder in folders if folder in by_path}
@@ -187,8 +180,9 @@ def encoders_of(entries: Iterable[EncoderEntry]) -> dict[tuple[str, int], Encode
     try:
         TopologicalSorter({encoder: encoder.parents.values() for encoder in trained}).prepare()
     except CycleError as error:
-        (first, *_) = error.args[1]
-        raise UserError(f"{first.path} would be made from itself; parents of a training are other runs") from None
+        raise UserError(
+            f"{error.args[1][0].path} would be made from itself; parents of a training are other runs"
+        ) from None
     return encoders
 
 
@@ -215,36 +209,16 @@ def training_settings(entry: EncoderEntry, seed: int) -> Any | None:
 
 
 def parent_settings(config: TrainingConfig) -> dict[str, Path]:
-    """The settings that name the encoders a training begins from, continues or learns from -> their folders or files.
-
-    Published models are left out.
-    """
+    """Setting -> the folder or file of an encoder that a training begins from, continues or learns from by it."""
     named = first_encoders(config) | {TEACHER_SETTING: flatten(config).get(TEACHER_SETTING)}
     named[TRUNK_SETTING] = (config.run.branch_from or "").rpartition("@")[0]
-    parents = {setting: local_encoder(encoder) for setting, encoder in named.items() if encoder}
-    return {setting: parent for setting, parent in parents.items() if parent is not None}
+    return {setting: find_run(encoder) or Path(encoder) for setting, encoder in named.items() if encoder}
 
 
-def local_encoder(encoder: str) -> Path | None:
-    """The folder or file of an encoder; None: it is a published model, by its name in timm or on the hub."""
-    run = find_run(encoder)
-    if run is None and (timm.is_model(encoder) or encoder.startswith((HUB, ZOO))):
-        return None
-    return run or Path(encoder)
-
-
-def settings_of_seed(config_class: type[SettingsT], options: Options, seed: int) -> SettingsT:
-    """The config of a command with these settings, where `{seed}` in a text stands for the seed."""
-    filled = {}
-    for name, value in options.items():
-        filled[name] = value.replace(OF_SEED, str(seed)) if isinstance(value, str) else value
-    return parsed(config_class, tuple(as_command_line(filled)))
-
-
-@cache
-def parsed(config_class: type[SettingsT], words: tuple[str, ...]) -> SettingsT:
-    """The config of a command line. Several encoders ask for the same one, and parsing takes a while."""
-    return parse(config_class, words)
+def settings_of_seed(config_class: type, options: Options, seed: int) -> Any:
+    """The config of a command with these settings, where `{seed}` stands for the seed."""
+    words = as_command_line(options)
+    return parse_once(config_class, tuple(word.replace(OF_SEED, str(seed)) for word in words))
 
 
 # --- cases ---
@@ -283,7 +257,7 @@ class Case:
             "encoder_seed": self.encoder.seed,
             "evaluation": self.entry.name,
             "dataset": self.dataset.name,
-            "group": None if self.kind == "masked patches" else self.dataset.group,
+            "group": self.dataset.group,
         }
 
 
@@ -293,15 +267,14 @@ def cases_of(entries: Entries) -> list[Case]:
     Raises:
         UserError: a question about an unknown name, or an encoder that would be made from itself.
     """
-    encoders = encoders_of(entries.encoders)
-    evaluations = {entry.name: entry for entry in entries.evaluations}
-    seeds = {entry.name: entry.seeds for entry in entries.encoders}
-    pairs = dict.fromkeys(pair for question in entries.questions for pair in pairs_of(question, entries))
-    cases = []
-    for name, evaluation in pairs:
-        for seed in seeds[name]:
-            for dataset in datasets_of(evaluations[evaluation], entries.datasets):
-                cases.append(Case(encoders[name, seed], evaluations[evaluation], dataset))
+    asked = {pair for question in entries.questions for pair in pairs_of(question, entries)}
+    cases = [
+        Case(encoder, evaluation, dataset)
+        for encoder in encoders_of(entries.encoders).values()
+        for evaluation in entries.evaluations
+        for dataset in datasets_of(evaluation, entries.datasets)
+        if (encoder.entry.name, evaluation.name) in asked
+    ]
     cases.sort(key=lambda case: case.encoder.entry.seeds.index(case.encoder.seed))
     return [case for case in cases if applies(case)]
 
@@ -317,9 +290,10 @@ def pairs_of(question: Question, entries: Entries) -> Iterable[tuple[str, str]]:
 
 def named(names: Iterable[str] | None, possible: Sequence[str], key: str) -> Sequence[str]:
     """The names, which must be possible ones; None: all."""
-    for name in names or ():
+    names = possible if names is None else list(names)
+    for name in names:
         require(name in possible, key, name, f"one of {', '.join(possible)}")
-    return possible if names is None else list(names)
+    return names
 
 
 def datasets_of(evaluation: EvaluationEntry, datasets: list[DatasetEntry]) -> list[DatasetEntry]:
@@ -327,26 +301,25 @@ def datasets_of(evaluation: EvaluationEntry, datasets: list[DatasetEntry]) -> li
     if "data.path" in evaluation.options:
         name = Path(evaluation.options["data.path"] or "birds").name
         return [replace(datasets[0], name=name, group=None, images=None)]
-    return datasets[:1] if EVALUATIONS[evaluation.command].kind == "masked patches" else datasets
+    is_masked = EVALUATIONS[evaluation.command].kind == "masked patches"
+    return [replace(datasets[0], group=None)] if is_masked else datasets
 
 
 def applies(case: Case) -> bool:
     """Whether there is something to evaluate, and no other seed has the same; a note says why not."""
-    entry, evaluation = case.encoder.entry, case.entry.name
-    left_out = f"{entry.name} is left out of {evaluation}, which does not apply"
+    entry, seed = case.encoder.entry, case.encoder.seed
     settings = (entry.encoder, entry.options, case.entry.options, case.dataset.options)
     differs = entry.random or case.kind == "fine-tuning" or OF_SEED in str(settings)
-    is_masked = case.kind == "masked patches"
+    why = None
     if is_colour_baseline(entry.encoder) and case.kind != "frozen features":
-        note(f"{left_out}: a colour baseline has no weights")
-    elif is_masked and (entry.random or entry.train in ("supervised", "contrastive")):
-        note(f"{left_out}: this encoder has predicted no patches")
-    elif not differs and case.encoder.seed != entry.seeds[0]:
-        once = f"{entry.name} is evaluated once in {evaluation}, at the first of its seeds"
-        note(f"{once}: {entry.encoder} is one encoder; {{seed}} in its name stands for several")
-    else:
-        return True
-    return False
+        why = "a colour baseline has no weights"
+    elif case.kind == "masked patches" and (entry.random or entry.train in ("supervised", "contrastive")):
+        why = "this encoder has predicted no patches"
+    elif not differs and seed != entry.seeds[0]:
+        why = f"{entry.encoder} is the same encoder at each seed; {{seed}} in its name stands for several"
+    if why:
+        note(f"{entry.name} (seed {seed}) is left out of {case.entry.name}: {why}")
+    return not why
 
 
 @cache
@@ -366,16 +339,15 @@ def evaluation_settings(case: Case) -> Any:
 
 def reading_options(encoder: Encoder) -> Options:
     """Settings by which the files were read that the encoder learned from: other images are read in the same way."""
-    run = find_run(str(encoder.path))
-    reading: dict[str, Any] = {}
+    run, source = find_run(str(encoder.path)), None
     if encoder.settings is not None:
-        reading = encoder.settings.data.how_read()
+        source = encoder.settings.data
     elif run is not None:
-        reading = run_source(run).how_read()
-    else:
-        with suppress(UserError):  # no such encoder, which its evaluation reports
-            reading = how_read(str(encoder.path))
-    return {f"data.{name}": value for name, value in reading.items()}
+        source = run_source(run)
+    with suppress(UserError):  # no such encoder, which its evaluation reports
+        reading = how_read(str(encoder.path)) if source is None else source.how_read()
+        return {f"data.{name}": value for name, value in reading.items()}
+    return {}
 
 
 # --- digests ---
@@ -435,21 +407,16 @@ def relevant_settings(config: Any) -> dict[str, Any]:
     If you change a default, add the earlier one to EARLIER_DEFAULTS and to the configs of published comparisons.
     """
     ignored = {each.key for each in settings_of(config) if each.about["operational"]}
-    if depends_on_images_of_a_pass(config):
+    values = flatten(config)
+    is_mixed = values.get("augment.mixup", 0) + values.get("augment.cutmix", 0) > 0
+    if is_mixed or isinstance(config, ContrastiveConfig):  # it matters which images share a forward pass
         ignored.discard("data.batch_size")
     ignored |= PLACES
     defaults = flatten(type(config)()) | EARLIER_DEFAULTS.get(type(config), {})
-    changed = {key: value for key, value in flatten(config).items() if value != defaults[key]}
+    changed = {key: value for key, value in values.items() if value != defaults[key]}
     if changed.get("data.label_folder") == "inner":  # null is the same, where it is not refused
         del changed["data.label_folder"]
     return {key: value for key, value in changed.items() if key not in ignored}
-
-
-def depends_on_images_of_a_pass(config: Any) -> bool:
-    """Whether it matters which images share a forward pass: they are mixed or contrasted."""
-    if isinstance(config, SupervisedConfig | FinetuneConfig):
-        return config.augment.mixup + config.augment.cutmix > 0
-    return isinstance(config, ContrastiveConfig)
 
 
 def digest_of(content: dict[str, Any], revision: int = 0) -> str:
@@ -462,7 +429,7 @@ def digest_of(content: dict[str, Any], revision: int = 0) -> str:
     return short_digest([json.dumps(content, sort_keys=True).encode()])
 
 
-# --- images, weights and code ---
+# --- images and weights ---
 
 
 def provenance(case: Case) -> dict[str, Any]:
@@ -477,31 +444,20 @@ def digests_of_images(case: Case, only_here: bool = False) -> dict[str, str]:
         only_here: without those that are not on this machine.
     """
     config, training = evaluation_settings(case), case.encoder.settings
-    data = getattr(config, "data", None)
-    sources = {}
-    if data is not None:
-        sources["images"] = (data, label_task(config))
-    if training is not None and not case.encoder.entry.random:
-        sources["trained_on"] = (training.data, label_task(training))
+    data = getattr(config, "data", None)  # masked patches are of the run's own
+    sources = {"images": (data, label_task(config))}
     if isinstance(data, MaskedDataConfig) and data.path is not None:
         sources["masks"] = (replace(data, image_column=data.mask_column), "class")
+    if training is not None and not case.encoder.entry.random:
+        sources["trained_on"] = (training.data, label_task(training))
     digests = {}
     for name, (source, kind) in sources.items():
-        is_here = source.path is None or is_local(source.path)
-        record = record_images(source, kind) if is_here or not only_here else None
-        digests |= {name: digest_of(record)} if record else {}
+        if source is not None and (not only_here or source.path is None or is_local(source.path)):
+            record = record_images(source, kind)
+            digests |= {name: digest_of(record)} if record else {}
     return digests
 
 
 def label_task(config: Any) -> str:
     """The kind of label that a command's settings ask for; of a command without labels the usual one."""
     return flatten(config).get("task", "class")
-
-
-def code_version() -> str:
-    """Version and commit of mpp; without a repository its version alone."""
-    command = ["git", "-C", str(Path(mpp.__file__).parent), "describe", "--always", "--dirty"]
-    with suppress(OSError):  # no git
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        return f"{mpp.__version__} {commit}".strip()
-    return mpp.__version__

@@ -8,7 +8,7 @@ by .2 to .5) 5.0 % tell some two apart: 4.9 of 8 encoders, 5.2 of 12 (each ± .2
 are .3 %, since the noise of an image in one seed is in the errors over images and over seeds.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import wishart
 
-from evaluation.comparison.tables import SCORES, in_columns, kind_of_scores
+from evaluation.comparison.rows import SCORES, in_columns, kind_of_scores
 from evaluation.metrics.intervals import Z
 from evaluation.metrics.scoring import LabelKind, best_choice
 
@@ -47,13 +47,6 @@ class Difference(NamedTuple):
         """Whether the interval leaves out 0."""
         return self.value > self.half
 
-    @property
-    def text(self) -> str:
-        """The value and its interval in words, with their signs."""
-        ends = (self.value, self.value - self.half, self.value + self.half)
-        numbers = [self.kind.text_of_number(self.kind.score, end) for end in ends]
-        return "{} ({} to {})".format(*(text if text.startswith("-") else f"+{text}" for text in numbers))
-
 
 def differences_from_best(frame: pd.DataFrame) -> list[Difference]:
     """The difference of the best encoder of each column from every other one, in the order of the rows.
@@ -75,43 +68,41 @@ def differences_in(column: str, rows: pd.DataFrame, error: float) -> list[Differ
     Args:
         error: share of columns of equal encoders that may tell any two apart.
     """
-    encoders = dict(list(rows.groupby("encoder", sort=False)))
-    means = {name: float(of_one.accuracy.to_numpy().mean()) for name, of_one in encoders.items()}
+    means = {name: float(scores.to_numpy().mean()) for name, scores in rows.groupby("encoder", sort=False).accuracy}
     best = best_choice(means)
-    known = {name: of_one for name, of_one in encoders.items() if of_one.interval.notna().all()}
-    if best not in known or len(known) < 2:
+    known = rows[~rows.encoder.isin(rows.encoder[rows.interval.isna()])]
+    names = list(known.encoder.unique())
+    if best not in names or len(names) < 2:
         return []
-    place = [*known].index(best)
-    covariance, tested = covariance_over_images(known.values())
-    has_seeds = any(of_one.encoder_seed.nunique() > 1 for of_one in known.values())
-    variances, counts, freedom = variances_over_seeds(known.values(), "encoder_seed" if has_seeds else "seed")
+    place = names.index(best)
+    covariance, tested = covariance_over_images(known)
+    has_seeds = known.groupby("encoder").encoder_seed.nunique().max() > 1
+    variances, counts, freedom = variances_over_seeds(known, "encoder_seed" if has_seeds else "seed")
     halves = half_widths(covariance, variances, (tested - 1, freedom), error)[place].tolist()
     images = f"same {tested:,} images" if tested < INFINITE else "images, not paired"
     repeated = "draws" if max(counts) > 1 and not has_seeds else "seeds"
     kind = kind_of_scores(rows.score)
     found = []
-    for name, half, count in zip(known, halves, counts, strict=True):
+    for name, half, count in zip(names, halves, counts, strict=True):
         over = f"{images}; {counts[place]} and {count} {repeated}"
         found.append(Difference(column, kind, best, name, means[best] - means[name], half, over))
     return [each for each in found if each.other != best]
 
 
-def covariance_over_images(encoders: Collection[pd.DataFrame]) -> tuple[NDArray, int]:
+def covariance_over_images(rows: pd.DataFrame) -> tuple[NDArray, int]:
     """The covariance (K, K) of the encoders' mean scores over test images, and the number of these images.
 
     Without the scores of all, on the same images, it is as if each encoder had images of its own, and INFINITE many.
     """
-    tested = {images for rows in encoders for images in rows.tested}
-    if len(tested) == 1 and all(rows.scores.notna().all() for rows in encoders):
-        scores = np.array([np.mean(rows.scores.tolist(), axis=0) for rows in encoders])
+    encoders = rows.groupby("encoder", sort=False)
+    if rows.scores.notna().all() and rows.tested.nunique() == 1:
+        scores = np.array([np.mean(of_one.tolist(), axis=0) for _, of_one in encoders.scores])
         return np.cov(scores) / scores.shape[1], scores.shape[1]
-    ends = np.array([np.mean(rows.interval.tolist(), axis=0) for rows in encoders], float)
+    ends = np.array([np.mean(of_one.tolist(), axis=0) for _, of_one in encoders.interval], float)
     return np.diag(np.square((ends[:, 1] - ends[:, 0]) / (2 * Z))), INFINITE
 
 
-def variances_over_seeds(
-    encoders: Iterable[pd.DataFrame], seed: str = "encoder_seed"
-) -> tuple[NDArray, list[int], int]:
+def variances_over_seeds(rows: pd.DataFrame, seed: str = "encoder_seed") -> tuple[NDArray, list[int], int]:
     """The variances (K,) of means over seeds, 0 of one seed; the numbers of seeds; the degrees of freedom.
 
     Seeds are paired: what a seed does to all encoders, such as the choice of their labels, is no part of it. Of two
@@ -120,15 +111,15 @@ def variances_over_seeds(
     Args:
         seed: column of the seeds: of the encoders or, with "seed", of draws such as those of few-shot.
     """
-    by_seed = [rows.groupby(seed).accuracy.mean() for rows in encoders]
-    seeds = [len(of_one) for of_one in by_seed]
-    several = pd.DataFrame([of_one for of_one in by_seed if len(of_one) > 1]).dropna(axis=1).to_numpy()
+    by_seed = rows.pivot_table("accuracy", "encoder", seed, sort=False)
+    seeds = by_seed.count(axis=1)
+    several = by_seed[seeds > 1].dropna(axis=1).to_numpy()
     if min(several.shape) < 2:
-        return np.zeros(len(encoders)), seeds, 1
+        return np.zeros(len(seeds)), seeds.tolist(), 1
     residuals = several - several.mean(1, keepdims=True) - several.mean(0) + several.mean()
     freedom = (several.shape[0] - 1) * (several.shape[1] - 1)
-    variance = np.square(residuals).sum() / freedom
-    return np.array([variance / count if count > 1 else 0.0 for count in seeds]), seeds, freedom
+    variances = np.square(residuals).sum() / freedom / seeds
+    return variances.where(seeds > 1, 0.0).to_numpy(), seeds.tolist(), freedom
 
 
 def half_widths(covariance: NDArray, variances: NDArray, freedom: tuple[int, int], error: float) -> NDArray:
@@ -168,6 +159,9 @@ def difference_table(differences: Collection[Difference]) -> tuple[list[str], li
     """Headings and a row for each difference: of which encoders, its interval, and whether they are told apart."""
     body = []
     for each in differences:
+        ends = (each.value, each.value - each.half, each.value + each.half)
+        numbers = [each.kind.text_of_number(each.kind.score, end) for end in ends]
+        words = "{} ({} to {})".format(*(text if text.startswith("-") else f"+{text}" for text in numbers))
         verdict = "told apart" if each.is_told_apart else "not told apart"
-        body.append([f"{each.best}, {each.column}", each.other, each.text, verdict, each.over])
+        body.append([f"{each.best}, {each.column}", each.other, words, verdict, each.over])
     return ["best, and in which column", "minus", "difference", "", "over"], body

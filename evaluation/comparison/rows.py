@@ -32,9 +32,11 @@ from evaluation.frozen.run_images import find_run, lineage
 from evaluation.metrics.intervals import wilson
 from evaluation.metrics.scoring import (
     ONE_CLASS,
+    LabelKind,
     Outcomes,
     image_scores,
     kind_of_report,
+    kind_of_score,
     labelled_outcomes,
     load_outcomes,
     rank_of,
@@ -55,6 +57,10 @@ COLUMNS += [*OF_RESULTS, "images", "baselines", "tested", "scores", "rank", *(f"
 figures: the others; baselines: scores that look at no image; tested: digest of the test images and their labels;
 scores: (M,) of these images, which are in SCORES_FILE and not in results.json."""
 SCORES_FILE = "scores.npz"
+SCORES = ("test", "validation")
+"""Kinds of rows whose scores a table has."""
+MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
+"""Cases of masked patches that no encoder made."""
 
 
 def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
@@ -65,10 +71,41 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
 
 def rows_asked(frame: pd.DataFrame, question: Question) -> pd.DataFrame:
     """The rows that a question is about, encoders and evaluations in its order."""
-    asked = {"encoder": question.encoders, "evaluation": question.evaluations}
-    names = {column: list(frame[column].unique() if given is None else given) for column, given in asked.items()}
-    frame = frame[frame.encoder.isin(names["encoder"]) & frame.evaluation.isin(names["evaluation"])]
-    return frame.sort_values(list(names), key=lambda column: column.map(names[column.name].index), kind="stable")
+    for column, names in (("evaluation", question.evaluations), ("encoder", question.encoders)):
+        if names is not None:
+            frame = pd.concat([frame[frame[column] == name] for name in names])
+    return frame
+
+
+def in_columns(frame: pd.DataFrame) -> pd.DataFrame:
+    """Scores, means over groups of datasets, and what diverged, with the heading of the `column` that each is in.
+
+    It names the dataset where an evaluation has several. Baselines of masked patches are in none: no encoder made them.
+    A training that diverged is in each column of its evaluation.
+    """
+    scores = frame[frame.kind.isin(SCORES) & ~frame.case.isin(MASKED_BASELINES)]
+    diverged = frame[frame.kind == "diverged"].drop(columns="case")
+    diverged = diverged.merge(scores[["evaluation", "case"]].drop_duplicates(), "left").fillna({"case": ""})
+    parts = [part for part in (scores, means_of_groups(scores), diverged) if len(part)]
+    scored = pd.concat(parts) if parts else scores
+    is_one = scored.groupby("evaluation").dataset.transform("nunique") == 1
+    words = zip(scored.dataset.mask(is_one, ""), scored.evaluation, scored.case, strict=True)
+    return scored.assign(column=[" ".join(filter(None, each)) for each in words])
+
+
+def means_of_groups(scores: pd.DataFrame) -> pd.DataFrame:
+    """Means over the datasets of each group, as rows of a dataset: of the seeds that have a score on all of them."""
+    keys = ["encoder", "encoder_seed", "seed", "evaluation", "case", "kind", "group"]
+    by_seed = scores.groupby(keys, sort=False)  # without rows that are in no group
+    means = by_seed.agg({"accuracy": "mean", "dataset": "nunique", "score": "first"}).reset_index()
+    is_complete = means.dataset == means.group.map(scores.groupby("group").dataset.nunique())
+    means = means.assign(dataset="mean " + means.group.astype(str), group=None)
+    return means[is_complete].reindex(columns=scores.columns)
+
+
+def kind_of_scores(scores: Iterable[Any]) -> LabelKind:
+    """The kind of label whose score has one of these headings; accuracy has none."""
+    return kind_of_score(next((score for score in scores if isinstance(score, str)), None))
 
 
 # --- reports ---
@@ -118,13 +155,12 @@ def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[R
     protocol, heading = report["protocol"], kind_of_report(report).score_heading
     about = {"seed": 0} | ({"score": heading} if heading != ONE_CLASS.score_heading else {})
     is_tested = protocol.get("test", True)
+    results = report["results"]
     if not is_tested and case.kind == "fine-tuning":
-        best = max(report["dev"], key=lambda each: rank_of(each["accuracy"]))  # of its learning rates
-        yield about | {"kind": "validation", "case": ""} | best
-        return
+        results = [max(report["dev"], key=lambda each: rank_of(each["accuracy"]))]  # of its learning rates
     chosen = protocol.get("chosen_depth")
     labels = {key: value for key, value in report.get("labels", {}).items() if key in ("images", "baselines") and value}
-    for result in report["results"]:
+    for result in results:
         if result.get("depth", chosen) != chosen:
             continue
         name = result.get("case", result.get(case.evaluation.case_key, ""))
@@ -133,10 +169,9 @@ def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[R
         outcomes = load_outcomes(file, result["outcomes"]) if "outcomes" in result else None
         yield about | row | ({} if outcomes is None else scores_of_images(outcomes))
     if is_tested:
-        by_depth = protocol.get("dev_accuracy_by_depth", {})
-        of_dev = [{"depth": int(depth), "accuracy": accuracy} for depth, accuracy in by_depth.items()]
-        if not by_depth:
-            of_dev = [{"accuracy": result["dev_accuracy"]} for result in report["results"] if "dev_accuracy" in result]
+        of_dev = [{"accuracy": result["dev_accuracy"]} for result in results if "dev_accuracy" in result]
+        for depth, accuracy in protocol.get("dev_accuracy_by_depth", {}).items():
+            of_dev.append({"depth": int(depth), "accuracy": accuracy})
         yield from (about | {"kind": "dev"} | row for row in of_dev)
         for depth, rank in protocol.get("rank_by_depth", {}).items():
             yield {"kind": "rank", "seed": 0, "depth": int(depth), "rank": rank}
@@ -158,8 +193,8 @@ def rows_of(case: Case, folder: Path) -> list[Row]:
     if report is None:
         return []
     about = case.labels | {"digest": case_digest(case)} | training_cost(case.encoder)
-    known = {"image_digests": report.get("comparison", {}).get("images"), "mpp": report.get("mpp")}
-    about |= {name: value for name, value in known.items() if value}
+    images = report.get("comparison", {}).get("images")
+    about |= {"image_digests": images} if images else {}
     if "diverged" in report:
         return [about | {"kind": "diverged"}]
     return [about | row for row in rows_of_report(case, report, report_path_of_case(case, folder))]
@@ -173,9 +208,8 @@ def divergence_of(encoder: Encoder, folder: Path) -> Path:
 def was_never_trained(encoder: Encoder, folder: Path) -> bool:
     """Whether the training of the encoder diverged, or that of a parent."""
     parents = [parent for setting, parent in encoder.parents.items() if setting != TRUNK_SETTING]
-    if any(was_never_trained(parent, folder) for parent in parents):
-        return True
-    return not encoder.entry.random and divergence_of(encoder, folder).is_file()
+    of_its_own = not encoder.entry.random and divergence_of(encoder, folder).is_file()
+    return of_its_own or any(was_never_trained(parent, folder) for parent in parents)
 
 
 def read_published(file: str | None) -> dict[str, list[Row]]:
@@ -192,21 +226,19 @@ def read_published(file: str | None) -> dict[str, list[Row]]:
         kept = Path(file).with_name(SCORES_FILE)
         scores = dict(np.load(kept)) if kept.is_file() else {}
         for row in results:
-            of_images = {"scores": scores[name_of(row)].astype(float)} if name_of(row) in scores else {}
-            by_digest.setdefault(row["digest"], []).append(row | of_images)
+            if name_of(row) in scores:
+                row["scores"] = scores[name_of(row)].astype(float)
+            by_digest.setdefault(row["digest"], []).append(row)
     except (*NPZ_ERRORS, KeyError, TypeError):
         raise UserError(f"extends is {file}; it must be the results.json of a comparison") from None
     return by_digest
 
 
 def write_scores(folder: Path, rows: Iterable[Row]) -> None:
-    """Write the scores of images of all rows that have them: whether an image is right takes about a bit."""
-    scores = {name_of(row): row["scores"] for row in rows if "scores" in row}
-    small = {
-        name: of_row.astype(bool if np.isin(of_row, (0, 1)).all() else np.float32) for name, of_row in scores.items()
-    }
+    """Write the scores of images of all rows that have them."""
+    scores = {name_of(row): row["scores"].astype(np.float32) for row in rows if "scores" in row}
     with complete(folder / SCORES_FILE) as partial, partial.open("wb") as file:
-        np.savez_compressed(file, **small)
+        np.savez_compressed(file, **scores)
 
 
 def name_of(row: Row) -> str:
@@ -221,21 +253,6 @@ def with_interval(row: Row, case: Case) -> Row:
     if images is None or not is_share or "interval" in row:
         return row
     return row | {"images": images, "interval": list(wilson(row["accuracy"] * images, images))}
-
-
-def describe_missing_seeds(cases: Iterable[Case], rows: Iterable[Row]) -> list[str]:
-    """A sentence on the encoders that have results at some of their seeds only: the others are running, or failed.
-
-    Args:
-        cases: all that are asked for.
-    """
-    names = ("encoder", "evaluation", "dataset", "encoder_seed")
-    found = {tuple(row[name] for name in names) for row in rows}
-    begun = {place[:-1] for place in found}
-    asked = [tuple(case.labels[name] for name in names) for case in cases]
-    lacking = [place for place in asked if place[:-1] in begun and place not in found]
-    words = "; ".join("{} in {} on {} (seed {})".format(*place) for place in lacking)
-    return [f"Means are without the seeds that have no result yet: {words}."] if lacking else []
 
 
 # --- cost ---

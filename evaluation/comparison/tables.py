@@ -1,15 +1,33 @@
-"""Views of rows of results: the cells of a question's table, as Markdown, sentences below it, and its plot."""
+"""Views of rows of results: the cells of a table, as Markdown, sentences below it, and plots; the files of these.
 
-from collections.abc import Iterable
+A table has a row for each encoder, and a column for each evaluation, case and, where these are several, dataset.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from evaluation.comparison.differences import difference_table, differences_from_best
+from evaluation.comparison.rows import (
+    MASKED_BASELINES,
+    SCORES,
+    Row,
+    frame_of,
+    in_columns,
+    kind_of_scores,
+    rows_asked,
+    write_scores,
+)
 from evaluation.config.comparing import MEASURED_AXES, Question
-from evaluation.figures.charts import Curves, ScoreAxis, plot_bars, plot_depths, plot_lines
-from evaluation.metrics.scoring import ONE_CLASS, LabelKind, interval_over_draws, kind_of_score, summarize_values
+from evaluation.figures.charts import Curves, ScoreAxis, markdown_table, plot_bars, plot_lines, save_figure
+from evaluation.frozen.results import write_json
+from evaluation.metrics.scoring import ONE_CLASS, interval_over_draws, summarize_values
+from evaluation.pages.page import recorded_versions
+from mpp.runtime.files import write_complete
 
 Cell = dict[str, Any]
 """Mean, standard deviation (std) and count; `interval` over test images, where it is known; pflop and
@@ -21,75 +39,86 @@ Cells = dict[str, dict[str, Cell]]
 Columns are accuracies; of a single dataset also that of fine-tuning on training images that it left out, and the rank
 of the deepest features where a probe measured it.
 """
-SCORES = ("test", "validation")
-"""Kinds of rows whose scores a table has."""
-MASKED_BASELINES = ("two nearest", "nearest", "most frequent")
-"""Cases of masked patches that no encoder made."""
 RANK = "rank"
 COST_UNITS = {"pflop": "PFLOP", "device_hours": "device-hours"}
 """Entry of a cell -> its unit, for headings."""
+DIFFERENCES = "Differences from the best, with 95% intervals that hold for all of the table at once:"
+PLOT_ENDINGS = (".png", ".pdf")
+"""Of plots for screens and for papers."""
 SAME_TASK = 1e-6
 """Largest difference of a baseline's accuracies on the same masked patches."""
 
 
-def kind_of_scores(scores: Iterable[Any]) -> LabelKind:
-    """The kind of label whose score has one of these headings; accuracy has none."""
-    return kind_of_score(next((score for score in scores if isinstance(score, str)), None))
+# --- files ---
+
+
+def write_comparison(
+    folder: Path, questions: Sequence[Question], rows: list[Row], about: dict[str, Any], sentences: Sequence[str]
+) -> dict[str, Any]:
+    """Write results.json, the scores of images, table.md, table.csv and the plots, and print the tables.
+
+    Args:
+        rows: all results: table.csv has a line for each.
+        about: further entries of results.json.
+        sentences: below the tables.
+    Returns:
+        What results.json has: `results`, the rows, `summary`: question -> encoder -> column -> numbers, and `about`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    frame = frame_of(rows)
+    summary: dict[str, Cells] = {}
+    texts: list[str] = []
+    for question in questions:
+        asked = rows_asked(frame, question)
+        cells = summary[question.name] = cells_by_encoder(asked, question.x)
+        texts.append(f"### {question.title or question.name}")
+        if not cells:
+            texts.append("no results yet")
+        elif question.plot != "depth":  # of the dev split
+            texts += [markdown_table(*table_of(cells)), *remarks_on(asked, question)]
+            found = differences_from_best(asked)
+            texts += [DIFFERENCES, markdown_table(*difference_table(found))] if found else []
+        plot = plot_question(question, asked)
+        for ending in PLOT_ENDINGS if plot is not None else ():
+            save_figure(plot, folder / f"{question.name}{ending}")
+    write_scores(folder, rows)
+    rows = [{key: value for key, value in row.items() if key != "scores"} for row in rows]
+    results = {"summary": summary, "results": rows, "versions": recorded_versions()} | about
+    write_json(folder / "results.json", results)
+    text = "\n\n".join([*texts, *sentences])
+    write_complete(folder / "table.md", f"{text}\n")
+    write_complete(folder / "table.csv", frame.drop(columns=["figures", "scores"]).to_csv(index=False))
+    print(f"\n{text}\nwrote {folder}: results.json, table.md, table.csv, plots; see reports/")
+    return results
 
 
 # --- cells ---
 
 
-def cells_by_encoder(frame: pd.DataFrame, question: Question | None = None) -> Cells:
+def cells_by_encoder(frame: pd.DataFrame, x: str = "") -> Cells:
     """The cells of a table.
 
     Args:
-        question: where it plots against compute, each cell has the mean PFLOP and device-hours of its accuracies.
+        x: of a question; where it is compute, each cell has the mean PFLOP and device-hours of its accuracies.
     """
     cells: Cells = {}
     for (encoder, column), rows in in_columns(frame).groupby(["encoder", "column"], sort=False):
-        cells.setdefault(encoder, {})[column] = cell_of(rows, question)
+        cells.setdefault(encoder, {})[column] = cell_of(rows, x)
     for encoder, rows in frame.groupby("encoder") if frame.dataset.nunique() == 1 else []:
         if encoder in cells:
             cells[encoder] |= cells_beside(rows)
     return cells
 
 
-def in_columns(frame: pd.DataFrame) -> pd.DataFrame:
-    """Scores, means over groups of datasets, and what diverged, with the heading of the `column` that each is in.
-
-    It names the dataset where an evaluation has several. Baselines of masked patches are in none: no encoder made them.
-    A training that diverged is in each column of its evaluation.
-    """
-    scores = frame[frame.kind.isin(SCORES) & ~frame.case.isin(MASKED_BASELINES)]
-    diverged = frame[frame.kind == "diverged"].drop(columns="case")
-    diverged = diverged.merge(scores[["evaluation", "case"]].drop_duplicates(), "left").fillna({"case": ""})
-    parts = [part for part in (scores, means_of_groups(scores), diverged) if len(part)]
-    scored = pd.concat(parts) if parts else scores
-    is_one = scored.groupby("evaluation").dataset.transform("nunique") == 1
-    words = zip(scored.dataset.mask(is_one, ""), scored.evaluation, scored.case, strict=True)
-    return scored.assign(column=[" ".join(filter(None, each)) for each in words])
-
-
-def means_of_groups(scores: pd.DataFrame) -> pd.DataFrame:
-    """Means over the datasets of each group, as rows of a dataset: of the seeds that have a score on all of them."""
-    keys = ["encoder", "encoder_seed", "seed", "evaluation", "case", "kind", "group"]
-    by_seed = scores.groupby(keys, sort=False)  # without rows that are in no group
-    means = by_seed.agg({"accuracy": "mean", "dataset": "nunique", "score": "first"}).reset_index()
-    is_complete = means.dataset == means.group.map(scores.groupby("group").dataset.nunique())
-    means = means.assign(dataset="mean " + means.group.astype(str), group=None)
-    return means[is_complete].reindex(columns=scores.columns)
-
-
-def cell_of(rows: pd.DataFrame, question: Question | None = None) -> Cell:
+def cell_of(rows: pd.DataFrame, x: str) -> Cell:
     """The numbers of an encoder's results in a column."""
     scored = rows[rows.kind.isin(SCORES)]
     cell = mean_and_spread(scored) if len(scored) else {}
     diverged = rows[rows.kind == "diverged"].encoder_seed.nunique()
     if diverged:
         cell["diverged"] = diverged
-    for name in COST_UNITS if question is not None and question.x in MEASURED_AXES else ():
-        costs = costs_of(scored, question, name).dropna()
+    for name in COST_UNITS if x in MEASURED_AXES else ():
+        costs = costs_of(scored, x, name).dropna()
         if len(costs):
             cell[name] = float(np.mean(costs.to_numpy()))
     return cell
@@ -111,11 +140,11 @@ def mean_and_spread(rows: pd.DataFrame) -> Cell:
     return cell
 
 
-def costs_of(rows: pd.DataFrame, question: Question, name: str) -> pd.Series:
+def costs_of(rows: pd.DataFrame, x: str, name: str) -> pd.Series:
     """The `pflop` or `device_hours` of training the encoder, with fine-tuning's for `total compute`; NaN: unknown."""
     training = rows[f"training_{name}"].astype(float)
     of_tuning = rows[name].where(rows.pflop.notna(), 0.0).astype(float)  # other evaluations train nothing
-    return training if question.x == "compute" else training + of_tuning
+    return training if x == "compute" else training + of_tuning
 
 
 def cells_beside(rows: pd.DataFrame) -> dict[str, Cell]:
@@ -134,8 +163,7 @@ def cells_beside(rows: pd.DataFrame) -> dict[str, Cell]:
 
 def table_of(cells: Cells) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of a table: accuracies, and next to them their compute, where that is known."""
-    names = list(dict.fromkeys(name for of_encoder in cells.values() for name in of_encoder))
-    names.sort(key=lambda name: name == RANK)
+    names = sorted(dict.fromkeys(name for of_encoder in cells.values() for name in of_encoder), key=RANK.__eq__)
     columns = {name: [of_encoder.get(name, {}) for of_encoder in cells.values()] for name in names}
     titles = {name: kind_of_scores(cell.get("score") for cell in columns[name]).score_title for name in names}
     titles.pop(RANK, None)
@@ -157,7 +185,7 @@ def text_of(cell: Cell, column: str = "") -> str:
     if "mean" not in cell:
         return "diverged" if cell else "-"
     if column == RANK:
-        return f"{cell['mean']:.0f} ± {cell['std']:.0f}" if cell["count"] > 1 else f"{cell['mean']:.0f}"
+        return f"{cell['mean']:.0f}" + (f" ± {cell['std']:.0f}" if cell["count"] > 1 else "")
     diverged = f" ({cell['diverged']} diverged)" if "diverged" in cell else ""
     return kind_of_scores([cell.get("score")]).text_of_scores(cell) + diverged
 
@@ -169,10 +197,16 @@ def remarks_on(frame: pd.DataFrame, question: Question) -> list[str]:
     by_cell = tested.groupby(["encoder", "evaluation", "dataset", "case"])
     if (by_cell[["encoder_seed", "seed"]].nunique() > 1).any(axis=None):
         sentences.append("± is the standard deviation over seeds and draws.")
-    reached = baselines_in_words(tested)
+    reached: dict[str, None] = {}
+    for row in tested[tested.baselines.notna()].itertuples():
+        for name, value in row.baselines.items():
+            reached[f"{kind_of_scores([row.score]).describe_baseline(name, value)} on {row.dataset}"] = None
+    masked = tested[tested.case.isin(MASKED_BASELINES)].groupby(["evaluation", "case"], sort=False).accuracy
+    for (evaluation, case), ends in masked.agg(["min", "max"]).iterrows():
+        words = " to ".join(dict.fromkeys(f"{100 * end:.1f}" for end in ends))
+        reached[f"{case} {words}% in {evaluation}"] = None
     if reached:
         sentences.append(f"Without an encoder: {'; '.join(reached)}.")
-    masked = tested[tested.case.isin(MASKED_BASELINES)].groupby(["evaluation", "case"]).accuracy
     if (masked.max() - masked.min() > SAME_TASK).any():
         sentences.append("Accuracies of masked patches are not comparable: masks, images or colours differ.")
     if question.plot == "lines":
@@ -182,39 +216,25 @@ def remarks_on(frame: pd.DataFrame, question: Question) -> list[str]:
     return sentences
 
 
-def baselines_in_words(tested: pd.DataFrame) -> list[str]:
-    """The scores on each dataset without looking at images, and on masked patches without an encoder."""
-    words: dict[str, None] = {}
-    for row in tested[tested.baselines.notna()].itertuples():
-        for name, value in row.baselines.items():
-            words[f"{kind_of_scores([row.score]).describe_baseline(name, value)} on {row.dataset}"] = None
-    masked = tested[tested.case.isin(MASKED_BASELINES)]
-    for (evaluation, case), rows in masked.groupby(["evaluation", "case"], sort=False):
-        ends = dict.fromkeys(f"{100 * end:.1f}" for end in (rows.accuracy.min(), rows.accuracy.max()))
-        words[f"{case} {' to '.join(ends)}% in {evaluation}"] = None
-    return list(words)
-
-
 # --- plots ---
 
 
 def plot_question(question: Question, frame: pd.DataFrame) -> Figure | None:
     """The plot of a question, by the rows that it is about; None: there is nothing to draw yet."""
-    if question.plot == "depth":
-        drawn = frame[(frame.kind == "dev") & frame.depth.notna()]
-        axes = axes_of(drawn, panels_of(drawn), "{} on the dev split")
-        return plot_depths(curves_of(drawn, "encoder", "depth"), axes) if len(drawn) else None
     scores = frame[frame.kind.isin(SCORES)]
-    if question.plot == "lines":
-        drawn = placed(scores, question)
-        label = MEASURED_AXES.get(question.x, question.x)
-        axes = axes_of(drawn, panels_of(drawn))
-        return plot_lines(curves_of(drawn, "case", "x"), label, axes) if len(drawn) else None
-    drawn = in_columns(scores)
-    bars: Cells = {}
-    for (encoder, column), rows in drawn.groupby(["encoder", "column"], sort=False):
-        bars.setdefault(encoder, {})[column] = mean_and_spread(rows)
-    return plot_bars(bars, axes_of(drawn, drawn.column)) if bars else None
+    if question.plot == "bars":
+        bars = cells_by_encoder(scores)
+        return plot_bars(bars, axes_of(in_columns(scores))) if bars else None
+    is_log = question.plot == "lines"
+    if is_log:
+        drawn, label, words = placed(scores, question), MEASURED_AXES.get(question.x, question.x), "{}"
+    else:
+        of_depths = frame[(frame.kind == "dev") & frame.depth.notna()]
+        drawn = of_depths.assign(x=of_depths.depth, case=of_depths.encoder)
+        label, words = "depth (blocks)", "{} on the dev split"
+    of_several = drawn.dataset.nunique() > 1
+    drawn = drawn.assign(column=drawn.dataset + " " + drawn.evaluation if of_several else drawn.evaluation)
+    return plot_lines(curves_of(drawn), label, axes_of(drawn, words), is_log) if len(drawn) else None
 
 
 def placed(tested: pd.DataFrame, question: Question) -> pd.DataFrame:
@@ -225,7 +245,7 @@ def placed(tested: pd.DataFrame, question: Question) -> pd.DataFrame:
     its own: a mean of them is no encoder's.
     """
     if question.x in MEASURED_AXES:
-        places = costs_of(tested, question, "pflop")
+        places = costs_of(tested, question.x, "pflop")
     else:
         places = tested.encoder.map(dict(question.encoders or {})).astype(float)
     rows = tested.assign(x=places)
@@ -240,21 +260,15 @@ def placed(tested: pd.DataFrame, question: Question) -> pd.DataFrame:
     return rows.assign(case=rows.case.where(~is_shared, apart))
 
 
-def curves_of(rows: pd.DataFrame, line: str, x: str) -> Curves:
-    """Accuracies as curves: panel -> value of the column `line` -> value of the column `x`, ascending."""
+def curves_of(rows: pd.DataFrame) -> Curves:
+    """Accuracies as curves: column, which is a panel -> case, which is a line -> x, ascending."""
     curves: Curves = {}
-    for (panel, name), of_line in rows.groupby([panels_of(rows), line], sort=False):
-        points = {place: mean_and_spread(at_place) for place, at_place in of_line.groupby(x)}
-        curves.setdefault(panel, {})[name] = points
+    for (panel, name), line in rows.groupby(["column", "case"], sort=False):
+        curves.setdefault(panel, {})[name] = {x: mean_and_spread(at_x) for x, at_x in line.groupby("x")}
     return curves
 
 
-def axes_of(rows: pd.DataFrame, panels: pd.Series, words: str = "{}") -> dict[str, ScoreAxis]:
-    """The axis of each panel."""
-    by_panel = rows.groupby(panels, sort=False).score
-    return {panel: words.format(kind_of_scores(scores).score_title) for panel, scores in by_panel}
-
-
-def panels_of(rows: pd.DataFrame) -> pd.Series:
-    """The evaluation that a panel shows; of several datasets with its own."""
-    return rows.dataset + " " + rows.evaluation if rows.dataset.nunique() > 1 else rows.evaluation
+def axes_of(rows: pd.DataFrame, words: str = "{}") -> dict[str, ScoreAxis]:
+    """The axis of each column."""
+    by_column = rows.groupby("column").score
+    return {name: words.format(kind_of_scores(scores).score_title) for name, scores in by_column}

@@ -127,7 +127,7 @@ class Question(Settings):
     def check(self):
         require("/" not in self.name, "name", self.name, "a name of a file, without /")
         for name in ("encoders", "evaluations"):
-            require(getattr(self, name) != (), name, (), "null (all), or not empty")
+            require(getattr(self, name) not in ((), {}), name, (), "null (all), or not empty")
         places = list(self.encoders.values()) if isinstance(self.encoders, dict) else []
         are_numbers = all(type(place) in (int, float) for place in places)
         require(are_numbers, "encoders", self.encoders, "{name: number}, places on the x-axis")

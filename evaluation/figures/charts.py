@@ -81,14 +81,6 @@ def save_figure(figure: Figure, path: Path) -> None:
         figure.savefig(partial, format=path.suffix[1:], dpi=DPI)
 
 
-def write_plot(figure: Figure, folder: Path, name: str) -> list[str]:
-    """Write NAME.png for screens and NAME.pdf for papers, and return these file names."""
-    files = [f"{name}.png", f"{name}.pdf"]
-    for file in files:
-        save_figure(figure, folder / file)
-    return files
-
-
 # --- tables ---
 
 
@@ -97,11 +89,8 @@ def markdown_table(headings: list[str], rows: list[list[str]]) -> str:
     lines = [[" ".join(cell.splitlines()).replace("|", r"\|") for cell in row] for row in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    text = []
-    for first, *others in lines:
-        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join(text)
+    aligned = [[first.ljust(widths[0]), *map(str.rjust, others, widths[1:])] for first, *others in lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in aligned)
 
 
 # --- figures by class ---
@@ -192,12 +181,7 @@ def plot_by_depth(by_depth: dict[int, dict[str, Statistics]], case: str, score_a
         case: name of the case, such as `shots` or `reading`.
     """
     lines = pd.DataFrame(by_depth).T.add_prefix(f"{case} ").to_dict()  # of a depth its scores
-    return plot_depths({"": lines}, {"": score_axis})
-
-
-def plot_depths(curves: Curves, score_axes: Mapping[str, ScoreAxis]) -> Figure:
-    """Evaluation -> encoder -> depth -> score; an encoder with one depth is a horizontal line."""
-    return plot_lines(curves, "depth (blocks)", score_axes, is_log=False)
+    return plot_lines({"": lines}, "depth (blocks)", {"": score_axis}, is_log=False)
 
 
 @figure_style()
@@ -206,7 +190,7 @@ def plot_lines(curves: Curves, x_label: str, score_axes: Mapping[str, ScoreAxis]
 
     Args:
         score_axes: of each panel's score.
-        is_log: whether the x-axis is logarithmic.
+        is_log: whether the x-axis is logarithmic; on another, such as of depths, a single score is a horizontal line.
     """
     across = min(PANELS_IN_A_ROW, len(curves))
     rows = math.ceil(len(curves) / across)
@@ -216,17 +200,15 @@ def plot_lines(curves: Curves, x_label: str, score_axes: Mapping[str, ScoreAxis]
     for place, (title, lines) in enumerate(curves.items(), start=1):
         panel = figure.add_subplot(rows, across, place, title=title, xlabel=x_label, ylabel=score_axes[title])
         panel.grid(alpha=0.3)
-        drawn_at: set[float] = set()
         for name, scores in lines.items():
             if len(scores) == 1 and not is_log:
                 scores = {0: next(iter(scores.values()))}
-            drawn_at |= scores.keys()
             legend |= draw_line(panel, scores, name, style_of_line(names.index(name)))
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if is_log and drawn_at - {0}:
+        places = {float(f"{x:.0e}") for scores in lines.values() for x in scores if x}  # short names do not overlap
+        if is_log and places:
             panel.set_xscale("log")
-            ticks = sorted({float(f"{place:.0e}") for place in drawn_at - {0}})  # one digit: names do not overlap
-            panel.set_xticks(ticks, [f"{tick:,g}" for tick in ticks], fontsize=7)
+            panel.set_xticks(sorted(places), [f"{x:,g}" for x in sorted(places)], fontsize=7)
         panel.minorticks_off()
     legend.pop("", None)
     if legend:
@@ -244,11 +226,10 @@ def draw_line(panel: Axes, scores: dict[float, Statistics], name: str, style: di
     """
     drawn = {}
     points = factor_of(panel.get_ylabel()) * pd.DataFrame.from_dict(scores, "index")[["mean", "std"]]
-    across = points.loc[points.index == 0, "mean"]
-    points = points[points.index != 0]
+    across, points = points[points.index == 0], points[points.index != 0]
     if len(points):
         drawn[name] = panel.errorbar(points.index, points["mean"], points["std"], label=name, ms=5, **style)
-    for mean in across:
+    for mean in across["mean"]:
         label = f"{name}, at 0" if len(points) else name
         drawn[label] = panel.axhline(mean, linestyle="--", color=style["color"], label=label)
     return drawn
@@ -262,8 +243,9 @@ def plot_bars(accuracies: dict[str, dict[str, Statistics]], score_axes: Mapping[
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for panel, column in zip(panels, columns, strict=True):
         factor = factor_of(score_axes[column])
-        cells = [of_encoder.get(column, {}) for of_encoder in accuracies.values()]
-        scores = factor * pd.DataFrame(cells, columns=["mean", "std"])
+        scores = factor * pd.DataFrame(
+            [cells.get(column, {}) for cells in accuracies.values()], columns=["mean", "std"]
+        )
         bars = panel.barh(list(accuracies), scores["mean"], xerr=scores["std"])
         panel.bar_label(bars, fmt="%.1f" if factor == 100 else "%.3f", padding=4, fontsize=8)
         panel.set(title=textwrap.fill(column, 20), xlabel=score_axes[column])
