@@ -8,9 +8,11 @@ Started several times, on the GPUs of a machine or on machines that share the fo
 """
 
 import json
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
+import mpp
 from evaluation.comparison.cases import (
     TRAININGS,
     TRUNK_SETTING,
@@ -192,7 +195,16 @@ def evaluate_case(case: Case, folder: Path) -> None:
         except Diverged as error:  # fine-tuning
             write_json(file, {"diverged": str(error), "comparison": provenance(case)})
             raise
-        write_json(file, report | {"comparison": provenance(case)})
+        write_json(file, report | {"comparison": provenance(case), "mpp": code_version()})
+
+
+@cache
+def code_version() -> str:
+    """Version and commit of mpp; without a repository its version alone."""
+    command = ["git", "-C", str(Path(mpp.__file__).parent), "describe", "--always", "--dirty"]
+    with suppress(OSError):  # no git
+        return f"{mpp.__version__} {subprocess.run(command, capture_output=True, text=True).stdout}".strip()
+    return mpp.__version__
 
 
 # --- trainings ---

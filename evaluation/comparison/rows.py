@@ -193,8 +193,8 @@ def rows_of(case: Case, folder: Path) -> list[Row]:
     if report is None:
         return []
     about = case.labels | {"digest": case_digest(case)} | training_cost(case.encoder)
-    images = report.get("comparison", {}).get("images")
-    about |= {"image_digests": images} if images else {}
+    known = {"image_digests": report.get("comparison", {}).get("images"), "mpp": report.get("mpp")}
+    about |= {name: value for name, value in known.items() if value}
     if "diverged" in report:
         return [about | {"kind": "diverged"}]
     return [about | row for row in rows_of_report(case, report, report_path_of_case(case, folder))]
@@ -235,8 +235,10 @@ def read_published(file: str | None) -> dict[str, list[Row]]:
 
 
 def write_scores(folder: Path, rows: Iterable[Row]) -> None:
-    """Write the scores of images of all rows that have them."""
-    scores = {name_of(row): row["scores"].astype(np.float32) for row in rows if "scores" in row}
+    """Write the scores of images of all rows that have them: whether an image is right takes about a bit."""
+    scores = {name_of(row): row["scores"] for row in rows if "scores" in row}
+    for name, of_row in scores.items():
+        scores[name] = of_row.astype(bool if np.isin(of_row, (0, 1)).all() else np.float32)
     with complete(folder / SCORES_FILE) as partial, partial.open("wb") as file:
         np.savez_compressed(file, **scores)
 
