@@ -25,10 +25,11 @@ from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import LoadedSplits, load_images_of, parse_and_load
 from evaluation.pictures import PICTURES, Subject
 from mpp.config import require
-from mpp.config.imports import require_imports
+from mpp.config.imports import COPIES, changed_imports, imported, require_imports
 from mpp.data.workers import deaths_explained
 from mpp.errors import Unavailable
 from mpp.runtime.files import complete
+from mpp.runtime.messages import warn
 from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import run_of
 
@@ -48,6 +49,8 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
     accelerator = start_alone(config.frozen.run_settings(config.precision), "pictures are drawn")
     run = run_of(Path(config.frozen.encoder))
     require_imports(run)
+    for name in changed_imports(run, imported) if (run / COPIES).is_dir() else ():  # a run may use no code of the user
+        warn(f"{name} is not as in {run / COPIES}: pictures come from the code of today")
     encoder = open_frozen_encoder(config.frozen, config.data).to(accelerator.device)
     _, held_out = load_images_of(config.frozen.encoder, config.data, loaded)
     subject = Subject(config, run, accelerator, encoder, held_out)

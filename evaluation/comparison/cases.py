@@ -171,7 +171,7 @@ def encoders_of(entries: Iterable[EncoderEntry]) -> dict[tuple[str, int], Encode
         for seed in entry.seeds
     }
     trained = [encoder for encoder in encoders.values() if encoder.settings is not None]
-    by_path = {encoder.path: encoder for encoder in trained if not encoder.entry.random}
+    by_path = {encoder.path: encoder for encoder in sorted(trained, key=lambda encoder: not encoder.entry.random)}
     for encoder in trained:
         folders = parent_settings(encoder.settings).items()
         encoder.parents = {setting: by_path[folder] for setting, folder in folders if folder in by_path}

@@ -169,9 +169,10 @@ def rows_of_report(case: Case, report: dict[str, Any], file: Path) -> Iterator[R
         outcomes = load_outcomes(file, result["outcomes"]) if "outcomes" in result else None
         yield about | row | ({} if outcomes is None else scores_of_images(outcomes))
     if is_tested:
-        of_dev = [{"accuracy": result["dev_accuracy"]} for result in results if "dev_accuracy" in result]
-        for depth, accuracy in protocol.get("dev_accuracy_by_depth", {}).items():
-            of_dev.append({"depth": int(depth), "accuracy": accuracy})
+        by_depth = protocol.get("dev_accuracy_by_depth", {})
+        of_dev = [{"depth": int(depth), "accuracy": accuracy} for depth, accuracy in by_depth.items()]
+        if not by_depth:
+            of_dev = [{"accuracy": result["dev_accuracy"]} for result in results if "dev_accuracy" in result]
         yield from (about | {"kind": "dev"} | row for row in of_dev)
         for depth, rank in protocol.get("rank_by_depth", {}).items():
             yield {"kind": "rank", "seed": 0, "depth": int(depth), "rank": rank}

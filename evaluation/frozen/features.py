@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.config import EncoderConfig, ExtractionConfig, ProbeDataConfig
+from evaluation.config import EmbedConfig, EncoderConfig, ExtractionConfig, ProbeDataConfig
 from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.run_images import DEV, IMAGE_SETTINGS, LoadedSplits, check_labels_unseen
 from evaluation.metrics.scoring import Outcomes
@@ -364,6 +364,19 @@ class ExtractedFeatures(NamedTuple):
     input: dict[str, Any] | None = None  # of the encoder: see HeadDescription; None: it is a file, or a baseline
 
 
+def open_extraction(
+    frozen: EncoderConfig, data: ProbeDataConfig, how: ExtractionConfig | EmbedConfig, accelerator: Accelerator
+) -> tuple[FrozenEncoder | ColorBaseline, list[int], Callable[[Tensor], list[Tensor]]]:
+    """The encoder on its device, the depths that `how.depth` means, and images to features at these depths.
+
+    Raises:
+        UserError: no such encoder or depth, or it takes other images.
+    """
+    encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
+    depths = resolve_depths(how.depth, len(encoder.stages))
+    return encoder, depths, partial(encoder, representation=how.representation, depths=depths)
+
+
 def extract_labelled_features(
     frozen: EncoderConfig,
     data: ProbeDataConfig,
@@ -380,9 +393,7 @@ def extract_labelled_features(
     Raises:
         UserError: no such encoder or depth, no such images, or it takes others.
     """
-    encoder = open_frozen_encoder(frozen, data).to(accelerator.device)
-    depths = resolve_depths(extraction.depth, len(encoder.stages))
-    encode = partial(encoder, representation=extraction.representation, depths=depths)
+    encoder, depths, encode = open_extraction(frozen, data, extraction, accelerator)
     learned, tested, _ = load_labelled(data, accelerator, frozen.weights, 0, loaded, on_dev, extraction.task, kinds)
     with deaths_explained():
         train, test = (
