@@ -141,5 +141,6 @@ def register_probe(
         results = import_module("evaluation.frozen.results")  # with torch
         return results.commands_of_probe(name, config_class, evaluate, group_by, kinds)
 
-    register(Evaluation(name, module, f"{module}.{config_class.__name__}", "frozen features", help))
+    config = f"{module}.{config_class.__name__}"
+    register(Evaluation(name, module, config, "frozen features", help, case_key=group_by))
     return lambda *arguments: commands()[0](*arguments), lambda *arguments: commands()[1](*arguments)
