@@ -52,7 +52,6 @@ from evaluation.metrics.scoring import (
     best_choice,
     score_of,
     summarize_accuracies,
-    without_outcomes,
 )
 from evaluation.supervision.learners import Learner, learner_of, number_of_classes, zero_head
 from mpp.config import DataConfig, flatten, nested, rebuild, require
@@ -202,9 +201,9 @@ def run_protocol(config: LinearConfig, loaded: LoadedSplits | None) -> dict[str,
     candidates = probe.candidates
     with deaths_explained():
         if len(candidates) > 1 and config.probe.depth != "all":
-            chosen_among = add_figures(probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates))
-            protocol["dev"] = without_outcomes(chosen_among)
-            scores = [result["accuracy"] for result in chosen_among]
+            on_dev = probe.fit_and_test(*map(train.select, cut_dev_split(len(train))), candidates)
+            scores = [score_of(result.pop("outcomes")) for result in on_dev]
+            protocol["dev"] = [result | {"accuracy": score} for result, score in zip(on_dev, scores, strict=True)]
             candidates, about["dev_accuracy"] = [candidates[int(np.argmax(scores))]], max(scores)
         tested = probe.fit_and_test(train, test, candidates)
     results = add_figures([about | result for result in tested])

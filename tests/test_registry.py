@@ -83,7 +83,7 @@ def test_the_example_of_an_evaluation_is_compared(nearest_centroid, images, tmp_
     words = [f"--import={nearest_centroid}", "--config", str(tmp_path / "compare.yaml")]
     compare.main(words)
     summary = json.loads((tmp_path / "compared" / "results.json").read_text())["summary"]
-    cell = summary["comparison"]["colours"]["nearest centroid"]
+    cell = summary["comparison"]["colours"]["nearest centroid 2"]
     assert (cell["mean"], cell["std"], cell["count"]) == (1.0, 0.0, 1) and cell["interval"][1] == 1.0
 
 
