@@ -131,7 +131,8 @@ def path_in_folder(path: str, data: ProbeDataConfig) -> Path | None:
 
     A relative path is a name in a shard, wherever the command is run.
     """
-    folder = os.path.abspath(Path(data.path or "").expanduser())
+    place = Path(data.path or "").expanduser()
+    folder = os.path.abspath(place.parent if place.is_file() else place)
     file = Path(os.path.abspath(path))
     is_inside = os.path.isabs(path) and file.is_relative_to(folder)
     return file.relative_to(folder) if is_inside else None

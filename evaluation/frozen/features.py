@@ -324,8 +324,7 @@ def extract_split(
         encode: images (B, C, H, W) on the device to features (B, D), for each depth.
         progress: name of the progress bar.
     Raises:
-        UserError: an image cannot be decoded and `strict` is set.
-        Undecodable: none can.
+        UserError: no image can be decoded, or one cannot and `strict` is set.
     """
     count = len(views.dataset)
     rank, processes = accelerator.process_index, accelerator.num_processes
@@ -337,6 +336,8 @@ def extract_split(
     replaced = gather_object(requested[requested != np.array(batches.indices, np.int64)].tolist())
     unreadable = sorted(set(gather_object(batches.unreadable)))
     kept = np.setdiff1d(np.arange(count), np.array(replaced, np.int64))
+    if len(kept) == 0:
+        raise UserError(f"none of the {count} images of {views.dataset.split} can be decoded, such as {unreadable[0]}")
     *by_depth, labels = [each.numpy() for each in (*features, labels)]
     if replaced and accelerator.is_main_process:
         *by_depth, labels = [each[kept] for each in (*by_depth, labels)]
