@@ -1,5 +1,6 @@
 """Tables and plots of a comparison: what a mean is over, which columns there are, units, and where lines go."""
 
+import itertools
 import json
 
 import numpy as np
@@ -123,6 +124,17 @@ def test_differences_have_the_unit_of_the_score(kind, words):
     _, ((names, other, shown, *_),) = difference_table(differences_from_best(frame_of(rows_of(kind))))
     assert (names, other) == (f"a, {kind}", "b") and shown.startswith(words)
     assert kind_of_score(SCORES[kind]).name == kind and kind_of_score("from elsewhere").name == "class"
+
+
+def test_ticks_are_at_measured_places_and_their_names_do_not_overlap():
+    places = (0.0593, 0.0602, 0.122, 0.25, 0.5, 0.97)
+    score = {"mean": 0.5, "std": 0.0}
+    figure = plot_lines({"few-shot": {"mean_color": dict.fromkeys(places, score)}}, "PFLOP", AXES)
+    (panel,) = figure.axes
+    figure.canvas.draw()
+    ends = [label.get_window_extent() for label in panel.get_xticklabels()]
+    assert set(panel.get_xticks()) == set(places) - {0.0602}
+    assert all(one.x1 < other.x0 for one, other in itertools.pairwise(ends))
 
 
 # --- sentences ---

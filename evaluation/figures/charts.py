@@ -39,6 +39,7 @@ FALLBACK_FONTS = (
 MAX_MARKERS = 30  # of a line
 IN_PERCENT = "(%)"
 PANELS_IN_A_ROW = 4
+MIN_TICK_DISTANCE = 0.2  # of the length of a logarithmic axis
 MAX_CONFUSED_NAMED = 60  # classes of a confusion matrix
 MAX_CONFUSED_NUMBERED = 25  # whose cells have their shares
 MAX_SIDE = 11.0  # of a confusion matrix, in inches
@@ -205,15 +206,25 @@ def plot_lines(curves: Curves, x_label: str, score_axes: Mapping[str, ScoreAxis]
                 scores = {0: next(iter(scores.values()))}
             legend |= draw_line(panel, scores, name, style_of_line(names.index(name)))
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        places = {float(f"{x:.0e}") for scores in lines.values() for x in scores if x}  # short names do not overlap
+        places = sorted({x for scores in lines.values() for x in scores if x})
         if is_log and places:
             panel.set_xscale("log")
-            panel.set_xticks(sorted(places), [f"{x:,g}" for x in sorted(places)], fontsize=7)
+            ticks = readable_ticks(places)
+            panel.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks], fontsize=7)
         panel.minorticks_off()
     legend.pop("", None)
     if legend:
         figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
+
+
+def readable_ticks(places: list[float]) -> list[float]:
+    """The ascending places whose names do not overlap on a logarithmic axis."""
+    ticks = places[:1]
+    for place in places[1:]:
+        if math.log(place / ticks[-1]) >= MIN_TICK_DISTANCE * math.log(places[-1] / places[0]):
+            ticks.append(place)
+    return ticks
 
 
 def draw_line(panel: Axes, scores: dict[float, Statistics], name: str, style: dict[str, str]) -> dict[str, Any]:
