@@ -1,12 +1,10 @@
 """From data.path to images: layouts on disk, splits, labels, and the files that are left out."""
 
 import collections
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -249,26 +247,6 @@ def test_a_seeded_choice_of_training_images(image_folder):
     assert names_of(train.choose(4, seed=1)) != chosen
     assert len({Path(name).parent for name in chosen}) == 2  # not the first of files that come sorted by class
     assert train.choose(None, seed=0) is train
-
-
-def test_shares_of_many_classes_take_little_memory():
-    """Of millions of labels, a Python number for each would be seconds and gigabytes."""
-    labels = np.random.default_rng(0).integers(1000, 21_000, 200_000)
-    images = datasets.Dataset.from_dict({"image": np.zeros(len(labels), np.int8)})
-    dataset = ImageDataset(images, "image", labels, "train")
-    tracemalloc.start()
-    shares = dataset.class_shares()
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(shares) == len(np.unique(labels))
-    assert sum(shares.values()) == pytest.approx(1)
-    assert peak_bytes < 5 * labels.nbytes
-
-
-def test_classes_of_the_same_share_are_in_their_order():
-    images = datasets.Dataset.from_dict({"image": [0] * 8})
-    dataset = ImageDataset(images, "image", np.array([10, 2, 10, 2, 3, 3, 3, -1]), "train")
-    assert list(dataset.class_shares().items()) == [("3", 3 / 7), ("2", 2 / 7), ("10", 2 / 7)]
 
 
 def test_a_share_to_hold_out_is_refused_where_a_split_is_held_out():

@@ -145,16 +145,6 @@ class ImageDataset:
             return None
         return self if known.all() else self.select(np.flatnonzero(known))
 
-    def class_shares(self) -> dict[str, float]:
-        """Class, as a number -> its share of the labelled images, largest first; {} where images may have several."""
-        labelled = self.labelled()
-        if labelled is None or labelled.label_kind != "class" or labelled.labels.ndim > 1:
-            return {}
-        classes, counts = np.unique(labelled.labels, return_counts=True)
-        largest_first = np.argsort(-counts, kind="stable")
-        shares = counts / len(labelled)
-        return {str(classes[i]): float(shares[i]) for i in largest_first}
-
     def cut(self, fraction: float, seed: int, name: str) -> tuple["ImageDataset", "ImageDataset"]:
         """Split the images at random by a seed: the rest, and `fraction` of them (at least one) as split `name`.
 

@@ -15,7 +15,6 @@ from mpp.errors import UnreadableImage
 BANDS_PER_PIXEL = 4  # bands that count as one pixel of data.max_pixels
 LUMA_WEIGHTS = np.array([0.299, 0.587, 0.114])  # of red, green and blue in grey: ITU-R 601, as PIL has it
 UPRIGHT = 1
-TURNED = range(2, 9)  # EXIF's orientations of images that are not stored upright
 Limits = tuple[float, float]
 """LOW and HIGH of values."""
 

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.arrays import read_array, read_array_file
-from mpp.data.decoding.channels import UPRIGHT, Stored, select_channels, to_pixels
+from mpp.data.decoding.channels import Stored, select_channels, to_pixels
 from mpp.data.decoding.coded import read_jpeg2000, read_jpegxl
 from mpp.data.decoding.dicom import read_dicom
-from mpp.data.decoding.formats import ARRAY, DICOM, NPY, NPZ, PPM, TIFF, Format, format_of, what_is
-from mpp.data.decoding.pictures import pil_orientation, read_pil_mask, read_ppm, read_with_pil
-from mpp.data.decoding.tiff import read_tiff, read_tiff_mask, tiff_orientation
+from mpp.data.decoding.formats import ARRAY, DICOM, NPY, NPZ, PPM, Format, format_of, what_is
+from mpp.data.decoding.pictures import read_pil_mask, read_ppm, read_with_pil
+from mpp.data.decoding.tiff import read_tiff, read_tiff_mask
 from mpp.errors import UnreadableImage, one_line
 
 Reader = Callable[[Any, ImagesConfig], Stored]
@@ -123,11 +123,3 @@ def errors_named(image: bytes | NDArray) -> Iterator[Format]:
         may_quote = form in (DICOM, NPY, NPZ, PPM)  # the file, such as a tag about a patient
         cause = type(error).__name__ if may_quote else one_line(error)
         raise UnreadableImage(f"{form} that cannot be decoded: {cause}") from None
-
-
-def stored_orientation(image: bytes | NDArray) -> int:
-    """The orientation (EXIF's, 1 to 8) in which a file stores its image, and from which it is turned upright."""
-    with errors_named(image) as form:
-        if form is TIFF:
-            return tiff_orientation(image)
-        return pil_orientation(image) if READERS[form.name] is read_with_pil else UPRIGHT

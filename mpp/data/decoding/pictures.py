@@ -128,13 +128,6 @@ def orientation_of(image: Image.Image) -> int:
         return UPRIGHT
 
 
-def pil_orientation(data: bytes) -> int:
-    """The orientation in which a file that PIL reads stores its image."""
-    with open_with_pil(data) as image:
-        turned_by_libheif = image.info.get("original_orientation")
-        return turned_by_libheif or orientation_of(image)
-
-
 def read_ppm(data: bytes, config: ImagesConfig) -> Stored:
     """The pixels of a PPM file, (3, H, W). PIL takes fifty times as long."""
     header = PPM_HEADER.match(data)

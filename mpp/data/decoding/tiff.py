@@ -117,12 +117,6 @@ def to_bands_first(pixels: NDArray, axes: str) -> NDArray:
     return transpose_axes(pixels[first_entries], remaining, kept)  # adds an axis for a single band
 
 
-def tiff_orientation(data: bytes) -> int:
-    """The orientation in which the first page is stored."""
-    with open_tiff(data) as file:
-        return file.pages[0].tags.valueof(ORIENTATION_TAG, UPRIGHT)
-
-
 def read_tiff_mask(data: bytes, config: ImagesConfig) -> Stored:
     """The numbers of a mask as they are stored."""
     with open_tiff(data) as file:
