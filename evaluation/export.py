@@ -126,8 +126,14 @@ def write_file(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if config.format == "onnx":
-                names = {"input_names": ["images"], "output_names": ["features"]}
-                program = torch.onnx.export(module, (images,), dynamic_shapes=shapes, verbose=False, **names)
+                program = torch.onnx.export(
+                    module,
+                    (images,),
+                    input_names=["images"],
+                    output_names=["features"],
+                    dynamic_shapes=shapes,
+                    verbose=False,
+                )
                 texts = {key: each if isinstance(each, str) else json.dumps(each) for key, each in metadata.items()}
                 program.model.metadata_props.update(texts)
                 program.save(str(file))

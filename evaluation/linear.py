@@ -143,9 +143,15 @@ def fit_and_test(
     labels = torch.from_numpy(features.train_labels).to(device())
     learner = learner_of(features.kind, features.train_labels, classes)
     head = StandardizedLinear(fit(train, labels, learner, config, l2), mean, std)
+    tested = torch.from_numpy(features.test).split(rows_per_block(learner))
     with torch.no_grad():
-        predicted = learner.predict(head(torch.from_numpy(features.test).to(device(), torch.float32)))
-    return features.outcomes(predicted.cpu().numpy()), head
+        predicted = [learner.predict(head(block.to(device(), torch.float32))).cpu() for block in tested]
+    return features.outcomes(torch.cat(predicted).numpy()), head
+
+
+def rows_per_block(learner: Learner) -> int:
+    """Number of images whose logits are computed at a time."""
+    return max(1, LOGITS_PER_BLOCK // learner.outputs)
 
 
 def fit(features: Tensor, labels: Tensor, learner: Learner, config: LinearConfig, l2: float) -> nn.Linear:
@@ -157,10 +163,15 @@ def fit(features: Tensor, labels: Tensor, learner: Learner, config: LinearConfig
     """
     layer = zero_head(features.shape[1], learner.outputs).to(features.device)
     head = learner.complete(layer).to(features.device)
-    rows = max(1, LOGITS_PER_BLOCK // learner.outputs)
+    rows = rows_per_block(learner)
     blocks = list(zip(features.split(rows), labels.split(rows), strict=True))
-    options = {"history_size": 20, "tolerance_grad": 1e-6, "line_search_fn": "strong_wolfe"}
-    optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=config.iterations, **options)
+    optimizer = torch.optim.LBFGS(
+        layer.parameters(),
+        max_iter=config.iterations,
+        history_size=20,
+        tolerance_grad=1e-6,
+        line_search_fn="strong_wolfe",
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
