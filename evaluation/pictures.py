@@ -417,7 +417,7 @@ def draw_neighbours(subject: Subject) -> Drawing:
     pixels = subject.to_pixels(torch.stack([views[FIXED_VIEW, index].images for index in shown.flatten().tolist()]))
     titles = [text for row in similarity for text in ["", *map("{:.2f}".format, row)]]
     title = f"held-out images, and the others of {len(features)} whose features are nearest, with the cosine"
-    names = np.vectorize(views.dataset.image_name)(shown)
+    names = np.array([[views.dataset.image_name(index) for index in row] for row in shown.tolist()])
     return grid_of_images(pixels, shown.shape[1], title, titles), {"names": names, "image_similarity": similarity}
 
 
