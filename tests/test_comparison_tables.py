@@ -1,5 +1,6 @@
 """Tables and plots of a comparison: what a mean is over, which columns there are, units, and where lines go."""
 
+import itertools
 import json
 
 import numpy as np
@@ -226,6 +227,17 @@ def test_encoders_at_the_same_place_of_a_line_are_drawn_apart(x, numbers, lines)
     (panel,) = plotted(question, *rows).axes
     drawn = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in panel.containers}
     assert drawn == {"20, a": [[1, pytest.approx(90)]], "20, b": [[1, pytest.approx(10)]], "20": [[2, 50]]}
+
+
+def test_ticks_are_at_measured_places_and_their_names_do_not_overlap():
+    places = (0.0593, 0.0602, 0.122, 0.25, 0.5, 0.97)
+    score = {"mean": 0.5, "std": 0.0}
+    figure = plot_lines({"few-shot": {"mean_color": dict.fromkeys(places, score)}}, "PFLOP", AXES)
+    (panel,) = figure.axes
+    figure.canvas.draw()
+    ends = [label.get_window_extent() for label in panel.get_xticklabels()]
+    assert set(panel.get_xticks()) == set(places) - {0.0602}
+    assert all(one.x1 < other.x0 for one, other in itertools.pairwise(ends))
 
 
 @pytest.mark.parametrize("plot", [plot_lines, lambda curves, _, axes: plot_depths(curves, axes)])

@@ -39,6 +39,7 @@ FALLBACK_FONTS = (
 MAX_MARKERS = 30  # of a line
 IN_PERCENT = "(%)"
 PANELS_IN_A_ROW = 4
+MIN_TICK_DISTANCE = 0.2  # of the length of a logarithmic axis
 MAX_CONFUSED_NAMED = 60  # classes of a confusion matrix
 MAX_CONFUSED_NUMBERED = 25  # whose cells have their shares
 MAX_SIDE = 11.0  # of a confusion matrix, in inches
@@ -225,13 +226,22 @@ def plot_lines(curves: Curves, x_label: str, score_axes: Mapping[str, ScoreAxis]
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         if is_log and drawn_at - {0}:
             panel.set_xscale("log")
-            ticks = sorted({float(f"{place:.0e}") for place in drawn_at - {0}})  # one digit: names do not overlap
-            panel.set_xticks(ticks, [f"{tick:,g}" for tick in ticks], fontsize=7)
+            ticks = readable_ticks(sorted(drawn_at - {0}))
+            panel.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks], fontsize=7)
         panel.minorticks_off()
     legend.pop("", None)
     if legend:
         figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
+
+
+def readable_ticks(places: list[float]) -> list[float]:
+    """The ascending places whose names do not overlap on a logarithmic axis."""
+    ticks = places[:1]
+    for place in places[1:]:
+        if math.log(place / ticks[-1]) >= MIN_TICK_DISTANCE * math.log(places[-1] / places[0]):
+            ticks.append(place)
+    return ticks
 
 
 def draw_line(panel: Axes, scores: dict[float, Statistics], name: str, style: dict[str, str]) -> dict[str, Any]:
