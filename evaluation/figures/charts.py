@@ -46,7 +46,7 @@ MAX_SIDE = 11.0  # of a confusion matrix, in inches
 Statistics = dict[str, float]
 """`mean` and `std` of a score."""
 ScoreAxis = str
-"""The label of a score's axis. It ends in (%) if the score is a share: it is drawn in percent."""
+"""The label of a score's axis. It has (%) if the score is a share: it is drawn in percent."""
 Curves = dict[str, dict[str, dict[float, Statistics]]]
 """Panel -> line -> x -> statistics of a score."""
 
@@ -155,12 +155,12 @@ def plot_confusion(confusion: NDArray[np.int64], names: Sequence[str]) -> Figure
 
 def factor_of(label: str) -> int:
     """By which the values of an axis are multiplied: 100 of a share, which is in percent."""
-    return 100 if label.endswith(IN_PERCENT) else 1
+    return 100 if IN_PERCENT in label else 1
 
 
 @figure_style()
 def plot_series(lines: Mapping[str, Mapping[float, float]], y_label: str, x_label: str = "steps") -> Figure:
-    """Scalars of a run or of an encoder: name -> x -> y; y values are shares if their label ends in (%)."""
+    """Scalars of a run or of an encoder: name -> x -> y; y values are shares if their label has (%)."""
     figure = Figure(figsize=(4.6, 3.1), layout="constrained")
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
