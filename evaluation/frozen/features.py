@@ -268,7 +268,7 @@ def load_features(path: Path) -> LabelledFeatures:
             texts = {name: arrays[name].tolist() for name in TEXT_NAMES if name in arrays}
             features = LabelledFeatures(*(arrays[name] for name in ARRAY_NAMES), **texts)
             require(features.kind in LABELS, "its kind of label", features.kind, f"one of {', '.join(LABELS)}")
-    except (*NPZ_ERRORS, TypeError) as error:  # TypeError: a single array
+    except (*NPZ_ERRORS, AttributeError, TypeError) as error:  # the last two: of a single array
         raise UserError(f"features is {path}, which cannot be read: {error}") from error
     return features.checked(str(path))
 
