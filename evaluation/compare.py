@@ -201,7 +201,8 @@ def evaluate_case(case: Case, folder: Path) -> None:
 @cache
 def code_version() -> str:
     """Version and commit of mpp; without a repository its version alone."""
-    command = ["git", "-C", str(Path(mpp.__file__).parent), "describe", "--always", "--dirty"]
+    root = str(Path(mpp.__file__).parents[1])  # whose repository it is, and not that of a folder around it
+    command = ["git", "-C", root, "--git-dir=.git", "describe", "--always", "--dirty"]
     with suppress(OSError):  # no git
         return f"{mpp.__version__} {subprocess.run(command, capture_output=True, text=True).stdout}".strip()
     return mpp.__version__

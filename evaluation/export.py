@@ -9,7 +9,6 @@ The file is run on held-out images, and kept if its numbers are PyTorch's.
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,7 +36,6 @@ from mpp.runtime.start import run_main, start_alone
 from mpp.runtime.weights import fingerprint
 
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 METADATA_FILE = "mpp"  # among the extra files of a torch.export program
 MAX_ROUNDING_DIFFERENCE = 1e-4
 TRACED_IMAGES = 3  # torch.export takes a batch of one for a constant
@@ -70,9 +68,6 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
     """
     out, suffix = Path(config.out), SUFFIXES[config.format]
     require(out.suffix == suffix, "out", out, f"a file whose name ends in {suffix}")
-    missing = " ".join(name for name in ONNX_PACKAGES if find_spec(name) is None)
-    if config.format == "onnx" and missing:
-        raise UserError(f"format onnx needs packages that are missing: pip install {missing}")
     start_alone(config.frozen.run_settings("fp32"), "a file is written")
     encoder = open_frozen_encoder(config.frozen, config.data)
     classifier = None

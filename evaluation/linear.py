@@ -15,7 +15,7 @@ N training images, B images of a step, D width of a head's input, C classes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -119,19 +119,18 @@ def evaluate(features: LabelledFeatures, config: LinearConfig) -> tuple[dict[str
     if features.kind == "class":
         features, numbers = features.with_numbered_classes()
         classes = len(numbers)
-    dev, scores = features.dev_split(), {}
-    for l2 in progress_bar(config.l2, desc=SOLVER, unit="fit", delay=SHOW_BAR_AFTER):
-        scores[l2] = score_of(fit_and_test(dev, config, classes, l2)[0])
+    on_dev = fit_and_test(features.dev_split(), config, classes, config.l2)
+    scores = {l2: score_of(outcomes) for l2, (outcomes, _) in zip(config.l2, on_dev, strict=True)}
     l2 = best_choice(scores)
-    outcomes, head = fit_and_test(features, config, classes, l2)
+    ((outcomes, head),) = fit_and_test(features, config, classes, [l2])
     result = {"solver": SOLVER, "seed": 0, "l2": l2, "dev_accuracy": scores[l2], "outcomes": outcomes}
     return result, head, list(features.class_names)
 
 
 def fit_and_test(
-    features: LabelledFeatures, config: LinearConfig, classes: int, l2: float
-) -> tuple[Outcomes, StandardizedLinear]:
-    """The test outcomes of a head with this penalty, and the head.
+    features: LabelledFeatures, config: LinearConfig, classes: int, penalties: Sequence[float]
+) -> Iterator[tuple[Outcomes, StandardizedLinear]]:
+    """The test outcomes of a head with each of these penalties, and the head. All learn from one copy of the features.
 
     Args:
         classes: number of classes, of one class an image numbered from 0.
@@ -142,11 +141,12 @@ def fit_and_test(
     train.sub_(mean).div_(std)
     labels = torch.from_numpy(features.train_labels).to(device())
     learner = learner_of(features.kind, features.train_labels, classes)
-    head = StandardizedLinear(fit(train, labels, learner, config, l2), mean, std)
     tested = torch.from_numpy(features.test).split(rows_per_block(learner))
-    with torch.no_grad():
-        predicted = [learner.predict(head(block.to(device(), torch.float32))).cpu() for block in tested]
-    return features.outcomes(torch.cat(predicted).numpy()), head
+    for l2 in progress_bar(penalties, desc=SOLVER, unit="fit", delay=SHOW_BAR_AFTER):
+        head = StandardizedLinear(fit(train, labels, learner, config, l2), mean, std)
+        with torch.no_grad():
+            predicted = [learner.predict(head(block.to(device(), torch.float32))).cpu() for block in tested]
+        yield features.outcomes(torch.cat(predicted).numpy()), head
 
 
 def rows_per_block(learner: Learner) -> int:

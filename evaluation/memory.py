@@ -39,14 +39,11 @@ def peak_memory(config: Config, image_count: int, passes: int = 1) -> dict[str, 
     config = replace(config, model=replace(config.model, attention=attention, init_from=None))  # any weights
     with torch.device("meta"):
         model, objective = build_model(config)
-    grid, _ = cell_grid(model.encoder)
-    size = model.encoder.patch_embed.img_size
     optimiser = optimizer_bytes(model, config.optim)
     with FakeTensorMode(allow_non_fake_inputs=True), LivingTensors() as living:
         model.to_empty(device="cpu")
         weights = living.now
-        pixels = torch.empty(image_count, config.data.channels, *size, dtype=torch.uint8)
-        corruption = stack([draw(config.corruption, grid, seed=0, epoch=0, index=0)] * image_count)
+        pixels, corruption = fake_batch(config, model, image_count)
         for _ in range(min(2, passes)):
             gradients = bytes_of([each.grad for each in model.parameters()])  # of the passes before
             compute_loss(model, objective, pixels, corruption, config.run.precision).backward()
@@ -97,6 +94,14 @@ class LivingTensors(TorchDispatchMode):
     def add(self, size: int) -> None:
         self.now += size
         self.peak = max(self.peak, self.now)
+
+
+def fake_batch(config: Config, model: nn.Module, image_count: int) -> tuple[Tensor, Corruption]:
+    """Images and their corruption, to be called under the mode of fake tensors."""
+    grid, _ = cell_grid(model.encoder)
+    size = model.encoder.patch_embed.img_size
+    pixels = torch.empty(image_count, config.data.channels, *size, dtype=torch.uint8)
+    return pixels, stack([draw(config.corruption, grid, seed=0, epoch=0, index=0)] * image_count)
 
 
 def compute_loss(

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from comparisons import FAST, TINY_TRAINING, SmallComparison, write_cats_and_dog
 from conftest import encoded, picture, read_metrics
 from server import Command
 
+import mpp
 from evaluation import compare, fewshot, finetune, knn
 from evaluation.comparison.cases import TRAININGS, case_digest
 from evaluation.comparison.rows import divergence_of, was_never_trained
@@ -420,6 +422,16 @@ def test_an_unforeseen_error_leaves_the_others_too(floor, monkeypatch, capsys, k
         floor.compare()
     assert list(floor.results()["summary"]["comparison"]) == ["floor"]
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_commit_of_a_repository_around_the_package_is_not_that_of_mpp(tmp_path, monkeypatch):
+    """As of a virtual environment in the user's own repository."""
+    own = ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "own")
+    for words in (["init", "-q"], own):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(mpp, "__file__", str(tmp_path / "site-packages" / "mpp" / "__init__.py"))
+    (tmp_path / "site-packages" / "mpp").mkdir(parents=True)
+    assert compare.code_version.__wrapped__() == mpp.__version__
 
 
 @pytest.mark.faults

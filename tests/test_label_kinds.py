@@ -33,6 +33,7 @@ from evaluation.metrics.scoring import (
 from evaluation.supervision.learners import learner_of
 from mpp.config import DataConfig
 from mpp.data.labels import find_label_kind, find_labels, read_labels
+from mpp.data.sources import load_image_datasets
 from mpp.errors import UserError
 from mpp.runtime.messages import shortened
 
@@ -481,3 +482,8 @@ def test_a_name_does_not_break_a_table():
     """Neither a bar nor a new line ends a cell of Markdown: of classes, encoders, files."""
     lines = markdown_table(["class", "images"], [["a|b", "1"], ["c\nd", "2"]]).splitlines()
     assert [line.split() for line in lines[2:]] == [["|", r"a\|b", "|", "1", "|"], ["|", "c", "d", "|", "2", "|"]]
+
+
+def test_labels_of_several_classes_take_a_byte_each(tmp_path):
+    train, _ = load_image_datasets(DataConfig(path=str(write_images(tmp_path / "images", colours))), None, "several")
+    assert train.labels.dtype == np.int8

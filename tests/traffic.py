@@ -17,12 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from evaluation.memory import compute_loss
+from evaluation.memory import compute_loss, fake_batch
 from mpp.config import Config
 from mpp.config.parsing import parse
-from mpp.corruption import draw, stack
 from mpp.models.networks import build_model
-from mpp.models.plain import cell_grid
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach")
@@ -63,13 +61,10 @@ def count_traffic(config: Config, images: int) -> TrafficMode:
     config = replace(config, model=replace(config.model, attention="fused"))
     with torch.device("meta"):
         model, objective = build_model(config)
-    grid, _ = cell_grid(model.encoder)
-    size = model.encoder.patch_embed.img_size
     counter = TrafficMode()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
-        pixels = torch.empty(images, config.data.channels, *size, dtype=torch.uint8)
-        corruption = stack([draw(config.corruption, grid, seed=0, epoch=0, index=0)] * images)
+        pixels, corruption = fake_batch(config, model, images)
         with counter:
             compute_loss(model, objective, pixels, corruption, config.run.precision).backward()
     return counter
