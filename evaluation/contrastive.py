@@ -117,6 +117,7 @@ class Contrastive(ImageTask):
         self.images_of_a_pass = layout.largest_share * layout.world_size
         batch, shares = config.optim.global_batch_size, layout.share_count
         require(batch % shares == 0, "optim.global_batch_size", batch, f"a multiple of {shares}: views are gathered")
+        self.representation = config.head.pooling
         begins_from = config.model.init_from
         self.builds_on_labels = begins_from is not None and learned_labels(begins_from)
         self.licence = licence_of(begins_from)
@@ -129,7 +130,7 @@ class Contrastive(ImageTask):
         require(fits, "the number of images in a forward pass", self.images_of_a_pass, allowed)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
-        self.probe = self.build_probe(self.train, config.probe, config.head.pooling, begins_from)
+        self.probe = self.build_probe(self.train, config.probe, begins_from)
 
     def build_model(self) -> tuple[HeadedEncoder, ImageSize]:
         """The encoder with the projection head; height and width of its images."""
@@ -151,7 +152,7 @@ class Contrastive(ImageTask):
         """Its training in a sentence, for the model card."""
         begins_from = self.config.model.init_from
         start = f", from {begins_from}," if begins_from else ""
-        feature = "[class] token" if self.model.pooling == "class" else "mean of the patch tokens"
+        feature = "[class] token" if self.representation == "class" else "mean of the patch tokens"
         method = f"Pre-trained without labels{start} by contrastive learning (SimCLR: Chen et al., ICML 2020). Its "
         method += f"feature is the {feature}; the projection head is left out"
         return ". ".join(filter(None, [method, describe_adaptation(self.config.model)]))

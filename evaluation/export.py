@@ -2,6 +2,7 @@
 
     python evaluation/export.py --encoder runs/birds --out encoder.onnx
     python evaluation/export.py --encoder runs/birds --out encoder.pt2 --format torch_export --representation tokens
+    python evaluation/export.py --classifier runs/birds_finetuned --out classifier.onnx
 
 The file is run on held-out images, and kept if its numbers are PyTorch's.
 """
@@ -9,6 +10,7 @@ The file is run on held-out images, and kept if its numbers are PyTorch's.
 import json
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,10 +24,11 @@ from evaluation.config import ExportConfig
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid
 from evaluation.frozen.features import DEFAULT_BATCH_SIZE, views_for
 from evaluation.frozen.results import write_json
-from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of, parse_and_load, tested_encoder
-from evaluation.supervision.classifiers import Classifier, load_classifier
+from evaluation.frozen.run_images import LoadedSplits, find_run, load_images_of
+from evaluation.predict import find_classifier, open_classifier, parse_classifier
+from evaluation.supervision.classifiers import Classifier
 from evaluation.supervision.learners import average_heads
-from mpp.config import rebuild, require
+from mpp.config import require
 from mpp.data.loader import fixed_view_batches
 from mpp.data.workers import deaths_explained
 from mpp.errors import UserError, one_line
@@ -49,7 +52,7 @@ class ExportedModule(nn.Module):
     def __init__(self, config: ExportConfig, encoder: FrozenEncoder, classifier: Classifier | None):
         super().__init__()
         self.model = classifier.network if classifier else encoder.model
-        self.representation = config.representation
+        self.representation = "logits" if classifier else config.representation
         self.normalize = encoder.normalize if config.normalize else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -69,10 +72,13 @@ def export(config: ExportConfig, loaded: LoadedSplits | None = None) -> dict[str
     out, suffix = Path(config.out), SUFFIXES[config.format]
     require(out.suffix == suffix, "out", out, f"a file whose name ends in {suffix}")
     start_alone(config.frozen.run_settings("fp32"), "a file is written")
+    found, classifier = find_classifier(config), None
+    if config.classifier:
+        classifier = open_classifier(found, config.data.channels)
+        allowed = "one of whole images: masks are put together of windows"
+        require(classifier.label_kind != "pixels", "classifier", config.classifier, allowed)
+    config = replace(config, classifier=None, frozen=found.frozen)
     encoder = open_frozen_encoder(config.frozen, config.data)
-    classifier = None
-    if config.representation == "logits":
-        classifier = load_classifier(config.frozen.encoder, config.data.channels, "encoder")
     module = ExportedModule(config, encoder, classifier).eval()  # a colour baseline has no model
     if config.representation == "tokens":
         patch_grid(encoder.model)  # raises where it has none
@@ -125,7 +131,7 @@ def write_file(
                     module,
                     (images,),
                     input_names=["images"],
-                    output_names=["features"],
+                    output_names=["logits" if module.representation == "logits" else "features"],
                     dynamic_shapes=shapes,
                     verbose=False,
                 )
@@ -151,7 +157,7 @@ def read_file(file: Path) -> Computation:
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(["features"], {"images": images.numpy()})[0])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
 def describe_file(
@@ -169,30 +175,30 @@ def describe_file(
     about |= about.pop("data")
     kind = "from 0 to 255" if config.normalize else "(pixels / 255 - mean) / std"
     shape = ", ".join(map(str, images.shape[1:]))
-    outputs = {"tokens": "(batch, tokens, width)", "logits": "(batch, classes)"}
+    representation = "logits" if classifier else config.representation
+    outputs = {"tokens": "features (batch, tokens, width)", "logits": "logits (batch, classes)"}
     about |= {
         "mpp": mpp.__version__,
         "encoder": (find_run(frozen.encoder) or Path(frozen.encoder)).name,
         "weights": weights,
-        "architecture": model.pretrained_cfg.get("architecture"),
+        "architecture": f"{type(model).__name__}, width {model.num_features}, depth {len(encoder.stages)}",
         "interpolation": "bilinear, antialiased",
         "normalize": config.normalize,
-        "representation": config.representation,
+        "representation": representation,
         "input": f"images (batch, {shape}) {str(images.dtype).removeprefix('torch.')}, {kind}",
-        "output": f"features {outputs.get(config.representation, '(batch, width)')} float32",
+        "output": f"{outputs.get(representation, 'features (batch, width)')} float32",
     }
     if hasattr(model, "num_prefix_tokens"):
         about |= {"prefix_tokens": model.num_prefix_tokens, "grid": list(patch_grid(model))}
     if classifier is not None:
         about["output"] += f": {classifier.meaning}"
-        about |= {"class_names": classifier.class_names, "label_kind": classifier.label_kind}
+        about |= {"label_names": classifier.class_names, "label_kind": classifier.label_kind}
     return about
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Export as the command line, or `arguments`, say."""
-    config, loaded = parse_and_load(ExportConfig, arguments, tested_encoder)
-    return export(rebuild(config, {"encoder": tested_encoder(config)}), loaded)
+    return export(*parse_classifier(ExportConfig, arguments))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,9 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     print_details(path, report)
     print(f"wrote {path}")
     if config.test:
-        finish(folder / f"lr_{best:g}", config.run.report)
+        tested = folder / f"lr_{best:g}"
+        print(f"learning rate {best:g} was tested: {tested}")
+        finish(tested, folder, config.run.report)
     return report
 
 

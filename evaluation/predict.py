@@ -10,14 +10,14 @@ the same command continues. The classifier is a fine-tuned or supervised run, a 
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evaluation.config import MaskedDataConfig, PredictConfig, ProbeDataConfig
+from evaluation.config import EncoderConfig, ExportConfig, MaskedDataConfig, PredictConfig, ProbeDataConfig
 from evaluation.frozen.encoder import FrozenEncoder, load_frozen_encoder
 from evaluation.frozen.features import describe_precision
 from evaluation.frozen.kept_heads import KeptHead, is_kept_head, load_head, rebuild_linear
@@ -31,6 +31,7 @@ from evaluation.frozen.run_images import (
     lineage,
     note_other_images,
     parse_and_load,
+    tested_encoder,
 )
 from evaluation.metrics.scoring import result_entries, without_nan
 from evaluation.patches.features import LinearReading, patch_features, upsample
@@ -66,7 +67,7 @@ def predict(config: PredictConfig, loaded: LoadedSplits | None = None) -> Path:
     changed = changed_settings(config)
     for name in changed.keys() & {"class": OF_PIXELS, "pixels": OF_CLASSES}.get(kind, OF_CLASSES | OF_PIXELS):
         require(False, name, changed[name], f"left out: labels of {config.classifier} are of the kind {kind}")
-    note_other_images(found.encoder, config.data, found.how_read)
+    note_other_images(found.frozen.encoder, config.data, found.how_read)
 
     of_kind, usual = ImagePredictions, ProbeDataConfig()  # to which `mask` is a column as any other
     if kind == "pixels":
@@ -157,12 +158,10 @@ class ProbedEncoder(nn.Module):
 class ClassifierSource:
     """The classifier that the setting `classifier` names."""
 
-    encoder: str
+    frozen: EncoderConfig
     """The run folder, timm folder or name of the classifier itself; or a kept head's encoder."""
     head: KeptHead | None = None
     """None: the classifier has its head by training."""
-    checkpoint: str | None = None
-    """File of weights of a kept head's timm model."""
 
     @property
     def how_read(self) -> dict[str, Any]:
@@ -172,21 +171,23 @@ class ClassifierSource:
     @property
     def learned(self) -> list[LabelledImages]:
         """The images that it was trained on with their labels: its own, and those of the encoders it builds on."""
-        found = [find_labelled_images(encoder) for encoder in lineage(self.encoder)]
+        found = [find_labelled_images(encoder) for encoder in lineage(self.frozen.encoder)]
         return [each for each in (self.head and self.head.learned, *found) if each is not None]
 
 
-def find_classifier(config: PredictConfig) -> ClassifierSource:
-    """Find the classifier that the settings name, and its encoder.
+def find_classifier(config: PredictConfig | ExportConfig) -> ClassifierSource:
+    """Find the classifier that the settings name, and its encoder; or the encoder of an export without one.
 
     Raises:
         UserError: no such classifier, or the encoder of a kept head is gone or another.
     """
-    folder, named = Path(config.classifier), config.encoder
+    if config.classifier is None:
+        return ClassifierSource(replace(config.frozen, encoder=tested_encoder(config)))
+    folder, named = Path(config.classifier), changed_settings(config).get("encoder")
     if is_kept_head(folder):
         return find_encoder_of_head(load_head(folder), named)
     require(named is None, "encoder", named, f"null with {folder}, which has its own encoder")
-    return ClassifierSource(str(find_tested_run(folder, "classifier") or folder))
+    return ClassifierSource(EncoderConfig(str(find_tested_run(folder, "classifier") or folder)))
 
 
 def find_encoder_of_head(head: KeptHead, named: str | None) -> ClassifierSource:
@@ -198,17 +199,19 @@ def find_encoder_of_head(head: KeptHead, named: str | None) -> ClassifierSource:
         UserError: it is gone, or another one is in its place.
     """
     about = head.description
+    img_size = sides(about.input["img_size"])
+    frozen = EncoderConfig(about.encoder, about.checkpoint, about.random, about.seed, img_size)
     if about.weights == "":  # random, or published by timm: known by its name
         allowed = f"null or {about.encoder}, which {head.folder} was trained on"
         require(about.random or named in (None, about.encoder), "encoder", named, allowed)
-        return ClassifierSource(named or about.encoder, head)
+        return ClassifierSource(replace(frozen, encoder=named or about.encoder), head)
     run, was = head.folder.resolve().parent.parent, about.checkpoint or about.encoder
     places = [named] if named else [str(run), str(run / BEST), was]
     for place in places:
         with suppress(UserError):  # no encoder is there
             if fingerprint(Path(place), on_hub=True) == about.weights:
-                names = (about.encoder, head, place) if about.checkpoint else (place, head)
-                return ClassifierSource(*names)
+                setting = "checkpoint" if about.checkpoint else "encoder"
+                return ClassifierSource(replace(frozen, **{setting: place}), head)
     ways = f"{' or '.join(places)}: choose it with --encoder"
     raise UserError(f"the encoder that {head.folder} was trained on ({was}) is not at {ways}")
 
@@ -220,10 +223,9 @@ def open_classifier(found: ClassifierSource, channels: int) -> Classifier:
         UserError: no classifier there, or one of other channels.
     """
     if found.head is None:
-        return load_classifier(found.encoder, channels, "classifier")
-    about = found.head.description
-    size = sides(about.input["img_size"])
-    encoder = load_frozen_encoder(found.encoder, found.checkpoint, about.random, size, about.seed, channels)
+        return load_classifier(found.frozen.encoder, channels, "classifier")
+    about, how = found.head.description, found.frozen
+    encoder = load_frozen_encoder(how.encoder, how.checkpoint, how.random, how.img_size, how.seed, channels)
     outputs = len(found.head.weights["classify.bias"])
     names = distinct_class_names(about.class_names, len(about.class_names))
     kind = "class" if about.task == "classes" else about.task
@@ -239,13 +241,17 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
     Images are read as a kept head's training images were, or those of the run.
     """
-    settings = parse_and_load(
-        PredictConfig,
+    return predict(*parse_classifier(PredictConfig, arguments))
+
+
+def parse_classifier(config_class: type, arguments: Sequence[str] | None) -> tuple[Any, LoadedSplits | None]:
+    """Read a config that may name a classifier: see `parse_and_load`."""
+    return parse_and_load(
+        config_class,
         arguments,
-        lambda config: find_classifier(config).encoder,
+        lambda config: find_classifier(config).frozen.encoder,
         lambda config: find_classifier(config).how_read,
     )
-    return predict(*settings)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from evaluation.frozen.run_images import (
     load_unchanged_splits,
     parse_and_load,
     reports_of_training,
-    tested_encoder,
 )
 from evaluation.metrics.scoring import evenly_spaced, kind_of_report, summarize_accuracies
 from evaluation.pages.page import (
@@ -116,7 +115,7 @@ def report(config: ReportConfig) -> Path:
     Raises:
         UserError: there is no run, or it has logged nothing.
     """
-    folder = find_run(tested_encoder(config))
+    folder = find_run(config.encoder)
     require(folder is not None, "encoder", config.encoder, "the folder of a run")
     require_imports(folder)
     history = read_history(folder)
@@ -397,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page with the settings of the command line, or of `arguments`."""
     # without its images a run still has curves, so other images than the run's are not refused here
     config, _ = parse_and_load(ReportConfig, arguments, compare=False)
-    report(rebuild(config, {"encoder": tested_encoder(config)}))
+    report(config)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ ViTs, BiT's ResNets (`--model.name resnetv2_50x1_bit`) and hybrids (`--model.nam
 and its encoder/ are as pre-training's, so that every probe takes it. Fine-tuning is the same task (finetune.py).
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -55,10 +57,12 @@ from mpp.errors import Unavailable
 from mpp.features.metrics import Sums, add_sums, is_right, sum_over_processes
 from mpp.models.descriptions import licence_of
 from mpp.models.encoder import Normalize
-from mpp.models.plain import checkpoint_activations, has_running_statistics
+from mpp.models.plain import checkpoint_activations, has_running_statistics, set_pooling
+from mpp.runtime.files import complete
 from mpp.runtime.messages import note
 from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
+from mpp.runtime.weights import CLASSIFIER, ENCODER
 from mpp.training.flops import executed_flops
 from mpp.training.log import UNREADABLE_FILE, Tracker, last_scalars
 from mpp.training.run import train, write_run_page
@@ -107,7 +111,6 @@ class Classification(ImageTask):
         self.held_out = held_out.choose(data.eval_images, data.cut_seed)
         self.label_kind = self.train.label_kind
         self.classes = number_of_classes(splits)
-        self.label_names = self.train.class_names[: self.classes] or None
         self.learner = learner_of(self.label_kind, self.train.labels, self.classes, config.loss)
 
         needs_classes = augment.mixup or augment.cutmix or augment.label_smoothing or teacher
@@ -159,7 +162,20 @@ class Classification(ImageTask):
         if distill.teacher is not None:
             start += f", and by {distill.kind} distillation from {distill.teacher} through a token (DeiT: Touvron "
             start += "et al., ICML 2021). The tokens begin with [class] and the distillation token"
-        return f"Trained with labels, from {start}; the classification head is left out"
+        return f"Trained with labels, from {start}"
+
+    def export(self, model: HeadedEncoder, folder: Path, name: str = ENCODER) -> None:
+        """Write the encoder, and at the end the classifier, if it has a linear head: timm has no others."""
+        super().export(model, folder, name)
+        if name != ENCODER or self.config.head.kind != "linear" or self.teacher:
+            return
+        model = copy.deepcopy(model)
+        linear = self.learner.merge(next(each for each in model.head.modules() if isinstance(each, nn.Linear)))
+        set_pooling(model.encoder, model.pooling, linear.out_features)
+        head = model.encoder.get_classifier()
+        weights = {"weight": linear.weight.view_as(head.weight), "bias": linear.bias}  # some heads are convolutions
+        head.load_state_dict(weights)
+        super().export(model, folder, CLASSIFIER)
 
     def views(self, dataset: ImageDataset) -> ViewDataset:
         """Crops of these images, perhaps augmented."""
@@ -264,8 +280,19 @@ def result_of_run(folder: Path, seed: int) -> dict[str, Any]:
     return result
 
 
-def finish(run: Path, writes_page: bool) -> None:
-    """Write the page of a run, with the figures of its report if asked for, and print how to use it."""
+def finish(run: Path, folder: Path, writes_page: bool) -> None:
+    """Write the page of a run, with the figures of its report if asked for, and print how to use it.
+
+    Args:
+        folder: the run's, or that of its fine-tuning, which gets the classifier, too.
+    """
+    if not (run / CLASSIFIER).is_dir():
+        print(f"no {CLASSIFIER}/: timm has linear heads only (head.kind), and none with a teacher")
+    else:
+        if folder != run:
+            with complete(folder / CLASSIFIER) as partial:
+                copytree(run / CLASSIFIER, partial)
+        print(f"wrote {folder / CLASSIFIER}: the encoder with its head, a model of timm")
     if writes_page:
         write_run_page(run)
     print(f"next: mpp predict --classifier {quote(str(run))} --data.path NEW_IMAGES")
@@ -281,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = folder / SUPERVISED_REPORT
         print_details(path, write_report(path, {"results": [result_of_run(folder, config.run.seed)]}))
         print(f"wrote {path}")
-    finish(folder, config.run.report)
+    finish(folder, folder, config.run.report)
 
 
 if __name__ == "__main__":

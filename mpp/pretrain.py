@@ -80,7 +80,7 @@ class Pretraining(ImageTask):
         train_images = self.load_images(config)
         evaluated = self.held_out.choose(config.data.eval_images, config.data.cut_seed)
         self.held_out_views = self.fixed_view_loader.add(self.views(evaluated))
-        self.probe = self.build_probe(train_images, config.probe, init_from=config.model.init_from)
+        self.probe = self.build_probe(train_images, config.probe, config.model.init_from)
 
     def load_images(self, config: Config) -> ImageDataset:
         """Load the training and the held-out images.

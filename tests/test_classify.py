@@ -14,13 +14,15 @@ from conftest import TINY, encoded, kill_at, picture, read_metrics, title_and_ta
 from safetensors.torch import load_file, save_file
 
 import mpp
-from evaluation import finetune, supervised
+from evaluation import contrastive, finetune, supervised
 from evaluation.config import SupervisedConfig
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import load_labelled
 from evaluation.metrics.scoring import image_scores, largest_class, load_outcomes
 from evaluation.supervised import Classification
+from evaluation.supervision.classifiers import load_classifier
 from evaluation.supervision.learners import HeadedEncoder, build_backbone
+from mpp import pretrain
 from mpp.config import AugmentConfig, Config, DataConfig, ModelConfig, OptimConfig
 from mpp.config.parsing import to_yaml
 from mpp.data.loader import BatchLayout
@@ -90,7 +92,7 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
         "supervised.classes.csv",
         "supervised.confusion.png",
     }
-    assert files == documents | {"checkpoints", "encoder", ".lock"}
+    assert files == documents | {"checkpoints", "encoder", ".lock"}  # no classifier/: timm has no head of two layers
     outcomes = load_outcomes(folder / "supervised.json")
     assert outcomes.class_names == birds and len(outcomes) == 8
     assert image_scores(outcomes).mean() == pytest.approx(read_metrics(folder, "heldout/accuracy")[4])
@@ -105,13 +107,54 @@ def test_supervised_run_looks_like_pre_trainings(tmp_path, capsys):
     assert read_metrics(folder, "heldout/largest_class")[4] == 0.25  # of 8 birds
     encoder = mpp.load_encoder(folder)
     assert encoder(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
-    assert encoder.pretrained_cfg["label_names"] == birds
+    assert "label_names" not in encoder.pretrained_cfg  # its output is no logits
     assert learned_labels(str(folder))
     assert "| accuracy " in capsys.readouterr().out
     title, tags = title_and_tags(folder / "encoder")
     assert title == "run: encoder trained with labels"
     assert "self-supervised" not in tags
     assert json.loads((folder / "data.json").read_text())["train"]["classes"] == birds
+
+
+SOURCE = "the encoder"
+JUDGED = {
+    "pre-trained, with registers": (pretrain, "mean", ["--model.arguments={reg_tokens: 2}"]),
+    "rows and columns": (pretrain, "mean", ["--model.mixing=axial"]),
+    "tables of biases": (pretrain, "mean", ["--model.name=beit_base_patch16_224", "--model.patch_size=8"]),
+    "rotations": (supervised, "mean", ["--model.name=vit_small_patch16_dinov3", "--model.patch_size=8"]),
+    "SimCLR": (contrastive, "mean", []),
+    "SimCLR that trains [class]": (contrastive, "class", ["--head.pooling=class"]),
+    "fine-tuned": (finetune, "mean", [f"--encoder={SOURCE}", "--lrs=0.1"]),
+    "distilled": (supervised, "mean", [f"--distill.teacher={SOURCE}"]),
+}
+
+
+@pytest.mark.parametrize("kind", JUDGED)
+def test_the_card_gives_plain_timm_the_feature_that_was_judged(kind, encoder, tmp_path):
+    """Exactly; and an encoder from before its pooling was exported has the same feature in mpp."""
+    command, representation, options = JUDGED[kind]
+    source = encoder
+    if kind == "distilled":
+        source = tmp_path / "teacher"
+        export_encoder(mpp.load_encoder(encoder, num_classes=9), source, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    options = [option.replace(SOURCE, str(source)) for option in options]
+    settings = {pretrain: TINY, contrastive: TINY, supervised: BASE + SMALL, finetune: BASE}[command]
+    command.main([*settings, *options, f"--run.dir={tmp_path / 'run'}"])
+    folder = tmp_path / "run" / ("lr_0.1/encoder" if kind == "fine-tuned" else "encoder")
+    images = torch.randn(3, 3, 32, 32)
+    model = mpp.load_encoder(folder)
+    with torch.no_grad():
+        (expected,) = features_at(model, images, [len(stages(model))], representation)
+        names = {"images": images}
+        snippet = (folder / "README.md").read_text().split("```python")[1].split("```")[0]
+        exec(snippet.replace("FOLDER", str(folder)), names)
+        assert torch.equal(names["features"], expected)
+        settings = json.loads((folder / "config.json").read_text())
+        for name in ("global_pool", "fc_norm", "use_fc_norm"):
+            settings["model_args"].pop(name, None)
+        (folder / "config.json").write_text(json.dumps(settings))
+        (before,) = features_at(mpp.load_encoder(folder), images, [len(stages(model))], representation)
+        assert torch.equal(before, expected)
 
 
 def test_a_run_that_kept_no_outcomes_has_its_last_accuracy(tmp_path):
@@ -232,12 +275,17 @@ THIN = "--model.arguments={channels: [128, 128, 128, 128], stem_chs: 32}"
 
 def test_a_resnet_of_fewer_channels_trains_and_is_loaded_by_plain_timm(tmp_path):
     arguments = ["--model.name=resnetv2_50x1_bit", THIN, "--model.img_size=32", "--run.steps=1", "--data.eval_images=2"]
-    folder = train_supervised(tmp_path / "run", *arguments, "--optim.global_batch_size=2")
+    folder = train_supervised(tmp_path / "run", *arguments, "--optim.global_batch_size=2", "--head.kind=linear")
     encoder = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True)
     channels = [stage.blocks[-1].conv3.out_channels for stage in encoder.stages]
     assert encoder.num_features == 128 and channels == [128] * 4
     trained = load_file(folder / "encoder" / "model.safetensors")
     assert all(torch.equal(value, trained[name]) for name, value in encoder.state_dict().items())
+    classifier = timm.create_model(f"local-dir:{folder / 'classifier'}", pretrained=True).eval()  # by a convolution
+    images = torch.rand(2, 3, 32, 32)
+    network = load_classifier(str(folder), 3, "classifier").network.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(classifier(images * 2 - 1), network(images * 255), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +308,7 @@ def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, caps
     report = read_report(tmp_path)
     (result,) = report["results"]
     best = result["lr"]
+    assert runs.pop(0) == "classifier"
     assert runs == ["dev_lr_0.01", "dev_lr_0.1", f"lr_{best:g}"]
     dev_accuracies = {row["lr"]: row["accuracy"] for row in report["dev"]}
     assert best == max(dev_accuracies, key=dev_accuracies.get)
@@ -271,6 +320,7 @@ def test_finetuning_compares_rates_on_dev_and_tests_once(tmp_path, encoder, caps
     low, high = result["interval"]
     assert low < result["accuracy"] < high and report["labels"]["class_names"][0] == "fowl"
     printed = capsys.readouterr()
+    assert f"{best:g} was tested: {tmp_path / runs[-1]}" in printed.out
     assert "| learning rate | dev accuracy (%) |" in printed.out
     assert "dev images (dev_fraction of the training images) choose the rate: too few to tell" in printed.out
     assert f"the best rate, {best:g}, is the smallest or largest of lrs" in printed.out
@@ -361,7 +411,7 @@ def test_the_card_names_a_file_of_weights_and_has_no_licence_of_timms_own(tmp_pa
     save_file(timm.create_model("test_vit", num_classes=0, img_size=32).state_dict(), file)
     fine_tune(tmp_path / "run", "test_vit", f"--checkpoint={file}", "--img_size=32", "--lrs=0.1", "--run.steps=1")
     card = (tmp_path / "run" / "lr_0.1" / "encoder" / "README.md").read_text()
-    assert f"Trained with labels, from {file};" in card
+    assert f"Trained with labels, from {file}." in card
     assert timm.get_pretrained_cfg("test_vit").license and "license:" not in card
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import timm
 import torch
 from conftest import encoded, interrupt_after, picture
 from PIL import Image
@@ -126,12 +127,22 @@ def test_a_fine_tuned_run_says_what_it_takes_each_image_for(images, finished_run
         assert np.allclose([row["p_cat"], row["p_dog"]], expected, atol=1e-5)
     for format, end in (("onnx", "onnx"), ("torch_export", "pt2")):
         written = tmp_path / f"classifier.{end}"
-        options = [f"--format={format}", "--representation=logits", f"--out={written}", "--images=5", "--threads=1"]
-        export.main([f"--encoder={tuned / 'lr_0.1'}", *options, "--data.workers=0"])
+        options = [f"--format={format}", f"--out={written}", "--images=5", "--threads=1"]
+        export.main([f"--classifier={tuned / 'lr_0.1'}", *options, "--data.workers=0"])
         found = export.read_file(written)(torch.zeros(1, 3, *size, dtype=torch.uint8))
         assert torch.allclose(found, network(torch.zeros(1, 3, *size)), atol=1e-5)
         about = json.loads(written.with_name(f"{written.name}.json").read_text())["about"]
-        assert about["class_names"] == ["cat", "dog"]
+        assert about["label_names"] == ["cat", "dog"]
+    model = timm.create_model(f"local-dir:{tuned / 'classifier'}", pretrained=True).eval()
+    assert model.pretrained_cfg["label_names"] == ["cat", "dog"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(-torch.ones(1, 3, *size)), network(torch.zeros(1, 3, *size)))
+    of_encoder = []
+    for place in (tuned, tuned / "lr_0.1"):  # a fine-tuning's folder means its tested run, in every command
+        file = tmp_path / f"{place.name}.parquet"
+        embed.main([f"--encoder={place}", f"--data.path={images}", f"--out={file}", *FAST])
+        of_encoder.append(rows_of(file))
+    assert of_encoder[0] == of_encoder[1]
     with pytest.raises(
         UserError, match=r"classifier is .*; it must be the folder of a finished supervised or fine-tuned"
     ):

@@ -110,6 +110,11 @@ RESNET = ("--encoder=resnet10t", "--random=true")
     [
         pytest.param(["--encoder=floor:pixels"], "a colour baseline has no weights", id="a baseline"),
         pytest.param([*RESNET, "--representation=tokens"], "ResNet has no sequence of patches", id="no patches"),
+        pytest.param(
+            ["--encoder=runs/birds", "--classifier=runs/x", "--img_size=96"],
+            "classifier is runs/x; it must be null with img_size",
+            id="another size of a classifier",
+        ),
         pytest.param([*RESNET, "--representation=class"], "has no [class] token", id="no [class]"),
         pytest.param(
             ["--out=encoder.pt"], "out is encoder.pt; it must be a file whose name ends in .pt2", id="another end"

@@ -143,21 +143,31 @@ def test_a_file_of_onnx_has_kind_names_and_outputs_in_their_unit(kind, tuned, im
     assert config["label_kind"] == kind
     file = tmp_path / "logits.onnx"
     few = ("--images=6", "--threads=1", "--data.workers=0")
-    export.main([f"--encoder={tuned}", f"--out={file}", "--representation=logits", *few])  # of its tested run
+    export.main([f"--classifier={tuned}", f"--out={file}", *few])  # of its tested run
     session = onnxruntime.InferenceSession(str(file))
     metadata = session.get_modelmeta().custom_metadata_map
-    assert metadata["label_kind"] == kind and json.loads(metadata["class_names"]) == ([] if kind == "number" else NAMES)
+    assert metadata["label_kind"] == kind and json.loads(metadata["label_names"]) == ([] if kind == "number" else NAMES)
     meaning = {"several": "the sigmoid of each is the probability of its class", "number": "in the unit of the labels"}
     assert metadata["output"].endswith(meaning[kind])
 
     rows = rows_of(tmp_path / "p.parquet", tuned, images)
     pixels = np.concatenate([plain_pixels(images / row["file"]) for row in rows])
-    (outputs,) = session.run(["features"], {"images": pixels})
+    (outputs,) = session.run(["logits"], {"images": pixels})
     assert outputs.shape == (16, 1 if kind == "number" else 2)
-    for row, output in zip(rows, torch.from_numpy(outputs), strict=True):
+    model = timm.create_model(f"local-dir:{tuned / 'classifier'}", pretrained=True).eval()
+    assert model.pretrained_cfg.get("label_names", []) == ([] if kind == "number" else NAMES)
+    with torch.no_grad():
+        of_timm = torch.cat([model(plain_view(images / row["file"])) for row in rows])
+    for row, *both in zip(rows, torch.from_numpy(outputs), of_timm, strict=True):
         expected = [row["number"]] if kind == "number" else [row[f"p_{name}"] for name in NAMES]
-        found = output if kind == "number" else output.sigmoid()
-        assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        for output in both:
+            found = output if kind == "number" else output.sigmoid()
+            assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    away = shutil.copytree(tuned / "classifier", tmp_path / "away")  # without its run
+    assert rows_of(tmp_path / "q.parquet", away, images) == [
+        {key: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value for key, value in row.items()}
+        for row in rows
+    ]
 
 
 def plain_pixels(image: Path) -> np.ndarray:

@@ -110,7 +110,7 @@ def test_fine_tuning_on_the_layout_of_a_published_dataset(tmp_path, recipe, patc
     places = (f"--data.path={tmp_path / 'images'}", f"--encoder={encoder}", f"--run.dir={tmp_path / 'run'}")
     finetune.main([*configs, *places, *FEW, *options])
     (run,) = (tmp_path / "run").glob("lr_*")
-    settings = json.loads((run / "encoder" / "config.json").read_text())
+    settings = json.loads((run / "classifier" / "config.json").read_text())
     assert settings["pretrained_cfg"]["input_size"] == [3, side, side]
     label = "fine_label" if names[0] == "cifar100" else "label"
     assert len(settings["label_names"]) == layout.columns[label]

@@ -44,6 +44,7 @@ LabelTask = Literal["auto", "class", "several", "number"]
 NumberLoss = Literal["l2", "l1"]
 Reading = Literal["linear", "knn"]
 ProtocolName = Literal["logistic", "mae", "dinov2"]
+OF_ENCODERS = {"checkpoint", "random", "seed", "img_size", "representation", "normalize"}
 OF_LOGISTIC = {"protocol": "logistic"}
 OF_LINEAR = {"readings": "linear"}
 OF_KNN = {"readings": "knn"}
@@ -190,15 +191,16 @@ class ExportConfig(Settings):
 
     frozen: EncoderConfig = EncoderConfig()
     data: ProbeDataConfig = ProbeDataConfig()
+    classifier: str | None = None
+    """Classifier whose logits are exported, as `mpp predict` takes it. null: features of the encoder."""
     out: str = setting("encoder.onnx", operational=True)
     """File to write; an existing one is replaced. FILE.json next to it has the same metadata, and the results of its
     verification."""
     format: Literal["onnx", "torch_export"] = "onnx"
     """onnx: for onnxruntime and others; torch_export: a torch.export program (.pt2), which torch runs without mpp. For
     only the weights, use the run's folder `encoder`."""
-    representation: Literal["mean", "class", "tokens", "logits"] = "mean"
-    """Output: the `mean` of the patches, the `class` token, all `tokens` ([class] and registers first), or the `logits`
-    of a supervised or fine-tuned run, one per class."""
+    representation: Literal["mean", "class", "tokens"] = "mean"
+    """Output: the `mean` of the patches, the `class` token, or all `tokens` ([class] and registers first)."""
     normalize: bool = True
     """Normalise in the exported file. true: input is pixels as uint8 (of more than 8 bits: float32 from 0 to 255).
     false: input is float32, already normalised."""
@@ -206,10 +208,10 @@ class ExportConfig(Settings):
     """Largest number of held-out images for verifying the file."""
 
     def check(self):
-        if self.representation == "logits":
-            changed = changed_settings(self).keys() & {"checkpoint", "random", "img_size", "normalize"}
-            allowed = f"another one with {' and '.join(changed)}: logits need the run as it was trained"
-            require(not changed, "representation", "logits", allowed)
+        if self.classifier:
+            changed = changed_settings(self).keys() & OF_ENCODERS
+            allowed = f"null with {' and '.join(changed)}: it is exported as it was trained"
+            require(not changed, "classifier", self.classifier, allowed)
 
 
 @dataclass(frozen=True)

@@ -106,13 +106,14 @@ def config_class_of(settings: dict[str, Any]) -> type | None:
 
 
 def find_tested_run(folder: Path, setting: str) -> Path | None:
-    """The run of the best rate in the folder of a fine-tuning; None: it is none.
+    """The run of the best rate in the folder of a fine-tuning, or of its classifier; None: it is none.
 
     Args:
         setting: that names the folder, for messages.
     Raises:
         UserError: it has compared rates and trained no run on all images.
     """
+    folder = run_of(folder)
     if not (folder / FINETUNING_REPORT).is_file():
         return None
     results = json.loads((folder / FINETUNING_REPORT).read_text(encoding="utf-8"))["results"]
@@ -162,7 +163,8 @@ def parse_and_load(
         encoder_of: the encoder of the settings.
         how_read_of: settings by which the images are read, whatever the encoder's were.
     Returns:
-        The config, and the splits of its images if comparing has loaded them.
+        The config, with the tested run of a fine-tuning as its encoder, and the splits of its images if comparing has
+        loaded them.
     Raises:
         UserError: the run's images are gone, or have changed.
     """
@@ -182,6 +184,8 @@ def parse_and_load(
     usual = rebuild(usual, {f"data.{name}": value for name, value in inherited.items()})
     config = read(usual, words)
     check_given(config, usual)
+    if encoder_of is tested_encoder:
+        config = rebuild(config, {"encoder": tested_encoder(config)})
     run_arguments = image_arguments(config.data)
     if "path" in inherited and run_arguments:
         tell(f"the images of {run}:{run_arguments}")

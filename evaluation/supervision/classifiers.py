@@ -18,6 +18,7 @@ from evaluation.frozen.run_images import find_labelled_images, find_run
 from evaluation.supervision.learners import LEARNERS, Rescale, add_head, average_heads, learner_of
 from mpp.config import ImageSize, OptimConfig, require
 from mpp.data.identity import CLASS_NAMES_FIELD, LABEL_KIND_FIELD
+from mpp.models.descriptions import is_named, saved_config
 from mpp.models.encoder import load_encoder
 from mpp.models.plain import set_attention
 from mpp.models.teachers import resize_bilinear
@@ -117,8 +118,9 @@ def load_classifier(source: str, channels: int, setting: str) -> Classifier:
         set_attention(model, fused=False)
     frozen = FrozenEncoder(model)
     check_channels(frozen, channels, setting)
-    names = distinct_class_names(timm_names(model), classes)
-    return Classifier(nn.Sequential(frozen.normalize, model), frozen.img_size, classes, frozen.crop_pct, names)
+    kind = "class" if is_named(source) else saved_config(encoder_folder(Path(source))).get("label_kind", "class")
+    names = [] if kind == "number" else distinct_class_names(timm_names(model), classes)
+    return Classifier(nn.Sequential(frozen.normalize, model), frozen.img_size, classes, frozen.crop_pct, names, kind)
 
 
 def timm_names(model: nn.Module) -> list[str] | None:
@@ -162,6 +164,5 @@ def load_run_classifier(run: Path, channels: int, setting: str) -> Classifier:
     exported = load_file(encoder_folder(run) / "model.safetensors")  # the fingerprint is of these
     is_same = all(torch.equal(tensor, exported[name]) for name, tensor in encoder.state_dict().items())
     require(is_same, setting, run, "a run whose newest checkpoint has the weights of its encoder/")
-    names = frozen.model.pretrained_cfg.get("label_names") or learned.get(CLASS_NAMES_FIELD)
-    known = [] if kind == "number" else distinct_class_names(names, classes)
+    known = [] if kind == "number" else distinct_class_names(learned.get(CLASS_NAMES_FIELD), classes)
     return Classifier(network, frozen.img_size, classes, frozen.crop_pct, known, kind)

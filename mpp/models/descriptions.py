@@ -181,8 +181,7 @@ class EncoderFacts:
     label_kind: str = "class"
     """Kind of the labels that it learned; one class an image is not written."""
     label_names: Sequence[str] | None = None
-    """Names of the learned classes in the order of their numbers, for timm's `pretrained_cfg["label_names"]`. None: for
-    a model with a head, the names in its `pretrained_cfg`."""
+    """Names of a head's classes in the order of their numbers. None: those in the model's `pretrained_cfg`."""
     licence: str | None = None
     """Licence of the weights that it began from; None: random ones, or unknown."""
 

@@ -148,8 +148,8 @@ def load_encoder(
     Returns:
         The timm model. That of a folder is in eval mode. `forward_features` gives tokens (B, 1 + N, D), [class] first,
         of images that are normalised: `timm.data.resolve_model_data_config(model)` says size, mean, std and crop,
-        after `changes`. Calling it gives [class] (B, D), to which masked patch prediction gave no gradient of its own;
-        with `global_pool="avg", fc_norm=False` the mean.
+        after `changes`. Calling it gives the feature (B, D) that its run was judged by, mostly the mean of the patches;
+        of older exports and published weights [class], unless `global_pool="avg", fc_norm=False`.
     Raises:
         UserError: no encoder there, or weights that cannot be read or are not this model's.
     """

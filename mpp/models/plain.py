@@ -25,13 +25,15 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpp.config import Grid, check_grid, require
+from mpp.config import Grid, Representation, check_grid, require
 from mpp.errors import UserError
 from mpp.runtime.messages import warn
 
 PARTS = ("pretrained_cfg", "patch_embed", "pos_drop", "blocks", "norm", "fc_norm", "embed_dim", "num_prefix_tokens")
 ABOVE_STEM = ("blocks", "norm", "fc_norm", "head", "head_dist", "attn_pool")
 BIAS_TABLE = "relative_position_bias_table"
+POOLS = {"mean": "avg", "class": "token"}
+"""Names of timm's poolings."""
 FIXED_POSITIONS = "sincos_2d"  # the position embeddings that are not learned
 TIMM_ERRORS = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 """Errors of timm for a model that it cannot build, or for weights of another one."""
@@ -289,6 +291,16 @@ def check_cells(encoder: nn.Module) -> None:
 def has_class(encoder: nn.Module) -> bool:
     """Whether a timm model has a [class] token; not all of timm's modules have `has_class_token`."""
     return getattr(encoder, "has_class_token", getattr(encoder, "cls_token", None) is not None)
+
+
+def set_pooling(encoder: nn.Module, representation: Representation, classes: int = 0) -> None:
+    """Let a call of timm's model give the `mean` of the patches, or the `class` token; or logits of it by a new head.
+
+    Models that are no plain transformers, and DeiT's students, keep timm's own pooling.
+    """
+    is_free = is_plain(encoder) and not hasattr(encoder, "dist_token")
+    if is_free or classes:
+        encoder.reset_classifier(classes, POOLS[representation] if is_free else None)
 
 
 def has_running_statistics(model: nn.Module) -> bool:

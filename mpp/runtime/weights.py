@@ -33,11 +33,13 @@ ENCODER = "encoder"
 """Folder of a run with the encoder at its end."""
 BEST = "encoder_best"
 """Folder of a run with the encoder whose features were best (run.keep_best)."""
+CLASSIFIER = "classifier"
+"""Folder of a supervised run, or of a fine-tuning, with the encoder and its head."""
 
 
 def run_of(path: Path) -> Path:
-    """The run folder of a path that is one, or that is an encoder in one."""
-    return path.parent if path.name in (ENCODER, BEST) else path
+    """The run folder of a path that is one, or that is an encoder or a classifier in one."""
+    return path.parent if path.name in (ENCODER, BEST, CLASSIFIER) else path
 
 
 def fingerprint(path: Path, on_hub: bool = False) -> str:

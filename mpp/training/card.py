@@ -26,9 +26,10 @@ Images: {facts.images}.
 ```python
 {imports}
 
-encoder = timm.create_model("local-dir:FOLDER", pretrained=True)  # this folder; on the hub "hf-hub:NAME"
-data_config = timm.data.resolve_model_data_config(encoder)  # input size, mean, std, crop
-features = encoder.forward_features(images)  # a transformer's: encoder.num_prefix_tokens, then those of patches
+model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # this folder; on the hub "hf-hub:NAME"
+data_config = timm.data.resolve_model_data_config(model)  # input size, mean, std, crop
+tokens = model.forward_features(images)  # a transformer's: model.num_prefix_tokens, then those of patches
+{call}
 ```
 
 {figures}## Settings
@@ -48,12 +49,18 @@ def model_card(folder: Path, encoder: nn.Module, facts: EncoderFacts) -> str:
     imports = "import timm"
     if isinstance(encoder, VariantViT):
         imports = f"import mpp.models  # timm then knows this architecture\n{imports}"
+    call = "features = model(images)  # (B, D): what mpp evaluates"
+    if hasattr(encoder, "dist_token"):  # whose mean timm does not take
+        call = call.replace("model(images)", "tokens[:, 2:].mean(1)")
+    if encoder.num_classes:
+        call = "outputs = model(images)  # of the head; model.pretrained_cfg['label_names'] names them"
     return CARD.format(
         licence=f"license: {facts.licence}\n" if facts.licence else "",
         name=folder.name,
         facts=facts,
         tags="" if facts.learned_labels else ", self-supervised",
         imports=imports,
+        call=call,
         figures=figures_section(history),
         settings=(folder / "config.yaml").read_text(encoding="utf-8"),
     )

@@ -22,6 +22,7 @@ from mpp.features.metrics import Sums
 from mpp.features.probe import REFERENCE, GeneralImages, Probe, general_source, load_general_images
 from mpp.models.adaptation import count_parameters, merge
 from mpp.models.descriptions import EncoderFacts, export_encoder
+from mpp.models.plain import set_pooling
 from mpp.runtime.processes import on_main_process
 from mpp.training.card import model_card
 from mpp.training.history import last_logged_step
@@ -52,12 +53,12 @@ class ImageTask:
     """The encoder's training in a sentence, for the model card."""
     probe: Probe | None = None
     """Probe of the frozen features; None: `probe.every` is 0."""
+    representation: Representation = "mean"
+    """The feature of an image by which the encoder is judged, and that timm gives for the exported one."""
     learns_labels = False
     """Whether it learns from the training images' labels."""
     label_kind = "class"
     """Kind of the labels that it learns."""
-    label_names: list[str] | None = None
-    """Names of the training images' classes, by number; None: there are no names."""
     builds_on_labels = False
     """Whether it began from, or predicts the features of, an encoder that learned labels."""
     licence: str | None = None
@@ -78,7 +79,6 @@ class ImageTask:
         self,
         train_images: ImageDataset,
         config: ProbeConfig,
-        representation: Representation = "mean",
         init_from: str | None = None,
     ) -> Probe | None:
         """The probe of the held-out images, with these training images; None where `probe.every` is 0.
@@ -96,7 +96,7 @@ class ImageTask:
             data=self.data,
             img_size=self.img_size,
             config=config,
-            representation=representation,
+            representation=self.representation,
             general=None if config.path is None else self.load_general_images(config),
             start=None if init_from is None else Path(self.run.dir) / START_FILE,
         )
@@ -168,6 +168,8 @@ class ImageTask:
         To be called on the main process. `model` is without wrappers.
         """
         encoder = merge(model.encoder)
+        if not encoder.num_classes:
+            set_pooling(encoder, self.representation)
         builds = ", which builds on an encoder that learned labels" if self.builds_on_labels else ""
         facts = EncoderFacts(
             kind=self.kind + builds,
@@ -178,7 +180,7 @@ class ImageTask:
             step=last_logged_step(read_history(folder)),
             learned_labels=self.learns_labels or self.builds_on_labels,
             label_kind=self.label_kind,
-            label_names=self.label_names,
+            label_names=self.held_out.class_names[: encoder.num_classes],
             licence=self.licence,
         )
         export_encoder(
