@@ -165,17 +165,16 @@ class Classification(ImageTask):
         return f"Trained with labels, from {start}"
 
     def export(self, model: HeadedEncoder, folder: Path, name: str = ENCODER) -> None:
-        """Write the encoder, and at the end the classifier, if it has a linear head: timm has no others."""
+        """Write the encoder, and before the last one the classifier, if its head is linear: timm has no others."""
+        if name == ENCODER and self.config.head.kind == "linear" and not self.teacher:
+            whole = copy.deepcopy(model)
+            linear = self.learner.merge(next(each for each in whole.head.modules() if isinstance(each, nn.Linear)))
+            set_pooling(whole.encoder, whole.pooling, linear.out_features)
+            head = whole.encoder.get_classifier()
+            weights = {"weight": linear.weight.view_as(head.weight), "bias": linear.bias}  # some are convolutions
+            head.load_state_dict(weights)
+            super().export(whole, folder, CLASSIFIER)
         super().export(model, folder, name)
-        if name != ENCODER or self.config.head.kind != "linear" or self.teacher:
-            return
-        model = copy.deepcopy(model)
-        linear = self.learner.merge(next(each for each in model.head.modules() if isinstance(each, nn.Linear)))
-        set_pooling(model.encoder, model.pooling, linear.out_features)
-        head = model.encoder.get_classifier()
-        weights = {"weight": linear.weight.view_as(head.weight), "bias": linear.bias}  # some heads are convolutions
-        head.load_state_dict(weights)
-        super().export(model, folder, CLASSIFIER)
 
     def views(self, dataset: ImageDataset) -> ViewDataset:
         """Crops of these images, perhaps augmented."""

@@ -367,7 +367,7 @@ def names_of(images):
 
 def test_rates_are_compared_over_dev_steps(tmp_path, encoder):
     fine_tune(tmp_path, encoder, "--lrs=[0.01,0.1]", "--dev_steps=3")
-    folders = {path.name: path for path in tmp_path.iterdir() if path.is_dir()}
+    folders = {path.name: path for path in tmp_path.iterdir() if "lr_" in path.name}
     for name, folder in folders.items():
         last_step = 3 if name.startswith("dev") else 4
         assert list(read_metrics(folder, "heldout/accuracy")) == [last_step]

@@ -230,11 +230,13 @@ def test_the_encoder_of_a_head_on_published_weights_is_no_other(run_with_head):
     head = load_head(run_with_head / "evaluation" / "birds_head")
     published = replace(head.description, encoder="vit_tiny_patch16_224", weights="")
     head = replace(head, description=published)
-    assert predict.find_encoder_of_head(head, None).encoder == "vit_tiny_patch16_224"
+    assert predict.find_encoder_of_head(head, None).frozen.encoder == "vit_tiny_patch16_224"
     with pytest.raises(UserError, match=r"encoder is .*run; it must be null or vit_tiny_patch16_224, which .*birds_he"):
         predict.find_encoder_of_head(head, str(run_with_head))
     random = replace(head, description=replace(published, encoder="gone/run", random=True))
-    assert predict.find_encoder_of_head(random, str(run_with_head)).encoder == str(run_with_head)  # its architecture
+    assert predict.find_encoder_of_head(random, str(run_with_head)).frozen.encoder == str(
+        run_with_head
+    )  # its architecture
 
 
 def test_a_table_with_other_names_of_labels_is_another(run_with_head, class_images, tmp_path):

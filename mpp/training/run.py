@@ -28,7 +28,7 @@ from mpp.runtime.messages import note, warn
 from mpp.runtime.processes import SHARDED, TRAINING_TIMEOUT, on_each_node, on_main_process, set_timeout
 from mpp.runtime.signals import MARKER, Preemption
 from mpp.runtime.start import start
-from mpp.runtime.weights import BEST, ENCODER, fingerprint
+from mpp.runtime.weights import BEST, CLASSIFIER, ENCODER, fingerprint
 from mpp.training.checkpoint import clear_partial_checkpoints, newest_step
 from mpp.training.flops import flops_of_step
 from mpp.training.log import check_trackers
@@ -167,7 +167,7 @@ def clear_killed_run(folder: Path) -> None:
 
     A small file is replaced when it is written again.
     """
-    for name in (ENCODER, BEST):
+    for name in (ENCODER, BEST, CLASSIFIER):
         clear_leftovers(folder / name)
     clear_partial_checkpoints(folder)
 
