@@ -8,6 +8,7 @@ by `data.range`.
 
 import contextlib
 import lzma
+import re
 import struct
 import tokenize
 import zipfile
@@ -25,8 +26,8 @@ from mpp.data.decoding.arrays import read_array, read_array_file
 from mpp.data.decoding.channels import Stored, select_channels, to_pixels
 from mpp.data.decoding.coded import read_jpeg2000, read_jpegxl
 from mpp.data.decoding.dicom import read_dicom
-from mpp.data.decoding.formats import ARRAY, DICOM, NPY, NPZ, PPM, Format, format_of, what_is
-from mpp.data.decoding.pictures import read_pil_mask, read_ppm, read_with_pil
+from mpp.data.decoding.formats import ARRAY, DICOM, JPEG, NPY, NPZ, PPM, Format, format_of, what_is
+from mpp.data.decoding.pictures import rare_jpeg, read_pil_mask, read_ppm, read_with_pil
 from mpp.data.decoding.tiff import read_tiff, read_tiff_mask
 from mpp.errors import UnreadableImage, one_line
 
@@ -48,6 +49,7 @@ DECODER_ERRORS = (
     *(struct.error, zlib.error, lzma.LZMAError, tokenize.TokenError, zipfile.BadZipFile),
 )
 """Errors that decoders raised on files that were broken on purpose."""
+PLACE_IN_TORCHVISION = re.compile(r"^\w+, \S+\.cpp:\d+, ")
 
 
 def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
@@ -117,9 +119,12 @@ def errors_named(image: bytes | NDArray) -> Iterator[Format]:
     except ImportError as error:
         package = form.package or "imagecodecs"
         raise UnreadableImage(f"{form.name} files need {package}: pip install {package}") from error
-    except UnidentifiedImageError:
-        raise UnreadableImage(f"{form} whose header cannot be read") from None
     except DECODER_ERRORS as error:
+        rare = rare_jpeg(image) if form is JPEG else ""
+        if rare:
+            raise UnreadableImage(f"{rare}; convert it to PNG or TIFF, which keep its values") from None
+        if isinstance(error, UnidentifiedImageError):
+            raise UnreadableImage(f"{form} whose header cannot be read") from None
         may_quote = form in (DICOM, NPY, NPZ, PPM)  # the file, such as a tag about a patient
-        cause = type(error).__name__ if may_quote else one_line(error)
+        cause = type(error).__name__ if may_quote else PLACE_IN_TORCHVISION.sub("", one_line(error))
         raise UnreadableImage(f"{form} that cannot be decoded: {cause}") from None
