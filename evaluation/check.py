@@ -1,8 +1,8 @@
-"""Images, crops, memory, time and disk before a long run: `mpp check`, about a minute.
+"""Images, crops, memory, time and disk before a long run: `mpp check`.
 
     mpp check --data.path FOLDER --run.dir runs/mine --run.steps 20000
 
-The settings are those of `mpp pretrain`. A few steps are timed, and nothing of them is kept. Crops, each next to
+The settings are those of `mpp pretrain`. Up to 2,000 images of each split are read, and broken ones named. A few steps are timed, and nothing of them is kept. Crops, each next to
 the model's input, are drawn to `check_crops.png` in the run folder.
 """
 
@@ -55,8 +55,6 @@ class StepCost(NamedTuple):
     """Bytes."""
     checkpoint: int
     """Bytes of a checkpoint."""
-    unreadable: set[str]
-    """Images of these steps that cannot be decoded, and why."""
 
 
 def check(config: Config) -> Path:
@@ -84,7 +82,6 @@ def check(config: Config) -> Path:
     print_cost(config, cost)
     print(f"memory on a GPU, counted (mpp memory): {memory_on_a_gpu(asked, layout)}")
     print(f"read {', '.join(read)}")
-    unreadable |= cost.unreadable
     if unreadable:
         print("\n  ".join([f"warning: {counted(len(unreadable), 'image')} cannot be decoded:", *sorted(unreadable)]))
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +95,7 @@ def check(config: Config) -> Path:
 
 
 def read_images(task: Pretraining) -> tuple[list[str], set[str]]:
-    """Read all images of each split, or a choice of MOST_READ; not of a stream, of which the timed steps read some.
+    """Read all images of each split, or a choice of MOST_READ; of a stream only held-out ones.
 
     Returns:
         The number of images read of each split, in words; and the images that cannot be decoded, and why.
@@ -121,12 +118,11 @@ def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, Batch]:
     """
     loader = training_batches(task, 0, {})
     training_step = TrainingStep(task, replace(config.optim, frozen_steps=0))  # as most steps are
-    seconds, waiting, unreadable = [], [], set()
+    seconds, waiting = [], []
     for step in range(min(1 + TIMED_STEPS, config.run.steps)):
         begin = time.perf_counter()
         passes = list(islice(loader, task.layout.accumulation_steps))
         waiting.append(time.perf_counter() - begin)
-        unreadable.update(*(batch.unreadable for batch in passes))
         training_step(step, passes, measure=False)
         training_step.verify()  # which waits for a GPU
         seconds.append(time.perf_counter() - begin)
@@ -134,7 +130,7 @@ def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, Batch]:
             break
     memory = memory_bytes(task.accelerator.device)
     checkpoint = bytes_of([training_step.model.state_dict(), dict(training_step.optimizer.state)])
-    cost = StepCost(mean(seconds[1:] or seconds), mean(waiting[1:] or waiting), memory, checkpoint, unreadable)
+    cost = StepCost(mean(seconds[1:] or seconds), mean(waiting[1:] or waiting), memory, checkpoint)
     return cost, passes[0]
 
 

@@ -296,7 +296,7 @@ REFUSED = {
     "another ending": (
         {"p/a.JPG": 0, "p/b.jpeg": 1, "labels.csv": f"{LIST}a.jpg,p\nb.jpg,q\n"},
         {},
-        r"names 2 that .*: a\.jpg, b\.jpg \(did you mean p/a\.JPG\?\)",
+        r"names 2 that .*: a\.jpg, b\.jpg \(did you mean .*/p/a\.JPG\?\)",
     ),
     "no list": ({**TWO, "list.csv": LIST}, {"labels": "lists.csv"}, r"lists\.csv cannot be read"),
     "no encoding": ({**TWO, "labels.csv": LIST}, {"labels_encoding": "utf-99"}, "data.labels_encoding is utf-99"),

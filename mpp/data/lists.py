@@ -150,7 +150,7 @@ def match_rows(
             missing += [str(name) for name, mask in zip(names, files, strict=True) if name and mask is None]
             table[config.mask_column] = files
     if missing and config.missing == "refuse":
-        near = {stem_of(image): image for image in tree.images}.get(stem_of(missing[0]))
+        (near,) = find_files([os.path.splitext(missing[0])[0]], starts, tree)  # perhaps of another ending
         hint = f" (did you mean {near}?)" if near else ""
         raise UserError(
             f"{path} names {len(missing)} that are no images in {folder}, or the name of several: "
@@ -202,11 +202,6 @@ def spellings(path: str) -> Iterator[str]:
     """Other ways in which a list may name an image: without its ending, or its folders."""
     for name in (path, path[: len(path) - len(ending_of(path))]):
         yield from (name, os.path.basename(name))
-
-
-def stem_of(name: str) -> str:
-    """A file's name without folders and ending, in small letters."""
-    return os.path.splitext(os.path.basename(compose(name.strip().replace("\\", "/"))))[0].lower()
 
 
 def compose(text: str) -> str:

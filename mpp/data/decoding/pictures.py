@@ -33,9 +33,6 @@ PGM_HEADER = re.compile(rb"P[25](?:(?:\s|#[^\n]*\n)+(\d+)){3}")  # whose last nu
 PNG_BITS = 24  # byte of a PNG with the bits of a value
 PNG_NOTES = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of PIL, with one whole number a pixel
-JPEG_LS_FRAME = 0xF7
-JPEG_FRAMES = {*range(0xC0, 0xD0), JPEG_LS_FRAME} - {0xC4, 0xC8, 0xCC}
-"""Markers of a JPEG's segment with its kind and its bits."""
 ORIENTATION_TAG = 274  # of TIFF and of EXIF
 
 
@@ -146,22 +143,6 @@ def orientation_of(image: Image.Image) -> int:
         return image.getexif().get(ORIENTATION_TAG, UPRIGHT)
     except Exception:  # a broken tag does not make the image unreadable
         return UPRIGHT
-
-
-def rare_jpeg(data: bytes) -> str:
-    """A JPEG that no decoder here reads, in words; "": it is of the usual kinds, or damaged."""
-    place = 2
-    with contextlib.suppress(IndexError):
-        while data[place + 1] not in JPEG_FRAMES:
-            place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
-        marker, bits = data[place + 1], data[place + 4]
-        if marker == JPEG_LS_FRAME:
-            return "a JPEG-LS file"
-        if marker % 4 == 3:
-            return "a lossless JPEG file"
-        if bits != 8:
-            return f"a JPEG file of {bits} bits"
-    return ""
 
 
 def read_ppm(data: bytes, config: ImagesConfig) -> Stored:
