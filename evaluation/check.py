@@ -2,8 +2,9 @@
 
     mpp check --data.path FOLDER --run.dir runs/mine --run.steps 20000
 
-The settings are those of `mpp pretrain`. Up to 2,000 images of each split are read, and broken ones named. A few steps are timed, and nothing of them is kept. Crops, each next to
-the model's input, are drawn to `check_crops.png` in the run folder.
+The settings are those of `mpp pretrain`. Up to 2,000 images of each split are read, and broken ones are named. A few
+steps are timed, and nothing of them is kept. Crops, each next to the model's input, are drawn to `check_crops.png` in
+the run folder.
 """
 
 import shutil

@@ -50,7 +50,7 @@ DECODER_ERRORS = (
 )
 """Errors that decoders raised on files that were broken on purpose."""
 TOO_DARK = 8
-"""How often white is more than the largest value of images that are of another depth."""
+"""Least ratio of white to the largest value of images that are of another depth."""
 PLACE_IN_TORCHVISION = re.compile(r"^\w+, \S+\.cpp:\d+, ")
 
 
