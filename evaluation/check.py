@@ -1,9 +1,10 @@
-"""Images, crops, memory, time and disk before a long run: `mpp check`, about a minute.
+"""Images, crops, memory, time and disk before a long run: `mpp check`.
 
     mpp check --data.path FOLDER --run.dir runs/mine --run.steps 20000
 
-The settings are those of `mpp pretrain`. A few steps are timed, and nothing of them is kept. Crops, each next to
-the model's input, are drawn to `check_crops.png` in the run folder.
+The settings are those of `mpp pretrain`. Up to 2,000 images of each split are read, and broken ones are named. A few
+steps are timed, and nothing of them is kept. Crops, each next to the model's input, are drawn to `check_crops.png` in
+the run folder.
 """
 
 import shutil
@@ -23,13 +24,14 @@ from evaluation.memory import bytes_of, peak_memory
 from mpp.config import Config
 from mpp.config.parsing import parse
 from mpp.data.data_path import describe_source
-from mpp.data.loader import BatchLayout
+from mpp.data.dataset import ImageDataset
+from mpp.data.loader import BatchLayout, fixed_view_batches
 from mpp.data.moments import channel_moments, with_moments
 from mpp.data.views import Batch
 from mpp.data.workers import deaths_explained
 from mpp.features.reconstructions import as_seen, prediction_panel, stretch
 from mpp.pretrain import Pretraining
-from mpp.runtime.messages import shortened
+from mpp.runtime.messages import counted, progress_bar
 from mpp.runtime.start import run_main, start_alone
 from mpp.training.checkpoint import newest_step
 from mpp.training.log import memory_bytes
@@ -40,7 +42,8 @@ from mpp.training.run_folder import CHECK_CROPS, branch_point, refuse_other_run,
 TIMED_STEPS = 5  # and one before, which warms up
 MAX_TIMED_SECONDS = 15.0
 CROPS_SHOWN = 32
-FAILURES_SHOWN = 20
+MOST_READ = 2000  # images of a split
+IMAGES_PER_READ = 16
 
 
 class StepCost(NamedTuple):
@@ -53,8 +56,6 @@ class StepCost(NamedTuple):
     """Bytes."""
     checkpoint: int
     """Bytes of a checkpoint."""
-    unreadable: set[str]
-    """Images of these steps that cannot be decoded, and why."""
 
 
 def check(config: Config) -> Path:
@@ -74,14 +75,16 @@ def check(config: Config) -> Path:
         if "auto" in (config.model.mean, config.model.std):
             config = replace(config, model=with_moments(config.model, *channel_moments(config.data)))
         task = Pretraining(config, accelerator, layout)
+        read, unreadable = read_images(task)
         cost, batch = time_steps(task, config)
     print(f"model: {task.describe_model()}")
     print(f"images: {describe_source(config.data)}: {task.describe_images()}, {config.data.channels} channels")
     print(describe_overrides(asked))
     print_cost(config, cost)
     print(f"memory on a GPU, counted (mpp memory): {memory_on_a_gpu(asked, layout)}")
-    if cost.unreadable:
-        print(f"warning: unreadable images: {shortened(sorted(cost.unreadable), FAILURES_SHOWN)}")
+    print(f"read {', '.join(read)}")
+    if unreadable:
+        print("\n  ".join([f"warning: {counted(len(unreadable), 'image')} cannot be decoded:", *sorted(unreadable)]))
     folder.mkdir(parents=True, exist_ok=True)
     images = stretch(batch.images)
     seen = as_seen(images, batch.corruption, task.patch_size)
@@ -92,6 +95,23 @@ def check(config: Config) -> Path:
     return folder
 
 
+def read_images(task: Pretraining) -> tuple[list[str], set[str]]:
+    """Read all images of each split, or a choice of MOST_READ; of a stream only held-out ones.
+
+    Returns:
+        The number of images read of each split, in words; and the images that cannot be decoded, and why.
+    """
+    read, unreadable = [], set()
+    for images in (task.train, task.held_out):
+        if isinstance(images, ImageDataset):
+            chosen = images.choose(MOST_READ, 0)
+            loader = fixed_view_batches(task.views(chosen), IMAGES_PER_READ)
+            for batch in progress_bar(loader, desc=f"reading {images.split}", delay=1, leave=False):
+                unreadable.update(batch.unreadable)
+            read.append(f"{len(chosen):,} of {len(images):,} images of {images.split}")
+    return read, unreadable
+
+
 def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, Batch]:
     """Take some steps, and return their mean cost and a batch.
 
@@ -99,12 +119,11 @@ def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, Batch]:
     """
     loader = training_batches(task, 0, {})
     training_step = TrainingStep(task, replace(config.optim, frozen_steps=0))  # as most steps are
-    seconds, waiting, unreadable = [], [], set()
+    seconds, waiting = [], []
     for step in range(min(1 + TIMED_STEPS, config.run.steps)):
         begin = time.perf_counter()
         passes = list(islice(loader, task.layout.accumulation_steps))
         waiting.append(time.perf_counter() - begin)
-        unreadable.update(*(batch.unreadable for batch in passes))
         training_step(step, passes, measure=False)
         training_step.verify()  # which waits for a GPU
         seconds.append(time.perf_counter() - begin)
@@ -112,7 +131,7 @@ def time_steps(task: Pretraining, config: Config) -> tuple[StepCost, Batch]:
             break
     memory = memory_bytes(task.accelerator.device)
     checkpoint = bytes_of([training_step.model.state_dict(), dict(training_step.optimizer.state)])
-    cost = StepCost(mean(seconds[1:] or seconds), mean(waiting[1:] or waiting), memory, checkpoint, unreadable)
+    cost = StepCost(mean(seconds[1:] or seconds), mean(waiting[1:] or waiting), memory, checkpoint)
     return cost, passes[0]
 
 

@@ -31,6 +31,7 @@ from mpp.data.crops import centre_crop
 from mpp.data.data_path import describe_source
 from mpp.data.dataset import ImageDataset, images_only
 from mpp.data.identity import identify_images
+from mpp.data.overview import warn_of_depth
 from mpp.data.sources import load_splits
 from mpp.data.workers import WatchedLoader, deaths_explained, loader_processes, note_reading
 from mpp.errors import UnreadableImage
@@ -51,6 +52,8 @@ def load_all_splits(data: ProbeDataConfig, loaded: LoadedSplits | None) -> Loade
         splits = {ONLY_SPLIT: splits[SourceConfig.split]}
     counts = [f"{name} {counted(len(rows), 'image')}" for name, rows in splits.items()]
     tell(f"{describe_source(data)}: {', '.join(counts)}")
+    for images in unlabelled_images(data, splits):
+        warn_of_depth(images, data)
     return splits
 
 

@@ -451,6 +451,29 @@ def test_they_are_streamed_and_resumed(pretrain, folder, source):
     assert read_metrics(run) == first
 
 
+@pytest.mark.parametrize(
+    "most, dtype, settings, named",
+    [
+        (255, np.uint8, {"range": (0, 4095)}, "reach 255, and 4095 becomes white"),
+        (255, np.uint8, {"range": (0, 1023)}, "reach 255, and 1023 becomes white"),
+        (4095, np.uint16, {}, "reach 4095, and 65535 becomes white"),
+        (4095, np.uint16, {"range": (0, 255)}, "reach 4095, and 255 becomes white"),
+        (4095, np.uint16, {"range": (0, 4095)}, ""),
+        (1000, np.uint16, {"range": (0, 4095)}, ""),
+        (65535, np.uint16, {}, ""),
+        (255, np.uint8, {"range": (10, 200)}, ""),
+        (20, np.uint8, {}, ""),
+    ],
+)
+def test_images_of_another_depth_are_named(tmp_path, capsys, most, dtype, settings, named):
+    for number in range(3):
+        values = np.linspace(0, most, 20 * 24).reshape(20, 24).astype(dtype)
+        Image.fromarray(np.roll(values, number)).save(tmp_path / f"{number}.png")
+    load_image_datasets(SourceConfig(path=str(tmp_path), **settings))
+    printed = capsys.readouterr().err
+    assert (named in printed) if named else "white" not in printed
+
+
 def test_8_and_16_bits_in_one_set(pretrain, folder, tmp_path):
     """A batch of both is float32; crops of 8 bits are rounded, as ever, whether images are held in memory or not."""
     for number in range(12):

@@ -293,6 +293,11 @@ REFUSED = {
         {},
         "labels.csv cannot be read: .*data.labels_encoding is utf-8",
     ),
+    "another ending": (
+        {"p/a.JPG": 0, "p/b.jpeg": 1, "labels.csv": f"{LIST}a.jpg,p\nb.jpg,q\n"},
+        {},
+        r"names 2 that .*: a\.jpg, b\.jpg \(did you mean .*/p/a\.JPG\?\)",
+    ),
     "no list": ({**TWO, "list.csv": LIST}, {"labels": "lists.csv"}, r"lists\.csv cannot be read"),
     "no encoding": ({**TWO, "labels.csv": LIST}, {"labels_encoding": "utf-99"}, "data.labels_encoding is utf-99"),
     "no column": (
@@ -408,31 +413,35 @@ def test_what_is_left_out_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "way", ["in the tree", "to a folder of the tree", "out of it", "to a hidden store", "folder out of it"]
+    "links, expected, left_out",  # link -> where it leads; split -> its images; names that do not count
+    [
+        ({"train/b/2.png": "../b/1.png", "test/a/3.png": "../../train/a/0.png"}, ["b/1.png", "a/3.png"], 2),
+        ({"train/c": "a"}, ["a/0.png b/1.png", ""], 1),
+        ({"train/a/2.png": "../../../store/a/x.png"}, ["a/0.png a/2.png b/1.png", ""], 0),
+        ({"train/b/2.png": "../../../store/a/x.png", "test/b/2.png": "../../../store/a/x.png"}, None, 1),
+        ({"train/a/2.png": "../../.store/x", "train/b/3.png": "../../.store/x"}, ["a/0.png a/2.png b/1.png", ""], 1),
+        ({"train/a/more": "../../../store/a", "train/a/2.png": "more/x.png"}, ["a/0.png a/2.png b/1.png", ""], 1),
+        ({"train/b/2.png": "../a/0.png"}, r"b/2.png \(b\) is a link to .*/a/0.png \(a\), of another label", 0),
+    ],
+    ids=["in the tree", "a folder of the tree", "elsewhere", "splits", "a hidden store", "a folder", "classes"],
 )
-def test_a_file_counts_once(tmp_path, way, capsys):
-    """A link to another image of the tree would count it twice, and leave open which folder is its class."""
-    inside, outside = tmp_path / "data", tmp_path / "store"
-    write(inside, {"a/0.png": 0, "b/0.png": 1})
-    write(outside, {"more/1.png": 1})
-    if way == "in the tree":
-        (inside / "b" / "1.png").symlink_to("../a/0.png")
-        with pytest.raises(UserError, match=r"\(b/1\.png is .*/a/0\.png\), which would count twice"):
-            in_train(inside)
+def test_a_file_counts_once(tmp_path, links, expected, left_out, capsys):
+    """Of its names by links the first counts, and one that is held out before others; as a hub's cache has them."""
+    write(tmp_path / "data", {"train/a/0.png": 0, "train/b/1.png": 1, ".store/x": colour(0)})
+    write(tmp_path / "store", {"a/x.png": 0})
+    for link, place in links.items():
+        (tmp_path / "data" / link).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / link).symlink_to(place)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            labels(tmp_path / "data")
         return
-    if way == "to a folder of the tree":
-        (inside / "c").symlink_to("a")
-    elif way == "out of it":
-        (inside / "b" / "1.png").symlink_to(outside / "more" / "1.png")
-    elif way == "to a hidden store":  # as git-annex and DVC link
-        write(inside, {".store/x": colour(1)})
-        (inside / "b" / "1.png").symlink_to("../.store/x")
-    else:
-        (inside / "b" / "more").symlink_to(outside / "more")
-    images = in_train(inside)
-    assert len(images) == (2 if way == "to a folder of the tree" else 3)
-    assert all(image.label == "ab"[image.kind] for image in images.values())
-    assert ("left out: links" in capsys.readouterr().err) == (way == "to a folder of the tree")
+    found = labels(tmp_path / "data")
+    train, test = expected or ["a/0.png b/1.png", "b/2.png"]
+    images = {split: {name.removeprefix(f"{split}/") for name in found.get(split, ())} for split in ("train", "test")}
+    assert images == {"train": {*train.split()}, "test": {*test.split()}}
+    printed = capsys.readouterr().err
+    assert printed.count("left out: ") == (left_out > 0) and (not left_out or f"({left_out}: " in printed)
 
 
 def test_the_order_of_a_file_system_does_not_matter(tmp_path, monkeypatch):

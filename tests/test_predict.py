@@ -323,6 +323,12 @@ def test_images_are_read_as_those_that_a_kept_head_learned(has_run, finished_run
     assert predict_to(tmp_path / "p.csv", tmp_path / "l_head", class_images).is_file()
 
 
+def test_images_of_another_depth_than_the_classifiers_are_named(run_with_head, class_images, tmp_path, capsys):
+    head = run_with_head / "evaluation" / "birds_head"
+    predict_to(tmp_path / "p.csv", head, class_images, "--data.range=[0, 4095]")
+    assert "reach 255, and 4095 becomes white" in capsys.readouterr().err
+
+
 def test_a_head_of_another_encoder_is_refused_by_name(run_with_head, tuned_run, class_images, tmp_path):
     head = run_with_head / "evaluation" / "birds_head"
     other = tuned_run / "lr_0.1"

@@ -380,9 +380,9 @@ def test_the_report_is_written_at_the_end(pretrain):
 @pytest.mark.faults
 def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp_path, capsys):
     images = tmp_path / "images"
-    train = write_images(images / "train", 20)
-    write_images(images / "test", 6)
-    (train / "broken.png").write_bytes(b"no image")
+    train, test = write_images(images / "train", 600), write_images(images / "test", 6)
+    for broken in (train / "broken.png", *sorted(train.iterdir())[217::300], sorted(test.iterdir())[4]):
+        broken.write_bytes(b"no image")
     folder = tmp_path / "run"
     settings = (f"--data.path={images}", "--data.label_column=null", "--optim.warmup_steps=3")
     tiny = [word for word in TINY if not word.startswith("--optim.warmup")]
@@ -390,7 +390,8 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
     printed = capsys.readouterr().out
     for expected in (
         "a step: ",
-        "warning: unreadable images: ",
+        "read 601 of 601 images of train, 6 of 6 images of test\nwarning: 4 images cannot be decoded:\n  ",
+        *(f"{path}: no image file" for path in images.rglob("*.png") if path.stat().st_size < 10),
         "4 steps of one process",
         "memory on a GPU, counted (mpp memory): ",
         "GB are free",

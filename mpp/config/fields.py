@@ -174,7 +174,9 @@ def take(each: Setting, *values: Any) -> Any:
         for reading in readings(each.kind, os.fspath(value) if isinstance(value, os.PathLike) else value):
             if (value != "" or each.value == "") and fits(as_tuple(reading), **each.about):
                 return reading
-    raise UserError(f"{each.key} is {show(values[-1])}; it must be {allowed(each)}")
+    words = allowed(each)
+    hint = " (quotes make text of a number)" if "text" in words and not isinstance(values[0], str) else ""
+    raise UserError(f"{each.key} is {show(values[-1])}; it must be {words}{hint}")
 
 
 def readings(kind: Any, value: Any) -> Iterator[Any]:

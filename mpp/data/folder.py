@@ -58,6 +58,8 @@ class Tree:
     tars: list[str] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> files that are not used."""
+    links: dict[str, str] = field(default_factory=dict)
+    """Image that is a link -> the file that it is, by its path in the tree where it has one."""
 
     def leave_out(self, reason: str, *names: str) -> None:
         """Note files that are not used, by their names in the tree or their paths."""
@@ -84,8 +86,8 @@ def walk(root: str) -> Tree:
 
     Raises:
         OSError: a folder cannot be listed.
-        UserError: an image is a link to another image of the tree.
     """
+    links: dict[str, str] = {}  # path of an image -> the file that it is
     files: dict[str, list[str]] = {}  # kind, or the reason why they are left out -> paths
     tops = {real_folder(root): ""}  # folder without links -> its path in the tree
     folders = [""]
@@ -107,10 +109,7 @@ def walk(root: str) -> Tree:
                         else:
                             tops[target] = f"{path}/"
                     elif entry.is_symlink() and kind in ("pictures", "arrays"):
-                        target = os.path.realpath(entry.path)
-                        if any(target.startswith(top) and "/." not in target[len(top) - 1 :] for top in tops):
-                            rule = "which would count twice; give the folder of the links or of the files as data.path"
-                            raise UserError(f"{root} has links to files of its own ({path} is {target}), {rule}")
+                        links[path] = os.path.realpath(entry.path)
                     if kind == "folders":
                         below.append(f"{path}/")
                     else:
@@ -118,8 +117,11 @@ def walk(root: str) -> Tree:
             folders += reversed(below)
     if "pictures" in files and "arrays" in files:
         files["arrays next to pictures"] = files.pop("arrays")
+    for path, file in links.items():
+        top = next(filter(file.startswith, tops), "")
+        links[path] = os.path.join(root, tops.get(top, ""), file[len(top) :])
     images = files.pop("pictures", []) or files.pop("arrays", [])
-    return Tree(root, images, *(sorted(files.pop(kind, [])) for kind in ("lists", "tables", "tars")), files)
+    return Tree(root, images, *(sorted(files.pop(kind, [])) for kind in ("lists", "tables", "tars")), files, links)
 
 
 def real_folder(path: str) -> str:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mpp.config import ImagesConfig
-from mpp.data.folder import Tree, ending_of, find_places, split_of_cell
+from mpp.data.folder import Tree, ending_of, find_places, split_of_cell, split_order
 from mpp.data.listing import IMAGE, LABEL, SPLIT, Listing
 from mpp.errors import UserError, one_line
 from mpp.runtime.messages import printable, shortened
@@ -59,7 +59,29 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
     start = len(os.path.join(tree.root, ""))
     folders = {image: image[start : image.rfind("/") + 1] for image in paths if image not in left_out}
     splits = add_folders(folders, columns.pop(SPLIT, {}), columns[label], tree, config)
+    leave_out_other_names(splits, columns[label], tree)
     return Listing(splits, columns, {config.mask_column})
+
+
+def leave_out_other_names(splits: dict[str, str], labels: dict[str, Any], tree: Tree) -> None:
+    """Of several names of a file, by links, keep the first one in the last of their splits: the held-out one.
+
+    Raises:
+        UserError: a link and an image of the tree that it is have different labels.
+    """
+    links: dict[str, list[str]] = defaultdict(list)  # file -> the images that are links to it
+    for link, file in tree.links.items():
+        links[file].append(os.path.join(tree.root, link))
+    for file, names in links.items():
+        names = [name for name in sorted({file, *names}) if name in splits]
+        for name in names:
+            if file in splits and labels[name] != labels[file]:
+                one = f"{name} ({labels[name]}) is a link to {file} ({labels[file]}), of another label"
+                raise UserError(f"{one}; leave one out, or give the folder of the links or of the files as data.path")
+        others = {*names} - {max(names, key=lambda name: split_order(splits[name]), default=None)}
+        tree.leave_out("other names (links) of a file that counts", *others)
+        for name in others:
+            del splits[name]
 
 
 def add_folders(
@@ -128,9 +150,11 @@ def match_rows(
             missing += [str(name) for name, mask in zip(names, files, strict=True) if name and mask is None]
             table[config.mask_column] = files
     if missing and config.missing == "refuse":
+        (near,) = find_files([os.path.splitext(missing[0])[0]], starts, tree)  # perhaps of another ending
+        hint = f" (did you mean {near}?)" if near else ""
         raise UserError(
             f"{path} names {len(missing)} that are no images in {folder}, or the name of several: "
-            f"{shortened(missing)}; mend the list, or set data.missing skip"
+            f"{shortened(missing)}{hint}; mend the list, or set data.missing skip"
         )
     tree.leave_out("files that a list names and that are not there", *missing)
     rows: dict[str, int] = {}

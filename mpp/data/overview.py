@@ -2,21 +2,28 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpp.config import ImagesConfig, as_words
 from mpp.data.dataset import ImageDataset, has_label, names_by_number
-from mpp.runtime.messages import counted, note, shortened, tell, warn
+from mpp.data.decoding.decode import other_depth
+from mpp.errors import ReadFailed, UnreadableImage
+from mpp.runtime.messages import counted, is_first_process, note, shortened, tell, warn
 
 SHOWN_CLASSES = 5
+IMAGES_OF_DEPTH = 8  # that are decoded to compare their depth
 MIN_SUSPICIOUS_CLASSES = 5  # with more classes than this, more than half as many as images cannot be right
 FEW_TEST_IMAGES = 100  # with fewer, the interval of an accuracy is printed
 Z_95 = 1.96  # standard deviations around the mean that hold 95 % of a normal distribution
 
 
-def announce_splits(source: str, splits: Sequence[ImageDataset], unused: Mapping[str, int]) -> None:
-    """Print how many images each split has, how many of them have a label, and the classes.
+def announce_splits(
+    source: str, splits: Sequence[ImageDataset], unused: Mapping[str, int], config: ImagesConfig
+) -> None:
+    """Print how many images each split has, how many of them have a label, and the classes; warn of another depth.
 
     Args:
         source: the dataset's name: see `describe_source`.
@@ -31,6 +38,8 @@ def announce_splits(source: str, splits: Sequence[ImageDataset], unused: Mapping
     if classes:
         line += f"; {counted(len(classes), 'class', 'classes')}: {shortened(classes, SHOWN_CLASSES)}"
     tell(line)
+    for split in splits:
+        warn_of_depth(split, config)
 
 
 def describe_split(split: ImageDataset) -> str:
@@ -49,6 +58,19 @@ def warn_of_labels(train: ImageDataset) -> None:
     if classes > max(len(labels) / 2, MIN_SUSPICIOUS_CLASSES):
         what = f"{classes} classes among {len(labels)} labelled training images"
         warn(f"{what}: are these names of images, and not of classes?")
+
+
+def warn_of_depth(images: ImageDataset, config: ImagesConfig) -> None:
+    """Warn of images of another depth than the one that the settings are for, perhaps those of an encoder's run."""
+    chosen = images.choose(IMAGES_OF_DEPTH, 0)
+    depths = []
+    for index in range(len(chosen)) if is_first_process() else ():
+        with suppress(UnreadableImage, ReadFailed):
+            depths.append(other_depth(chosen.encoded(index, config), config))
+    if depths and all(depths):
+        most, white = map(max, zip(*depths, strict=True))
+        reach = f"values of {images.split} images reach {most:g}, and {white:g} becomes white"
+        warn(f"{reach} (data.range {as_words(config.range)}): are they of another depth? data.range says which")
 
 
 def note_tested(

@@ -196,7 +196,7 @@ def load_streamed(config: SourceConfig, probed: int, evaluated: int) -> tuple[Sh
     }
     train_images, held_out_images = label_images(config, samples, train.image_column)
     stream = f"{source}: a stream of {counted(train.count, 'shard')}, {held_out.count} held out; kept for evaluation"
-    announce_splits(stream, (train_images, held_out_images), {})
+    announce_splits(stream, (train_images, held_out_images), {}, config)
     return train.with_columns([]), train_images, held_out_images
 
 

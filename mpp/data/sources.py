@@ -56,7 +56,7 @@ def load_image_datasets(
     images = label_images(config, used, image_column, label_kind)
     if announce:
         unused = {name: len(rows) for name, rows in splits.items() if name not in used}
-        announce_splits(source, images, unused)
+        announce_splits(source, images, unused, config)
     if held_out is None:
         images = images[0].cut(config.eval_fraction, config.cut_seed, "held out")
     train_images, held_out_images = images

@@ -95,8 +95,23 @@ def lay_on_white(values: NDArray, most: float, premultiplied: bool = False, whit
 def to_pixels(stored: Stored, config: ImagesConfig) -> Tensor:
     """The pixels of an image: see `mpp.data.decoding.decode.decode`."""
     values = select_channels(stored, config)
-    pixels = scale_to_255(values, config.limits() or ([stored.limits] if stored.limits else []))
+    pixels = scale_to_255(values, limits_of(stored, config))
     return 255 - pixels if stored.is_inverted else pixels
+
+
+def limits_of(stored: Stored, config: ImagesConfig) -> Sequence[Limits]:
+    """The values that become 0 and 255, for all channels or each: of the settings, else of the file, else of its type.
+
+    Raises:
+        UnreadableImage: none of them says it.
+    """
+    limits = config.limits() or (stored.limits and [stored.limits])
+    if limits:
+        return limits
+    dtype = stored.values.dtype
+    if dtype.kind == "f" or dtype.itemsize > 2:
+        raise UnreadableImage(f"{dtype} values have no agreed range; data.range says which")
+    return [limits_of_bits(8 * dtype.itemsize, dtype.kind == "i")]
 
 
 def select_channels(stored: Stored, config: ImagesConfig) -> NDArray:
@@ -163,16 +178,12 @@ def scale_to_255(values: NDArray, limits: Sequence[Limits]) -> Tensor:
     """Values (C, H, W) of any type to [0, 255].
 
     Args:
-        limits: the values that become 0 and 255, for all channels or each: see `data.range`. Empty: the type's.
+        limits: the values that become 0 and 255, for all channels or each.
     """
     if values.dtype == np.uint8 and all(tuple(pair) == (0, 255) for pair in limits):
         runs_backwards = min(values.strides) < 0  # which torch does not take
         return torch.from_numpy(values.copy() if runs_backwards else values)
     exact_type = np.float32 if values.dtype.itemsize <= 2 else np.float64  # 255 x 65535 is below 2**24
-    if not limits:
-        if values.dtype.kind == "f" or values.dtype.itemsize > 2:
-            raise UnreadableImage(f"{values.dtype} values have no agreed range; data.range says which")
-        limits = [limits_of_bits(8 * values.dtype.itemsize, values.dtype.kind == "i")]
     pairs = np.array(limits, exact_type)[..., None, None]  # (C, 2, 1, 1) or (1, 2, 1, 1)
     low, high = pairs[:, 0], pairs[:, 1]
     scaled = (values.astype(exact_type) - low) * 255 / (high - low)

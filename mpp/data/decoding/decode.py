@@ -8,6 +8,7 @@ by `data.range`.
 
 import contextlib
 import lzma
+import re
 import struct
 import tokenize
 import zipfile
@@ -22,10 +23,10 @@ from torch import Tensor
 
 from mpp.config import WINDOW, ImagesConfig
 from mpp.data.decoding.arrays import read_array, read_array_file
-from mpp.data.decoding.channels import Stored, select_channels, to_pixels
+from mpp.data.decoding.channels import Stored, limits_of, select_channels, to_pixels
 from mpp.data.decoding.coded import read_jpeg2000, read_jpegxl
 from mpp.data.decoding.dicom import read_dicom
-from mpp.data.decoding.formats import ARRAY, DICOM, NPY, NPZ, PPM, Format, format_of, what_is
+from mpp.data.decoding.formats import ARRAY, DICOM, JPEG, NPY, NPZ, PPM, RARE_JPEGS, Format, format_of, what_is
 from mpp.data.decoding.pictures import read_pil_mask, read_ppm, read_with_pil
 from mpp.data.decoding.tiff import read_tiff, read_tiff_mask
 from mpp.errors import UnreadableImage, one_line
@@ -48,6 +49,9 @@ DECODER_ERRORS = (
     *(struct.error, zlib.error, lzma.LZMAError, tokenize.TokenError, zipfile.BadZipFile),
 )
 """Errors that decoders raised on files that were broken on purpose."""
+TOO_DARK = 8
+"""Least ratio of white to the largest value of images that are of another depth."""
+PLACE_IN_TORCHVISION = re.compile(r"^\w+, \S+\.cpp:\d+, ")
 
 
 def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
@@ -69,6 +73,23 @@ def decode(image: bytes | NDArray, config: ImagesConfig) -> Tensor:
             raise UnreadableImage("no DICOM file, which data.range window asks for")
         stored = READERS[form.name](image, config)
     return to_pixels(stored, config)
+
+
+def other_depth(image: bytes | NDArray, config: ImagesConfig) -> tuple[float, float] | None:
+    """The largest value of an image and the one that becomes white, where they are of two depths; None: of one.
+
+    Fewer bits than those of the range are all but black, more are mostly white. Values of more than 8 bits may be
+    fewer than those that their type holds.
+
+    Raises:
+        UnreadableImage: as `decode`.
+    """
+    with errors_named(image) as form:
+        stored = READERS[form.name](image, config)
+    values = select_channels(stored, config)
+    white = max(high for _, high in limits_of(stored, config))
+    most, margin = (255, 1) if values.dtype == np.uint8 else (float(values.max()), TOO_DARK)
+    return (most, white) if most * margin < white or np.median(values) > 2 * white else None
 
 
 def read_values(image: bytes | NDArray, config: ImagesConfig) -> NDArray:
@@ -117,9 +138,12 @@ def errors_named(image: bytes | NDArray) -> Iterator[Format]:
     except ImportError as error:
         package = form.package or "imagecodecs"
         raise UnreadableImage(f"{form.name} files need {package}: pip install {package}") from error
-    except UnidentifiedImageError:
-        raise UnreadableImage(f"{form} whose header cannot be read") from None
     except DECODER_ERRORS as error:
+        for kind, frame in RARE_JPEGS.items() if form is JPEG else ():
+            if re.search(frame, image, re.DOTALL):
+                raise UnreadableImage(f"{kind}; convert it to PNG or TIFF, which keep its values") from None
+        if isinstance(error, UnidentifiedImageError):
+            raise UnreadableImage(f"{form} whose header cannot be read") from None
         may_quote = form in (DICOM, NPY, NPZ, PPM)  # the file, such as a tag about a patient
-        cause = type(error).__name__ if may_quote else one_line(error)
+        cause = type(error).__name__ if may_quote else PLACE_IN_TORCHVISION.sub("", one_line(error))
         raise UnreadableImage(f"{form} that cannot be decoded: {cause}") from None

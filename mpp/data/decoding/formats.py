@@ -72,6 +72,13 @@ OTHERS = STAND_INS | {
     "an SVG file": rb"\s*<(svg|[?!].*<svg)[\s>]",
 }
 
+RARE_JPEGS = {
+    "a JPEG-LS file": rb"\xff\xf7\0",
+    "a lossless JPEG file": rb"\xff\xc3\0",
+    "a JPEG file of 12 bits": rb"\xff[\xc1\xc2]\0.\x0c",
+}
+"""Kinds of JPEG that no decoder here reads -> regular expression of the frame that such a file has."""
+
 
 def format_of(head: bytes) -> Format | None:
     """The format of a file that some decoder here reads, by its first bytes; None: it is none."""

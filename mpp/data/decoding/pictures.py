@@ -29,6 +29,7 @@ except ImportError:  # torchvision 0.29 announces their removal: PIL then decode
     decode_jpeg = None
 
 PPM_HEADER = re.compile(rb"P6\n(\d+) (\d+)\n255\n")  # as PIL writes it
+PGM_HEADER = re.compile(rb"P[25](?:(?:\s|#[^\n]*\n)+(\d+)){3}")  # whose last number is the largest that a sample can be
 PNG_BITS = 24  # byte of a PNG with the bits of a value
 PNG_NOTES = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of PIL, with one whole number a pixel
@@ -65,6 +66,8 @@ def open_with_pil(data: bytes) -> Iterator[Image.Image]:
             image.info.pop("xmp", None)  # only the file's own properties say how it is turned
         if form is PNG and not any(note in data for note in PNG_NOTES):
             image.info["exif"] = b""  # PIL would decode the whole PNG to find none
+        if form is PNG and image.mode == "L" and "transparency" in image.info:
+            image.info["transparency"] *= 255 // (2 ** data[PNG_BITS] - 1)  # PIL spreads 2 and 4 bits over 8, not this
         yield image
 
 
@@ -77,12 +80,15 @@ def read_with_pil(data: bytes, config: ImagesConfig) -> Stored:
             mode = ImageReadMode.RGB if config.channels == 3 else ImageReadMode.GRAY
             pixels = decode_jpeg(encoded, mode=mode).numpy()  # it finds an orientation in the first segment only
             return Stored(turn_upright(pixels, orientation_of(image)))
-        if image.format == "PNG" and data[PNG_BITS] == 16 and not image.mode.startswith("I"):
+        if image.format == "PNG" and data[PNG_BITS] == 16:
             from imagecodecs import png_decode  # takes a fifth of a second
 
             values = turn_upright(bands_to_front(png_decode(data)), orientation_of(image))  # PIL would read 8 bits
             has_opacity = is_picture(config) and len(values) in (2, 4)
             return Stored(lay_on_white(values, 65535) if has_opacity else values)
+        if image.format == "PPM" and image.mode == "I":
+            numbers, most = stored_numbers(image, data)
+            return Stored(numbers.astype(np.uint16), (0, most))
         return Stored(from_pil(image, config))
 
 
@@ -92,10 +98,21 @@ def read_pil_mask(data: bytes, config: ImagesConfig) -> Stored:
         check_size(image.size, config)
         if image.mode not in MASK_MODES:
             raise UnreadableImage(f"it has colours or fractions ({image.mode}); a mask has one whole number a pixel")
-        numbers = np.asarray(image)[None]
-        if image.format == "PNG" and image.mode == "L":
-            numbers = numbers // (255 // (2 ** data[PNG_BITS] - 1))  # PIL spreads 2 and 4 bits over 8
-        return Stored(turn_upright(numbers, orientation_of(image)))
+        return Stored(turn_upright(stored_numbers(image, data)[0], orientation_of(image)))
+
+
+def stored_numbers(image: Image.Image, data: bytes) -> tuple[NDArray, int]:
+    """The whole numbers (1, H, W) of a grey image or a palette as they are stored, and the largest of their bits.
+
+    PIL spreads the numbers of PNG and PGM over 8 or 16 bits.
+    """
+    numbers, spread = np.asarray(image)[None], 65535 if image.mode[0] == "I" else 255
+    most = spread
+    if image.format == "PPM" and image.mode != "1":
+        most = int(PGM_HEADER.match(data)[1])
+    elif image.format == "PNG" and image.mode == "L":
+        most = 2 ** data[PNG_BITS] - 1
+    return numbers if most == spread else np.rint(numbers * (most / spread)).astype(numbers.dtype), most
 
 
 def from_pil(image: Image.Image, config: ImagesConfig) -> NDArray:
