@@ -126,7 +126,7 @@ def test_a_run_from_weights_needs_no_setting_of_their_model(source, pretrain, tm
         assert model["patch_size"] == encoder.patch_embed.patch_size[0]
     pretrain(f"--config={folder.parent / 'pre' / 'config.yaml'}", dir=tmp_path / "again", without="--model.")
     assert holds(mpp.load_encoder(tmp_path / "again"), mpp.load_encoder(tmp_path / "pre").state_dict())
-    with pytest.raises(UserError, match=rf"model\.width is 24; it must be {model['width']}, as of the weights of "):
+    with pytest.raises(UserError, match=rf"model\.width is 24; it must be {model['width']}, as in the weights of "):
         pretrain(begin, "--model.width=24", "--model.heads=2", dir=tmp_path / "other", without="--model.")
     assert not (tmp_path / "other").exists()
 
@@ -137,7 +137,7 @@ LEARNED_2D = dict(position="learned_2d", heads=4)
 @pytest.mark.parametrize(
     ("theirs", "ours", "said"),
     [
-        (dict(heads=8), dict(heads=4), r"model\.heads is 4; it must be 8, as of the weights of "),
+        (dict(heads=8), dict(heads=4), r"model\.heads is 4; it must be 8, as in the weights of "),
         (
             dict(name="vit_tiny_patch16_224", patch_size=16),
             dict(heads=2, patch_size=16),

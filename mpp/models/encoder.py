@@ -395,7 +395,7 @@ def with_architecture(config: ModelConfig) -> ModelConfig:
         ours, known = config.arguments or {}, theirs.get("arguments", {})
         given["arguments"], theirs["arguments"] = known | ours or None, ours | known or None
         for name in given.keys() & theirs.keys() - RESAMPLED - {"name"}:
-            allowed = f"{show(theirs[name])}, as of the weights of {config.init_from}, or left out"
+            allowed = f"{show(theirs[name])}, as in the weights of {config.init_from}, or left out"
             require(given[name] == theirs[name], f"model.{name}", given[name], allowed)
         config = replace(config, **theirs | given)
     if config.name is None:
