@@ -64,8 +64,9 @@ def check(config: Config) -> Path:
     Raises:
         UserError: a setting or images with which the run would not begin either.
     """
+    asked, config = config, config.in_named_folder()
     accelerator = start_alone(config.run, "a check is made")
-    folder, asked = Path(config.run.dir), config
+    folder = Path(config.run.dir)
     config = resolve_config(config, accelerator)
     refuse_other_run(config, folder)
     if config.run.branch_from is not None and not newest_step(folder):

@@ -88,6 +88,7 @@ def run(config: FinetuneConfig, loaded: LoadedSplits | None = None) -> dict[str,
     Raises:
         UserError: `run.dir` is the folder of a run, and not of fine-tuning.
     """
+    config = config.in_named_folder()
     folder = Path(config.run.dir)
     allowed = "a folder of its own: this is a run's, and fine-tuning makes one run for each learning rate"
     require(not saved_settings(folder), "run.dir", folder, allowed)

@@ -21,6 +21,7 @@ from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
 from mpp.corruption import Corruption, draw, stack
 from mpp.data.loader import BatchLayout
+from mpp.models.encoder import with_architecture
 from mpp.models.networks import build_model
 from mpp.models.plain import cell_grid
 from mpp.objectives import Objective
@@ -36,7 +37,9 @@ def peak_memory(config: Config, image_count: int, passes: int = 1) -> dict[str, 
         passes: forward passes of a step; gradients exist from the second one on.
     """
     attention = "fused" if config.model.attention == "auto" else config.model.attention  # as on a GPU
-    config = replace(config, model=replace(config.model, attention=attention, init_from=None))  # any weights
+    config = replace(
+        config, model=replace(with_architecture(config.model), attention=attention, init_from=None)
+    )  # any weights
     with torch.device("meta"):
         model, objective = build_model(config)
     optimiser = optimizer_bytes(model, config.optim)

@@ -11,6 +11,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from evaluation.pages.page import (
     write_page,
 )
 from evaluation.visualize import pictures_folder, visualize
-from mpp.config import Config, TrainingConfig, changed_settings, flatten, rebuild, require
+from mpp.config import Config, ModelConfig, TrainingConfig, changed_settings, flatten, rebuild, require
 from mpp.config.imports import COPIES, OPTION, files_in, name_of_import, require_imports
 from mpp.config.parsing import as_command_line, parse_saved
 from mpp.errors import UserError
@@ -387,7 +388,12 @@ def command_to_repeat(config: TrainingConfig, folder: Path) -> str:
     """
     revision = recorded_commit(folder) or config.data.revision
     always = {"run.precision": config.run.precision, "run.dir": f"{folder}_again"}
-    settings = changed_settings(rebuild(config, {"run.branch_from": None, "data.revision": revision})) | always
+    settings = changed_settings(rebuild(config, {"run.branch_from": None, "data.revision": revision}))
+    optim = replace(config.optim, warmup_steps=None, momentum=None).resolved(config.run.steps)
+    chosen = {"optim.warmup_steps": optim.warmup_steps, "optim.momentum": optim.momentum}
+    if config.model.name is None and config.model.init_from is None:
+        chosen |= {f"model.{name}": number for name, number in ModelConfig().numbers().items()}
+    settings = {key: value for key, value in settings.items() if chosen.get(key) != value} | always
     imports = dict.fromkeys(f"{OPTION}={name_of_import(file)}" for file in files_in(folder / COPIES))
     return shlex.join(["mpp", COMMANDS[type(config)], *imports, *as_command_line(settings)])
 

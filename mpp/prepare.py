@@ -264,7 +264,7 @@ def training_command(config: PrepareConfig) -> str:
         words += f" --data.channels {config.data.channels}"
     if config.data.label_column not in (None, "label"):
         words += f" --data.label_column {shlex.quote(config.data.label_column)}"
-    return f"{words} --run.dir {shlex.quote(f'runs/{Path(config.out).resolve().name}')}"
+    return words
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -134,5 +134,5 @@ def test_gradients_are_sent_after_each_pass(group_of):
 
 @pytest.mark.parametrize(("name", "value"), [("shard_over", "node"), ("sync_gradients", "last_pass")])
 def test_other_ways_of_sharding_are_refused(name, value):
-    with pytest.raises(UserError, match=f"run.{name} is {value}; it must be "):
+    with pytest.raises(UserError, match=f"{name} is {value}; it must be "):
         start(RunConfig(**{name: value}, trackers=()))

@@ -22,6 +22,7 @@ from evaluation.config import (
     ProbeDataConfig,
     ReportConfig,
     SegmentationConfig,
+    SupervisedConfig,
     VisualizeConfig,
 )
 from mpp.config import Config, ModelConfig, RunConfig, Settings, as_words, flatten, setting, settings_of
@@ -36,7 +37,8 @@ def test_birds_yaml_is_the_defaults():
 
 def test_birds_yaml_names_every_setting():
     written = yaml.safe_load((ROOT / "configs/birds.yaml").read_text())
-    assert [f"{group}.{key}" for group in written for key in written[group]] == list(flatten(Config()))
+    names = [f"{group}.{key}" for group in written for key in written[group]]
+    assert names == [each.key for each in settings_of(Config()) if each.is_shown]
 
 
 def test_the_papers_recipe():
@@ -90,7 +92,7 @@ MISTAKES = [  # the command, its words, and what the one line names: the setting
     (Config, "stray", ["stray", "--NAME VALUE"]),
     (Config, "--model.img_size 128 1024", ["1024", "[a, b]"]),
     (Config, "--help optm", ["--help", "optm", "optim"]),
-    (Config, "--config cifar11", ["--config", "cifar11", "cifar10?"]),
+    (Config, "--config cifar11", ["--config", "cifar11", "such as cifar10, "]),
     (Config, "--config maee", ["maee", "rivals/mae"]),
     (Config, "--config nowhere.yaml", ["--config", "nowhere.yaml"]),
     (Config, "--run.steps=5 --config", ["--config", "empty"]),
@@ -144,6 +146,45 @@ def test_a_mistake_is_one_line_that_names_the_setting_the_value_and_what_is_allo
     message = str(error.value)
     assert "\n" not in message
     assert [part for part in named if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("config_class", "path", "expected"),
+    [
+        (Config, None, "runs/birds"),
+        (SupervisedConfig, None, "runs/birds_supervised"),
+        (Config, "uoft-cs/cifar10", "runs/cifar10"),
+        (FinetuneConfig, "https://host/sets/my%20parts.tar?key=1", "runs/my_20parts_finetuned"),
+        (Config, "FOLDER/photos.v2/", "runs/photos.v2"),
+    ],
+)
+def test_the_run_folder_has_the_name_of_the_images(config_class, path, expected, tmp_path):
+    (tmp_path / "photos.v2").mkdir()
+    words = [f"--data.path={path.replace('FOLDER', str(tmp_path))}"] if path else []
+    config = parse(config_class, words)
+    assert config.in_named_folder().run.dir == expected
+    assert parse(config_class, [*words, "--run.dir=mine"]).in_named_folder().run.dir == "mine"
+
+
+def test_first_steps_of_a_config_keep_their_share_of_a_shorter_run():
+    """Where the run is too short for them; what is given with the length is not changed."""
+    short = parse(Config, ["--config=continue", "--run.steps=400"]).optim
+    assert (short.warmup_steps, short.frozen_steps) == (20, 200)
+    assert parse(Config, ["--config=continue", "--run.steps=2000"]).optim.warmup_steps == 500
+    assert parse(Config, ["--run.steps=1"]).optim.frozen_steps == 0
+    with pytest.raises(UserError, match=r"optim\.warmup_steps is 500; it must be less than run\.steps \(400\)"):
+        parse(Config, ["--config=continue", "--run.steps=400", "--optim.warmup_steps=500"])
+
+
+def test_help_has_the_numbers_of_null_and_no_setting_without_a_choice(capsys):
+    with pytest.raises(SystemExit):
+        parse(Config, ["--help", "all"])
+    shown = capsys.readouterr().out
+    assert "--model.width null: 128 " in shown
+    assert "predict_nodata" not in shown and "shard_over" not in shown
+    assert not parse(
+        Config, ["--objective.name=features", "--objective.stop_on_collapse=false"]
+    ).objective.stop_on_collapse
 
 
 IN_FILES = [

@@ -313,7 +313,7 @@ def test_a_student_starts_from_a_pre_training_run(finished_run, position):
 
 def test_a_student_does_not_start_from_a_distilled_run(tmp_path, teacher):
     train(tmp_path, f"--distill.teacher={teacher}")
-    with pytest.raises(UserError, match="dist_token"):
+    with pytest.raises(UserError, match=r"model\.name is deit_base_distilled_patch16_224; it must be left out"):
         build_student(ModelConfig(**NUMBERS, init_from=str(tmp_path)))
 
 

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from conftest import TINY
 from safetensors.torch import load_file, save_file
 
+import mpp
+from evaluation import supervised
 from evaluation.supervision.learners import build_student
 from mpp.config import ModelConfig
 from mpp.config.parsing import read_yaml
 from mpp.errors import UserError
 from mpp.models.descriptions import EncoderFacts, export_encoder, licence_of
-from mpp.models.encoder import build_encoder, moments_of_weights
+from mpp.models.encoder import build_encoder, describe_computation, moments_of_weights
 
 SMALL = dict(img_size=32, width=32, depth=2, heads=2)
 DINOV3 = "vit_small_patch16_dinov3_qkvb"
@@ -101,33 +104,60 @@ def test_the_model_of_a_checkpoint_is_taken_without_its_mask(name, tmp_path):
 
 
 PLAIN = dict(width=32, depth=2, img_size=32, patch_size=8)
+
+
+@pytest.mark.parametrize("source", ["run", "zoo:ijepa_cifar10_finetuned"])
+def test_a_run_from_weights_needs_no_setting_of_their_model(source, pretrain, tmp_path):
+    """Pre-training and supervised training; config.yaml then has the model's settings, and repeats the run."""
+    registers = "--model.arguments={reg_tokens: 2}"
+    source = str(pretrain("--model.position=relative", registers, dir=tmp_path / "run")) if source == "run" else source
+    begin = f"--model.init_from={source}"
+    for name, train in {"pre": pretrain, "labels": supervised.main}.items():
+        folder = tmp_path / name
+        words = [word for word in TINY if not word.startswith("--model.")]
+        if train is pretrain:
+            train(begin, dir=folder, without="--model.")
+        else:
+            train([word for word in words if not word.startswith("--probe.")] + [begin, f"--run.dir={folder}"])
+        encoder = mpp.load_encoder(folder)
+        assert describe_computation(encoder) == describe_computation(mpp.load_encoder(source))
+        model = read_yaml(folder / "config.yaml")["model"]
+        assert (model["width"], model["depth"]) == (encoder.embed_dim, len(encoder.blocks))
+        assert model["patch_size"] == encoder.patch_embed.patch_size[0]
+    pretrain(f"--config={folder.parent / 'pre' / 'config.yaml'}", dir=tmp_path / "again", without="--model.")
+    assert holds(mpp.load_encoder(tmp_path / "again"), mpp.load_encoder(tmp_path / "pre").state_dict())
+    with pytest.raises(UserError, match=rf"model\.width is 24; it must be {model['width']}, as in the weights of "):
+        pretrain(begin, "--model.width=24", "--model.heads=2", dir=tmp_path / "other", without="--model.")
+    assert not (tmp_path / "other").exists()
+
+
 LEARNED_2D = dict(position="learned_2d", heads=4)
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "said"),
     [
-        (dict(heads=8), {}, r"heads \[4\].* has heads \[8\]"),
+        (dict(heads=8), dict(heads=4), r"model\.heads is 4; it must be 8, as in the weights of "),
         (
             dict(name="vit_tiny_patch16_224", patch_size=16),
             dict(heads=2, patch_size=16),
-            r"heads \[2\].* has heads \[3\]",
+            r"model\.heads is 2; it must be 3, ",
         ),
-        (dict(arguments={"act_layer": "silu"}), {}, "'GELU'.* has .*'SiLU'"),
+        (dict(arguments={"act_layer": "silu"}), dict(arguments={"act_layer": "gelu"}), "gelu.*; it must be .*silu"),
         (dict(name="vit_base_patch32_clip_quickgelu_224"), dict(name="vit_base_patch32_clip_224"), "has .*QuickGELU"),
-        (dict(position="rope"), dict(position="none"), "none.* has .*rope"),
-        (dict(position="none", heads=4), dict(position="rope"), "rope.* has .*none"),
-        (LEARNED_2D, LEARNED_2D | {"position_at": "every_shared"}, "every_shared.* has .*none"),
+        (dict(position="rope"), dict(position="none"), r"model\.position is none; it must be rope, "),
+        (dict(position="none", heads=4), dict(position="rope"), "rope; it must be none, "),
+        (LEARNED_2D, dict(position_at="every_shared"), r"model\.position_at is every_shared; it must be stem, "),
     ],
 )
 @pytest.mark.parametrize("from_file", [False, True])
 def test_weights_of_an_encoder_that_computes_otherwise_are_refused(theirs, ours, said, from_file, tmp_path):
-    """Its weights have the same names and shapes."""
+    """Its weights have the same names and shapes; without settings of their own they begin a model like theirs."""
     of_name = dict(width=48, depth=1, img_size=32) if "name" in theirs else PLAIN
     first = build_encoder(ModelConfig(**of_name | theirs))
     export_encoder(first, tmp_path / "encoder", 32, *MOMENTS, 1.0)
     source = tmp_path / "encoder" / "model.safetensors" if from_file else tmp_path / "encoder"
-    build_encoder(ModelConfig(**of_name | theirs, init_from=str(source)))
+    assert describe_computation(build_encoder(ModelConfig(init_from=str(source)))) == describe_computation(first)
     with pytest.raises(UserError, match=said):
         build_encoder(ModelConfig(**of_name | ours, init_from=str(source)))
 
@@ -180,11 +210,12 @@ def test_a_name_of_timms_means_its_weights_on_the_hub(build, tmp_path, monkeypat
         return str(tmp_path / "encoder")
 
     monkeypatch.setattr("mpp.runtime.weights.snapshot_download", download)
+    source = "vit_tiny_patch16_224.augreg_in21k"
     if build is begun:
-        assert holds(build("vit_tiny_patch16_224", "vit_tiny_patch16_224.augreg_in21k"), weights)
+        assert holds(build("vit_tiny_patch16_224", source), weights)
     else:
-        with pytest.raises(UserError, match=r"size mismatch|Missing"):
-            build("", "vit_tiny_patch16_224.augreg_in21k")
+        with pytest.raises(UserError, match=r"model\.name is vit_tiny_patch16_224; it must be left out"):
+            build("", source)
     assert set(asked) == {"timm/vit_tiny_patch16_224.augreg_in21k"}
 
 

@@ -31,6 +31,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
     [
         (0, None, 1, CORES),
         (0, "1", 1, CORES),  # what the launcher sets by itself
+        (0, "1", None, 1),
         (0, "3", 1, 3),
         (0, "4,2", 1, CORES),  # what is no number is no choice
         (5, "3", 1, 5),
@@ -42,7 +43,8 @@ def test_threads(monkeypatch, threads, environment, processes, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if environment:
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    if processes:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert choose_threads(RunConfig(threads=threads)) == expected
 
 

@@ -109,6 +109,7 @@ def test_the_command_prints_the_peak(capsys):
         assert words in printed
 
 
-def test_weights_to_begin_from_are_not_read(recwarn):
-    begun = replace(CONFIG, model=replace(MODEL, init_from="nowhere"))
-    assert memory.peak_memory(begun, 4) == memory.peak_memory(CONFIG, 4) and not recwarn.list
+def test_weights_to_begin_from_give_the_model_its_numbers(recwarn):
+    begun = replace(CONFIG, model=ModelConfig(init_from="zoo:simclr_cifar10"))
+    alike = replace(CONFIG, model=ModelConfig(width=128, depth=6, heads=2, img_size=32, patch_size=4))
+    assert memory.peak_memory(begun, 4) == memory.peak_memory(alike, 4) and not recwarn.list

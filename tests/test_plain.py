@@ -254,7 +254,7 @@ REFUSED = [
     (DINOV3, dict(position="none"), "unexpected keyword argument 'pos_embed'"),
     (DINOV3, dict(position="sincos_2d"), "model.position is sincos_2d; it must be learned with a model that has no"),
     (DINOV3, dict(arguments={"reg_tokens": 4}), "model.arguments is {'reg_tokens': 4}"),
-    (DINOV3, dict(img_size=60), "model.img_size is [60, 60]; it must be a multiple of the patch size (16)"),
+    (DINOV3, dict(img_size=60), "model.img_size is 60; it must be a multiple of the patch size (16)"),
 ]
 
 

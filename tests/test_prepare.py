@@ -344,6 +344,6 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # it is imported already
         runpy.run_module("mpp.prepare", run_name="__main__", alter_sys=True)
-    assert re.search(r"next: mpp pretrain --data.path \S+/(\w+) .*--run.dir runs/\1 ", capsys.readouterr().out)
+    assert re.search(r"next: mpp pretrain --data.path \S+/\w+ ", capsys.readouterr().out)
     notes = json.loads((tmp_path / "out" / NOTES_FOLDER / "test-00000-of-00001.json").read_text())
     assert notes["kept"] == 1

@@ -70,7 +70,7 @@ class SupervisedConfig(TrainingConfig):
     """Kind of label: see `mpp linear --help`. Mixup, CutMix, label smoothing and a teacher are for one class."""
     loss: NumberLoss = setting("l2", needs={"task": ("auto", "number")})
     """Loss of numbers. l2: squared error; l1: absolute error."""
-    run: RunConfig = RunConfig(dir="runs/birds_supervised")
+    run: RunConfig = RunConfig(dir="runs/{data}_supervised")
     data: DataConfig = group(DataConfig(eval_images=1_000_000), **OF_STREAMS)
     augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = group(ModelConfig(), train=TRAIN_WHOLE, lora_rank=TRAIN_WHOLE)
@@ -124,7 +124,7 @@ class FinetuneConfig(TrainingConfig):
     out: str | None = setting(None, operational=True)
     """JSON file of the result. null: finetune.json in run.dir."""
     run: RunConfig = group(
-        RunConfig(dir="runs/birds_finetuned", steps=500, report=False),
+        RunConfig(dir="runs/{data}_finetuned", steps=500, report=False),
         eval_every="each run of fine-tuning is evaluated once, at its end",
         keep_best="each run of fine-tuning is evaluated once, at its end",
         keep_at="no run branches from fine-tuning",
@@ -204,7 +204,7 @@ class ContrastConfig(Settings):
 class ContrastiveConfig(TrainingConfig):
     """Contrastive pre-training (SimCLR). Without the paper's LARS: `optim.name` is muon, adam or sgd."""
 
-    run: RunConfig = RunConfig(dir="runs/birds_simclr", steps=1200)
+    run: RunConfig = RunConfig(dir="runs/{data}_simclr", steps=1200)
     data: DataConfig = group(DataConfig(crop_area=(0.08, 1.0)), **OF_STREAMS)
     model: ModelConfig = ModelConfig()
     views: ViewsConfig = ViewsConfig()

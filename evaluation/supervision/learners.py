@@ -27,6 +27,7 @@ from mpp.models.encoder import (
     Normalize,
     build_encoder,
     load_encoder,
+    with_architecture,
 )
 from mpp.models.plain import (
     checkpoint_activations,
@@ -134,11 +135,12 @@ def build_student(config: ModelConfig, channels: int = 3) -> VisionTransformerDi
     Raises:
         UserError: another model than a ViT of five numbers, or weights that do not fit.
     """
+    config = with_architecture(config)
     require_defaults(config, ("name", "position_at", "stride", "mixing", "arguments"), "distill.teacher")
     has_table = config.position in ("learned", "sincos_2d")
     require(has_table, "model.position", config.position, "learned or sincos_2d with distill.teacher")
     plain = build_encoder(config, channels)
-    student = build_encoder(replace(config, name=DISTILLED_VIT, init_from=None, **config.numbers()), channels)
+    student = build_encoder(replace(config, name=DISTILLED_VIT, init_from=None), channels)
     weights, random = plain.state_dict(), student.state_dict()
     positions = weights["pos_embed"]
     positions = torch.cat([positions[:, :1], random["pos_embed"][:, 1:2], positions[:, 1:]], dim=1)

@@ -5,7 +5,11 @@ Fields marked `operational` change how a run is carried out and watched, not wha
 a run is resumed. Fields with `needs` have an effect only together with certain others, and are refused without them.
 """
 
+import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from mpp.config.data import (
     HOW_READ,
@@ -47,6 +51,12 @@ class TrainingConfig(Settings):
     """None: of training with labels, whose figures need no probe."""
     objective: ObjectiveConfig | None = None
     """None: of runs that predict nothing of masked patches."""
+
+    def in_named_folder(self) -> Any:
+        """The config with the name of its images in `run.dir`."""
+        place = Path(os.path.abspath(os.path.expanduser(self.data.path or "birds")))
+        name = re.sub(r"[^\w.-]+", "_", place.name if place.is_dir() else place.stem)
+        return rebuild(self, {"run.dir": self.run.dir.replace("{data}", name)})
 
     @property
     def is_fine_tuning(self) -> bool:

@@ -32,6 +32,7 @@ def setting(
     needs: Mapping[str, Any] | None = None,
     operational: bool = False,
     distinct: bool = False,
+    otherwise: Any = None,
     **bounds: float,
 ) -> Any:
     """A field of settings.
@@ -42,9 +43,11 @@ def setting(
         operational: whether it changes how a run is carried out and not what it computes, so that it may differ when
             the run is resumed.
         distinct: whether it is a list of at least one value, each once.
+        otherwise: the value that null stands for.
         bounds: at_least, above, at_most, below: of the number, or of each number of a list.
     """
     metadata = {"needs": needs or {}, "operational": operational, "distinct": distinct, "bounds": bounds}
+    metadata["otherwise"] = otherwise
     return field(default=default, metadata=metadata)
 
 
@@ -71,6 +74,11 @@ class Setting(NamedTuple):
     """The class that declares it."""
     unused: str | None
     """Why it has no effect; None: it may have one."""
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether it has an effect and a choice: files of earlier versions have settings of one value."""
+        return not self.unused and not (get_origin(self.kind) is Literal and len(get_args(self.kind)) == 1)
 
 
 class Settings:

@@ -37,7 +37,7 @@ def show_help(config: Any, part: str = "-") -> NoReturn:
     Args:
         part: all, or a group such as optim; another option: the settings that are often changed.
     """
-    settings = {each.key: each for each in settings_of(config) if not each.unused}
+    settings = {each.key: each for each in settings_of(config) if each.is_shown}
     groups = groups_of(settings)
     shown = [key for key in settings if part in ("all", key.partition(".")[0])]
     if part.startswith("-"):
@@ -59,7 +59,9 @@ def groups_of(keys: Iterable[str]) -> list[str]:
 def heading(each: Setting) -> str:
     """A setting with its default, the values that it may have, and what it needs."""
     needs = describe_needs(each)
-    return f"--{each.key} {show(each.value)}  ({allowed(each)}{needs and f'; has an effect if {needs}'})"
+    number = each.about["otherwise"]
+    value = show(each.value) if number is None or each.value is not None else f"null: {number}"
+    return f"--{each.key} {value}  ({allowed(each)}{needs and f'; has an effect if {needs}'})"
 
 
 def text_of(each: Setting) -> str:
@@ -86,7 +88,7 @@ def page(configs: Mapping[str, Any]) -> str:
     lines: list[str] = []
     for command, config in configs.items():
         lines += ["", f"## mpp {command}"]
-        new = [each for each in settings_of(config) if not each.unused and row_of(each) not in lines]
+        new = [each for each in settings_of(config) if each.is_shown and row_of(each) not in lines]
         for group, members in groupby(new, key=lambda each: each.key.rpartition(".")[0]):
             lines += ["", f"### {group}"] if group else []
             lines += ["", *map(row_of, members)]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from mpp.config.fields import Settings, as_tuple, require, setting
@@ -12,10 +12,6 @@ Representation = Literal["class", "mean", "both"]
 """Of an image: the [class] token, the mean of the patches, or both side by side."""
 
 
-PLAIN = {"width": 128, "depth": 4, "heads": 4, "img_size": 64, "patch_size": 8}
-"""The numbers of a plain ViT that are not given."""
-
-
 @dataclass(frozen=True)
 class ModelConfig(Settings):
     """The encoder: a timm transformer by name, or a plain ViT by its dimensions."""
@@ -23,17 +19,16 @@ class ModelConfig(Settings):
     name: str | None = None
     """A timm VisionTransformer, Eva or Beit (vit_base_patch16_224, vit_small_patch16_dinov3, ...), with random weights.
     null: a plain ViT with the five dimensions below."""
-    width: int | None = setting(None, at_least=1)
-    """Width of the tokens. null: that of the named model, otherwise 128."""
-    depth: int | None = setting(None, at_least=1)
-    """Transformer blocks. null: those of the named model, otherwise 4."""
-    heads: int | None = setting(None, at_least=1)
-    """Attention heads. null: those of the named model, otherwise 4."""
-    img_size: int | tuple[int, int] | None = setting(None, at_least=1)
-    """Side of the square input in pixels, or height and width: [128, 1024]. null: that of the named model, otherwise
-    64."""
-    patch_size: int | None = setting(None, at_least=1)
-    """Side of a patch in pixels. null: that of the named model, otherwise 8."""
+    width: int | None = setting(None, otherwise=128, at_least=1)
+    """Width of the tokens. null: that of model.init_from or of the named model, otherwise 128."""
+    depth: int | None = setting(None, otherwise=4, at_least=1)
+    """Transformer blocks. null: as width, otherwise 4."""
+    heads: int | None = setting(None, otherwise=4, at_least=1)
+    """Attention heads. null: as width, otherwise 4."""
+    img_size: int | tuple[int, int] | None = setting(None, otherwise=64, at_least=1)
+    """Side of the square input in pixels, or height and width: [128, 1024]. null: as width, otherwise 64."""
+    patch_size: int | None = setting(None, otherwise=8, at_least=1)
+    """Side of a patch in pixels. null: as width, otherwise 8."""
     position: Literal["learned", "none", "learned_2d", "sincos_2d", "relative", "relative_bias", "rope"] = "learned"
     """Position embeddings (paper, appendix D.4). learned: one per position; learned_2d: half for the row, half for the
     column; sincos_2d: fixed sines and cosines of both (MAE); relative: one per offset along the sequence, as keys of a
@@ -70,7 +65,9 @@ class ModelConfig(Settings):
     """Keep one activation per block and recompute the rest in the backward pass: less memory, one more forward pass."""
     init_from: str | None = None
     """Weights to start the encoder from: a run folder, an encoder folder, a .safetensors file, zoo:NAME, hf-hub:NAME,
-    or the name of a timm model with published weights (vit_small_patch16_dinov3.lvd1689m). null: random weights."""
+    or the name of a timm model with published weights (vit_small_patch16_dinov3.lvd1689m). The model is theirs; another
+    img_size, patch_size or stride is resampled, and other settings that contradict them are refused. null: random
+    weights."""
     train: str | None = None
     """Trained parameters of the encoder: a regular expression found in their names, such as attn.proj (APLA), or
     blocks.11. for the last of twelve blocks. The others stay frozen. null: all; with lora_rank none."""
@@ -80,8 +77,9 @@ class ModelConfig(Settings):
 
     def numbers(self) -> dict[str, Any]:
         """The five numbers, of which the size may be two; None: the named model's own."""
-        given = {name: getattr(self, name) for name in PLAIN}
-        return {name: PLAIN[name] if self.name is None and value is None else value for name, value in given.items()}
+        usual = {each.name: each.metadata["otherwise"] for each in fields(self) if each.metadata.get("otherwise")}
+        given = {name: getattr(self, name) for name in usual}
+        return {name: usual[name] if self.name is None and value is None else value for name, value in given.items()}
 
     def is_variant(self) -> bool:
         """Whether timm has no such plain ViT, and it is one of mpp/models/variants.py."""

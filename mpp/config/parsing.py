@@ -7,6 +7,7 @@ win over files. Every mistake in them is an error of one line.
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -73,20 +74,37 @@ def read(usual: ConfigT, words: Sequence[str], refuse_idle: bool = False) -> Con
         refuse_idle: whether settings must have an effect: a saved config has all.
     """
     known = {each.key: each for each in settings_of(usual)}
-    values, places = {}, {}
+    values, places, lengths = {}, {}, {}
     try:
         for option, word in options(words, usual):
             file = config_file(word) if option == "config" else None
-            for key, value in spread(read_yaml(file) if file else {option: value_of(word)}, known):
+            content = dict(spread(read_yaml(file) if file else {option: value_of(word)}, known))
+            length = content.get("run.steps", values.get("run.steps"))
+            for key, value in content.items():
+                lengths[key] = length if file else None
                 places[key] = f" (in {file})" if file else ""
                 values[key] = take(find(key, known), value, word if key == option else value_of(value))
-        config = rebuild(usual, values)
+        config = rebuild(usual, shortened(values, lengths))
         if refuse_idle:
             check_given(config, usual)
         return config
     except UserError as error:
         key = str(error).removeprefix(UNKNOWN).split()[0].strip(",;")  # with which messages begin
         raise UserError(show(f"{error}{places.get(key, '')}")) from None
+
+
+def shortened(values: Mapping[str, Any], lengths: Mapping[str, int | None]) -> dict[str, Any]:
+    """Settings whose first steps keep their share of a run that was made too short for them.
+
+    Args:
+        lengths: steps of the run for which a file gives a setting; None: it is not of a file, or for any length.
+    """
+    changed = dict(values)
+    for key in ("optim.warmup_steps", "optim.frozen_steps"):
+        steps, length = values.get("run.steps"), lengths.get(key)
+        if length and steps < length and (values[key] or 0) >= steps:
+            changed[key] = values[key] * steps // length
+    return changed
 
 
 def options(words: Sequence[str], usual: Any) -> list[tuple[str, str]]:
@@ -210,7 +228,7 @@ def config_file(name: str) -> Path:
             return file
     files = [file for file in CONFIGS.rglob("*.yaml") if file.parent.name != "accelerate"]
     names = sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in files)
-    allowed = f"a YAML file or a config of mpp{did_you_mean(short, names)}: {', '.join(names)}"
+    allowed = f"a YAML file or a config of mpp, such as {', '.join(get_close_matches(short, names, 5, 0))}"
     raise UserError(f"--config is {show(name)}; it must be {allowed}")
 
 

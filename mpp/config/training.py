@@ -10,8 +10,9 @@ from mpp.config.fields import SEED_END, Settings, require, setting
 class RunConfig(Settings):
     """The run: folder, length, precision, evaluations and checkpoints."""
 
-    dir: str = setting("runs/birds", operational=True)
-    """Run folder. The same command with the same folder resumes from its newest complete checkpoint."""
+    dir: str = setting("runs/{data}", operational=True)
+    """Run folder; {data} becomes the name of the images: birds, or the last part of data.path. The same command
+    with the same folder resumes from its newest complete checkpoint."""
     steps: int = setting(1600, at_least=1)
     """Optimiser steps."""
     seed: int = setting(0, at_least=0, below=SEED_END)
@@ -20,11 +21,10 @@ class RunConfig(Settings):
     """Compute type. auto: the launcher's choice, otherwise bf16 on hardware that computes in it, otherwise fp32."""
     reduction: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are averaged over several processes. bf16 halves the traffic."""
-    shard_over: Literal["all", "node"] = setting("all", operational=True)
-    """Processes that share each tensor if the launcher shards the model. node, of earlier runs, is refused."""
-    sync_gradients: Literal["every_pass", "last_pass"] = setting("every_pass", operational=True)
-    """Forward passes of a step after which sharded processes send their gradients. last_pass, of earlier runs, is
-    refused."""
+    shard_over: Literal["all"] = setting("all", operational=True)
+    """Processes that share each tensor if the launcher shards the model."""
+    sync_gradients: Literal["every_pass"] = setting("every_pass", operational=True)
+    """Forward passes of a step after which sharded processes send their gradients."""
     branch_from: str | None = setting(None, operational=True)
     """FOLDER@STEP: continue from this checkpoint of another run, which had the same learning rate up to it."""
     compile: Literal["auto"] | bool = "auto"
@@ -47,8 +47,8 @@ class RunConfig(Settings):
     report: bool = setting(True, operational=True)
     """Write a page about the run at its end, report.html (`mpp report`); in fine-tuning about each of its runs."""
     threads: int = setting(0, at_least=0, operational=True)
-    """CPU threads per process. 0: OMP_NUM_THREADS if it is above 1, otherwise the cores divided by the local
-    processes."""
+    """CPU threads per process. 0: OMP_NUM_THREADS (under a launcher, which sets 1 by itself, if it is above 1),
+    otherwise the cores divided by the local processes."""
     trackers: tuple[str, ...] = setting(("tensorboard",), operational=True)
     """Trackers of accelerate that receive the metrics (tensorboard, wandb, ...); metrics.jsonl is always written."""
     project: str = setting("mpp", needs={"run.trackers": "wandb"}, operational=True)
@@ -86,7 +86,7 @@ class OptimConfig(Settings):
     cooldown: float = setting(0.2, above=0, at_most=1, needs={"optim.schedule": "wsd"})
     """Cooldown of wsd: share of run.steps in which the rate falls to 0, as 1 - sqrt(progress) (Haegele et al.,
     2024)."""
-    warmup_steps: int | None = setting(None, at_least=0)
+    warmup_steps: int | None = setting(None, otherwise=100, at_least=0)
     """Steps of linear warm-up from 0, fewer than run.steps. null: 100, or a fifth of run.steps if that is less."""
     global_batch_size: int = setting(32, at_least=1)
     """Images per step, divided among all processes; accumulation follows from data.batch_size."""

@@ -6,6 +6,7 @@ timm lacks. `Normalize` makes the input of an encoder.
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -18,7 +19,7 @@ from timm.layers import PatchEmbed
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from mpp.config import ModelConfig, require, sides
+from mpp.config import ModelConfig, changed_settings, require, show, sides
 from mpp.config.imports import require_imports
 from mpp.errors import UserError, one_line
 from mpp.models.descriptions import first_weights, is_named, saved_config, saved_entry, update_description
@@ -39,6 +40,11 @@ from mpp.runtime.messages import note
 from mpp.runtime.weights import WEIGHTS, encoder_folder, refuse_pickle, run_of, weight_names
 
 PLAIN_VIT = "vit_base_patch16_224"  # timm's plain ViT, built to other numbers where no name is given
+VARIANT = "mpp_vit"
+OF_VARIANTS = ("position", "position_at", "stride", "mixing")
+NUMBERS_OF_TIMM = ("embed_dim", "depth", "num_heads", "img_size", "patch_size")
+RESAMPLED = {"img_size", "patch_size", "stride"}
+"""Settings in which a model may differ from its first weights."""
 PLAIN_TRANSFORMERS = "a plain transformer (VisionTransformer, Eva, Beit) that timm's build_model_with_cfg has built, "
 PLAIN_TRANSFORMERS += f"such as {PLAIN_VIT}"
 NO_POOLING = '{"global_pool": "avg", "fc_norm": false}'
@@ -62,6 +68,7 @@ def build_encoder(config: ModelConfig, channels: int = 3) -> nn.Module:
     Raises:
         UserError: an unknown name, a model that is no plain transformer or does not fit, weights that do not fit.
     """
+    config = with_architecture(config)
     name, arguments = architecture(config)
     try:
         encoder = timm.create_model(name, num_classes=0, in_chans=channels, **arguments)
@@ -100,8 +107,8 @@ def architecture(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     refused = set(SET_ELSEWHERE)
     name = config.name or PLAIN_VIT
     if config.is_variant():
-        name = "mpp_vit"
-        arguments |= {each: getattr(config, each) for each in ("position", "position_at", "stride", "mixing")}
+        name = VARIANT
+        arguments |= {each: getattr(config, each) for each in OF_VARIANTS}
         arguments["pos_embed"] = None
         refused.add("no_embed_class")
     if config.mixing == "axial":
@@ -321,16 +328,20 @@ def resample(state: Weights, model: nn.Module, size: Sequence[int] = ()) -> Weig
 
 def require_same_computation(encoder: nn.Module, source: str, folder: Path) -> None:
     """Raise UserError where an encoder computes otherwise than the one in the config.json next to its first weights."""
-    config = saved_config(folder)
-    if not timm.is_model(config.get("architecture", "")):
-        return
-    try:
-        theirs = model_without_memory(config["architecture"], **config.get("model_args", {}) | {"num_classes": 0})
-    except TIMM_ERRORS:  # a config.json of another library
+    theirs = described_encoder(saved_config(folder))
+    if theirs is None:
         return
     of_weights, ours = describe_computation(theirs), describe_computation(encoder)
     allowed = f"weights of an encoder that computes as this one, with {ours}: theirs has {of_weights}"
     require(ours == of_weights, "model.init_from", source, allowed)
+
+
+def described_encoder(config: dict[str, Any]) -> nn.Module | None:
+    """The encoder of a config.json, without memory; None: timm has no such model."""
+    if timm.is_model(name := config.get("architecture", "")):
+        with suppress(*TIMM_ERRORS):  # a config.json of another library
+            return model_without_memory(name, **config.get("model_args", {}) | {"num_classes": 0})
+    return None
 
 
 def describe_computation(encoder: nn.Module) -> str:
@@ -364,3 +375,61 @@ def moments_of_weights(config: ModelConfig, channels: int) -> ModelConfig:
         elif given != "auto" and len(theirs) == channels and theirs != tuple(ours):
             note(f"model.{name} is {ours}, and {config.init_from} learned with {theirs}: null takes these")
     return config
+
+
+# --- settings left open ---
+
+
+def with_architecture(config: ModelConfig) -> ModelConfig:
+    """The settings with those of the first weights, and the numbers of a named model, in the place of defaults.
+
+    Raises:
+        UserError: a setting contradicts the weights. Those in RESAMPLED do not.
+    """
+    if config.init_from:
+        given, theirs = changed_settings(config), settings_of_weights(config.init_from)
+        if config.name not in (None, theirs.get("name") or PLAIN_VIT):  # another model, which these may fit
+            theirs = {name: theirs[name] for name in ("width", "depth", "heads") if theirs}
+        if config.position == FIXED_POSITIONS:  # which takes the place of any table
+            theirs.pop("position", None)
+        ours, known = config.arguments or {}, theirs.get("arguments", {})
+        given["arguments"], theirs["arguments"] = known | ours or None, ours | known or None
+        for name in given.keys() & theirs.keys() - RESAMPLED - {"name"}:
+            allowed = f"{show(theirs[name])}, as in the weights of {config.init_from}, or left out"
+            require(given[name] == theirs[name], f"model.{name}", given[name], allowed)
+        config = replace(config, **theirs | given)
+    if config.name is None:
+        return replace(config, **config.numbers())
+    name, arguments = architecture(config)
+    encoder = described_encoder({"architecture": name, "model_args": arguments})
+    return replace(config, **numbers_of(encoder)) if encoder and is_plain(encoder) else config
+
+
+def settings_of_weights(source: str) -> dict[str, Any]:
+    """The settings of the model that is described next to first weights; empty: none that mpp can build."""
+    config = saved_config(first_weights(source).parent)
+    encoder = described_encoder(config)
+    if encoder is None or not is_plain(encoder):
+        return {}
+    name, arguments = config["architecture"], config.get("model_args", {})
+    settings = numbers_of(encoder) | {each: arguments[each] for each in OF_VARIANTS if each in arguments}
+    usual = "none" if arguments.get("pos_embed") == "none" else config.get("position", "learned")
+    settings.setdefault("position", usual)
+    elsewhere = {*SET_ELSEWHERE, *NUMBERS_OF_TIMM, *OF_VARIANTS, "pos_embed"}
+    if type(encoder.fc_norm) is nn.Identity or settings.get("mixing") == "axial":  # pooling changes no weights
+        elsewhere |= {"global_pool", "fc_norm"}
+    kept = {each: arguments[each] for each in arguments if each not in elsewhere and not each.endswith("_rate")}
+    return settings | {"name": None if name in (PLAIN_VIT, VARIANT) else name, "arguments": kept}
+
+
+def numbers_of(encoder: nn.Module) -> dict[str, Any]:
+    """The five numbers of a plain transformer, as settings."""
+    patches = encoder.patch_embed
+    height, width = patches.img_size
+    return dict(
+        width=encoder.embed_dim,
+        depth=len(encoder.blocks),
+        heads=next(each.num_heads for each in encoder.blocks.modules() if hasattr(each, "num_heads")),
+        img_size=height if height == width else (height, width),
+        patch_size=patches.patch_size[0],
+    )

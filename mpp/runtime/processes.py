@@ -49,8 +49,6 @@ def check_address() -> None:
 
 def check_sharding(run: RunConfig) -> None:
     """Refuse options of sharding that would be dropped without a word."""
-    require(run.shard_over == "all", "run.shard_over", run.shard_over, "all")
-    require(run.sync_gradients == "every_pass", "run.sync_gradients", run.sync_gradients, "every_pass")
     if not is_set(SHARDED):
         return
     version = os.environ.get("FSDP_VERSION", "1")

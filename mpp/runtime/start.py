@@ -168,11 +168,13 @@ def choose_precision(run: RunConfig) -> tuple[str, str]:
 
 
 def choose_threads(run: RunConfig) -> int:
-    """Number of threads of this process: of the config, else OMP_NUM_THREADS above 1, else its share of the cores.
+    """Number of threads of this process: of the config, else OMP_NUM_THREADS, else its share of the cores.
 
-    `accelerate launch` sets OMP_NUM_THREADS=1 by itself, so that 1 is no choice of the user.
+    Launchers set OMP_NUM_THREADS=1 by themselves, so that 1 under them is no choice of the user.
     """
     if run.threads:
         return run.threads
     from_environment = os.environ.get("OMP_NUM_THREADS", "")
-    return int(from_environment) if from_environment.isdecimal() and from_environment != "1" else share_of_cores()
+    is_launched = not os.environ.keys().isdisjoint(("ACCELERATE_MIXED_PRECISION", "LOCAL_WORLD_SIZE"))
+    is_chosen = from_environment.isdecimal() and not (is_launched and from_environment == "1")
+    return int(from_environment) if is_chosen else share_of_cores()

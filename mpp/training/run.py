@@ -22,7 +22,7 @@ from mpp.data.loader import BatchLayout
 from mpp.data.moments import channel_moments, with_moments
 from mpp.data.remote import resolve_commit
 from mpp.data.workers import deaths_explained, kill_workers
-from mpp.models.encoder import moments_of_weights
+from mpp.models.encoder import moments_of_weights, with_architecture
 from mpp.runtime.files import clear_leftovers, hold
 from mpp.runtime.messages import note, warn
 from mpp.runtime.processes import SHARDED, TRAINING_TIMEOUT, on_each_node, on_main_process, set_timeout
@@ -66,6 +66,7 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
     Returns:
         The run folder, finished.
     """
+    asked, config = config, config.in_named_folder()
     accelerator = start(config.run)
     check_trackers(config.run)
     folder = Path(config.run.dir)
@@ -80,7 +81,7 @@ def train(config: TrainingConfig, build: Build, writes_page: bool = True) -> Pat
         return folder
     with Preemption(accelerator, folder) as preemption:
         with releasing_resources(accelerator), deaths_explained():
-            accelerator.print(to_yaml(resolved) if config.run.print_config else describe_overrides(config))
+            accelerator.print(to_yaml(resolved) if config.run.print_config else describe_overrides(asked))
             build_and_train(resolved, folder, build, accelerator, preemption)
         accelerator.print(f"wrote {folder}: encoder/ (timm's layout), checkpoints/, metrics.jsonl, config.yaml")
         if writes_page and config.run.report and accelerator.is_main_process:
@@ -111,7 +112,7 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
         note("model.residual bf16 has no effect here: run.precision is fp32")
     measured = saved["model"]  # at its first start
     model = with_moments(config.model, measured.get("mean"), measured.get("std"))
-    return replace(resolved, model=moments_of_weights(model, config.data.channels))
+    return replace(resolved, model=moments_of_weights(with_architecture(model), config.data.channels))
 
 
 def describe_overrides(config: TrainingConfig) -> str:

@@ -27,6 +27,7 @@ import json
 import shutil
 from collections import defaultdict
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from mpp.data.identity import differences
 from mpp.errors import UserError
 from mpp.features.drift import START_FILE
 from mpp.models.descriptions import saved_config
+from mpp.models.encoder import with_architecture
 from mpp.models.networks import NETWORKS
 from mpp.models.teachers import moving_average_decay
 from mpp.objectives import OBJECTIVES
@@ -208,6 +210,8 @@ def describe_changes(changes: Changes, saved_in: str) -> str:
 def refuse_other_settings(config: TrainingConfig, folder: Path, done: int) -> None:
     """Raise UserError if `done` steps of the run in a folder cannot be those of a run under `config`."""
     before = parse_saved(type(config), folder / CONFIG_FILE)
+    if before.model is not None:  # earlier versions saved null for a number
+        before = replace(before, model=with_architecture(before.model))
     different = changes(make_paths_absolute(before), make_paths_absolute(config))
     for name in changed_imports(folder, imports_used(config)) if done else ():
         different[f"{OPTION} {name}"] = (f"as in {folder / COPIES}", "other code")
