@@ -52,17 +52,16 @@ def load_all_splits(data: ProbeDataConfig, loaded: LoadedSplits | None) -> Loade
         splits = {ONLY_SPLIT: splits[SourceConfig.split]}
     counts = [f"{name} {counted(len(rows), 'image')}" for name, rows in splits.items()]
     tell(f"{describe_source(data)}: {', '.join(counts)}")
-    for images in unlabelled_images(data, splits):
-        warn_of_depth(images, data)
     return splits
 
 
 def unlabelled_images(data: ProbeDataConfig, splits: LoadedSplits) -> list[ImageDataset]:
-    """The images of each split, without labels."""
+    """The images of each split, without labels; those of another depth are warned of."""
     images = []
     for split, rows in splits.items():
         column = find_image_column(data, rows.features)
         images.append(ImageDataset(images_only(rows, column), column, None, split))
+        warn_of_depth(images[-1], data)
     return images
 
 

@@ -60,7 +60,7 @@ def test_help_of_a_command_has_every_setting_once(name, capsys):
         import_module(module).main(["--help", "all"])
     lines = capsys.readouterr().out.splitlines()
     shown = [line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")]
-    assert shown == [each.key for each in settings_of(getattr(import_module(configs), config)()) if not each.unused]
+    assert shown == [each.key for each in settings_of(getattr(import_module(configs), config)()) if each.is_shown]
     assert all(after.startswith("      ") for line, after in pairwise(lines) if line.startswith("  --"))  # documented
 
 
