@@ -1,7 +1,7 @@
 """Frozen features of patches, evaluated on segmentation masks: the class of each pixel.
 
     python evaluation/segmentation.py --encoder runs/birds
-    python evaluation/segmentation.py --encoder runs/mine --data.path SET --data.mask_column mask --depth dev
+    python evaluation/segmentation.py --encoder runs/mine --data.path SET --data.mask_column mask
 
 Two readings: a batch norm and a linear layer on each patch, trained as DINOv2's linear segmentation is (Oquab et al.,
 2023, section 7.4), and the classes of the nearest training patches, without training. Both predictions are upsampled to

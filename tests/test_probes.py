@@ -292,7 +292,7 @@ def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "word"),
     [
-        ("depth", "--depth=dev"),
+        ("depth", "--depth=last"),
         ("representation", "--representation=class"),
         ("data.eval_crop", "--data.eval_crop=1"),
         ("encoder", "--encoder=runs/other"),
