@@ -87,7 +87,7 @@ def test_advice_to_train_longer_is_a_command_that_works(pretrain, tmp_path, kind
 
 def test_advice_to_train_longer_of_a_cosine_run_is_another_run(trained):
     advice, *_ = next_steps(trained, read_history(trained), [LOSS_FALLS])
-    assert f"another run from this encoder (--model.init_from {trained})" in advice
+    assert f"begin a new run from this encoder (--model.init_from {trained})" in advice
 
 
 def test_a_run_that_is_not_cooled_down_is_advised_to(pretrain):

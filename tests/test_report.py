@@ -18,7 +18,7 @@ from PIL import Image
 from evaluation import check, contrastive
 from evaluation.config import EVERY
 from evaluation.figures.charts import figure_style, plot_confusion, write_details
-from evaluation.frozen.results import describe_random_weights, write_report
+from evaluation.frozen.results import write_report
 from evaluation.metrics.scoring import (
     Outcomes,
     add_figures,
@@ -408,13 +408,6 @@ def test_a_check_says_what_a_run_would_be_and_the_run_begins_there(pretrain, tmp
 def test_a_check_with_images_that_are_not_there_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"data\.path is .*nowhere"):
         check.main([f"--data.path={tmp_path / 'nowhere'}", f"--run.dir={tmp_path / 'run'}", "--run.threads=1"])
-
-
-def test_random_weights_are_named_case_by_case():
-    """The best of 1 and 25 shots is no baseline of 1 shot."""
-    of_cases = {shots: {"mean": share, "std": 0.01, "count": 3} for shots, share in (("1", 0.1), ("25", 0.2))}
-    report = {"protocol": {"random": False, "encoder": "run"}, "baselines": {"random weights": {"summary": of_cases}}}
-    assert describe_random_weights(Path("fewshot.json"), report) == "random weights 10.0 ± 1.0% (1), 20.0 ± 1.0% (25)"
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")

@@ -267,6 +267,9 @@ class FrozenProbeConfig(ExtractionConfig):
     encoder's output; all: every depth."""
     features: str | None = None
     """Saved features (.npz, of `mpp features` or another program) instead of an encoder."""
+    baselines: bool = setting(True, operational=True)
+    """Also evaluate random weights of the same architecture, and the mean colours of 8 x 8 cells of the same crops. In
+    comparisons encoders of their own stand for these."""
     test: bool = True
     """Evaluate on the held-out images. false: evaluate on the dev split, a tenth of the training images, to choose
     settings; the held-out images are not used."""
