@@ -51,7 +51,7 @@ from evaluation.config import CompareConfig, SweepConfig
 from evaluation.config.comparing import Question
 from evaluation.frozen.results import features_shared, forget_features, write_json
 from evaluation.frozen.run_images import record_images, record_source
-from mpp.config import TrainingConfig, rebuild, require
+from mpp.config import TrainingConfig, flatten, rebuild, require
 from mpp.config.parsing import parse
 from mpp.data.identity import differences
 from mpp.data.loader import BatchLayout
@@ -183,11 +183,14 @@ def evaluate_case(case: Case, folder: Path) -> None:
         if read_report(case, folder) is not None:
             return
         train_encoder(case.encoder, folder)
-        places = {"out": str(file)}
+        settings = evaluation_settings(case)
+        places: dict[str, Any] = {"out": str(file)}
+        if "baselines" in flatten(settings):  # other encoders of the comparison
+            places["baselines"] = case.entry.options.get("baselines", False)
         if case.kind == "fine-tuning":
             places["run.dir"] = str(folder / "finetuned" / f"{file.stem}-{digest_of(provenance(case))}")
         try:
-            case.evaluation.run(rebuild(evaluation_settings(case), places))
+            case.evaluation.run(rebuild(settings, places))
             report = read_new_report(case, file)
         except Unavailable as error:
             note(f"{case.slug} is left out, it does not apply: {error}")

@@ -12,7 +12,6 @@ from evaluation.config import FeaturesConfig
 from evaluation.frozen.features import extract_labelled_features, save_features
 from evaluation.frozen.results import report_path_of_command
 from evaluation.frozen.run_images import parse_and_load
-from mpp.config import require
 from mpp.runtime.messages import counted
 from mpp.runtime.start import run_main, start
 
@@ -20,8 +19,6 @@ from mpp.runtime.start import run_main, start
 def main(arguments: Sequence[str] | None = None) -> None:
     """Extract features with the settings of the command line, or of `arguments`, and write them."""
     config, loaded = parse_and_load(FeaturesConfig, arguments)
-    depth = config.extraction.depth
-    require(depth != "dev", "depth", depth, "a number, last or all: `mpp features` cannot choose a depth")
     accelerator = start(config.frozen.run_settings(config.extraction.precision))
     path = report_path_of_command(config, "features", ".npz")
     extracted = extract_labelled_features(config.frozen, config.data, config.extraction, accelerator, loaded)

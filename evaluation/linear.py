@@ -333,7 +333,7 @@ class Mae(CropProbe):
     Differences: the authors' loader leaves an epoch's last part of a batch out, and their batch norm takes its
     statistics on each GPU (of 512 images); here they are of the whole batch. The mean of the patches is taken after the
     encoder's norm, theirs before it. A step of LARS is a share of the weights' length, so fewer than 1,000 steps would
-    hardly leave the first weights.
+    hardly leave the first weights. With `--depth last` features are the encoder's output, as theirs.
     """
 
     batch, epochs, warmup = 16_384, 90, 10 / 90

@@ -19,8 +19,6 @@ from evaluation.config import ContrastiveConfig, ReportConfig, SupervisedConfig,
 from evaluation.figures.charts import CONFUSION_FILE, plot_series
 from evaluation.frozen.results import (
     describe_baselines,
-    of_learned_weights,
-    scores_of_random_weights,
     way_to_random_weights,
 )
 from evaluation.frozen.run_images import (
@@ -216,7 +214,7 @@ def describe_growth(folder: Path) -> str:
     stable = config.optim.stable_steps(steps)
     if stable not in kept_steps(folder):
         start = shlex.quote(str(folder))
-        return f"another run from this encoder (--model.init_from {start}); optim.schedule wsd can continue"
+        return f"begin a new run from this encoder (--model.init_from {start}); only optim.schedule wsd continues"
     trunk = shlex.quote(f"{folder}@{stable}")
     branch = f"--run.branch_from {trunk} --run.dir NEW --optim.schedule wsd --run.steps N"
     return f"the same command with a larger run.steps; cooled down: {branch}" if stable == steps else branch
@@ -233,9 +231,11 @@ def advice_on_features(folder: Path, history: History) -> list[str]:
             f"the probe is saturated: the start or pixel colours already reach {baseline:.1%}, so it cannot tell "
             "features apart; evaluate with harder labels (--data.path, --data.label_column)"
         ]
-    if best_depth(lines[-1], group)[1] < baseline + MIN_GAIN_OVER_BASELINES:
+    gain = best_depth(lines[-1], group)[1] - baseline
+    if gain < MIN_GAIN_OVER_BASELINES:
+        better = "hardly better" if gain > 0 else "no better"
         return [
-            "the features are hardly better than the start or pixel colours: more images, more steps or another "
+            f"the features are {better} than the start or pixel colours: more images, more steps or another "
             f"objective; they may still fine-tune well (mpp finetune --encoder {folder})"
         ]
     return []
@@ -294,8 +294,6 @@ def evaluation_blocks(folder: Path) -> list[Block]:
     rows, matrices, problems = [], [], []
     weights = {fingerprint(folder / name) for name in (ENCODER, BEST) if has_encoder(folder / name)}
     for file in [*reports_of_training(folder), *sorted((folder / "evaluation").glob("*.json"))]:
-        if of_learned_weights(file) != file and of_learned_weights(file).is_file():
-            continue  # random weights stand next to these
         try:
             report = json.loads(file.read_text(encoding="utf-8"))
             protocol = report.get("protocol") or {}
@@ -321,7 +319,8 @@ def rows_of_evaluation(file: Path, report: dict[str, Any]) -> list[list[str]]:
     """A row for each case of an evaluation's report."""
     seeded = [result for result in report["results"] if "seed" in result]
     kind, way = kind_of_report(report), way_to_random_weights(report)
-    of_random, not_evaluated = scores_of_random_weights(file, report), f"not evaluated ({way})" if way else "-"
+    of_random = report.get("baselines", {}).get("random weights", {}).get("summary", {})
+    not_evaluated = f"not evaluated ({way})" if way else "-"
     rows = []
     for case, scores in (report.get("summary") or summarize_accuracies(seeded, "seed")).items():
         random = kind.text_of_scores(of_random[case]) if case in of_random else not_evaluated

@@ -1,7 +1,7 @@
 """Frozen features of patches, evaluated on segmentation masks: the class of each pixel.
 
     python evaluation/segmentation.py --encoder runs/birds
-    python evaluation/segmentation.py --encoder runs/mine --data.path SET --data.mask_column mask --depth dev
+    python evaluation/segmentation.py --encoder runs/mine --data.path SET --data.mask_column mask
 
 Two readings: a batch norm and a linear layer on each patch, trained as DINOv2's linear segmentation is (Oquab et al.,
 2023, section 7.4), and the classes of the nearest training patches, without training. Both predictions are upsampled to
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,7 +27,7 @@ from evaluation.frozen.features import LabelledFeatures, describe_input, describ
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
 from evaluation.frozen.results import evaluate_by_depth, report_path_of_command, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits, check_labels_unseen, parse_and_load
-from evaluation.metrics.scoring import KINDS, Outcomes, best_choice, evenly_spaced, score_of, without_outcomes
+from evaluation.metrics.scoring import Outcomes, best_choice, evenly_spaced, score_of, without_outcomes
 from evaluation.patches.features import (
     Encode,
     Reading,
@@ -88,11 +87,6 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
             report["baselines"][name] = of_baseline | {"results": without_outcomes(of_baseline["results"])}
 
     report = write_probe_report(path, report, "reading")
-    table = {}
-    for name, of_encoder in ({config.frozen.encoder: report} | report["baselines"]).items():
-        scores = {case: KINDS["pixels"].text_of_scores(each) for case, each in of_encoder["summary"].items()}
-        table[name] = {"depth": of_encoder["protocol"]["chosen_depth"]} | scores
-    print("mean IoU (%)", pd.DataFrame.from_dict(table, "index").to_string(), sep="\n")
     if config.save:
         reading = evaluated[0][1]
         outputs = reading.classify.out_features

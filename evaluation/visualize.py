@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 
 from evaluation.config import VisualizeConfig
 from evaluation.figures.charts import DPI, figure_style
@@ -56,7 +55,7 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
     subject = Subject(config, run, accelerator, encoder, held_out)
     folder.mkdir(parents=True, exist_ok=True)
     drawn, missing = [], {}
-    with deaths_explained(), SummaryWriter(str(folder)) as writer:
+    with deaths_explained():
         for name in config.pictures:
             try:
                 figure, numbers = PICTURES[name](subject)
@@ -67,7 +66,6 @@ def visualize(config: VisualizeConfig, loaded: LoadedSplits | None = None) -> di
             with figure_style(), complete(folder / f"{name}.png") as partial:
                 figure.savefig(partial, format="png", dpi=DPI)
             np.savez_compressed(folder / f"{name}.npz", **numbers)
-            writer.add_figure(name, figure)
             drawn.append(f"{name}.png")
     if drawn:
         print(f"wrote {folder}: {', '.join(drawn)}, with their numbers")

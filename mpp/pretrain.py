@@ -46,7 +46,7 @@ from mpp.runtime.randomness import FIXED_VIEW
 from mpp.runtime.start import run_main
 from mpp.training.checkpoint import restore_trained
 from mpp.training.flops import executed_flops
-from mpp.training.log import Tracker
+from mpp.training.log import Tracker, read_history
 from mpp.training.loop import due
 from mpp.training.run import first_encoders, train
 from mpp.training.run_folder import CONFIG_FILE, REPORT_PAGE, parts_named, saved_settings
@@ -299,7 +299,8 @@ def print_next_steps(folder: Path) -> None:
     page = folder / REPORT_PAGE
     open_page = f"open {page}, or " if page.is_file() else ""
     print(f"next: {open_page}tensorboard --logdir {quote(str(folder.parent))}")
-    print(f"next: mpp fewshot --encoder {quote(str(folder))}")
+    has_labels = any(name.startswith("knn/") for line in read_history(folder) for name in line)
+    print(f"next: mpp {'fewshot' if has_labels else 'visualize'} --encoder {quote(str(folder))}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ and settings of earlier commands.
 
 def whole_page() -> str:
     """The page."""
-    places = {name: locate_command(name) for name in commands()}
+    names = sorted(commands(), key=lambda name: name != "pretrain")  # which has most settings
+    places = {name: locate_command(name) for name in names}
     configs = {name: getattr(import_module(module), config)() for name, (_, module, config) in places.items()}
     configs = {name: config for name, config in configs.items() if name not in ("check", "memory")}
     return f"{BEGINNING}{page(configs)}\n"

@@ -20,7 +20,15 @@ from evaluation.comparison.cases import (
     relevant_settings,
 )
 from evaluation.comparison.rows import cost_with_ancestors, report_path_of_case, training_cost
-from evaluation.config import CompareConfig, ContrastiveConfig, FinetuneConfig
+from evaluation.config import (
+    CompareConfig,
+    ContrastiveConfig,
+    FewshotConfig,
+    FinetuneConfig,
+    KnnConfig,
+    LinearConfig,
+    SegmentationConfig,
+)
 from evaluation.config.comparing import EncoderEntry
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.registry import EVALUATIONS
@@ -250,6 +258,13 @@ def test_the_images_of_a_pass_are_in_the_digest_where_they_are_mixed_or_told_apa
     of_null = relevant_settings(parse(config_class, words))
     of_eight = relevant_settings(parse(config_class, [*words, "--data.batch_size=8"]))
     assert (json.dumps(of_null) != json.dumps(of_eight)) == counts
+
+
+@pytest.mark.parametrize("config_class", [KnnConfig, LinearConfig, FewshotConfig, SegmentationConfig])
+def test_probes_choose_their_depth_and_earlier_results_at_the_last_one_are_known_by_its_name(config_class):
+    assert relevant_settings(parse(config_class, [])) == relevant_settings(parse(config_class, ["--depth=dev"]))
+    assert "depth" in relevant_settings(config_class())
+    assert "depth" not in relevant_settings(parse(config_class, ["--depth=last"]))
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, (0, 9)), ({"data.range": [0, 5]}, (0, 5))])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, finished, start_command
 
-from evaluation.cli import commands, locate_command
+from evaluation.cli import GROUPS, SELDOM, commands, locate_command
 from mpp.config import settings_of
 from mpp.runtime.messages import counted
 
@@ -34,10 +34,26 @@ def console(*words):
 
 
 def test_help_lists_every_command_and_loads_no_torch():
-    code, said, _, loaded = console("--help")
+    code, said, _, loaded = console("--help", "all")
     assert (code, loaded) == (0, "False False") and all(f"  {name} " in said for name in commands())
     for name in commands():
         assert hasattr(import_module(locate_command(name)[0]), "main")
+    _, common, *_ = console("--help")
+    assert "  knn " in common and not any(f"\n  {name} " in common for name in SELDOM)
+    assert [line for line in common.splitlines() if line in GROUPS] == ["prepare", "train", "evaluate", "use"]
+
+
+@pytest.mark.parametrize(("name", "heading"), [("check", "check images, memory"), ("compare", "many encoders in one")])
+def test_help_of_a_command_begins_with_what_it_does(name, heading):
+    code, said, *_ = console(name, "--help")
+    assert code == 0 and said.startswith(f"mpp {name}: {heading}") and "\n  --" in said
+
+
+def test_a_wrong_config_names_those_of_its_folder_and_the_other_folders():
+    _, _, said, _ = console("pretrain", "--config=nowhere")
+    assert ", cifar10, " in said and "compare" in said and "compare/" not in said
+    _, _, said, _ = console("compare", "--config=compare/nowhere")
+    assert "compare/birds" in said and "cifar10_quarter" not in said
 
 
 @pytest.mark.parametrize(

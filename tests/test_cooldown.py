@@ -87,7 +87,7 @@ def test_advice_to_train_longer_is_a_command_that_works(pretrain, tmp_path, kind
 
 def test_advice_to_train_longer_of_a_cosine_run_is_another_run(trained):
     advice, *_ = next_steps(trained, read_history(trained), [LOSS_FALLS])
-    assert f"another run from this encoder (--model.init_from {trained})" in advice
+    assert f"begin a new run from this encoder (--model.init_from {trained})" in advice
 
 
 def test_a_run_that_is_not_cooled_down_is_advised_to(pretrain):
@@ -100,7 +100,7 @@ def test_a_check_counts_the_steps_and_checkpoints_of_a_branch(pretrain, tmp_path
     trunk = pretrain(*CONSTANT, dir=tmp_path / "trunk")
     words = ["--run.steps=4", "--optim.warmup_steps=0", *WSD, "--run.keep_at=[3]"]
     branch = parse(Config, [*words, f"--run.branch_from={trunk}@2", f"--run.dir={tmp_path / 'branch'}"])
-    check.print_cost(branch, check.StepCost(1800.0, 0.0, 0, 10**9, set()))
+    check.print_cost(branch, check.StepCost(1800.0, 0.0, 0, 10**9))
     printed = capsys.readouterr().out
     assert "\n2 steps of one process, without evaluations: 1 hours" in printed
     assert "at most 5 checkpoints of 1 GB" in printed  # the newest two; steps 3 and 2, where it cools down; a new one

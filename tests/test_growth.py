@@ -138,7 +138,7 @@ def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, ca
 def test_a_cosine_run_cannot_grow_and_says_so(pretrain, tmp_path, capsys):
     run = pretrain()
     advice = describe_growth(run)
-    assert advice.startswith(f"another run from this encoder (--model.init_from {run})")
+    assert advice.startswith(f"begin a new run from this encoder (--model.init_from {run})")
     with pytest.raises(UserError, match=r"step 1 would have been another.*optim.schedule wsd"):
         pretrain("--run.steps=8")
     assert pretrain("--run.steps=8", f"--model.init_from={run}", dir=tmp_path / "new").is_dir()

@@ -182,7 +182,7 @@ def test_a_pretrained_encoder_learns_other_kinds_of_the_birds_beside_its_baselin
         (baseline,) = reports[name]["labels"]["baselines"].values()
         low, high = reports[name]["results"][0]["interval"]
         assert low <= reports[name]["results"][0]["accuracy"] <= high
-    assert re.search(r"random weights -?\d", capsys.readouterr().out)
+    assert re.search(r"\| random weights +\| +\d \| +-?\d", capsys.readouterr().out)
     if kind == "several":
         assert reports["linear_floor"]["results"][0]["interval"][0] > baseline
         assert reports["linear"]["results"][0]["accuracy"] > baseline

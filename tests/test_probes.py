@@ -26,7 +26,7 @@ from evaluation.config import FewshotConfig, KnnConfig, LinearConfig
 from evaluation.features import main as extract
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.frozen.features import LabelledFeatures, load_features, save_features
-from evaluation.frozen.results import evaluate_by_depth, of_learned_weights, report_path_of_command
+from evaluation.frozen.results import evaluate_by_depth, report_path_of_command
 from evaluation.linear import fit
 from evaluation.metrics.scoring import add_figures
 from evaluation.supervision.learners import learner_of
@@ -232,7 +232,8 @@ def test_depth_all_gives_the_curve_and_dev_chooses_without_the_test_set(vit, tmp
 
     monkeypatch.setattr(fewshot, "predict", recorded)
     fewshot.main([*common, "--depth=dev", f"--out={tmp_path / 'dev.json'}"])
-    assert tested == [43] * 6 + [286] * 2  # by each seed a tenth of train for each depth, then the test set, once
+    of_random, of_pixels = [43] * 6 + [286] * 2, [43] * 2 + [286] * 2  # a tenth of train at each depth, then test, once
+    assert tested == of_random + of_pixels + of_random
     report = read_json(tmp_path / "dev.json")
     on_dev = report["protocol"]["dev_accuracy_by_depth"]
     assert report["protocol"]["chosen_depth"] == int(max(on_dev, key=on_dev.get))
@@ -292,7 +293,7 @@ def test_one_report_does_not_take_anothers_place(vit, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "word"),
     [
-        ("depth", "--depth=dev"),
+        ("depth", "--depth=last"),
         ("representation", "--representation=class"),
         ("data.eval_crop", "--data.eval_crop=1"),
         ("encoder", "--encoder=runs/other"),
@@ -408,13 +409,6 @@ def test_choosing_a_depth_takes_results_without_outcomes(vit):
     assert report["protocol"]["chosen_depth"] == 2
 
 
-def test_a_report_of_random_weights_belongs_to_that_of_the_best_encoder(tmp_path):
-    best = str(tmp_path / "run" / "encoder_best")
-    report = report_path_of_command(FewshotConfig.of(encoder=best), "fewshot")
-    of_random = report_path_of_command(FewshotConfig.of(encoder=best, random=True), "fewshot")
-    assert of_random != report and of_learned_weights(of_random) == report
-
-
 def test_weights_of_the_same_file_name_have_reports_of_their_own():
     files = ("dino/model.safetensors", "mae/model.safetensors")
     configs = [FewshotConfig.of(encoder="vit_tiny_patch16_224", checkpoint=file) for file in files]
@@ -439,11 +433,9 @@ def test_a_score_that_is_not_defined_has_a_table_all_the_same(tmp_path, capsys):
     save_features(tmp_path / "f.npz", LabelledFeatures(cloud, np.arange(12.0), cloud, np.ones(12), kind="number"))
     knn.main([f"--features={tmp_path / 'f.npz'}", "--neighbours=[1, 5]"])
     printed = capsys.readouterr().out
-    assert (
-        "explained variance (R2) |                    - |" in printed
-        and "| depth | neighbours 1 | neighbours 5 |" in printed
-    )
-    assert "mean absolute error" in printed
+    assert re.search(
+        r"\| explained variance \(R2\) +\| depth \| neighbours 1 \| neighbours 5 \|", printed
+    ) and scores_in_table(printed)["always predicting the mean"] == ["-", "0.000", "0.000"]
 
 
 def test_more_neighbours_than_training_images_are_noted(tmp_path, capsys):
@@ -562,28 +554,36 @@ def test_linear_probe_chooses_on_dev_and_finds_what_is_separable():
 def test_other_probes_write_the_same_sort_of_report(module, vit, tmp_path):
     module.main([f"--encoder={vit[1]}", f"--out={tmp_path / 'r.json'}", *FAST])
     report = read_json(tmp_path / "r.json")
-    assert set(report) == {"results", "summary", "protocol", "class_names", "labels"}
+    assert set(report) == {"results", "summary", "protocol", "class_names", "labels", "baselines"}
     assert all(0 <= result["accuracy"] <= 1 for result in report["results"])
 
 
-def test_random_weights_stand_beside_an_encoder_and_classes_have_their_names(trained, capsys):
+def test_baselines_stand_in_an_encoders_table_and_are_what_their_own_commands_find(trained, capsys):
+    """Features of random weights, of the same decoded images; the pixels are of the encoder's crops."""
     words = [f"--encoder={trained}", *FAST, "--neighbours=5"]
-    knn.main(words)
-    assert "largest class 28.0%; random weights: not evaluated (--random true); " in capsys.readouterr().out
-    knn.main([*words, "--random=true"])
-    random = capsys.readouterr().out
+    knn.main([*words, "--baselines=false"])
+    assert "random weights: not evaluated (--random true); " in capsys.readouterr().out
+    knn.main([*words, "--random=true", "--baselines=false"])
+    of_random = scores_in_table(capsys.readouterr().out)[f"{trained}, random weights"]
     knn.main(words)
     printed = capsys.readouterr().out
-    assert "largest class 28.0%" in random and "random weights" not in random
-    assert re.search(r"largest class 28.0%; random weights \d+\.\d \(", printed)
-    assert "not evaluated" not in printed
+    table = scores_in_table(printed)
+    names = [str(trained), "random weights", "pixels", "largest class", "chance (1 of 9 classes)"]
+    assert [*table] == names and table["random weights"] == of_random
+    assert table["largest class"] == ["-", "28.0"] and table["chance (1 of 9 classes)"] == ["-", "11.1"]
+    assert "not evaluated" not in printed and "songbird " not in printed
     assert "test images, 95% intervals over these" in printed
-    assert "\nsongbird " in printed and "class 0" not in printed
     report = read_json(next((trained / "evaluation").glob("knn_[!r]*.json")))
     (result,) = report["results"]
     assert report["labels"]["class_names"][0] == "fowl" and set(result["figures"]) == {"class_mean", "macro_f1"}
     files = {path.name.partition(".")[2] for path in (trained / "evaluation").glob("knn_[!r]*.*")}
     assert {"json", "outcomes.npz", "classes.csv", "confusion.png"} <= files
+
+
+def scores_in_table(printed):
+    """First cell of each row of a printed table -> its other cells."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("| ")]
+    return {name: cells for name, *cells in rows[2:]}
 
 
 def test_commands_of_the_readme_run_after_the_default_run(vit, tmp_path, monkeypatch, capsys):

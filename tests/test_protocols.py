@@ -177,7 +177,7 @@ def test_one_step_of_mae_is_that_of_its_own_crops(report_of, heads, monkeypatch)
     seen = []
     encode = Mae.encode
     monkeypatch.setattr(Mae, "encode", lambda *args: seen.append(encode(*args)[0]) or seen[-1:])
-    report_of("--protocol=mae", "--data.batch_size=5")
+    report_of("--protocol=mae", "--depth=last", "--data.batch_size=5")
     assert [len(each) for each in seen[:3]] == [4, 4, 4]
     (head,) = heads
     inputs = torch.cat(seen[:3])
@@ -218,7 +218,7 @@ def test_a_depth_each_and_a_report_of_its_own(short, trained, report_of, capsys)
 
 
 def test_maes_head_is_tested_on_centre_crops(short, trained, report_of, heads, image_folder, tmp_path):
-    report = report_of("--protocol=mae")
+    report = report_of("--protocol=mae", "--depth=last")
     images = (f"--data.path={image_folder}", "--data.eval_fraction=0.25")
     features.main([*images, f"--encoder={trained}", f"--out={tmp_path / 'f.npz'}", *FAST])
     of_test = load_features(tmp_path / "f.npz")

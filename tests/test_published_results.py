@@ -77,8 +77,9 @@ def test_config_files_parse_and_say_command_time_and_result(path):
 def test_every_case_of_a_comparison_file_parses(path):
     config = parse(CompareConfig, ["--config", str(path)])
     assert any(entry.get("random") for entry in config.encoders)  # always beside random weights
-    kinds = {EVALUATIONS[entry["command"]].kind for entry in config.evaluations}
-    if "frozen features" in kinds:
+    frozen = [each for each in config.evaluations if EVALUATIONS[each["command"]].kind == "frozen features"]
+    assert all("depth" in each["options"] for each in frozen)  # whatever the default
+    if frozen:
         assert any(entry["encoder"].startswith("floor:") for entry in config.encoders)  # and a colour baseline
     cases = cases_of(read_entries(config))
     teachers = {str(entry.get("train_options", {}).get("objective.teacher")) for entry in config.encoders}

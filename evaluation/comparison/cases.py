@@ -25,6 +25,8 @@ from evaluation.config import (
     ContrastiveConfig,
     FewshotConfig,
     MaskedDataConfig,
+    ProbeConfig,
+    SegmentationConfig,
     SupervisedConfig,
 )
 from evaluation.config.comparing import DatasetEntry, EncoderEntry, EvaluationEntry, Options, Question
@@ -58,7 +60,11 @@ PLACES = {"encoder", "checkpoint", "out", "run.dir"}
 """Settings that are places: a result depends on the content there, not on the place."""
 parse_once = cache(parse)
 """Several encoders ask for the same config, and parsing takes a while."""
-EARLIER_DEFAULTS: dict[type, dict[str, Any]] = {FewshotConfig: {"seeds": (0, 1, 2)}}
+EARLIER_DEFAULTS: dict[type, dict[str, Any]] = {
+    ProbeConfig: {"depth": "last"},
+    SegmentationConfig: {"depth": "last"},
+    FewshotConfig: {"seeds": (0, 1, 2)},
+}
 """Defaults of before, by which the digests of published results were made: digests leave these values out."""
 
 
@@ -412,7 +418,9 @@ def relevant_settings(config: Any) -> dict[str, Any]:
     if is_mixed or isinstance(config, ContrastiveConfig):  # it matters which images share a forward pass
         ignored.discard("data.batch_size")
     ignored |= PLACES
-    defaults = flatten(type(config)()) | EARLIER_DEFAULTS.get(type(config), {})
+    defaults = flatten(type(config)())
+    for kind, earlier in EARLIER_DEFAULTS.items():
+        defaults |= earlier if isinstance(config, kind) else {}
     changed = {key: value for key, value in values.items() if value != defaults[key]}
     if changed.get("data.label_folder") == "inner":  # null is the same, where it is not refused
         del changed["data.label_folder"]

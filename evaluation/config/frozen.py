@@ -111,9 +111,8 @@ class ExtractionConfig(Settings):
     representation: Representation = "mean"
     """Pooling: `class` token, `mean` of the patches, or `both`. Masked patch prediction gives [class] no gradient of
     its own."""
-    depth: Depth = "last"
-    """Number of blocks before the features are taken. last: the encoder's output; all: every depth; dev: the best depth
-    on a tenth of the training images."""
+    depth: int | Literal["last", "all"] = "last"
+    """Number of blocks before the features are taken. last: the encoder's output; all: every depth."""
     task: LabelTask = "auto"
     """Kind of label. class: one per image; several: lists of classes, or text with `;` between them; number: a number.
     auto: number if the labels have fractions, otherwise class."""
@@ -265,8 +264,14 @@ class ReportConfig(Settings):
 class FrozenProbeConfig(ExtractionConfig):
     """The settings of all probes of frozen features, besides the encoder and the images."""
 
+    depth: Depth = "dev"
+    """Number of blocks before the features are taken. dev: the best depth on a tenth of the training images; last: the
+    encoder's output; all: every depth."""
     features: str | None = None
     """Saved features (.npz, of `mpp features` or another program) instead of an encoder."""
+    baselines: bool = setting(True, operational=True)
+    """Also evaluate random weights of the same architecture, and the mean colours of 8 x 8 cells of the same crops. In
+    comparisons encoders of their own stand for these."""
     test: bool = True
     """Evaluate on the held-out images. false: evaluate on the dev split, a tenth of the training images, to choose
     settings; the held-out images are not used."""
@@ -335,9 +340,9 @@ class SegmentationConfig(Settings):
     )
     precision: Precision = "auto"
     """Compute type of the encoder. auto: bf16 where the hardware computes in it."""
-    depth: Depth = "last"
-    """Number of blocks before the features are taken. last: the encoder's output; all: every depth; dev: the best depth
-    on a tenth of the training images."""
+    depth: Depth = "dev"
+    """Number of blocks before the features are taken. dev: the best depth on a tenth of the training images; last: the
+    encoder's output; all: every depth."""
     readings: tuple[Reading, ...] | Reading = setting(("linear", "knn"), distinct=True)
     """Classifier of patch features. linear: a batch norm and a linear layer, trained (DINOv2); knn: the classes of the
     nearest training patches, without training."""

@@ -22,8 +22,6 @@ from mpp.runtime.files import complete
 
 CLASSES_SUFFIX = ".classes.csv"
 CONFUSION_FILE = ".confusion.png"
-MAX_CLASSES_PRINTED = 30
-"""Lines of a printed table by class."""
 VALUE_COLORS = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")  # grey: no value
 LINE_COLORS = ("#006BA4", "#FF800E", "#ABABAB", "#595959", "#5F9ED1", "#C85200", "#898989", "#A2C8EC", "#FFBC79")
 """Those of tableau-colorblind10."""
@@ -98,7 +96,7 @@ def markdown_table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def write_details(path: Path, outcomes: Outcomes) -> None:
-    """Print figures by class, of many classes those that are recognised worst; write all, and the confusion matrix.
+    """Write figures by class and the confusion matrix, and print the names of the files.
 
     Args:
         path: of the report, next to which they are written.
@@ -106,20 +104,18 @@ def write_details(path: Path, outcomes: Outcomes) -> None:
     """
     kind = kind_of(outcomes)
     by_class, confusion = kind.class_table(outcomes), kind.confusion(outcomes)
+    files = []
     if by_class is not None:
-        score = by_class.select_dtypes(float).columns[0]
-        worst = by_class.sort_values(score, kind="stable").head(MAX_CLASSES_PRINTED)
-        print(worst.to_string(float_format="{:.1f}".format, na_rep="-"))
-        if len(worst) < len(by_class):
-            print(f"these {len(worst)} of {len(by_class)} classes have the lowest scores; the file by class has all")
         file = path.with_name(f"{path.stem}{CLASSES_SUFFIX}")
         with complete(file, shared=True) as partial:
             by_class.to_csv(partial, index_label="class", float_format="%.1f", na_rep="-")
-        print(f"wrote {file}")
+        files.append(file.name)
     if confusion is not None:
         file = path.with_name(f"{path.stem}{CONFUSION_FILE}")
         save_figure(plot_confusion(confusion, outcomes.names(len(confusion))), file)
-        print(f"wrote {file}")
+        files.append(file.name)
+    if files:
+        print(f"by class, in {path.parent}: {', '.join(files)}")
 
 
 @figure_style()

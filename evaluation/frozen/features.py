@@ -3,20 +3,21 @@
 N training images, M test images, D width.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.config import EmbedConfig, EncoderConfig, ExtractionConfig, ProbeDataConfig
-from evaluation.frozen.encoder import ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
+from evaluation.frozen.encoder import CELLS_PER_SIDE, ColorBaseline, FrozenEncoder, open_frozen_encoder, resolve_depths
 from evaluation.frozen.run_images import DEV, IMAGE_SETTINGS, LoadedSplits, check_labels_unseen
 from evaluation.metrics.scoring import Outcomes
 from mpp.config import SourceConfig, require
@@ -353,7 +354,7 @@ def warn_left_out(unreadable: Sequence[str]) -> None:
 
 def views_for(encoder: FrozenEncoder, dataset: ImageDataset, data: ProbeDataConfig) -> ViewDataset:
     """The images as an encoder takes them: its input size and, unless `data` sets another, its centre crop."""
-    data = dataclasses.replace(data, eval_crop=data.eval_crop or encoder.crop_pct)
+    data = replace(data, eval_crop=data.eval_crop or encoder.crop_pct)
     return ViewDataset(dataset, data, encoder.img_size)
 
 
@@ -363,6 +364,7 @@ class ExtractedFeatures(NamedTuple):
     by_depth: dict[int, LabelledFeatures]  # empty except on the main process
     left_out: dict[str, int]  # numbers of images that cannot be decoded: train, and test or dev
     input: dict[str, Any] | None = None  # of the encoder: see HeadDescription; None: it is a file, or a baseline
+    baselines: Mapping[str, dict[int, LabelledFeatures]] = {}  # by name, as `by_depth`
 
 
 def open_extraction(
@@ -378,6 +380,23 @@ def open_extraction(
     return encoder, depths, partial(encoder, representation=how.representation, depths=depths)
 
 
+def open_baselines(
+    encoder: FrozenEncoder | ColorBaseline,
+    frozen: EncoderConfig,
+    data: ProbeDataConfig,
+    how: ExtractionConfig,
+    accelerator: Accelerator,
+) -> dict[str, tuple[list[int], Callable[[Tensor], list[Tensor]]]]:
+    """An encoder's baselines by name: depths, and images (as the encoder takes them) to features at these."""
+    if not isinstance(encoder, FrozenEncoder):
+        return {}
+    baselines: dict[str, Any] = {}
+    if not frozen.random:
+        _, *baselines["random weights"] = open_extraction(replace(frozen, random=True), data, how, accelerator)
+    baselines["pixels"] = [0], lambda images: [F.adaptive_avg_pool2d(images.float() / 255, CELLS_PER_SIDE).flatten(1)]
+    return baselines
+
+
 def extract_labelled_features(
     frozen: EncoderConfig,
     data: ProbeDataConfig,
@@ -386,19 +405,28 @@ def extract_labelled_features(
     loaded: LoadedSplits | None = None,
     on_dev: bool = False,
     kinds: Sequence[str] = LABEL_KINDS,
+    baselines: bool = False,
 ) -> ExtractedFeatures:
     """Extract features of the labelled images at the depths that `extraction.depth` means.
 
     Args:
         on_dev, kinds: see `load_labelled`.
+        baselines: extract those of baselines, too, from the same decoded images.
     Raises:
         UserError: no such encoder or depth, no such images, or it takes others.
     """
     encoder, depths, encode = open_extraction(frozen, data, extraction, accelerator)
     learned, tested, _ = load_labelled(data, accelerator, frozen.weights, 0, loaded, on_dev, extraction.task, kinds)
+    encoders = {frozen.encoder: (depths, encode)}
+    if baselines:
+        encoders |= open_baselines(encoder, frozen, data, extraction, accelerator)
+
+    def encode_by_all(images: Tensor) -> list[Tensor]:
+        return [features for _, encode_by_one in encoders.values() for features in encode_by_one(images)]
+
     with deaths_explained():
         train, test = (
-            extract_split(views_for(encoder, split, data), encode, accelerator, extraction.strict, "features")
+            extract_split(views_for(encoder, split, data), encode_by_all, accelerator, extraction.strict, "features")
             for split in (learned, tested)
         )
     left_out = {"train": len(train.unreadable), DEV if on_dev else "test": len(test.unreadable)}
@@ -406,11 +434,13 @@ def extract_labelled_features(
         return ExtractedFeatures({}, left_out)
     warn_left_out((*train.unreadable, *test.unreadable))
     about = learned.class_names, np.array(tested.image_names())[test.kept].tolist(), learned.label_kind
-    by_depth = {}
-    for depth, of_train, of_test in zip(depths, train.by_depth, test.by_depth, strict=True):
+    by_name: dict[str, dict[int, LabelledFeatures]] = {name: {} for name in encoders}
+    places = [(name, depth) for name, (depths_of_one, _) in encoders.items() for depth in depths_of_one]
+    for (name, depth), of_train, of_test in zip(places, train.by_depth, test.by_depth, strict=True):
         features = LabelledFeatures(of_train, train.labels, of_test, test.labels, *about)
-        by_depth[depth] = features.checked(frozen.encoder)
-    return ExtractedFeatures(by_depth, left_out, describe_input(encoder, data, accelerator))
+        by_name[name][depth] = features.checked(name)
+    by_depth = by_name.pop(frozen.encoder)
+    return ExtractedFeatures(by_depth, left_out, describe_input(encoder, data, accelerator), by_name)
 
 
 def describe_input(

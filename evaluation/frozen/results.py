@@ -41,12 +41,12 @@ from evaluation.frozen.run_images import (
     run_source,
 )
 from evaluation.metrics.scoring import (
+    ONE_CLASS,
     add_figures,
     best_choice,
     describe_labels,
     describe_result,
     evenly_spaced,
-    kind_of,
     kind_of_report,
     labelled_outcomes,
     load_outcomes,
@@ -54,6 +54,7 @@ from evaluation.metrics.scoring import (
     shown_result,
     summarize_accuracies,
     without_nan,
+    without_outcomes,
 )
 from mpp.config import Settings, changed_settings, flatten, nested, require, settings_of
 from mpp.errors import UserError
@@ -73,8 +74,6 @@ OF_AN_ENCODER = nested(FeaturesConfig()).keys() - {"out", "threads"}
 
 SHARED: ContextVar[dict[str, ExtractedFeatures]] = ContextVar("SHARED")
 """In a comparison: the features that were extracted last, for the other probes of it; at most one entry."""
-RANDOM_NAME = re.compile(r"^([^_]+)_random_\d+")
-"""Beginning of the name of a report of random weights: the command, and their seed."""
 
 
 # --- probes ---
@@ -112,13 +111,20 @@ def run_probe(
         latest = SHARED.get({})
         if key not in latest:
             latest.clear()
-            latest[key] = extract_labelled_features(*groups, accelerator, loaded, not probe.test, kinds)
+            about = loaded, not probe.test, kinds, probe.baselines
+            latest[key] = extract_labelled_features(*groups, accelerator, *about)
         extracted = latest[key]
     if not accelerator.is_main_process:  # it does not wait for a probe that may take hours
         return {}
     first = next(iter(extracted.by_depth.values()))
     require_kind(first.kind, kinds)  # of saved features, or those of another probe
+    baselines = {}
+    for name, by_depth in extracted.baselines.items():  # first: what `evaluate` keeps is the encoder's
+        of_baseline = evaluate_by_depth(config, by_depth, evaluate, group_by)
+        baselines[name] = of_baseline | {"results": without_outcomes(of_baseline["results"])}
     report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
+    if baselines:
+        report["baselines"] = baselines
     if any(extracted.left_out.values()):
         report["left_out"] = extracted.left_out
     ranks = {depth: rank_of_test_features(each) for depth, each in extracted.by_depth.items()}
@@ -324,44 +330,14 @@ def write_report(path: Path, report: dict[str, Any]) -> dict[str, Any]:
 # --- random weights, the baseline of an encoder ---
 
 
-def scores_of_random_weights(path: Path, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The summary of random weights in the same evaluation, from their report in the same folder; {}: not there.
-
-    Args:
-        path, report: of an encoder.
-    """
-    if not way_to_random_weights(report):
-        return {}
-    random = report.get("baselines", {}).get("random weights", {})
-    files = [file for file in path.parent.glob(f"*_random_*{path.suffix}") if of_learned_weights(file) == path]
-    if files and not random:
-        random = json.loads(min(files).read_text(encoding="utf-8"))
-    return random.get("summary", {})
-
-
-def of_learned_weights(path: Path) -> Path:
-    """Path of the report of the same evaluation with learned weights; of learned weights `path` itself."""
-    return path.with_name(RANDOM_NAME.sub(r"\1", path.name))
-
-
 def way_to_random_weights(report: dict[str, Any]) -> str:
-    """The setting that evaluates random weights, too; "": of saved features, floors and random weights."""
+    """The setting that evaluates random weights; "": they were, or it is of saved features, floors or themselves."""
     protocol = report.get("protocol", {})
-    if is_colour_baseline(str(protocol.get("encoder"))):
+    if "random weights" in report.get("baselines", {}) or is_colour_baseline(str(protocol.get("encoder"))):
         return ""
     if protocol.get("init") == "encoder":
         return "--init random, in another run.dir"
     return "--random true" if protocol.get("random") is False else ""
-
-
-def describe_random_weights(path: Path, report: dict[str, Any]) -> str:
-    """The score of random weights in words, or how to get it; "": they have no part in this evaluation."""
-    scores, kind = scores_of_random_weights(path, report), kind_of_report(report)
-    if not scores:
-        way = way_to_random_weights(report)
-        return f"random weights: not evaluated ({way})" if way else ""
-    words = [f"{kind.text_of_scores(summary)}{'%' * kind.is_share} ({case})" for case, summary in scores.items()]
-    return f"random weights {', '.join(words)}"
 
 
 # --- tables ---
@@ -375,36 +351,65 @@ def write_probe_report(path: Path, report: dict[str, Any], group_by: str) -> dic
     """
     report = write_report(path, report)
     kind = kind_of_report(report)
-    by_depth = report.get("summary_by_depth") or {report["protocol"].get("chosen_depth", 0): report["summary"]}
-    rows = [[str(depth or "-"), *map(kind.text_of_scores, each.values())] for depth, each in by_depth.items()]
-    print(markdown_table(["depth", *(f"{group_by} {name}" for name in report["summary"])], rows))
-    on_dev = not report["protocol"].get("test", True)
+    protocol = report["protocol"]
+    evaluated = protocol.get("features") or f"{protocol['encoder']}{', random weights' * protocol['random']}"
+    rows = []
+    for name, each in ({evaluated: report} | report.get("baselines", {})).items():
+        by_depth = each.get("summary_by_depth") or {each["protocol"].get("chosen_depth", 0): each["summary"]}
+        for depth, scores in by_depth.items():
+            rows.append([name, str(depth or "-"), *map(kind.text_of_scores, scores.values())])
+    for name, score in scores_without_image(report).items():
+        rows.append([name, "-", *[kind.text(kind.score, score)] * len(report["summary"])])
+    print(markdown_table([kind.score_title, "depth", *(f"{group_by} {case}" for case in report["summary"])], rows))
+    on_dev = not protocol.get("test", True)
     if on_dev:
         print("on a tenth of the training images; the held-out images were not used")
-    if len(by_depth) > 1:
+    if by_depth := report.get("summary_by_depth"):
         with figure_style():
             figure = plot_by_depth(by_depth, group_by, f"{'dev' if on_dev else 'test'} {kind.score_title}")
             figure.savefig(path.with_suffix(".png"), dpi=DPI)
         print(f"wrote {path.with_suffix('.png')}")
-    print_details(path, report)
+    print_images(report)
+    write_classes(path, report)
     print(f"wrote {path}")
     return report
 
 
+def scores_without_image(report: dict[str, Any]) -> dict[str, float]:
+    """The scores of predictions that look at no image, by name; of one class also those at random."""
+    labels = report.get("labels", {})
+    classes = len(labels.get("class_names", ())) if kind_of_report(report) is ONE_CLASS else 0
+    chance = {f"chance (1 of {classes} classes)": 1 / classes} if classes else {}
+    return labels.get("baselines", {}) | chance
+
+
 def print_details(path: Path, report: dict[str, Any]) -> None:
-    """Print the baselines, and the figures and the table by class of one result; write the latter and the confusion."""
-    labels = report.get("labels")
-    if labels is None:
+    """Print the baselines and the figures of one result; write the figures by class and the confusion."""
+    if "labels" not in report:
         return
-    split = "test" if report.get("protocol", {}).get("test", True) else "dev"
-    images = f"{counted(labels['images'], f'{split} image')}, 95% intervals over these"
-    print("; ".join(filter(None, [describe_baselines(report), describe_random_weights(path, report), images])))
+    print_images(report, describe_baselines(report))
+    result = shown_result(report)
+    if result:
+        headings = [describe_result(result), "value (95% interval)"]
+        print(markdown_table(headings, kind_of_report(report).rows(result)))
+    write_classes(path, report)
+
+
+def print_images(report: dict[str, Any], baselines: str = "") -> None:
+    """Print the baselines that no table has, and what the intervals are of."""
+    if "labels" in report:
+        split = "test" if report.get("protocol", {}).get("test", True) else "dev"
+        images = f"{counted(report['labels']['images'], f'{split} image')}, 95% intervals over these"
+        way = way_to_random_weights(report)
+        print("; ".join(filter(None, [baselines, way and f"random weights: not evaluated ({way})", images])))
+
+
+def write_classes(path: Path, report: dict[str, Any]) -> None:
+    """Write the figures by class and the confusion matrix of one result, next to its report; print their names."""
     result = shown_result(report)
     outcomes = load_outcomes(path, result["outcomes"]) if result else None
-    if outcomes is None:
-        return
-    print(markdown_table([describe_result(result), "value (95% interval)"], kind_of(outcomes).rows(result)))
-    write_details(path, labelled_outcomes(outcomes))
+    if outcomes is not None:
+        write_details(path, labelled_outcomes(outcomes))
 
 
 def describe_baselines(report: dict[str, Any]) -> str:

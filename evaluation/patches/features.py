@@ -22,7 +22,7 @@ from mpp.config import require
 from mpp.features.frozen import tokens_at
 from mpp.features.neighbours import count_votes, find_neighbours
 from mpp.runtime.hardware import device
-from mpp.runtime.messages import tell
+from mpp.runtime.messages import progress_bar, tell
 
 WARMUP_SHARE = 0.04  # of the steps; DINOv2 has 1500 of 40,000
 IMAGES_PER_PREDICTION = 16  # that are predicted together
@@ -171,7 +171,8 @@ def fit_linear(features: LabelledFeatures, config: SegmentationConfig, lr: float
     epochs = math.ceil(config.steps * config.images_a_step / len(features.train))
     order = torch.cat([torch.randperm(len(features.train), generator=generator) for _ in range(epochs)])
     warmup = max(1, round(WARMUP_SHARE * config.steps))
-    for step, batch in zip(range(config.steps), order.split(config.images_a_step), strict=False):
+    bar = progress_bar(range(config.steps), desc=f"linear, rate {lr:g}, seed {seed}", unit="step")
+    for step, batch in zip(bar, order.split(config.images_a_step), strict=False):
         rising, falling = (step + 1) / warmup, (config.steps - step) / max(1, config.steps - warmup)
         optimizer.param_groups[0]["lr"] = lr * min(rising, falling)
         batch = batch.sort().values

@@ -41,7 +41,7 @@ def show_help(config: Any, part: str = "-") -> NoReturn:
     groups = groups_of(settings)
     shown = [key for key in settings if part in ("all", key.partition(".")[0])]
     if part.startswith("-"):
-        shown = [key for key in CHANGED_FIRST if key in settings][:10]
+        shown = ([key for key in CHANGED_FIRST if key in settings] or [*settings])[:10]
     require(shown, "--help", part, f"all, {', '.join(groups)}")
     print(f"{show(config.__doc__)}\n\noptions: --config FILE_OR_NAME ..., --import FILE ..., --SETTING VALUE ...\n")
     for each in map(settings.get, shown):

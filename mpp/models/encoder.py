@@ -402,14 +402,14 @@ def with_architecture(config: ModelConfig) -> ModelConfig:
         return replace(config, **config.numbers())
     name, arguments = architecture(config)
     encoder = described_encoder({"architecture": name, "model_args": arguments})
-    return replace(config, **numbers_of(encoder)) if encoder and is_plain(encoder) else config
+    return replace(config, **numbers_of(encoder)) if has_numbers(encoder) else config
 
 
 def settings_of_weights(source: str) -> dict[str, Any]:
     """The settings of the model that is described next to first weights; empty: none that mpp can build."""
     config = saved_config(first_weights(source).parent)
     encoder = described_encoder(config)
-    if encoder is None or not is_plain(encoder):
+    if not has_numbers(encoder):
         return {}
     name, arguments = config["architecture"], config.get("model_args", {})
     settings = numbers_of(encoder) | {each: arguments[each] for each in OF_VARIANTS if each in arguments}
@@ -420,6 +420,11 @@ def settings_of_weights(source: str) -> dict[str, Any]:
         elsewhere |= {"global_pool", "fc_norm"}
     kept = {each: arguments[each] for each in arguments if each not in elsewhere and not each.endswith("_rate")}
     return settings | {"name": None if name in (PLAIN_VIT, VARIANT) else name, "arguments": kept}
+
+
+def has_numbers(encoder: nn.Module | None) -> bool:
+    """Whether an encoder is a plain transformer of square patches."""
+    return encoder is not None and is_plain(encoder) and len({*encoder.patch_embed.patch_size}) == 1
 
 
 def numbers_of(encoder: nn.Module) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from mpp.data.remote import resolve_commit
 from mpp.data.workers import deaths_explained, kill_workers
 from mpp.models.encoder import moments_of_weights, with_architecture
 from mpp.runtime.files import clear_leftovers, hold
-from mpp.runtime.messages import note, warn
+from mpp.runtime.messages import note, tell, warn
 from mpp.runtime.processes import SHARDED, TRAINING_TIMEOUT, on_each_node, on_main_process, set_timeout
 from mpp.runtime.signals import MARKER, Preemption
 from mpp.runtime.start import start
@@ -34,6 +34,7 @@ from mpp.training.flops import flops_of_step
 from mpp.training.log import check_trackers
 from mpp.training.loop import Loop
 from mpp.training.run_folder import (
+    REPORT_PAGE,
     Saved,
     begin_branch,
     is_finished,
@@ -215,6 +216,7 @@ def write_run_page(folder: Path) -> None:
     imports nothing of it: whatever happens to the report, the run is done. The process is without the launcher's
     variables: it is one by itself.
     """
+    tell(f"writing {folder / REPORT_PAGE} ...")
     words = (sys.executable, str(REPORT_SCRIPT), "--encoder", str(folder), *import_words())
     env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     try:
