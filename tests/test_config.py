@@ -92,7 +92,7 @@ MISTAKES = [  # the command, its words, and what the one line names: the setting
     (Config, "stray", ["stray", "--NAME VALUE"]),
     (Config, "--model.img_size 128 1024", ["1024", "[a, b]"]),
     (Config, "--help optm", ["--help", "optm", "optim"]),
-    (Config, "--config cifar11", ["--config", "cifar11", "such as cifar10, "]),
+    (Config, "--config cifar11", ["--config", "cifar11", "such as cifar10"]),
     (Config, "--config maee", ["maee", "rivals/mae"]),
     (Config, "--config nowhere.yaml", ["--config", "nowhere.yaml"]),
     (Config, "--run.steps=5 --config", ["--config", "empty"]),

@@ -7,6 +7,7 @@ win over files. Every mistake in them is an error of one line.
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -227,10 +228,13 @@ def config_file(name: str) -> Path:
             return file
     files = [file for file in CONFIGS.rglob("*.yaml") if file.parent.name != "accelerate"]
     names = sorted(file.relative_to(CONFIGS).with_suffix("").as_posix() for file in files)
-    of_folder = [each for each in names if each.rpartition("/")[0] == short.rpartition("/")[0]]
+    folder, _, stem = short.rpartition("/")
+    by_stem = {each.rpartition("/")[2]: each for each in reversed(names)}
+    near = [by_stem[each] for each in get_close_matches(stem, by_stem)]
+    beside = [each for each in names if each.rpartition("/")[0] == folder]
     folders = dict.fromkeys(each.rpartition("/")[0] for each in names if "/" in each)
-    listed = f"{', '.join(of_folder)}; others are in {', '.join(folders)}" if of_folder else ", ".join(folders)
-    allowed = f"a YAML file or a config of mpp{did_you_mean(short, names)}: {listed}"
+    known = f"such as {', '.join(near)}" if near else f"{', '.join(beside)}; others are in {', '.join(folders)}"
+    allowed = f"a YAML file or a config of mpp, {known}"
     raise UserError(f"--config is {show(name)}; it must be {allowed}")
 
 
