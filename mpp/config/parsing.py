@@ -231,9 +231,9 @@ def config_file(name: str) -> Path:
     folder, _, stem = short.rpartition("/")
     by_stem = {each.rpartition("/")[2]: each for each in reversed(names)}
     near = [by_stem[each] for each in get_close_matches(stem, by_stem)]
-    beside = [each for each in names if each.rpartition("/")[0] == folder]
+    of_folder = [each for each in names if each.rpartition("/")[0] == folder]
     folders = dict.fromkeys(each.rpartition("/")[0] for each in names if "/" in each)
-    known = f"such as {', '.join(near)}" if near else f"{', '.join(beside)}; others are in {', '.join(folders)}"
+    known = f"such as {', '.join(near)}" if near else f"{', '.join(of_folder)}; others are in {', '.join(folders)}"
     allowed = f"a YAML file or a config of mpp, {known}"
     raise UserError(f"--config is {show(name)}; it must be {allowed}")
 
