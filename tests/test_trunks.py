@@ -39,34 +39,39 @@ def small(tmp_path):
     return small
 
 
-def trunk(folder, **options):
+def entry(name, path, **options):
+    """An entry of encoders that a comparison trains."""
+    options = TINY_TRAINING | STABLE | options
+    return {"name": name, "encoder": f"{path}_{{seed}}", "train": "pretrain", "train_options": options}
+
+
+def trunk(folder):
     """The entry of a trunk of 5 steps."""
-    options = TINY_TRAINING | STABLE | {"run.steps": 5, "run.keep_at": [2, 3, 4]} | options
-    return {"name": "trunk", "encoder": f"{folder}/trunk_{{seed}}", "train": "pretrain", "train_options": options}
+    return entry("trunk", f"{folder}/trunk", **{"run.steps": 5, "run.keep_at": [2, 3, 4]})
 
 
-def branches(folder):
-    """The entries of three branches."""
+def branches(folder, of_trunk=True):
+    """The entries of three branches, or of separate runs that are as long."""
     entries = []
     for steps, parting in LENGTHS.items():
-        options = TINY_TRAINING | STABLE | COOLED | {"run.steps": steps}
-        options[TRUNK_SETTING] = f"{folder}/trunk_{{seed}}@{parting}"
-        entry = {"name": f"{steps} steps", "encoder": f"{folder}/of_{steps}_{{seed}}", "train": "pretrain"}
-        entries.append(entry | {"train_options": options})
+        origin = {TRUNK_SETTING: f"{folder}/trunk_{{seed}}@{parting}"} if of_trunk else {}
+        path = f"{folder}/{'of' if of_trunk else 'alone'}_{steps}"
+        entries.append(entry(f"{steps} steps", path, **COOLED | {"run.steps": steps} | origin))
     return entries
 
 
 def separate(small, folder):
     """The same comparison of runs that nothing connects, in another folder."""
-    entries = []
-    for steps in LENGTHS:
-        options = TINY_TRAINING | STABLE | COOLED | {"run.steps": steps}
-        entry = {"name": f"{steps} steps", "encoder": f"{folder}/alone_{steps}_{{seed}}", "train": "pretrain"}
-        entries.append(entry | {"train_options": options})
     other = copy(small)
     other.file = folder / "separate.yaml"
-    other.config = small.config | {"encoders": entries, "dir": str(folder / "separate")}
+    other.config = small.config | {"encoders": branches(folder, of_trunk=False), "dir": str(folder / "separate")}
     return other
+
+
+def ask(small, folder, number):
+    """Leave one branch of the comparison."""
+    small.config["encoders"] = [branches(folder)[number], trunk(folder)]
+    small.config["questions"] = [{"name": "curve", "encoders": [small.config["encoders"][0]["name"]]}]
 
 
 @pytest.mark.faults
@@ -86,8 +91,7 @@ def test_branches_have_the_rows_and_bits_of_separate_runs_and_are_found_by_their
 
 @pytest.mark.faults
 def test_published_rows_are_found_under_either_way_of_making_them(small, tmp_path, monkeypatch):
-    small.config["encoders"] = [branches(tmp_path)[0], trunk(tmp_path)]
-    small.config["questions"] = [{"name": "curve", "encoders": ["4 steps"]}]
+    ask(small, tmp_path, 0)
     rows = small.compare()["results"]
     monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("trained"))
     other = separate(small, tmp_path)
@@ -102,7 +106,7 @@ def test_published_rows_are_found_under_either_way_of_making_them(small, tmp_pat
 
 @pytest.mark.faults
 def test_a_comparison_that_is_killed_in_a_trunk_and_in_a_branch_goes_on(small, tmp_path, monkeypatch):
-    ask_longest(small, tmp_path)
+    ask(small, tmp_path, -1)
     for step in (3, 6):  # the trunk has 5 steps, and has kept the one at which the branch parts: 4
         with monkeypatch.context() as patch, pytest.raises(Killed):
             kill_at(patch, step)
@@ -114,12 +118,6 @@ def test_a_comparison_that_is_killed_in_a_trunk_and_in_a_branch_goes_on(small, t
     other.config["encoders"] = other.config["encoders"][-1:]
     assert without_times(branched) == without_times(other.compare()["results"])
     assert (tmp_path / "of_8_0" / WEIGHTS).read_bytes() == (tmp_path / "alone_8_0" / WEIGHTS).read_bytes()
-
-
-def ask_longest(small, folder):
-    """Leave one branch of the comparison."""
-    small.config["encoders"] = [branches(folder)[-1], trunk(folder)]
-    small.config["questions"] = [{"name": "curve", "encoders": ["8 steps"]}]
 
 
 @pytest.mark.faults
@@ -171,11 +169,8 @@ def test_each_seed_has_its_own_trunk(small, tmp_path):
         of_trunk = branch.parents[TRUNK_SETTING]
         assert of_trunk is encoders["trunk", seed] and of_trunk.path == tmp_path / f"trunk_{seed}"
         assert (of_trunk.settings.run.seed, branch.settings.run.seed) == (seed, seed)
-
-
-def test_a_branch_of_itself_is_refused(small, tmp_path):
-    small.config["encoders"][0]["encoder"] = f"{tmp_path}/trunk_{{seed}}"
-    small.config["encoders"] = small.config["encoders"][:1]
+    first["encoder"] = last["encoder"]
+    small.config["encoders"] = [first]
     with pytest.raises(UserError, match="trunk_0 would be made from itself"):
         encoders_in(small)
 
