@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -12,14 +11,6 @@ from mpp.models.encoder import build_encoder
 from mpp.models.networks import MaskedPatchPredictor
 from mpp.training import muon
 from mpp.training.optim import build_optimizer, learning_rate, parameter_groups
-
-QUINTIC = (  # coefficients of the five Newton-Schulz iterations: timm's default, from modded-nanogpt
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
 
 
 def predictor(**model):
@@ -80,64 +71,28 @@ def test_muon_needs_blocks():
         build_optimizer(timm.create_model("test_resnet"), OptimConfig(name="muon"))
 
 
-def orthogonalized(matrix):
-    """Newton-Schulz in float64: the singular values go to about 1."""
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / np.linalg.norm(x)
-    for a, b, c in QUINTIC:
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
-
-
-@pytest.mark.parametrize(("native", "error"), [(True, 0.02), (False, 1e-5)], ids=["bf16", "fp32"])
-def test_muons_update_by_hand(native, error, monkeypatch):
-    """Momentum (Nesterov's), Newton-Schulz, Adam's scale; the middle part in bf16 where the hardware has it."""
-    monkeypatch.setattr("mpp.training.muon.bf16_is_native", lambda: native)
-    torch.manual_seed(0)
-    model = predictor(width=16, heads=2)
-    config = OptimConfig(name="muon", lr=0.1, momentum=0.8, weight_decay=0.5)
-    optimizer = build_optimizer(model, config)
-    parameter_by_name = dict(model.named_parameters())
-    matrix = parameter_by_name["encoder.blocks.0.mlp.fc1.weight"]
-    weight = matrix.detach().double().numpy().copy()
-    momentum = 0.0
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        gradient = matrix.grad.double().numpy()
-        momentum = 0.8 * momentum + 0.2 * gradient
-        update = 0.2 * 64**0.5 * orthogonalized(0.2 * gradient + 0.8 * momentum)
-        expected = (1 - 0.1 * 0.5) * weight - 0.1 * update
-        optimizer.step()
-        stepped = matrix.detach().double().numpy().copy()
-        relative_error = np.linalg.norm(stepped - expected) / np.linalg.norm(expected - weight)
-        assert error / 100 < relative_error < error  # as exact as that, and no more
-        assert np.sqrt((update**2).mean()) == pytest.approx(0.2, rel=0.25)  # as large as Adam's are
-        weight = stepped
-
-
 @pytest.mark.parametrize(("native", "together"), [(True, 2**24), (False, 600)], ids=["bf16, all", "fp32, few"])
-def test_matrices_of_a_shape_together_are_those_one_by_one(together, native, monkeypatch):
-    """timm's own loop over matrices, to the bit."""
+def test_muon_is_timms_to_the_bit(native, together, monkeypatch):
+    """Nesterov's momentum, Newton-Schulz in bf16 where the hardware has it, Adam's scale; all else by NAdamW.
+
+    timm's loops over matrices; ours are together as far as their memory allows.
+    """
     monkeypatch.setattr("mpp.training.muon.bf16_is_native", lambda: native)
     monkeypatch.setattr("mpp.training.muon.MAX_BATCH_ELEMENTS", together)
-    dtype = torch.bfloat16 if native else torch.float32
-    in_dtype = partial(timm.optim.muon.zeropower_via_newtonschulz, dtype=dtype)
+    in_dtype = partial(timm.optim.muon.zeropower_via_newtonschulz, dtype=torch.bfloat16 if native else torch.float32)
     monkeypatch.setattr("timm.optim.muon.zeropower_via_newtonschulz", in_dtype)
     sizes = []
     orthogonalize = muon.orthogonalize
     monkeypatch.setattr(muon, "orthogonalize", lambda each: sizes.append(each.numel()) or orthogonalize(each))
     models = [predictor(width=16, heads=2, depth=3) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    config = OptimConfig(name="muon", lr=0.1)
+    config = OptimConfig(name="muon", lr=0.1, momentum=0.8, betas=(0.8, 0.9), weight_decay=0.5, adam_scale=3.0)
     ours = build_optimizer(models[0], config)
-    settings = dict(momentum=0.95, nesterov=True, betas=config.betas)
-    timms = timm.optim.Muon(parameter_groups(models[1], config), lr=0.1, **settings)
+    groups = [group | {"lr": 0.1 if group["use_muon"] else 0.1 * 3.0} for group in parameter_groups(models[1], config)]
+    timms = timm.optim.Muon(groups, lr=0.1, momentum=0.8, nesterov=True, betas=(0.8, 0.9))
     for step in range(3):
-        torch.manual_seed(step)
         for one, other in zip(*(model.parameters() for model in models), strict=True):
-            one.grad = torch.randn_like(one)
+            one.grad = torch.randn_like(one) * 1e-3**step  # the last ones show the eps
             other.grad = one.grad.clone()
         ours.step()
         timms.step()
@@ -161,34 +116,9 @@ def test_an_average_is_updated_once_a_step_after_timms_own_muon_was_built():
         torch.testing.assert_close(optimizer.state[model.head.weight]["average"], average)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-7])
-def test_muons_other_part_is_nadamw_by_hand(size):
-    """Adam with Nesterov's momentum, its own decay and an eps of 1e-7, which small gradients show."""
-    torch.manual_seed(0)
-    model = predictor(width=16, heads=2)
-    settings = OptimConfig(name="muon", lr=0.01, adam_scale=2.0, betas=(0.8, 0.9), weight_decay=0.5)
-    optimizer = build_optimizer(model, settings)
-    head = model.head.weight
-    rate = 0.02
-    weight = head.detach().double().numpy().copy()
-    mean = 0.0
-    square = 0.0
-    for step in range(1, 4):
-        for parameter in model.parameters():
-            parameter.grad = size * torch.randn_like(parameter)
-        gradient = head.grad.double().numpy()
-        mean, square = 0.8 * mean + 0.2 * gradient, 0.9 * square + 0.1 * gradient**2
-        ahead = (0.8 * mean + 0.2 * gradient) / (1 - 0.8**step)
-        before, weight = weight, (1 - rate * 0.5) * weight - rate * ahead / (np.sqrt(square / (1 - 0.9**step)) + 1e-7)
-        optimizer.step()
-        off = np.linalg.norm(head.detach().double().numpy() - weight) / np.linalg.norm(weight - before)
-        assert off < 1e-4
-
-
 POOLINGS = {
     "token": ("vit_tiny_patch16_224", dict(depth=3)),
     "avg": ("vit_tiny_patch16_224", dict(depth=3, global_pool="avg")),
-    "axial": ("mpp_vit", dict(depth=3, embed_dim=48, num_heads=3, mixing="axial")),
     "axial, relative": ("mpp_vit", dict(depth=3, embed_dim=48, num_heads=3, mixing="axial", position="relative")),
     "norm in the head": ("test_convnext", {}),
 }
@@ -210,9 +140,6 @@ def test_layers_rates_are_timms(pooling):
     names |= {id(p): f"{classifier}.{name}" for name, p in model.head.named_parameters()}
     found = {names[id(p)]: group["lr_scale"] for group in built.param_groups for p in group["params"]}
     assert found == pytest.approx(expected)
-    if pooling != "norm in the head":
-        last = [found[name] for name in found if name.startswith("blocks.2.")]
-        assert last == pytest.approx([0.7] * len(last)) and found["patch_embed.proj.weight"] == pytest.approx(0.7**4)
 
 
 def test_rates_fall_with_depth_where_timm_knows_the_layers():
