@@ -124,15 +124,6 @@ def test_the_decoder_and_the_moving_average_follow():
         assert has_bf16_residual(model.teacher.encoder) == (residual == "bf16")
 
 
-def test_activation_checkpointing_computes_the_same():
-    config = with_residual(NETWORKS["predictor"], "bf16")
-    again = replace(config, model=replace(config.model, activation_checkpointing=True))
-    torch.manual_seed(1)
-    losses = losses_of(config, 3)
-    torch.manual_seed(1)
-    assert losses_of(again, 3) == losses
-
-
 @pytest.mark.parametrize("precision", ["bf16", "auto"])
 def test_a_run_trains_and_says_where_the_setting_has_no_effect(pretrain, capsys, monkeypatch, precision):
     monkeypatch.setattr("mpp.runtime.start.bf16_is_native", lambda: False)
