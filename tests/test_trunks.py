@@ -68,30 +68,31 @@ def separate(small, folder):
     return other
 
 
-def ask(small, folder, number):
-    """Leave one branch of the comparison."""
-    small.config["encoders"] = [branches(folder)[number], trunk(folder)]
-    small.config["questions"] = [{"name": "curve", "encoders": [small.config["encoders"][0]["name"]]}]
-
-
 @pytest.mark.faults
-def test_branches_have_the_rows_and_bits_of_separate_runs_and_are_found_by_their_digests(small, tmp_path):
-    branched = small.compare()
+def test_branches_of_a_comparison_that_is_killed_have_the_rows_and_bits_of_separate_runs(small, tmp_path, monkeypatch):
+    """In the trunk, of 5 steps, and in the last branch, which then needs the trunk no more."""
+    for step in (3, 6):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            kill_at(patch, step)
+            small.compare()
     assert kept_steps(tmp_path / "trunk_0") == [2, 3, 4, 5]
-    other = separate(small, tmp_path)
-    alone = other.compare()
+    shutil.rmtree(tmp_path / "trunk_0")
+    branched = small.compare()
+    assert not (tmp_path / "trunk_0" / "config.yaml").exists()
+    alone = separate(small, tmp_path).compare()
     assert without_times(branched["results"]) == without_times(alone["results"])
     assert list(branched["summary"]["curve"]) == [f"{steps} steps" for steps in LENGTHS]
     for steps in LENGTHS:
-        branch = tmp_path / f"of_{steps}_0"
-        assert (branch / WEIGHTS).read_bytes() == (tmp_path / f"alone_{steps}_0" / WEIGHTS).read_bytes()
+        branch, other = tmp_path / f"of_{steps}_0", tmp_path / f"alone_{steps}_0"
+        assert (branch / WEIGHTS).read_bytes() == (other / WEIGHTS).read_bytes()
         assert list(lineage(str(branch))) == [str(branch)]  # not the trunk, whose compute it has already
-        assert cost_with_ancestors(branch, PFLOP) == cost_with_ancestors(tmp_path / f"alone_{steps}_0", PFLOP)
+        assert cost_with_ancestors(branch, PFLOP) == cost_with_ancestors(other, PFLOP)
 
 
 @pytest.mark.faults
 def test_published_rows_are_found_under_either_way_of_making_them(small, tmp_path, monkeypatch):
-    ask(small, tmp_path, 0)
+    small.config["encoders"] = [branches(tmp_path)[0], trunk(tmp_path)]
+    small.config["questions"] = [{"name": "curve", "encoders": ["4 steps"]}]
     rows = small.compare()["results"]
     monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("trained"))
     other = separate(small, tmp_path)
@@ -102,22 +103,6 @@ def test_published_rows_are_found_under_either_way_of_making_them(small, tmp_pat
     shutil.rmtree(tmp_path / "of_4_0")
     shutil.rmtree(tmp_path / "trunk_0")
     assert small.compare()["results"] == rows
-
-
-@pytest.mark.faults
-def test_a_comparison_that_is_killed_in_a_trunk_and_in_a_branch_goes_on(small, tmp_path, monkeypatch):
-    ask(small, tmp_path, -1)
-    for step in (3, 6):  # the trunk has 5 steps, and has kept the one at which the branch parts: 4
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            kill_at(patch, step)
-            small.compare()
-    shutil.rmtree(tmp_path / "trunk_0")  # a branch that has begun needs it no more
-    branched = small.compare()["results"]
-    assert not (tmp_path / "trunk_0" / "config.yaml").exists()
-    other = separate(small, tmp_path)
-    other.config["encoders"] = other.config["encoders"][-1:]
-    assert without_times(branched) == without_times(other.compare()["results"])
-    assert (tmp_path / "of_8_0" / WEIGHTS).read_bytes() == (tmp_path / "alone_8_0" / WEIGHTS).read_bytes()
 
 
 @pytest.mark.faults
