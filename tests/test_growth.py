@@ -50,11 +50,16 @@ def step_of(encoder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A trunk of 4 steps, its branch from step 2 and the cooled run that nothing connects; nobody may change them."""
+    """A trunk of 4 steps, its branch from step 2 and the cooled run that nothing connects.
+
+    A branch changes nothing of its trunk, which may be in use or read-only; and nobody may change these.
+    """
     folder = tmp_path_factory.mktemp("runs")
     trunk = f"--run.branch_from={folder / 'trunk'}@2"
     for name, words in {"trunk": [CONSTANT], "branch": [*WSD, trunk], "whole": WSD}.items():
+        before = {path: path.stat().st_mtime_ns for path in (folder / "trunk").rglob("*")}
         main([*TINY, "--run.eval_every=1", *words, f"--run.dir={folder / name}"])
+        assert not before or before == {path: path.stat().st_mtime_ns for path in (folder / "trunk").rglob("*")}
     return folder
 
 

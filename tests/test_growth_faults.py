@@ -4,13 +4,12 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import TINY, read_metrics, wait_until
-from server import Command, die_at, mount_apart, mounts_are_allowed, wait_at
+from server import Command, die_at, wait_at
 
 from mpp.training import run_folder
 from mpp.training.checkpoint import kept_steps
@@ -127,24 +126,6 @@ def test_a_full_disk_while_a_branch_copies(tmp_path, tally, processes):
     finish(*words, folder=tmp_path / "branch", processes=processes)
     assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
     tally("full disk while a branch copies its checkpoint", 1)
-
-
-def mount_read_only(folder: Path) -> None:
-    """Mount a folder read-only for this process: permission bits do not stop root."""
-    mount_apart()
-    subprocess.run(["mount", "--bind", folder, folder], check=True)
-    subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
-
-
-@pytest.mark.skipif(not mounts_are_allowed(), reason="needs mount namespaces: root on Linux")
-def test_a_trunk_that_is_read_only(tmp_path):
-    finish(*COOLED, folder=tmp_path / "whole")
-    finish(*TRUNK, folder=tmp_path / "trunk")
-    prepare = partial(mount_read_only, tmp_path / "trunk")
-    run = Command("pretrain", *TRUNK, "--run.steps=9", f"--run.dir={tmp_path / 'trunk'}", prepare=prepare)
-    assert run.wait() == [2] and "Read-only file system" in run.said  # it is
-    finish(*COOLED, branch_of(tmp_path / "trunk"), folder=tmp_path / "branch", prepare=prepare)
-    assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
 
 
 def test_a_trunk_that_is_still_being_trained(tmp_path):

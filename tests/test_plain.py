@@ -7,8 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from conftest import read_metrics
-from model_inputs import HALVES, draw_batch, randomize, scaled
-from timm.models.beit import Beit
+from model_inputs import draw_batch, randomize
 from timm.models.eva import Eva
 from torch import nn
 
@@ -22,12 +21,9 @@ from mpp.models.networks import build_model
 from mpp.models.plain import (
     cell_grid,
     gather_tokens,
-    has_running_statistics,
     is_plain,
-    model_without_memory,
     prepare_tokens,
     run_blocks,
-    takes_some_tokens,
 )
 from mpp.training.optim import build_optimizer
 
@@ -194,18 +190,6 @@ def test_plain_timm_gives_the_bits_of_an_export(name, channels, tmp_path):
         assert torch.equal(other(images), encoder(images))
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "eva02_tiny_patch14_224", "beit_base_patch16_224"])
-def test_transformers_gives_the_same_tokens(name, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    encoder = encoder_of(name, attention="fused")
-    size = encoder.patch_embed.img_size
-    export_encoder(encoder, tmp_path, size, *HALVES, 1.0)
-    images = torch.randn(2, 3, *size)
-    tokens = transformers.AutoModel.from_pretrained(tmp_path).eval()(pixel_values=images).last_hidden_state
-    torch.testing.assert_close(tokens, encoder.forward_features(images), rtol=0, atol=1e-6)
-
-
 DINOV3 = "vit_small_patch16_dinov3"
 NOT_PLAIN = "it must be a plain transformer"
 REFUSED = [
@@ -254,38 +238,3 @@ def test_a_run_trains_and_its_encoder_is_evaluated(name, pretrain, tmp_path):
     words = (f"--encoder={folder}", "--run.steps=2", "--lrs=[0.01]", f"--run.dir={tmp_path / 'tuned'}")
     finetune.main([*quick, *words])
     assert is_plain(timm.create_model(f"local-dir:{tmp_path / 'tuned' / 'lr_0.01' / 'encoder'}", pretrained=True))
-
-
-def small(name: str) -> nn.Module:
-    """A timm model without memory, to 2 blocks of width 64, at 4 x 4 patches where it takes these numbers."""
-    patch = model_without_memory(name).patch_embed.patch_size[0]
-    numbers = dict(embed_dim=64, num_heads=4, depth=2, img_size=4 * patch, num_classes=0)
-    return timm.create_model(name, **numbers)
-
-
-@pytest.mark.rehearsal
-@torch.no_grad()
-def test_all_plain_transformers_of_timm_are_taken_apart():
-    """Of its classes that are: their tokens are timm's. Left out are those that timm cannot build at these numbers."""
-    taken: Counter[str] = Counter()
-    for name in (
-        timm.list_models(module="vision_transformer") + timm.list_models(module="eva") + timm.list_models(module="beit")
-    ):
-        model = model_without_memory(name)
-        assert is_plain(model) != has_running_statistics(model), name
-        if not is_plain(model) or getattr(model, "attn_pool", None) is not None:
-            continue
-        try:
-            encoder = small(name).eval()
-            randomize(encoder, std=0.1)
-            images = scaled(torch.randint(0, 256, (2, 3, *encoder.patch_embed.img_size)))
-            expected = encoder.forward_features(images)
-        except (AssertionError, RuntimeError, TypeError):
-            continue
-        assert torch.equal(tokens_by_parts(encoder, images), expected), name
-        taken[type(encoder).__name__] += 1
-        is_mixed = getattr(encoder, "rope_mixed", False)
-        assert takes_some_tokens(encoder) != (isinstance(encoder, Beit) or is_mixed)
-    assert taken["Eva"] > 40
-    assert taken["Beit"] == 7
-    assert taken["VisionTransformer"] > 110

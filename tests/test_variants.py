@@ -1,13 +1,11 @@
 """The other encoders: positions against a loop over pairs, overlap that hides, axial attention, how they travel."""
 
 import math
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import Killed, kill_at, read_metrics
 from model_inputs import HALVES, draw_batch, random_images, randomize
 from timm.models.vision_transformer import VisionTransformer
 
@@ -136,15 +134,13 @@ def test_attention_is_what_a_loop_over_pairs_gives(position, fused):
             torch.testing.assert_close(biases[:, 1 + i, 1 + j], biases[:, 1 + k, 1 + m])
 
 
-def test_absolute_positions_are_what_their_tables_say():
+def test_positions_of_rows_and_columns_are_what_their_tables_say():
     two = AbsolutePositions("learned_2d", GRID, 1, 8)
     table = two()
-    assert table.shape == (13, 8)
+    assert table.shape == (13, 8) and torch.equal(table[0], two.pos_embed_prefix[0])
     for row, column in [(0, 0), (2, 3), (1, 2)]:
         place = torch.cat([two.pos_embed_rows[row], two.pos_embed_columns[column]])
         assert torch.equal(table[1 + 4 * row + column], place)
-    assert torch.equal(table[0], two.pos_embed_prefix[0])
-    assert AbsolutePositions("learned", GRID, 2, 8)().shape == (14, 8)
 
 
 @pytest.mark.parametrize("at", ["every", "every_shared"])
@@ -228,9 +224,6 @@ def test_a_cell_is_predicted_from_its_own_window_and_whole_windows_become_masks(
     none = torch.empty(1, 0, dtype=torch.int64)
     hidden = masking.masked_tokens(Corruption(positions, zeros, positions, none)).view(7, 7)
     assert hidden.nonzero().tolist() == [[0, 0], [0, 1], [0, 2], [1, 2], [2, 2]]
-    others = positions[:, 1:]
-    one_hidden = Corruption(others, zeros[:, 1:], others, positions[:, :1])
-    assert torch.equal(masking.masked_tokens(one_hidden).view(7, 7), hidden)
 
 
 @pytest.mark.parametrize("kind", ["every", "axial"])
@@ -283,9 +276,6 @@ def test_an_exported_encoder_is_rebuilt_also_for_other_images(kind, tmp_path):
     larger_weights = dict(larger.named_parameters())
     same_shapes = all(larger_weights[name].shape == weight.shape for name, weight in weights.items())
     assert same_shapes == (kind in ("none", "rope", "every_shared sincos_2d", "stride, rope"))
-    again = build_encoder(ModelConfig(**NUMBERS | KINDS[kind] | {"img_size": 64, "init_from": str(tmp_path)}))
-    for name, parameter in again.named_parameters():
-        assert torch.equal(parameter, larger_weights[name])
 
 
 @pytest.mark.parametrize("kind", ["relative", "learned_2d", "every", "relative_bias"])
@@ -319,34 +309,16 @@ def test_timm_itself_takes_no_table_of_as_many_patches(tmp_path):
 
 
 @pytest.mark.faults
-def test_a_killed_run_ends_with_the_same_bits(pretrain, tmp_path, monkeypatch):
-    words = ("--model.mixing=axial", "--model.position=relative_bias", "--model.stride=4", "--model.dropout=0.1")
-    whole = pretrain(*words, dir=tmp_path / "whole")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_at(patch, 3)
-        pretrain(*words, dir=tmp_path / "killed")
-    killed = pretrain(*words, dir=tmp_path / "killed")
-    file = Path("encoder", "model.safetensors")
-    assert (killed / file).read_bytes() == (whole / file).read_bytes()
-    losses = read_metrics(killed)
-    assert losses[4] < 1.2 * losses[1]
-    mpp.load_encoder(killed)
-
-
-SLOW = [pytest.param(kind, marks=pytest.mark.faults) for kind in KINDS if kind not in (*PARTS, "relative")]
-
-
-@pytest.mark.parametrize("kind", ["relative", *SLOW])
+@pytest.mark.parametrize("kind", ["every", "stride, rope", "axial, relative_bias"])
 def test_the_compiler_follows_each_whole(kind):
-    """The backward pass too, of one kind."""
-    depth = 2 if "every" in kind else 1
-    encoder = build(**KINDS[kind], depth=depth)
+    """The backward pass too."""
+    encoder = build(**KINDS[kind])
     model = predictor(encoder)
     corruption = draw_batch(CorruptionConfig(), cell_grid(encoder)[0], images=2)
     images = random_images(2)
     expected = model(images, corruption)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager" if "relative_bias" in kind else "eager", fullgraph=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(images, corruption), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -356,14 +328,10 @@ def test_the_compiler_follows_each_whole(kind):
         (dict(position="rope", position_at="every"), ["model.position_at", "every", "stem"]),
         (dict(stride=3), ["model.stride is 3", "divisor", "(8)"]),
         (dict(name="vit_tiny_patch16_224", position="relative"), ["model.name", "vit_tiny_patch16_224", "width"]),
-        (dict(position="rope", width=18, heads=3), ["multiple of 4", "rope"]),
         (dict(position="learned_2d", width=15, heads=3), ["even", "learned_2d"]),
         (dict(position="relative_bias", arguments={"reg_tokens": 2}), ["relative_bias", "registers"]),
-        (dict(arguments={"reg_token": 2}), ["model.arguments is {'reg_token': 2}"]),
-        (dict(arguments={"depth": 2}), ["model.arguments is depth"]),
         (dict(arguments={"reg_tokens": 2}, mixing="axial"), ["model.arguments is reg_tokens"]),
         (dict(arguments={"act_layer": "xyz"}), ["model.arguments", "xyz"]),
-        (dict(HYBRID, name="deit_tiny_distilled_patch16_224", position="none"), ["model.position is none"]),
     ],
 )
 def test_what_does_not_go_together_is_named(settings, words):
