@@ -236,29 +236,17 @@ def test_what_cannot_go_on_or_be_branched_from_is_refused_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "said"),
-    [("data.json", "started with other images"), ("gone", "No such file"), ("damaged", "all checkpoints are damaged")],
+    ("spoiled", "said"), [("data.json", "started with other images"), ("damaged", "all checkpoints are damaged")]
 )
-def test_a_trunk_that_is_spoiled_is_no_beginning(trunk, pretrain, tmp_path, monkeypatch, spoiled, said):
-    source = trunk / "checkpoints" / "step_00000002"
-    copyfile = shutil.copyfile
-
-    def deletes(file, target):
-        copyfile(file, target)
-        if file.parent == source:
-            shutil.rmtree(source)
-
-    if spoiled == "gone":  # as its run deletes it meanwhile
-        monkeypatch.setattr(run_folder.shutil, "copyfile", deletes)
-    elif spoiled == "damaged":
-        with (source / "optimizer.safetensors").open("r+b") as file:
+def test_a_trunk_that_is_spoiled_is_no_beginning(trunk, pretrain, tmp_path, spoiled, said):
+    if spoiled == "damaged":
+        with (trunk / "checkpoints" / "step_00000002" / "optimizer.safetensors").open("r+b") as file:
             file.seek(-1, 2)
             file.write(b"!")
     else:
         (trunk / spoiled).write_text(re.sub(r'"images": \d+', '"images": 7', (trunk / spoiled).read_text()))
     with pytest.raises(UserError, match=said):
         pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-    assert spoiled != "gone" or kept_steps(tmp_path / "branch") == []
 
 
 def test_a_branch_without_a_whole_checkpoint_does_not_begin_at_step_0(runs, pretrain, tmp_path):

