@@ -71,7 +71,7 @@ def encoder_of(*options: str) -> torch.nn.Module:
 # --- closed forms ---
 
 
-def test_neighbours_are_those_of_sklearn_and_agreement_is_of_what_keeps_angles():
+def test_neighbours_are_those_of_sklearn_and_agree_where_angles_are_kept():
     rng = np.random.default_rng(0)
     features = rng.normal(size=(300, 16))
     rows = torch.from_numpy(features)
@@ -80,9 +80,6 @@ def test_neighbours_are_those_of_sklearn_and_agreement_is_of_what_keeps_angles()
     assert torch.equal(near.sort(1).values, torch.from_numpy(others).sort(1).values)
     turn, _ = np.linalg.qr(rng.normal(size=(16, 16)))
     assert agreement(rows, torch.from_numpy(3 * features @ turn)) == 1
-    by_chance = 5 / 299
-    permuted = torch.from_numpy(features[rng.permutation(300)])
-    assert agreement(rows, permuted) == pytest.approx(by_chance, abs=4 * (by_chance / 1500) ** 0.5)
 
 
 def test_weights_that_moved_by_a_known_factor(tmp_path):
