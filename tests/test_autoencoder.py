@@ -1,4 +1,4 @@
-"""The masked autoencoder: what its encoder sees, what its decoder does, and what both cost."""
+"""The masked autoencoder: how its decoder begins, what both cost, and which encoders it refuses."""
 
 import pytest
 import timm
