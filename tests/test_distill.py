@@ -1,5 +1,6 @@
 """Distillation through a token: the loss, the student, its teacher."""
 
+import copy
 import shutil
 
 import pytest
@@ -8,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from conftest import TINY, kill_at, read_metrics, title_and_tags
+from model_inputs import HALVES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from timm.models.deit import VisionTransformerDistilled
-from timm.task import TokenDistillationTask
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation import finetune, supervised
 from evaluation.comparison.cases import EncoderEntry, encoders_of, relevant_settings
@@ -27,6 +27,7 @@ from mpp.config import ModelConfig
 from mpp.config.parsing import parse
 from mpp.data.loader import BatchLayout
 from mpp.errors import UserError
+from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 from mpp.runtime.files import sha256_of
 from mpp.training.checkpoint import complete_checkpoints
@@ -77,41 +78,16 @@ def held_out_answers(task, classify):
     return outputs, torch.cat([batch.labels for batch in batches])
 
 
-class FakeNetwork(nn.Module):
-    """A network with a fixed answer to all images."""
-
-    def __init__(self, answer):
-        super().__init__()
-        self.answer = answer
-        self.num_classes = 7
-        self.in_chans = 3
-        self.pretrained_cfg = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
-
-    def forward(self, images):
-        return self.answer
-
-    def set_distilled_training(self, enable=True):
-        pass
-
-
-@pytest.mark.parametrize("kind", ["hard", "soft"])
-def test_loss_is_timms(kind):
+def test_the_loss_is_deits():
+    """Cross-entropy with the labels, and with the teacher's decisions or at a temperature of 3 with its softmax."""
     torch.manual_seed(0)
-    outputs = torch.randn(5, 2, 7)
-    taught = torch.randn(5, 7)
-    target = torch.randint(7, (5,))
-    reference = TokenDistillationTask(
-        FakeNetwork(outputs.unbind(1)),
-        FakeNetwork(taught),
-        criterion=nn.CrossEntropyLoss(label_smoothing=0.1),
-        distill_type=kind,
-        task_loss_weight=0.6,
-        temperature=3.0,
-        verbose=False,
-    )
-    config = DistillConfig(kind=kind, weight=0.4)
-    loss = distillation_loss(outputs, target, taught, config, label_smoothing=0.1)
-    torch.testing.assert_close(loss, reference(torch.zeros(5, 3, 8, 8), target)["loss"])
+    outputs, taught, target = torch.randn(5, 2, 7), torch.randn(5, 7), torch.randint(7, (5,))
+    with_labels = F.cross_entropy(outputs[:, 0], target, label_smoothing=0.1)
+    students, teachers = outputs[:, 1].div(3).log_softmax(-1), taught.div(3).log_softmax(-1)
+    soft = 9 * (teachers.exp() * (teachers - students)).sum(-1).mean()
+    for kind, of_teacher in (("hard", F.cross_entropy(outputs[:, 1], taught.argmax(-1))), ("soft", soft)):
+        loss = distillation_loss(outputs, target, taught, DistillConfig(kind=kind, weight=0.4), label_smoothing=0.1)
+        torch.testing.assert_close(loss, 0.6 * with_labels + 0.4 * of_teacher)
 
 
 def test_the_softmaxes_of_both_heads_are_averaged():
@@ -119,62 +95,45 @@ def test_the_softmaxes_of_both_heads_are_averaged():
     torch.testing.assert_close(average_heads(outputs).exp(), outputs.softmax(-1).mean(1))
 
 
-@pytest.fixture
-def distillations(monkeypatch):
-    """The tasks that distillation builds, in their order."""
-    tasks = []
-    build = Classification.__init__
-
-    def build_and_note(task, *arguments, **options):
-        build(task, *arguments, **options)
-        tasks.append(task)
-
-    monkeypatch.setattr(Classification, "__init__", build_and_note)
-    return tasks
-
-
 @pytest.mark.faults
-def test_student_is_timms_distilled_class_and_evaluations_take_it(tmp_path, teacher, distillations):
+def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path, teacher, monkeypatch):
     folder = tmp_path / "run"
     pixels = random_pixels()
+    tasks = []
+    make = Classification.__init__
+    monkeypatch.setattr(Classification, "__init__", lambda task, *_, **__: tasks.append(task) or make(task, *_, **__))
     train(folder, f"--distill.teacher={teacher}", "--distill.kind=soft", "--model.mean=[0.3,0.4,0.5]")
-    (task,) = distillations
+    (task,) = tasks
     model = task.model.eval()
     encoder = timm.create_model(f"local-dir:{folder / 'encoder'}", pretrained=True).eval()
     assert type(encoder) is VisionTransformerDistilled
-    normalized = model.normalize(pixels)
-    tokens = encoder.forward_features(normalized)
-    torch.testing.assert_close(tokens, model.encoder.forward_features(normalized))
+    tokens = encoder.forward_features(model.normalize(pixels))
     assert tokens.shape == (2, 2 + 16, 16)
     both = torch.stack([model.head(tokens[:, 0]), model.distill_head(tokens[:, 1])], 1)
     torch.testing.assert_close(model(pixels), both)
+    expected = torch.stack([tokens[:, 0], tokens[:, 2:].mean(1)])
     frozen = load_frozen_encoder(str(folder))
-    for representation, expected in (("class", tokens[:, 0]), ("mean", tokens[:, 2:].mean(1))):
-        torch.testing.assert_close(frozen(pixels, representation, [2])[0], expected)
+    torch.testing.assert_close(torch.stack([frozen(pixels, each, [2])[0] for each in ("class", "mean")]), expected)
     with safe_open(complete_checkpoints(folder)[-1] / "model.safetensors", framework="pt") as file:
-        names = file.keys()
-    assert {name.split(".")[0] for name in names} == {"encoder", "head", "distill_head"}
-    outputs, labels = held_out_answers(task, model)
-    mean_probabilities = outputs.softmax(-1).mean(1)
-    accuracy = (mean_probabilities.argmax(-1) == labels).double().mean().item()
-    assert read_metrics(folder, "heldout/accuracy")[4] == accuracy
+        assert {name.split(".")[0] for name in file.keys()} == {"encoder", "head", "distill_head"}  # noqa: SIM118
     title, tags = title_and_tags(folder / "encoder")
-    assert title.endswith("trained with labels")
-    assert "self-supervised" not in tags
-    finetune.main([*BASE, f"--encoder={folder}", "--lrs=0.1", "--img_size=48", f"--run.dir={tmp_path / 'fine'}"])
-    weights = load_file(tmp_path / "fine" / "lr_0.1" / "encoder" / "model.safetensors")
-    assert weights["pos_embed"].shape == (1, 2 + 36, 16)
-    assert "dist_token" in weights
+    assert title.endswith("trained with labels") and "self-supervised" not in tags
+    torch.testing.assert_close(load_teacher(str(folder), 9)(pixels), both.softmax(-1).mean(1).log())
 
-
-MIXED = ("--augment.mixup=0.8", "--augment.label_smoothing=0.1", "--head.kind=linear", "--head.pooling=mean")
-SOFT = ("--distill.kind=soft", "--optim.average=0.9", "--model.drop_path=0.1")
+    tuned = tmp_path / "fine" / "lr_0.1"
+    finetune.main([*BASE, f"--encoder={folder}", "--lrs=0.1", "--img_size=48", f"--run.dir={tuned.parent}"])
+    weights = load_file(complete_checkpoints(tuned)[-1] / "model.safetensors")
+    assert weights["encoder.pos_embed"].shape == (1, 2 + 36, 16) and "encoder.dist_token" in weights
+    pixels = torch.randint(0, 256, (2, 3, 48, 48), dtype=torch.uint8)
+    (features,) = load_frozen_encoder(str(tuned))(pixels, "class", [2])
+    taught = load_teacher(str(tuned), 9)(pixels)
+    torch.testing.assert_close(taught, F.linear(features, weights["head.weight"], weights["head.bias"]))
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("arguments", [pytest.param(MIXED, id="mixed"), pytest.param(SOFT, id="soft")])
-def test_a_killed_distillation_resumes_with_the_same_bits(tmp_path, teacher, monkeypatch, arguments):
-    arguments = (*arguments, "--model.dropout=0.1", f"--distill.teacher={teacher}")
+def test_a_killed_distillation_resumes_with_the_same_bits(tmp_path, teacher, monkeypatch):
+    arguments = ["--augment.mixup=0.8", "--augment.label_smoothing=0.1", "--head.kind=linear", "--head.pooling=mean"]
+    arguments += ["--distill.kind=soft", "--optim.average=0.9", "--model.drop_path=0.1", f"--distill.teacher={teacher}"]
     whole = train(tmp_path / "whole", *arguments)
     with monkeypatch.context() as context, pytest.raises(BaseException, match="killed"):
         kill_at(context, 3)
@@ -203,19 +162,17 @@ def test_a_run_resumes_with_a_teacher_that_moved_and_with_no_other(tmp_path, tea
 
 def test_the_teacher_sees_the_students_crop_and_does_not_learn(teacher):
     task = build(f"--distill.teacher={teacher}", "--augment.mixup=0.8")
-    before = {name: tensor.clone() for name, tensor in task.teacher.state_dict().items()}
+    before = copy.deepcopy(task.teacher.state_dict())
     inputs = []
     for module in (task.model, task.teacher):
         module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     task.model.train()
-    batch = next(iter(training_batches(task, 0, {})))
-    loss, _ = task.loss(task.model, batch, False)
+    loss, _ = task.loss(task.model, next(iter(training_batches(task, 0, {}))), False)
     loss.backward()
     of_student, of_teacher = inputs
     assert torch.equal(of_student, of_teacher)
     assert of_student.is_floating_point()  # mixed
-    for name, tensor in task.teacher.state_dict().items():
-        assert torch.equal(tensor, before[name])
+    torch.testing.assert_close(dict(task.teacher.state_dict()), dict(before), rtol=0, atol=0)
     assert not any(parameter.requires_grad for parameter in task.teacher.parameters())
     for head in (task.model.head, task.model.distill_head):
         assert head[2].weight.grad.abs().max() > 0
@@ -231,99 +188,45 @@ def test_a_teacher_of_timms_normalises_and_resizes_for_itself(teacher):
     torch.testing.assert_close(taught, model((resized - mean) / std))
 
 
-OTHER_NETWORK = ("--head.kind=linear", "--head.pooling=mean", "--model.position=sincos_2d", "--optim.average=0.5")
-
-
-@pytest.mark.parametrize(
-    "arguments", [pytest.param(("--optim.name=muon",), id="Muon"), pytest.param(OTHER_NETWORK, id="other network")]
-)
-def test_a_supervised_runs_teacher_is_the_network_that_the_run_evaluated(tmp_path, arguments):
-    folder = tmp_path / "run"
-    train(folder, *arguments)
-    teacher = load_teacher(str(folder / "encoder"), 9)
+def test_a_supervised_runs_teacher_is_the_network_that_the_run_evaluated(tmp_path):
+    arguments = ("--head.kind=linear", "--head.pooling=mean", "--model.position=sincos_2d", "--optim.average=0.5")
+    train(tmp_path, *arguments)
+    teacher = load_teacher(str(tmp_path / "encoder"), 9)
     logits, labels = held_out_answers(build(*arguments), teacher)
     loss = F.cross_entropy(logits, labels).item()
-    assert loss == pytest.approx(read_metrics(folder, "heldout/loss")[4], rel=1e-5)
-
-
-def linear(weights, name, features):
-    """The output of a linear layer, by its weights in a checkpoint."""
-    return F.linear(features, weights[f"{name}.weight"], weights[f"{name}.bias"])
-
-
-def check_taught(run, answer):
-    """Check that a run teaches `answer(weights, tokens)`, by the weights of its newest checkpoint."""
-    teacher = load_teacher(str(run), 9)
-    weights = load_file(complete_checkpoints(run)[-1] / "model.safetensors")
-    pixels = random_pixels()
-    tokens = load_frozen_encoder(str(run)).model.forward_features(teacher.network.normalize(pixels))
-    torch.testing.assert_close(teacher(pixels), answer(weights, tokens))
-
-
-def mean_of_heads(weights, tokens):
-    logits = []
-    for number, name in enumerate(("head", "distill_head")):
-        hidden = linear(weights, f"{name}.0", tokens[:, number]).tanh()
-        logits.append(linear(weights, f"{name}.2", hidden))
-    return torch.stack(logits).softmax(-1).mean(0).log()
-
-
-def linear_head(weights, tokens):
-    return linear(weights, "head", tokens[:, 0])
-
-
-@pytest.mark.faults
-def test_fine_tuned_and_distilled_runs_teach_too(tmp_path, teacher):
-    distilled = tmp_path / "first"
-    train(distilled, f"--distill.teacher={teacher}")
-    finetune.main([*BASE, f"--encoder={distilled}", "--lrs=0.1", f"--run.dir={tmp_path / 'fine'}"])
-    check_taught(distilled, mean_of_heads)
-    check_taught(tmp_path / "fine" / "lr_0.1", linear_head)
+    assert loss == pytest.approx(read_metrics(tmp_path, "heldout/loss")[4], rel=1e-5)
 
 
 def test_flops_count_the_teachers_forward_pass(teacher):
     task = build(f"--distill.teacher={teacher}")
     crop = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
-    with FlopCounterMode(display=False) as counter:
-        task.teacher(crop)
-    assert counter.get_total_flops() > 0
-    assert task.flops() == executed_flops(task.model, crop) + counter.get_total_flops()
+    of_teacher = executed_flops(task.teacher, crop, backward=False)
+    assert task.flops() == executed_flops(task.model, crop) + of_teacher > of_teacher > 0
 
 
 @pytest.mark.parametrize("position", ["learned", "sincos_2d"])
 def test_a_student_starts_from_a_pre_training_run(finished_run, position):
-    numbers = NUMBERS | dict(img_size=48)
-    config = ModelConfig(**numbers, position=position, init_from=str(finished_run))
-    torch.manual_seed(1)
-    plain = build_encoder(config).state_dict()  # resampled as in pre-training
-    student = build_student(config)
-    weights = student.state_dict()
+    """Resampled as in pre-training."""
+    config = ModelConfig(**NUMBERS | dict(img_size=48), position=position, init_from=str(finished_run))
+    plain = build_encoder(config).state_dict()
+    weights = build_student(config).state_dict()
     assert weights.keys() == plain.keys() | {"pos_embed", "dist_token"}
-    for name, tensor in plain.items():
-        if name != "pos_embed":
-            assert torch.equal(weights[name], tensor)
-    positions = weights["pos_embed"]
-    without_token = torch.cat([positions[:, :1], positions[:, 2:]], 1)
-    assert torch.equal(without_token, plain["pos_embed"])
+    token = weights["pos_embed"][:, 1]
+    weights["pos_embed"] = torch.cat([weights["pos_embed"][:, :1], weights["pos_embed"][:, 2:]], 1)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in plain.items())
+    assert bool((token == 0).all()) == (position == "sincos_2d")
     assert weights["dist_token"].std() == pytest.approx(0.02, rel=0.6)
-    is_fixed = position == "sincos_2d"
-    assert bool((positions[:, 1] == 0).all()) == is_fixed
-    assert ("pos_embed" in dict(student.named_buffers())) == is_fixed
 
 
-def test_a_student_does_not_start_from_a_distilled_run(tmp_path, teacher):
-    train(tmp_path, f"--distill.teacher={teacher}")
-    with pytest.raises(UserError, match=r"model\.name is deit_base_distilled_patch16_224; it must be left out"):
-        build_student(ModelConfig(**NUMBERS, init_from=str(tmp_path)))
-
-
-def test_a_student_is_timms_class_by_the_settings():
+def test_a_student_is_timms_class_by_the_settings(tmp_path):
     student = build_student(ModelConfig(**NUMBERS, dropout=0.1, activation_checkpointing=True))
     assert type(student) is VisionTransformerDistilled
     assert student.pos_drop.p == 0.1 and student.grad_checkpointing
-    assert student(torch.zeros(1, 3, 32, 32)).shape == (1, 16)
     with pytest.raises(UserError, match=r"model\.name is vit_tiny_patch16_224; it must be left out"):
         build_student(ModelConfig(name="vit_tiny_patch16_224"))
+    export_encoder(student, tmp_path / "encoder", 32, *HALVES, 1.0)
+    with pytest.raises(UserError, match="dist_token"):  # no plain encoder to start from
+        build_student(ModelConfig(**NUMBERS, init_from=str(tmp_path)))
 
 
 def check_refused(folder, reason):

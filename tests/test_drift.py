@@ -3,10 +3,7 @@
 import json
 import re
 import shutil
-import signal
-from base64 import b64decode
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from conftest import CUT, TINY, Killed, encoded, kill_at, picture, read_metrics
 from safetensors.torch import load_file
-from server import Command, die_at
+from server import Command
 from sklearn.neighbors import NearestNeighbors
 
 from evaluation import contrastive
@@ -23,7 +20,7 @@ from evaluation.report import feature_blocks
 from mpp.config import Config, DataConfig, ProbeConfig
 from mpp.config.parsing import parse, parse_saved
 from mpp.errors import UserError
-from mpp.features.drift import START_FILE, keep_start, measure_drift, movement
+from mpp.features.drift import START_FILE, keep_start, measure_drift
 from mpp.features.neighbours import find_other_neighbours
 from mpp.features.probe import (
     agreement,
@@ -74,7 +71,7 @@ def encoder_of(*options: str) -> torch.nn.Module:
 # --- closed forms ---
 
 
-def test_neighbours_are_those_of_sklearn_and_agreement_is_of_what_keeps_angles():
+def test_neighbours_are_those_of_sklearn_and_agree_where_angles_are_kept():
     rng = np.random.default_rng(0)
     features = rng.normal(size=(300, 16))
     rows = torch.from_numpy(features)
@@ -83,42 +80,28 @@ def test_neighbours_are_those_of_sklearn_and_agreement_is_of_what_keeps_angles()
     assert torch.equal(near.sort(1).values, torch.from_numpy(others).sort(1).values)
     turn, _ = np.linalg.qr(rng.normal(size=(16, 16)))
     assert agreement(rows, torch.from_numpy(3 * features @ turn)) == 1
-    by_chance = 5 / 299
-    permuted = torch.from_numpy(features[rng.permutation(300)])
-    assert agreement(rows, permuted) == pytest.approx(by_chance, abs=4 * (by_chance / 1500) ** 0.5)
 
 
-@pytest.mark.parametrize("options", [(), ("--model.lora_rank=2",)], ids=["all", "lora"])
-def test_weights_that_moved_by_a_known_factor(options, tmp_path):
+def test_weights_that_moved_by_a_known_factor(tmp_path):
     """Of low-rank changes the weights count with the change that is added to them."""
-    encoder = encoder_of(*options)
     start = tmp_path / START_FILE
+    encoder = encoder_of()
     keep_start(start, encoder)
     assert set(measure_drift(start, encoder).values()) == {0.0}
     with torch.no_grad():
-        if options:
-            change = encoder.blocks[1].mlp.fc1.parametrizations.weight[0]
-            before = encoder.blocks[1].mlp.fc1.weight.norm()
-            change.up.normal_()
-            moved = (change.up @ change.down).norm() / before
-        else:
-            encoder.patch_embed.proj.weight.mul_(1.5)
-            for parameter in encoder.blocks[1].parameters():
-                parameter.mul_(0.75)
+        encoder.patch_embed.proj.weight.mul_(1.5)
+        for parameter in encoder.blocks[1].parameters():
+            parameter.mul_(0.75)
     scalars = measure_drift(start, encoder)
     assert scalars["drift/weights/depth_01"] == scalars["drift/weights/norm"] == 0
+    assert scalars["drift/weights/depth_02"] == pytest.approx(0.25, rel=1e-6)
+    assert 0 < scalars["drift/weights/stem"] < 0.5
     assert 0 < scalars["drift/weights/all"] < max(scalars.values())
-    if options:
-        assert scalars["drift/weights/stem"] == 0 and 0 < scalars["drift/weights/depth_02"] < moved
-    else:
-        assert scalars["drift/weights/depth_02"] == pytest.approx(0.25, rel=1e-6)
-        assert 0 < scalars["drift/weights/stem"] < 0.5
-
-
-def test_all_weights_doubled_have_moved_by_their_length():
-    encoder = encoder_of()
-    halved = {f"drift/weights/{name}": parameter.detach() / 2 for name, parameter in encoder.named_parameters()}
-    assert set(movement(encoder, halved).values()) == {1.0}
+    changed = encoder_of("--model.lora_rank=2")
+    keep_start(start, changed)
+    changed.blocks[1].mlp.fc1.parametrizations.weight[0].up.data.normal_()
+    scalars = measure_drift(start, changed)
+    assert scalars["drift/weights/stem"] == scalars["drift/weights/depth_01"] == 0 < scalars["drift/weights/depth_02"]
 
 
 def test_a_start_that_cannot_be_read_is_said_once_and_ends_nothing(tmp_path, capsys):
@@ -137,26 +120,22 @@ def load(path: Path, **options):
     return load_general_images(general_source(ProbeConfig(path=str(path), **options), DataConfig()))
 
 
-def test_general_images_are_those_of_the_splits_or_halves(tmp_path):
-    write_classes(tmp_path / "split" / "train", 10)
-    write_classes(tmp_path / "split" / "test", 6, first=50)
-    assert [len(each) for each in load(tmp_path / "split")[:2]] == [10, 6]
-    write_classes(tmp_path / "whole", 12)
-    assert [len(each) for each in load(tmp_path / "whole")[:2]] == [6, 6]
-    write_classes(tmp_path / "tested" / "test", 12)
-    assert [len(each) for each in load(tmp_path / "tested")[:2]] == [6, 6]
+@pytest.mark.parametrize(
+    ("splits", "counts"), [({"train": 10, "test": 6}, [10, 6]), ({"": 12}, [6, 6]), ({"test": 12}, [6, 6])]
+)
+def test_general_images_are_those_of_the_splits_or_halves(tmp_path, splits, counts):
+    for split, count in splits.items():
+        write_classes(tmp_path / "images" / split, count)
+    assert [len(each) for each in load(tmp_path / "images")[:2]] == counts
 
 
 def test_a_column_of_a_table_is_their_label(tmp_path):
-    write_classes(tmp_path / "listed", 8)
-    lines = ["file_name,kind"]
-    for number in range(8):
-        lines.append(f"{'cat' if number % 2 else 'dog'}/{number:02d}.png,{'odd' if number % 2 else 'even'}")
-    (tmp_path / "listed" / "metadata.csv").write_text("\n".join(lines))
-    images = load(tmp_path / "listed", label_column="kind")
-    assert images.reference.class_names == ["even", "odd"]
-    with pytest.raises(UserError, match=r"^probe\.label_column is sort; probe\.path .*listed has"):
-        load(tmp_path / "listed", label_column="sort")
+    write_classes(tmp_path, 8)
+    lines = [f"{'cat' if number % 2 else 'dog'}/{number:02d}.png,{number // 4}" for number in range(8)]
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,kind", *lines]))
+    assert load(tmp_path, label_column="kind").reference.class_names == ["0", "1"]
+    with pytest.raises(UserError, match=r"^probe\.label_column is sort; probe\.path .* has"):
+        load(tmp_path, label_column="sort")
 
 
 @pytest.mark.parametrize(
@@ -174,12 +153,6 @@ def test_a_set_that_cannot_serve_is_refused_by_its_own_setting(own, tmp_path, mo
     (tmp_path / "list.txt").write_text("")
     with pytest.raises(UserError, match=rf"^{said}"):
         load(path)
-
-
-@pytest.mark.parametrize("words", [["--probe.label_column=kind"], ["--probe.path=x", "--probe.every=0"]])
-def test_settings_of_general_images_are_refused_where_they_have_no_effect(words):
-    with pytest.raises(UserError, match=r"^probe\.\w+ is .*: it has no effect unless probe\.\w+ is set"):
-        parse(Config, words)
 
 
 def test_photographs_are_read_as_such_whatever_the_runs_files_hold():
@@ -231,13 +204,11 @@ def test_a_killed_run_measures_the_same_drift_although_its_start_is_long_ago(
         assert {name: one[name] for name in of_drift} == {name: other[name] for name in of_drift}
     assert "agreement/depth_02" in lines[0][-1] and "knn/depth_02" not in lines[0][-1]
     assert "kNN of general images " in read_verdict(whole)["line"]
+    titles = [each.title for each in feature_blocks(read_history(whole), "the start")]
+    assert {"kNN of general images (%)", "movement of weights (%)"} <= set(titles)
     shutil.rmtree(general)
     config = parse_saved(Config, whole / "config.yaml")
     assert reopen(whole, config.data, 4, Accelerator(cpu=True)).probe is None  # pictures need none
-    charts = {each.title: each.source for each in feature_blocks(read_history(whole), "the start")}
-    by_depth = b64decode(charts["kNN of general images (%)"].partition(",")[2]).decode()
-    assert all(words in by_depth for words in ("depth (blocks)", "after 4 steps", "the start", "pixel colours"))
-    assert "movement of weights (%)" in charts
 
 
 def test_a_run_goes_on_with_its_general_images_or_with_none(pretrain, own, general, monkeypatch):
@@ -253,11 +224,9 @@ def test_a_run_goes_on_with_its_general_images_or_with_none(pretrain, own, gener
     assert json.loads((run / "data.json").read_text())["probe.path"]["images"] == 15
 
 
-def test_a_run_from_random_weights_has_neither_general_images_nor_a_start(pretrain, own):
-    run = pretrain("--probe.every=4", *CUT, f"--data.path={own}")
-    assert not (run / START_FILE).exists()
-    names = {name.split("/")[0] for line in read_history(run) for name in line}
-    assert names.isdisjoint({"general", "drift"})
+def test_a_run_from_random_weights_has_no_start(finished_run):
+    assert not (finished_run / START_FILE).exists()
+    assert not [name for line in read_history(finished_run) for name in line if name.startswith(("general", "drift"))]
 
 
 def test_a_run_among_general_images_is_refused(pretrain, general):
@@ -285,16 +254,13 @@ def test_a_branch_measures_from_the_start_of_its_trunk(pretrain, general, tmp_pa
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "shards"])
-def test_two_processes_measure_as_one_does(tmp_path, pretrain, own, general, finished_run, sharded):
-    """Killed, too: with the numbers of the run that was not."""
+def test_two_processes_measure_as_one_does(tmp_path, pretrain, own, general, finished_run):
+    """In shards of the weights."""
     settings = (*TINY, *PROBED, *ADAM, *CUT, f"--data.path={own}", f"--probe.path={general}")
     settings += (f"--model.init_from={finished_run}",)
     one = pretrain(*settings, dir=tmp_path / "one")
     words = (*settings, f"--run.dir={tmp_path / 'two'}")
-    run = Command("pretrain", *words, processes=2, sharded=sharded, prepare=partial(die_at, 3))
-    assert run.wait() == [-signal.SIGKILL] * 2, run.said
-    run = Command("pretrain", *words, processes=2, sharded=sharded)
+    run = Command("pretrain", *words, processes=2, sharded=True)
     assert run.wait() == [0, 0], run.said
     for name in ("general/knn/depth_02", "drift/weights/depth_01"):
         assert read_metrics(tmp_path / "two", name) == pytest.approx(read_metrics(one, name), abs=1e-4)

@@ -1,32 +1,38 @@
-"""Runs that grow and branch: the same bits as an uninterrupted run, or a refusal with the command that works."""
+"""Runs that grow and branch: the bits of an uninterrupted run, or a refusal with the command that works.
+
+And readers of a run, who know its cooldown and its trunk: verdict, advice, check.
+"""
 
 import json
 import math
+import re
+import shlex
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
-from conftest import Killed, kill_at, read_metrics
+from conftest import TINY, Killed, kill_at, read_metrics
+from test_verdict import CONFIG, config_of, evaluation
 
-from evaluation.report import describe_growth
+from evaluation import check
+from evaluation.report import command_to_repeat, next_steps, verdict_points
 from mpp.config import Config, OptimConfig
 from mpp.config.parsing import parse
 from mpp.errors import UserError
-from mpp.pretrain import Pretraining
+from mpp.pretrain import Pretraining, main
 from mpp.training import run_folder
 from mpp.training.checkpoint import kept_steps
+from mpp.training.log import read_history
 from mpp.training.optim import learning_rate
 from mpp.training.run_folder import same_until
+from mpp.training.verdict import LOSS_FALLS, NOT_COOLED_DOWN, describe_trend, verdict
 
+CONSTANT = "--optim.schedule=constant"
 WSD = ("--optim.schedule=wsd", "--optim.cooldown=0.5")
-ADAM = ("--optim.name=adam", "--optim.lr=0.01")
 KINDS = {
-    "muon": (),
-    "adam": ADAM,
-    "polyak": (*ADAM, "--optim.average=0.9"),
-    "autoencoder": ("--config=configs/rivals/mae.yaml", "--model.width=16", "--model.heads=2", "--model.depth=2"),
+    "polyak": ("--optim.name=adam", "--optim.lr=0.01", "--optim.average=0.9"),
     "teacher": ("--config=configs/rivals/data2vec.yaml", "--objective.half_life=[4, 4]", "--model.depth=2"),
-    "warm-up": ("--optim.warmup_steps=2",),
 }
 
 
@@ -38,162 +44,86 @@ def encoder_of(folder):
     return (folder / "encoder" / "model.safetensors").read_bytes()
 
 
-def rates(schedule, steps, **options):
-    optim = OptimConfig(lr=1.0, schedule=schedule, warmup_steps=2, **options)
-    return [learning_rate(optim, step, steps) for step in range(steps)]
+def step_of(encoder):
+    return json.loads((encoder / "config.json").read_text())["step"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A trunk of 4 steps, its branch from step 2 and the cooled run that nothing connects.
+
+    A branch changes nothing of its trunk, which may be in use or read-only; and nobody may change these.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    trunk = f"--run.branch_from={folder / 'trunk'}@2"
+    for name, words in {"trunk": [CONSTANT], "branch": [*WSD, trunk], "whole": WSD}.items():
+        before = {path: path.stat().st_mtime_ns for path in (folder / "trunk").rglob("*")}
+        main([*TINY, "--run.eval_every=1", *words, f"--run.dir={folder / name}"])
+        assert not before or before == {path: path.stat().st_mtime_ns for path in (folder / "trunk").rglob("*")}
+    return folder
+
+
+@pytest.fixture
+def trunk(runs, tmp_path):
+    """A copy of the trunk."""
+    return Path(shutil.copytree(runs / "trunk", tmp_path / "trunk"))
+
+
+# --- up to where two runs are one ---
 
 
 def test_the_rate_of_wsd_in_closed_form():
-    cooldown = [1 - math.sqrt(step / 4) for step in range(4)]
-    assert rates("wsd", 10, cooldown=0.4) == [0.5, 1, 1, 1, 1, 1, *cooldown]
-    assert rates("wsd", 10, cooldown=0.8) == [0.5, 1, *[1 - math.sqrt(step / 8) for step in range(8)]]
-    assert rates("wsd", 10, cooldown=0.01) == rates("constant", 10)  # no step is left for it
+    def rates(schedule, cooldown=0.4):
+        optim = OptimConfig(lr=1.0, schedule=schedule, warmup_steps=2, cooldown=cooldown)
+        return [learning_rate(optim, step, 10) for step in range(10)]
+
+    assert rates("wsd") == [0.5, 1, 1, 1, 1, 1, *[1 - math.sqrt(step / 4) for step in range(4)]]
+    assert rates("wsd", 0.8) == [0.5, 1, *[1 - math.sqrt(step / 8) for step in range(8)]]
+    assert rates("wsd", 0.01) == [0.5, *[1] * 9]  # no step is left for it
 
 
-def test_a_cooldown_that_begins_in_the_warm_up_is_refused():
-    with pytest.raises(UserError, match=r"optim.warmup_steps is 30; it must be at most 20, where the cooldown begins"):
-        config("--run.steps=40", *WSD, "--optim.warmup_steps=30")
+FOR_40 = (CONSTANT, "--run.steps=40", "--optim.warmup_steps=5")
+FOR_80 = ("--run.steps=80", "--optim.warmup_steps=5")
 
 
 @pytest.mark.parametrize(
     ("before", "now", "first"),
     [
-        (("--optim.schedule=constant", "--run.steps=40"), (*WSD, "--run.steps=60"), 31),  # the cooldown is from 30 on
-        (("--optim.schedule=constant", "--run.steps=40"), (*WSD, "--run.steps=80"), 40),
-        ((*WSD, "--run.steps=40"), (*WSD, "--run.steps=80"), 21),
-        ((*WSD, "--run.steps=40"), ("--optim.schedule=wsd", "--optim.cooldown=0.2", "--run.steps=40"), 21),
-        (("--run.steps=40",), ("--run.steps=80",), 6),  # cosine, by its warm-up of 5 steps and one at the full rate
-        ((*WSD, "--run.steps=40"), (*WSD, "--run.steps=80", "--optim.warmup_steps=4"), 0),
+        (FOR_40, (*WSD, "--run.steps=60", "--optim.warmup_steps=5"), 31),  # the cooldown is from 30 on
+        (FOR_40, (*FOR_80, *WSD), 40),
+        ((*FOR_40, *WSD), (*FOR_40, "--optim.schedule=wsd", "--optim.cooldown=0.2"), 21),
+        ((*FOR_40, "--optim.schedule=cosine"), FOR_80, 6),  # by its warm-up of 5 steps and one at the full rate
+        (FOR_40, (*FOR_80, CONSTANT, "--optim.warmup_steps=4"), 0),
     ],
 )
 def test_one_rule_says_up_to_where_two_runs_are_one(before, now, first):
-    warm_up = "--optim.warmup_steps=5"
-    assert same_until(config(warm_up, *now), config(warm_up, *before), 40) == first
+    assert same_until(config(*now), config(*before), 40) == first
 
 
 @pytest.mark.parametrize(("half_life", "first"), [("[0.1, 0.1]", 0), ("[1, 30]", 1), ("[8, 8]", 40)])
 def test_a_moving_average_in_steps_suits_any_length_and_shares_do_not(half_life, first):
-    options = (
-        "--objective.name=features",
-        "--optim.schedule=constant",
-        "--optim.warmup_steps=2",
-        f"--objective.half_life={half_life}",
-    )
-    assert same_until(config(*options, "--run.steps=80"), config(*options, "--run.steps=40"), 40) == first
+    options = ("--objective.name=features", f"--objective.half_life={half_life}", CONSTANT)
+    assert same_until(config(*options, *FOR_80), config(*options, *FOR_40), 40) == first
 
 
-def test_half_lives_are_both_shares_or_both_steps():
-    with pytest.raises(UserError, match=r"objective.half_life is .*two shares below 1, or two numbers of steps"):
-        config("--objective.name=features", "--objective.half_life=[0.5, 20]")
+# --- the bits of an uninterrupted run ---
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(pretrain, tmp_path, kind):
-    whole = pretrain(*KINDS[kind], *WSD, dir=tmp_path / "whole")
-    trunk = pretrain(
-        *KINDS[kind],
-        "--optim.schedule=constant",
-        "--run.keep_at=[2]",
-        "--run.steps=6",
-        "--run.keep_checkpoints=1",
-        dir=tmp_path / "trunk",
-    )
-    assert kept_steps(trunk) == [2, 6]
-    branch = pretrain(*KINDS[kind], *WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+    """At the last step from which it can: the third has the whole rate in both."""
+    options = (*KINDS[kind], "--run.checkpoint_every=3")
+    whole = pretrain(*options, *WSD, dir=tmp_path / "whole")
+    trunk = pretrain(*options, CONSTANT, "--run.steps=6", "--run.keep_at=[3]", dir=tmp_path / "trunk")
+    branch = pretrain(*options, *WSD, f"--run.branch_from={trunk}@3", dir=tmp_path / "branch")
     assert encoder_of(branch) == encoder_of(whole) != encoder_of(trunk)
     for scalar in ("loss", "compute/pflop", "optim/lr"):
         assert read_metrics(branch, scalar) == read_metrics(whole, scalar)
-    shutil.rmtree(trunk)  # a branch that is under way does not need it
-    assert pretrain(*KINDS[kind], *WSD, dir=tmp_path / "branch") == branch
 
 
-def test_a_run_whose_rate_was_stable_goes_on_in_its_folder(pretrain, tmp_path, capsys):
-    whole = pretrain("--optim.schedule=constant", "--run.steps=8", dir=tmp_path / "whole")
-    grown = pretrain("--optim.schedule=constant", "--run.steps=4")
-    assert pretrain("--optim.schedule=constant", "--run.steps=8") == grown
-    assert encoder_of(grown) == encoder_of(whole)
-
-
-def test_a_trunk_keeps_its_warm_up(pretrain, tmp_path):
-    """null is a fifth of a short run, and would be another number in a longer one."""
-    stable = ("--optim.schedule=constant", "--optim.warmup_steps=null")
-    grown = pretrain(*stable, "--run.steps=5")
-    pretrain(*stable, "--run.steps=10")
-    assert read_metrics(grown, "optim/lr")[1] == read_metrics(grown, "optim/lr")[10]
-    branched = pretrain(*stable, *WSD, "--run.steps=20", f"--run.branch_from={grown}@10", dir=tmp_path / "branch")
-    assert "warmup_steps: 1\n" in (branched / "config.yaml").read_text()
-
-
-def test_a_cooled_down_run_names_the_command_that_goes_on(pretrain, tmp_path, capsys):
-    run = pretrain(*WSD)
-    advice = describe_growth(run)
-    assert advice.startswith(f"--run.branch_from {run}@2 --run.dir NEW")
-    with pytest.raises(UserError, match=f"step 3 would have been another.*--run.branch_from {run}@STEP"):
-        pretrain(*WSD, "--run.steps=8")
-    longer = pretrain(*WSD, "--run.steps=8", f"--run.branch_from={run}@2", dir=tmp_path / "longer")
-    whole = pretrain(*WSD, "--run.steps=8", dir=tmp_path / "whole")
-    assert encoder_of(longer) == encoder_of(whole)
-
-
-def test_a_cosine_run_cannot_grow_and_says_so(pretrain, tmp_path, capsys):
-    run = pretrain()
-    advice = describe_growth(run)
-    assert advice.startswith(f"begin a new run from this encoder (--model.init_from {run})")
-    with pytest.raises(UserError, match=r"step 1 would have been another.*optim.schedule wsd"):
-        pretrain("--run.steps=8")
-    assert pretrain("--run.steps=8", f"--model.init_from={run}", dir=tmp_path / "new").is_dir()
-
-
-def test_fewer_steps_than_are_done_are_refused(pretrain):
-    run = pretrain("--optim.schedule=constant")
-    with pytest.raises(UserError, match=f"run.steps is 3; it must be at least 4, the steps of {run}"):
-        pretrain("--optim.schedule=constant", "--run.steps=3")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--run.branch_from=TRUNK@3", r"a kept step of a run: 2, 4 \(run.keep_at"),
-        ("--run.branch_from=TRUNK/no@2", "there are none"),
-        ("--run.branch_from=TRUNK", "it must be FOLDER@STEP"),
-        ("--run.branch_from=TRUNK@two", "it must be FOLDER@STEP"),
-        (
-            "--run.branch_from=TRUNK@2 --run.seed=1 --optim.lr=1",
-            r"trunk is a run with another config: run.seed \(0 in the run, 1 now\), optim.lr \(0.01 in the run",
-        ),
-        ("--run.branch_from=TRUNK@4 --run.steps=5 --optim.cooldown=0.8", r"step 2 would have been another"),
-    ],
-)
-def test_what_cannot_be_branched_from_is_refused_and_leaves_no_folder(pretrain, tmp_path, options, message):
-    trunk = pretrain("--optim.schedule=constant", "--run.steps=4", dir=tmp_path / "trunk")
-    words = options.replace("TRUNK", str(trunk)).split()
-    with pytest.raises(UserError, match=message):
-        pretrain("--optim.schedule=wsd", "--run.steps=8", *words, dir=tmp_path / "branch")
-    assert not (tmp_path / "branch").exists()
-
-
-def test_a_branch_of_another_branch_point_is_refused(pretrain, tmp_path):
-    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
-    branched = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-    with pytest.raises(UserError, match=f"it must be {trunk}@2, as when the run in {branched}"):
-        pretrain(*WSD, f"--run.branch_from={trunk}@4", dir=branched)
-    with pytest.raises(UserError, match=f"it must be left out, as when the run in {trunk}"):
-        pretrain("--optim.schedule=constant", f"--run.branch_from={branched}@2", dir=trunk)
-
-
-def test_a_damaged_checkpoint_is_not_branched_from(pretrain, tmp_path):
-    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
-    with (trunk / "checkpoints" / "step_00000002" / "optimizer.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"!")
-    with pytest.raises(UserError, match="all checkpoints are damaged"):
-        pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-
-
-def test_a_copy_that_is_interrupted_is_made_again(pretrain, tmp_path, monkeypatch):
-    """Also where the command that is started again does not name the trunk."""
-    whole = pretrain(*WSD, dir=tmp_path / "whole")
-    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
+def test_kills_in_a_trunk_in_the_copy_and_in_the_branch_change_no_bit(runs, pretrain, tmp_path, monkeypatch):
+    """The command that is started again need not name the trunk; its copy of a read-only checkpoint may be written."""
+    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
     copyfile = shutil.copyfile
 
     def dies(source, target):
@@ -201,161 +131,196 @@ def test_a_copy_that_is_interrupted_is_made_again(pretrain, tmp_path, monkeypatc
         if target.name == "optimizer.safetensors":
             raise Killed("killed")
 
-    monkeypatch.setattr(run_folder.shutil, "copyfile", dies)
-    with pytest.raises(Killed):
-        pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-    monkeypatch.undo()
-    assert kept_steps(tmp_path / "branch") == []
-    branched = pretrain(*WSD, dir=tmp_path / "branch")
-    assert encoder_of(branched) == encoder_of(whole)
-    assert json.loads((branched / "data.json").read_text()) == json.loads((trunk / "data.json").read_text())
+    def kept(*words, killed_at=None, folder=branch):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            if killed_at is None:
+                patch.setattr(run_folder.shutil, "copyfile", dies)
+            else:
+                kill_at(patch, killed_at)
+            pretrain(*words, dir=folder)
+        return kept_steps(folder)
+
+    stable = (CONSTANT, "--run.steps=2", "--run.checkpoint_every=1")
+    assert kept(*stable, killed_at=1, folder=trunk) == [1]
+    pretrain(*stable, dir=trunk)
+    for path in (trunk / "checkpoints" / "step_00000002").iterdir():
+        path.chmod(0o444)
+    assert kept(*WSD, f"--run.branch_from={trunk}@2") == []
+    assert kept(*WSD, killed_at=3) == [2]
+    assert all(path.stat().st_mode & stat.S_IWUSR for path in branch.glob("checkpoints/*/*"))
+    shutil.rmtree(trunk)
+    assert encoder_of(pretrain(*WSD, dir=branch)) == encoder_of(runs / "whole")
 
 
-@pytest.mark.parametrize("step", [1, 3])
-def test_a_branch_that_is_killed_resumes_to_the_same_bits(pretrain, tmp_path, monkeypatch, step):
-    """In the trunk, and in the branch."""
-    whole = pretrain(*WSD, dir=tmp_path / "whole")
-
-    def branched():
-        trunk = pretrain(
-            "--optim.schedule=constant", "--run.steps=2", "--run.checkpoint_every=1", dir=tmp_path / "trunk"
-        )
-        return pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-
-    with monkeypatch.context() as patch:
-        kill_at(patch, step)
-        with pytest.raises(Killed):
-            branched()
-    assert encoder_of(branched()) == encoder_of(whole)
-
-
-def test_other_images_than_the_trunks_are_refused(pretrain, tmp_path, image_folder):
-    images = f"--data.path={image_folder}"
-    trunk = pretrain(images, "--data.eval_fraction=0.2", "--optim.schedule=constant", dir=tmp_path / "trunk")
-    (image_folder / "cat" / "07.png").unlink()
-    with pytest.raises(UserError, match="started with other images"):
-        pretrain(images, "--data.eval_fraction=0.2", *WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-
-
-def test_steps_to_keep_are_steps_of_the_run(pretrain):
-    with pytest.raises(UserError, match=r"run.keep_at is 9; it must be at most run.steps \(4\)"):
-        pretrain("--run.keep_at=[2, 9]")
-
-
-def test_a_run_that_grew_is_finished_when_its_encoder_is_that_of_the_last_step(pretrain, tmp_path, monkeypatch):
-    """Killed between its last checkpoint and its encoder: the earlier encoder does not pass for it."""
-    stable = ("--optim.schedule=constant",)
+def test_a_run_whose_rate_was_stable_goes_on_in_its_folder(pretrain, tmp_path, monkeypatch):
+    """Killed between its last checkpoint and its encoder, too. Checkpoints that were to be kept stay."""
+    stable = (CONSTANT, "--run.keep_checkpoints=1")
     whole = pretrain(*stable, "--run.steps=6", dir=tmp_path / "whole")
-    grown = pretrain(*stable, "--run.steps=4")
-    assert json.loads((grown / "encoder" / "config.json").read_text())["step"] == 4
+    grown = pretrain(*stable, "--run.keep_at=[2]", "--run.steps=4")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Pretraining, "export", lambda *_: (_ for _ in ()).throw(Killed("killed")))
         pretrain(*stable, "--run.steps=6")
-    assert kept_steps(grown) == [4, 6]
-    pretrain(*stable, "--run.steps=6")
-    assert encoder_of(grown) == encoder_of(whole)
-
-
-def test_a_checkpoint_that_was_to_be_kept_stays_where_the_run_goes_on_without_saying_so_again(pretrain):
-    stable = ("--optim.schedule=constant", "--run.keep_checkpoints=1")
-    run = pretrain(*stable, "--run.keep_at=[2]", "--run.steps=4")
-    pretrain(*stable, "--run.steps=6")
+    assert kept_steps(grown) == [2, 6]
+    assert step_of(grown / "encoder") == 4
+    assert encoder_of(pretrain(*stable, "--run.steps=6")) == encoder_of(whole)
     pretrain(*stable, "--run.steps=8", "--run.keep_at=[7]")
-    assert kept_steps(run) == [2, 7, 8]
-    pretrain(*stable, "--run.steps=9")
-    assert kept_steps(run) == [2, 7, 9]
+    assert kept_steps(grown) == [2, 7, 8]
 
 
-def test_a_warm_up_is_that_of_the_first_command_once_a_step_is_kept(pretrain, monkeypatch):
-    """A command that was stopped before its first checkpoint decides nothing."""
-    stable = ("--optim.schedule=constant", "--optim.warmup_steps=null")
+def test_a_trunk_keeps_the_warm_up_of_the_first_command_that_kept_a_step(pretrain, tmp_path, monkeypatch):
+    """null is a fifth of a short run, and would be another number in a longer one."""
+    stable = (CONSTANT, "--optim.warmup_steps=null")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at(patch, 1)
-        pretrain(*stable, "--run.steps=5")
-    run = pretrain(*stable, "--run.steps=10")
-    assert "warmup_steps: 2\n" in (run / "config.yaml").read_text()
+        pretrain(*stable, "--run.steps=20")
+    grown = pretrain(*stable, "--run.steps=5")
+    pretrain(*stable, "--run.steps=10")
+    assert read_metrics(grown, "optim/lr")[1] == read_metrics(grown, "optim/lr")[10]
+    branched = pretrain(*stable, *WSD, "--run.steps=20", f"--run.branch_from={grown}@10", dir=tmp_path / "branch")
+    assert "warmup_steps: 1\n" in (branched / "config.yaml").read_text()
 
 
-def test_a_branch_may_write_its_copy_of_a_read_only_checkpoint(pretrain, tmp_path):
-    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
-    source = trunk / "checkpoints" / "step_00000002"
-    for path in (*source.iterdir(), source):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    branched = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-    copy = branched / "checkpoints" / "step_00000002"
-    assert all(path.stat().st_mode & stat.S_IWUSR for path in (*copy.iterdir(), copy))
-
-
-def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(pretrain, tmp_path, monkeypatch):
-    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
-    source = trunk / "checkpoints" / "step_00000002"
-    copyfile = shutil.copyfile
-
-    def deletes(file, target):
-        copyfile(file, target)
-        if file.parent == source:
-            shutil.rmtree(source)
-
-    monkeypatch.setattr(run_folder.shutil, "copyfile", deletes)
-    with pytest.raises(UserError, match="No such file"):
-        pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-    assert kept_steps(tmp_path / "branch") == []
-
-
-def test_one_rate_that_differs_at_the_last_step_that_is_done_is_refused(pretrain):
-    """s - 1 is the last step that s steps have done; of step s nothing is done."""
-    warm_up = ("--optim.warmup_steps=0",)
-    trunk = pretrain("--optim.schedule=constant", *warm_up, "--run.steps=8")
-    with pytest.raises(
-        UserError, match=r"step 7 would have been another"
-    ):  # by the square root of its progress since step 6
-        pretrain("--optim.schedule=wsd", "--optim.cooldown=0.4", *warm_up, "--run.steps=10")
-    assert pretrain("--optim.schedule=wsd", "--optim.cooldown=0.3", *warm_up, "--run.steps=10") == trunk  # from step 7
-
-
-def test_a_run_whose_teacher_follows_its_length_cannot_grow(pretrain):
-    teacher = ("--config=configs/rivals/data2vec.yaml", "--model.depth=2", "--optim.schedule=constant")
-    run = pretrain(*teacher)
-    with pytest.raises(UserError, match=r"the decay of the teacher's average, of step \d would have been another"):
-        pretrain(*teacher, "--run.steps=8")
-    assert kept_steps(run) == [2, 4]
-
-
-def test_the_best_encoder_of_a_branch_is_that_since_it_began(pretrain, tmp_path):
+def test_the_best_encoder_of_a_branch_is_that_since_it_began(trunk, pretrain, tmp_path, monkeypatch):
     """The trunk's evaluations, which the branch's metrics have too, do not keep its own from being the best."""
-    options = ("--run.eval_every=1", "--run.keep_best=true")
-    trunk = pretrain("--optim.schedule=constant", *options, dir=tmp_path / "trunk")
     lines = [json.loads(line) for line in (trunk / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line |= {"heldout/accuracy": 1.0, "knn/depth_01": 1.0} if "heldout/loss" in line else {}
     (trunk / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    branched = pretrain(*WSD, *options, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
-    assert json.loads((branched / "encoder_best" / "config.json").read_text())["step"] in (3, 4)
-
-
-def test_a_branch_point_may_be_spelled_in_any_way(pretrain, tmp_path, monkeypatch):
-    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
     monkeypatch.chdir(tmp_path)
-    branch = pretrain(*WSD, "--run.branch_from=trunk/@02", dir=tmp_path / "branch")
-    assert f"branch_from: {trunk}@2\n" in (branch / "config.yaml").read_text()
-    for spelled in ("trunk/@02", f"{trunk}@2", "./trunk@2"):
-        assert pretrain(*WSD, f"--run.branch_from={spelled}", dir=branch) == branch
-    assert pretrain(*WSD, dir=branch) == branch
+    options = (*WSD, "--run.eval_every=1", "--run.keep_best=true")
+    branch = pretrain(*options, "--run.branch_from=trunk/@02")
+    assert step_of(branch / "encoder_best") in (3, 4)
+    assert pretrain(*options, f"--run.branch_from={trunk}@2") == branch  # the same, spelled in another way
 
 
-def test_a_branch_without_a_whole_checkpoint_does_not_begin_at_step_0(pretrain, tmp_path):
-    trunk = pretrain("--optim.schedule=constant", dir=tmp_path / "trunk")
-    begun = pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--run.steps=40 --optim.warmup_steps=30", r"optim.warmup_steps is 30; it must be at most 20, where the cool"),
+        ("--objective.name=features --objective.half_life=[0.5,20]", "objective.half_life is .*two shares below 1"),
+        ("--run.steps=4 --run.keep_at=[2,9]", r"run.keep_at is 9; it must be at most run.steps \(4\)"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(words, said):
+    with pytest.raises(UserError, match=said):
+        config(*WSD, *words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("branch_from=TRUNK@3", r"a kept step of a run: 2, 4 \(run.keep_at"),
+        ("branch_from=TRUNK/no@2", "there are none"),
+        ("branch_from=TRUNK@two", "it must be FOLDER@STEP"),
+        ("branch_from=TRUNK@2 seed=1", r"trunk is a run with another config: run.seed \(0 in the run, 1 now\)"),
+        ("branch_from=TRUNK@4", "step 3 would have been another"),  # the cooldown begins at 2
+        ("branch_from=TRUNK@4 steps=3", "run.steps is 3; it must be at least 4, the steps of .*trunk"),
+        ("dir=TRUNK steps=3", "run.steps is 3; it must be at least 4, the steps of .*trunk"),
+        ("dir=WHOLE branch_from=TRUNK@2", "run.branch_from is .*it must be left out, as when the run in .*whole"),
+        ("dir=BRANCH branch_from=TRUNK@4", "run.branch_from is .*it must be .*trunk@2, as when the run in .*branch"),
+        ("dir=WHOLE steps=8", "step 3 would have been another.*--run.branch_from .*whole@STEP"),
+        ("dir=COSINE steps=8", "step 1 would have been another.*optim.schedule wsd"),
+    ],
+)
+def test_what_cannot_go_on_or_be_branched_from_is_refused_and_writes_nothing(
+    runs, finished_run, pretrain, tmp_path, words, said
+):
+    folders = {name.upper(): str(runs / name) for name in ("trunk", "branch", "whole")} | {"COSINE": str(finished_run)}
+    words = [f"--run.{re.sub('[A-Z]+', lambda name: folders[name[0]], word)}" for word in words.split()]
+    with pytest.raises(UserError, match=said):
+        pretrain(*WSD, *words, dir=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "said"), [("data.json", "started with other images"), ("damaged", "all checkpoints are damaged")]
+)
+def test_a_trunk_that_is_spoiled_is_no_beginning(trunk, pretrain, tmp_path, spoiled, said):
+    if spoiled == "damaged":
+        with (trunk / "checkpoints" / "step_00000002" / "optimizer.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"!")
+    else:
+        (trunk / spoiled).write_text(re.sub(r'"images": \d+', '"images": 7', (trunk / spoiled).read_text()))
+    with pytest.raises(UserError, match=said):
+        pretrain(*WSD, f"--run.branch_from={trunk}@2", dir=tmp_path / "branch")
+
+
+def test_a_branch_without_a_whole_checkpoint_does_not_begin_at_step_0(runs, pretrain, tmp_path):
+    begun = Path(shutil.copytree(runs / "branch", tmp_path / "branch"))
     for state in begun.glob("checkpoints/*/state.json"):
         state.write_text("{}")
     shutil.rmtree(begun / "encoder")
     with pytest.raises(UserError, match=r"all checkpoints are damaged; delete .*checkpoints"):
-        pretrain(*WSD, dir=begun)
-    shutil.rmtree(begun / "checkpoints")
-    assert read_metrics(pretrain(*WSD, dir=begun), "loss") == read_metrics(begun, "loss")
+        pretrain(*WSD, "--run.eval_every=1", dir=begun)
 
 
-def test_a_branch_that_would_end_before_it_begins_is_refused(pretrain, tmp_path):
-    trunk = pretrain("--optim.schedule=constant", "--run.steps=6", dir=tmp_path / "trunk")
-    with pytest.raises(UserError, match=f"run.steps is 3; it must be at least 4, the steps of {trunk}"):
-        pretrain(*WSD, "--run.steps=3", f"--run.branch_from={trunk}@4", dir=tmp_path / "branch")
+# --- readers ---
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "said"),
+    [
+        ("cosine", 1000, ""),
+        ("wsd", 800, "; not cooled down yet"),
+        ("wsd", 900, "; not cooled down yet"),
+        ("wsd", 1000, ""),
+        ("constant", 1000, "; not cooled down yet"),
+    ],
+)
+def test_the_verdict_says_what_is_not_cooled_down_yet(schedule, step, said):
+    line = verdict([evaluation(step)], config_of(**{"optim.schedule": schedule, "optim.cooldown": 0.2}))
+    assert line == verdict([evaluation(step)], CONFIG) + said
+
+
+@pytest.mark.parametrize(
+    ("losses", "cooldown", "said"),
+    [
+        ([2.0, 1.9, 1.5], None, "held-out loss still falling"),
+        ([2.0, 1.9, 1.5], 900, "held-out loss still falling"),  # the cooldown is still to come
+        ([2.0, 2.0, 1.5], 600, "held-out loss flat before the cooldown"),
+        ([2.0, 1.9, 1.9], 600, "held-out loss still falling before the cooldown"),
+        ([2.0, 2.1, 1.5], 600, "held-out loss rising before the cooldown"),
+        ([2.0, 1.9, 1.5], 300, ""),  # one evaluation before it shows no trend
+    ],
+)
+def test_a_loss_that_falls_in_the_cooldown_is_no_reason_to_train_longer(losses, cooldown, said):
+    history = [evaluation(300 * (number + 1), loss) for number, loss in enumerate(losses)]
+    assert describe_trend(history, moving=False, stable=cooldown) == said
+
+
+def test_the_report_says_how_a_run_ended_and_the_command_that_trains_longer(runs, finished_run, pretrain, tmp_path):
+    def advice(run, reason):
+        first, *_ = next_steps(run, read_history(run), [reason])
+        assert first.startswith(f"train longer ({reason}): ")
+        return first
+
+    points = [dict(verdict_points(runs / name, read_history(runs / name))) for name in ("trunk", "branch")]
+    assert ["not cooled down yet" in each for each in points] == [True, False]
+    assert "the same command with a larger run.steps" in advice(runs / "trunk", NOT_COOLED_DOWN)
+    assert f"another run from this encoder (--model.init_from {finished_run})" in advice(finished_run, LOSS_FALLS)
+    of_whole = re.search(r"--run\.branch_from .*? --run.steps \w+", advice(runs / "whole", LOSS_FALLS))[0]
+    words = shlex.split(of_whole.replace("NEW", str(tmp_path / "new")).replace("steps N", "steps 8"))
+    words = [f"{name}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
+    longer = pretrain(*WSD, *words, dir=tmp_path / "new")
+    assert encoder_of(longer) == encoder_of(pretrain(*WSD, "--run.steps=8", dir=tmp_path / "alone"))
+
+
+def test_a_branch_is_repeated_without_its_trunk():
+    assert command_to_repeat(config(*WSD, "--run.branch_from=runs/trunk@2"), Path("runs/branch")) == (
+        "mpp pretrain --optim.schedule=wsd --optim.cooldown=0.5 --run.precision=auto --run.dir=runs/branch_again"
+    )
+
+
+def test_a_check_counts_the_steps_and_checkpoints_of_a_branch_or_refuses_it(runs, tmp_path, capsys):
+    words = ["--run.steps=4", "--optim.warmup_steps=0", *WSD, "--run.keep_at=[3]", f"--run.dir={tmp_path / 'branch'}"]
+    branch = config(*words, f"--run.branch_from={runs / 'trunk'}@2")
+    check.print_cost(branch, check.StepCost(1800.0, 0.0, 0, 10**9))
+    printed = capsys.readouterr().out
+    assert "\n2 steps of one process, without evaluations: 1 hours" in printed
+    assert "at most 5 checkpoints of 1 GB" in printed  # the newest two; steps 3 and 2, where it cools down; a new one
+    with pytest.raises(UserError, match=r"a kept step of a run: 2, 4"):
+        check.main([*words, "--run.threads=1", "--run.precision=fp32", f"--run.branch_from={runs / 'trunk'}@3"])

@@ -4,13 +4,12 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import TINY, read_metrics, wait_until
-from server import Command, die_at, mount_apart, mounts_are_allowed, wait_at
+from server import Command, die_at, wait_at
 
 from mpp.training import run_folder
 from mpp.training.checkpoint import kept_steps
@@ -34,34 +33,25 @@ def finish(*words: str, folder: Path, **how) -> str:
     return run.said
 
 
-def content_of(folder: Path) -> dict[Path, bytes]:
-    """All files of a folder."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def branch_of(trunk: Path) -> str:
+    return f"--run.branch_from={trunk}@2"
 
 
-@pytest.mark.parametrize("kind", ["two processes", "sharded", "stream", "two processes of a stream"])
+@pytest.mark.parametrize("kind", ["sharded", "two processes of a stream"])
 def test_a_branch_ends_with_the_bits_of_an_uninterrupted_run(tmp_path, two_shards, kind):
-    how = dict(processes=2 if kind != "stream" else 1, sharded=kind == "sharded")
-    images = (f"--data.path={two_shards}", "--data.streaming=true") if "stream" in kind else ()
-    finish(*COOLED, *images, folder=tmp_path / "whole", **how)
-    finish(*TRUNK, *images, folder=tmp_path / "trunk", **how)
-    branch_from = f"--run.branch_from={tmp_path / 'trunk'}@2"
-    finish(*COOLED, *images, branch_from, folder=tmp_path / "branch", **how)
-    assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole") != encoder_of(tmp_path / "trunk")
+    """A stream is read by as many processes as its trunk was."""
+    how = dict(processes=2, sharded=kind == "sharded")
+    images = () if how["sharded"] else (f"--data.path={two_shards}", "--data.streaming=true")
+    whole, trunk, branch = (tmp_path / name for name in ("whole", "trunk", "branch"))
+    finish(*COOLED, *images, folder=whole, **how)
+    finish(*TRUNK, *images, folder=trunk, **how)
+    if images:
+        one = Command("pretrain", *COOLED, *images, branch_of(trunk), f"--run.dir={branch}")
+        assert one.wait() == [2] and "the number of processes is 1; it must be 2" in one.said
+    finish(*COOLED, *images, branch_of(trunk), folder=branch, **how)
+    assert encoder_of(branch) == encoder_of(whole) != encoder_of(trunk)
     for scalar in ("loss", "compute/pflop", "optim/lr"):
-        assert read_metrics(tmp_path / "branch", scalar) == read_metrics(tmp_path / "whole", scalar)
-
-
-def test_a_branch_of_a_stream_is_read_by_as_many_processes_as_its_trunk(tmp_path, two_shards):
-    images = (f"--data.path={two_shards}", "--data.streaming=true")
-    finish(*COOLED, *images, folder=tmp_path / "whole")
-    finish(*TRUNK, *images, folder=tmp_path / "trunk")
-    words = (*COOLED, *images, f"--run.branch_from={tmp_path / 'trunk'}@2")
-    two = Command("pretrain", *words, f"--run.dir={tmp_path / 'branch'}", processes=2)
-    assert two.wait() == [2, 2] and "Traceback" not in two.said
-    assert "the number of processes is 2; it must be 1" in two.said
-    finish(*words, folder=tmp_path / "branch")
-    assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
+        assert read_metrics(branch, scalar) == read_metrics(whole, scalar)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -70,7 +60,7 @@ def test_kills_in_the_trunk_and_in_the_branch(tmp_path, tally, processes):
     options = ("--run.checkpoint_every=1", "--run.keep_checkpoints=2")
     finish(*COOLED, *options, folder=tmp_path / "whole", processes=processes)
     trunk = (*TRUNK, *options, "--run.steps=3")
-    cooled = (*COOLED, *options, f"--run.branch_from={tmp_path / 'trunk'}@2")
+    cooled = (*COOLED, *options, branch_of(tmp_path / "trunk"))
     kills = 0
     for words, folder, steps in ((trunk, tmp_path / "trunk", (1, 2)), (cooled, tmp_path / "branch", (2, 3))):
         for step in steps:
@@ -104,7 +94,7 @@ def test_kills_while_a_branch_copies(tmp_path, tally):
     finish(*COOLED, folder=tmp_path / "whole")
     finish(*TRUNK, folder=tmp_path / "trunk")
     words = (*COOLED, f"--run.dir={tmp_path / 'branch'}")
-    branch_from = f"--run.branch_from={tmp_path / 'trunk'}@2"
+    branch_from = branch_of(tmp_path / "trunk")
     for number in range(COPIED):
         run = Command("pretrain", *words, branch_from, prepare=partial(die_in_copy, number))
         assert run.wait() == [-signal.SIGKILL], run.said
@@ -129,35 +119,13 @@ def test_a_full_disk_while_a_branch_copies(tmp_path, tally, processes):
     options = ("--model.width=48", "--run.trackers=[]")
     finish(*COOLED, *options, folder=tmp_path / "whole", processes=processes)
     finish(*TRUNK, *options, folder=tmp_path / "trunk", processes=processes)
-    before = content_of(tmp_path / "trunk")
-    words = (*COOLED, *options, f"--run.branch_from={tmp_path / 'trunk'}@2")
+    words = (*COOLED, *options, branch_of(tmp_path / "trunk"))
     run = Command("pretrain", *words, f"--run.dir={tmp_path / 'branch'}", processes=processes, prepare=little_disk)
-    assert run.wait() == [2] * processes
-    assert "File too large" in run.said
-    assert "Traceback" not in run.said
+    assert run.wait() == [2] * processes and "File too large" in run.said and "Traceback" not in run.said
     assert kept_steps(tmp_path / "branch") == [] and not list((tmp_path / "branch" / "checkpoints").iterdir())
-    assert content_of(tmp_path / "trunk") == before
     finish(*words, folder=tmp_path / "branch", processes=processes)
     assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
     tally("full disk while a branch copies its checkpoint", 1)
-
-
-def mount_read_only(folder: Path) -> None:
-    """Mount a folder read-only for this process: permission bits do not stop root."""
-    mount_apart()
-    subprocess.run(["mount", "--bind", folder, folder], check=True)
-    subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
-
-
-@pytest.mark.skipif(not mounts_are_allowed(), reason="needs mount namespaces: root on Linux")
-def test_a_trunk_that_is_read_only(tmp_path):
-    finish(*COOLED, folder=tmp_path / "whole")
-    finish(*TRUNK, folder=tmp_path / "trunk")
-    prepare = partial(mount_read_only, tmp_path / "trunk")
-    run = Command("pretrain", *TRUNK, "--run.steps=9", f"--run.dir={tmp_path / 'trunk'}", prepare=prepare)
-    assert run.wait() == [2] and "Read-only file system" in run.said  # it is
-    finish(*COOLED, f"--run.branch_from={tmp_path / 'trunk'}@2", folder=tmp_path / "branch", prepare=prepare)
-    assert encoder_of(tmp_path / "branch") == encoder_of(tmp_path / "whole")
 
 
 def test_a_trunk_that_is_still_being_trained(tmp_path):
@@ -166,7 +134,7 @@ def test_a_trunk_that_is_still_being_trained(tmp_path):
     trunk, go_on = tmp_path / "trunk", tmp_path / "go on"
     training = Command("pretrain", *TRUNK, f"--run.dir={trunk}", prepare=partial(wait_at, 5, go_on))
     wait_until(lambda: kept_steps(trunk) == [2, 4], of=training)
-    finish(*COOLED, f"--run.branch_from={trunk}@2", folder=tmp_path / "branch")
+    finish(*COOLED, branch_of(trunk), folder=tmp_path / "branch")
     assert not training.ended
     go_on.touch()
     assert training.wait() == [0], training.said

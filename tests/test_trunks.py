@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from comparisons import FAST, TINY_TRAINING, SmallComparison, cases_in, without_times
 from conftest import ROOT, Killed, kill_at
-from server import Command
 
 from evaluation import compare
 from evaluation.comparison.cases import TRUNK_SETTING, encoders_of, read_entries, training_digest
@@ -39,49 +38,54 @@ def small(tmp_path):
     return small
 
 
-def trunk(folder, **options):
+def entry(name, path, **options):
+    """An entry of encoders that a comparison trains."""
+    options = TINY_TRAINING | STABLE | options
+    return {"name": name, "encoder": f"{path}_{{seed}}", "train": "pretrain", "train_options": options}
+
+
+def trunk(folder):
     """The entry of a trunk of 5 steps."""
-    options = TINY_TRAINING | STABLE | {"run.steps": 5, "run.keep_at": [2, 3, 4]} | options
-    return {"name": "trunk", "encoder": f"{folder}/trunk_{{seed}}", "train": "pretrain", "train_options": options}
+    return entry("trunk", f"{folder}/trunk", **{"run.steps": 5, "run.keep_at": [2, 3, 4]})
 
 
-def branches(folder):
-    """The entries of three branches."""
+def branches(folder, of_trunk=True):
+    """The entries of three branches, or of separate runs that are as long."""
     entries = []
     for steps, parting in LENGTHS.items():
-        options = TINY_TRAINING | STABLE | COOLED | {"run.steps": steps}
-        options[TRUNK_SETTING] = f"{folder}/trunk_{{seed}}@{parting}"
-        entry = {"name": f"{steps} steps", "encoder": f"{folder}/of_{steps}_{{seed}}", "train": "pretrain"}
-        entries.append(entry | {"train_options": options})
+        origin = {TRUNK_SETTING: f"{folder}/trunk_{{seed}}@{parting}"} if of_trunk else {}
+        path = f"{folder}/{'of' if of_trunk else 'alone'}_{steps}"
+        entries.append(entry(f"{steps} steps", path, **COOLED | {"run.steps": steps} | origin))
     return entries
 
 
 def separate(small, folder):
     """The same comparison of runs that nothing connects, in another folder."""
-    entries = []
-    for steps in LENGTHS:
-        options = TINY_TRAINING | STABLE | COOLED | {"run.steps": steps}
-        entry = {"name": f"{steps} steps", "encoder": f"{folder}/alone_{steps}_{{seed}}", "train": "pretrain"}
-        entries.append(entry | {"train_options": options})
     other = copy(small)
     other.file = folder / "separate.yaml"
-    other.config = small.config | {"encoders": entries, "dir": str(folder / "separate")}
+    other.config = small.config | {"encoders": branches(folder, of_trunk=False), "dir": str(folder / "separate")}
     return other
 
 
 @pytest.mark.faults
-def test_branches_have_the_rows_and_bits_of_separate_runs_and_are_found_by_their_digests(small, tmp_path):
-    branched = small.compare()
+def test_branches_of_a_comparison_that_is_killed_have_the_rows_and_bits_of_separate_runs(small, tmp_path, monkeypatch):
+    """In the trunk, of 5 steps, and in the last branch, which then needs the trunk no more."""
+    for step in (3, 6):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            kill_at(patch, step)
+            small.compare()
     assert kept_steps(tmp_path / "trunk_0") == [2, 3, 4, 5]
-    other = separate(small, tmp_path)
-    alone = other.compare()
+    shutil.rmtree(tmp_path / "trunk_0")
+    branched = small.compare()
+    assert not (tmp_path / "trunk_0" / "config.yaml").exists()
+    alone = separate(small, tmp_path).compare()
     assert without_times(branched["results"]) == without_times(alone["results"])
     assert list(branched["summary"]["curve"]) == [f"{steps} steps" for steps in LENGTHS]
     for steps in LENGTHS:
-        branch = tmp_path / f"of_{steps}_0"
-        assert (branch / WEIGHTS).read_bytes() == (tmp_path / f"alone_{steps}_0" / WEIGHTS).read_bytes()
+        branch, other = tmp_path / f"of_{steps}_0", tmp_path / f"alone_{steps}_0"
+        assert (branch / WEIGHTS).read_bytes() == (other / WEIGHTS).read_bytes()
         assert list(lineage(str(branch))) == [str(branch)]  # not the trunk, whose compute it has already
-        assert cost_with_ancestors(branch, PFLOP) == cost_with_ancestors(tmp_path / f"alone_{steps}_0", PFLOP)
+        assert cost_with_ancestors(branch, PFLOP) == cost_with_ancestors(other, PFLOP)
 
 
 @pytest.mark.faults
@@ -98,43 +102,6 @@ def test_published_rows_are_found_under_either_way_of_making_them(small, tmp_pat
     shutil.rmtree(tmp_path / "of_4_0")
     shutil.rmtree(tmp_path / "trunk_0")
     assert small.compare()["results"] == rows
-
-
-@pytest.mark.faults
-def test_a_comparison_that_is_killed_in_a_trunk_and_in_a_branch_goes_on(small, tmp_path, monkeypatch):
-    ask_longest(small, tmp_path)
-    for step in (3, 6):  # the trunk has 5 steps, and has kept the one at which the branch parts: 4
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            kill_at(patch, step)
-            small.compare()
-    shutil.rmtree(tmp_path / "trunk_0")  # a branch that has begun needs it no more
-    branched = small.compare()["results"]
-    assert not (tmp_path / "trunk_0" / "config.yaml").exists()
-    other = separate(small, tmp_path)
-    other.config["encoders"] = other.config["encoders"][-1:]
-    assert without_times(branched) == without_times(other.compare()["results"])
-    assert (tmp_path / "of_8_0" / WEIGHTS).read_bytes() == (tmp_path / "alone_8_0" / WEIGHTS).read_bytes()
-
-
-def ask_longest(small, folder):
-    """Leave one branch of the comparison."""
-    small.config["encoders"] = [branches(folder)[-1], trunk(folder)]
-    small.config["questions"] = [{"name": "curve", "encoders": ["8 steps"]}]
-
-
-@pytest.mark.faults
-def test_two_processes_share_a_trunk_and_its_branches(small, tmp_path):
-    both = [Command("compare", "--config", str(small.write()), prepare=hurry) for _ in range(2)]
-    assert [command.wait() for command in both] == [[0], [0]], both[0].said + both[1].said
-    outputs = [command.said for command in both]
-    for name in ("trunk", *(f"of_{steps}" for steps in LENGTHS)):
-        assert sum(f"wrote {tmp_path}/{name}_0: encoder/" in output for output in outputs) == 1
-    tables = [output[output.index("| accuracy (%)") :] for output in outputs]
-    assert tables[0] == tables[1]
-
-
-def hurry() -> None:
-    compare.RETRY_S = 0.2
 
 
 def test_a_branch_of_a_trunk_that_diverges_has_no_result(small, tmp_path, monkeypatch):
@@ -161,21 +128,9 @@ def encoders_in(small):
     return encoders_of(entries.encoders)
 
 
-def test_each_seed_has_its_own_trunk(small, tmp_path):
-    first, *_, last = small.config["encoders"]
-    first["seeds"] = last["seeds"] = [0, 1]
-    small.config["encoders"] = [first, last]
-    encoders = encoders_in(small)
-    for seed in (0, 1):
-        branch = encoders["4 steps", seed]
-        of_trunk = branch.parents[TRUNK_SETTING]
-        assert of_trunk is encoders["trunk", seed] and of_trunk.path == tmp_path / f"trunk_{seed}"
-        assert (of_trunk.settings.run.seed, branch.settings.run.seed) == (seed, seed)
-
-
 def test_a_branch_of_itself_is_refused(small, tmp_path):
-    small.config["encoders"][0]["encoder"] = f"{tmp_path}/trunk_{{seed}}"
-    small.config["encoders"] = small.config["encoders"][:1]
+    itself = branches(tmp_path)[0]
+    small.config["encoders"] = [itself | {"encoder": f"{tmp_path}/trunk_{{seed}}"}]
     with pytest.raises(UserError, match="trunk_0 would be made from itself"):
         encoders_in(small)
 
@@ -199,5 +154,6 @@ def test_the_example_of_the_page_is_carried_out_as_the_page_says(tmp_path):
     branch = cases["2,000 steps", 2, "few-shot", "CIFAR-10"].encoder
     assert branch.parents == {TRUNK_SETTING: trunk}
     parting = branch.settings.optim.stable_steps(branch.settings.run.steps)
+    assert (trunk.settings.run.seed, branch.settings.run.seed) == (2, 2)
     assert trunk.settings.run.keep_at == (parting,) and branch.settings.run.branch_from.endswith(f"@{parting}")
     assert same_until(branch.settings, trunk.settings, parting) == parting
