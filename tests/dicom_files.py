@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("pydicom", reason="pip install -e '.[dicom]'")
 
-from pydicom import Dataset
+from pydicom import Dataset, Sequence
 from pydicom.dataset import FileMetaDataset
 from pydicom.encaps import encapsulate
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
@@ -70,3 +70,11 @@ def file_of(dataset: Dataset, syntax=ExplicitVRLittleEndian) -> bytes:
     file = io.BytesIO()
     dataset.save_as(file, enforce_file_format=True)
     return file.getvalue()
+
+
+def in_groups(**tags) -> Sequence:
+    """A sequence of one group of tags."""
+    group = Dataset()
+    for name, value in tags.items():
+        setattr(group, name, value)
+    return Sequence([group])

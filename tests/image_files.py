@@ -2,16 +2,24 @@
 
 import io
 import os
+import struct
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import imagecodecs
 import numpy as np
 import tifffile
 from torch import Tensor
 
 from mpp.config import ImagesConfig
 from mpp.data.decoding.decode import decode
+
+JFIF_END = 20
+"""Bytes of the first marker and the first segment of PIL's JPEGs."""
+PNG_HEADER, PNG_END = 33, 12
+"""Bytes of the header and of the last chunk of a PNG."""
 
 
 def decode_with(image: bytes | np.ndarray, **settings) -> Tensor:
@@ -38,6 +46,30 @@ def packed_tiff(pixels: np.ndarray, bits: int, **options) -> bytes:
     rows = np.packbits(digits.reshape(len(pixels), -1), axis=1)
     about = {"shape": pixels.shape, "dtype": pixels.dtype, "bitspersample": bits, "rowsperstrip": len(pixels)}
     return tiff(iter([rows.tobytes()]), **about, **options)
+
+
+def j2k(pixels: np.ndarray) -> bytes:
+    """A bare codestream of JPEG 2000 without losses."""
+    return imagecodecs.jpeg2k_encode(pixels, codecformat="j2k", reversible=True)
+
+
+def segment(marker: int, payload: bytes) -> bytes:
+    """A segment of a JPEG file."""
+    return struct.pack(">BBH", 0xFF, marker, len(payload) + 2) + payload
+
+
+def exif(orientation: int, order: str = "<") -> bytes:
+    """EXIF's TIFF structure with one tag."""
+    start = b"II*\0" if order == "<" else b"MM\0*"
+    return start + struct.pack(order + "IHHHIHHI", 8, 1, 0x112, 3, 1, orientation, 0, 0)
+
+
+def with_chunk(png: bytes, kind: bytes, payload: bytes, place: int = PNG_HEADER) -> bytes:
+    """A PNG file with one more chunk."""
+    checked = kind + payload
+    return (
+        png[:place] + struct.pack(">I", len(payload)) + checked + struct.pack(">I", zlib.crc32(checked)) + png[place:]
+    )
 
 
 def npy(pixels: np.ndarray) -> bytes:

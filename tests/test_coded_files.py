@@ -1,58 +1,36 @@
-"""HEIC, AVIF, JPEG XL and JPEG 2000: the pixels that other programs read, upright, and broken files that are named.
+"""HEIC, AVIF, JPEG XL and JPEG 2000: the pixels that other programs read, upright, and decoders that are absent.
 
 The files in `coded/` are of Debian's heif-enc, avifenc, cjxl and opj_compress, and the PNG files beside them of
 heif-convert, avifdec, djxl and opj_decompress. The HEIC files that are turned are of pillow-heif: as a phone's, they
 have a property that turns them, EXIF that says the same, and a place. The name has the bits of the values.
 """
 
-import re
-import struct
 from pathlib import Path
 
-import datasets
 import imagecodecs
 import numpy as np
 import pytest
 import torch
-from conftest import encoded, picture
+from conftest import dataset_of, encoded, picture
 from image_files import decode_with, write_tar
 
-from mpp.config import DataConfig, ImagesConfig
-from mpp.config import PrepareConfig as Prepare
+from mpp.config import DataConfig
 from mpp.data.sources import load_image_datasets
 from mpp.errors import UnreadableImage
-from mpp.prepare import prepare_image
 
 CODED = Path(__file__).parent / "coded"
 RGB = picture(0)  # 40 x 48
-OPACITY = np.concatenate([RGB, RGB[..., :1]], -1)
-DEEP = np.random.default_rng(0).integers(0, 1024, (40, 48, 3), dtype=np.uint16)
 TOOLS_DIFFER = {".heic": 1, ".jxl": 1, ".jp2": 0, ".j2k": 0, ".avif": 0}
 """Largest difference of 8-bit values between releases of a library."""
+REFERENCES = sorted(path.stem for path in CODED.glob("*.png"))
 
 
 def read(name: str) -> bytes:
     return (CODED / name).read_bytes()
 
 
-def heic(bits: int = 8) -> bytes:
-    return read(f"rgb_{bits}.heic")
-
-
-def avif(pixels: np.ndarray, **options) -> bytes:
-    return imagecodecs.avif_encode(pixels, level=100, pixelformat="444", **options)
-
-
-def jxl(pixels: np.ndarray, **options) -> bytes:
-    return imagecodecs.jpegxl_encode(pixels, lossless=True, **options)
-
-
-def jp2(pixels: np.ndarray, **options) -> bytes:
-    return imagecodecs.jpeg2k_encode(pixels, level=0, **options)
-
-
-LOSSLESS = {"AVIF": avif, "JPEG XL": jxl, "JPEG 2000": jp2}
-REFERENCES = sorted(path.stem for path in CODED.glob("*.png"))
+def jxl(pixels: np.ndarray) -> bytes:
+    return imagecodecs.jpegxl_encode(pixels, lossless=True)
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -92,122 +70,8 @@ def test_an_orientation_in_xmp_does_not_turn_avif():
     assert torch.equal(decode_with(file), decode_with(encoded(RGB, "AVIF", **options)))
 
 
-def test_of_an_animation_the_first_frame_counts():
-    frames = np.stack([RGB, 255 - RGB])
-    assert np.array_equal(decode_with(jxl(frames)).permute(1, 2, 0), RGB)
-    assert np.array_equal(decode_with(avif(frames)).permute(1, 2, 0), decode_with(avif(RGB)).permute(1, 2, 0))
-
-
-# headers that lie, and files that end early ---------------------------------------------------------------------------
-
-
-def with_sides(data: bytes, width: int, height: int) -> bytes:
-    """A file of the HEIF family that announces other sides."""
-    parts = data.split(b"ispe\0\0\0\0")
-    assert len(parts) > 1
-    return parts[0] + b"".join(b"ispe\0\0\0\0" + struct.pack(">II", width, height) + part[8:] for part in parts[1:])
-
-
-def with_jp2_sides(data: bytes, width: int, height: int) -> bytes:
-    """A JPEG 2000 file whose codestream announces other sides; its outer header stays."""
-    start = data.index(b"\xff\x4f\xff\x51") + 8
-    return data[:start] + struct.pack(">II", width, height) + data[start + 8 :]
-
-
-BOMBS = {
-    "AVIF": with_sides(read("rgb_8.avif"), 15_000, 15_000),
-    "JPEG 2000": with_jp2_sides(jp2(RGB), 2**31, 2**31),
-    "JPEG 2000, bare": with_jp2_sides(read("rgb_8.j2k"), 60_000, 60_000),
-}
-
-
-@pytest.mark.parametrize("kind", BOMBS)
-def test_images_that_are_too_large_are_refused_by_their_header(kind):
-    with pytest.raises(UnreadableImage, match=r"more than data.max_pixels|cannot be read"):
-        decode_with(BOMBS[kind])
-
-
-WHOLE = ["rgb_8.heic", "rgb_8.avif", "rgb_10.avif", "rgb_8.jxl", "turned_6.jxl", "rgb_8.jp2", "rgb_8.j2k"]
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_largest_number_of_pixels_is_that_of_the_setting(name):
-    with pytest.raises(UnreadableImage, match=r"pixels are more than data.max_pixels \(1000\)"):
-        decode_with(read(name), max_pixels=1000)
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_files_that_end_early_are_named(name):
-    data = read(name)
-    for length in (13, 40, len(data) // 2, len(data) - 30):
-        with pytest.raises(UnreadableImage) as error:
-            decode_with(data[:length])
-        assert re.search(r"^an? (HEIC|AVIF|JPEG XL|JPEG 2000|MP4)|^no image file of a known", str(error.value))
-
-
-# folders, shards, and decoders that are not there ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_pi_heif(without_module):
-    """As if pi-heif were not installed."""
-    without_module("pi_heif")
-
-
-def save_phone(folder: Path) -> None:
-    """As a phone exports pictures: HEIC, and beside it films and edits."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(4):
-        (folder / f"IMG_{number}.HEIC").write_bytes(read("turned_6.heic"))
-        (folder / f"IMG_{number}.MOV").write_bytes(b"\0\0\0\x14ftypqt  ")
-        (folder / f"IMG_{number}.AAE").write_bytes(b"<?xml version='1.0'?>")
-
-
-def load(path: Path, **settings):
-    return load_image_datasets(DataConfig(path=str(path), eval_split=None, eval_fraction=0.25, **settings))
-
-
-def test_a_folder_as_a_phone_exports_it(tmp_path, capsys):
-    save_phone(tmp_path)
-    train, held_out = load(tmp_path)
-    assert (len(train), len(held_out)) == (3, 1)
-    assert train.decode(0, DataConfig()).shape == (3, 45, 37)
-    said = capsys.readouterr().err
-    assert "left out: .mov files (4: IMG_0.MOV, IMG_1.MOV, IMG_2.MOV and 1 more)" in said
-    assert "left out: .aae files (4: " in said
-
-
-def test_files_whose_decoder_is_absent_are_unreadable_with_the_line_that_installs_it(tmp_path, without_pi_heif):
-    save_phone(tmp_path)
-    train, held_out = load(tmp_path)
-    assert (len(train), len(held_out)) == (3, 1)
-    with pytest.raises(UnreadableImage, match="HEIC files need pi-heif: pip install pi-heif"):
-        train.decode(0, DataConfig())
-
-
-def test_content_decides_in_a_shard_where_the_decoder_of_an_ending_is_absent(tmp_path, without_pi_heif):
-    """Some programs convert a phone's pictures, and keep their names."""
-    write_tar(tmp_path / "train.tar", [(f"{number}.heic", encoded(picture(number))) for number in range(4)])
-    train, held_out = load(tmp_path)
-    assert (len(train), len(held_out)) == (3, 1)
-
-
-def test_images_of_a_table_whose_decoder_is_absent_name_it(tmp_path, without_pi_heif):
-    cells = [{"bytes": data, "path": None} for data in [heic(), encoded(RGB)] * 6]
-    table = datasets.Dataset.from_dict({"image": cells}, features=datasets.Features({"image": datasets.Image()}))
-    table.to_parquet(tmp_path / "train.parquet")
-    unreadable = 0
-    for images in load(tmp_path):
-        for index in range(len(images)):
-            try:
-                images.decode(index, DataConfig())
-            except UnreadableImage as error:
-                assert "pip install pi-heif" in str(error)
-                unreadable += 1
-    assert unreadable == 6
-
-
 def test_too_large_jpeg_xl_is_not_decoded(monkeypatch):
+    """Its header has sides in many forms."""
     monkeypatch.setattr("imagecodecs.jpegxl_decode", None)
     for height, width in ((40, 48), (40, 64), (300, 40), (30, 45)):
         with pytest.raises(UnreadableImage, match=f"{height} x {width} pixels are more than data.max_pixels"):
@@ -217,11 +81,12 @@ def test_too_large_jpeg_xl_is_not_decoded(monkeypatch):
 
 
 def test_opacity_of_10_bits_in_jpeg_xl_is_refused():
-    opaque = np.concatenate([DEEP, np.full_like(DEEP[..., :1], 1023)], -1)
+    deep = np.random.default_rng(0).integers(0, 1024, (40, 48, 3), dtype=np.uint16)
+    opaque = jxl(np.concatenate([deep, np.full_like(deep[..., :1], 1023)], -1))
     with pytest.raises(UnreadableImage, match="opacity"):
-        decode_with(jxl(opaque), range=(0, 1023))
-    decoded = decode_with(jxl(opaque), range=(0, 1023), bands=(1, 2, 3))
-    np.testing.assert_allclose(decoded.permute(1, 2, 0), DEEP * (255 / 1023), rtol=1e-5)
+        decode_with(opaque, range=(0, 1023))
+    decoded = decode_with(opaque, range=(0, 1023), bands=(1, 2, 3))
+    np.testing.assert_allclose(decoded.permute(1, 2, 0), deep * (255 / 1023), rtol=1e-5)
 
 
 def test_the_primary_image_of_a_heic_is_read():
@@ -239,44 +104,44 @@ def test_the_primary_image_of_a_heic_is_read():
     pytest.fail("the first image is read, whichever is the primary one")
 
 
-ALL_KINDS = {"png": encoded, "avif": avif, "jxl": jxl, "jp2": jp2, "tif": lambda pixels: encoded(pixels, "TIFF")}
+# --- folders, tables and shards; and decoders that are not there ---
 
 
-def save_kinds(folder: Path, kinds: list[str]) -> None:
-    """Twelve images of these kinds in turn, of two classes."""
-    for number in range(12):
-        kind = kinds[number % len(kinds)]
-        file = folder / "ab"[number % 2] / f"{number:02d}.{kind}"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(ALL_KINDS[kind](picture(number)))
+def save_phone(folder: Path) -> None:
+    """As a phone exports pictures: HEIC, and beside it films."""
+    for number in range(4):
+        (folder / f"IMG_{number}.HEIC").write_bytes(read("turned_6.heic"))
+        (folder / f"IMG_{number}.MOV").write_bytes(b"\0\0\0\x14ftypqt  ")
 
 
-def test_a_folder_of_all_kinds_trains_as_the_same_images_in_png(pretrain, tmp_path):
-    save_kinds(tmp_path / "png", ["png"])
-    save_kinds(tmp_path / "kinds", list(ALL_KINDS))
-    runs = []
-    for name in ("png", "kinds"):
-        runs.append(pretrain(f"--data.path={tmp_path / name}", "--run.steps=4", dir=tmp_path / "runs" / name))
-    first, second = [(run / "encoder" / "model.safetensors").read_bytes() for run in runs]
-    assert first == second
+def save_table(folder: Path) -> None:
+    """A column of files whose names say nothing, and other things."""
+    files = [read("rgb_8.heic"), jxl(RGB)] * 2
+    cells = [{"bytes": data, "path": name} for data, name in zip(files, ("x.jpg", "y", "z.bin", "x.jpg"), strict=True)]
+    dataset_of(files).map(lambda _, row: {"image": cells[row]}, with_indices=True).to_parquet(folder / "train.parquet")
 
 
-def test_content_decides_in_tables_and_tars(tmp_path):
-    names = ["x.jpg", "y", "z.bin"]
-    cells = [{"bytes": jxl(RGB), "path": name} for name in names]
-    table = datasets.Dataset.from_dict({"image": cells}, features=datasets.Features({"image": datasets.Image()}))
-    table.to_parquet(tmp_path / "train.parquet")
-    train, _ = load(tmp_path)
-    assert np.array_equal(train.decode(0, DataConfig()).permute(1, 2, 0), RGB)
-    members = [("0", heic()), ("1", avif(RGB)), ("2.jxl", jxl(RGB)), ("3.JP2", jp2(RGB))]
-    write_tar(tmp_path / "tars" / "train.tar", members)
-    train, held_out = load(tmp_path / "tars")
-    assert len(train) + len(held_out) == 4
+def save_tar(folder: Path) -> None:
+    """Some programs convert a phone's pictures, and keep their names."""
+    files = [encoded(picture(1)), read("rgb_8.heic"), read("rgb_8.avif"), jxl(RGB)]
+    write_tar(folder / "train.tar", [(f"{number}.heic", data) for number, data in enumerate(files)])
 
 
-@pytest.mark.parametrize("format", ["jpeg", "ppm"])
-def test_prepared_shards_have_upright_pixels_alone(format):
-    phone = read("turned_6.heic")
-    prepared = prepare_image(phone, Prepare(out="x", format=format, data=ImagesConfig()))
-    assert torch.equal(decode_with(prepared), decode_with(phone))
-    assert not {b"Exif", b"heic"} & {prepared[at : at + 4] for at in range(len(prepared))}
+@pytest.mark.parametrize("save, of_heic", [(save_phone, 4), (save_table, 2), (save_tar, 1)])
+def test_content_decides_and_an_absent_decoder_is_named(tmp_path, without_module, capsys, save, of_heic):
+    save(tmp_path)
+    parts = load_image_datasets(DataConfig(path=str(tmp_path), eval_split=None, eval_fraction=0.25))
+    assert [len(part) for part in parts] == [3, 1]
+    if save is save_phone:
+        assert parts[0].decode(0, DataConfig()).shape == (3, 45, 37)
+        assert "left out: .mov files (4: IMG_0.MOV, IMG_1.MOV, IMG_2.MOV and 1 more)" in capsys.readouterr().err
+    without_module("pi_heif")
+    unreadable = 0
+    for part in parts:
+        for index in range(len(part)):
+            try:
+                part.decode(index, DataConfig())
+            except UnreadableImage as error:
+                assert "HEIC files need pi-heif: pip install pi-heif" in str(error)
+                unreadable += 1
+    assert unreadable == of_heic

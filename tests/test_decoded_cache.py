@@ -45,8 +45,7 @@ def test_images_are_held_in_memory_where_all_fit(one_broken, workers, monkeypatc
 
 
 def test_images_that_will_not_fit_are_not_all_decoded(one_broken, monkeypatch):
-    decoded = []
-    decode = ImageDataset.decode
+    decode, decoded = ImageDataset.decode, []
     monkeypatch.setattr(ImageDataset, "decode", lambda self, *given: decoded.append(given) or decode(self, *given))
     monkeypatch.setattr(loader, "CHUNK_BYTES", 2 * IMAGE_BYTES)
     monkeypatch.setattr(loader, "TELLING_IMAGES", 2)
@@ -55,21 +54,20 @@ def test_images_that_will_not_fit_are_not_all_decoded(one_broken, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "randaugment", "threads", "device", "seen", "workers"),
+    ("randaugment", "threads", "device", "seen", "workers"),
     [
-        ({}, 0, 2, "cpu", 24, 0),
-        ({}, 5, 2, "cpu", 24, None),
-        ({}, 0, 3, "cpu", 24, None),
-        ({}, 0, 2, "cuda", 24, None),
-        ({"cache_gb": 0}, 0, 2, "cpu", 24, None),
-        ({}, 0, 2, "cpu", 1, None),
+        (0, 2, "cpu", 24, 0),
+        (5, 2, "cpu", 24, None),
+        (0, 3, "cpu", 24, None),
+        (0, 2, "cuda", 24, None),
+        (0, 2, "cpu", 1, None),
     ],
 )
 def test_the_training_process_crops_held_images_itself_where_that_is_quick(
-    one_broken, monkeypatch, settings, randaugment, threads, device, seen, workers
+    one_broken, monkeypatch, randaugment, threads, device, seen, workers
 ):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    views = ViewDataset(one_broken, DataConfig(**settings), 32, randaugment=randaugment)
+    views = ViewDataset(one_broken, DataConfig(), 32, randaugment=randaugment)
     chosen = in_memory(views, seen, torch.device(device))
     assert chosen.data.workers == workers
-    assert bool(chosen.dataset.decoded) == (seen > 1 and not settings)
+    assert bool(chosen.dataset.decoded) == (seen > 1)

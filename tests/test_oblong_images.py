@@ -19,30 +19,42 @@ from mpp.features.metrics import nearest_visible
 from mpp.models.descriptions import export_encoder
 from mpp.models.encoder import build_encoder
 
-WIDE = "--model.img_size=[16,32]"
+SMALL = dict(width=16, depth=1, heads=2)
 
 
-@pytest.mark.parametrize("grid", [(2, 7), (7, 2), (3, 5), (1, 6)])
+def exported(folder: Path, size: tuple[int, int], **settings) -> nn.Module:
+    """A small encoder of images of this size, all of whose weights matter, and that is exported to a folder."""
+    encoder = build_encoder(ModelConfig(img_size=size, **SMALL | settings))
+    for parameter in encoder.parameters():
+        nn.init.normal_(parameter)
+    export_encoder(encoder, folder / "encoder", size, *HALVES, 0.875)
+    return encoder
+
+
+def load_ways(source: Path, size: tuple[int, int], **settings) -> list:
+    """Both doors through which weights of another size come in."""
+    config = ModelConfig(img_size=size, init_from=str(source), **SMALL | settings)
+    return [lambda: mpp.load_encoder(source, img_size=size), lambda: build_encoder(config)]
+
+
+@pytest.mark.parametrize("grid", [(2, 7), (7, 2), (3, 5)])
 def test_nearest_visible_patches_by_search(grid):
     columns = grid[1]
     corruption = stack([draw(CorruptionConfig(), grid, 0, 0, 0)])
     corrupted = corruption.positions[0].tolist()
     visible = [position for position in range(grid[0] * grid[1]) if position not in corrupted]
     nearest = nearest_visible(corruption, grid)[0].tolist()
-
-    def squared_distance(one: int, other: int) -> int:
-        rows_apart = one // columns - other // columns
-        columns_apart = one % columns - other % columns
-        return rows_apart**2 + columns_apart**2
-
     for position, two_nearest in zip(corrupted, nearest, strict=True):
-        by_distance = sorted((squared_distance(position, other), other) for other in visible)
+        by_distance = sorted(
+            ((position // columns - other // columns) ** 2 + (position % columns - other % columns) ** 2, other)
+            for other in visible
+        )
         assert two_nearest == [other for _, other in by_distance[:2]]
 
 
 def test_turned_images_and_weights_give_turned_tokens():
-    wide = build_encoder(ModelConfig(width=16, depth=2, heads=2, img_size=(16, 32), patch_size=8)).eval()
-    tall = build_encoder(ModelConfig(width=16, depth=2, heads=2, img_size=(32, 16), patch_size=8)).eval()
+    wide = build_encoder(ModelConfig(img_size=(16, 32), patch_size=8, **SMALL)).eval()
+    tall = build_encoder(ModelConfig(img_size=(32, 16), patch_size=8, **SMALL)).eval()
     turned = torch.arange(8).view(2, 4).T.flatten()  # positions in the wide grid, in the order of the tall one
 
     def turn_patches(tokens: Tensor) -> Tensor:
@@ -57,119 +69,61 @@ def test_turned_images_and_weights_give_turned_tokens():
     torch.testing.assert_close(tokens, turn_patches(wide.forward_features(images)), rtol=1e-4, atol=1e-5)
 
 
-def export_plain(encoder: nn.Module, folder: Path, img_size: int | tuple[int, int]) -> None:
-    """Export an encoder whose normalisation and crop do not matter."""
-    export_encoder(encoder, folder, img_size, *HALVES, 0.875)
+@pytest.mark.parametrize("name", [None, "vit_tiny_patch16_224"])
+@pytest.mark.parametrize("size", [(32, 128), (64, 64), (128, 32)])
+def test_tables_of_positions_are_resampled_from_their_own_grid_by_timm(tmp_path, name, size):
+    """Also to grids of as many patches, which timm would take as they are; nothing else changes."""
+    settings = dict(patch_size=16) if name is None else dict(name=name)
+    for other in ((32, 128), (64, 64), (64, 256)):
+        source = exported(tmp_path, size, **settings)
+        grids = [[side // 16 for side in sides] for sides in (other, size)]
+        table = timm.layers.resample_abs_pos_embed(source.pos_embed, *grids, num_prefix_tokens=1)
+        for load in load_ways(tmp_path, other, **settings):
+            encoder = load()
+            torch.testing.assert_close(encoder.pos_embed, source.pos_embed if other == size else table)
+            for parameter_name, weight in source.named_parameters():
+                assert parameter_name == "pos_embed" or torch.equal(encoder.get_parameter(parameter_name), weight)
 
 
-def resampled_by_timm(table: Tensor, grid: tuple[int, int], old_grid: tuple[int, int]) -> Tensor:
-    return timm.layers.resample_abs_pos_embed(table, list(grid), list(old_grid), num_prefix_tokens=1)
+BEIT = dict(name="beit_base_patch16_224")
+OF_ONE_SIZE = {  # name -> height and width in patches, the side of a patch, settings
+    "learned_2d": ((2, 8), 4, dict(patch_size=4, position="learned_2d")),
+    "relative_bias": ((2, 8), 4, dict(patch_size=4, position="relative_bias")),
+    "every": ((2, 8), 4, dict(patch_size=4, position_at="every")),
+    "hybrid": ((1, 4), 32, dict(name="vit_tiny_r_s16_p8_224")),
+    "BEiT": ((2, 14), 16, BEIT),  # timm would take its 3 x 27 biases for the 9 x 9 of a square
+}
 
 
-@pytest.mark.parametrize("kind", ["learned", "learned_2d", "relative_bias", "every"])
-def test_tables_are_resampled_from_their_own_grid(tmp_path, kind):
-    """To the double of each side, and to grids of as many patches, which are others; nothing else changes."""
-    settings = dict(width=16, depth=2, heads=2, patch_size=4)
-    if kind == "every":
-        settings["position_at"] = "every"
-    else:
-        settings["position"] = kind
-    source = build_encoder(ModelConfig(img_size=(16, 32), **settings))
-    export_plain(source, tmp_path / "encoder", (16, 32))
-    unchanged = mpp.load_encoder(tmp_path, img_size=(16, 32))
-    assert all(map(torch.equal, source.parameters(), unchanged.parameters()))
-    for size in ((32, 64), (32, 16), (8, 64)):
-        if kind != "learned":  # timm knows the grid of this table alone
-            assert_no_other_size(tmp_path, size, settings)
-            continue
-        loaded = mpp.load_encoder(tmp_path, img_size=size)
-        continued = build_encoder(ModelConfig(img_size=size, init_from=str(tmp_path), **settings))
-        for encoder in (loaded, continued):
-            assert_only_tables_differ(encoder, source)
-            expected = resampled_by_timm(source.pos_embed, (size[0] // 4, size[1] // 4), (4, 8))
-            torch.testing.assert_close(encoder.pos_embed, expected)
+@pytest.mark.parametrize("kind", OF_ONE_SIZE)
+def test_other_tables_fit_their_own_oblong_alone(tmp_path, kind):
+    """Not the double of each side, nor grids of as many patches; a new head is as ever."""
+    (rows, columns), side, settings = OF_ONE_SIZE[kind]
+    own = (rows * side, columns * side)
+    source = exported(tmp_path, own, **settings)
+    for size in ((2 * own[0], 2 * own[1]), own[::-1], (2 * own[0], own[1] // 2)):
+        for load in load_ways(tmp_path, size, **settings):
+            with pytest.raises(UserError, match="fit this size alone"):
+                load()
+    for load in load_ways(tmp_path, own, **settings):
+        loaded = load().state_dict()
+        assert all(torch.equal(loaded[name], weight) for name, weight in source.state_dict().items())
+    classifier = mpp.load_encoder(tmp_path, num_classes=3).eval()
+    assert classifier(torch.rand(1, 3, *own)).shape == (1, 3)
 
 
-def assert_no_other_size(source: Path, size: tuple[int, int], settings: dict) -> None:
-    """Weights of another size are refused, by both doors."""
-    with pytest.raises(UserError, match="fit this size alone"):
-        mpp.load_encoder(source, img_size=size)
-    with pytest.raises(UserError, match="fit this size alone"):
-        build_encoder(ModelConfig(img_size=size, init_from=str(source), **settings))
-
-
-def assert_only_tables_differ(encoder: nn.Module, source: nn.Module) -> None:
-    """All tables of positions differ from those of `source`, and no other parameter does."""
-    for (name, parameter), (_, original) in zip(encoder.named_parameters(), source.named_parameters(), strict=True):
-        if "prefix" in name:
-            continue
-        is_table = "pos_embed" in name or "bias_table" in name
-        is_equal = parameter.shape == original.shape and torch.equal(parameter, original)
-        assert is_table != is_equal, name
-
-
-@pytest.mark.parametrize("name", [None, "vit_tiny_patch16_224", "vit_tiny_r_s16_p8_224"])
-def test_a_line_of_as_many_patches_as_a_square_is_no_square(tmp_path, name):
-    """timm would take the table of [112, 448] for that of 224 x 224, or the other way round."""
-    settings = dict(width=16, depth=1, heads=2, patch_size=16) if name is None else dict(name=name)
-    long = (112, 448)
-    square = (224, 224)
-    if name and "_r_" in name:
-        long = (64, 256)
-        square = (128, 128)
-    for size, other in ((long, square), (square, long), (long, long)):
-        source = build_encoder(ModelConfig(img_size=size, **settings))
-        export_plain(source, tmp_path / "encoder", size)
-        if name and "_r_" in name and size != other:
-            assert_no_other_size(tmp_path, other, settings)
-            continue
-        continued = build_encoder(ModelConfig(img_size=other, init_from=str(tmp_path), **settings))
-        expected = source.pos_embed
-        if size != other:
-            expected = resampled_by_timm(
-                source.pos_embed, continued.patch_embed.grid_size, source.patch_embed.grid_size
-            )
-        torch.testing.assert_close(continued.pos_embed, expected)
-        torch.testing.assert_close(mpp.load_encoder(tmp_path, img_size=other).pos_embed, continued.pos_embed)
-
-
-@pytest.mark.parametrize("size", [(96, 32), (64, 64), (48, 96)])
-def test_the_biases_of_a_beit_are_for_their_own_oblong(tmp_path, size):
-    """Those of [96, 32] are as many as those of [32, 96], and timm would take them as they are."""
-    settings = dict(name="beit_base_patch16_224", width=16, depth=1, heads=2)
-    source = build_encoder(ModelConfig(img_size=(32, 96), **settings))
-    for parameter in source.parameters():
-        nn.init.normal_(parameter)
-    export_plain(source, tmp_path / "encoder", (32, 96))
-    assert_no_other_size(tmp_path, size, settings)
-    continued = build_encoder(ModelConfig(img_size=(32, 96), init_from=str(tmp_path), **settings)).state_dict()
-    assert all(torch.equal(continued[name], weight) for name, weight in source.state_dict().items())
-    assert mpp.load_encoder(tmp_path, num_classes=3).head.out_features == 3
-    (tmp_path / "encoder" / "config.json").unlink()  # which has the size
+def test_biases_without_the_size_that_they_are_for_are_refused(tmp_path):
+    exported(tmp_path, (32, 96), **BEIT)
     weights = str(tmp_path / "encoder" / "model.safetensors")
-    if size in ((64, 64), (48, 96)):
-        with pytest.raises(UserError, match=r"^model\.init_from is .*Cannot infer non-square source window"):
-            build_encoder(ModelConfig(img_size=size, init_from=weights, **settings))
-
-
-@pytest.mark.parametrize("size", [(3, 27), (2, 14)])
-def test_the_biases_of_an_oblong_are_no_square_of_as_many(tmp_path, size):
-    """timm would take the 81 of 2 x 14 for those of 5 x 5, also where this is the size of the model."""
-    settings = dict(name="beit_base_patch16_224", width=16, depth=1, heads=2, img_size=[16 * side for side in size])
-    source = build_encoder(ModelConfig(**settings))
-    for parameter in source.parameters():
-        nn.init.normal_(parameter)
-    export_plain(source, tmp_path / "encoder", settings["img_size"])
-    loaded = mpp.load_encoder(tmp_path).state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in source.state_dict().items())
+    (tmp_path / "encoder" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"^model\.init_from is .*Cannot infer non-square source window"):
+        build_encoder(ModelConfig(img_size=(48, 96), init_from=weights, **SMALL, **BEIT))
 
 
 def test_patches_that_overlap_begin_from_plain_ones(tmp_path):
-    settings = dict(width=16, depth=1, heads=2, patch_size=8, img_size=32, position="relative")
-    plain = build_encoder(ModelConfig(**settings))
-    export_plain(plain, tmp_path / "encoder", 32)
-    overlapping = build_encoder(ModelConfig(stride=4, init_from=str(tmp_path), **settings))
-
+    settings = dict(patch_size=8, position="relative")
+    plain = exported(tmp_path, (32, 32), **settings)
+    overlapping = build_encoder(ModelConfig(img_size=32, stride=4, init_from=str(tmp_path), **SMALL, **settings))
     offsets = "blocks.0.attn.added.pos_embed_offsets"
     table, stretched = plain.state_dict()[offsets], overlapping.state_dict()[offsets]
     middle, new_middle = len(table) // 2, len(stretched) // 2
@@ -177,27 +131,17 @@ def test_patches_that_overlap_begin_from_plain_ones(tmp_path):
     torch.testing.assert_close(stretched[new_middle], table[middle], rtol=0.1, atol=1e-2)
 
 
-def test_weights_of_other_patches_begin_an_oblong_encoder(pretrain):
-    folder = pretrain(WIDE, "--model.patch_size=4")
-    coarse = ModelConfig(width=16, depth=2, heads=2, patch_size=8, img_size=(16, 32), init_from=str(folder))
-    assert build_encoder(coarse).pos_embed.shape == (1, 1 + 2 * 4, 16)
-    grey = mpp.load_encoder(folder, in_chans=1)
+def test_weights_of_other_patches_begin_an_oblong_encoder(tmp_path):
+    exported(tmp_path, (16, 32), patch_size=4)
+    (coarse,) = (load() for load in load_ways(tmp_path, (16, 32), patch_size=8)[1:])
+    assert coarse.pos_embed.shape == (1, 1 + 2 * 4, 16)
+    grey = mpp.load_encoder(tmp_path, in_chans=1)
     assert grey(torch.rand(1, 1, 16, 32)).shape == (1, 16)
-
-
-def test_a_hybrid_takes_oblong_images(tmp_path):
-    hybrid = build_encoder(ModelConfig(name="vit_tiny_r_s16_p8_224", img_size=(64, 128)))
-    export_plain(hybrid, tmp_path / "hybrid", (64, 128))
-    encoder = mpp.load_encoder(tmp_path / "hybrid", num_classes=3)
-    assert torch.equal(encoder.pos_embed, hybrid.pos_embed)
-    assert encoder(torch.rand(1, 3, 64, 128)).shape == (1, 3)
-    for size in ((128, 64), (64, 64)):
-        assert_no_other_size(tmp_path / "hybrid", size, dict(name="vit_tiny_r_s16_p8_224"))
 
 
 @pytest.mark.faults
 def test_it_is_evaluated_fine_tuned_and_drawn(pretrain, tmp_path):
-    folder = pretrain(WIDE, "--model.patch_size=8")
+    folder = pretrain("--model.img_size=[16,32]", "--model.patch_size=8")
     fast = ("--data.workers=0", "--precision=fp32", "--threads=1")
     fewshot.main([f"--encoder={folder}", "--depth=all", *fast])
     fewshot.main([f"--encoder={folder}", "--img_size=[24,16]", *fast])
@@ -206,8 +150,8 @@ def test_it_is_evaluated_fine_tuned_and_drawn(pretrain, tmp_path):
     visualize.main([f"--encoder={folder}", *pictures, *fast])
     tuned = ("--run.steps=2", "--run.threads=1", "--data.workers=0", "--optim.global_batch_size=8", "--lrs=0.1")
     finetune.main([f"--encoder={folder}", "--img_size=[32,16]", f"--run.dir={tmp_path / 'tuned'}", *tuned])
-    exported = next((tmp_path / "tuned").rglob("encoder/config.json"))
-    assert mpp.load_encoder(exported.parent).patch_embed.img_size == (32, 16)
+    encoder = next((tmp_path / "tuned").rglob("encoder/config.json")).parent
+    assert mpp.load_encoder(encoder).patch_embed.img_size == (32, 16)
 
 
 @pytest.mark.parametrize(

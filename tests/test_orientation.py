@@ -1,8 +1,6 @@
 """Every decoder turns an image as PIL.ImageOps.exif_transpose does, once, wherever its orientation is written."""
 
 import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ import torch
 from conftest import encoded
 from hypothesis import given
 from hypothesis import strategies as st
-from image_files import decode_with
+from image_files import JFIF_END, decode_with, exif, segment, with_chunk
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -21,34 +19,11 @@ from mpp.features.frozen import to_pixels
 CORNERS = np.array([[20, 90], [160, 240]], np.uint8).repeat(16, 0).repeat(32, 1)
 PICTURE = np.stack([CORNERS, CORNERS // 2, 255 - CORNERS], -1)  # 32 x 64: all eight orientations differ
 JPEG = encoded(PICTURE, "JPEG", quality=95, subsampling=0)
-JFIF_END = 2 + 2 + struct.unpack(">H", JPEG[4:6])[0]
-PNG_HEADER = 8 + 4 + 4 + 13 + 4
-PNG_END = 12  # bytes of the last chunk
-every_orientation = pytest.mark.parametrize("orientation", range(1, 9))
 
 
-def segment(marker: int, payload: bytes) -> bytes:
-    """A segment of a JPEG file."""
-    return struct.pack(">BBH", 0xFF, marker, len(payload) + 2) + payload
-
-
-def png_with_exif(png: bytes, payload: bytes, place: int = PNG_HEADER) -> bytes:
-    """A PNG file with a chunk of EXIF."""
-    checked = b"eXIf" + payload
-    chunk = struct.pack(">I", len(payload)) + checked + struct.pack(">I", zlib.crc32(checked))
-    return png[:place] + chunk + png[place:]
-
-
-def exif(orientation: int, order: str = "<") -> bytes:
-    """EXIF's TIFF structure with one tag."""
-    start = b"II*\0" if order == "<" else b"MM\0*"
-    return start + struct.pack(order + "IHHHIHHI", 8, 1, 0x112, 3, 1, orientation, 0, 0)
-
-
-def xmp(orientation: int | None = None) -> bytes:
-    """An XMP segment's payload, perhaps with an orientation of its own."""
-    tag = "" if orientation is None else f' tiff:Orientation="{orientation}"'
-    return b"http://ns.adobe.com/xap/1.0/\0" + f"<x:xmpmeta xmlns:x='adobe:ns:meta/'{tag}/>".encode()
+def xmp(tag: str = "") -> bytes:
+    """An XMP segment, perhaps with an orientation of its own."""
+    return segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + f"<x:xmpmeta xmlns:x='adobe:ns:meta/'{tag}/>".encode())
 
 
 def exif_segment(orientation: int, order: str = "<") -> bytes:
@@ -74,10 +49,11 @@ def assert_close(decoded: Tensor, expected: np.ndarray) -> None:
 
 OTHERS = {
     "JFIF": JPEG[2:JFIF_END],
-    "XMP": segment(0xE1, xmp()),
+    "XMP": xmp(),
     "ICC": segment(0xE2, b"ICC_PROFILE\0\1\1" + bytes(128)),
     "comment": segment(0xFE, b"a comment"),
 }
+TURNED_BY_XMP = xmp(' tiff:Orientation="3"')
 
 
 @given(
@@ -92,34 +68,20 @@ def test_any_order_of_segments_is_one_picture(orientation, order, others, place)
     assert_close(decode_with(data), transposed(data))
 
 
-@every_orientation
-@pytest.mark.parametrize(
-    ("settings", "by_torchvision"),
-    [
-        pytest.param({}, True, id="RGB"),
-        pytest.param({"channels": 1}, True, id="grey"),
-        pytest.param({"bands": (1, 2, 3)}, True, id="bands"),
-        pytest.param({}, False, id="by PIL"),
-        pytest.param({"channels": 1}, False, id="grey by PIL"),
-    ],
-)
-def test_every_decoder_of_jpeg_turns_alike(settings, by_torchvision, orientation, monkeypatch):
+@pytest.mark.parametrize("by_torchvision", [True, False])
+def test_every_decoder_of_jpeg_turns_alike(by_torchvision, monkeypatch):
+    """Also where XMP says it, if EXIF does not."""
     if not by_torchvision:
         monkeypatch.setattr("mpp.data.decoding.pictures.decode_jpeg", None)
-    data = jpeg_of(OTHERS["XMP"], exif_segment(orientation))
-    expected = transposed(data)
-    if settings.get("channels") == 1:
-        expected = np.tensordot(LUMA_WEIGHTS, expected, 1)[None]
-    assert_close(decode_with(data, **settings), expected)
-
-
-@pytest.mark.parametrize("of_exif", [None, 1, 6])
-def test_orientation_of_xmp_counts_where_exif_has_none(of_exif):
-    segments = [segment(0xE1, xmp(3))]
-    if of_exif is not None:
-        segments.append(exif_segment(of_exif))
-    data = jpeg_of(*segments)
-    assert_close(decode_with(data), transposed(data))
+    files = [jpeg_of(OTHERS["XMP"], exif_segment(orientation)) for orientation in range(1, 9)]
+    files += [jpeg_of(TURNED_BY_XMP, *segments) for segments in ([], [exif_segment(1)], [exif_segment(6)])]
+    for data in files:
+        expected = transposed(data)
+        assert_close(decode_with(data), expected)
+        assert_close(decode_with(data, bands=(1, 2, 3)), expected)
+        assert_close(decode_with(data, channels=1), np.tensordot(LUMA_WEIGHTS, expected, 1)[None])
+        with Image.open(io.BytesIO(data)) as image:
+            assert np.array_equal(to_pixels(image, 3), expected)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -130,13 +92,6 @@ def test_jpegs_without_orientation_keep_their_bits(channels):
         assert torch.equal(decode_with(data, channels=channels), plain)
 
 
-@every_orientation
-def test_an_image_of_pil_is_turned(orientation):
-    data = jpeg_of(OTHERS["XMP"], exif_segment(orientation))
-    with Image.open(io.BytesIO(data)) as image:
-        assert np.array_equal(to_pixels(image, 3), transposed(data))
-
-
 BROKEN = {"no TIFF": b"nonsense", "cut": exif(6)[:12], "empty": b"", "elsewhere": b"II*\0\xff\xff\xff\x7f"}
 
 
@@ -145,5 +100,5 @@ BROKEN = {"no TIFF": b"nonsense", "cut": exif(6)[:12], "empty": b"", "elsewhere"
 def test_a_broken_note_breaks_no_picture(broken):
     data = jpeg_of(segment(0xE1, b"Exif\0\0" + broken))
     assert torch.equal(decode_with(data), decode_with(JPEG))
-    data = png_with_exif(encoded(PICTURE), broken)
+    data = with_chunk(encoded(PICTURE), b"eXIf", broken)
     assert np.array_equal(decode_with(data).permute(1, 2, 0), PICTURE)

@@ -43,47 +43,33 @@ def test_unreadable_images_are_named_and_replaced(image_folder):
 # --- batches that loader processes send ---
 
 
-def batch_with(
-    pattern: str | None = None,
-    image: tuple[int, ...] = (3, 32, 32),
-    label: torch.Tensor = NO_LABEL,
-    cursor: torch.Tensor | None = None,
-) -> Batch:
+KINDS = {  # kind -> pattern of corruption, shape of an image, label
+    "masked": ("random", (3, 32, 32), NO_LABEL),
+    "hidden patches, two views": ("multiblock", (2, 3, 32, 32), NO_LABEL),
+    "several labels": (None, (3, 32, 32), torch.tensor([3, -1])),
+    "segmentation": (None, (3, 32, 32), torch.ones(5, 7, dtype=torch.int16)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_process_sends_one_tensor_and_the_batch_arrives_unchanged(kind, monkeypatch):
+    pattern, shape, label = KINDS[kind]
     samples = []
     for index in range(3):
         corruption = pattern and draw(CorruptionConfig(pattern=pattern), (14, 14), 0, 0, index)
-        pixels = torch.randint(0, 256, image, dtype=torch.uint8)
+        pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
         samples.append(Batch(pixels, corruption, label, torch.tensor(2**40 + index), []))
-    return collate(samples)._replace(cursor=cursor, unreadable=["broken.png: empty"])
+    sent = collate(samples)._replace(cursor=torch.arange(6), unreadable=["broken.png: empty"])
 
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"pattern": "random"},
-        {"pattern": "multiblock"},  # with hidden patches
-        {"cursor": torch.arange(6)},
-        {"label": torch.tensor([3, -1])},
-        {"label": torch.ones(5, 7, dtype=torch.int16)},  # a mask
-        {"image": (2, 3, 32, 32)},  # two views
-    ],
-    ids=["masked", "hidden", "streamed", "several labels", "segmentation", "two views"],
-)
-def test_a_loader_process_sends_one_tensor_and_the_batch_arrives_unchanged(settings, monkeypatch):
     share = torch.UntypedStorage._share_fd_cpu_
     files = []
-
-    def noted_share(storage, *args, **kwargs):
-        files.append(storage.nbytes())
-        return share(storage, *args, **kwargs)
-
-    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", noted_share)
-    sent = batch_with(**settings)
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_share_fd_cpu_", lambda storage: files.append(storage.nbytes()) or share(storage)
+    )
     arrived = ForkingPickler.loads(ForkingPickler.dumps(sent))
     assert files == [sent.images.nbytes]
-    leaves = tree_leaves(sent)
-    assert type(arrived) is Batch and type(arrived.corruption) is (Corruption if "pattern" in settings else type(None))
-    for one, other in zip(leaves, tree_leaves(arrived), strict=True):
+    assert type(arrived) is Batch and type(arrived.corruption) is (Corruption if pattern else type(None))
+    for one, other in zip(tree_leaves(sent), tree_leaves(arrived), strict=True):
         if isinstance(one, torch.Tensor):
             assert one.dtype == other.dtype and torch.equal(one, other) and other.is_contiguous()
         else:
