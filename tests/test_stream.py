@@ -96,6 +96,14 @@ def test_epochs_and_blocks_are_shuffled(parquet):
     assert max(rows[4:8]) == 7  # blocks stay in order
 
 
+def test_a_cursor_goes_on_where_it_stands(parquet):
+    whole, _ = read(stream(parquet), 0, 80)
+    for stop in (1, 3, 4, 11, 66, 70):  # in a block, at its end, at a shard's, at an epoch's
+        begun, cursor = read(stream(parquet), 0, stop)
+        rest, _ = read(stream(parquet), 0, 80 - stop, cursor)
+        assert begun + rest == whole
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("workers", [0, 3])
 def test_batches_come_from_workers_in_turn_and_resume(parquet, workers):
