@@ -1,7 +1,165 @@
-"""A home folder that cannot be written, where libraries keep prepared, downloaded and compiled files: one line."""
+"""Folders of derived data: one process of a machine makes one, all share it, nothing is left; the user's own."""
 
+import atexit
+import fcntl
+import multiprocessing
+import os
+from pathlib import Path
+
+import datasets
 import pytest
+from colours import CATS_AND_DOGS, save, save_classes
 from conftest import run_command
+
+from mpp.config import ImagesConfig
+from mpp.data import caches
+from mpp.data.caches import cached
+from mpp.data.sources import load_splits
+from mpp.errors import UserError
+
+context = multiprocessing.get_context("fork")
+SOON = 60  # seconds
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where such folders lie."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache" / f"mpp_{os.getuid()}"
+
+
+def start(act, count: int = 2) -> list:
+    """What `act` returns in processes that one launcher starts together."""
+
+    def run(rank: int) -> None:
+        atexit._clear()  # what the tests have registered
+        os.environ |= {"WORLD_SIZE": str(count), "RANK": str(rank), "MASTER_PORT": "29500"}
+        together.wait(SOON)
+        results.put((rank, act()))
+        together.wait(SOON)
+        atexit._run_exitfuncs()
+
+    results, together = context.Queue(), context.Barrier(count)
+    processes = [context.Process(target=run, args=(rank,)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    by_rank = dict(results.get(timeout=SOON) for _ in processes)
+    for process in processes:
+        process.join(SOON)
+        assert process.exitcode == 0
+    return [by_rank[rank] for rank in range(count)]
+
+
+def paths(path: Path) -> list[str]:
+    return [cell["path"] for rows in load_splits(ImagesConfig(path=str(path))).values() for cell in rows["image"]]
+
+
+# --- listings of folders of images ---
+
+
+def test_processes_that_start_together_walk_once(cache, tmp_path):
+    """And have the same images in the same order; the next start has a listing of its own."""
+    save_classes(tmp_path / "data", CATS_AND_DOGS, 20)
+    walks, scandir = tmp_path / "walks", os.scandir
+
+    def act():
+        def counted(path):
+            with walks.open("a") as file:
+                file.write(f"{path}\n")
+            return scandir(path)
+
+        os.scandir = counted
+        return paths(tmp_path / "data")
+
+    for count in (40, 41):
+        first, second = start(act)
+        assert first == second and len(first) == count
+        walked = [line for line in walks.read_text().splitlines() if line.startswith(str(tmp_path / "data"))]
+        assert len(walked) == 3 and len({*walked}) == 3
+        assert not [*cache.rglob("*.arrow")]
+        save(tmp_path / "data" / "cat" / "new.png")
+        walks.unlink()
+
+
+def test_a_mistake_is_said_by_all_and_leaves_nothing(cache, tmp_path):
+    (tmp_path / "data").mkdir()
+
+    def act():
+        with pytest.raises(UserError, match="holds no images"):
+            paths(tmp_path / "data")
+        return True
+
+    assert start(act) == [True, True]
+    assert not [*cache.rglob("*.arrow")]
+
+
+# --- the folders ---
+
+
+def write(folder: Path) -> None:
+    (folder / str(os.getpid())).write_bytes(bytes(1000))
+
+
+def test_processes_wait_for_the_one_that_makes_a_folder_and_not_for_its_end(cache):
+    makers = start(lambda: [file.name for file in cached("key", write).iterdir()], 6)
+    assert all(len(names) == 1 for names in makers) and len({*map(tuple, makers)}) == 1
+
+
+def test_a_folder_that_another_process_uses_is_not_removed(cache):
+    folder = cached("listing", write)
+    with folder.with_name("listing.lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        caches.discard(folder)
+        assert [*folder.iterdir()]
+    assert cached("listing", lambda folder: None) == folder
+    caches.discard(folder)
+    assert not [*folder.parent.iterdir()]
+
+
+def test_what_a_killed_process_left_is_made_again_unless_it_is_to_be_kept(cache):
+    for is_kept in (True, False):
+        folders = []
+        for _ in range(2):
+            folder = cached(f"listing-{is_kept}", folders.append, is_kept)
+            caches.locks.pop(folder).close()  # as the kernel does where the process is killed
+        assert len(folders) == (1 if is_kept else 2)
+
+
+def test_folders_that_are_not_used_make_room_the_oldest_first(cache, monkeypatch):
+    monkeypatch.setattr(caches, "MAX_BYTES", 3500)
+    cached("a", write)
+    with caches.locks.pop(cache / "a"):  # as of another process, which still uses it
+        for number, name in enumerate("bcde"):
+            cached(name, write)
+            caches.locks.pop(cache / name).close()  # as at the end of a process
+            os.utime(cache / f"{name}.lock", (number, number))
+        assert sorted(path.name for path in cache.iterdir() if path.is_dir()) == ["a", "d", "e"]
+    os.utime(cache / "a.lock", (0, 0))
+    cached("f", write)
+    assert not (cache / "a").exists()
+
+
+@pytest.mark.parametrize("problem", ["a file", "a link", "others may write there", "another user's", "a full disk"])
+def test_a_cache_that_cannot_be_used_or_trusted_is_named(cache, problem):
+    cache.parent.mkdir()
+    if problem == "a file":
+        cache.touch()
+    elif problem == "a link":
+        cache.symlink_to(cache.parent)
+    elif problem != "a full disk":
+        cache.mkdir()
+        cache.chmod(0o777 if problem == "others may write there" else 0o700)
+    if problem == "another user's":
+        if os.getuid():
+            pytest.skip("only root makes files of others")
+        os.chown(cache, 12345, 12345)
+
+    def fail(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match=r"HF_DATASETS_CACHE: .* cannot be written"):
+        cached("key", fail)
+    assert not (cache / "key").exists()
 
 
 @pytest.mark.faults

@@ -1,5 +1,6 @@
 """Batches taken when their forward pass begins: order, steps that are dropped, and a simulated device's idle time."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -10,45 +11,9 @@ from conftest import TINY, read_metrics
 
 from evaluation import supervised
 from mpp.errors import ReadFailed
-from mpp.runtime.signals import Preemption
-from mpp.training.loop import Loop, TrainingStep
+from mpp.training.loop import Loop
 
-PASSES = 4
 ACCUMULATION = "--data.batch_size=2"  # four passes of the tests' eight images
-
-
-def test_each_batch_is_taken_when_its_pass_begins(pretrain, monkeypatch):
-    events = []
-    load_batch, agreed = Loop.load_batch, Preemption.agreed
-
-    def noted_load(self):
-        events.append("take")
-        return load_batch(self)
-
-    def noted_agreement(self, *args):
-        if args:
-            events.append("agree")
-        return agreed(self, *args)
-
-    monkeypatch.setattr(Loop, "load_batch", noted_load)
-    monkeypatch.setattr(Preemption, "agreed", noted_agreement)
-    monkeypatch.setattr(TrainingStep, "seed_of", lambda *_: events.append("pass") or 0)
-    pretrain("--run.steps=1", ACCUMULATION)
-    assert events == ["take", "agree", "pass"] * 4
-
-
-def fail_in_the_middle(monkeypatch, step: int) -> None:
-    """Images of the third pass of a step (from 0) cannot be read."""
-    load_batch = Loop.load_batch
-    taken = []
-
-    def failing_load(self):
-        taken.append(None)
-        if len(taken) == PASSES * step + 3:
-            return ReadFailed("images cannot be read")
-        return load_batch(self)
-
-    monkeypatch.setattr(Loop, "load_batch", failing_load)
 
 
 @pytest.mark.parametrize("model", [[], ["--model.name=test_resnet"]], ids=["ViT", "batch norm"])
@@ -62,7 +27,12 @@ def test_a_step_without_all_of_its_images_is_dropped_whole(tmp_path, monkeypatch
 
     whole = run("whole")
     with monkeypatch.context() as patch:
-        fail_in_the_middle(patch, step=1)
+        load_batch, passes = Loop.load_batch, itertools.count(1)
+
+        def failing_load(self):  # in the middle of the second step
+            return ReadFailed("images cannot be read") if next(passes) == 4 + 3 else load_batch(self)
+
+        patch.setattr(Loop, "load_batch", failing_load)
         with pytest.raises(ReadFailed, match="a checkpoint after step 1 is written"):
             run("cut")
     assert run("cut") == whole

@@ -1,6 +1,5 @@
 """Datasets of the hub, from a fake one: one commit a run, faults that pass, faults that do not, signals."""
 
-import io
 import json
 import os
 import resource
@@ -9,7 +8,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +18,11 @@ import huggingface_hub
 import pyarrow.parquet as pq
 import pytest
 from colours import CATS_AND_DOGS, colour, seen
-from conftest import HANGS, ROOT, TINY, encoded, picture, wait_until
+from conftest import HANGS, ROOT, TINY, wait_until
 from fake_hub import ALWAYS, TOKEN, FakeHub, Fault
-from image_files import tar
 from server import Command, context, environments_of
 
-from mpp.config import DataConfig
 from mpp.data.data_path import BIRDS_FOLDER
-from mpp.data.sources import load_splits
 from mpp.runtime.signals import EXIT_CODE, MARKER
 from mpp.training.checkpoint import newest_step
 
@@ -35,7 +30,6 @@ pytestmark = pytest.mark.rehearsal
 COMMITS = ("1" * 40, "2" * 40)
 STREAMED = "--data.streaming=true"
 HURRY = 20
-WAYS = pytest.mark.parametrize("way", [(), (STREAMED,)], ids=["indexed", "streamed"])
 
 
 def hurry() -> None:
@@ -134,35 +128,24 @@ def weights(folder):
     return (folder / "encoder" / "model.safetensors").read_bytes()
 
 
-@WAYS
+@pytest.mark.parametrize("way", [(), (STREAMED,), ("--probe.path=somebody/birds",)])
 def test_a_run_is_of_one_commit_and_goes_on_with_it(fake_hub, run, tmp_path, way, tally):
-    """Though the branch moves, and two processes ask."""
-    run(*way)
-    assert commits_of(tmp_path / "run") == {"train": COMMITS[0], "held_out": COMMITS[0]}
+    """Though the branch moves, and two processes ask. Also where general images alone are of the hub."""
+    words, options, parts = [*way], {}, ("train", "held_out")
+    if way and way[0].startswith("--probe"):
+        words += ["--probe.every=2", "--run.eval_every=2"]
+        options, parts = {"path": str(BIRDS_FOLDER)}, ("probe.path", "probe.path, held out")
+    run(*words, **options)
+    assert [commits_of(tmp_path / "run")[part] for part in parts] == [COMMITS[0]] * 2
     unfinish(tmp_path / "run")
     (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
-    output = run(*way)
+    output = run(*words, **options)
     assert "after step 2" in output, output
-    assert commits_of(tmp_path / "run")["train"] == COMMITS[0]
-    run(*way, name="two", processes=2)
-    assert commits_of(tmp_path / "two")["train"] == COMMITS[1]
-    tally("hub: its branch moves while a run is stopped, and between two processes: one commit *", 2)
-
-
-def test_general_images_are_of_one_commit_too(fake_hub, run, tmp_path):
-    """Those of `probe.path`; the run's own are on this machine."""
-    options = dict(path=str(BIRDS_FOLDER))
-    probed = ("--probe.path=somebody/birds", "--probe.every=2", "--run.eval_every=2")
-    run(*probed, **options)
-    general = ("probe.path", "probe.path, held out")
-    assert [commits_of(tmp_path / "run")[part] for part in general] == [COMMITS[0]] * 2
-    unfinish(tmp_path / "run")
-    (fake_hub.root / "somebody" / "birds" / "main").write_text(COMMITS[1])
-    output = run(*probed, **options)
-    assert "after step 2" in output and "kNN of general images" in output, output
-    assert commits_of(tmp_path / "run")["probe.path"] == COMMITS[0]
-    run(*probed, name="two", processes=2, **options)
-    assert commits_of(tmp_path / "two")["probe.path"] == COMMITS[1]
+    assert commits_of(tmp_path / "run")[parts[0]] == COMMITS[0]
+    run(*words, name="two", processes=2, **options)
+    assert commits_of(tmp_path / "two")[parts[0]] == COMMITS[1]
+    if not options:
+        tally("hub: its branch moves while a run is stopped, and between two processes: one commit *", 2)
 
 
 def test_what_is_cached_is_of_the_runs_commit_or_refused(fake_hub, run, tmp_path, tally):
@@ -178,7 +161,7 @@ def test_what_is_cached_is_of_the_runs_commit_or_refused(fake_hub, run, tmp_path
     tally("hub: away, and two commits are cached: the newer is used, and by no run of the older", 2)
 
 
-@WAYS
+@pytest.mark.parametrize("way", [(), (STREAMED,)], ids=["indexed", "streamed"])
 def test_faults_that_pass_are_waited_out(fake_hub, run, home, tmp_path, way, tally):
     """A fault of the hub or the network for each of the four shards; the same bits."""
     run(*way, name="undisturbed")
@@ -241,13 +224,9 @@ def test_a_hub_that_stays_away(fake_hub, run, undisturbed, tmp_path, processes, 
     assert weights(tmp_path / "run") == bits
     fake_hub.faults["."] = Fault()
     output = run(*again, name="other", processes=processes, code=None)
-    lines = {
-        line
-        for line in output.splitlines()
-        if line.startswith("error") and "another process does not answer" not in line
-    }
-    assert len(lines) == 1, output
-    assert "data.path is somebody/birds, which cannot be loaded" in lines.pop()
+    lines = {line for line in output.splitlines() if line.startswith("error")}
+    (line,) = (line for line in lines if "another process does not answer" not in line)
+    assert "data.path is somebody/birds, which cannot be loaded" in line
     tally("hub: goes away for good before a run, and in the middle of a stream (one and two processes) *", 2)
 
 
@@ -269,20 +248,6 @@ def test_a_signal_while_the_hub_is_away(fake_hub, start, run, undisturbed, tmp_p
     run(*options, processes=processes)
     assert weights(tmp_path / "run") == bits
     tally("hub: SIGTERM while it is away (loaders in one and two processes, and beside them) *", 1)
-
-
-def test_a_folder_of_images_is_no_stream(fake_hub, run, tmp_path):
-    photos = fake_hub.root / "somebody" / "photos"
-    for number in range(16):
-        file = photos / COMMITS[0] / ("train" if number % 2 else "test") / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(picture(number)))
-    (photos / "main").write_text(COMMITS[0])
-    options = dict(path="somebody/photos")
-    output = run(STREAMED, "--data.eval_split=test", code=2, **options)
-    assert "data.path holds image files, no shards: leave out data.streaming" in output
-    run("--data.eval_split=test", **options)
-    assert commits_of(tmp_path / "run")["train"] == COMMITS[0]
 
 
 ANIMALS = [*enumerate(CATS_AND_DOGS)]
@@ -331,12 +296,6 @@ def fill_cache(path: str) -> None:
     datasets.load_dataset(path)
 
 
-def streamed(path: str) -> list[tuple[str, bytes]]:
-    """Labels and images of a stream."""
-    rows = load_splits(DataConfig(path=path, streaming=True), streaming=True)["train"]
-    return [(row["label"], row["image"]["bytes"]) for row in rows]
-
-
 def test_loose_pictures_are_listed_as_on_this_machine(fake_hub, home, tmp_path):
     """Classes of folders, a list for one split, a picture at the top that takes no label away."""
     files = {name: colour(kind) for name, kind in PICTURES.items()}
@@ -354,31 +313,6 @@ def test_loose_pictures_are_listed_as_on_this_machine(fake_hub, home, tmp_path):
     assert in_a_process(seen_offline, "somebody/loose") == here  # as a node without internet has it
     assert Counter(images["train"].values()) == {(0, "cat"): 2, (1, "dog"): 2, (3, None): 1}
     assert Counter(images["test"].values()) == {(0, "cat"): 2, (1, "dog"): 2}
-
-
-def said_on_stderr(look: Callable, path: str) -> str:
-    with redirect_stderr(io.StringIO()) as said:
-        look(path)
-    return said.getvalue()
-
-
-def test_tar_shards_are_listed_as_on_this_machine(fake_hub, home):
-    """Indexed and streamed. Endings of images differ, and names have dots. A third shard is missing."""
-    shards = {}
-    for shard, (end, form) in enumerate((("jpg", "JPEG"), ("png", "PNG"))):
-        members = []
-        for number in range(6):
-            name = f"img-{6 * shard + number:03d}"
-            kind = number % 2
-            members.append((f"{name}.{end}", colour(kind, form)))
-            members.append((f"{name}.cls", CATS_AND_DOGS[kind].encode()))
-        shards[f"data/train-{shard}-of-3.tar"] = tar(members)
-    path = publish(fake_hub, "tars", shards)
-    images = [colour(n % 2, form) for form in ("JPEG", "PNG") for n in range(6)]
-    assert in_a_process(streamed, path) == [*zip(CATS_AND_DOGS * 6, images, strict=True)]
-    assert Counter(in_a_process(seen, path)["train"].values()) == {(0, "cat"): 6, (1, "dog"): 6}
-    for look in (streamed, seen):
-        assert f"data.path {path}: 2 of 3 shards are there of train:" in in_a_process(said_on_stderr, look, path)
 
 
 def test_a_download_that_fills_the_disk(start, run, tally):

@@ -1,11 +1,9 @@
 """Loaders: the endless sequence of images, how steps are shared out, and loader processes."""
 
 import itertools
-import json
 import multiprocessing
 import os
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from conftest import views_of
 
 from mpp.config import DataConfig
 from mpp.data import workers
-from mpp.data.decoding.decode import decode
+from mpp.data.dataset import ImageDataset
 from mpp.data.loader import BatchLayout, FixedViewLoader, TrainingBatchSampler, fixed_view_batches, training_loader
 from mpp.data.sources import load_image_datasets
 from mpp.data.views import Batch
@@ -23,8 +21,6 @@ from mpp.errors import UserError
 from mpp.pretrain import Pretraining
 from mpp.runtime import hardware
 
-EVALUATED_METRICS = ("heldout", "features", "knn")
-
 
 def assert_same_images(one: Batch, other: Batch) -> None:
     assert torch.equal(one.images, other.images)
@@ -32,17 +28,6 @@ def assert_same_images(one: Batch, other: Batch) -> None:
 
 
 # --- training: how the images of a step are shared out ---
-
-
-def test_every_epoch_shows_every_image_once_in_another_order():
-    layout = BatchLayout.of(6, 3, world_size=1, rank=0)
-    orders: dict[int, list[int]] = {}
-    for batch in TrainingBatchSampler(9, seed=0, layout=layout, start=0, stop=6):
-        for epoch, index in batch:
-            orders.setdefault(epoch, []).append(index)
-    assert list(orders) == [0, 1, 2, 3]
-    assert all(sorted(order) == list(range(9)) for order in orders.values())
-    assert len({tuple(order) for order in orders.values()}) == 4
 
 
 def keys_of_steps(batch_size: int | None, processes: int, start: int, stop: int) -> list[list[tuple[int, int]]]:
@@ -64,13 +49,18 @@ def keys_of_steps(batch_size: int | None, processes: int, start: int, stop: int)
 
 @pytest.mark.parametrize(
     ("batch_size", "processes"),
-    [(5, 1), (3, 3), (None, 5), (2, 5)],
+    [(5, 1), (3, 3), (2, 5)],
 )
 def test_a_steps_images_do_not_depend_on_how_they_are_shared_out(batch_size, processes):
+    """Every epoch shows every image once, in another order."""
     expected = keys_of_steps(None, 1, 0, 5)
     assert all(len(keys) == 12 for keys in expected)
-    assert keys_of_steps(batch_size, processes, 0, 5) == expected
     assert keys_of_steps(batch_size, processes, 3, 5) == expected[3:]  # resumed
+    assert keys_of_steps(batch_size, processes, 0, 5) == expected
+    in_turn = list(itertools.chain(*expected))
+    orders = [[image for _, image in in_turn[7 * epoch : 7 * (epoch + 1)]] for epoch in range(8)]
+    assert [epoch for epoch, _ in in_turn] == [number // 7 for number in range(60)]
+    assert all(sorted(order) == list(range(7)) for order in orders) and orders[0] != orders[1]
 
 
 def test_shares_differ_by_one_image_at_most_and_fit():
@@ -93,38 +83,28 @@ def test_shares_differ_by_one_image_at_most_and_fit():
     [
         (12, None, 13, r"global_batch_size is 12; .* at least 13"),
         (64, 1, 3, r"batch_size is 1; it must be larger"),
+        (5, None, 3, "images in a forward pass is 1; it must be at least 2"),
+        (8, 1, 1, "images in a forward pass is 1; it must be at least 2"),
     ],
 )
 def test_a_global_batch_that_cannot_be_shared_out_is_an_error(images, batch_size, processes, words):
-    with pytest.raises(UserError, match=words):
-        BatchLayout.of(images, batch_size, processes, 0)
-
-
-@pytest.mark.parametrize(("images", "batch_size", "processes"), [(1, 8, 1), (5, None, 3), (8, 1, 1), (9, 2, 2)])
-def test_single_images_are_refused_where_several_are_needed(images, batch_size, processes):
+    """The last two where single images are refused."""
     BatchLayout.of(2 * processes, None, processes, 0).require_several("")
-    with pytest.raises(UserError, match="images in a forward pass is 1; it must be at least 2"):
+    with pytest.raises(UserError, match=words):
         BatchLayout.of(images, batch_size, processes, 0).require_several("")
 
 
-def test_samples_do_not_depend_on_workers():
+def test_samples_do_not_depend_on_workers_and_loading_draws_nothing_from_torchs_generator():
     train, _ = load_image_datasets(DataConfig())
     layout = BatchLayout.of(4, 4, 1, 0)
+    before = torch.get_rng_state()
     without = list(training_loader(views_of(train, workers=0), layout, 158, 160))
+    assert torch.equal(torch.get_rng_state(), before)
     with_two = list(training_loader(views_of(train, workers=2), layout, 158, 160))
     for one, other in zip(without, with_two, strict=True):
         assert_same_images(one, other)
-        for name, tensor in one.corruption._asdict().items():
-            other_tensor = getattr(other.corruption, name)
+        for tensor, other_tensor in zip(one.corruption, other.corruption, strict=True):
             assert tensor is other_tensor is None or torch.equal(tensor, other_tensor)
-
-
-def test_loading_draws_nothing_from_torchs_generator():
-    train, _ = load_image_datasets(DataConfig())
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    next(iter(training_loader(views_of(train, workers=0), BatchLayout.of(2, 2, 1, 0), 0, 1)))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # --- fixed views ---
@@ -149,39 +129,30 @@ def test_sets_are_loaded_again_and_again(workers):
 # --- loader processes ---
 
 
-def test_loader_processes_are_forked_before_there_are_threads_and_none_is_left(pretrain, tmp_path, monkeypatch):
+def test_loader_processes_are_forked_before_there_are_threads_and_none_is_left(pretrain, monkeypatch):
     """But for the one that waits for signals: a fork beside a thread that runs may hang. Evaluations fork none."""
     fork, evaluate = os.fork, Pretraining.evaluate
-    threads_at_forks: list[list[threading.Thread]] = []
-    forks_in_evaluations: list[int] = []
-    threads_of_others = {thread.name for thread in threading.enumerate()}
+    forks: list[set[str]] = []  # names of the threads that run
+    forks_before_and_after: list[int] = []
+    of_others = {thread.name for thread in threading.enumerate()}
 
-    def counted_fork():
-        threads_at_forks.append(threading.enumerate())
+    def noted_fork():
+        forks.append({thread.name for thread in threading.enumerate()} - of_others)
         return fork()
 
-    def counted_evaluate(self, model, step, tracker):
-        before = len(threads_at_forks)
-        scalars = evaluate(self, model, step, tracker)
-        forks_in_evaluations.append(len(threads_at_forks) - before)
+    def noted_evaluate(*given):
+        forks_before_and_after.append(len(forks))
+        scalars = evaluate(*given)
+        forks_before_and_after.append(len(forks))
         return scalars
 
-    def evaluated_metrics(workers: int) -> list[dict]:
-        options = ("--run.eval_every=2", "--probe.every=2", "--probe.images=20", f"--data.workers={workers}")
-        folder = pretrain(*options, dir=tmp_path / str(workers), without="--data.workers")
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        return [{name: line[name] for name in line if name.startswith(EVALUATED_METRICS)} for line in lines]
-
-    monkeypatch.setattr(os, "fork", counted_fork)
-    monkeypatch.setattr(Pretraining, "evaluate", counted_evaluate)
-    metrics = evaluated_metrics(workers=1)
-    assert forks_in_evaluations == [0, 0]
+    monkeypatch.setattr(os, "fork", noted_fork)
+    monkeypatch.setattr(Pretraining, "evaluate", noted_evaluate)
+    options = ("--run.eval_every=2", "--probe.every=2", "--probe.images=20", "--data.workers=1")
+    pretrain(*options, without="--data.workers")
+    assert forks_before_and_after == [2, 2, 2, 2]
     assert not multiprocessing.active_children()
-    assert len(threads_at_forks) == 2
-    names = {thread.name for threads in threads_at_forks for thread in threads} - threads_of_others
-    assert all("listen" in name for name in names), names
-    for line, expected in zip(metrics, evaluated_metrics(workers=0), strict=True):
-        assert line == pytest.approx(expected, rel=1e-6)
+    assert len(forks) == 2 and all("listen" in name for names in forks for name in names), forks
 
 
 def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loads(image_folder, monkeypatch):
@@ -189,47 +160,35 @@ def test_the_death_of_a_process_that_stays_names_an_image_of_the_set_that_it_loa
     loader = FixedViewLoader(2, workers=1)
     fine = loader.add(views_of(dataset.select(np.array([0, 1]))))
     deadly = loader.add(views_of(dataset.select(np.array([2, 3]))))
-    deadly_name = dataset.image_name(3)
-    deadly_data = dataset.rows[3]["image"]["bytes"] or Path(deadly_name).read_bytes()
+    name, decode_image = dataset.image_name(3), ImageDataset.decode
 
-    def deadly_decode(*given):
-        if given[0] == deadly_data:
+    def deadly_decode(self, index, *given):
+        if self.image_name(index) == name:
             os.kill(os.getpid(), 9)
-        return decode(*given)
+        return decode_image(self, index, *given)
 
-    monkeypatch.setattr("mpp.data.decoding.decode.decode", deadly_decode)
+    monkeypatch.setattr(ImageDataset, "decode", deadly_decode)
     assert len(list(loader.batches(fine))) == 1
-    with (
-        pytest.raises(UserError, match=f"a loader process died .* while it read {deadly_name};"),
-        deaths_explained(),
-    ):
+    with pytest.raises(UserError, match=f"a loader process died .* while it read {name};"), deaths_explained():
         list(loader.batches(deadly))
     kill_workers()
 
 
 @pytest.mark.parametrize(
-    ("given", "gpu", "cores", "local_processes", "expected"),
+    ("given", "gpu", "cores", "processes", "bound", "expected"),
     [
-        (None, False, 64, 1, 2),
-        (None, False, 1, 1, 1),  # torch would warn of two
-        (None, True, 12, 1, 11),
-        (None, True, 128, 8, 15),
-        (None, True, 128, 1, 16),  # more are of no use
-        (None, True, 8, 8, 1),
-        (5, True, 128, 8, 5),
-        (0, False, 64, 1, 0),
+        (None, False, 64, 1, False, 2),
+        (None, False, 1, 1, False, 1),  # torch would warn of two
+        (None, True, 128, 2, False, 16),  # more are of no use
+        (None, True, 128, 8, False, 15),
+        (None, True, 12, 8, True, 11),  # it has its share of the cores already
+        (0, True, 64, 1, False, 0),
     ],
 )
-def test_loader_processes_follow_the_device(monkeypatch, given, gpu, cores, local_processes, expected):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_processes))
+def test_loader_processes_follow_the_device(monkeypatch, given, gpu, cores, processes, bound, expected):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", str(int(bound)))
     monkeypatch.setattr(workers, "uses_gpu", lambda: gpu)
     monkeypatch.setattr(workers, "cores", lambda: cores)
     monkeypatch.setattr(hardware, "cores", lambda: cores)
     assert loader_processes(DataConfig(workers=given)) == expected
-
-
-def test_a_bound_process_has_its_share_of_the_cores_already(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
-    monkeypatch.setattr(hardware, "cores", lambda: 12)
-    assert hardware.share_of_cores() == 12

@@ -9,10 +9,16 @@ import numpy as np
 import pytest
 import yaml
 from conftest import CUT, encoded, picture
-from test_label_kinds import write_images
 
-from evaluation import embed, fewshot, finetune, knn, segmentation, visualize
-from evaluation.config import FewshotConfig, FinetuneConfig, KnnConfig, LinearConfig, ProbeDataConfig
+from evaluation import fewshot, finetune, knn
+from evaluation.config import (
+    FewshotConfig,
+    FinetuneConfig,
+    KnnConfig,
+    LinearConfig,
+    ProbeDataConfig,
+    SegmentationConfig,
+)
 from evaluation.frozen.results import report_path, report_suffix
 from evaluation.frozen.run_images import load_images_of, note_other_images, parse_and_load
 from mpp.config import SourceConfig
@@ -25,7 +31,7 @@ FAST = ("--data.workers=0", "--precision=fp32", "--threads=1", "--shots=1", "--s
 
 def own_images(run: Path | str, *words: str) -> SourceConfig:
     """The settings of the images that an encoder is evaluated on."""
-    return parse_and_load(fewshot.FewshotConfig, [f"--encoder={run}", *words])[0].data
+    return parse_and_load(FewshotConfig, [f"--encoder={run}", *words])[0].data
 
 
 @pytest.fixture
@@ -50,89 +56,64 @@ def test_fine_tuning_shows_images_as_the_run_did(tmp_path):
     assert parse_and_load(KnnConfig, words)[0].data.channels == 1
 
 
-def test_reports_on_other_images_than_the_runs_are_named_after_them(tmp_path):
+def test_reports_on_other_images_and_by_other_settings_are_named_after_them(tmp_path):
     (tmp_path / "config.yaml").write_text("data: {path: here}")
     (tmp_path / "encoder").mkdir()
     encoder = f"--encoder={tmp_path}"
 
-    def suffix(*words: str) -> str:
-        return report_suffix(parse_and_load(KnnConfig, [encoder, *words])[0])
+    def suffix(*words: str, of: type = KnnConfig, of_all: bool = False) -> str:
+        return report_suffix(parse_and_load(of, [encoder, *words])[0], of_all)
 
     assert suffix() == ""
-    elsewhere = suffix("--data.path=elsewhere")
-    other_labels = suffix("--data.path=elsewhere", "--data.label_column=kind")
-    from_python = report_suffix(KnnConfig.of(encoder=str(tmp_path)))  # the package's images
-    assert (elsewhere, other_labels) == ("_path_elsewhere", "_path_elsewhere_label_column_kind")
-    assert from_python == "_path_None"
-    assert suffix("--data.train_images=100") == "_train_images_100"  # of the run's own images
+    assert suffix("--data.path=elsewhere", "--data.label_column=kind") == "_path_elsewhere_label_column_kind"
+    assert report_suffix(KnnConfig.of(encoder=str(tmp_path))) == "_path_None"  # from Python: the package's images
     assert suffix("--data.train_images=100", "--data.eval_seed=1") == "_eval_seed_1_train_images_100"
 
-
-def test_reports_by_other_settings_are_named_after_them(tmp_path):
-    def suffix(config_class, *words: str) -> str:
-        return report_suffix(parse_and_load(config_class, ["--encoder=floor:pixels", *words])[0], of_all=True)
-
-    assert suffix(FewshotConfig) == suffix(FewshotConfig, "--threads=1", "--data.workers=0") == ""
-    assert suffix(FewshotConfig, "--shots=5") == "_shots_5"
-    assert suffix(FewshotConfig, "--shots=[5, 10]", "--data.eval_crop=1") == "_eval_crop_1.0_shots_5-10"
-    assert suffix(LinearConfig, "--protocol=mae") == "_protocol_mae"
-    long, other = (suffix(LinearConfig, f"--l2={[step / number for number in range(1, 30)]}") for step in (1, 2))
+    encoder = "--encoder=floor:pixels"
+    few = {"of": FewshotConfig, "of_all": True}
+    assert suffix(**few) == suffix("--threads=1", "--data.workers=0", **few) == ""
+    assert suffix("--shots=[5, 10]", "--data.eval_crop=1", **few) == "_eval_crop_1.0_shots_5-10"
+    rates = ([step / number for number in range(1, 30)] for step in (1, 2))
+    long, other = (suffix(f"--l2={each}", of=LinearConfig, of_all=True) for each in rates)
     assert len(long) == len(other) == len("_l2_123456") and long != other
 
 
-def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, tmp_path, capsys):
+def test_evaluation_takes_the_runs_own_images(pretrain, image_folder, capsys):
     folder = pretrain(f"--data.path={image_folder}", *CUT, "--data.cut_seed=3", "--data.train_images=8")
     capsys.readouterr()
-    fewshot.main([f"--encoder={folder}", *FAST])
+    report = fewshot.main([f"--encoder={folder}", *FAST])
     printed = capsys.readouterr().out
     assert f"the images of {folder}: --data.path {image_folder} --data.eval_split null --data.eval_fraction" in printed
     assert "9 labelled images to learn from, 3 to evaluate on" in printed
-    protocol = json.loads(next((folder / "evaluation").glob("fewshot*.json")).read_text())["protocol"]
-    fewshot.main([f"--encoder={folder}", "--data.train_images=7", *FAST])
-    assert "7 labelled images to learn from, 3 to evaluate on" in capsys.readouterr().out
-    assert len(list((folder / "evaluation").glob("fewshot*.json"))) == 2
-    assert protocol["data"]["path"] == str(image_folder)
-    assert protocol["data"]["cut_seed"] == 3
-    all_images = own_images(folder / "encoder")
-    assert all_images.train_images is None
-    assert all_images.cut_seed == 3
+    data = report["protocol"]["data"]
+    assert (data["path"], data["cut_seed"], data["train_images"]) == (str(image_folder), 3, None)
+    assert own_images(folder / "encoder").cut_seed == 3
     for given, path in (("null", None), ("elsewhere", "elsewhere")):
         others = own_images(folder, f"--data.path={given}")
-        assert others.path == path
-        assert others.cut_seed == 0
-    assert own_images("floor:pixels") == fewshot.FewshotConfig().data
+        assert (others.path, others.cut_seed) == (path, 0)
+    assert own_images("floor:pixels") == FewshotConfig().data
 
 
 def test_settings_from_python_take_over_nothing_and_a_note_says_so(pretrain, image_folder, tmp_path, capsys):
-    """The command line, also as `main` of a module, takes the run's images, and reads others as these were read."""
     folder = pretrain(f"--data.path={image_folder}", *CUT, "--data.range=[0, 51]", "--data.nodata=7")
-    few = dict(shots=1, seeds=0, precision="fp32", threads=1, out=str(tmp_path / "f.json"))
-    report = fewshot.main([f"--encoder={folder}", *FAST])
-    assert report["protocol"]["data"]["path"] == str(image_folder)
-    assert "note: data.path" not in capsys.readouterr().out
-    others = ProbeDataConfig(path=str(image_folder), workers=0)
-    birds = "note: data.path is null: these are the package's birds, and not the images of"
-    read = f"{folder} learned from images that were read with data.range [0.0, 51.0] (here null)"
-    fewshot.run(FewshotConfig.of(encoder=str(folder), data=others, **few))
-    said = capsys.readouterr().out
-    assert read in said and birds not in said
-    note_other_images(str(folder), replace(others, path=None))
-    assert f"{birds} {folder}" in capsys.readouterr().out
-    note_other_images(str(folder), others, {"range": None, "nodata": None, "channels": 3, "bands": None})  # of a head
-    note_other_images("floor:pixels", SourceConfig())
-    assert capsys.readouterr().out == ""
-
-
-def test_images_with_other_labels_are_described_once_by_the_labels_that_are_taken(pretrain, tmp_path, capsys):
-    images = write_images(tmp_path / "images", lambda number, red: f"{number % 2},{red}")
-    metadata = images / "metadata.csv"
-    metadata.write_text(metadata.read_text().replace("split,label", "split,side,redness"))
-    folder = pretrain(f"--data.path={images}", "--data.label_column=side")
+    own = own_images(folder)
     capsys.readouterr()
-    messages.tell.cache_clear()  # as in a new process
-    knn.main([f"--encoder={folder}", "--data.label_column=redness", "--threads=1", "--neighbours=5"])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if " train (" in line]
-    assert line.endswith("24 train (labelled), 24 test (labelled)")
+
+    def noted(note, *given) -> str:
+        messages.tell.cache_clear()  # as in a new process
+        note(*given)
+        return capsys.readouterr().out
+
+    birds = f"note: data.path is null: these are the package's birds, and not the images of {folder}"
+    read = f"{folder} learned from images that were read with data.range [0.0, 51.0] (here null)"
+    assert birds in noted(note_other_images, str(folder), SourceConfig())
+    here = ProbeDataConfig(path=str(image_folder), workers=0)
+    few = dict(shots=1, seeds=0, precision="fp32", threads=1, out=str(tmp_path / "f.json"))
+    said = noted(fewshot.run, FewshotConfig.of(encoder=str(folder), data=here, **few))
+    assert read in said and birds not in said
+    of_a_head = {"range": None, "nodata": None, "channels": 3, "bands": None}
+    assert noted(note_other_images, str(folder), here, of_a_head) == ""
+    assert noted(note_other_images, str(folder), own) == ""
 
 
 def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_path, monkeypatch):
@@ -154,10 +135,9 @@ def test_a_dataset_of_the_hub_never_becomes_a_folder_of_that_name(trained, tmp_p
 
 
 def test_a_run_is_evaluated_on_its_own_images_from_any_folder(of_a_relative_path, image_folder, tmp_path, monkeypatch):
-    others = tmp_path / "elsewhere" / "images" / "cat"
-    others.mkdir(parents=True)
-    (others / "00.png").write_bytes(encoded(picture(50)))
-    monkeypatch.chdir(others.parents[1])
+    """Also where the folder has others of this name."""
+    shutil.copytree(image_folder / "cat", tmp_path / "elsewhere" / "images" / "cat")
+    monkeypatch.chdir(tmp_path / "elsewhere")
     images = own_images(of_a_relative_path)
     assert (images.path, images.cut_seed) == (str(image_folder), 3)
     others = replace(KnnConfig().data, path="images")
@@ -177,28 +157,12 @@ def test_other_images_in_the_place_of_a_runs_own_are_refused(of_a_relative_path,
     assert own_images(of_a_relative_path, f"--data.path={image_folder}").cut_seed == 0  # named by the user
 
 
-@pytest.fixture
-def listed(monkeypatch) -> list[Path]:
-    """The folders whose images are listed from now on."""
-    folders = []
-    load_local = sources.load_local
-
-    def noted_load_local(path, *arguments):
-        folders.append(path)
-        return load_local(path, *arguments)
-
-    monkeypatch.setattr(sources, "load_local", noted_load_local)
-    return folders
-
-
-@pytest.mark.parametrize("evaluate", [fewshot.main, knn.main, embed.main, visualize.main, finetune.main])
-def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, listed, tmp_path, evaluate):
+@pytest.mark.parametrize("evaluate", [knn.main, finetune.main])
+def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, monkeypatch, tmp_path, evaluate):
     """To compare them with those that the run began with, and to extract features of them."""
+    listed, load_local = [], sources.load_local
+    monkeypatch.setattr(sources, "load_local", lambda *given: (listed.append(given), load_local(*given))[1])
     words = [f"--encoder={of_a_relative_path}", "--data.workers=0"]
-    if evaluate == embed.main:
-        words.append(f"--out={tmp_path / 'features.parquet'}")
-    if evaluate == visualize.main:
-        words.append("--pictures=pca")
     if evaluate == finetune.main:
         words += [f"--run.dir={tmp_path / 'finetuned'}", "--run.steps=2", "--run.report=false", "--lrs=[0.1, 0.01]"]
         words += ["--optim.warmup_steps=0", "--optim.global_batch_size=4", "--dev_fraction=0.3"]
@@ -208,8 +172,7 @@ def test_an_evaluation_lists_the_images_of_its_run_once(of_a_relative_path, list
 
 def test_masks_that_pre_training_took_for_images_are_no_change(pretrain, tmp_path):
     """They lie outside the folder of the list that names them, so only segmentation knows that they are masks."""
-    folder = tmp_path / "set"
-    lines = ["file_name,mask"]
+    folder, lines = tmp_path / "set", ["file_name,mask"]
     for number in range(12):
         image = picture(number)
         for name, pixels in (("images", image), ("masks", image[..., 0] // 128)):
@@ -218,54 +181,36 @@ def test_masks_that_pre_training_took_for_images_are_no_change(pretrain, tmp_pat
         lines.append(f"{number}.png,../masks/{number}.png")
     (folder / "images" / "metadata.csv").write_text("\n".join(lines))
     run = pretrain(f"--data.path={folder}", *CUT)
-    words = [f"--encoder={run}", "--readings=knn", "--images=0", "--data.workers=0"]
-    segmentation.main(words)
-    report = json.loads(next((run / "evaluation").glob("segmentation*.json")).read_text())
-    assert report["protocol"]["data"]["path"] == str(folder)
+    words = [f"--encoder={run}", "--data.mask_column=mask"]
+    assert parse_and_load(SegmentationConfig, words)[0].data.path == str(folder)
     (folder / "masks" / "0.png").write_bytes(encoded(picture(99)[..., 0] // 128))
     with pytest.raises(UserError, match=rf"{folder} no longer holds the images of {run}"):
-        segmentation.main(words)
-
-
-def test_images_that_one_command_compared_are_not_those_of_the_next(of_a_relative_path, image_folder):
-    """A command that stops between comparing and loading leaves nothing behind: files may change before the next."""
-    own_images(of_a_relative_path)
-    (image_folder / "cat").rename(image_folder / "lion")
-    data = own_images(of_a_relative_path, f"--data.path={image_folder}", *CUT, "--data.cut_seed=3")
-    train, _ = load_images_of(str(of_a_relative_path), data)
-    names = [train.image_name(index) for index in range(len(train))]
-    assert any("lion" in name for name in names) and not any("cat" in name for name in names)
+        parse_and_load(SegmentationConfig, words)
 
 
 def test_images_that_moved_are_named_and_known(of_a_relative_path, image_folder, tmp_path):
-    moved = tmp_path / "moved" / "to"
-    gone = rf"the images of {of_a_relative_path} were at {image_folder}, which is gone"
-    moved.parent.mkdir()
+    """A folder that is gone never becomes a name of the hub: also where an earlier version saved the relative one."""
+    saved, moved = of_a_relative_path / "config.yaml", tmp_path / "moved"
     image_folder.rename(moved)
-    with pytest.raises(UserError, match=rf"{gone}; give their new place with --data\.path"):
-        own_images(of_a_relative_path)
+    absolute = saved.read_text()
+    for text in (absolute.replace(str(image_folder), "images"), absolute):
+        saved.write_text(text)
+        gone = rf"of {of_a_relative_path} were at {image_folder}, which is gone; give their new place with --data\.path"
+        with pytest.raises(UserError, match=gone):
+            own_images(of_a_relative_path)
     images = own_images(of_a_relative_path, f"--data.path={moved}")
     assert (images.path, images.cut_seed, images.eval_split) == (str(moved), 3, None)
-    assert report_suffix(KnnConfig.of(encoder=str(of_a_relative_path), data=images)).startswith("_path_")
-    other = shutil.copytree(moved, tmp_path / "other")
-    (other / "cat" / "00.png").write_bytes(encoded(picture(99)))
-    assert own_images(of_a_relative_path, f"--data.path={other}").cut_seed == 0
+    (moved / "cat" / "00.png").write_bytes(encoded(picture(99)))
+    assert own_images(of_a_relative_path, f"--data.path={moved}").cut_seed == 0
 
 
-def test_a_folder_that_is_gone_never_becomes_a_name_of_the_hub(of_a_relative_path, image_folder, tmp_path):
-    """Also where the run's config has the relative spelling of an earlier version."""
-    image_folder.rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=rf"were at {image_folder}, which is gone"):
-        own_images(of_a_relative_path)
-    saved = of_a_relative_path / "config.yaml"
-    saved.write_text(saved.read_text().replace(str(image_folder), "images"))
-    with pytest.raises(UserError, match=rf"were at {image_folder}, which is gone"):
-        own_images(of_a_relative_path)
-
-
-def test_the_images_of_a_stream_are_compared_by_its_files(pretrain, two_shards):
+def test_the_images_of_a_stream_are_compared_by_files_and_those_kept_are_loaded(pretrain, two_shards, monkeypatch):
     run = pretrain(f"--data.path={two_shards}", "--data.streaming=true")
-    assert own_images(run).path == str(two_shards)
+    data = own_images(run)
+    with monkeypatch.context() as patch:
+        patch.setattr("evaluation.frozen.run_images.load_image_datasets", None)
+        train, held_out = load_images_of(str(run), data)
+    assert (data.path, len(train), len(held_out)) == (str(two_shards), 0, 8)
     file = sorted(two_shards.glob("*.parquet"))[0]
     file.rename(file.with_name(file.name.replace("0", "9", 1)))
     with pytest.raises(UserError, match=rf"{two_shards} no longer holds the images .*train: files changed"):
