@@ -1,4 +1,4 @@
-"""Classifiers that know three classes, images of these classes, and tables of predictions: fixtures of several files.
+"""A kept head that knows three classes, images of these classes, and tables of predictions: fixtures of several files.
 
 Pytest imports this before it hides the GPUs: nothing here imports torch at the top.
 """
@@ -28,22 +28,6 @@ def write_images(folder: Path, count: int = 12) -> Path:
 def class_images(tmp_path_factory):
     """Images of three classes, whose names have commas, quotes and characters of several scripts."""
     return write_images(tmp_path_factory.mktemp("images") / "folder")
-
-
-@pytest.fixture(scope="module")
-def tuned_run(finished_run, class_images, tmp_path_factory):
-    """A fine-tuning on these images."""
-    from evaluation import finetune
-
-    folder = tmp_path_factory.mktemp("tuned") / "run"
-    words = (
-        f"--encoder={finished_run}",
-        f"--data.path={class_images}",
-        f"--run.dir={folder}",
-        "--data.eval_fraction=0.3",
-    )
-    finetune.main([*OF_TRAINING, *words, "--lrs=0.1"])
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import sys
 from itertools import product
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -45,43 +46,33 @@ def saved(folder, encoder, channels=3):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("format", ENDS)
-def test_a_file_says_what_the_encoder_says(format, finished_run, tmp_path):
-    run, report = exported(finished_run, tmp_path, format)
+def test_a_file_of_onnx_says_what_the_encoder_says_and_what_it_takes(finished_run, tmp_path):
+    run, report = exported(finished_run, tmp_path, "onnx")
     frozen = load_frozen_encoder(str(finished_run))
     for count in (1, 7):
         images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8)
         expected = features_at(frozen.model, frozen.normalize(images), [2], "mean")[0]
         torch.testing.assert_close(run(images), expected, rtol=0, atol=1e-5)
-    about = report["about"]
-    assert report["difference"] < 1e-5 and about["mean"] == [0.5, 0.5, 0.5] and about["prefix_tokens"] == 1
-    assert about["img_size"] == [32, 32]
-    if format == "onnx":
-        session = onnxruntime.InferenceSession(str(tmp_path / "encoder.onnx"))
-        (images,), (features,) = session.get_inputs(), session.get_outputs()
-        assert (images.name, images.type, images.shape[1:]) == ("images", "tensor(uint8)", [3, 32, 32])
-        assert (features.name, features.shape[1:]) == ("features", [16]) and isinstance(features.shape[0], str)
-        known = session.get_modelmeta().custom_metadata_map
-        assert known["input"] == "images (batch, 3, 32, 32) uint8, from 0 to 255"
-        assert known["normalize"] == "true" and known["output"] == "features (batch, width) float32"
+    assert report["difference"] < 1e-5
+    session = onnxruntime.InferenceSession(str(tmp_path / "encoder.onnx"))
+    (images,), (features,) = session.get_inputs(), session.get_outputs()
+    assert (images.name, images.type, images.shape[1:]) == ("images", "tensor(uint8)", [3, 32, 32])
+    assert (features.name, features.shape[1:]) == ("features", [16]) and isinstance(features.shape[0], str)
+    known = session.get_modelmeta().custom_metadata_map
+    assert known["input"] == "images (batch, 3, 32, 32) uint8, from 0 to 255"
+    assert known["normalize"] == "true" and known["output"] == "features (batch, width) float32"
 
 
-@pytest.mark.parametrize("random", [False, True])
-def test_a_file_names_the_weights_that_it_has(finished_run, tmp_path, random):
-    options = ["--random=true", "--seed=3"] if random else []
-    about = exported(finished_run, tmp_path, "torch_export", *options)[1]["about"]
-    fingerprint_of_run = fingerprint(finished_run / "encoder" / "model.safetensors")
-    assert about["weights"] == ("random, seed 3" if random else fingerprint_of_run)
+def test_a_file_names_the_weights_that_it_has(finished_run, tmp_path):
+    report = exported(finished_run, tmp_path, "torch_export", "--random=true", "--seed=3")[1]
+    assert report["about"]["weights"] == "random, seed 3"
     file = tmp_path / "encoder.pt2"
     assert file.stat().st_mode == file.with_name("encoder.pt2.json").stat().st_mode
-
-
-def test_weights_are_known_by_name_or_by_their_digest(finished_run):
     name, file = "vit_tiny_patch16_224", finished_run / "encoder" / "model.safetensors"
     frozen = load_frozen_encoder(str(finished_run))
-    for settings, expected in (({}, name), ({"checkpoint": str(file)}, fingerprint(file))):
-        about = export.describe_file(ExportConfig.of(encoder=name, **settings), frozen, None, torch.zeros(0))
-        assert about["weights"] == expected
+    for encoder, checkpoint, weights in ((name, None, name), (name, str(file), fingerprint(file))):
+        config = ExportConfig.of(encoder=encoder, checkpoint=checkpoint)
+        assert export.describe_file(config, frozen, None, torch.zeros(0))["weights"] == weights
 
 
 def test_all_tokens_of_normalized_images_of_another_size(finished_run, tmp_path):
@@ -92,7 +83,9 @@ def test_all_tokens_of_normalized_images_of_another_size(finished_run, tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(run(images), encoder.forward_features(images), rtol=0, atol=1e-5)
     assert report["about"]["input"] == "images (batch, 3, 24, 40) float32, (pixels / 255 - mean) / std"
-    assert report["about"]["grid"] == [3, 5]
+    about = report["about"]
+    assert (about["grid"], about["prefix_tokens"], about["img_size"], about["mean"]) == ([3, 5], 1, [24, 40], [0.5] * 3)
+    assert about["weights"] == fingerprint(finished_run)
 
 
 def test_weights_of_a_large_encoder_are_a_second_file(finished_run, tmp_path, monkeypatch):
@@ -108,17 +101,11 @@ RESNET = ("--encoder=resnet10t", "--random=true")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param(["--encoder=floor:pixels"], "a colour baseline has no weights", id="a baseline"),
-        pytest.param([*RESNET, "--representation=tokens"], "ResNet has no sequence of patches", id="no patches"),
-        pytest.param(
-            ["--encoder=runs/birds", "--classifier=runs/x", "--img_size=96"],
-            "classifier is runs/x; it must be null with img_size",
-            id="another size of a classifier",
-        ),
-        pytest.param([*RESNET, "--representation=class"], "has no [class] token", id="no [class]"),
-        pytest.param(
-            ["--out=encoder.pt"], "out is encoder.pt; it must be a file whose name ends in .pt2", id="another end"
-        ),
+        (["--encoder=floor:pixels"], "a colour baseline has no weights"),
+        ([*RESNET, "--representation=tokens"], "ResNet has no sequence of patches"),
+        ([*RESNET, "--representation=class"], "has no [class] token"),
+        (["--classifier=runs/x", "--img_size=96"], "classifier is runs/x; it must be null with img_size"),
+        (["--out=encoder.pt"], "out is encoder.pt; it must be a file whose name ends in .pt2"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_words(options, message, tmp_path):
@@ -142,13 +129,6 @@ def test_a_file_of_other_numbers_is_refused_and_not_left(finished_run, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
-def test_an_image_that_cannot_be_decoded_does_not_matter_to_a_file(finished_run, tmp_path, image_folder):
-    for file in sorted(image_folder.rglob("*.png"))[::2]:
-        file.write_bytes(b"nothing")
-    words = f"--data.path={image_folder}", "--data.eval_split=null", "--data.eval_fraction=0.5"
-    assert exported(finished_run, tmp_path, "torch_export", *words)[1]["difference"] < 1e-5
-
-
 @pytest.mark.parametrize("bits_of_first", [8, 16])
 def test_images_of_8_bits_and_of_more_verify_one_file(bits_of_first, finished_run, tmp_path, monkeypatch):
     """Each a batch of its own; onnxruntime takes one type, and has no error of a line for another."""
@@ -156,6 +136,7 @@ def test_images_of_8_bits_and_of_more_verify_one_file(bits_of_first, finished_ru
         grey = picture(number)[..., 0]
         deep = 257 * grey.astype(np.uint16) + number
         Image.fromarray(grey if (number < 4) == (bits_of_first == 8) else deep).save(tmp_path / f"{number}.png")
+    (tmp_path / "4.png").write_bytes(b"nothing")  # does not matter
     read_file = export.read_file
     taken = set()
 
@@ -181,27 +162,28 @@ def test_a_file_says_how_images_are_read_also_without_those_of_its_encoder(tmp_p
     assert about["input"] == "images (batch, 3, 32, 32) float32, from 0 to 255" and report["difference"] < 1e-5
     assert run(torch.rand(2, 3, 32, 32)).shape == (2, 16)
     words = f"--data.path={tmp_path}", "--data.range=null"
-    (tmp_path / "one.png").write_bytes(encoded(picture(1)))
-    (tmp_path / "two.png").write_bytes(encoded(picture(2)))
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)))
     about = exported(tmp_path / "encoder", tmp_path, "torch_export", *words, "--data.eval_split=null")[1]["about"]
     assert (about["range"], about["nodata"]) == (None, 7.0)  # as it is told
 
 
 def test_packages_that_are_missing_are_named(finished_run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr(torch.onnx, "export", MagicMock())  # which takes seconds
     with pytest.raises(UserError, match=r"cannot be exported as onnx: .*onnxruntime"):
         exported(finished_run, tmp_path, "onnx")
 
 
-ALL = {
-    "plain": {},
-    "hybrid": HYBRID | dict(img_size=64, depth=1),
-    "four channels": {},
-    **KINDS,
-}
-
-
+OF_OTHER_CLASSES = {
+    "vit_small_patch16_dinov3": 16,
+    "eva02_tiny_patch14_224": 14,
+    "vit_small_patch16_rope_mixed_ape_224": 16,
+    "beit_base_patch16_224": 16,
+}  # rotations and tables, and the size of their patches
+ALL = ("plain", "hybrid", "four channels", *KINDS, *OF_OTHER_CLASSES)
 OTHER_SIZE = {"hybrid": "[96, 64]", "learned_2d": "48", "axial, relative_bias": "32"}  # as tables of positions allow
+OTHER_SIZE |= {name: f"[{3 * patch}, {5 * patch}]" for name, patch in OF_OTHER_CLASSES.items()}
 
 
 @pytest.fixture
@@ -233,7 +215,7 @@ def test_every_kind_of_encoder_in_every_format(tmp_path, image_folder, four_chan
                 cells.append("-")
                 continue
             size = []
-            if format == "onnx":
+            if format == "onnx" or kind in OF_OTHER_CLASSES:
                 size = [f"--img_size={OTHER_SIZE.get(kind, '[48, 40]')}"]
             run, report = exported(folder, tmp_path, format, *options, *size)
             difference = largest_difference(run, folder, report["about"]["img_size"])
@@ -245,35 +227,18 @@ def test_every_kind_of_encoder_in_every_format(tmp_path, image_folder, four_chan
 
 def encoder_of_kind(kind):
     """An encoder with random weights; of one block where positions are not in every one."""
+    torch.manual_seed(0)
     if kind == "four channels":
-        torch.manual_seed(0)
         config = ModelConfig(width=24, depth=1, heads=3, img_size=32, patch_size=8)
         return build_encoder(config, channels=4).eval()
+    if kind in OF_OTHER_CLASSES:
+        numbers = dict(width=32, depth=2, heads=2, img_size=4 * OF_OTHER_CLASSES[kind])
+        encoder = build_encoder(ModelConfig(name=kind, **numbers)).eval()
+        randomize(encoder, std=0.2)
+        return encoder
     depth = {} if "every" in kind else {"depth": 1}
-    return build(**depth | ALL[kind])
-
-
-OF_OTHER_CLASSES = [
-    "vit_small_patch16_dinov3",
-    "eva02_tiny_patch14_224",
-    "vit_small_patch16_rope_mixed_ape_224",
-    "beit_base_patch16_224",
-]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("format", ENDS)
-@pytest.mark.parametrize("name", OF_OTHER_CLASSES)
-def test_rotations_and_tables_are_exported(name, format, tmp_path, image_folder):
-    torch.manual_seed(0)
-    patch = int(name.split("patch")[1][:2])
-    encoder = build_encoder(ModelConfig(name=name, width=32, depth=2, heads=2, img_size=4 * patch)).eval()
-    randomize(encoder, std=0.2)
-    folder = saved(tmp_path / "encoder", encoder)
-    size = (3 * patch, 5 * patch)
-    options = (f"--data.path={image_folder}", "--data.eval_split=null", f"--img_size=[{size[0]}, {size[1]}]")
-    run, _ = exported(folder, tmp_path, format, *options)
-    assert largest_difference(run, folder, size) < export.MAX_ROUNDING_DIFFERENCE
+    settings = HYBRID | dict(img_size=64) if kind == "hybrid" else KINDS.get(kind, {})
+    return build(**depth | settings)
 
 
 def largest_difference(run, folder, img_size):

@@ -1,4 +1,4 @@
-"""Predictions of several classes, and of numbers: those of plain timm with the saved weights, and of files of ONNX."""
+"""Predictions of each kind of label: those of plain timm with the saved weights, and of the files for elsewhere."""
 
 import json
 import shutil
@@ -10,17 +10,21 @@ import pytest
 import timm
 import torch
 from classified_images import FAST, OF_TRAINING, predict_to, read_csv
-from conftest import TINY
+from PIL import Image
 from safetensors.torch import load_file
-from sklearn.metrics import average_precision_score, r2_score
+from sklearn.metrics import accuracy_score, average_precision_score, r2_score
 from test_label_kinds import colours, write_images
-from test_predict import plain_view
+from torchvision.transforms import v2
 
-from evaluation import export, finetune, linear, supervised
-from evaluation.supervision.classifiers import load_classifier
+from evaluation import export, finetune, linear
 from mpp.errors import UserError
 
-NAMES = ["bright", "red"]
+NAMES = {"class": ["auk", "bee-eater", "crane"], "several": ["bright", "red"], "number": []}
+MEANING = {
+    "class": "logits; their softmax has the probabilities",
+    "several": "the sigmoid of each is the probability of its class",
+    "number": "in the unit of the labels",
+}
 
 
 def weight(number, red):
@@ -28,7 +32,7 @@ def weight(number, red):
     return "" if number % 8 == 3 else f"{20000 + 70000 * red:.1f}"
 
 
-LABELS = {"several": colours, "number": weight}
+LABELS = {"class": lambda number, red: NAMES["class"][number % 3], "several": colours, "number": weight}
 
 
 @pytest.fixture(scope="module", params=LABELS)
@@ -50,131 +54,128 @@ def tuned(kind, images, finished_run, tmp_path_factory):
     return folder
 
 
-def rows_of(out: Path, classifier: Path, images: Path) -> list[dict]:
-    rows = pq.read_table(predict_to(out, classifier, images)).to_pylist()
+def rows_of(out: Path, classifier: Path, images: Path, *options: str) -> list[dict]:
+    rows = pq.read_table(predict_to(out, classifier, images, *options)).to_pylist()
     assert len(rows) == 16 and {row["split"] for row in rows} == {"train", "test"}
     return rows
 
 
-def assert_predicted(kind: str, row: dict, outputs: torch.Tensor) -> None:
-    """A row has these outputs (1, K): of several classes logits, or the number."""
+def plain_view(image: Path) -> torch.Tensor:
+    """An image as plain torchvision shows it to a timm model of 32 pixels: (1, 3, 32, 32), normalised."""
+    pixels = v2.functional.pil_to_tensor(Image.open(image).convert("RGB"))
+    view = v2.Compose([v2.Resize(round(32 / 0.875), antialias=True), v2.CenterCrop(32)])(pixels)
+    return ((view / 255 - 0.5) / 0.5)[None]
+
+
+def plain_encoder(run: Path) -> torch.nn.Module:
+    return timm.create_model(f"local-dir:{run / 'encoder'}", pretrained=True).eval()
+
+
+def expected_of(kind: str, outputs: torch.Tensor) -> dict:
+    """The row of an image with these outputs (1, K): of classes logits, or the number."""
     if kind == "number":
-        assert row["number"] == pytest.approx(float(outputs), rel=1e-6)
-        return
-    probabilities = outputs.double().sigmoid()[0].tolist()
-    assert [row[f"p_{name}"] for name in NAMES] == pytest.approx(probabilities, abs=1e-6)
-    assert row["classes"] == ";".join(name for name, each in zip(NAMES, probabilities, strict=True) if each > 0.5)
+        return {"number": pytest.approx(float(outputs), rel=1e-6)}
+    outputs = outputs.double()[0]
+    each = (outputs.softmax(0) if kind == "class" else outputs.sigmoid()).tolist()
+    row = {f"p_{name}": pytest.approx(one, abs=1e-6) for name, one in zip(NAMES[kind], each, strict=True)}
+    if kind == "several":
+        return row | {"classes": ";".join(name for name, one in zip(NAMES[kind], each, strict=True) if one > 0.5)}
+    for place, (one, name) in zip(("", "_2", "_3"), sorted(zip(each, NAMES[kind], strict=True))[::-1], strict=True):
+        row |= {f"class{place}": name, f"probability{place}": pytest.approx(one, abs=1e-6)}
+    return row
 
 
 @torch.no_grad()
-def head_on_class(run: Path, weights: dict[str, torch.Tensor], kind: str, image: Path) -> torch.Tensor:
-    """A trained run's outputs by plain timm and torch: a linear layer on [class], and the unit of the labels."""
-    model = timm.create_model(f"local-dir:{run / 'encoder'}", pretrained=True).eval()
-    token = model.forward_features(plain_view(image))[:, 0]
-    first = "head.0." if kind == "number" else "head."
-    outputs = token @ weights[f"{first}weight"].T + weights[f"{first}bias"]
-    return outputs * weights["head.1.std"] + weights["head.1.mean"] if kind == "number" else outputs
-
-
-def test_a_fine_tuned_run_predicts_as_plain_timm_with_its_head(kind, tuned, images, tmp_path):
-    run = tuned / "lr_0.1"
-    weights = load_file(next((run / "checkpoints").glob("*4")) / "model.safetensors")
-    for row in rows_of(tmp_path / "p.parquet", tuned, images):
-        assert_predicted(kind, row, head_on_class(run, weights, kind, images / row["file"]))
-
-
-def test_a_batch_of_broken_images_alone_has_the_columns_of_others(kind, tuned, images, tmp_path):
+def test_a_fine_tuned_run_predicts_as_plain_timm_with_its_head(kind, tuned, images, tmp_path, capsys):
+    """A linear layer on [class], and the unit of the labels. A broken image has no prediction, and is named."""
     folder = shutil.copytree(images, tmp_path / "images")
-    broken = next(folder.rglob("*.png"))
-    broken.write_bytes(b"no image")
-    rows = pq.read_table(predict_to(tmp_path / "p.parquet", tuned, folder, "--data.batch_size=1")).to_pylist()
-    column = "number" if kind == "number" else "classes"
-    assert [row["file"] for row in rows if row[column] is None] == [str(broken.relative_to(folder))]
+    (folder / "005.png").write_bytes(b"no image")
+    rows = rows_of(tmp_path / "p.parquet", tuned, folder, "--data.batch_size=1")
+    assert "1 image cannot be decoded: 005.png: " in capsys.readouterr().err
+    model = plain_encoder(tuned / "lr_0.1")
+    weights = load_file(next((tuned / "lr_0.1" / "checkpoints").glob("*4")) / "model.safetensors")
+    first = "head.0." if kind == "number" else "head."
+    for row in rows:
+        about = row.pop("file"), row.pop("split"), row.pop("error")
+        if about[0] == "005.png":
+            assert about[2] and {*row.values()} == {None}
+            continue
+        token = model.forward_features(plain_view(images / about[0]))[:, 0]
+        outputs = token @ weights[f"{first}weight"].T + weights[f"{first}bias"]
+        if kind == "number":
+            outputs = outputs * weights["head.1.std"] + weights["head.1.mean"]
+        assert row == expected_of(kind, outputs) and about[2] is None
+    written = json.loads((tmp_path / "p.parquet.json").read_text())
+    assert (written["classes"], written["precision"], written["images"]) == (NAMES[kind], "fp32", 16)
 
 
-def test_a_supervised_run_predicts_as_plain_timm_with_its_head(kind, images, tmp_path):
-    run = tmp_path / "run"
-    small = [each for each in TINY if each.startswith("--model")]
-    words = (f"--data.path={images}", f"--run.dir={run}", "--optim.lr=0.01", f"--task={kind}", "--head.kind=linear")
-    supervised.main([*OF_TRAINING, *small, *words])
-    weights = load_file(next((run / "checkpoints").glob("*4")) / "model.safetensors")
-    for row in rows_of(tmp_path / "p.parquet", run, images):
-        assert_predicted(kind, row, head_on_class(run, weights, kind, images / row["file"]))
-
-
+@torch.no_grad()
 def test_a_kept_head_predicts_as_plain_timm_with_its_weights(kind, finished_run, images, tmp_path):
+    """The mean of the patches after the first block; the figures of its labels are scikit-learn's."""
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     words = (f"--encoder={run}", f"--data.path={images}", "--depth=1", f"--task={kind}", "--save=true")
     linear.main([*FAST, *words, "--l2=0.01", f"--out={run}/l.json"])
-    about = json.loads((run / "l_head" / "head.json").read_text())
-    assert about["class_names"] == ([] if kind == "number" else NAMES) and about["task"] == kind
     weights = load_file(run / "l_head" / "head.safetensors")
-    model = timm.create_model(f"local-dir:{run / 'encoder'}", pretrained=True).eval()
-    for row in rows_of(tmp_path / "p.parquet", run / "l_head", images):
-        with torch.no_grad():
-            (tokens,) = model.forward_intermediates(
-                plain_view(images / row["file"]), indices=[0], norm=False, intermediates_only=True, output_fmt="NLC"
-            )
-        features = (tokens.mean(1) - weights["mean"]) / weights["std"]
-        assert_predicted(kind, row, features @ weights["classify.weight"].T + weights["classify.bias"])
-    with pytest.raises(UserError, match=rf"probabilities is false; it must be left out: .* of the kind {kind}"):
-        predict_to(tmp_path / "few.csv", run / "l_head", images, "--probabilities=false")
-    figures = json.loads((tmp_path / "p.parquet.json").read_text())["figures"]["test"]
-    rows = [row for row in pq.read_table(tmp_path / "p.parquet").to_pylist() if row["split"] == "test"]
-    labels = [row["label"] for row in read_csv(images / "metadata.csv") if row["split"] == "test"]
-    known = [(label, row) for label, row in zip(labels, rows, strict=True) if label]
-    assert figures["images"] == len(known) > 4
-    if kind == "number":
-        assert figures["accuracy"] == pytest.approx(
-            r2_score([float(label) for label, _ in known], [row["number"] for _, row in known])
+    model = plain_encoder(run)
+    rows = rows_of(tmp_path / "p.parquet", run / "l_head", images)
+    for row in rows:
+        (tokens,) = model.forward_intermediates(
+            plain_view(images / row["file"]), indices=[0], norm=False, intermediates_only=True, output_fmt="NLC"
         )
-        return
-    marks = np.array([[name in label.split(";") for name in NAMES] for label, _ in known])
-    probabilities = np.array([[row[f"p_{name}"] for name in NAMES] for _, row in known])
-    assert figures["accuracy"] == pytest.approx(average_precision_score(marks, probabilities, average="macro"))
+        features = (tokens.mean(1) - weights["mean"]) / weights["std"]
+        outputs = features @ weights["classify.weight"].T + weights["classify.bias"]
+        assert row == expected_of(kind, outputs) | {name: row[name] for name in ("file", "split", "error")}
+    labels = [row["label"] for row in read_csv(images / "metadata.csv")]
+    known = [(label, row) for label, row in zip(labels, rows, strict=True) if label and row["split"] == "test"]
+    figures = json.loads((tmp_path / "p.parquet.json").read_text())["figures"]["test"]
+    assert figures["images"] == len(known) > 4
+    texts = [label for label, _ in known]
+    if kind == "number":
+        expected = r2_score([float(text) for text in texts], [row["number"] for _, row in known])
+    elif kind == "class":
+        expected = accuracy_score(texts, [row["class"] for _, row in known])
+    else:
+        marks = np.array([[name in text.split(";") for name in NAMES[kind]] for text in texts])
+        scores = np.array([[row[f"p_{name}"] for name in NAMES[kind]] for _, row in known])
+        expected = average_precision_score(marks, scores, average="macro")
+    assert figures["accuracy"] == pytest.approx(expected)
 
 
-def test_a_file_of_onnx_has_kind_names_and_outputs_in_their_unit(kind, tuned, images, tmp_path):
-    """Numbers of tens of thousands differ by more than numbers around 1, by rounding alone."""
-    onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -e '.[export]'")
-    pytest.importorskip("onnxscript")
-    run = tuned / "lr_0.1"
-    config = json.loads((run / "encoder" / "config.json").read_text())
-    assert config["label_kind"] == kind
-    file = tmp_path / "logits.onnx"
-    few = ("--images=6", "--threads=1", "--data.workers=0")
-    export.main([f"--classifier={tuned}", f"--out={file}", *few])  # of its tested run
-    session = onnxruntime.InferenceSession(str(file))
-    metadata = session.get_modelmeta().custom_metadata_map
-    assert metadata["label_kind"] == kind and json.loads(metadata["label_names"]) == ([] if kind == "number" else NAMES)
-    meaning = {"several": "the sigmoid of each is the probability of its class", "number": "in the unit of the labels"}
-    assert metadata["output"].endswith(meaning[kind])
+def test_files_for_elsewhere_predict_the_same(kind, tuned, images, tmp_path):
+    """An exported one and timm's layout, in the unit of the labels; with kind and names, and without the run."""
+    pytest.importorskip("onnxscript", reason="pip install -e '.[export]'")
+    file = tmp_path / ("logits.onnx" if kind == "number" else "logits.pt2")  # which takes seconds
+    words = (f"--classifier={tuned}", f"--out={file}", f"--format={'onnx' if kind == 'number' else 'torch_export'}")
+    about = export.main([*words, "--images=6", "--threads=1", "--data.workers=0"])["about"]
+    assert (about["label_kind"], about["label_names"]) == (kind, NAMES[kind])
+    assert about["output"].endswith(MEANING[kind])
 
     rows = rows_of(tmp_path / "p.parquet", tuned, images)
-    pixels = np.concatenate([plain_pixels(images / row["file"]) for row in rows])
-    (outputs,) = session.run(["logits"], {"images": pixels})
-    assert outputs.shape == (16, 1 if kind == "number" else 2)
+    assert "learned" in json.loads((tmp_path / "p.parquet.json").read_text())["note"]
+    views = torch.cat([plain_view(images / row["file"]) for row in rows])
+    outputs = export.read_file(file)(((views * 0.5 + 0.5) * 255).round().to(torch.uint8))
     model = timm.create_model(f"local-dir:{tuned / 'classifier'}", pretrained=True).eval()
-    assert model.pretrained_cfg.get("label_names", []) == ([] if kind == "number" else NAMES)
+    assert model.pretrained_cfg.get("label_names", []) == NAMES[kind]
     with torch.no_grad():
-        of_timm = torch.cat([model(plain_view(images / row["file"])) for row in rows])
-    for row, *both in zip(rows, torch.from_numpy(outputs), of_timm, strict=True):
-        expected = [row["number"]] if kind == "number" else [row[f"p_{name}"] for name in NAMES]
+        of_timm = model(views)
+    assert outputs.shape == of_timm.shape == (16, len(NAMES[kind]) or 1)
+    activation = {"class": lambda each: each.softmax(0), "several": torch.sigmoid, "number": lambda each: each}[kind]
+    for row, *both in zip(rows, outputs, of_timm, strict=True):
+        expected = [row[f"p_{name}"] for name in NAMES[kind]] or [row["number"]]
         for output in both:
-            found = output if kind == "number" else output.sigmoid()
-            assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    away = shutil.copytree(tuned / "classifier", tmp_path / "away")  # without its run
+            assert activation(output).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    away = shutil.copytree(tuned / "classifier", tmp_path / "away")
     assert rows_of(tmp_path / "q.parquet", away, images) == [
         {key: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value for key, value in row.items()}
         for row in rows
     ]
 
 
-def plain_pixels(image: Path) -> np.ndarray:
-    """The pixels (1, 3, 32, 32) from 0 to 255 of the view that plain torchvision has of an image."""
-    return ((plain_view(image) * 0.5 + 0.5) * 255).round().to(torch.uint8).numpy()
-
-
-def test_rounding_is_measured_by_the_size_of_numbers(kind, tuned):
-    unit = load_classifier(str(tuned / "lr_0.1"), 3, "encoder").unit
-    assert unit == pytest.approx(60000, rel=0.5) if kind == "number" else unit == 1
+def test_settings_of_other_kinds_are_refused(kind, tuned, images, tmp_path):
+    of_classes = {"top": "2", "probabilities": "false"}
+    for name, value in ({} if kind == "class" else of_classes | {"overlays": "false"}).items():
+        with pytest.raises(UserError, match=rf"{name} is {value}; it must be left out: .* of the kind {kind}"):
+            predict_to(tmp_path / "few.csv", tuned, images, f"--{name}={value}")
+    if kind == "class":
+        (row, *_) = rows_of(tmp_path / "few.parquet", tuned, images, "--top=2", "--probabilities=false")
+        assert [*row] == ["file", "split", "class", "probability", "class_2", "probability_2", "error"]

@@ -1,6 +1,5 @@
 """Predicted masks: the largest logit at an image's own size, as files, resumed to the same bytes."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from classified_images import FAST, read_csv
 from conftest import dataset_of, encoded, interrupt_after, picture
 from PIL import Image
 from safetensors.torch import load_file
@@ -19,17 +19,9 @@ from torchvision.transforms import v2
 from evaluation import predict, segmentation, tables
 from evaluation.config import MaskedDataConfig
 from evaluation.patches.masks import decode_mask
-from evaluation.predictions import (
-    MaskPredictions,
-    colors_of,
-    draw_mask,
-    draw_overlay,
-    predict_mask,
-    window_starts,
-)
+from evaluation.predictions import MaskPredictions, colors_of, draw_mask, draw_overlay
 from mpp.errors import UserError
 
-FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
 PROBE = ("--steps=20", "--lr=0.01", "--seeds=0", "--readings=linear", "--baselines=false", "--images=0")
 SIZES = {"wide, ü.png": (50, 90), "sub/square.jpg": (64, 64), "sub/square.png": (40, 40), "tall.png": (130, 36)}
 
@@ -54,8 +46,7 @@ def images(tmp_path):
 def predict_to(out: Path, head: Path, images: Path, *options: str) -> dict[str, dict[str, str]]:
     """The rows of the table by the names of files."""
     predict.main([f"--classifier={head}", f"--data.path={images}", f"--out={out}", *FAST, *options])
-    with out.open(encoding="utf-8", newline="") as opened:
-        return {row["file"]: row for row in csv.DictReader(opened)}
+    return {row["file"]: row for row in read_csv(out)}
 
 
 @torch.no_grad()
@@ -71,8 +62,8 @@ def plain_logits(model: torch.nn.Module, weights: dict[str, torch.Tensor], pixel
 
 
 @torch.no_grad()
-def plain_mask(head: Path, image: Path, share: float) -> np.ndarray:
-    """The mask of an image by loops over its windows."""
+def plain_mask(head: Path, image: Path, share: float) -> tuple[np.ndarray, float]:
+    """The mask of an image by loops over its windows, and the mean probability of its classes."""
     model = timm.create_model(f"local-dir:{head.parents[1] / 'encoder'}", pretrained=True).eval()
     weights = load_file(head / "head.safetensors")
     whole = v2.functional.pil_to_tensor(Image.open(image).convert("RGB"))
@@ -87,7 +78,8 @@ def plain_mask(head: Path, image: Path, share: float) -> np.ndarray:
             window = resized[:, top : top + 32, left : left + 32]
             total[:, top : top + 32, left : left + 32] += plain_logits(model, weights, window)
             count[top : top + 32, left : left + 32] += 1
-    return F.interpolate((total / count)[None], whole.shape[1:], mode="bilinear")[0].argmax(0).numpy()
+    logits = F.interpolate((total / count)[None], whole.shape[1:], mode="bilinear")[0]
+    return logits.argmax(0).numpy(), float(logits.softmax(0).amax(0).mean())
 
 
 @pytest.mark.parametrize("share", [1.0, 0.875])
@@ -99,8 +91,9 @@ def test_a_mask_is_the_largest_logit_at_the_images_own_size(head, images, tmp_pa
         numbers = np.array(mask)
         assert mask.mode == "P" and mask.getpalette()[3:6] == [128, 0, 0]
         assert numbers.shape == SIZES[name] == (int(row["height"]), int(row["width"]))
-        expected = plain_mask(head, images / name, share)
+        expected, probability = plain_mask(head, images / name, share)
         assert (numbers != expected).mean() < 0.002  # ties by rounding
+        assert float(row["probability"]) == pytest.approx(probability, abs=1e-5)
         assert float(row["share_bird"]) == pytest.approx(numbers.mean(), abs=1e-6)
         read = decode_mask({"bytes": (tmp_path / row["mask"]).read_bytes(), "path": None}, MaskedDataConfig())
         assert (read.numpy() == numbers).all()  # as `mpp segmentation` reads masks
@@ -117,18 +110,22 @@ def write_masked(folder: Path, names: dict[str, tuple[str, np.ndarray]]) -> None
     for name, (file, numbers) in names.items():
         Image.fromarray(numbers.astype(np.uint8)).save(folder / "masks" / file)
         lines.append({"file_name": name, "mask_file_name": f"masks/{file}", "site": f"at {file}"})
-    lines += [{"file_name": name, "mask_file_name": None, "site": None} for name in SIZES if name not in names]
     (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, capsys):
-    """As scikit-learn's Jaccard score of all pixels that count; the classes that the head does not know are missed."""
+    """As scikit-learn's Jaccard score of all pixels that count; the classes that the head does not know are missed.
+
+    A broken image has no score.
+    """
     generator = np.random.default_rng(0)
     named = {}
     for name in ("wide, ü.png", "tall.png"):
         numbers = generator.choice([0, 1, 7, 255], SIZES[name], p=[0.5, 0.3, 0.1, 0.1])
         named[name] = (f"{len(named)}.png", numbers)
     named["sub/square.jpg"] = ("2.png", np.zeros((9, 9)))  # of another size
+    named["sub/square.png"] = ("3.png", np.zeros((40, 40)))
+    (images / "sub" / "square.png").write_bytes(b"no image")
     write_masked(images, named)
     rows = predict_to(tmp_path / "p.csv", head, images)
     said = capsys.readouterr()
@@ -144,45 +141,43 @@ def test_masks_are_scored_beside_those_of_the_images(head, images, tmp_path, cap
     assert figures["figures"]["pixel_accuracy"][0] == pytest.approx((true == predicted).mean())
     low, high = figures["interval"]
     assert f"{100 * ious.mean():.1f} ({100 * low:.1f} to {100 * high:.1f})" in said.out
-    with (tmp_path / "p.all.classes.csv").open(newline="") as opened:
-        by_class = {row["class"]: row for row in csv.DictReader(opened)}
+    by_class = {row["class"]: row for row in read_csv(tmp_path / "p.all.classes.csv")}
     assert list(by_class) == ["background", "bird", "other classes"] and by_class["other classes"]["IoU (%)"] == "0.0"
     assert by_class["bird"]["IoU (%)"] == f"{100 * ious[1]:.1f}"
-    assert by_class["bird"]["pixels"] == str((true == 1).sum())
-    assert by_class["bird"]["predicted"] == str((predicted == 1).sum())
     assert (
         "1 mask of all left out, the first of" in said.err and "its mask has 9 x 9 pixels, and the image 64" in said.err
     )
-
-
-def test_broken_images_have_no_scores(head, images, tmp_path):
-    write_masked(images, {name: (f"{n}.png", np.full(SIZES[name], n % 2)) for n, name in enumerate(SIZES)})
-    (images / "tall.png").write_bytes(b"no image")
-    predict_to(tmp_path / "p.csv", head, images)
-    assert json.loads((tmp_path / "p.csv.json").read_text())["figures"]["all"]["images"] == 3
-
-
-def test_a_column_of_masks_that_is_not_there_is_refused(head, images, tmp_path):
-    write_masked(images, {"tall.png": ("0.png", np.zeros(SIZES["tall.png"]))})
-    with pytest.raises(UserError, match=r"data\.mask_column is masc; it must be a column of all"):
-        predict_to(tmp_path / "r.csv", head, images, "--data.mask_column=masc", "--data.image_column=image")
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.*g") if file.is_file()}
 
 
-def test_interrupted_masks_are_finished_to_the_same_bytes(head, images, tmp_path, monkeypatch):
+def test_interrupted_masks_are_finished_to_the_same_bytes_with_their_images_alone(head, images, tmp_path, monkeypatch):
+    """Others are refused, also before the first part is complete, and when the table is gone: both would be mixed."""
     monkeypatch.setattr(tables, "BATCHES_PER_PART", 2)
+    others = shutil.copytree(images, tmp_path / "others")
+    (others / "tall.png").rename(others / "other.png")
+    out = tmp_path / "b" / "p.csv"
+    out.parent.mkdir()
+    refused = pytest.raises(
+        UserError, match=r"out is .*p\.csv; it must be another: .*p_masks exists, and may be of oth"
+    )
+    for calls in (1, 2):
+        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+            interrupt_after(context, MaskPredictions, "write", calls)
+            predict_to(out, head, images)
+        with refused:
+            predict_to(out, head, others)
+    predict_to(out, head, images)
     (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
     predict_to(tmp_path / "a" / "p.csv", head, images)
-    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        interrupt_after(context, MaskPredictions, "write", 3)
-        predict_to(tmp_path / "b" / "p.csv", head, images)
-    predict_to(tmp_path / "b" / "p.csv", head, images)
-    assert (tmp_path / "b" / "p.csv").read_bytes() == (tmp_path / "a" / "p.csv").read_bytes()
-    assert files_in(tmp_path / "a") == files_in(tmp_path / "b") and len(files_in(tmp_path / "a")) == 8
+    assert out.read_bytes() == (tmp_path / "a" / "p.csv").read_bytes()
+    assert files_in(tmp_path / "a") == files_in(out.parent) and len(files_in(out.parent)) == 8
+    assert not list(out.parent.glob(".*"))
+    out.unlink()
+    with refused:
+        predict_to(out, head, images)
 
 
 def test_a_broken_and_a_long_image_have_no_mask(head, images, tmp_path, capsys):
@@ -205,34 +200,12 @@ def test_masks_are_not_written_among_the_images(head, images, monkeypatch):
     assert {file.name for file in images.iterdir()} == {"wide, ü.png", "tall.png", "sub"}
 
 
-def test_masks_of_other_images_are_not_mixed_in(head, images, tmp_path):
-    predict_to(tmp_path / "p.csv", head, images)
-    (tmp_path / "p.csv").unlink()
-    with pytest.raises(UserError, match=r"out is .*p\.csv; it must be another: .*p_masks exists"):
-        predict_to(tmp_path / "p.csv", head, images)
-    shutil.rmtree(tmp_path / "p_masks")
-    assert predict_to(tmp_path / "p.csv", head, images).keys() == SIZES.keys()
-
-
-def test_masks_of_an_interrupted_command_are_continued_with_its_images_alone(head, images, tmp_path, monkeypatch):
-    """Also before its first part is complete: a folder may be mistaken, and another one predicted to the same table."""
-    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        interrupt_after(context, MaskPredictions, "write", 2)
-        predict_to(tmp_path / "p.csv", head, images)
-    others = shutil.copytree(images, tmp_path / "others")
-    (others / "tall.png").rename(others / "other.png")
-    with pytest.raises(UserError, match=r"out is .*p\.csv; it must be another: .*p_masks exists, and may be of other"):
-        predict_to(tmp_path / "p.csv", head, others)
-    assert predict_to(tmp_path / "p.csv", head, images).keys() == SIZES.keys()
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_settings_of_other_classifiers_are_refused(head, images, tmp_path, finished_run):
+def test_settings_that_do_not_serve_are_refused(head, images, tmp_path):
     with pytest.raises(UserError, match=r"top is 2; it must be left out: .* of the kind pixels"):
         predict_to(tmp_path / "p.csv", head, images, "--top=2")
-    words = [f"--encoder={finished_run}", *FAST, *PROBE, f"--out={tmp_path}/s.json"]
-    with pytest.raises(UserError, match=r"class_names is .*bird.*; it must be 2 names, from class 0 on"):
-        segmentation.main([*words, "--save=true", "--class_names=[bird]"])
+    write_masked(images, {"tall.png": ("0.png", np.zeros(SIZES["tall.png"]))})
+    with pytest.raises(UserError, match=r"data\.mask_column is masc; it must be a column of all"):
+        predict_to(tmp_path / "r.csv", head, images, "--data.mask_column=masc", "--data.image_column=image")
 
 
 def test_images_in_a_container_have_masks_by_their_number(head, tmp_path):
@@ -243,32 +216,10 @@ def test_images_in_a_container_have_masks_by_their_number(head, tmp_path):
     assert masks == {"p_masks/all/000000000.png", "p_masks/all/000000001.png"}
 
 
-@pytest.mark.parametrize(("length", "expected"), [(32, [0]), (33, [0, 1]), (64, [0, 32]), (90, [0, 29, 58])])
-def test_windows_cover_all_of_an_image(length, expected):
-    assert window_starts(length, 32) == expected
-
-
-def test_a_mask_is_upsampled_as_torch_does(size=(50, 31)):
-    logits = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
-    classes, probability = predict_mask(logits, size)
-    upsampled = F.interpolate(logits[None], size, mode="bilinear")[0]
-    assert (classes == upsampled.argmax(0).numpy()).all()
-    assert probability == pytest.approx(float(upsampled.softmax(0).amax(0).mean()), abs=1e-6)
-
-
-def test_colours_are_pascal_vocs():
-    expected = {
-        0: (0, 0, 0),
-        1: (128, 0, 0),
-        2: (0, 128, 0),
-        15: (192, 128, 128),
-        20: (0, 64, 128),
-        255: (224, 224, 192),
-    }
+def test_colours_are_pascal_vocs_and_more_than_a_palette_has_are_grey_of_sixteen_bits(tmp_path):
+    expected = {0: (0, 0, 0), 1: (128, 0, 0), 2: (0, 128, 0), 15: (192, 128, 128), 20: (0, 64, 128)}
+    expected[255] = (224, 224, 192)
     assert {number: tuple(colors_of(np.array(number)).tolist()) for number in expected} == expected
-
-
-def test_more_classes_than_a_palette_has_are_grey_of_sixteen_bits(tmp_path):
     numbers = np.array([[0, 255], [256, 32767]])
     draw_mask(numbers, 32767).save(tmp_path / "m.png")
     read = decode_mask({"bytes": (tmp_path / "m.png").read_bytes(), "path": None}, MaskedDataConfig(ignore_index=None))

@@ -1,23 +1,31 @@
-"""Files of weights, wherever one is given: what cannot be read is named with its reason, and nothing is left random."""
+"""Files of weights, wherever one is given, and what `model.init_from` takes of them: all that fits, or a refusal.
 
+Nothing is left random. What cannot be read is named with its reason; moments and licence are those of the weights.
+"""
+
+import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from conftest import TINY
+from model_inputs import HALVES
 from safetensors.torch import load_file, save_file
 
 import mpp
-from evaluation import embed, export, features, fewshot, knn, linear, segmentation
+from evaluation import supervised
 from evaluation.frozen.encoder import load_frozen_encoder
 from evaluation.supervision.classifiers import load_classifier
 from evaluation.supervision.learners import build_student
 from mpp.config import ModelConfig
+from mpp.config.parsing import read_yaml
 from mpp.errors import UserError
-from mpp.models.descriptions import export_encoder
-from mpp.models.encoder import build_encoder, load_encoder
+from mpp.models.descriptions import EncoderFacts, export_encoder, licence_of
+from mpp.models.encoder import build_encoder, describe_computation, load_encoder, moments_of_weights
 from mpp.runtime.weights import PICKLES
 
 SMALL = dict(img_size=32, patch_size=8, width=16, depth=2, heads=2)
@@ -30,7 +38,7 @@ def source(tmp_path_factory):
     """An encoder folder, which nobody may change."""
     folder = tmp_path_factory.mktemp("source") / "encoder"
     torch.manual_seed(0)
-    export_encoder(build_encoder(ModelConfig(**SMALL)), folder, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    export_encoder(build_encoder(ModelConfig(**SMALL)), folder, 32, *HALVES, 0.875)
     return folder
 
 
@@ -43,6 +51,11 @@ def folder(source, tmp_path):
 def weights_in(file: Path) -> dict[str, torch.Tensor]:
     """The weights of a file that is then written anew: they are no longer mapped from it."""
     return {name: tensor.clone() for name, tensor in load_file(file).items()}
+
+
+def holds(encoder: torch.nn.Module, weights: dict[str, torch.Tensor]) -> bool:
+    state = encoder.state_dict()
+    return state.keys() == weights.keys() and all(torch.equal(state[name], weights[name]) for name in weights)
 
 
 def of_name(folder, key="encoder"):
@@ -66,8 +79,11 @@ def refused(way, folder) -> str:
         WAYS[way](folder)
     said = str(error.value)
     assert said.startswith(f"{way.strip()} is {folder}"), said
+    assert "\n" not in said and len(said) < 1000
     return said
 
+
+# --- files that cannot be read ---
 
 FAULTS = {
     "empty": lambda whole: b"",
@@ -80,12 +96,13 @@ FAULTS = {
 
 
 @every_way
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_file_that_cannot_be_read_is_named(folder, way, fault):
+def test_a_file_that_cannot_be_read_is_named(folder, way):
     file = folder / "model.safetensors"
-    file.write_bytes(FAULTS[fault](file.read_bytes()))
-    said = refused(way, folder)
-    assert "which cannot be read: " in said and "it must be a whole .safetensors file" in said and "\n" not in said
+    whole = file.read_bytes()
+    for fault in FAULTS.values():
+        file.write_bytes(fault(whole))
+        said = refused(way, folder)
+        assert "which cannot be read: " in said and "it must be a whole .safetensors file" in said
 
 
 PICKLED_WAYS = {
@@ -98,139 +115,287 @@ PICKLED_WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", PICKLED_WAYS)
 @pytest.mark.parametrize("ending", PICKLES)
-def test_pickles_are_refused_with_what_makes_safe_files(tmp_path, way, ending):
+def test_pickles_are_refused_with_what_makes_safe_files(tmp_path, ending):
     file = tmp_path / f"mae{ending}"
     torch.save({"model": {}}, file)
-    for path in (file, tmp_path):  # a folder that has nothing else
-        with pytest.raises(UserError) as error:
-            PICKLED_WAYS[way](str(path))
-        assert str(error.value).startswith(
-            f"{way.strip()} is {path}, which cannot be read: mpp reads no pickled weights"
-        )
-        assert repr(str(file)) in str(error.value)
-
-
-@pytest.mark.parametrize("command", [fewshot, knn, linear, features, embed, export, segmentation])
-def test_commands_say_why_a_file_is_no_encoder(tmp_path, command):
-    file = tmp_path / "mae.pth"
-    torch.save({}, file)
-    words = [f"--encoder={file}", *(["--out=features.onnx"] if command is export else [])]
-    words += [f"--out={tmp_path / 'table.parquet'}"] if command is embed else []
-    with pytest.raises(UserError, match=r"mpp reads no pickled weights"):
-        command.main(words)
-
-
-@pytest.mark.parametrize("key", ["encoder", "objective.teacher"])
-def test_a_pickled_checkpoint_is_refused(tmp_path, key):
-    file = tmp_path / "vit.pth"
-    torch.save({}, file)
-    setting = "checkpoint" if key == "encoder" else f"{key}_checkpoint"
-    with pytest.raises(
-        UserError, match=rf"^{setting} is .*vit\.pth; it must be a \.safetensors file: mpp reads no pickled"
-    ):
-        load_encoder(NAME, checkpoint=str(file), setting=key)
+    for way, load in PICKLED_WAYS.items():
+        for path in (file, tmp_path):  # a folder that has nothing else
+            with pytest.raises(UserError) as error:
+                load(str(path))
+            assert str(error.value).startswith(f"{way.strip()} is {path}, which cannot be read: mpp reads no pickled w")
+            assert repr(str(file)) in str(error.value)
+    for setting, key in (("checkpoint", "encoder"), ("objective.teacher_checkpoint", "objective.teacher")):
+        with pytest.raises(UserError, match=rf"^{setting} is .*mae\{ending}; it must be .* mpp reads no pickled"):
+            load_encoder(NAME, checkpoint=str(file), setting=key)
 
 
 @pytest.mark.parametrize("below", [None, "model", "state_dict"])
 def test_the_lines_of_the_refusal_make_a_file_that_is_read(source, tmp_path, below):
     weights = weights_in(source / "model.safetensors")
-    weights["pos_embed"] = weights["pos_embed"].transpose(1, 2).contiguous().transpose(1, 2)  # as slices are in pickles
     torch.save({below: weights, "epoch": 3} if below else weights, tmp_path / "mae.pth")
     with pytest.raises(UserError) as error:
         build_encoder(ModelConfig(**SMALL, init_from=str(tmp_path / "mae.pth")))
     lines = [line.strip() for line in str(error.value).splitlines() if line.startswith("    ")]
     assert len(lines) == 4
     exec("\n".join(lines))
-    found = build_encoder(ModelConfig(**SMALL, init_from=str(tmp_path / "mae.safetensors"))).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert holds(build_encoder(ModelConfig(**SMALL, init_from=str(tmp_path / "mae.safetensors"))), weights)
 
 
-def test_weights_alone_are_no_encoder(folder):
-    with pytest.raises(UserError, match=r"no encoder at .*; encoder must be an encoder folder .* is a checkpoint"):
-        mpp.load_encoder(folder / "model.safetensors")
+# --- all of a file, or nothing ---
 
 
 @every_way
-@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "student.backbone.", "encoder."])
-def test_one_beginning_of_all_names_is_left_out_and_said(folder, way, wrapper, capsys):
+def test_all_weights_are_taken_or_none(folder, way, capsys):
+    """One beginning of all names is left out and said; those that are missing or left over are named."""
     file = folder / "model.safetensors"
     weights = weights_in(file)
-    save_file({f"{wrapper}{name}": tensor for name, tensor in weights.items()}, file)
-    model = WAYS[way](folder)
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
-    assert "state_dict" not in model.pretrained_cfg
-    said = capsys.readouterr().out
-    assert said.count(f"note: of the weights in {file} ") == said.count(f"`{wrapper}`") == 1
-
-
-@every_way
-def test_weights_that_are_missing_or_left_over_are_counted_and_named(folder, way, capsys):
-    file = folder / "model.safetensors"
-    weights = weights_in(file)
-    for wrapper in ("", "module."):
-        fewer = {f"{wrapper}{name}": each for name, each in weights.items() if not name.startswith("blocks.1.")}
-        save_file(fewer, file)
+    for wrapper in ("module.", "student.backbone."):
+        wrapped = {f"{wrapper}{name}": tensor for name, tensor in weights.items()}
+        save_file(wrapped, file)
+        assert holds(WAYS[way](folder), weights)
+        said = capsys.readouterr().out
+        assert said.count(f"note: of the weights in {file} ") == said.count(f"`{wrapper}`") == 1
+    for whole, beginning in ((weights, ""), (wrapped, "student.backbone.")):
+        save_file({name: each for name, each in whole.items() if "blocks.1." not in name}, file)
         said = refused(way, folder)
         assert "Missing key" in said and "blocks.1." in said
-        assert "\n" not in said and len(said) < 1000
-        more = {f"{wrapper}{name}": each for name, each in weights.items()}
-        save_file(more | {f"{wrapper}decoder.weight": torch.zeros(1), f"{wrapper}decoder.bias": torch.zeros(1)}, file)
+        save_file(whole | {f"{beginning}decoder.{each}": torch.zeros(1) for each in ("weight", "bias")}, file)
         said = refused(way, folder)
-        assert "Unexpected key" in said and "decoder." in said
-        assert "Missing" not in said
+        assert "Unexpected key" in said and "decoder." in said and "Missing" not in said
 
 
-@pytest.mark.parametrize("name", ["norm.bias", "norm.weight", "blocks.0.attn.qkv.weight", "cls_token"])
-def test_no_weight_is_left_random_below_a_new_head(folder, name):
+def test_no_weight_is_left_random_below_a_new_head(folder):
     """timm loads what there is, and leaves the rest as it is, where the number of classes differs."""
     file = folder / "model.safetensors"
     assert mpp.load_encoder(folder, num_classes=3).head.weight.shape == (3, 16)
     weights = weights_in(file)
-    del weights[name]
-    save_file(weights, file)
-    with pytest.raises(UserError, match=rf"Missing key.*{name}"):
-        mpp.load_encoder(folder, num_classes=3)
-    save_file({f"what.{each}": tensor for each, tensor in enumerate(weights.values())}, file)
-    with pytest.raises(UserError, match=r"Missing key|KeyError"):
-        mpp.load_encoder(folder, num_classes=3)
+    for name in ("norm.bias", "blocks.0.attn.qkv.weight", "cls_token"):
+        save_file({each: tensor for each, tensor in weights.items() if each != name}, file)
+        with pytest.raises(UserError, match=rf"Missing key.*{name}"):
+            mpp.load_encoder(folder, num_classes=3)
 
 
 def test_a_head_that_is_not_asked_for_is_no_weight_left_over(folder, tmp_path):
-    export_encoder(mpp.load_encoder(folder, num_classes=3), tmp_path / "headed", 32, (0.5,) * 3, (0.5,) * 3, 0.875)
-    for way in WAYS:
-        assert torch.equal(WAYS[way](tmp_path / "headed").norm.weight, mpp.load_encoder(folder).norm.weight)
-    timms = timm.create_model("levit_128s", num_classes=5)  # its head has a batch norm beside the classifier
-    export_encoder(timms, tmp_path / "levit", 224, (0.5,) * 3, (0.5,) * 3, 0.875)
-    assert load_encoder(tmp_path / "levit", num_classes=0).num_classes == 0
+    export_encoder(mpp.load_encoder(folder, num_classes=3), tmp_path / "headed", 32, *HALVES, 0.875)
+    for way in WAYS.values():
+        assert torch.equal(way(tmp_path / "headed").norm.weight, mpp.load_encoder(folder).norm.weight)
 
 
-def test_weights_of_other_shapes_are_named(folder):
+def test_weights_of_other_shapes_and_other_networks_are_named(folder, tmp_path):
     (folder / "config.json").write_text("{}")  # from which their width would be known
-    for settings in (dict(width=32), dict(heads=2, width=48)):
-        with pytest.raises(UserError, match=r"it must be the weights .* size mismatch for cls_token") as error:
-            build_encoder(ModelConfig(**SMALL | settings, init_from=str(folder)))
-        assert "\n" not in str(error.value)
-        assert len(str(error.value)) < 1000
-
-
-def test_hybrids_are_checked_too(tmp_path):
-    hybrid = build_encoder(ModelConfig(name="vit_tiny_r_s16_p8_224", depth=1, img_size=64))
-    folder = tmp_path / "hybrid"
-    wrapped = {}
-    export_encoder(hybrid, folder, 64, (0.5,) * 3, (0.5,) * 3, 0.875)
-    weights = weights_in(folder / "model.safetensors")
-    wrapped = {f"module.{name}": tensor for name, tensor in weights.items()}
-    save_file(wrapped, folder / "model.safetensors")
-    assert torch.equal(mpp.load_encoder(folder, img_size=96).norm.weight, hybrid.norm.weight)
-    del wrapped["module.norm.weight"]
-    save_file(wrapped, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"Missing key.*norm\.weight"):
-        mpp.load_encoder(folder, img_size=96)
-
-
-def test_a_network_that_is_no_vit_is_no_beginning_of_one(tmp_path):
-    export_encoder(timm.create_model("resnet10t", num_classes=0), tmp_path, 32, (0.5,) * 3, (0.5,) * 3, 0.875)
+    with pytest.raises(UserError, match=r"it must be the weights .* size mismatch for cls_token") as error:
+        build_encoder(ModelConfig(**SMALL | dict(width=48), init_from=str(folder)))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    export_encoder(timm.create_model("resnet10t", num_classes=0), tmp_path / "resnet", 32, *HALVES, 0.875)
     with pytest.raises(UserError, match=r"model\.init_from is .*KeyError|Missing key"):
-        build_encoder(ModelConfig(**SMALL, init_from=str(tmp_path)))
+        build_encoder(ModelConfig(**SMALL, init_from=str(tmp_path / "resnet")))
+
+
+# --- first weights of each family of models ---
+
+OF_FAMILIES = dict(img_size=32, width=32, depth=2, heads=2)
+DINOV3 = "vit_small_patch16_dinov3_qkvb"
+NAMES = (NAME, DINOV3, "beit_base_patch16_224")
+MOMENTS = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+every_name = pytest.mark.parametrize("name", NAMES)
+
+
+def exported(name: str, folder: Path, size=32, licence=None) -> dict[str, torch.Tensor]:
+    """Write an encoder; its weights."""
+    torch.manual_seed(0)
+    encoder = build_encoder(ModelConfig(name=name, **OF_FAMILIES | {"img_size": size}))
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    export_encoder(encoder, folder, size, *MOMENTS, 1.0, EncoderFacts(licence=licence))
+    return weights_in(folder / "model.safetensors")
+
+
+def begun(name: str, source, channels: int = 3, **changes) -> torch.nn.Module:
+    return build_encoder(ModelConfig(name=name, **OF_FAMILIES | changes, init_from=str(source)), channels).eval()
+
+
+LEFT_OVER = ("head.weight", "head.bias", "attn_pool.latent", "decoder_embed.weight", "decoder_blocks.0.norm1.bias")
+
+
+@every_name
+def test_a_file_may_have_heads_decoders_and_a_mask_and_must_have_all_else(name, tmp_path):
+    """[mask] is beside the encoder in checkpoints of runs, and among its weights in those of published MAEs."""
+    weights = exported(name, tmp_path / "encoder")
+    file = tmp_path / "weights.safetensors"
+    others = {each: torch.ones(1) for each in LEFT_OVER} | {"mask_token": torch.ones(1, 1, 32)}
+    for wrapper, of_others in (("", ""), ("model.", ""), ("encoder.", "encoder.")):
+        wrapped = {f"{wrapper}{each}": tensor for each, tensor in weights.items()}
+        save_file(wrapped | {f"{of_others}{each}": tensor for each, tensor in others.items()}, file)
+        assert holds(begun(name, file), weights)
+    for lacking in ("cls_token", "patch_embed.proj.weight", "blocks.1.attn.qkv.weight", "blocks.0.norm2.bias"):
+        save_file({each: tensor for each, tensor in weights.items() if each != lacking}, file)
+        with pytest.raises(UserError, match=rf"^model\.init_from is .*(Missing key.*|KeyError: '){lacking}"):
+            begun(name, file)
+    save_file(weights | {"blocks.2.norm1.bias": torch.zeros(32)}, file)
+    with pytest.raises(UserError, match=r"Unexpected key.*blocks\.2\.norm1\.bias"):
+        begun(name, file)
+
+
+@every_name
+def test_other_sizes_and_channels_are_timms(name, tmp_path):
+    """The first convolution, positions and tables: as `timm.create_model` loads them."""
+    exported(name, tmp_path / "encoder", size=64)
+    for channels, size in ((5, 64), (3, 96), (1, (32, 96))):
+        ours = begun(name, tmp_path / "encoder", channels, img_size=size)
+        source = f"local-dir:{tmp_path / 'encoder'}"
+        theirs = timm.create_model(source, pretrained=True, in_chans=channels, img_size=size)
+        assert holds(ours, theirs.state_dict())
+
+
+def test_tables_of_an_oblong_are_taken_for_its_own_size_alone(tmp_path):
+    weights = exported("beit_base_patch16_224", tmp_path / "encoder", size=(32, 96))
+    assert holds(begun("beit_base_patch16_224", tmp_path / "encoder", img_size=(32, 96)), weights)
+    with pytest.raises(UserError, match=r"model\.init_from is .*\(32, 96\) pixels, which fit this size alone"):
+        begun("beit_base_patch16_224", tmp_path / "encoder", img_size=(96, 32))
+
+
+def test_names_of_dinov3s_authors_are_timms(tmp_path):
+    """Original names, a bias of all of qkv, and buffers that timm computes."""
+    weights = exported(DINOV3, tmp_path / "encoder")
+    original = {}
+    for name, tensor in weights.items():
+        if name.endswith("v_bias"):
+            continue
+        if name.endswith("q_bias"):
+            value_bias = weights[name.replace("q_bias", "v_bias")]
+            original[name.replace("q_bias", "qkv.bias")] = torch.cat([tensor, torch.zeros_like(tensor), value_bias])
+            continue
+        for ours, theirs in (("gamma_1", "ls1.gamma"), ("gamma_2", "ls2.gamma"), ("reg_token", "storage_tokens")):
+            name = name.replace(ours, theirs)
+        original[name] = tensor
+    original |= {"rope_embed.periods": torch.ones(4), "mask_token": torch.ones(1, 32)}
+    original |= {f"blocks.{block}.attn.qkv.bias_mask": torch.ones(96) for block in (0, 1)}
+    save_file(original, tmp_path / "dinov3.safetensors")
+    assert holds(begun(DINOV3, tmp_path / "dinov3.safetensors"), weights)
+
+
+PLAIN = dict(width=32, depth=2, img_size=32, patch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        (dict(heads=8), dict(heads=4), r"model\.heads is 4; it must be 8, as in the weights of "),
+        (dict(name=NAME, patch_size=16), dict(heads=2, patch_size=16), r"model\.heads is 2; it must be 3, "),
+        (dict(arguments={"act_layer": "silu"}), dict(arguments={"act_layer": "gelu"}), "gelu.*; it must be .*silu"),
+        (dict(name="vit_base_patch32_clip_quickgelu_224"), dict(name="vit_base_patch32_clip_224"), "has .*QuickGELU"),
+        (dict(position="rope"), dict(position="none"), r"model\.position is none; it must be rope, "),
+        (
+            dict(position="learned_2d", heads=4),
+            dict(position_at="every_shared"),
+            r"model\.position_at is every_shared; it must be stem, ",
+        ),
+    ],
+)
+def test_weights_of_an_encoder_that_computes_otherwise_are_refused(theirs, ours, said, tmp_path):
+    """Its weights have the same names and shapes; without settings of their own they begin a model like theirs."""
+    of_name = dict(width=48, depth=1, img_size=32) if "name" in theirs else PLAIN
+    first = build_encoder(ModelConfig(**of_name | theirs))
+    export_encoder(first, tmp_path / "encoder", 32, *MOMENTS, 1.0)
+    for source in (tmp_path / "encoder", tmp_path / "encoder" / "model.safetensors"):
+        alike = build_encoder(ModelConfig(init_from=str(source)))
+        assert describe_computation(alike) == describe_computation(first)
+        with pytest.raises(UserError, match=said):
+            build_encoder(ModelConfig(**of_name | ours, init_from=str(source)))
+
+
+# --- the weights of a run, and of a name ---
+
+
+@pytest.mark.parametrize("options", [(), ("--config=rivals/mae",), ("--config=rivals/data2vec",)], ids=str)
+def test_a_runs_checkpoint_has_the_encoder_that_it_trained(pretrain, options):
+    """Of a moving average's run, too, the trained one. A run that diverged has nothing else."""
+    folder = pretrain(*options, "--run.steps=2", "--optim.name=adam")
+    sizes = ModelConfig(width=16, depth=2, heads=2, img_size=32)
+    checkpoint = folder / "checkpoints" / "step_00000002" / "model.safetensors"
+    position = read_yaml(folder / "config.yaml")["model"]["position"]
+    encoder = build_encoder(replace(sizes, position=position, init_from=str(checkpoint)))
+    assert holds(encoder, load_file(folder / "encoder" / "model.safetensors"))
+
+
+def test_a_run_from_weights_needs_no_setting_of_their_model(pretrain, tmp_path):
+    """Pre-training and supervised training; config.yaml then has the model's settings, and repeats the run."""
+    source = pretrain("--model.position=relative", "--model.arguments={reg_tokens: 2}", dir=tmp_path / "run")
+    begin = f"--model.init_from={source}"
+    pre, labels = pretrain(begin, dir=tmp_path / "pre", without="--model."), tmp_path / "labels"
+    words = [word for word in TINY if not word.startswith(("--model.", "--probe."))]
+    supervised.main([*words, begin, f"--run.dir={labels}"])
+    for folder in (pre, labels):
+        assert describe_computation(mpp.load_encoder(folder)) == describe_computation(mpp.load_encoder(source))
+        model = read_yaml(folder / "config.yaml")["model"]
+        assert (model["width"], model["depth"], model["patch_size"]) == (16, 2, 8)
+    pretrain(f"--config={pre / 'config.yaml'}", dir=tmp_path / "again", without="--model.")
+    assert holds(mpp.load_encoder(tmp_path / "again"), mpp.load_encoder(pre).state_dict())
+    with pytest.raises(UserError, match=r"model\.width is 24; it must be 16, as in the weights of "):
+        pretrain(begin, "--model.width=24", "--model.heads=2", dir=tmp_path / "other", without="--model.")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_name_of_timms_means_its_weights_on_the_hub(tmp_path, monkeypatch):
+    weights = exported(NAME, tmp_path / "encoder")
+    asked = set()
+    monkeypatch.setattr(
+        "mpp.runtime.weights.snapshot_download", lambda name, **_: asked.add(name) or str(tmp_path / "encoder")
+    )
+    source = f"{NAME}.augreg_in21k"
+    assert holds(begun(NAME, source), weights)
+    with pytest.raises(UserError, match=rf"model\.name is {NAME}; it must be left out"):
+        build_student(ModelConfig(init_from=source))
+    assert asked == {f"timm/{source}"}
+
+
+def test_weights_that_are_not_there_are_never_random(monkeypatch):
+    def offline(name, **_):
+        raise OSError("offline")
+
+    monkeypatch.setattr("mpp.runtime.weights.snapshot_download", offline)
+    for source in (f"{DINOV3}.lvd1689m", "hf-hub:timm/nothing"):
+        with pytest.raises(UserError, match=r"no encoder at hf-hub:timm/.*: offline"):
+            begun(DINOV3, source)
+    for source in ("vit_smal_patch16", "vit_base_patch16_18x2_224"):  # no model, and one without weights
+        with pytest.raises(UserError, match=rf"model\.init_from is {source}; it must be"):
+            begun(DINOV3, source)
+
+
+# --- their moments and licence ---
+
+
+def test_moments_are_those_of_the_weights(tmp_path, capsys):
+    exported(DINOV3, tmp_path / "encoder")
+    source = str(tmp_path / "encoder")
+    rgb = ModelConfig(name=DINOV3, mean=None, std=None, init_from=source)
+    assert moments_of_weights(rgb, 3) == replace(rgb, mean=MOMENTS[0], std=MOMENTS[1])
+    assert moments_of_weights(rgb, 2).mean == pytest.approx((0.2, 0.2))
+    half = moments_of_weights(ModelConfig(mean=MOMENTS[0], std=None, init_from=source), 3)
+    assert (half.mean, half.std) == MOMENTS and "note" not in capsys.readouterr().out
+    moments_of_weights(ModelConfig(init_from=source, mean=(0.1, 0.2, 0.3)), 3)
+    said = capsys.readouterr().out
+    assert said.startswith("note: model.std is (0.5, 0.5, 0.5), and ") and said.count("note") == 1
+    with pytest.raises(UserError, match=r"model\.mean is null; it must be numbers or auto unless model\.init_from"):
+        ModelConfig(mean=None)
+    save_file({"weight": torch.ones(1)}, tmp_path / "alone.safetensors")
+    alone = ModelConfig(mean=None, init_from=str(tmp_path / "alone.safetensors"))
+    with pytest.raises(UserError, match=r"model\.mean is null; .*no config\.json next to .*alone\.safetensors"):
+        moments_of_weights(alone, 3)
+
+
+def test_a_run_takes_moments_and_licence_of_its_weights(tmp_path, pretrain):
+    exported(NAME, tmp_path / "encoder", licence="dinov3-license")
+    null = (f"--model.init_from={tmp_path / 'encoder'}", "--model.mean=null", "--model.std=null")
+    numbers = (f"--model.name={NAME}", "--model.width=32", "--model.img_size=32", "--run.steps=1")
+    first = pretrain(*null, *numbers, dir=tmp_path / "first")
+    assert read_yaml(first / "config.yaml")["model"]["mean"] == list(MOMENTS[0])
+    pretrain(*null, *numbers, dir=tmp_path / "first")  # finished: the same settings
+    random = pretrain(f"--model.name={NAME}", "--run.steps=1", dir=tmp_path / "random")
+    for run, licence, mean in ((first, "dinov3-license", 0.1), (random, None, 0.5)):
+        written = json.loads((run / "encoder" / "config.json").read_text())["pretrained_cfg"]
+        assert (written["license"], written["mean"][0]) == (licence, mean)
+        begins = f"license: {licence}" if licence else "library_name"
+        assert (run / "encoder" / "README.md").read_text().startswith(f"---\n{begins}")
+        assert licence_of(str(run)) == licence
