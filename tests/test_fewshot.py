@@ -121,11 +121,9 @@ def test_classes_without_a_training_image_are_counted_and_named(capsys):
     note_tested(train, test)
     note_tested(train, test)  # the next run
     note_tested(train, test, ["ash", "beech", "elm", "fir", "fig", "birch", "yew", "oak"])
-    lost = "note: 100 of 140 test images are of 4 classes without a training image"
-    assert capsys.readouterr().out.splitlines() == [
-        f"{lost} (5, 7, 8 and 1 more): they count as wrong",
-        f"{lost} (birch, oak, 8 and 1 more): they count as wrong",
-    ]
+    by_number, by_name = capsys.readouterr().out.splitlines()
+    assert "100 of 140 test images are of 4 classes without a training image (5, 7, 8 and 1 more)" in by_number
+    assert "(birch, oak, 8 and 1 more)" in by_name
     any_is_right = np.array([[0, 5], [5, -1], [1, -1], [6, 5]] * 30)
     note_tested(train, any_is_right)
     assert "60 of 120 test images are of 2 classes without" in capsys.readouterr().out
@@ -148,14 +146,9 @@ def test_few_images_are_said_once(tmp_path, capsys):
 
 def test_any_of_several_right_labels_counts():
     data = features()
-    config = FewshotConfig(shots=5, seeds=0)
-    plain = evaluate(data, config)[0]["accuracy"]
-    padded_labels = np.c_[data.test_labels, np.full(len(data.test_labels), -1)]
-    padded = data._replace(test_labels=padded_labels).checked("here")
-    assert evaluate(padded, config)[0]["accuracy"] == plain
     all_labels = np.tile(np.arange(7), (len(data.test_labels), 1))
-    all_are_right = data._replace(test_labels=all_labels)
-    assert evaluate(all_are_right, config)[0]["accuracy"] == 1.0
+    (result,) = evaluate(data._replace(test_labels=all_labels), FewshotConfig(shots=5, seeds=0))
+    assert result["accuracy"] == 1.0
 
 
 def test_command_writes_results_summary_and_protocol(tmp_path, capsys):
