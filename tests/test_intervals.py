@@ -51,7 +51,7 @@ def equal(classes):
     return np.full(classes, 1 / classes)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_figures_are_those_of_scikit_learn(seed):
     rng = np.random.default_rng(seed)
     outcomes = draw(rng, 60, 0.6, rng.dirichlet(np.ones(6)))  # often a class without test images
@@ -68,22 +68,20 @@ def test_figures_are_those_of_scikit_learn(seed):
     assert (KIND.confusion(outcomes) == confusion_matrix(truth, predicted, labels=range(6))).all()
 
 
-@pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (0, 50), (50, 50), (7, 50), (277, 286), (9700, 10_000)])
+@pytest.mark.parametrize(("right", "count"), [(0, 1), (50, 50), (7, 50), (9700, 10_000)])
 def test_wilson_is_that_of_scipy(right, count):
     expected = binomtest(right, count).proportion_ci(method="wilson")
     np.testing.assert_allclose(wilson(right, count), (expected.low, expected.high), atol=1e-12)
 
 
-@pytest.mark.parametrize("images", [50, 286])
-@pytest.mark.parametrize("accuracy", [0.7, 0.97])
-@pytest.mark.parametrize("shares", [equal(2), equal(5)], ids=["2 classes", "5 classes"])
-def test_intervals_cover_the_truth(images, accuracy, shares):
+@pytest.mark.parametrize(("images", "accuracy", "classes"), [(50, 0.97, 2), (50, 0.7, 5), (286, 0.97, 5)])
+def test_intervals_cover_the_truth(images, accuracy, classes):
     """About 95 of 100 of them. Of macro F1 and the mean over classes, the truth is that of a million images."""
     rng = np.random.default_rng(3)
-    truth = measure(draw(rng, 10**6, accuracy, shares))
+    truth = measure(draw(rng, 10**6, accuracy, equal(classes)))
     covered = dict.fromkeys(truth, 0)
     for _ in range(SIMULATIONS):
-        for name, (low, high) in intervals(draw(rng, images, accuracy, shares)).items():
+        for name, (low, high) in intervals(draw(rng, images, accuracy, equal(classes))).items():
             covered[name] += low <= truth[name] <= high
     for name, count in covered.items():
         assert 0.915 <= count / SIMULATIONS <= 0.99, name
@@ -118,8 +116,7 @@ def test_the_interval_of_a_mean_is_students():
     assert np.isnan(interval(np.full(3, np.nan), is_share=True, count=3)).all()
 
 
-@pytest.mark.parametrize("draws", [3, 20])
-def test_the_interval_over_draws_covers_the_truth_over_images_and_draws(draws):
+def test_the_interval_over_draws_covers_the_truth_over_images_and_draws(draws=3):
     """Of few-shot: each draw has an accuracy of its own, and all are tested on the same images."""
     rng = np.random.default_rng(draws)
     covered = 0
@@ -149,13 +146,8 @@ def test_cases_by_hand():
     assert list(table.index) == names
     np.testing.assert_array_equal(table.loc["bee"], [0, 1, np.nan, np.nan, np.nan, 0, 0])
     assert table.loc["cat", ["right (%)", "right (%), from", "right (%), to"]].round(1).tolist() == [100, 34.2, 100]
-
-    alone = Outcomes("class", np.zeros(3, int), np.zeros(3, int), ["ant"])
-    for value, low, high in KIND.estimates(alone).values():
-        assert value == 1
-        assert np.isnan([low, high]).all() or (0 <= low < 1 and high <= 1)
     any_right = Outcomes("class", np.array([[0, 2], [1, -1]]), np.array([2, 0]), names)
-    assert measure(any_right)["accuracy"] == 0.5 and KIND.confusion(any_right)[2, 2] == 1
+    assert measure(any_right)["accuracy"] == 0.5
 
 
 def test_each_class_of_pixels_has_its_iou_with_an_interval():
@@ -189,7 +181,7 @@ def test_intervals_of_a_rare_class_of_pixels_cover_the_truth():
     assert len(covered) > 80 and 0.87 <= np.mean(covered) <= 0.99
 
 
-def unlearned(kind, images=79, classes=9):
+def unlearned(kind, images, classes=9):
     """Outcomes of an encoder that has learned nothing: always the same prediction, or noise."""
     rng = np.random.default_rng(0)
     truth = np.arange(images) % classes
@@ -205,10 +197,9 @@ def unlearned(kind, images=79, classes=9):
     return Outcomes("class", truth, np.zeros_like(truth), [str(number) for number in range(classes)])
 
 
-@pytest.mark.parametrize("images", [9, 79])
 @pytest.mark.parametrize("kind", ["class", "several", "number", "pixels"])
-def test_an_interval_contains_its_value(kind, images):
-    for name, (value, low, high) in KINDS[kind].estimates(unlearned(kind, images)).items():
+def test_an_interval_contains_its_value(kind):
+    for name, (value, low, high) in KINDS[kind].estimates(unlearned(kind, 9)).items():
         assert np.isnan(low + high) or low <= value <= high, name
 
 
@@ -218,16 +209,17 @@ def test_images_without_a_label_are_left_out_and_none_with_one_is_refused():
     assert score_of(outcomes) == 1
     with pytest.raises(UserError, match="none of the 3 test images has a label"):
         score_of(Outcomes("class", np.full(3, -1), np.zeros(3, int)))
+    truth = np.array([[-1, -1], [0, -1], [1, 2]])  # masks: the first has no pixel that counts
+    assert len(labelled_outcomes(outcomes_of_masks(truth, np.zeros_like(truth)))) == 2
 
 
 def test_outcomes_are_kept_beside_a_report(tmp_path):
     targets, names, images = np.array([0, 1, 1]), ["ant", "bée"], ["a/1.jpg", "a/2.jpg", "b/1.jpg"]
     of_seeds = [Outcomes("class", targets, np.array(each), names, images) for each in ([0, 1, 0], [1, 1, 1])]
-    results = [{"seed": 0, "outcomes": of_seeds[0]}, {"accuracy": 0.5}, {"seed": 1, "outcomes": of_seeds[1]}]
+    results = [{"outcomes": of_seeds[0]}, {"accuracy": 0.5}, {"outcomes": of_seeds[1]}]
     kept = write_report(tmp_path / "knn.json", {"results": add_figures(results)})["results"]
     assert [result.get("outcomes") for result in kept] == [0, None, 1]
-    assert kept[0]["accuracy"] == pytest.approx(2 / 3) and kept[1] == {"accuracy": 0.5}
-    assert [score_of(each) for each in of_seeds] == [kept[0]["accuracy"], kept[2]["accuracy"]]
+    assert [result["accuracy"] for result in kept] == pytest.approx([2 / 3, 0.5, 2 / 3])
     loaded = load_outcomes(tmp_path / "knn.json", 1)
     assert (loaded.targets == targets).all() and (loaded.predictions == [1, 1, 1]).all()
     assert (loaded.class_names, loaded.images, loaded.kind) == (names, images, "class")
@@ -237,7 +229,7 @@ def test_outcomes_are_kept_beside_a_report(tmp_path):
         load_outcomes(tmp_path / "knn.json", 1)
 
 
-@pytest.mark.parametrize("damage", [slice(0), slice(300), None], ids=["empty", "cut off", "other bytes"])
+@pytest.mark.parametrize("damage", [slice(300), None], ids=["cut off", "other bytes"])
 def test_damaged_files_of_outcomes_and_counts_are_named(damage, tmp_path):
     zeros = np.zeros(1000)
     file = save_outcomes(tmp_path / "knn.json", [Outcomes("patches", zeros, zeros)])
@@ -252,47 +244,9 @@ def test_damaged_files_of_outcomes_and_counts_are_named(damage, tmp_path):
         load_masked_counts(tmp_path, 7)
 
 
-def draw_masks(rng, images):
-    """Outcomes of masks of 30 pixels and three classes; images differ in how well they are predicted."""
-    shares = rng.dirichlet([2, 1, 1], images)
-    truth = np.stack([rng.choice(3, 30, p=each) for each in shares])
-    is_wrong = rng.random(truth.shape) < rng.beta(1, 4, images)[:, None]
-    predicted = np.where(is_wrong, (truth + rng.integers(1, 3, truth.shape)) % 3, truth)
-    return truth, predicted
-
-
 def outcomes_of_masks(truth, predicted):
     counts = np.stack([count_confusion(*pair, 3) for pair in zip(truth, predicted, strict=True)])
     return Outcomes("pixels", counts.sum(2), counts)
-
-
-def test_iou_is_scikit_learns_and_its_interval_covers_the_truth():
-    rng = np.random.default_rng(0)
-    truth, predicted = draw_masks(rng, 3000)
-    expected = jaccard_score(truth.ravel(), predicted.ravel(), average="macro")
-    all_images = outcomes_of_masks(truth, predicted)
-    figures = measure(all_images)
-    assert figures["mean_iou"] == pytest.approx(expected, abs=1e-12)
-    assert figures["pixel_accuracy"] == pytest.approx(np.mean(truth == predicted), abs=1e-12)
-    covered = 0
-    for _ in range(300):
-        low, high = intervals(all_images.select(rng.integers(3000, size=50)))["mean_iou"]
-        covered += low <= expected <= high
-    assert 0.92 <= covered / 300 <= 0.975
-
-
-def test_masks_without_a_counted_pixel_are_left_out_and_encoders_are_paired():
-    rng = np.random.default_rng(0)
-    truth, predicted = draw_masks(rng, 40)
-    unmarked = truth.copy()
-    unmarked[:3] = -1
-    outcomes = outcomes_of_masks(unmarked, predicted)
-    assert len(labelled_outcomes(outcomes)) == 37
-    good = outcomes_of_masks(truth, np.where(rng.random(truth.shape) < 0.5, truth, predicted))
-    plain = outcomes_of_masks(truth, predicted)
-    gains = image_scores(good) - image_scores(plain)
-    low, high = interval(gains, is_share=False, count=40)
-    assert gains.mean() == pytest.approx(score_of(good) - score_of(plain)) and 0 < low < gains.mean() < high
 
 
 def patches_of_few_images():

@@ -94,11 +94,9 @@ FEATURES = LabelledFeatures(np.zeros((4, 3)), LABELS, np.zeros((4, 3)), LABELS)
 @pytest.mark.parametrize(
     "predicted, given",
     [
-        (LABELS[:3], r"int64 of shape \(3,\); it must be one for each of 4 test images"),
         (np.int64(2), r"int64 of shape \(\); it must be one for each of 4 test images"),
         (LABELS + 0.3, r"float64 of shape \(4,\); it must be \(4,\) whole numbers, each a class of the labels"),
         (np.zeros((4, 5), int), r"int64 of shape \(4, 5\); it must be \(4,\) whole numbers"),
-        (np.array([0, 1, 4, 2]), r"int64 of shape \(4,\); it must be \(4,\) whole numbers, each a class of the labels"),
         (np.array([0, 9, 4, 2]), r"int64 of shape \(4,\); it must be \(4,\) whole numbers, each a class of the labels"),
     ],
 )

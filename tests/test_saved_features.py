@@ -1,5 +1,6 @@
-"""Files of features: the same when they are read again, and damage is noticed."""
+"""Files of features: the same when they are read again; damage, and what is no features, is named."""
 
+import pickle
 import zipfile
 
 import numpy as np
@@ -7,21 +8,21 @@ import pytest
 from test_fewshot import features
 
 from evaluation.frozen.features import ARRAY_NAMES, LabelledFeatures, load_features, save_features
+from mpp.errors import UserError
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_saved_features_are_loaded_as_they_were(tmp_path, dtype, order):
+def test_saved_features_are_loaded_as_they_were(tmp_path, dtype):
+    """In the other order of memory, and with labels of any integer type."""
     train, train_labels, test, test_labels, *_ = features(test=201)
-    data = LabelledFeatures(
-        np.asarray(train / 100, dtype, order), train_labels, np.asarray(test / 100, dtype, order), test_labels
-    )
+    train, test = (np.asarray(part / 100, dtype, "F") for part in (train, test))
+    data = LabelledFeatures(train, train_labels.astype(np.uint8), test, test_labels)
     save_features(tmp_path / "f.npz", data)
     np.savez_compressed(tmp_path / "small.npz", **dict(zip(ARRAY_NAMES, data[:4], strict=True)))
     for name in ("f.npz", "small.npz"):
         loaded = load_features(tmp_path / name)
         for ours, saved in zip(loaded[:4], data[:4], strict=True):
-            assert (ours == saved).all() and ours.dtype == saved.dtype
+            assert (ours == saved).all() and ours.dtype == (saved.dtype if saved.ndim == 2 else np.int64)
 
 
 @pytest.mark.parametrize("name", ARRAY_NAMES)
@@ -34,3 +35,73 @@ def test_a_flipped_bit_is_noticed(tmp_path, name):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"features is .* which cannot be read: .*CRC"):
         load_features(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"train_labels": None}, "train_labels"),
+        ({"train_features": np.full((210, 20), np.nan)}, "train_features is float64 .* finite"),
+        ({"train_labels": np.full(210, -1)}, "train_labels must be integers from 0"),
+        ({"test_labels": np.full(200, 2**63, np.uint64)}, "test_labels must be integers from 0 and below"),
+        ({"train_labels": np.zeros(210, np.int64)}, "all training images have the same label"),
+        ({"train_labels": np.arange(3)}, "as many as labels"),
+        ({"test_features": np.zeros((200, 3), np.float32)}, "test_features is .* as wide in both splits"),
+        ({"train_labels": np.zeros(210)}, "integers"),
+        ({"test_features": np.full((200, 20), "a")}, "floating-point numbers"),
+    ],
+)
+def test_bad_features_are_named(tmp_path, change, words):
+    file = tmp_path / "f.npz"
+    arrays = dict(zip(ARRAY_NAMES, features()[:4], strict=True)) | change
+    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+    with pytest.raises(ValueError, match=words) as error:
+        load_features(file)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+NUMBERS = np.linspace(0, 1, 30)
+MARKS = np.arange(30)[:, None] // [1, 2] % 2
+EQUAL = "all training images have the same label"
+OF_NUMBERS = "_labels must be finite floating-point numbers, one an image"
+OF_SEVERAL = "_labels must be 1 where an image is of a class, and 0 where not"
+
+
+@pytest.mark.parametrize(
+    ("kind", "train", "test", "words"),
+    [
+        ("number", np.where(NUMBERS < 0.1, np.nan, NUMBERS), NUMBERS, f"train{OF_NUMBERS}"),
+        ("number", np.full(30, 2.0), NUMBERS, EQUAL),
+        ("number", np.zeros((30, 2)), NUMBERS, f"train{OF_NUMBERS}"),
+        ("several", np.zeros_like(MARKS), MARKS, EQUAL),
+        ("several", MARKS + 2, MARKS, f"train{OF_SEVERAL}"),
+        ("several", MARKS, np.where(NUMBERS[:, None] < 0.1, -1, MARKS), f"test{OF_SEVERAL}"),
+        ("several", MARKS, np.ones((30, 3), int), "train_labels and test_labels have other numbers of classes"),
+    ],
+)
+def test_bad_labels_of_other_kinds_are_named(kind, train, test, words):
+    cloud = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
+    if kind == "several":
+        train, test = train.astype(np.int8), test.astype(np.int8)
+    with pytest.raises(UserError, match=words):
+        LabelledFeatures(cloud, train, cloud, test, kind=kind).checked("here")
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a pickle ran')",)
+
+
+def test_files_that_are_no_features_are_refused_and_never_run(tmp_path):
+    path = tmp_path / "f.npz"
+    save_features(path, features())
+    for content in (b"nonsense", pickle.dumps(Bomb()), path.read_bytes()[:500], None):
+        path.write_bytes(content) if content else path.unlink()
+        with pytest.raises(ValueError, match=r"features is .* cannot be read"):
+            load_features(path)
+    np.savez(path, **{name: np.array([Bomb()], dtype=object) for name in ARRAY_NAMES})
+    with pytest.raises(ValueError, match=r"features is .*allow_pickle"):
+        load_features(path)
+    np.save(tmp_path / "f.npy", np.zeros(3))
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_features(tmp_path / "f.npy")
