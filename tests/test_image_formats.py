@@ -101,7 +101,7 @@ WRITERS = {  # name -> function, types of numbers, bands, whether it has orienta
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@settings(max_examples=40)
+@settings(max_examples=100)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_pixels_are_those_that_were_written(writer, data, seed):
     write, types, bands, has_orientations = WRITERS[writer]
@@ -392,7 +392,7 @@ def test_the_largest_number_of_pixels_is_that_of_the_setting(name):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@settings(max_examples=40)
+@settings(max_examples=100)
 @given(
     length=st.integers(0, 10**6), changes=st.lists(st.tuples(st.integers(20, 10**6), st.integers(0, 255)), max_size=4)
 )
