@@ -295,16 +295,16 @@ def test_masks_of_any_lossless_file(data, expected):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        pytest.param(encoded(in_rgb(MASK)), "", id="colours"),
-        pytest.param(encoded(MASK, "JPEG"), "", id="JPEG"),
-        pytest.param(tiff(np.kron(MASK, np.ones((4, 4), np.uint8)), compression="jpeg"), "", id="JPEG in a TIFF"),
-        pytest.param(npy(MASK / 2), "", id="npy of fractions"),
-        pytest.param(None, "", id="nothing"),
-        pytest.param(encoded(MASK.astype(np.uint16) * 30000), ".*the number 60000; classes are 0", id="large numbers"),
+        pytest.param(encoded(in_rgb(MASK)), "mask: ", id="colours"),
+        pytest.param(encoded(MASK, "JPEG"), "mask: ", id="JPEG"),
+        pytest.param(tiff(np.kron(MASK, np.ones((4, 4), np.uint8)), compression="jpeg"), "mask: ", id="JPEG in a TIFF"),
+        pytest.param(npy(MASK / 2), "mask: ", id="npy of fractions"),
+        pytest.param(None, "mask: ", id="nothing"),
+        pytest.param(encoded(MASK.astype(np.uint16) * 30000), "mask has the number 60000", id="large numbers"),
     ],
 )
 def test_other_files_are_no_masks(data, message):
-    with pytest.raises(UnreadableImage, match=f"^its mask: {message}"):
+    with pytest.raises(UnreadableImage, match=f"^its {message}"):
         decode_mask(cell(data), MaskedDataConfig())
 
 
