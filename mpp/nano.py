@@ -209,6 +209,8 @@ class MaskedPatchPredictor(nn.Module):
             fc_norm=False,  # after the last norm; [class] gets no gradient of its own
             pretrained_cfg=TIMM,  # saved with the weights
         )
+        for block in self.encoder.blocks:
+            block.attn.fused_attn = False  # step by step, which is faster on a CPU
         self.mask_token = nn.Parameter(torch.empty(WIDTH))
         self.head = nn.Linear(WIDTH, LEVELS**3)
         nn.init.trunc_normal_(self.mask_token, std=0.02)
@@ -354,7 +356,6 @@ def main():
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    timm.layers.set_fused_attn(False)  # step by step, which is faster on a CPU
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16")
     images, labels = load_images(args.data / "train-00000-of-00001.parquet")
     held_out, held_out_labels = load_images(args.data / "test-00000-of-00001.parquet")

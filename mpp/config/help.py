@@ -90,8 +90,9 @@ def page(configs: Mapping[str, Any]) -> str:
         lines += ["", f"## mpp {command}"]
         new = [each for each in settings_of(config) if each.is_shown and row_of(each) not in lines]
         for group, members in groupby(new, key=lambda each: each.key.rpartition(".")[0]):
+            rows = [*map(row_of, members)]
             lines += ["", f"### {group}"] if group else []
-            lines += ["", *map(row_of, members)]
+            lines += ["", f"<details><summary>{group or command}</summary>", "", *rows, "", "</details>"]
     return "\n".join(lines)
 
 
