@@ -127,7 +127,7 @@ def test_average_precision_is_scikit_learns_with_ties_and_without_empty_classes(
     assert figures["micro_map"] == pytest.approx(expected, abs=1e-12)
     table = KINDS["several"].class_table(outcomes)
     assert table.iloc[2, 0] == 0 and np.isnan(table.iloc[2, 1])
-    assert table.iloc[kept, 1] / 100 == pytest.approx(by_class, abs=1e-12)
+    assert (table.iloc[kept, 1] / 100).tolist() == pytest.approx(by_class, abs=1e-12)
 
 
 def test_images_that_a_head_is_sure_of_are_ranked():
