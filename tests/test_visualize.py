@@ -14,7 +14,6 @@ from einops import rearrange
 from PIL import Image
 from safetensors.torch import load_file
 
-from evaluation.figures.images import grid_of_images
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.patches.features import patch_features
 from evaluation.pictures import (
@@ -196,14 +195,6 @@ def test_similarity_is_the_cosine_with_each_patch():
     for number, query in enumerate((features[:, 1, 3], features[:, 0, 0])):
         expected = torch.cosine_similarity(query[:, None, None].expand_as(features), features, dim=-1)
         torch.testing.assert_close(similarity[:, number], expected)
-
-
-def test_a_grid_has_its_images_in_rows_and_one_scale_of_values():
-    images = [np.zeros((4, 8, 3), np.uint8), np.array([[1.0, np.nan]]), np.array([[3.0, 2.0]])]
-    *panels, bar = grid_of_images(images, 2, "a title", ["first", "second"], "a value", (0, None)).axes
-    assert [panel.get_title() for panel in panels] == ["first", "second", "", ""]
-    assert [len(panel.images) for panel in panels] == [1, 1, 1, 0] and bar.get_ylabel() == "a value"
-    assert all(panel.images[0].get_clim() == (0, 3) for panel in panels[1:3])
 
 
 def test_patch_features_are_the_models_own_in_their_places():
