@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 from conftest import encoded, picture
+from pytest import MonkeyPatch
 
 from evaluation import compare
 from evaluation.comparison.cases import Case, cases_of, read_entries
@@ -106,6 +107,19 @@ def write_cats_and_dogs(folder: Path, seed: int = 0) -> None:
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of results without the time that they took, which differs each time."""
     return [{key: value for key, value in row.items() if not key.endswith("device_hours")} for row in rows]
+
+
+def noted(monkeypatch: MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """The first argument of each call of a function that there will be, which does what it did."""
+    firsts = []
+    function = getattr(owner, name)
+
+    def noting(first, *others, **named):
+        firsts.append(first)
+        return function(first, *others, **named)
+
+    monkeypatch.setattr(owner, name, noting)
+    return firsts
 
 
 def cases_in(file: Path) -> dict[tuple[str, int, str, str], Case]:

@@ -1,6 +1,5 @@
 """Labels that an encoder has learned: test images with such labels are refused, wherever they are."""
 
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -36,48 +35,40 @@ def evaluated_on(run: Path, path: Path, **settings) -> tuple:
     return str(run), source, *load_image_datasets(source)
 
 
-@pytest.mark.parametrize("original", ["there", "gone"])
-def test_labels_of_a_copy_are_known_too(supervised_run, image_folder, tmp_path, original):
-    copy = shutil.copytree(image_folder, tmp_path / "copy")
-    if original == "gone":
-        shutil.rmtree(image_folder)
+def test_labels_of_a_copy_are_known_where_the_original_is_gone(supervised_run, image_folder, tmp_path):
+    copy = image_folder.rename(tmp_path / "copy")
     check_labels_unseen(*evaluated_on(supervised_run, copy))  # the same held-out images
     with pytest.raises(UserError, match=rf"labels of [123] of these 3 test images; .*--data\.path {copy}"):
         check_labels_unseen(*evaluated_on(supervised_run, copy, cut_seed=1))
-
-
-def pack(files: list[Path], parquet: Path) -> Path:
-    """Write image files as a parquet file, without their names."""
-    labels = [number % 2 for number in range(len(files))]
-    dataset_of([file.read_bytes() for file in files], label=labels).to_parquet(parquet)
-    return parquet
 
 
 def test_labels_of_the_same_images_in_another_container_are_known(supervised_run, image_folder, tmp_path):
     _, _, train, _ = evaluated_on(supervised_run, image_folder)
     learned_names = {Path(train.image_name(index)).name for index in range(len(train))}
     files = sorted(image_folder.rglob("*.png"), key=lambda file: file.name)  # in another order
-    learned = pack([file for file in files if file.name in learned_names], tmp_path / "learned.parquet")
+    packed = {}
+    for learned in (True, False):
+        packed[learned] = tmp_path / f"{learned}.parquet"
+        images = [file.read_bytes() for file in files if (file.name in learned_names) == learned]
+        dataset_of(images, label=[number % 2 for number in range(len(images))]).to_parquet(packed[learned])
+    check_labels_unseen(*evaluated_on(supervised_run, packed[False]))
     with pytest.raises(UserError, match=r"labels of 2 of these 2 test images"):
-        check_labels_unseen(*evaluated_on(supervised_run, learned))
-    held_out = pack([file for file in files if file.name not in learned_names], tmp_path / "held_out.parquet")
-    check_labels_unseen(*evaluated_on(supervised_run, held_out))
+        check_labels_unseen(*evaluated_on(supervised_run, packed[True]))
 
 
 @pytest.mark.parametrize("cut_seed", [0, 1, 2])
 def test_images_of_another_list_are_known_by_their_bytes(image_folder, tmp_path, cut_seed):
     """The same index is another image there."""
     files = sorted(str(file.relative_to(image_folder)) for file in image_folder.rglob("*.png"))
-    lists = {"late": files[6:], "all": files}
-    for name, listed in lists.items():
+    late, every = str(tmp_path / "late.csv"), str(tmp_path / "all.csv")
+    for name, listed in ((late, files[6:]), (every, files)):
         rows = [f"{file},{number % 2}" for number, file in enumerate(listed)]
-        (tmp_path / f"{name}.csv").write_text("\n".join(["file,label", *rows]))
+        Path(name).write_text("\n".join(["file,label", *rows]))
     run = tmp_path / "labelled"
-    labels = str(tmp_path / "late.csv")
-    supervised.main([*ONE_STEP, f"--data.path={image_folder}", f"--data.labels={labels}", *CUT, f"--run.dir={run}"])
-    _, _, train, _ = evaluated_on(run, image_folder, labels=labels)
+    supervised.main([*ONE_STEP, f"--data.path={image_folder}", f"--data.labels={late}", *CUT, f"--run.dir={run}"])
+    _, _, train, _ = evaluated_on(run, image_folder, labels=late)
     learned = {train.image_name(index) for index in range(len(train))}
-    arguments = evaluated_on(run, image_folder, labels=str(tmp_path / "all.csv"), cut_seed=cut_seed)
+    arguments = evaluated_on(run, image_folder, labels=every, cut_seed=cut_seed)
     test = arguments[-1]
     known = sum(test.image_name(index) in learned for index in range(len(test)))
     with nullcontext() if known == 0 else pytest.raises(UserError, match=f"labels of {known} of these 3 test images"):
@@ -98,10 +89,10 @@ def test_where_images_have_changed_since_what_was_learned_is_unknown(supervised_
 
 def test_a_few_duplicates_are_no_reason_to_refuse(supervised_run, image_folder, tmp_path, capsys):
     _, _, train, _ = evaluated_on(supervised_run, image_folder)
-    learned = Path(train.image_name(0)).read_bytes()
-    images = [encoded(picture(100 + number)) for number in range(200)]
-    dataset_of(images, label=[0, 1] * 100).to_parquet(tmp_path / "set" / "train.parquet")
-    dataset_of([*images[:100], learned], label=[0, 1] * 50 + [0]).to_parquet(tmp_path / "set" / "test.parquet")
+    images = [encoded(picture(100 + number)) for number in range(100)]
+    for split, of_split in (("train", images), ("test", [*images, Path(train.image_name(0)).read_bytes()])):
+        labels = [number % 2 for number in range(len(of_split))]
+        dataset_of(of_split, label=labels).to_parquet(tmp_path / "set" / f"{split}.parquet")
     capsys.readouterr()
     check_labels_unseen(*evaluated_on(supervised_run, tmp_path / "set", eval_split="test"))
     assert "was trained with the labels of 1 of these 101 test images: duplicates" in capsys.readouterr().out

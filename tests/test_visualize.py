@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from einops import rearrange
 from PIL import Image
 from safetensors.torch import load_file
 
-from evaluation.figures.images import grid_of_images
 from evaluation.frozen.encoder import FrozenEncoder
 from evaluation.patches.features import patch_features
 from evaluation.pictures import (
@@ -93,16 +91,15 @@ def mean_distance_on_a_grid(rows: int, columns: int, patch: float) -> float:
     return patch * total / (rows * columns) ** 2
 
 
-@pytest.mark.parametrize("size", [(32, 32), (24, 40)])
-def test_distance_of_uniform_and_of_identity_attention(size):
-    distances = patch_distances(vit(size))
-    rows, columns = (side // 8 for side in size)
-    count = rows * columns
-    uniform = torch.full((2, 3, count, count), 0.7 / count)  # 0.3 goes to [class]
-    identity = torch.eye(count).expand(2, 3, -1, -1)
-    expected = torch.full((2, 3), mean_distance_on_a_grid(rows, columns, 8))
+def test_distance_of_uniform_and_of_identity_attention():
+    distances = patch_distances(vit((24, 40)))
+    uniform = torch.full((2, 3, 15, 15), 0.7 / 15)  # 0.3 goes to [class]
+    expected = torch.full((2, 3), mean_distance_on_a_grid(3, 5, 8))
     torch.testing.assert_close(mean_distance(uniform, distances), expected, rtol=1e-5, atol=0)
-    assert mean_distance(identity, distances).abs().max() == 0
+    assert mean_distance(torch.eye(15).expand(2, 3, -1, -1), distances).abs().max() == 0
+    to_neighbour = torch.zeros(1, 1, 15, 15)  # the other patches attend to [class] only
+    to_neighbour[0, 0, 0, 1] = 1
+    assert mean_distance(to_neighbour, distances) == 8 and mean_distance(0 * to_neighbour, distances) == 0
 
 
 def test_a_model_that_attends_to_all_alike_has_the_closed_forms_distance():
@@ -112,16 +109,16 @@ def test_a_model_that_attends_to_all_alike_has_the_closed_forms_distance():
 
 
 def test_overlapping_patches_are_a_stride_apart():
-    apart = ModelConfig(img_size=32, width=16, depth=1, heads=2, patch_size=8)
-    overlapping = replace(apart, stride=4)  # 7 x 7 patches
-    assert patch_distances(FrozenEncoder(build_encoder(apart)))[0, 1] == 8
+    overlapping = ModelConfig(img_size=32, width=16, depth=1, heads=2, patch_size=8, stride=4)
     assert patch_distances(FrozenEncoder(build_encoder(overlapping)))[0, 1] == 4
 
 
-def test_attention_is_that_of_the_forward_pass():
+def test_attention_is_that_of_the_forward_pass_which_stays_as_it_was():
     encoder = vit()
     images = noise(2)
+    before = [block.attn.fused_attn for block in encoder.model.blocks]
     weights_by_depth = read_attention(encoder, images, lambda weights: weights)
+    assert [block.attn.fused_attn for block in encoder.model.blocks] == before and any(before)
     attn = encoder.model.blocks[1].attn
     calls = []
     with attn.register_forward_hook(lambda module, inputs, output: calls.append((*inputs, output))):
@@ -146,12 +143,6 @@ def test_rollout_multiplies_the_layers_in_order(residual):
         torch.testing.assert_close(found.flatten(1), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("start", ["class", "patches"])
-def test_rollout_of_a_model_that_attends_to_all_alike_is_flat(start):
-    rollout = attention_rollout(vit_with_uniform_attention(), noise(2), residual=False, start=start)
-    torch.testing.assert_close(rollout, torch.ones(2, 4, 4))
-
-
 def test_similarity_of_sinusoidal_positions():
     encoder = vit()
     angles = 0.9 * (torch.arange(16) % 4)  # one wave over the columns, none over rows
@@ -159,51 +150,41 @@ def test_similarity_of_sinusoidal_positions():
     positions[0, 1:, 0] = 3 * torch.sin(angles)
     positions[0, 1:, 1] = 3 * torch.cos(angles)
     encoder.model.pos_embed.data = positions
-    similarity = position_similarity(encoder.model)
     expected = torch.cos(angles[:, None] - angles).view(4, 4, 4, 4)
-    torch.testing.assert_close(similarity, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(position_similarity(encoder.model), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_filter_components_find_the_directions_that_made_the_filters():
     rng = np.random.default_rng(0)
     directions = np.linalg.qr(rng.normal(size=(192, 2)))[0].T  # (2, 192), orthonormal
-    strengths = rng.normal(size=(16, 2)) * (5, 1)
-    filters = torch.tensor(strengths @ directions + 0.3).float()
+    filters = torch.tensor(rng.normal(size=(16, 2)) * (5, 1) @ directions + 0.3).float()
     encoder = vit()
     encoder.model.patch_embed.proj.weight.data = filters.view(16, 3, 8, 8)
     components, shares = filter_components(encoder.model, 28)
-    assert components.shape == (16, 3, 8, 8)
-    assert shares[:2].sum() == pytest.approx(1, abs=1e-5)
+    assert components.shape == (16, 3, 8, 8) and shares[:2].sum() == pytest.approx(1, abs=1e-5)
     rows = components.reshape(16, -1)
-    inside = rows[:2] @ directions.T  # the span is the same, the lengths are 1
-    np.testing.assert_allclose(np.linalg.norm(inside, axis=1), 1, rtol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(rows[:2] @ directions.T, axis=1), 1, rtol=1e-4)  # of the same span
     np.testing.assert_array_equal(rows.max(1), np.abs(rows).max(1))
 
 
 def test_features_along_one_direction_have_one_color():
     """Brighter and brighter: red follows it; green and blue have nothing to show."""
     strength = torch.rand(2, 4, 4, generator=seeded())
-    features = strength[..., None] * torch.tensor([3.0, 0, 4.0, 0, 0]) + 7
-    coordinates, shares = components_by_depth([features])
-    np.testing.assert_allclose(coordinates[0, ..., 0], 5 * (strength - strength.mean()), rtol=1e-4, atol=1e-5)
-    assert np.abs(coordinates[..., 1:]).max() == 0
-    assert shares[0].tolist() == pytest.approx([1, 0, 0])
+    coordinates, _ = components_by_depth([strength[..., None] * torch.tensor([3.0, 0, 4.0, 0, 0]) + 7])
     red, green, blue = colors_of(coordinates).reshape(-1, 3)[strength.flatten().argsort()].T
     assert (np.diff(red) >= 0).all()
     assert (red[0], red[-1]) == (0, 1)
-    assert (green == 0.5).all()
-    assert (blue == 0.5).all()
+    assert (green == 0.5).all() and (blue == 0.5).all()
 
 
 def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_to_depth():
-    deviations = torch.tensor([9, 6, 3, 1, 1, 1, 1, 1])
-    features = torch.randn(3, 4, 5, 8, generator=seeded()) * deviations
+    features = torch.randn(3, 4, 5, 8, generator=seeded()) * torch.tensor([9, 6, 3, 1, 1, 1, 1, 1])
     turned = features * torch.tensor([-1, 1, -1, 1, 1, 1, 1, 1])
     (below, above), shares = components_by_depth([features, turned])
     assert ((below * above).sum((0, 1, 2)) > 0).all()
     flat = features.double().flatten(0, 2).numpy()
     left, values, _ = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
-    expected = (left * values)[:, :3].reshape(3, 4, 5, 3)
+    expected = (left * values)[:, :3].reshape(above.shape)
     np.testing.assert_allclose(np.abs(above), np.abs(expected), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(shares[1], values[:3] ** 2 / (values**2).sum(), rtol=1e-5)
 
@@ -211,52 +192,34 @@ def test_components_are_of_all_images_together_and_keep_their_signs_from_depth_t
 def test_similarity_is_the_cosine_with_each_patch():
     features = torch.randn(2, 3, 4, 5)
     similarity = patch_similarity(features, [7, 0])
-    query = features[:, 1:2, 3:4].expand_as(features)
-    assert similarity.shape == (2, 2, 3, 4)
-    torch.testing.assert_close(similarity[:, 0], torch.cosine_similarity(query, features, dim=-1))
-    assert similarity[:, 1, 0, 0].tolist() == pytest.approx([1, 1])
-
-
-def test_a_grid_has_its_images_in_rows_and_one_scale_of_values():
-    images = [np.zeros((4, 8, 3), np.uint8), np.array([[1.0, np.nan]]), np.array([[3.0, 2.0]])]
-    figure = grid_of_images(images, 2, "a title", ["first", "second"], "a value", (0, None))
-    *panels, bar = figure.axes
-    assert [panel.get_title() for panel in panels] == ["first", "second", "", ""]
-    assert [len(panel.images) for panel in panels] == [1, 1, 1, 0]
-    assert all([*panel.images[0].get_extent()] == [0, 8, 4, 0] for panel in panels[:3])
-    assert all(panel.images[0].get_clim() == (0, 3) for panel in panels[1:3])
-    assert bar.get_ylabel() == "a value"
-
-
-def test_patch_features_have_the_last_norm_of_encoders_that_pool_first():
-    """timm has it in fc_norm there."""
-    model = timm.create_model("test_vit", img_size=32, num_classes=0, global_pool="avg", class_token=False)
-    torch.nn.init.normal_(model.fc_norm.weight)
-    encoder = FrozenEncoder(model)
-    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    (last,) = patch_features(encoder, images, [len(model.blocks)])
-    with torch.no_grad():
-        expected = model.fc_norm(model.forward_features(encoder.normalize(images)))
-    torch.testing.assert_close(last.flatten(1, 2), expected)
+    for number, query in enumerate((features[:, 1, 3], features[:, 0, 0])):
+        expected = torch.cosine_similarity(query[:, None, None].expand_as(features), features, dim=-1)
+        torch.testing.assert_close(similarity[:, number], expected)
 
 
 def test_patch_features_are_the_models_own_in_their_places():
     encoder = vit()
-    images = noise(2)
-    first, last = patch_features(encoder, images, [1, 3])
-    pixels = encoder.normalize(images)
+    first, last = patch_features(encoder, noise(2), [1, 3])
+    pixels = encoder.normalize(noise(2))
     tokens = encoder.model.forward_features(pixels)
     torch.testing.assert_close(last[:, 2, 3], tokens[:, 1 + 2 * 4 + 3])  # row 2, column 3 of 4 x 4; [class] is left out
     (inner,) = encoder.model.forward_intermediates(pixels, indices=[0], norm=False, intermediates_only=True)
     torch.testing.assert_close(first.permute(0, 3, 1, 2), inner)
 
+    model = timm.create_model("test_vit", img_size=32, num_classes=0, global_pool="avg", class_token=False)
+    torch.nn.init.normal_(model.fc_norm.weight)  # timm has the last norm here in encoders that pool first
+    encoder = FrozenEncoder(model)
+    (last,) = patch_features(encoder, noise(2), [len(model.blocks)])
+    expected = model.fc_norm(model.forward_features(encoder.normalize(noise(2))))
+    torch.testing.assert_close(last.flatten(1, 2), expected)
+
 
 def test_entropy_lands_on_its_patch():
     values = torch.arange(8.0).view(1, 2, 4)  # two patches of 2 x 2 cells
-    whole = place_on_grid(values, torch.tensor([[3, 0]]), grid=(2, 2))
-    assert whole[0, 2:, 2:].tolist() == [[0, 1], [2, 3]]
-    assert whole[0, :2, :2].tolist() == [[4, 5], [6, 7]]
-    assert whole.isnan().sum() == 8
+    (whole,) = place_on_grid(values, torch.tensor([[3, 0]]), grid=(2, 2))
+    gap = [math.nan] * 2
+    expected = torch.tensor([[4, 5, *gap], [6, 7, *gap], [*gap, 0, 1], [*gap, 2, 3]])
+    torch.testing.assert_close(whole, expected, equal_nan=True)
 
 
 @pytest.mark.faults
@@ -271,53 +234,40 @@ def test_all_pictures_of_a_run(finished_run, tmp_path, capsys):
     assert np.load(out / "attention_distance.npz")["images"] == 5
     rollout = np.load(out / "attention_rollout.npz")["rollout"]
     assert rollout.mean((1, 2)).tolist() == pytest.approx([1] * 3, rel=1e-5)
-    components = np.load(out / "pca.npz")
-    assert components["colors"].shape == (2, 3, 4, 4, 3)
-    assert components["depths"].tolist() == [1, 2]
+    assert np.load(out / "pca.npz")["colors"].shape == (2, 3, 4, 4, 3)
     neighbours = np.load(out / "neighbours.npz")
-    similarity = neighbours["image_similarity"]
-    assert neighbours["names"].shape == (3, 6) and similarity.shape == (3, 5)
-    assert (np.diff(similarity) <= 0).all() and similarity.max() <= 1 + 1e-6
-    assert all(len(set(names)) == 6 for names in neighbours["names"].tolist())  # a query is not its own neighbour
+    assert (np.diff(neighbours["image_similarity"]) <= 0).all() and neighbours["image_similarity"].max() <= 1 + 1e-6
+    assert [len(set(names)) for names in neighbours["names"].tolist()] == [6] * 3  # a query is not its own neighbour
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("settings", "cells"),
-    [
-        pytest.param(["--objective.name=grid_color"], 16, id="grid"),
-        pytest.param(["--objective.name=pixels", "--optim.average=0.9"], None, id="pixels"),
-        pytest.param(["--config=rivals/mae"], None, id="mae"),
-        pytest.param(["--config=rivals/mae_mean_color"], 1, id="mean colour"),
-        pytest.param(["--config=rivals/maskfeat"], None, id="maskfeat"),
-    ],
+    ("setting", "cells"),
+    [("--objective.name=grid_color", 16), ("--config=rivals/mae", 0), ("--config=rivals/maskfeat", 0)],
 )
-def test_predictions_of_every_network_and_target(pretrain, tmp_path, settings, cells):
-    run = pretrain(*settings, "--run.steps=1")
-    out = draw(run, tmp_path / "pictures", "--pictures=predictions", SHOWN)
-    saved = np.load(out / "predictions.npz")
-    original = saved["original"]
-    assert original.shape == (3, 32, 32, 3)
-
-    positions = saved["positions"]
-    assert ("entropy" in saved) == (cells is not None)
+def test_predictions_of_every_network_and_target(pretrain, tmp_path, setting, cells):
+    run = pretrain(setting, "--run.steps=1")
+    saved = np.load(draw(run, tmp_path / "pictures", "--pictures=predictions", SHOWN) / "predictions.npz")
+    original, positions = saved["original"], saved["positions"]
+    assert original.shape == (3, 32, 32, 3) and ("entropy" in saved) == bool(cells)
     if cells:
         entropy = saved["entropy"]
-        assert entropy.shape == (*positions.shape, cells)
-        assert 0 <= entropy.min() <= entropy.max() <= 9
+        assert entropy.shape == (*positions.shape, cells) and 0 <= entropy.min() <= entropy.max() <= 9
 
     corrupted = np.zeros((3, 16), bool)
     np.put_along_axis(corrupted, positions, True, axis=1)
     corrupted = corrupted.reshape(3, 4, 4).repeat(8, 1).repeat(8, 2)
     for name in ("seen", "predicted", "true"):
         assert (saved[name][~corrupted] == original[~corrupted]).all()
-    is_grey = "maskfeat" in settings[0]  # HOG has no picture
+    is_grey = "maskfeat" in setting  # HOG has no picture
     assert (saved["predicted"][corrupted] != saved["true"][corrupted]).any() == (not is_grey)
-    assert (saved["true"] == original).all() == (cells is None and not is_grey)
+    assert (saved["true"] == original).all() == ("mae" in setting)
 
 
 @pytest.mark.faults
-def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch, tmp_path):
+def test_predictions_are_by_the_weights_that_were_exported_and_need_a_checkpoint(
+    pretrain, monkeypatch, tmp_path, capsys
+):
     run = pretrain("--optim.average=0.9", "--optim.lr=0.1")
     models = []
     predict = Pretraining.predict
@@ -327,12 +277,15 @@ def test_predictions_are_by_the_weights_that_were_exported(pretrain, monkeypatch
         return predict(task, model, indices)
 
     monkeypatch.setattr(Pretraining, "predict", recorded_predict)
-    draw(run / "encoder", tmp_path / "pictures", "--pictures=predictions", SHOWN)
+    asked = ("--pictures=[predictions,filters]", SHOWN)
+    assert drawn_in(draw(run / "encoder", tmp_path / "with_checkpoints", *asked)) == {"predictions", "filters"}
     weights = models[0].encoder.state_dict()
     exported = load_file(run / "encoder" / "model.safetensors")
-    assert exported
-    for name, tensor in exported.items():
-        assert torch.equal(weights[name], tensor)
+    assert exported and all(torch.equal(weights[name], tensor) for name, tensor in exported.items())
+
+    shutil.rmtree(run / "checkpoints")
+    assert drawn_in(draw(run, tmp_path / "without", *asked)) == {"filters"}
+    assert "no predictions: encoder is" in capsys.readouterr().out
 
 
 @pytest.mark.faults
@@ -348,52 +301,19 @@ def test_what_an_encoder_lacks_is_said(tmp_path, image_folder, capsys):
 
 
 @pytest.mark.faults
-def test_a_single_image_has_no_neighbours_and_broken_ones_are_none(finished_run, tmp_path, capsys):
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    for number in range(6):
-        (plain / f"{number}.png").write_bytes(encoded(picture(number)))
-    words = (f"--data.path={plain}", "--pictures=[neighbours, filters]", SHOWN)
-    assert drawn_in(draw(finished_run, tmp_path / "one", *words)) == {"filters"}
-    assert "no neighbours: there is one held-out image" in capsys.readouterr().out
-    for number in range(6, 24):
-        (plain / f"{number}.png").write_bytes(encoded(picture(number)) if number % 2 else b"broken")
-    out = draw(finished_run, tmp_path / "more", *words, "--data.eval_fraction=0.5")
-    names = {Path(name).stem for name in np.load(out / "neighbours.npz")["names"].flatten()}
-    assert names and all(int(name) < 6 or int(name) % 2 for name in names)
-
-
-@pytest.mark.faults
-def test_pictures_of_a_run_without_predictions_are_the_others(pretrain, tmp_path, capsys):
-    run = pretrain()
-    asked = ("--pictures=[predictions,filters]", SHOWN)
-    assert drawn_in(draw(run, tmp_path / "with_checkpoints", *asked)) == {"predictions", "filters"}
-    shutil.rmtree(run / "checkpoints")
-    assert drawn_in(draw(run, tmp_path / "without", *asked)) == {"filters"}
-    assert "no predictions: encoder is" in capsys.readouterr().out
-
-
-def test_a_query_that_attends_to_class_only_has_no_distance():
-    distances = patch_distances(vit((16, 16)))
-    weights = torch.zeros(1, 1, 4, 4)
-    weights[0, 0, 0, 1] = 1  # the first attends to its neighbour, the others to [class]
-    assert mean_distance(weights, distances).item() == 8
-    assert mean_distance(torch.zeros(1, 1, 4, 4), distances).item() == 0
-
-
-def test_reading_attention_leaves_the_encoder_as_it_was():
-    encoder = vit()
-    before = [block.attn.fused_attn for block in encoder.model.blocks]
-    read_attention(encoder, noise(1), lambda weights: None)
-    assert [block.attn.fused_attn for block in encoder.model.blocks] == before and any(before)
+def test_broken_images_are_no_neighbours(finished_run, tmp_path):
+    for number in range(24):
+        (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)) if number % 2 else b"broken")
+    words = (f"--data.path={tmp_path}", "--pictures=neighbours", SHOWN, "--data.eval_fraction=0.5")
+    saved = np.load(draw(finished_run, tmp_path / "out", *words) / "neighbours.npz")
+    names = {int(Path(name).stem) for name in saved["names"].flatten()}
+    assert names and all(name % 2 for name in names)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ("--pictures=attention", "attention"),
-        ("--images=0", "images is 0; it must be"),
-        ("--pictures=[]", r"pictures is \[\]; it must be"),
         ("--out=pyproject.toml", r"out is pyproject\.toml; it must be a folder"),
         ("--encoder=nowhere", "encoder is nowhere"),
     ],
