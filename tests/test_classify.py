@@ -114,6 +114,7 @@ JUDGED = {
 
 @pytest.mark.parametrize("kind", JUDGED)
 def test_the_card_gives_plain_timm_the_feature_that_was_judged(kind, encoder, tmp_path):
+    """Exactly; and an encoder from before its pooling was exported has the same feature in mpp."""
     command, representation, options = JUDGED[kind]
     source = encoder
     if kind == "distilled":
@@ -131,6 +132,12 @@ def test_the_card_gives_plain_timm_the_feature_that_was_judged(kind, encoder, tm
         snippet = (folder / "README.md").read_text().split("```python")[1].split("```")[0]
         exec(snippet.replace("FOLDER", str(folder)), names)
         assert torch.equal(names["features"], expected)
+        settings = json.loads((folder / "config.json").read_text())
+        for name in ("global_pool", "fc_norm", "use_fc_norm"):
+            settings["model_args"].pop(name, None)
+        (folder / "config.json").write_text(json.dumps(settings))
+        (before,) = features_at(mpp.load_encoder(folder), images, [len(stages(model))], representation)
+        assert torch.equal(before, expected)
 
 
 MIXED = ("--augment.mixup=0.8", "--augment.cutmix=1", "--augment.randaugment=9", "--augment.label_smoothing=0.1")
