@@ -4,18 +4,17 @@ import math
 
 import pytest
 import torch
+from vit_pytorch import ViT
+from vit_pytorch.mpp import MPP
 
 from mpp.config import CorruptionConfig, ObjectiveConfig
 from mpp.corruption import Kind, draw
 from mpp.objectives import build_objective
 
-vit_pytorch = pytest.importorskip("vit_pytorch", reason="pip install -e '.[peers]'")
-MPP = pytest.importorskip("vit_pytorch.mpp").MPP
-
 
 def their_model(**settings):
     torch.manual_seed(0)
-    encoder = vit_pytorch.ViT(image_size=32, patch_size=4, num_classes=1, dim=16, depth=1, heads=2, mlp_dim=32)
+    encoder = ViT(image_size=32, patch_size=4, num_classes=1, dim=16, depth=1, heads=2, mlp_dim=32)
     return MPP(encoder, patch_size=4, dim=16, **settings)
 
 
