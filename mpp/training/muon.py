@@ -89,7 +89,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def of_one_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of matrices of one shape: batched products are faster, and have the same bits."""
+    """Groups of matrices of one shape: batched products are faster. (In bf16 a CPU may round small ones otherwise.)"""
     for shape in dict.fromkeys(matrix.shape for matrix in matrices):
         same = [matrix for matrix in matrices if matrix.shape == shape]
         count = max(1, MAX_BATCH_ELEMENTS // shape.numel())
