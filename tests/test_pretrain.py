@@ -427,3 +427,10 @@ def test_images_smaller_than_the_crop_and_one_pixel_are_fine(pretrain, tmp_path)
     for number, size in enumerate([(1, 1), (3, 200), (7, 5), (64, 64)] * 3):
         (tmp_path / "images" / f"{number}.png").write_bytes(encoded(picture(number, size)))
     assert read_metrics(pretrain(f"--data.path={tmp_path / 'images'}"), "unreadable")[4] == 0
+
+
+def test_a_shorter_run_in_the_folder_of_another_is_told_of_that_one(pretrain):
+    """And of no warm-up, which nobody chose."""
+    folder = pretrain("--run.steps=10", "--optim.warmup_steps=null")
+    with pytest.raises(UserError, match=f"{folder.name} is a run with another config: .*run.seed"):
+        pretrain("--run.steps=2", "--optim.warmup_steps=null", "--run.seed=1")

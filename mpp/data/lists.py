@@ -64,7 +64,7 @@ def list_images(tree: Tree, config: ImagesConfig) -> Listing:
 
 
 def leave_out_other_names(splits: dict[str, str], labels: dict[str, Any], tree: Tree) -> None:
-    """Of several names of a file, by links, keep the first one in the last of their splits: the held-out one.
+    """Of several names of a file, by links, keep one in the last of their splits, the held-out one: its own, if there.
 
     Raises:
         UserError: a link and an image of the tree that it is have different labels.
@@ -73,7 +73,7 @@ def leave_out_other_names(splits: dict[str, str], labels: dict[str, Any], tree: 
     for link, file in tree.links.items():
         links[file].append(os.path.join(tree.root, link))
     for file, names in links.items():
-        names = [name for name in sorted({file, *names}) if name in splits]
+        names = [name for name in (file, *sorted(names)) if name in splits]
         for name in names:
             if file in splits and labels[name] != labels[file]:
                 one = f"{name} ({labels[name]}) is a link to {file} ({labels[file]}), of another label"

@@ -104,8 +104,9 @@ def resolve_config(config: TrainingConfig, accelerator: Accelerator) -> Training
     changed = dict(precision=precision, compile=compiled, branch_from=branch_from, keep_at=tuple(keep_at) or None)
     run = replace(config.run, **changed)
     optim = config.optim
-    if optim.warmup_steps is None:  # a run that grows keeps the number that it began with
-        optim = replace(optim, warmup_steps=begun["optim"].get("warmup_steps"))
+    begun_with = begun["optim"].get("warmup_steps")
+    if optim.warmup_steps is None and (begun_with or 0) < config.run.steps:  # a run that grows keeps its number
+        optim = replace(optim, warmup_steps=begun_with)
     resolved = replace(config, run=run, optim=optim.resolved(config.run.steps))
     if config.is_fine_tuning:
         return resolved
