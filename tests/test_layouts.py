@@ -333,16 +333,16 @@ def test_what_is_left_out_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     "links, train, test, left_out",  # link -> where it leads; images of the splits; names that do not count
     [
-        ({"train/b/2.png": "../b/1.png", "test/a/3.png": "../../train/a/0.png"}, "b/1.png", "a/3.png", 2),
+        ({"train/b/0.png": "../b/1.png", "test/a/3.png": "../../train/a/0.png"}, "b/1.png", "a/3.png", 2),
         ({"train/c": "a"}, "a/0.png b/1.png", "", 1),
         ({"train/a/2.png": "../../../store/a/x.png"}, "a/0.png a/2.png b/1.png", "", 0),
         ({"train/b/2.png": "../../.store/x", "test/b/2.png": "../../.store/x"}, "a/0.png b/1.png", "b/2.png", 1),
-        ({"train/a/more": "../../../store/a", "train/a/2.png": "more/x.png"}, "a/0.png a/2.png b/1.png", "", 1),
+        ({"train/a/more": "../../../store/a", "train/a/2.png": "more/x.png"}, "a/0.png a/more/x.png b/1.png", "", 1),
     ],
     ids=["in the tree", "a folder of the tree", "elsewhere", "splits, by a hidden store", "a folder"],
 )
 def test_a_file_counts_once(tmp_path, links, train, test, left_out, capsys):
-    """Of its names by links the first counts, and one that is held out before others; as a hub's cache has them."""
+    """A held-out name before others, then its own, then the first by a link; as a hub's cache has them."""
     write(tmp_path, {"data/train/a/0.png": 0, "data/train/b/1.png": 1, "data/.store/x": colour(0), "store/a/x.png": 0})
     link_all(tmp_path / "data", links)
     found = labels(tmp_path / "data")
