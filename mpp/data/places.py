@@ -82,6 +82,8 @@ def list_folder(path: str, config: ImagesConfig) -> Listing:
         UserError: there are no images, or shards of several kinds, or images and shards.
     """
     tree = walk(path)
+    if is_hub_dataset(config):
+        tree.links.clear()  # the hub's cache has one file for all images of the same bytes
     problem = f"{config.group_name}.path is {config.path}"
     shards = tree.tars + [table for table in tree.tables if is_shard(table, tree, config)]
     if shards and tree.images:
