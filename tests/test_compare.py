@@ -316,7 +316,7 @@ def test_processes_share_a_comparison(small, tmp_path):
     written = [f"{tmp_path}/encoders/{seed}: encoder/" for seed in (0, 1)] + [f"{report}\n" for report in reports]
     for file in written:
         assert sum(command.said.count(f"wrote {file}") for command in both) == 1
-    tables = [command.said[command.said.index("| accuracy (%)") :] for command in both]
+    tables = [command.said[command.said.rindex("| accuracy (%)") :] for command in both]
     assert tables[0] == tables[1]
 
 

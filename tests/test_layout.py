@@ -112,7 +112,7 @@ def test_an_installed_wheel_works_from_an_empty_folder(published, tmp_path):
     ended = subprocess.run(words, cwd=empty, env=env, capture_output=True, text=True)
     assert "img_size: 32\n  patch_size: 4\n" in ended.stdout and f"wrote {folder}/evaluation" in ended.stdout, ended
     assert ended.stdout.splitlines()[-1].startswith(str(site))
-    assert ended.returncode == 2 and "(did you mean cifar10?)" in ended.stderr
+    assert ended.returncode == 2 and "such as cifar10" in ended.stderr
     assert list(empty.iterdir()) == []
 
 
