@@ -166,7 +166,8 @@ class Classification(ImageTask):
 
     def export(self, model: HeadedEncoder, folder: Path, name: str = ENCODER) -> None:
         """Write the encoder, and before the last one the classifier, if its head is linear: timm has no others."""
-        if name == ENCODER and self.config.head.kind == "linear" and not self.teacher:
+        has_two_heads = isinstance(model.encoder.get_classifier(), tuple)  # DeiT's
+        if name == ENCODER and self.config.head.kind == "linear" and not has_two_heads:
             whole = copy.deepcopy(model)
             linear = self.learner.merge(next(each for each in whole.head.modules() if isinstance(each, nn.Linear)))
             set_pooling(whole.encoder, whole.pooling, linear.out_features)
@@ -286,7 +287,7 @@ def finish(run: Path, folder: Path, writes_page: bool) -> None:
         folder: the run's, or that of its fine-tuning, which gets the classifier, too.
     """
     if not (run / CLASSIFIER).is_dir():
-        print(f"no {CLASSIFIER}/: timm has linear heads only (head.kind), and none with a teacher")
+        print(f"no {CLASSIFIER}/: timm has linear heads only (head.kind), and two of DeiT")
     else:
         if folder != run:
             with complete(folder / CLASSIFIER) as partial:
