@@ -4,11 +4,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from classified_images import OF_TRAINING
 from conftest import encoded, interrupt_after, picture
 from PIL import Image
 
 import mpp
-from evaluation import embed, tables
+from evaluation import embed, finetune, tables
 from mpp.errors import UserError
 
 FAST = ("--precision=fp32", "--data.workers=0", "--threads=1")
@@ -103,9 +104,12 @@ def test_images_of_one_type_and_broken_ones_make_a_batch():
 
 
 @pytest.mark.faults
-def test_a_fine_tunings_folder_means_its_tested_run(class_images, tuned_run, tmp_path):
+def test_a_fine_tunings_folder_means_its_tested_run(finished_run, class_images, tmp_path):
+    tuned = tmp_path / "tuned"
+    words = (f"--encoder={finished_run}", f"--data.path={class_images}", f"--run.dir={tuned}", "--lrs=0.1")
+    finetune.main([*OF_TRAINING, *words, "--data.eval_fraction=0.3"])
     of_encoder = []
-    for place in (tuned_run, tuned_run / "lr_0.1"):
+    for place in (tuned, tuned / "lr_0.1"):
         file = tmp_path / f"{place.name}.parquet"
         embed.main([f"--encoder={place}", f"--data.path={class_images}", f"--out={file}", *FAST])
         of_encoder.append(rows_of(file))
