@@ -37,9 +37,8 @@ def peak_memory(config: Config, image_count: int, passes: int = 1) -> dict[str, 
         passes: forward passes of a step; gradients exist from the second one on.
     """
     attention = "fused" if config.model.attention == "auto" else config.model.attention  # as on a GPU
-    config = replace(
-        config, model=replace(with_architecture(config.model), attention=attention, init_from=None)
-    )  # any weights
+    model_config = replace(with_architecture(config.model), attention=attention, init_from=None)  # any weights
+    config = replace(config, model=model_config)
     with torch.device("meta"):
         model, objective = build_model(config)
     optimiser = optimizer_bytes(model, config.optim)

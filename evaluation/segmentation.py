@@ -25,9 +25,9 @@ from evaluation.figures.images import plot_segmentation
 from evaluation.frozen.encoder import FrozenEncoder, open_frozen_encoder, patch_grid, resolve_depths
 from evaluation.frozen.features import LabelledFeatures, describe_input, describe_training_images, views_for
 from evaluation.frozen.kept_heads import HeadDescription, describe_encoder, save_head
-from evaluation.frozen.results import evaluate_by_depth, report_path_of_command, write_probe_report
+from evaluation.frozen.results import as_baseline, evaluate_by_depth, report_path_of_command, write_probe_report
 from evaluation.frozen.run_images import LoadedSplits, check_labels_unseen, parse_and_load
-from evaluation.metrics.scoring import Outcomes, best_choice, evenly_spaced, score_of, without_outcomes
+from evaluation.metrics.scoring import Outcomes, best_choice, evenly_spaced, score_of
 from evaluation.patches.features import (
     Encode,
     Reading,
@@ -83,8 +83,7 @@ def run(config: SegmentationConfig, loaded: LoadedSplits | None = None) -> dict[
         report["baselines"] = {}
         for name, (encode, depths_there) in open_baselines(encoder, depths, config).items():
             by_depth = extract_patches(encode, depths_there, views, config, accelerator).by_depth
-            of_baseline, _ = evaluate_depths(by_depth, config)
-            report["baselines"][name] = of_baseline | {"results": without_outcomes(of_baseline["results"])}
+            report["baselines"][name] = as_baseline(evaluate_depths(by_depth, config)[0])
 
     report = write_probe_report(path, report, "reading")
     if config.save:

@@ -287,7 +287,7 @@ def finish(run: Path, folder: Path, writes_page: bool) -> None:
         folder: the run's, or that of its fine-tuning, which gets the classifier, too.
     """
     if not (run / CLASSIFIER).is_dir():
-        print(f"no {CLASSIFIER}/: timm has linear heads only (head.kind), and two of DeiT")
+        print(f"no {CLASSIFIER}/ for timm, where a head is linear (head.kind linear) and one")
     else:
         if folder != run:
             with complete(folder / CLASSIFIER) as partial:

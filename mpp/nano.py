@@ -274,7 +274,7 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         dict(params=decayed, use_muon=False, weight_decay=WEIGHT_DECAY),
         dict(params=undecayed, use_muon=False, weight_decay=0.0),
     ]
-    if not HAS_BF16:  # the type of timm's iterations
+    if not HAS_BF16:  # in which timm iterates
         muon.zeropower_via_newtonschulz = partial(muon.zeropower_via_newtonschulz, dtype=torch.float32)
     return muon.Muon(groups, momentum=0.95, nesterov=True, betas=(0.9, 0.95), fallback_lr_scale=ADAM_SCALE)
 

@@ -217,7 +217,7 @@ REFUSED = {
         ("--model.name=resnetv2_50x1_bit", "--model.arguments={in_chans: 1}"),
         r"model\.arguments is in_chans; it must be arguments of ",
     ),
-    "no argument of timm's": (
+    "no argument in timm": (
         ("--model.name=resnetv2_50x1_bit", "--model.arguments={chanels: [8]}"),
         r"model\.name is resnetv2_50x1_bit, .*'chanels'",
     ),

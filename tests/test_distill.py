@@ -115,7 +115,8 @@ def test_student_is_timms_distilled_class_is_fine_tuned_and_both_teach(tmp_path,
     frozen = load_frozen_encoder(str(folder))
     torch.testing.assert_close(torch.stack([frozen(pixels, each, [2])[0] for each in ("class", "mean")]), expected)
     with safe_open(complete_checkpoints(folder)[-1] / "model.safetensors", framework="pt") as file:
-        assert {name.split(".")[0] for name in file.keys()} == {"encoder", "head", "distill_head"}  # noqa: SIM118
+        names = file.keys()
+    assert {name.split(".")[0] for name in names} == {"encoder", "head", "distill_head"}
     title, tags = title_and_tags(folder / "encoder")
     assert title.endswith("trained with labels") and "self-supervised" not in tags
     torch.testing.assert_close(load_teacher(str(folder), 9)(pixels), both.softmax(-1).mean(1).log())

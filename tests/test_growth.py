@@ -52,7 +52,7 @@ def step_of(encoder):
 def runs(tmp_path_factory):
     """A trunk of 4 steps, its branch from step 2 and the cooled run that nothing connects.
 
-    A branch changes nothing of its trunk, which may be in use or read-only; and nobody may change these.
+    A branch changes nothing of its trunk, which may be in use or read-only. Tests only read these runs.
     """
     folder = tmp_path_factory.mktemp("runs")
     trunk = f"--run.branch_from={folder / 'trunk'}@2"

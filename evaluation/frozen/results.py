@@ -54,7 +54,6 @@ from evaluation.metrics.scoring import (
     shown_result,
     summarize_accuracies,
     without_nan,
-    without_outcomes,
 )
 from mpp.config import Settings, changed_settings, flatten, nested, require, settings_of
 from mpp.errors import UserError
@@ -120,8 +119,7 @@ def run_probe(
     require_kind(first.kind, kinds)  # of saved features, or those of another probe
     baselines = {}
     for name, by_depth in extracted.baselines.items():  # first: what `evaluate` keeps is the encoder's
-        of_baseline = evaluate_by_depth(config, by_depth, evaluate, group_by)
-        baselines[name] = of_baseline | {"results": without_outcomes(of_baseline["results"])}
+        baselines[name] = as_baseline(evaluate_by_depth(config, by_depth, evaluate, group_by))
     report = evaluate_by_depth(config, extracted.by_depth, evaluate, group_by)
     if baselines:
         report["baselines"] = baselines
@@ -188,6 +186,12 @@ def features_shared() -> Iterator[None]:
 def forget_features() -> None:
     """Free the features that are shared."""
     SHARED.get({}).clear()
+
+
+def as_baseline(report: dict[str, Any]) -> dict[str, Any]:
+    """The report of a baseline, for an encoder's own: its outcomes are not kept."""
+    results = [{key: value for key, value in result.items() if key != "outcomes"} for result in report["results"]]
+    return report | {"results": results}
 
 
 def evaluate_by_depth(

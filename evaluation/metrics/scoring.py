@@ -378,11 +378,6 @@ def result_entries(outcomes: Outcomes) -> Result:
     return {"accuracy": score, "interval": ends} | ({"figures": figures} if figures else {})
 
 
-def without_outcomes(results: Sequence[Result]) -> list[Result]:
-    """The results with only their figures, for a report whose outcomes are not kept."""
-    return [{key: value for key, value in result.items() if key != "outcomes"} for result in results]
-
-
 def describe_labels(outcomes: Outcomes) -> dict[str, Any]:
     """The entry `labels` of a report: kind, number of test images, unlabelled ones, names of classes, baselines."""
     known = labelled_outcomes(outcomes)

@@ -33,7 +33,7 @@ PARTS = ("pretrained_cfg", "patch_embed", "pos_drop", "blocks", "norm", "fc_norm
 ABOVE_STEM = ("blocks", "norm", "fc_norm", "head", "head_dist", "attn_pool")
 BIAS_TABLE = "relative_position_bias_table"
 POOLS = {"mean": "avg", "class": "token"}
-"""Names of timm's poolings."""
+"""Pooling -> its name in timm."""
 FIXED_POSITIONS = "sincos_2d"  # the position embeddings that are not learned
 TIMM_ERRORS = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 """Errors of timm for a model that it cannot build, or for weights of another one."""
@@ -294,9 +294,9 @@ def has_class(encoder: nn.Module) -> bool:
 
 
 def set_pooling(encoder: nn.Module, representation: Representation, classes: int = 0) -> None:
-    """Let a call of timm's model give the `mean` of the patches, or the `class` token; or logits of it by a new head.
+    """Set the output of timm's model: the `mean` of the patches or the `class` token; with `classes`, their logits.
 
-    Models that are no plain transformers, and DeiT's students, keep timm's own pooling.
+    The head for these is new. Models that are no plain transformers, and DeiT's students, keep timm's own pooling.
     """
     is_free = is_plain(encoder) and not hasattr(encoder, "dist_token")
     if is_free or classes:
